@@ -1,0 +1,1 @@
+"""Registries, config and errors: what every other package stands on. Nothing here imports torch."""

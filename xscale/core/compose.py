@@ -1,0 +1,181 @@
+"""From files and overrides to one plain mapping: YAML, `use:` composition, dotted overrides, and where each value came from.
+
+Precedence: schema default < `use` left to right < the file itself < the command line.
+"""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from xscale.core.errors import ConfigError, nearest
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's idea of a float, so that 1e-3 is a number, and duplicate keys are refused."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        for key in keys:
+            if keys.count(key) > 1:
+                mark = node.start_mark
+                raise ConfigError(f"{mark.name}:{mark.line + 1}", f"the key '{key}' is given twice", "Keep one of them.")
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:float"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
+    list("-+0123456789."),
+)
+# The resolver that is asked first wins; an int must stay an int.
+for _first, _resolvers in _Loader.yaml_implicit_resolvers.items():
+    _resolvers.sort(key=lambda resolver: resolver[0] == "tag:yaml.org,2002:float")
+
+
+@dataclass
+class Composed:
+    """A merged config, and for each leaf's dotted path the file or override it came from."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
+
+
+def parse(text: str, name: str) -> Any:
+    """YAML text to plain data; ConfigError that names the line."""
+    try:
+        loader = _Loader(text)
+        loader.name = name
+        try:
+            return loader.get_single_data()  # type: ignore[no-untyped-call]
+        finally:
+            loader.dispose()  # type: ignore[no-untyped-call]
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{name}:{mark.line + 1}" if mark else name
+        raise ConfigError(place, f"this is not YAML: {getattr(error, 'problem', error)}") from None
+
+
+def compose(file: Path, overrides: list[str]) -> Composed:
+    """Read `file`, what it uses, and the overrides (`a.b=value`, value in YAML)."""
+    composed = Composed()
+    _add_file(composed, file, ())
+    for override in overrides:
+        path, separator, text = override.partition("=")
+        if not separator or not path or any(not part for part in path.split(".")):
+            raise ConfigError(override, "an override is written key=value", "For example train.steps=20.")
+        value: Any = parse(text, f"override {override}")
+        for part in reversed(path.split(".")):
+            value = {part: value}
+        _merge(composed, composed.data, value, "", "command line")
+    return composed
+
+
+def _add_file(composed: Composed, file: Path, above: tuple[Path, ...]) -> None:
+    if file in above:
+        chain = " -> ".join(str(one) for one in (*above, file))
+        raise ConfigError(str(file), f"`use` goes in a circle: {chain}", "Remove one of them.")
+    try:
+        data = parse(file.read_text(encoding="utf-8"), str(file))
+    except OSError as error:
+        near = _neighbours(file)
+        raise ConfigError(str(file), f"the config cannot be read: {error.strerror}", near) from None
+    except UnicodeDecodeError:
+        raise ConfigError(str(file), "the config is not UTF-8 text") from None
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise ConfigError(str(file), "a config is a mapping of keys to values")
+    use = data.pop("use", [])
+    for name in [use] if isinstance(use, str) else use:
+        _add_file(composed, _find(name, file), (*above, file))
+    _merge(composed, composed.data, data, "", str(file))
+
+
+def _find(name: str, user: Path) -> Path:
+    """`use: [model/tiny]` means `configs/model/tiny.yaml`: looked for beside the file and in the folders above it."""
+    wanted = Path(name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
+    if wanted.is_absolute():
+        return wanted
+    folders = list(user.absolute().parents)
+    for folder in folders:
+        for root in (folder, folder / "configs"):
+            if (root / wanted).is_file():
+                return root / wanted
+    raise ConfigError(
+        f"{user}: use",
+        f"'{name}' is in none of the folders above this file",
+        _neighbours(folders[0].parent / wanted) or "Write it as a path below configs/, for example model/switch_tiny.",
+    )
+
+
+def _neighbours(file: Path) -> str:
+    if not file.parent.is_dir():
+        return ""
+    return nearest(file.name, [one.name for one in file.parent.glob("*.y*ml")])
+
+
+def _merge(composed: Composed, below: dict[str, Any], above: dict[str, Any], path: str, origin: str) -> None:
+    """Lay `above` over `below` in place. A mapping of another `kind` replaces; lists replace."""
+    for key, value in above.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"{path}{key} ({origin})", "a key is a word")
+        old = below.get(key)
+        here = f"{path}{key}"
+        if key == "kind" and old is not None and old != value:
+            # Another part: the keys of the old one would be unknown to it.
+            for leftover in list(below):
+                del below[leftover]
+            _forget(composed, path.rstrip("."))
+        if isinstance(old, str) and isinstance(value, dict) and "kind" not in value:
+            old = below[key] = {"kind": old}
+        if isinstance(value, dict) and isinstance(old, dict) and value.get("kind", old.get("kind")) == old.get("kind"):
+            _merge(composed, old, value, f"{here}.", origin)
+        elif isinstance(value, dict):
+            _forget(composed, here)
+            below[key] = {}
+            _merge(composed, below[key], value, f"{here}.", origin)
+        else:
+            _forget(composed, here)
+            below[key] = list(value) if isinstance(value, list | tuple) else value
+            composed.origin[here] = origin
+
+
+def _forget(composed: Composed, path: str) -> None:
+    for known in [one for one in composed.origin if one == path or one.startswith(f"{path}.")]:
+        del composed.origin[known]
+
+
+def dump(data: dict[str, Any], origin: dict[str, str] | None = None) -> str:
+    """YAML text; with `origin`, each leaf is followed by a comment that says where its value came from."""
+    text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=100)
+    if origin is None:
+        return text
+    return "\n".join(_annotated(data, origin, "", 0)) + "\n"
+
+
+def _annotated(data: dict[str, Any], origin: dict[str, str], path: str, depth: int) -> list[str]:
+    lines = []
+    for key, value in data.items():
+        here = f"{path}{key}"
+        if isinstance(value, dict) and value:
+            lines.append(f"{'  ' * depth}{key}:")
+            lines += _annotated(value, origin, f"{here}.", depth + 1)
+            continue
+        leaf = yaml.safe_dump({key: value}, default_flow_style=None, width=10_000, allow_unicode=True).rstrip()
+        first, *rest = leaf.split("\n")
+        source = origin.get(here, next((origin[up] for up in _above(here) if up in origin), "default"))
+        lines.append(f"{'  ' * depth}{first:<{max(1, 56 - 2 * depth)}}  # {source}")
+        lines += [f"{'  ' * depth}{line}" for line in rest]
+    return lines
+
+
+def _above(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1)]

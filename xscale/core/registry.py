@@ -1,0 +1,104 @@
+"""Families of interchangeable parts: a typed registry in which each part states what it promises (its traits)."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from xscale.core.config import Config
+from xscale.core.errors import ConfigError, nearest
+
+TraitsT = TypeVar("TraitsT")
+PartT = TypeVar("PartT", bound=type)
+
+
+@dataclass(frozen=True)
+class Entry(Generic[TraitsT]):
+    """One registered part."""
+
+    name: str
+    part: Any
+    """The class; its `Config` is `part.Config`."""
+    traits: TraitsT
+    summary: str
+    """First line of the part's own docstring, else of its module's: what it is and from which paper."""
+
+
+class Family(Generic[TraitsT]):
+    """A named set of parts that fill the same slot; each declares an instance of the family's traits class."""
+
+    def __init__(self, name: str, traits: type[TraitsT]) -> None:
+        self.name = name
+        self.traits = traits
+        self._entries: dict[str, Entry[TraitsT]] = {}
+
+    def register(self, name: str, *, traits: TraitsT) -> Callable[[PartT], PartT]:
+        """Class decorator: adds the part under `name`, which a law test holds equal to its file's name."""
+
+        def add(part: PartT) -> PartT:
+            assert name not in self._entries, f"{self.name} '{name}' is registered twice"
+            assert isinstance(traits, self.traits), f"{self.name} '{name}' declares traits of another family"
+            if "Config" not in vars(part):
+                # Each part owns its config class, so that `kind` can be read off the class alone.
+                part.Config = type(  # type: ignore[attr-defined]
+                    "Config",
+                    (part.Config,),  # type: ignore[attr-defined]
+                    {"__qualname__": f"{part.__qualname__}.Config", "__module__": part.__module__},
+                )
+            config: type[Config] = part.Config  # type: ignore[attr-defined]
+            config.kind = name
+            config.family = self.name
+            self._entries[name] = Entry(name, part, traits, _summary(part))
+            return part
+
+        return add
+
+    def get(self, name: str, path: str = "") -> Entry[TraitsT]:
+        """The part called `name`; ConfigError with the nearest name when there is none."""
+        if name not in self._entries:
+            raise ConfigError(path, f"there is no {self.name} of kind '{name}'", nearest(name, self._entries))
+        return self._entries[name]
+
+    def of(self, config: Config) -> Entry[TraitsT]:
+        """The entry of the part that `config` configures."""
+        assert config.kind is not None, f"{type(config).__qualname__} belongs to no registered part"
+        return self._entries[config.kind]
+
+    def build(self, config: Config, *args: Any, **kwargs: Any) -> Any:
+        """Construct the part that `config` configures: `Part(config, *args, **kwargs)`."""
+        return self.of(config).part(config, *args, **kwargs)
+
+    def names(self) -> list[str]:
+        return sorted(self._entries)
+
+    def able(self, **wanted: Any) -> list[str]:
+        """Names of the parts whose traits have all the given values: what an error offers instead."""
+        return [
+            name
+            for name in self.names()
+            if all(getattr(self._entries[name].traits, key) == value for key, value in wanted.items())
+        ]
+
+    def __iter__(self) -> Iterator[Entry[TraitsT]]:
+        return iter(self._entries[name] for name in self.names())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def table(self) -> list[dict[str, Any]]:
+        """One plain row a part, with every trait: what `xscale list` prints."""
+        return [
+            {"name": entry.name, "summary": entry.summary, **dataclasses.asdict(entry.traits)}  # type: ignore[call-overload]
+            for entry in self
+        ]
+
+
+def _summary(part: type) -> str:
+    import sys
+
+    module = sys.modules.get(part.__module__)
+    text = (vars(part).get("__doc__") or (module.__doc__ if module else None) or "").strip()
+    return " ".join(text.split("\n\n")[0].split())
