@@ -1,0 +1,136 @@
+"""grouped_gemm: rows sorted by group, each group times its own weight (Gale et al. 2022, MegaBlocks)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from xscale_kernels import triton_runtime
+from xscale_kernels.select import Implementation, choose
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def _cpu(x: torch.Tensor, *_: torch.Tensor) -> str | None:
+    return None if x.device.type == "cpu" else f"the tensors are on {x.device.type}"
+
+
+def _builtin(x: torch.Tensor, other: torch.Tensor, counts: torch.Tensor) -> str | None:
+    if x.shape[0] == 0:
+        return "there are no rows"
+    if x.device.type == "cpu":
+        return "torch's grouped product has no float64 on CPU" if x.dtype is torch.float64 else None
+    if x.dtype is not torch.bfloat16:
+        return f"torch's grouped product on CUDA is for bfloat16, not {x.dtype}"
+    if any(width % 8 for width in (x.shape[-1], *other.shape[1:])):
+        return "widths must be multiples of 8 (rows of 16 bytes)"
+    if any(tensor.data_ptr() % 16 for tensor in (x, other)):
+        return "the tensors must start at a multiple of 16 bytes"
+    if torch.cuda.get_device_capability(x.device) < (8, 0):
+        return "the GPU is older than Ampere"
+    return None
+
+
+def _triton(x: torch.Tensor, *_: torch.Tensor) -> str | None:
+    reason = triton_runtime.refusal(x)
+    if reason is None and x.is_cuda and x.dtype is torch.float64:
+        return "the kernel has no float64 on CUDA"
+    return reason
+
+
+def _reference(*_: torch.Tensor) -> str | None:
+    return None
+
+
+_HERE = "xscale_kernels.grouped_gemm"
+IMPLEMENTATIONS = (
+    Implementation("cpu", f"{_HERE}.cpu", _cpu),
+    Implementation("torch", f"{_HERE}.builtin", _builtin),
+    Implementation("triton", f"{_HERE}.triton", _triton),
+    Implementation("reference", f"{_HERE}.reference", _reference),
+)
+
+
+@torch.library.custom_op("xscale::grouped_gemm", mutates_args=())
+def _product(x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, implementation: str) -> torch.Tensor:
+    choice = choose("grouped_gemm", IMPLEMENTATIONS, implementation, x, weights, counts)
+    out: torch.Tensor = choice.implementation.load().forward(x, weights, counts)
+    return out
+
+
+@_product.register_fake
+def _(x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, implementation: str) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weights.shape[1])
+
+
+@torch.library.custom_op("xscale::grouped_gemm_outer", mutates_args=())
+def _outer(dy: torch.Tensor, x: torch.Tensor, counts: torch.Tensor, implementation: str) -> torch.Tensor:
+    choice = choose("grouped_gemm (weights' gradient)", IMPLEMENTATIONS, implementation, dy, x, counts)
+    out: torch.Tensor = choice.implementation.load().outer(dy, x, counts)
+    return out
+
+
+@_outer.register_fake
+def _(dy: torch.Tensor, x: torch.Tensor, counts: torch.Tensor, implementation: str) -> torch.Tensor:
+    return x.new_empty(counts.shape[0], dy.shape[1], x.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, weights, counts, ctx.implementation = inputs
+    ctx.save_for_backward(x, weights, counts)
+
+
+def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+    x, weights, counts = ctx.saved_tensors
+    dy = dy.contiguous()
+    dx = dw = None
+    if ctx.needs_input_grad[0]:
+        dx = _product(dy, weights.transpose(1, 2), counts, ctx.implementation)  # [M, D]
+    if ctx.needs_input_grad[1]:
+        dw = _outer(dy, x, counts, ctx.implementation)  # [E, F, D]
+    return dx, dw, None, None
+
+
+_product.register_autograd(_backward, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.xscale.grouped_gemm)
+def _product_flops(x_shape: Any, weights_shape: Any, *_: object, **__: object) -> int:
+    return 2 * int(x_shape[0]) * int(weights_shape[1]) * int(weights_shape[2])
+
+
+@register_flop_formula(torch.ops.xscale.grouped_gemm_outer)
+def _outer_flops(dy_shape: Any, x_shape: Any, *_: object, **__: object) -> int:
+    return 2 * int(x_shape[0]) * int(x_shape[1]) * int(dy_shape[1])
+
+
+def grouped_gemm(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    counts: torch.Tensor | Sequence[int],
+    *,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """y_e = x_e @ weights[e]^T for each group e of rows.
+
+    x: [M, D], rows sorted by group. weights: [E, F, D], of x's dtype, laid out as E stacked Linear weights.
+    counts: [E] integers, how many rows each group has; zeros are allowed, and they sum to M (checked
+    on CPU; on CUDA, where looking would wait, rows past the last group are undefined). Returns [M, F].
+    Gradients reach x and weights; an empty group's weight gets zeros. On CUDA nothing waits for the counts.
+
+    Raises ValueError for shapes or dtypes that do not fit, UnusableError when the named implementation refuses.
+    """
+    if not isinstance(counts, torch.Tensor):
+        counts = torch.tensor(counts, dtype=torch.int64)
+    if x.dim() != 2 or weights.dim() != 3 or x.shape[1] != weights.shape[2]:
+        raise ValueError(f"grouped_gemm takes x [M, D] and weights [E, F, D], got {[*x.shape]} and {[*weights.shape]}")
+    if counts.shape != weights.shape[:1]:
+        raise ValueError(f"grouped_gemm takes one count a group: [{weights.shape[0]}], got {[*counts.shape]}")
+    if x.dtype != weights.dtype:
+        raise ValueError(f"x and weights must have one dtype, got {x.dtype} and {weights.dtype}; cast one of them")
+    counts = counts.to(x.device, non_blocking=True)
+    out: torch.Tensor = _product(x, weights, counts, implementation or "")
+    return out

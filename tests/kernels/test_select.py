@@ -1,0 +1,40 @@
+"""select: the first usable implementation, or the named one, and what is said about it."""
+
+import logging
+
+import pytest
+
+from xscale_kernels.select import FirstTime, Implementation, UnusableError, choose
+
+FAST = Implementation("fast", "nowhere.fast", lambda width: None if width % 8 == 0 else "width is no multiple of 8")
+SLOW = Implementation("slow", "nowhere.slow", lambda width: None)
+
+
+def test_first_usable_in_order() -> None:
+    assert choose("op", (FAST, SLOW), None, 16).implementation is FAST
+    choice = choose("op", (FAST, SLOW), None, 3)
+    assert choice.implementation is SLOW
+    assert choice.refused == (("fast", "width is no multiple of 8"),)
+    assert str(choice) == "op: slow (first usable; fast refused: width is no multiple of 8)"
+
+
+def test_the_named_one_or_an_error_that_says_what_works() -> None:
+    assert choose("op", (FAST, SLOW), "slow", 16).implementation is SLOW
+    with pytest.raises(
+        UnusableError, match=r"'fast' cannot serve this call: width is no multiple of 8.*These can: slow"
+    ):
+        choose("op", (FAST, SLOW), "fast", 3)
+    with pytest.raises(UnusableError, match="no implementation 'apex'; there are: fast, slow"):
+        choose("op", (FAST, SLOW), "apex", 3)
+    with pytest.raises(UnusableError, match="no implementation can serve"):
+        choose("op", (FAST,), None, 3)
+
+
+def test_a_choice_is_reported_and_the_filter_says_it_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="xscale_kernels"):
+        choose("op", (FAST, SLOW), None, 3)
+        choose("op", (FAST, SLOW), None, 3)
+        choose("op", (FAST, SLOW), None, 8)
+    assert [record.getMessage()[:8] for record in caplog.records] == ["op: slow", "op: slow", "op: fast"]
+    once = FirstTime()
+    assert [once.filter(record) for record in caplog.records] == [True, False, True]
