@@ -1,4 +1,4 @@
-"""From files and overrides to one plain mapping: YAML, `use:` composition, dotted overrides, and where each value came from.
+"""From files and overrides to one plain mapping, with where each value came from: YAML, `use:`, dotted overrides.
 
 Precedence: schema default < `use` left to right < the file itself < the command line.
 """
@@ -17,11 +17,13 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2's idea of a float, so that 1e-3 is a number, and duplicate keys are refused."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
                 mark = node.start_mark
-                raise ConfigError(f"{mark.name}:{mark.line + 1}", f"the key '{key}' is given twice", "Keep one of them.")
+                raise ConfigError(
+                    f"{mark.name}:{mark.line + 1}", f"the key '{key}' is given twice", "Keep one of them."
+                )
         return super().construct_mapping(node, deep=deep)
 
 
@@ -53,9 +55,9 @@ def parse(text: str, name: str) -> Any:
         loader = _Loader(text)
         loader.name = name
         try:
-            return loader.get_single_data()  # type: ignore[no-untyped-call]
+            return loader.get_single_data()
         finally:
-            loader.dispose()  # type: ignore[no-untyped-call]
+            loader.dispose()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{name}:{mark.line + 1}" if mark else name

@@ -1,0 +1,62 @@
+"""Attention cores: q, k, v -> o. Projections, heads and caches are the mixer's; a core is where papers differ."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from xscale.core.registry import Family
+from xscale.nn.attention.sight import Sight
+from xscale.nn.dims import Dims
+from xscale.nn.module import Part
+
+ContextStyle = Literal["ring", "ulysses", "scan", "halo"]
+
+
+@dataclass(frozen=True)
+class CoreTraits:
+    """What a core promises; the conformance suite holds it to each."""
+
+    causal: bool
+    """Can keep the future out of sight."""
+    bidirectional: bool
+    """Can look both ways."""
+    cross: bool
+    """Queries and keys may come from sequences of different lengths."""
+    per_head: bool
+    """Each head is computed by itself, so tensor parallelism may cut the heads."""
+    cost: str
+    """Multiply-adds of one head's forward in T, S, K and the config's keys; `w` is the keys a query sees."""
+    context: tuple[ContextStyle, ...] = ()
+    """Ways in which a sequence may be spread over ranks."""
+    bias: bool = False
+    """Takes an additive bias on the scores."""
+    documents: bool = False
+    """Keeps packed documents apart."""
+    exact: bool = False
+    """Equals softmax attention over the keys in sight."""
+    random: bool = False
+    """Draws random numbers in evaluation too."""
+    decode: bool = False
+    """One query at a time over cached keys gives what the whole sequence at once gives."""
+
+
+class Core(Part):
+    """Built as `Core(config, dims, heads, head_width)`."""
+
+    def __init__(self, config: Any, dims: Dims, heads: int, head_width: int) -> None:
+        super().__init__()
+        self.causal = dims.causal
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+        """q [B, H, T, K], k and v [B, G, S, K] with G dividing H -> [B, H, T, K]."""
+        raise NotImplementedError
+
+    def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
+        """Multiply-adds of a forward over one sequence, all heads: what MFU counts."""
+        raise NotImplementedError
+
+
+CORES = Family("core", CoreTraits)
+
+from xscale.nn.attention import softmax  # noqa: E402, F401

@@ -1,0 +1,44 @@
+"""Which keys a query may see: the causal order, documents, and what is added to the scores."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sight:
+    """The view of T queries on S keys."""
+
+    queries: int
+    keys: int
+    causal: bool
+    offset: int = 0
+    """Place of the first query among the keys: S - T while decoding over a cache."""
+    query_documents: Tensor | None = None
+    """[B, T]; a query sees the keys of its own document only."""
+    key_documents: Tensor | None = None
+    """[B, S]."""
+    bias: Tensor | None = None
+    """[B or 1, H, T, S] added to the scores."""
+    dropout: float = 0.0
+    """Share of the attention weights that training drops."""
+
+    @property
+    def plain(self) -> bool:
+        """The order alone decides, from the start: no documents, no bias, no cache."""
+        return self.query_documents is None and self.bias is None and self.offset == 0
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """Bool [B or 1, 1, T, S], true where a query sees a key; None where it sees all."""
+        seen = None
+        device = self.query_documents.device if self.query_documents is not None else None
+        if self.causal:
+            seen = torch.ones(self.queries, self.keys, dtype=torch.bool, device=device).tril(self.offset)[None, None]
+        if self.query_documents is not None:
+            assert self.key_documents is not None
+            same = self.query_documents[:, None, :, None] == self.key_documents[:, None, None, :]  # [B, 1, T, S]
+            seen = same if seen is None else seen & same
+        return seen

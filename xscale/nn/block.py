@@ -1,0 +1,107 @@
+"""One layer: mixers and a feed-forward part, each on the residual stream, with norms before, after or around them."""
+
+from dataclasses import replace
+from typing import Annotated, Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from xscale.core.config import Config, Slot
+from xscale.core.errors import Problem
+from xscale.nn.dims import Dims
+from xscale.nn.ffn import FFNS, Ffn
+from xscale.nn.ffn.gated import Gated
+from xscale.nn.mixer import MIXERS, Mixer
+from xscale.nn.mixer.attention import Attention
+from xscale.nn.module import Module
+from xscale.nn.norm import NORMS, Norm
+from xscale.nn.norm.rms import Rms
+from xscale.nn.tokens import Tokens
+
+
+class BlockConfig(Config):
+    mixer: Annotated[Mixer.Config, Slot(MIXERS)] = Attention.Config()
+    """What moves information between tokens."""
+    cross: Annotated[Mixer.Config, Slot(MIXERS)] | None = None
+    """What reads the encoder's output, in the decoder of an encoder-decoder; null: as `mixer`."""
+    ffn: Annotated[Ffn.Config, Slot(FFNS)] = Gated.Config()
+    """The position-wise part."""
+    norm: Annotated[Norm.Config, Slot(NORMS)] = Rms.Config()
+    """The norm of each sublayer."""
+    placement: Literal["pre", "post", "sandwich"] = "pre"
+    """pre: x + f(norm(x)) (Xiong et al. 2020); post: norm(x + f(x)) (Vaswani et al. 2017);
+    sandwich: x + norm(f(norm(x))) (Ding et al. 2021)."""
+    dropout: float = 0.0
+    """Share of each sublayer's output that training drops."""
+
+
+class Sublayer(Module):
+    """A part on the residual stream."""
+
+    def __init__(self, config: BlockConfig, width: int, part: Mixer | Ffn) -> None:
+        super().__init__()
+        self.placement = config.placement
+        self.dropout = config.dropout
+        self.norm: Norm = NORMS.build(config.norm, width)
+        self.after: Norm | None = NORMS.build(config.norm, width) if config.placement == "sandwich" else None
+        self.part = part
+
+    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+        inner = x if self.placement == "post" else self.norm(x)
+        if isinstance(self.part, Mixer):
+            y = self.part(inner, tokens, memory, source)
+        else:
+            y = self.part(inner, tokens)
+        if self.after is not None:
+            y = self.after(y)
+        y = x + F.dropout(y, self.dropout, self.training)
+        return self.norm(y) if self.placement == "post" else y
+
+
+class Block(Module):
+    """[B, T, D] -> [B, T, D]."""
+
+    def __init__(self, config: BlockConfig, dims: Dims, *, cross: bool = False) -> None:
+        super().__init__()
+        self.mixer = Sublayer(config, dims.width, MIXERS.build(config.mixer, dims))
+        self.cross: Sublayer | None = None
+        if cross:
+            mixer = MIXERS.build(config.cross or config.mixer, crossed(dims))
+            self.cross = Sublayer(config, dims.width, mixer)
+        self.ffn = Sublayer(config, dims.width, FFNS.build(config.ffn, dims))
+
+    @staticmethod
+    def check(config: BlockConfig, dims: Dims, path: str, *, cross: bool = False) -> list[Problem]:
+        """Every problem of the block's parts."""
+        problems = _check_mixer(config.mixer, dims, f"{path}.mixer")
+        if cross:
+            problems += _check_mixer(config.cross or config.mixer, crossed(dims), f"{path}.cross")
+        problems += FFNS.of(config.ffn).part.check(config.ffn, dims, f"{path}.ffn")
+        problems += NORMS.of(config.norm).part.check(config.norm, dims, f"{path}.norm")
+        return problems
+
+    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+        x = self.mixer(x, tokens)
+        if self.cross is not None:
+            x = self.cross(x, tokens, memory, source)
+        return self.ffn(x, tokens)  # type: ignore[no-any-return]
+
+
+def crossed(dims: Dims) -> Dims:
+    """The dims of a part that reads another sequence."""
+    return replace(dims, cross=True)
+
+
+def _check_mixer(config: Config, dims: Dims, path: str) -> list[Problem]:
+    entry = MIXERS.of(config)
+    problems = list(entry.part.check(config, dims, path))
+    needed = "cross" if dims.cross else "causal" if dims.causal else "bidirectional"
+    if not getattr(entry.traits, needed):
+        what = {
+            "cross": "cannot read another sequence",
+            "causal": "lets a token see what comes after it, and this model is causal",
+            "bidirectional": "looks one way only, and this model looks both ways",
+        }[needed]
+        can = ", ".join(MIXERS.able(**{needed: True}))
+        problems.append(Problem(path, f"'{entry.name}' {what}", f"These can: {can}."))
+    return problems

@@ -1,0 +1,47 @@
+"""Shazeer 2020: GLU and its variants, a linear map gated element-wise by another."""
+
+from typing import Literal
+
+from torch import Tensor
+
+from xscale.nn.dims import Dims
+from xscale.nn.ffn import FFNS, Activation, Ffn, FfnTraits, activation
+from xscale.nn.linear import Linear
+from xscale.nn.tokens import Tokens
+
+Gate = Literal["glu", "bilinear", "reglu", "geglu", "swiglu"]
+GATES: dict[Gate, Activation] = {
+    "glu": "sigmoid",
+    "bilinear": "identity",
+    "reglu": "relu",
+    "geglu": "gelu",
+    "swiglu": "swish",
+}
+
+
+def gated_hidden(hidden: int | None, width: int) -> int:
+    """Null: 8/3 of the width rounded up to 64, so that three matrices weigh what two of four times the width do."""
+    return hidden or -(-8 * width // (3 * 64)) * 64
+
+
+@FFNS.register("gated", traits=FfnTraits(per_token=True, sparse=False))
+class Gated(Ffn):
+    class Config(Ffn.Config):
+        hidden: int | None = None
+        """F, the width of gate and value; null: 8/3 of the model's width rounded up to 64."""
+        gate: Gate = "swiglu"
+        """glu (Dauphin et al. 2017), bilinear, reglu, geglu, swiglu."""
+        bias: bool = False
+        """Whether the maps have biases."""
+
+    def __init__(self, config: Config, dims: Dims) -> None:
+        super().__init__()
+        hidden = gated_hidden(config.hidden, dims.width)
+        self.activation = activation(GATES[config.gate])
+        self.gate = Linear(dims.width, hidden, ("ffn", "width"), dims.start, bias=config.bias)
+        self.up = Linear(dims.width, hidden, ("ffn", "width"), dims.start, bias=config.bias)
+        self.down = Linear(hidden, dims.width, ("width", "ffn"), dims.residual_start, bias=config.bias)
+
+    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+        down: Tensor = self.down(self.activation(self.gate(x)) * self.up(x))
+        return down

@@ -1,0 +1,71 @@
+"""Initial weights as a function of (seed, parameter name): the same numbers on every rank, order and layout."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Init:
+    """How a parameter starts."""
+
+    kind: Literal["normal", "zeros", "ones"] = "normal"
+    std: float = 0.02
+    """Standard deviation of the normal; it is truncated at three of them."""
+    slices: bool = False
+    """Draw each index of the first axis from a stream of its own, so that a rank draws only the experts it holds."""
+
+
+ZEROS = Init("zeros")
+ONES = Init("ones")
+
+
+def seed_of(seed: int, *names: str | int) -> int:
+    """A 63-bit seed that depends on all its arguments, the same in every process and version."""
+    text = "\x1f".join(str(name) for name in (seed, *names))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def draw(init: Init, shape: tuple[int, ...], seed: int, name: str, rows: range | None = None) -> Tensor:
+    """The start of the parameter `name` of global `shape`, float32 on the CPU; `rows` of the first axis only."""
+    rows = range(shape[0]) if rows is None else rows
+    if init.kind == "zeros":
+        return torch.zeros(len(rows), *shape[1:])
+    if init.kind == "ones":
+        return torch.ones(len(rows), *shape[1:])
+    if init.slices:
+        return torch.stack([_normal(init.std, shape[1:], seed_of(seed, name, row)) for row in rows])
+    return _normal(init.std, shape, seed_of(seed, name))[rows.start : rows.stop]
+
+
+def _normal(std: float, shape: tuple[int, ...], seed: int) -> Tensor:
+    value = torch.empty(shape, device="cpu", dtype=torch.float32)
+    value.normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
+    return value.clamp_(-3 * std, 3 * std)
+
+
+def replace_parameters(model: nn.Module, make: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
+    """Put `make(full name, parameter)` in the place of every parameter, shared ones once and still shared."""
+    made: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in made:
+                made[id(parameter)] = make(f"{path}.{name}" if path else name, parameter)
+            setattr(module, name, made[id(parameter)])
+
+
+def materialize(model: nn.Module, seed: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    """Give every parameter of a model built on meta its storage and its initial value, on one device."""
+    from xscale.nn.module import parameter_inits
+
+    inits = {name: init for name, _, init in parameter_inits(model)}
+
+    def make(name: str, parameter: nn.Parameter) -> nn.Parameter:
+        value = draw(inits[name], tuple(parameter.shape), seed, name)
+        return nn.Parameter(value.to(device, dtype), requires_grad=parameter.requires_grad)
+
+    replace_parameters(model, make)

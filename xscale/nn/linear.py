@@ -1,0 +1,43 @@
+"""The linear map and the token embedding, with named axes."""
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+from xscale.nn.init import ZEROS, Init
+from xscale.nn.module import Axis, Module
+
+
+class Linear(Module):
+    """y = x W^T + b, the weight cast and localised by the door."""
+
+    weight: Parameter
+
+    def __init__(self, inputs: int, outputs: int, axes: tuple[Axis, Axis], init: Init, *, bias: bool = False) -> None:
+        """`axes` names the weight's dims: (outputs, inputs)."""
+        super().__init__()
+        self.declare("weight", (outputs, inputs), axes, init)
+        self.bias: Tensor | None
+        if bias:
+            self.declare("bias", (outputs,), axes[:1], ZEROS)
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inputs] -> [..., outputs]."""
+        bias = None if self.bias is None else self.use(self.bias)
+        return F.linear(x, self.use(self.weight), bias)
+
+
+class Embedding(Module):
+    """Rows of a table, by token id."""
+
+    weight: Parameter
+
+    def __init__(self, vocabulary: int, width: int, init: Init) -> None:
+        super().__init__()
+        self.declare("weight", (vocabulary, width), ("vocab", "width"), init)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[B, T] -> [B, T, D]."""
+        return F.embedding(ids, self.use(self.weight))

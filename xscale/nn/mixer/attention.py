@@ -1,0 +1,162 @@
+"""Vaswani et al. 2017: multi-head attention around any core, with grouped queries (Ainslie et al. 2023)."""
+
+from typing import Annotated, Any
+
+from torch import Tensor
+
+from xscale.core.config import Slot
+from xscale.core.errors import Problem
+from xscale.nn.attention import CORES, Core
+from xscale.nn.attention.sight import Sight
+from xscale.nn.attention.softmax import Softmax
+from xscale.nn.dims import Dims
+from xscale.nn.linear import Linear
+from xscale.nn.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.cache import KeyValues
+from xscale.nn.norm import NORMS, Norm
+from xscale.nn.position import POSITIONS, Position
+from xscale.nn.tokens import Tokens
+
+
+@MIXERS.register(
+    "attention", traits=MixerTraits(causal=True, bidirectional=True, cross=True, documents=True, decode=True)
+)
+class Attention(Mixer):
+    class Config(Mixer.Config):
+        heads: int = 8
+        """H, query heads."""
+        kv_heads: int | None = None
+        """G, key and value heads: 1 is multi-query, null as many as query heads."""
+        head_width: int | None = None
+        """K, width of a head; null: the model's width over the heads."""
+        core: Annotated[Core.Config, Slot(CORES)] = Softmax.Config()
+        """What is computed from q, k and v."""
+        bias: bool = False
+        """Whether the four projections have biases."""
+        qk_norm: Annotated[Norm.Config, Slot(NORMS)] | None = None
+        """Norm of each query and key before their product (Henry et al. 2020); null: none."""
+        dropout: float = 0.0
+        """Share of the attention weights that training drops."""
+
+    def __init__(self, config: Config, dims: Dims) -> None:
+        super().__init__()
+        heads, groups = config.heads, config.kv_heads or config.heads
+        self.head_width = config.head_width or dims.width // heads
+        inner, outer = heads * self.head_width, groups * self.head_width
+        self.cross = dims.cross
+        self.causal = dims.causal and not dims.cross
+        self.dropout = config.dropout
+        self.q = Linear(dims.width, inner, ("heads", "width"), dims.start, bias=config.bias)
+        self.k = Linear(dims.width, outer, ("kv_heads", "width"), dims.start, bias=config.bias)
+        self.v = Linear(dims.width, outer, ("kv_heads", "width"), dims.start, bias=config.bias)
+        self.o = Linear(inner, dims.width, ("width", "heads"), dims.residual_start, bias=config.bias)
+        norm = config.qk_norm
+        self.q_norm: Norm | None = None if norm is None else NORMS.build(norm, self.head_width)
+        self.k_norm: Norm | None = None if norm is None else NORMS.build(norm, self.head_width)
+        self.core: Core = CORES.build(config.core, dims, heads, self.head_width)
+        # Positions of two sequences cannot be compared, so cross attention has none.
+        self.position: Position | None = None
+        if dims.position is not None and not dims.cross:
+            self.position = POSITIONS.build(dims.position, dims, heads, self.head_width)
+
+    @classmethod
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
+        problems = []
+        if config.head_width is None and dims.width % config.heads:
+            fits = [heads for heads in range(1, dims.width + 1) if dims.width % heads == 0]
+            near = sorted(sorted(fits, key=lambda heads: abs(heads - config.heads))[:4])
+            fix = f"Take heads among {', '.join(map(str, near))}, or say head_width."
+            problems.append(Problem(f"{path}.heads", f"{config.heads} heads do not divide the width {dims.width}", fix))
+        if config.kv_heads and config.heads % config.kv_heads:
+            fix = "Take a divisor of heads: " + ", ".join(
+                str(groups) for groups in range(1, config.heads + 1) if config.heads % groups == 0
+            )
+            what = f"{config.kv_heads} key heads do not divide {config.heads} query heads"
+            problems.append(Problem(f"{path}.kv_heads", what, f"{fix}."))
+        return problems + cls._check_core(config, dims, path)
+
+    @classmethod
+    def _check_core(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
+        entry = CORES.of(config.core)
+        problems = list(entry.part.check(config.core, dims, f"{path}.core"))
+        able, wanted = entry.traits, []
+        if dims.cross and not able.cross:
+            wanted.append(("cross", "cannot read a sequence of another length"))
+        elif dims.causal and not dims.cross and not able.causal:
+            wanted.append(("causal", "lets a token see what comes after it, and this model is causal"))
+        elif not dims.causal and not able.bidirectional:
+            wanted.append(("bidirectional", "looks one way only, and this model looks both ways"))
+        biased = dims.position is not None and POSITIONS.of(dims.position).traits.where == "bias"
+        if biased and not dims.cross and not able.bias:
+            assert dims.position is not None
+            wanted.append(("bias", f"takes no bias on the scores, and position '{dims.position.kind}' is one"))
+        for trait, what in wanted:
+            can = ", ".join(CORES.able(**{trait: True}))
+            problems.append(Problem(f"{path}.core", f"'{entry.name}' {what}", f"These can: {can}."))
+        return problems
+
+    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+        q = self._heads(self.q(x))  # [B, H, T, K]
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.cross:
+            assert memory is not None
+            assert source is not None
+            k, v = self._memory(memory, tokens)
+            key_tokens = source
+        else:
+            k, v = self._keys(x)
+            key_tokens = tokens
+            if self.position is not None:
+                q, k = self.position.turn(q, tokens), self.position.turn(k, tokens)
+            if tokens.cache is not None:
+                k, v = tokens.cache.setdefault(self.path, KeyValues()).append(k, v)
+        o = self.core(q, k, v, self._sight(q, k, tokens, key_tokens))
+        out: Tensor = self.o(o.transpose(1, 2).flatten(2))  # [B, T, D]
+        return out
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], -1, self.head_width).transpose(1, 2)  # [B, H, T, K]
+
+    def _keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        k = self._heads(self.k(x))  # [B, G, S, K]
+        return (k if self.k_norm is None else self.k_norm(k)), self._heads(self.v(x))
+
+    def _memory(self, memory: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Keys and values of the other sequence; while generating they are computed once."""
+        if tokens.cache is None:
+            return self._keys(memory)
+        if self.path not in tokens.cache:
+            tokens.cache[self.path] = self._keys(memory)
+        kept: tuple[Tensor, Tensor] = tokens.cache[self.path]
+        return kept
+
+    def _sight(self, q: Tensor, k: Tensor, tokens: Tokens, key_tokens: Tokens) -> Sight:
+        documents = None not in (tokens.documents, key_tokens.documents)
+        biased = self.position is not None and self.position.biases
+        key = f"sight/{self.causal}/{q.shape[2]}/{k.shape[2]}/{self.dropout}/{self.cross}"
+        if biased or key not in tokens.memo:
+            tokens.memo[key] = Sight(
+                queries=q.shape[2],
+                keys=k.shape[2],
+                causal=self.causal,
+                offset=0 if self.cross else k.shape[2] - q.shape[2],
+                query_documents=tokens.documents if documents else None,
+                key_documents=key_tokens.documents if documents else None,
+                bias=self._bias(k, tokens) if biased else None,
+                dropout=self.dropout,
+            )
+        sight: Sight = tokens.memo[key]
+        return sight
+
+    def _bias(self, k: Tensor, tokens: Tokens) -> Any:
+        assert self.position is not None
+        keys = tokens.positions
+        if tokens.cache is not None:
+            # Cached tokens stand one after the other from position 0.
+            keys = k.new_tensor(range(k.shape[2])).to(keys.dtype).expand(keys.shape[0], -1)
+        return self.position.bias(tokens.positions, keys)
+
+    def multiply_adds(self, queries: int, keys: int) -> float:
+        heads = self.q.weight.shape[0] // self.head_width
+        return self.core.multiply_adds(queries, keys, heads, self.head_width)

@@ -1,0 +1,36 @@
+"""A bidirectional encoder (Devlin et al. 2019): each token sees all others; trained to fill in what was hidden."""
+
+from torch import Tensor
+
+from xscale.core.errors import Problem
+from xscale.nn.head import Head
+from xscale.nn.model import MODELS, Model, ModelTraits, dims_of
+from xscale.nn.model.check import check_model
+from xscale.nn.model.embed import Embed
+from xscale.nn.module import name_modules
+from xscale.nn.stack import Stack, StackConfig
+from xscale.nn.tokens import Tokens
+
+
+@MODELS.register("encoder", traits=ModelTraits(causal=False, source=False, decode=False))
+class Encoder(Model):
+    class Config(Model.Config):
+        stack: StackConfig = StackConfig()
+        """The blocks."""
+
+    def __init__(self, config: Config, vocabulary: int, length: int) -> None:
+        super().__init__()
+        dims = dims_of(config, vocabulary, length, causal=False)
+        self.embed = Embed(config, dims)
+        self.stack = Stack(config.stack, dims)
+        self.head = Head(dims, self.embed.table if config.tied else None)
+        name_modules(self)
+
+    @classmethod
+    def check(cls, config: Config, dims: tuple[int, int], path: str) -> list[Problem]:
+        shared = dims_of(config, *dims, causal=False)
+        return check_model(config, shared, path) + Stack.check(config.stack, shared, f"{path}.stack")
+
+    def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+        out: Tensor = self.head(self.stack(self.embed(tokens), tokens), targets)
+        return out

@@ -1,0 +1,59 @@
+"""Vaswani et al. 2017; Raffel et al. 2020: an encoder reads the source, a causal decoder writes the target."""
+
+from torch import Tensor
+
+from xscale.core.errors import Problem
+from xscale.nn.head import Head
+from xscale.nn.model import MODELS, Model, ModelTraits, dims_of
+from xscale.nn.model.check import check_model
+from xscale.nn.model.embed import Embed
+from xscale.nn.module import name_modules
+from xscale.nn.stack import Stack, StackConfig
+from xscale.nn.tokens import Tokens
+
+
+@MODELS.register("encoder_decoder", traits=ModelTraits(causal=True, source=True, decode=True))
+class EncoderDecoder(Model):
+    class Config(Model.Config):
+        encoder: StackConfig = StackConfig()
+        """The blocks that read the source."""
+        decoder: StackConfig = StackConfig()
+        """The blocks that write the target; each also reads the encoder's output."""
+
+    def __init__(self, config: Config, vocabulary: int, length: int) -> None:
+        super().__init__()
+        reading = dims_of(config, vocabulary, length, causal=False)
+        writing = dims_of(config, vocabulary, length, causal=True)
+        self.source = Embed(config, reading)
+        self.target = Embed(config, writing, self.source.table)
+        self.encoder = Stack(config.encoder, reading)
+        self.decoder = Stack(config.decoder, writing, cross=True)
+        self.head = Head(writing, self.source.table if config.tied else None)
+        name_modules(self)
+
+    @classmethod
+    def check(cls, config: Config, dims: tuple[int, int], path: str) -> list[Problem]:
+        reading = dims_of(config, *dims, causal=False)
+        writing = dims_of(config, *dims, causal=True)
+        return [
+            *check_model(config, reading, path),
+            *Stack.check(config.encoder, reading, f"{path}.encoder"),
+            *Stack.check(config.decoder, writing, f"{path}.decoder", cross=True),
+        ]
+
+    def encode(self, source: Tokens) -> Tensor:
+        """Source tokens -> memory [B, S, D]."""
+        out: Tensor = self.encoder(self.source(source), source)
+        return out
+
+    def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+        assert source is not None, "an encoder-decoder reads a source"
+        if tokens.cache is None:
+            memory = self.encode(source)
+        else:
+            # While generating, the source is read once.
+            if "memory" not in tokens.cache:
+                tokens.cache["memory"] = self.encode(source)
+            memory = tokens.cache["memory"]
+        out: Tensor = self.head(self.decoder(self.target(tokens), tokens, memory, source), targets)
+        return out

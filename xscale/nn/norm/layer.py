@@ -1,0 +1,33 @@
+"""Ba et al. 2016: layer normalisation over the width."""
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+from xscale.nn.init import ONES, ZEROS
+from xscale.nn.norm import NORMS, Norm, NormTraits
+
+
+@NORMS.register("layer", traits=NormTraits(per_token=True, centred=True))
+class Layer(Norm):
+    weight: Parameter
+
+    class Config(Norm.Config):
+        eps: float = 1e-5
+        """Added to the variance."""
+        bias: bool = True
+        """Whether a bias follows the gain."""
+
+    def __init__(self, config: Config, width: int) -> None:
+        super().__init__()
+        self.eps = config.eps
+        self.declare("weight", (width,), ("width",), ONES)
+        self.bias: Tensor | None
+        if config.bias:
+            self.declare("bias", (width,), ("width",), ZEROS)
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.use(self.bias)
+        return F.layer_norm(x, x.shape[-1:], self.use(self.weight), bias, self.eps)

@@ -1,0 +1,32 @@
+"""Vaswani et al. 2017, section 3.5: fixed sines and cosines of geometric wavelengths, added to the embeddings."""
+
+import torch
+from torch import Tensor
+
+from xscale.core.errors import Problem
+from xscale.nn.dims import Dims
+from xscale.nn.position import POSITIONS, Position, PositionTraits
+from xscale.nn.tokens import Tokens
+
+
+@POSITIONS.register("sinusoidal", traits=PositionTraits(where="input", relative=False, extrapolates=True, cost="T*D"))
+class Sinusoidal(Position):
+    class Config(Position.Config):
+        base: float = 10000.0
+        """Ratio of the longest to the shortest wavelength, which is 2 pi."""
+
+    def __init__(self, config: Config, dims: Dims, heads: int = 0, head_width: int = 0) -> None:
+        super().__init__()
+        self.base = config.base
+
+    @classmethod
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
+        if dims.width % 2:
+            return [Problem(path, f"sines come in pairs and the width {dims.width} is odd", "Take an even width.")]
+        return []
+
+    def embed(self, x: Tensor, tokens: Tokens) -> Tensor:
+        half = x.shape[-1] // 2
+        rates = self.base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)  # [D/2]
+        angles = tokens.positions[..., None].float() * rates  # [B, T, D/2]
+        return x + torch.stack((angles.sin(), angles.cos()), -1).flatten(-2).to(x.dtype)
