@@ -1,0 +1,133 @@
+"""permute and unpermute: copies of tokens in the experts' order, and their weighted sum back (Lepikhin et al. 2020)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from xscale_kernels import triton_runtime
+from xscale_kernels.select import Implementation, choose
+
+
+def _cpu(y: torch.Tensor) -> str | None:
+    return None if y.device.type == "cpu" else f"the tensors are on {y.device.type}"
+
+
+def _always(y: torch.Tensor) -> str | None:
+    return None
+
+
+_HERE = "xscale_kernels.permute"
+IMPLEMENTATIONS = (
+    Implementation("cpu", f"{_HERE}.cpu", _cpu),
+    Implementation("triton", f"{_HERE}.triton", triton_runtime.refusal),
+    Implementation("reference", f"{_HERE}.reference", _always),
+)
+
+
+@torch.library.custom_op("xscale::permute", mutates_args=())
+def _permute(x: torch.Tensor, tokens: torch.Tensor, implementation: str) -> torch.Tensor:
+    return x.index_select(0, tokens)
+
+
+@_permute.register_fake
+def _(x: torch.Tensor, tokens: torch.Tensor, implementation: str) -> torch.Tensor:
+    return x.new_empty(tokens.shape[0], x.shape[1])
+
+
+@torch.library.custom_op("xscale::unpermute", mutates_args=())
+def _unpermute(
+    y: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor | None, N: int, implementation: str
+) -> torch.Tensor:
+    out: torch.Tensor = (
+        choose("unpermute", IMPLEMENTATIONS, implementation, y).implementation.load().unpermute(y, tokens, weights, N)
+    )
+    return out
+
+
+@_unpermute.register_fake
+def _(y: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor | None, N: int, implementation: str) -> torch.Tensor:
+    return y.new_empty(N, y.shape[1])
+
+
+@torch.library.custom_op("xscale::unpermute_backward", mutates_args=())
+def _spread(
+    dout: torch.Tensor, y: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, implementation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    chosen = choose("unpermute (backward)", IMPLEMENTATIONS, implementation, y).implementation.load()
+    out: tuple[torch.Tensor, torch.Tensor] = chosen.spread(dout, y, tokens, weights)
+    return out
+
+
+@_spread.register_fake
+def _(
+    dout: torch.Tensor, y: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, implementation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(y, memory_format=torch.contiguous_format), torch.empty_like(weights)
+
+
+def _keep_permute(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, tokens, ctx.implementation = inputs
+    ctx.N = x.shape[0]
+    ctx.save_for_backward(tokens)
+
+
+def _permute_backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    (tokens,) = ctx.saved_tensors
+    return _unpermute(dout, tokens, None, ctx.N, ctx.implementation), None, None
+
+
+def _keep_unpermute(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    y, tokens, weights, _, ctx.implementation = inputs
+    # Without weights the gradient needs no y, so a large tensor is not kept alive.
+    ctx.save_for_backward(tokens, *(() if weights is None else (y, weights)))
+
+
+def _unpermute_backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor | None, None, None]:
+    tokens, *weighted = ctx.saved_tensors
+    if not weighted:
+        return _permute(dout, tokens, ctx.implementation), None, None, None, None
+    y, weights = weighted
+    dy, dweights = _spread(dout, y, tokens, weights, ctx.implementation)
+    return dy, None, dweights, None, None
+
+
+_permute.register_autograd(_permute_backward, setup_context=_keep_permute)
+_unpermute.register_autograd(_unpermute_backward, setup_context=_keep_unpermute)
+
+
+def permute(x: torch.Tensor, tokens: torch.Tensor, *, implementation: str | None = None) -> torch.Tensor:
+    """Row m of the result is row tokens[m] of x.
+
+    x: [N, D]. tokens: [M] int64 in [0, N); a token may come any number of times. Returns [M, D].
+    The gradient to x is summed over copies in float32 at least, in a fixed order on CPU and in Triton.
+    """
+    if x.dim() != 2 or tokens.dim() != 1:
+        raise ValueError(f"permute takes x [N, D] and tokens [M], got {[*x.shape]} and {[*tokens.shape]}")
+    out: torch.Tensor = _permute(x, tokens, implementation or "")
+    return out
+
+
+def unpermute(
+    y: torch.Tensor,
+    tokens: torch.Tensor,
+    weights: torch.Tensor | None,
+    N: int,
+    *,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """Row n of the result is the sum of weights[m] * y[m] over the m with tokens[m] = n; zeros where there is none.
+
+    y: [M, D]. tokens: [M] int64 in [0, N). weights: [M] of any float dtype, or None for ones. Returns [N, D] of y's
+    dtype, summed in float32 at least, in a fixed order on CPU and in Triton. Gradients reach y and weights.
+
+    Raises ValueError for shapes that do not fit, UnusableError when the named implementation refuses.
+    """
+    if y.dim() != 2 or tokens.shape != y.shape[:1] or (weights is not None and weights.shape != tokens.shape):
+        raise ValueError(
+            f"unpermute takes y [M, D], tokens [M], weights [M] or None, got {[*y.shape]}, {[*tokens.shape]}, "
+            f"{None if weights is None else [*weights.shape]}"
+        )
+    out: torch.Tensor = _unpermute(y, tokens, weights, N, implementation or "")
+    return out
