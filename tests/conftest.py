@@ -1,0 +1,30 @@
+"""What every test has: one thread a process, the pool of ranks, and a printed reason where a GPU is missing."""
+
+import os
+from collections.abc import Iterator
+
+# Before torch is imported: the tests' tensors are small, and more threads than that fight over the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+from tests.distributed import Pool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Worker processes for tests on several ranks: `pool.run(function, ranks, *arguments)`."""
+    workers = Pool()
+    yield workers
+    workers.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    wanting = [item for item in items if item.get_closest_marker("gpu")]
+    if not wanting:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in wanting:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))

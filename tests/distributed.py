@@ -1,0 +1,185 @@
+"""Tests on several ranks: a pool of gloo workers that start once a test run and meet through a file, never a port.
+
+    @distributed(ranks=2)
+    def test_sum(tmp_path: Path) -> None:       # runs on both ranks, in a process group of its own
+        ...
+
+Arguments (fixtures, parametrised values) are pickled to every rank. A rank's return value is dropped; a test that
+wants it, or that chooses its ranks itself, takes the fixture `pool` and calls `pool.run(function, ranks, ...)`.
+"""
+
+import functools
+import inspect
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.worker import Answer, Call
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT_SECONDS = 120.0
+GRACE_SECONDS = 5.0
+"""What the other ranks get to end by themselves once one has failed."""
+
+
+def distributed(*, ranks: int, timeout_seconds: float = TIMEOUT_SECONDS) -> Callable[[Callable[..., None]], Any]:
+    """Run the decorated module-level test function on `ranks` gloo ranks; it fails when any of them does."""
+
+    def decorate(function: Callable[..., None]) -> Any:
+        @functools.wraps(function)
+        def test(*, pool: Pool, **arguments: Any) -> None:
+            pool.run(function, ranks, timeout_seconds=timeout_seconds, **arguments)
+
+        signature = inspect.signature(function)
+        pool = inspect.Parameter("pool", inspect.Parameter.KEYWORD_ONLY)
+        test.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*signature.parameters.values(), pool], return_annotation=None
+        )
+        return test
+
+    return decorate
+
+
+class RankError(AssertionError):
+    """At least one rank failed; the text has each failed rank's traceback or stack, and what it printed."""
+
+    def __init__(self, texts: dict[int, str]) -> None:
+        self.texts = texts
+        super().__init__("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(texts.items())))
+
+
+class Worker:
+    """One process of the pool."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.log = folder / f"worker-{rank}-{time.monotonic_ns()}.log"
+        self.mark = 0
+        self.connection, theirs = Pipe()
+        paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "launch")]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.worker", str(theirs.fileno())],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+            )
+        theirs.close()
+
+    def send(self, call: Call) -> None:
+        self.mark = self.log.stat().st_size
+        self.connection.send_bytes(pickle.dumps(call))
+
+    def receive(self) -> Answer:
+        """The answer that is there; the end of the process is an answer too."""
+        try:
+            answer: Answer = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return Answer(error=f"the process ended with status {self.process.wait(GRACE_SECONDS)}")
+        return answer
+
+    def printed(self) -> str:
+        """What the process wrote since the last call began."""
+        with self.log.open("rb") as log:
+            log.seek(self.mark)
+            text = log.read().decode(errors="replace").strip()
+        return f"\nIt printed:\n{text[-6000:]}" if text else ""
+
+    def stacks(self) -> str:
+        """Where the process stands, then the end of it."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGUSR1)
+            time.sleep(0.3)
+        self.end()
+        return self.printed()
+
+    def end(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class Pool:
+    """Workers, started when first asked for and kept until `close`; a hung or dead one is replaced."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._workers: list[Worker] = []
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        ranks: int,
+        *positional: Any,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        **arguments: Any,
+    ) -> list[Any]:
+        """Call the module-level `function` on ranks 0 .. ranks - 1 and return what each returned, by rank.
+
+        Raises RankError when one fails, dies, or is not done in `timeout_seconds`; skips when one skips.
+        """
+        assert "." not in function.__qualname__, f"{function.__qualname__}: only a module-level function can travel"
+        while len(self._workers) < ranks:
+            self._workers.append(Worker(Path(self._folder.name), len(self._workers)))
+        store = tempfile.mktemp(prefix="store-", dir=self._folder.name)
+        workers = dict(enumerate(self._workers[:ranks]))
+        for rank, worker in workers.items():
+            where = (function.__module__, function.__qualname__)
+            worker.send(Call(where, positional, arguments, rank, ranks, store, timeout_seconds))
+        answers = self._gather(workers, timeout_seconds)
+        skipped = [answer.skipped for answer in answers.values() if answer.skipped is not None]
+        errors = {rank: answer.error for rank, answer in answers.items() if answer.error is not None}
+        if errors:
+            raise RankError(errors)
+        if skipped:
+            pytest.skip(skipped[0])
+        return [answers[rank].result for rank in range(ranks)]
+
+    def _gather(self, workers: dict[int, Worker], timeout_seconds: float) -> dict[int, Answer]:
+        answers: dict[int, Answer] = {}
+        end = time.monotonic() + timeout_seconds
+        while len(answers) < len(workers):
+            waiting = {worker.connection: rank for rank, worker in workers.items() if rank not in answers}
+            ready = wait(list(waiting), max(0.0, end - time.monotonic()))
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting[connection]
+                answer = workers[rank].receive()
+                if answer.error is not None:
+                    answer.error += workers[rank].printed()
+                    end = min(end, time.monotonic() + GRACE_SECONDS)
+                answers[rank] = answer
+            if not ready:
+                failed = any(answer.error for answer in answers.values())
+                why = "it did not end after another rank failed" if failed else f"not done in {timeout_seconds:g} s"
+                for rank in waiting.values():
+                    answers[rank] = Answer(error=f"{why}, killed. It stood at:{workers[rank].stacks()}")
+        for worker in workers.values():
+            if worker.connection.closed or worker.process.poll() is not None:
+                self._workers.remove(worker)
+                worker.end()
+        return answers
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.end()
+        self._workers.clear()
+        self._folder.cleanup()

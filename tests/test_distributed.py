@@ -1,0 +1,103 @@
+"""The pool of ranks itself: it gathers, it reports, it does not hang."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import Pool, RankError, distributed
+
+
+@distributed(ranks=2)
+def test_ranks_meet_in_a_group_of_their_own(tmp_path: Path) -> None:
+    import torch
+    import torch.distributed as dist
+
+    value = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(value)
+    assert value.item() == 3
+    assert dist.get_world_size() == 2
+    assert os.environ["WORLD_SIZE"] == "2"
+    assert tmp_path.is_dir()
+
+
+@pytest.mark.parametrize("add", [1, 2])
+@distributed(ranks=3)
+def test_parametrised_values_travel(add: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    value = torch.tensor([add])
+    dist.all_reduce(value)
+    assert value.item() == 3 * add
+
+
+def rank_squared(offset: int, *, scale: int = 1) -> int:
+    import torch.distributed as dist
+
+    return int(dist.get_rank() ** 2 * scale + offset)
+
+
+def sharded_norm() -> float:
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    layer = torch.nn.Linear(4, 4)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    loss = layer(torch.ones(2, 4)).square().sum()
+    loss.backward()
+    return float(loss)
+
+
+def fail_on_one() -> None:
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise ValueError("rank 1 will not")
+    dist.all_reduce(torch.ones(1))
+
+
+def vanish() -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        os._exit(7)
+
+
+def oversleep() -> None:
+    time.sleep(60)
+
+
+def test_results_come_back_by_rank(pool: Pool) -> None:
+    assert pool.run(rank_squared, 3, 10, scale=2) == [10, 12, 18]
+
+
+def test_groups_and_meshes_are_fresh_each_time(pool: Pool) -> None:
+    first = pool.run(sharded_norm, 2)
+    assert pool.run(sharded_norm, 2) == first
+    assert first[0] == first[1]
+
+
+def test_a_failure_is_reported_with_its_rank_and_the_pool_lives_on(pool: Pool) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        pool.run(fail_on_one, 2)
+    assert "rank 1 will not" in caught.value.texts[1]
+    assert time.monotonic() - began < 20
+    assert pool.run(rank_squared, 2, 0) == [0, 1]
+
+
+def test_a_dead_rank_is_reported_and_replaced(pool: Pool) -> None:
+    with pytest.raises(RankError, match="ended with status 7"):
+        pool.run(vanish, 2)
+    assert pool.run(rank_squared, 2, 0) == [0, 1]
+
+
+def test_a_hung_rank_is_killed_with_its_stack(pool: Pool) -> None:
+    with pytest.raises(RankError, match="in oversleep") as caught:
+        pool.run(oversleep, 1, timeout_seconds=1)
+    assert "not done in 1 s" in caught.value.texts[0]
+    assert pool.run(rank_squared, 1, 5) == [5]

@@ -1,0 +1,95 @@
+"""One rank of the pool in tests/distributed.py: takes calls from a pipe, each in a process group of its own."""
+
+import faulthandler
+import importlib
+import inspect
+import os
+import pickle
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+@dataclass
+class Call:
+    """What a rank is to do."""
+
+    function: tuple[str, str]
+    """Module and name."""
+    positional: tuple[Any, ...]
+    arguments: dict[str, Any]
+    rank: int
+    ranks: int
+    store: str
+    """The file through which the ranks meet."""
+    timeout_seconds: float
+
+
+@dataclass
+class Answer:
+    """What came of it."""
+
+    result: Any = None
+    error: str | None = None
+    skipped: str | None = None
+
+
+def answer(call: Call) -> Answer:
+    """Run the call; whatever it raises is in the answer."""
+    import pytest
+
+    try:
+        module, name = call.function
+        function = inspect.unwrap(getattr(importlib.import_module(module), name))
+        result = within_group(function, call)
+        pickle.dumps(result)
+    except pytest.skip.Exception as skip:
+        return Answer(skipped=str(skip))
+    except BaseException:  # a test may raise SystemExit, and pytest's own outcomes are no Exceptions
+        return Answer(error=traceback.format_exc())
+    return Answer(result=result)
+
+
+def within_group(function: Any, call: Call) -> Any:
+    """The function's result, in a fresh default process group and with fresh random numbers."""
+    import torch
+    import torch.distributed as dist
+
+    local = {"RANK": call.rank, "WORLD_SIZE": call.ranks, "LOCAL_RANK": call.rank, "LOCAL_WORLD_SIZE": call.ranks}
+    os.environ.update({name: str(value) for name, value in local.items()})
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    store = dist.FileStore(call.store, call.ranks)
+    wait = timedelta(seconds=call.timeout_seconds)
+    dist.init_process_group("gloo", store=store, rank=call.rank, world_size=call.ranks, timeout=wait)
+    try:
+        return function(*call.positional, **call.arguments)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def main() -> None:
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    connection = Connection(int(sys.argv[1]))
+    while True:
+        try:
+            call = connection.recv_bytes()
+        except EOFError:  # the test run is over
+            return
+        try:
+            done = answer(pickle.loads(call))
+        except Exception:  # the arguments could not be read here
+            done = Answer(error=traceback.format_exc())
+        connection.send_bytes(pickle.dumps(done))
+
+
+if __name__ == "__main__":
+    # So that what is pickled here is read as tests.worker's there.
+    importlib.import_module("tests.worker").main()
