@@ -1,7 +1,8 @@
 """A stack of blocks, alike or by rule: every second one a mixture of experts, sparse and dense attention in turn."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,12 @@ class StackConfig(Config):
         return self.block.model_copy(update=changes)
 
 
+def run(block: Block, *inputs: Any) -> Tensor:
+    """The plain way."""
+    out: Tensor = block(*inputs)
+    return out
+
+
 class Stack(Module):
     """[B, T, D] -> [B, T, D], with the final norm that pre-norm needs. Blocks keep their number on every layout."""
 
@@ -69,6 +76,8 @@ class Stack(Module):
         )
         pre = config.block.placement != "post"
         self.norm: Norm | None = NORMS.build(config.block.norm, dims.width) if pre else None
+        self.run: Callable[..., Tensor] = run
+        """How a block is run: a seam, at which the engine substitutes recomputation."""
 
     @staticmethod
     def check(config: StackConfig, dims: Dims, path: str, *, cross: bool = False) -> list[Problem]:
@@ -95,5 +104,5 @@ class Stack(Module):
                 # Each block's noise is a function of (seed, step, micro-batch, block): the same on every layout, and
                 # a resumed run needs no saved generator to draw what the uninterrupted one would have drawn.
                 torch.manual_seed(seed_of(tokens.noise, block.path))
-            x = block(x, tokens, memory, source)
+            x = self.run(block, x, tokens, memory, source)
         return x if self.norm is None else self.norm(x)

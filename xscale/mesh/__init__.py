@@ -1,0 +1,1 @@
+"""Who is where: axes as arithmetic, process groups, collectives. Knows nothing of models."""

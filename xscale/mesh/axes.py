@@ -1,0 +1,106 @@
+"""The axes of the mesh as pure arithmetic: degrees, rank order, and experts folded over the same ranks."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from xscale.core.config import Config
+from xscale.core.errors import Problem
+
+DENSE = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Rank order, outermost first: tp neighbours are next to each other."""
+
+
+class MeshConfig(Config):
+    pp: int = 1
+    """Pipeline stages."""
+    dp_replicate: int = 1
+    """Copies of the sharded data-parallel group (hybrid sharding)."""
+    dp_shard: int = -1
+    """Data-parallel ranks among which ZeRO shards; -1: all that the other axes leave."""
+    cp: int = 1
+    """Ranks that share one sequence."""
+    tp: int = 1
+    """Ranks that share one layer's heads, hidden units and vocabulary."""
+    ep: int = 1
+    """Ranks that share one layer's experts; folded over dp_shard x cp."""
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """The size of every axis, all filled in."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def dp(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def expert_shard(self) -> int:
+        """Ranks that hold the same experts, within one dp_replicate group."""
+        return self.dp_shard * self.cp // self.ep
+
+    def coordinate(self, rank: int, axis: Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]) -> int:
+        """The rank's place on an axis."""
+        below = 1
+        for name in reversed(DENSE):
+            size = getattr(self, name)
+            if name == axis:
+                return rank // below % int(size)
+            below *= size
+        raise AssertionError(axis)
+
+
+def fill(mesh: MeshConfig, world: int) -> Degrees:
+    """The degrees for `world` ranks; -1 takes what is left. Call `check` first: this asserts."""
+    rest = mesh.pp * mesh.dp_replicate * mesh.cp * mesh.tp
+    shard = world // rest if mesh.dp_shard == -1 else mesh.dp_shard
+    degrees = Degrees(mesh.pp, mesh.dp_replicate, shard, mesh.cp, mesh.tp, mesh.ep)
+    assert degrees.world == world, f"{degrees} does not make {world} ranks"
+    return degrees
+
+
+def check(mesh: MeshConfig, world: int, path: str = "parallel.mesh") -> list[Problem]:
+    """What keeps the axes from making `world` ranks, each with what would."""
+    problems = []
+    for axis in (*DENSE, "ep"):
+        degree = getattr(mesh, axis)
+        if degree < 1 and not (axis == "dp_shard" and degree == -1):
+            allowed = "-1 or at least 1" if axis == "dp_shard" else "at least 1"
+            problems.append(Problem(f"{path}.{axis}", f"a degree is {allowed}, not {degree}"))
+    if problems:
+        return problems
+    rest = mesh.pp * mesh.dp_replicate * mesh.cp * mesh.tp
+    words = " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in DENSE if getattr(mesh, axis) not in (1, -1)) or "1"
+    if mesh.dp_shard == -1 and world % rest:
+        what = f"{words} = {rest} does not divide the {world} ranks there are"
+        problems.append(Problem(path, what, f"Start a multiple of {rest} processes, or lower a degree."))
+    elif mesh.dp_shard != -1 and rest * mesh.dp_shard != world:
+        what = f"{words} makes {rest * mesh.dp_shard} ranks, and there are {world}"
+        problems.append(Problem(path, what, f"Start {rest * mesh.dp_shard} processes, or let dp_shard be -1."))
+    else:
+        degrees = fill(replace_shard(mesh, world // rest), world)
+        folded = degrees.dp_shard * degrees.cp
+        if folded % mesh.ep:
+            fits = ", ".join(str(ep) for ep in range(1, folded + 1) if folded % ep == 0)
+            what = f"{mesh.ep} does not divide dp_shard x cp = {folded}, over which experts are folded"
+            problems.append(Problem(f"{path}.ep", what, f"With {world} ranks take ep among {fits}."))
+    return problems
+
+
+def replace_shard(mesh: MeshConfig, shard: int) -> MeshConfig:
+    """The mesh with dp_shard said."""
+    return mesh.model_copy(update={"dp_shard": shard})
+
+
+__all__ = ["DENSE", "Degrees", "MeshConfig", "check", "fill", "replace_shard"]

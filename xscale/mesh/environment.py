@@ -1,0 +1,32 @@
+"""The one place outside the launcher that reads the process environment: which rank of how many this process is."""
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among those of the run, as torchrun and the launcher say it."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+
+    @property
+    def alone(self) -> bool:
+        return self.world == 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks for all."""
+        return self.rank == 0
+
+
+def place() -> Place:
+    """Read off RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; one process alone when they are not set."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if "RANK" not in os.environ:
+        return Place()
+    rank, world, local_rank, local_world = (int(os.environ.get(name, "0" if "RANK" in name else "1")) for name in names)
+    return Place(rank, world, local_rank, local_world)

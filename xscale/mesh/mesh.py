@@ -1,0 +1,76 @@
+"""The mesh of processes: the one file that makes process groups."""
+
+import datetime
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from xscale.core.errors import ConfigError
+from xscale.mesh.axes import DENSE, Degrees
+from xscale.mesh.environment import Place
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks of a run, laid out along named axes; one process alone has no groups at all."""
+
+    place: Place
+    degrees: Degrees
+    device: torch.device
+    dense: DeviceMesh | None = None
+    """Axes pp, dp_replicate, dp_shard, cp, tp; None for one process."""
+    experts: DeviceMesh | None = None
+    """The same ranks for expert layers: pp, dp_replicate, expert_shard, ep, tp; None for one process."""
+    replicas: DeviceMesh | None = None
+    """All data-parallel ranks on one axis beside an axis of size 1, for keeping whole copies (ZeRO stage 0)."""
+    timeout: datetime.timedelta = field(default=datetime.timedelta(minutes=10))
+
+    @property
+    def data_rank(self) -> int:
+        """Place among the ranks that read different samples."""
+        rank = self.place.rank
+        replica = self.degrees.coordinate(rank, "dp_replicate")
+        return replica * self.degrees.dp_shard + self.degrees.coordinate(rank, "dp_shard")
+
+
+def start(place: Place, degrees: Degrees, device: torch.device, timeout_seconds: float) -> Mesh:
+    """Join the run's process group and lay out its axes. Collective; ConfigError when the port is taken."""
+    if place.alone:
+        return Mesh(place, degrees, device)
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        try:
+            dist.init_process_group(backend, rank=place.rank, world_size=place.world, timeout=timeout)
+        except (dist.DistNetworkError, RuntimeError) as error:
+            if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+                raise
+            fix = "Choose another with torchrun's --master-port, or leave it out and let the launcher find a free one."
+            raise ConfigError("MASTER_PORT", "the port is in use by another program", fix) from None
+    return lay_out(place, degrees, device, timeout)
+
+
+def lay_out(place: Place, degrees: Degrees, device: torch.device, timeout: datetime.timedelta) -> Mesh:
+    """The axes over a process group that is already there."""
+    kind = device.type
+    dense = init_device_mesh(kind, tuple(getattr(degrees, axis) for axis in DENSE), mesh_dim_names=DENSE)
+    experts = init_device_mesh(
+        kind,
+        (degrees.pp, degrees.dp_replicate, degrees.expert_shard, degrees.ep, degrees.tp),
+        mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep", "tp"),
+    )
+    rest = degrees.pp * degrees.cp * degrees.tp
+    replicas = None
+    if rest == 1:
+        replicas = init_device_mesh(kind, (degrees.dp, 1), mesh_dim_names=("dp", "one"))
+    return Mesh(place, degrees, device, dense, experts, replicas, timeout)
+
+
+def leave() -> None:
+    """Take the process group down, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

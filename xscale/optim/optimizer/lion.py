@@ -1,0 +1,33 @@
+"""Chen et al. 2023, algorithm 2 (Lion): the sign of an interpolated momentum, with decoupled weight decay."""
+
+import torch
+from torch import Tensor
+
+from xscale.optim.optimizer import OPTIMIZERS, Optimizer, OptimizerTraits, Weight, zeros
+
+
+@OPTIMIZERS.register("lion", traits=OptimizerTraits(states_per_parameter=1, elementwise=True))
+class Lion(Optimizer):
+    class Config(Optimizer.Config):
+        beta1: float = 0.9
+        """Share of the momentum in the direction of the step."""
+        beta2: float = 0.99
+        """Decay of the momentum."""
+
+    def __init__(self, config: Config, weights: list[Weight]) -> None:
+        super().__init__(config, weights)
+        self.config: Lion.Config = config
+        self.momentum = zeros(weights)
+
+    @torch.no_grad()
+    def step(self, gradients: list[Tensor], lr: float) -> None:
+        config = self.config
+        for weight, gradient, momentum in zip(self.weights, gradients, self.momentum, strict=True):
+            direction = torch.lerp(gradient, momentum, config.beta1).sign_()
+            if weight.decays:
+                weight.value.mul_(1 - lr * config.weight_decay)
+            weight.value.add_(direction, alpha=-lr)
+            momentum.lerp_(gradient, 1 - config.beta2)
+
+    def states(self) -> dict[str, list[Tensor]]:
+        return {"momentum": self.momentum}

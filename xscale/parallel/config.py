@@ -1,0 +1,36 @@
+"""The config of the engine: section `parallel` of a recipe."""
+
+from typing import Literal
+
+from xscale.core.config import Config
+from xscale.mesh.axes import MeshConfig
+
+
+class ZeroConfig(Config):
+    stage: Literal[0, 1, 2, 3] = 1
+    """What data-parallel ranks share out: nothing (0), optimizer states (1), gradients too (2), parameters too (3)."""
+
+
+class RecomputeConfig(Config):
+    every: int = 0
+    """Forget the activations of every k-th block and compute them again in backward; 0: keep all."""
+
+
+class ParallelConfig(Config):
+    mesh: MeshConfig = MeshConfig()
+    """Degrees of the axes."""
+    zero: ZeroConfig = ZeroConfig()
+    """What data-parallel ranks share out."""
+    recompute: RecomputeConfig = RecomputeConfig()
+    """Which activations are computed again instead of kept."""
+    compile: bool = False
+    """Compile each block with torch.compile."""
+    timeout_seconds: float = 600.0
+    """A collective that waits longer ends the run with its name."""
+
+
+class PrecisionConfig(Config):
+    compute: Literal["float64", "float32", "bfloat16"] = "float32"
+    """Number format of activations and of parameters in use."""
+    master: Literal["float64", "float32"] = "float32"
+    """Number format of parameters at rest, gradients and optimizer states."""

@@ -1,0 +1,75 @@
+"""The plan: which steps turn a single-device model on meta into this rank's part, in which order."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from xscale.core.errors import Problem
+from xscale.mesh import axes
+from xscale.mesh.mesh import Mesh
+from xscale.nn.block import Block
+from xscale.nn.module import Module
+from xscale.parallel import expert, materialize, precision, recompute, zero
+from xscale.parallel.config import ParallelConfig, PrecisionConfig
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a recipe asks of the engine."""
+
+    parallel: ParallelConfig
+    precision: PrecisionConfig
+
+    @property
+    def compute(self) -> torch.dtype:
+        return DTYPES[self.precision.compute]
+
+    @property
+    def master(self) -> torch.dtype:
+        return DTYPES[self.precision.master]
+
+    def check(self, model: nn.Module | None, world: int) -> list[Problem]:
+        """Every problem on `world` ranks; `model` is on meta, or None when it could not be built."""
+        problems = axes.check(self.parallel.mesh, world)
+        for axis in ("pp", "cp", "tp"):
+            if getattr(self.parallel.mesh, axis) > 1:
+                problems.append(
+                    Problem(f"parallel.mesh.{axis}", "this axis is not there yet", "Use dp_shard, dp_replicate and ep.")
+                )
+        problems += recompute.check(self.parallel.recompute, "parallel.recompute")
+        if not problems:
+            problems += zero.check(self.parallel, axes.fill(self.parallel.mesh, world), "parallel")
+        if model is not None and not problems:
+            problems += expert.check(model, self.parallel.mesh.ep, "parallel.mesh")
+        if self.precision.compute == "float64" and self.precision.master != "float64":
+            what = "parameters at rest would be narrower than in use"
+            problems.append(Problem("precision.master", what, "Take master=float64 with compute=float64."))
+        return problems
+
+    def apply(self, model: nn.Module, mesh: Mesh, seed: int) -> nn.Module:
+        """Cut, guard and substitute; the model is then on the mesh's device, with its initial weights."""
+        expert.apply(model, mesh)
+        recompute.apply(model, self.parallel.recompute)
+        precision.apply(model, self.compute)
+        if self.parallel.compile:
+            compile_blocks(model)
+        zero.apply(model, mesh, self.parallel, self.compute, self.master)
+        materialize.materialize(model, seed, mesh.device, self.master)
+        return model
+
+    def micro_batch(self, model: nn.Module, *, last: bool) -> None:
+        """Say before each micro-batch whether it is the step's last."""
+        zero.micro_batch(model, self.parallel, last=last)
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """torch.compile each block in place: names stay, and blocks alike share the compiled code."""
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.compile(dynamic=False)
+
+
+__all__ = ["DTYPES", "Module", "Plan", "compile_blocks"]

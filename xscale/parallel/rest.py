@@ -1,0 +1,71 @@
+"""A parameter at rest: its name, its local part, and how the whole is spread, read off the parameter itself."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from xscale.nn.module import parameter_axes
+
+
+@dataclass(frozen=True)
+class Rest:
+    """One parameter of the model as this rank keeps it."""
+
+    name: str
+    parameter: nn.Parameter
+    axes: tuple[str, ...]
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part; writing to it writes the parameter."""
+        value = self.parameter.detach()
+        return value.to_local() if isinstance(value, DTensor) else value
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """This rank's part of the gradient."""
+        gradient = self.parameter.grad
+        return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+    @property
+    def parts(self) -> int:
+        """Into how many different parts the whole is cut."""
+        value = self.parameter
+        if not isinstance(value, DTensor):
+            return 1
+        return math.prod(
+            value.device_mesh.size(dim) for dim, placement in enumerate(value.placements) if placement.is_shard()
+        )
+
+    def like(self, local: Tensor) -> Tensor:
+        """A local part, such as an optimizer state's, in this parameter's global shape and placements."""
+        value = self.parameter
+        if not isinstance(value, DTensor):
+            return local
+        return DTensor.from_local(
+            local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+        )
+
+
+def at_rest(model: nn.Module) -> list[Rest]:
+    """Every parameter once, in the model's order."""
+    axes = parameter_axes(model)
+    return [Rest(name, parameter, axes[name]) for name, parameter in model.named_parameters()]
+
+
+def place_in_whole(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of this rank's part, and where in the whole it begins."""
+    if not isinstance(parameter, DTensor):
+        return tuple(parameter.shape), (0,) * parameter.dim()
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(shape), tuple(offset)
+
+
+def empty_like_local(parameter: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Storage for this rank's part."""
+    shape, _ = place_in_whole(parameter)
+    return torch.empty(shape, device=device, dtype=dtype)

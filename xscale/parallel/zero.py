@@ -1,0 +1,83 @@
+"""ZeRO (Rajbhandari et al. 2020) by torch's fully_shard: what data-parallel ranks share out of each parameter.
+
+Stage 1 keeps whole gradients over the micro-batches of a step and sends them once; stage 2 sends each micro-batch's
+and keeps its own part; stage 3 also forgets the whole parameters after each use. Stage 0 is a group of one for each
+parameter, so nothing is shared and gradients are summed.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from xscale.core.errors import Problem
+from xscale.mesh.axes import Degrees
+from xscale.mesh.mesh import Mesh
+from xscale.nn.block import Block
+from xscale.nn.module import Module
+from xscale.parallel.config import ParallelConfig
+
+
+def check(config: ParallelConfig, degrees: Degrees, path: str) -> list[Problem]:
+    """Combinations that the engine does not do."""
+    if config.zero.stage == 0 and degrees.ep > 1 and degrees.expert_shard * degrees.dp_replicate > 1:
+        what = "stage 0 keeps whole copies, and experts that are spread over ep have copies on some ranks only"
+        return [Problem(f"{path}.zero.stage", what, "Take stage 1, 2 or 3, or ep = dp_shard, or ep = 1.")]
+    return []
+
+
+def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig, compute: torch.dtype, master: torch.dtype) -> None:
+    """Shard every block, the experts over their own ranks, and the rest as one group."""
+    if mesh.dense is None or mesh.experts is None:
+        return
+    dense = mesh.replicas if config.zero.stage == 0 else _data(mesh.dense, "dp_replicate", "dp_shard")
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master, cast_forward_inputs=False)
+    reshard = config.zero.stage == 3
+    cut: set[nn.Parameter] = set()
+    for module in _experts(model) if mesh.degrees.ep > 1 else []:
+        own = {parameter for name, parameter in module.named_parameters(recurse=False) if _of_experts(module, name)}
+        if mesh.degrees.expert_shard * mesh.degrees.dp_replicate > 1:
+            among = _data(mesh.experts, "dp_replicate", "expert_shard")
+            # The first axis is cut by ep already.
+            fully_shard(
+                module,
+                mesh=among,
+                mp_policy=policy,
+                reshard_after_forward=reshard,
+                shard_placement_fn=lambda parameter: Shard(1),
+            )
+        else:
+            cut |= own
+    for block in [one for one in model.modules() if isinstance(one, Block)]:
+        fully_shard(block, mesh=dense, mp_policy=policy, reshard_after_forward=reshard, ignored_params=cut)
+    fully_shard(model, mesh=dense, mp_policy=policy, reshard_after_forward=False, ignored_params=cut)
+    for sharded in [one for one in model.modules() if isinstance(one, FSDPModule)]:
+        # Losses are divided by the whole step's targets before backward, so ranks add up and nothing averages.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+
+
+def micro_batch(model: nn.Module, config: ParallelConfig, *, last: bool) -> None:
+    """Before each micro-batch: whether it is the step's last. Stages 0 and 1 send gradients once a step."""
+    if isinstance(model, FSDPModule) and config.zero.stage < 2:
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+
+
+def _data(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
+    """The data-parallel ranks as one axis, or two when there are copies of the sharded group."""
+    names = mesh.mesh_dim_names or ()
+    return mesh[replicate, shard] if mesh.size(names.index(replicate)) > 1 else mesh[shard]
+
+
+def _experts(model: nn.Module) -> list[Module]:
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, Module) and any("experts" in axes for axes in module.axes.values())
+    ]
+
+
+def _of_experts(module: Module, name: str) -> bool:
+    return "experts" in module.axes[name]
