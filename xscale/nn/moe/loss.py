@@ -1,0 +1,49 @@
+"""Auxiliary losses of routers, as pure functions. All are 1, or 0, where the load is even."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def shares(token: Tensor, expert: Tensor, tokens: int, experts: int, segments: int) -> Tensor:
+    """Share of each segment's assignments that each expert gets, [segments, E] float32, rows summing to 1.
+
+    `token` and `expert` are [M]; the N = `tokens` tokens form `segments` runs of equal length.
+    """
+    bins = expert if segments == 1 else token // -(-tokens // segments) * experts + expert
+    ones = torch.ones(bins.shape, device=bins.device)
+    counts = torch.zeros(segments * experts, device=bins.device).scatter_add_(0, bins, ones).view(segments, experts)
+    return counts / counts.sum(1, keepdim=True)
+
+
+def balance(
+    probabilities: Tensor,
+    token: Tensor,
+    expert: Tensor,
+    segments: int = 1,
+    pool: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """E sum_e f_e P_e (Fedus et al. 2021, equation 4), mean over segments; f counts assignments [M], P is the mean of
+    `probabilities` [N, E]. With k choices f still sums to 1, so an even load gives 1 for every k.
+
+    `pool` averages f over more than this micro-batch.
+    """
+    tokens, experts = probabilities.shape
+    fraction = shares(token, expert, tokens, experts, segments)
+    if pool is not None:
+        fraction = pool(fraction)
+    if segments == 1:
+        mean = probabilities.mean(0, keepdim=True)
+    elif tokens % segments == 0:
+        mean = probabilities.view(segments, -1, experts).mean(1)
+    else:
+        pieces = torch.split(probabilities, -(-tokens // segments))
+        fraction = fraction[: len(pieces)]
+        mean = torch.stack([piece.mean(0) for piece in pieces])  # [segments, E]
+    return experts * (fraction.to(mean.dtype) * mean).sum(1).mean()
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """Mean over tokens of (log sum_e exp logits)^2 (Zoph et al. 2022, equation 5). Logits [N, E]."""
+    return logits.logsumexp(1).square().mean()

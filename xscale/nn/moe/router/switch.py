@@ -1,0 +1,33 @@
+"""Fedus et al. 2021, Switch Transformer: each token goes to the one expert it scores highest."""
+
+from typing import Any
+
+from torch import Tensor
+
+from xscale.nn.moe.router import ROUTERS, RouterTraits
+from xscale.nn.moe.router.scored import Scored
+from xscale.nn.moe.routing import Routing
+from xscale.nn.tokens import Tokens
+
+
+@ROUTERS.register(
+    "switch",
+    traits=RouterTraits(choice="token", top_k=1, drops=True, scope="token", causal=True, balance="loss", random=True),
+)
+class Switch(Scored):
+    """p = softmax(W x); y = p_i E_i(x) with i = argmax p."""
+
+    class Config(Scored.Config):
+        jitter: float = 0.01
+        """Training multiplies the router's input by uniform noise in [1 - jitter, 1 + jitter]."""
+
+    @classmethod
+    def chosen(cls, config: Any, experts: int) -> float:
+        return 1.0
+
+    def forward(self, x: Tensor, tokens: Tokens) -> Routing:
+        logits = self.logits(x, tokens)
+        probabilities = logits.softmax(1)  # [N, E]
+        weights, experts = probabilities.max(1, keepdim=True)  # [N, 1]
+        total, measured = self.losses(tokens, logits, probabilities, experts)
+        return Routing.of(experts, weights, probabilities, loss=total, measured=measured)

@@ -1,0 +1,61 @@
+"""Each token goes to the k experts it scores highest (Shazeer et al. 2017, without noise; Jiang et al. 2024)."""
+
+from typing import Any, Literal
+
+from torch import Tensor
+
+from xscale.core.errors import Problem
+from xscale.nn.moe.router import ROUTERS, RouterDims, RouterTraits
+from xscale.nn.moe.router.scored import Scored
+from xscale.nn.moe.routing import Routing
+from xscale.nn.tokens import Tokens
+
+
+@ROUTERS.register(
+    "topk",
+    traits=RouterTraits(choice="token", top_k=None, drops=True, scope="token", causal=True, balance="loss"),
+)
+class TopK(Scored):
+    class Config(Scored.Config):
+        top_k: int = 2
+        """Experts of each token."""
+        score: Literal["softmax", "sigmoid"] = "softmax"
+        """What makes logits into gates: softmax over the experts, or each its own sigmoid (DeepSeek-AI 2024)."""
+        normalise: bool = True
+        """Divide the chosen gates by their sum; with softmax this equals a softmax over the chosen logits alone."""
+        scale: float = 1.0
+        """What multiplies the gates in the end (DeepSeek-AI 2024: 2.5)."""
+
+    @classmethod
+    def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
+        problems = super().check(config, dims, path)
+        if not 1 <= config.top_k <= dims.experts:
+            what = f"{config.top_k} experts a token, of {dims.experts}"
+            problems.append(Problem(f"{path}.top_k", what, f"Take 1 to {dims.experts}, or more experts."))
+        return problems
+
+    @classmethod
+    def chosen(cls, config: Any, experts: int) -> float:
+        return float(config.top_k)
+
+    def gates(self, logits: Tensor) -> Tensor:
+        """[N, E] -> [N, E]."""
+        return logits.softmax(1) if self.config.score == "softmax" else logits.sigmoid()
+
+    def choose(self, gates: Tensor) -> Tensor:
+        """Gates [N, E] -> experts [N, k], best first."""
+        return gates.topk(self.config.top_k, dim=1).indices
+
+    def forward(self, x: Tensor, tokens: Tokens) -> Routing:
+        logits = self.logits(x, tokens)
+        gates = self.gates(logits)  # [N, E]
+        experts = self.choose(gates)
+        weights = gates.gather(1, experts)  # [N, k]
+        if self.config.normalise:
+            # Without an epsilon: gates that are all zero must show as a step that is not finite.
+            weights = weights / weights.sum(1, keepdim=True)
+        if self.config.scale != 1:
+            weights = weights * self.config.scale
+        probabilities = gates if self.config.score == "softmax" else gates / gates.sum(1, keepdim=True)
+        total, measured = self.losses(tokens, logits, probabilities, experts)
+        return Routing.of(experts, weights, probabilities, loss=total, measured=measured)
