@@ -1,0 +1,201 @@
+"""Megatron's `.bin/.idx` pair, byte for byte: tokens end to end, and an index of sequences and documents.
+
+The index: `MMIDIDX\\0\\0`, version 1 (u64), type code (u8), count of sequences and of document bounds (u64 each), then
+lengths (i32), byte offsets (i64) and document bounds as sequence numbers (i64), all little-endian.
+"""
+
+import errno
+import hashlib
+import os
+import shutil
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xscale.core.errors import ConfigError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+CODES: dict[int, Any] = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    6: np.float64,
+    7: np.float32,
+    8: np.uint16,
+}
+UINT16_BELOW = 65500
+"""Vocabularies below this are written as uint16, as Megatron does, and larger ones as int32."""
+
+
+def token_type(vocabulary: int) -> Any:
+    """The type in which tokens of a vocabulary are written."""
+    return np.uint16 if vocabulary < UINT16_BELOW else np.int32
+
+
+def suffixed(prefix: Path, ending: str) -> Path:
+    """`a/b.c` and `.bin` to `a/b.c.bin`: a prefix may hold dots."""
+    return prefix.with_name(prefix.name + ending)
+
+
+@contextmanager
+def disk(path: Path) -> Iterator[None]:
+    """A disk that is full while `path` is written becomes a ConfigError that names it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES):
+            raise
+        free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
+        what = f"this cannot be written ({error.strerror}; {free / 1e6:.0f} MB are free there)"
+        raise ConfigError(
+            str(path), what, "Make room, or set another `data.folder`; what is finished is kept."
+        ) from None
+
+
+class IndexedWriter:
+    """Writes a pair under temporary names; `finish` makes it visible, index last, after it is safe on disk."""
+
+    def __init__(self, prefix: Path, dtype: Any) -> None:
+        self.prefix = prefix
+        self.dtype = np.dtype(dtype)
+        self.lengths: list[NDArray[np.int32]] = []
+        self.tokens = 0
+        self.digest = hashlib.sha256()
+        self.part = suffixed(prefix, ".bin.part")
+        with disk(self.part):
+            prefix.parent.mkdir(parents=True, exist_ok=True)
+            self.stream: IO[bytes] = self.part.open("wb")
+
+    def add(self, tokens: NDArray[Any] | list[int]) -> None:
+        """One document, its end-of-document token included."""
+        self.extend(np.asarray(tokens, dtype=self.dtype), np.array([len(tokens)], dtype=np.int32))
+
+    def extend(self, tokens: NDArray[Any], lengths: NDArray[np.int32]) -> None:
+        """Many documents end to end; `lengths` may be empty where a document goes on in the next call."""
+        assert tokens.dtype == self.dtype, f"{tokens.dtype} tokens in a file of {self.dtype}"
+        block = tokens.tobytes()
+        with disk(self.part):
+            self.stream.write(block)
+        self.digest.update(block)
+        self.tokens += len(tokens)
+        if len(lengths):
+            self.lengths.append(lengths)
+
+    def finish(self) -> dict[str, str]:
+        """Close, and return the sha256 of each file by its name."""
+        lengths = np.concatenate(self.lengths) if self.lengths else np.zeros(0, np.int32)
+        assert int(lengths.sum(dtype=np.int64)) == self.tokens, "the lengths do not add up to the tokens"
+        index = index_bytes(lengths, self.dtype)
+        part = suffixed(self.prefix, ".idx.part")
+        with disk(self.part):
+            _settle(self.stream)
+            with part.open("wb") as stream:
+                stream.write(index)
+                _settle(stream)
+        done = suffixed(self.prefix, ".bin"), suffixed(self.prefix, ".idx")
+        self.part.replace(done[0])
+        part.replace(done[1])
+        return {done[0].name: self.digest.hexdigest(), done[1].name: hashlib.sha256(index).hexdigest()}
+
+    def abandon(self) -> None:
+        """Leave nothing behind."""
+        self.stream.close()
+        self.part.unlink(missing_ok=True)
+
+
+def _settle(stream: IO[bytes]) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+    stream.close()
+
+
+def index_bytes(lengths: NDArray[np.int32], dtype: Any) -> bytes:
+    """The whole index of documents of `lengths` tokens, each one sequence."""
+    code = next(code for code, known in CODES.items() if np.dtype(known) == np.dtype(dtype))
+    offsets = np.zeros(len(lengths), dtype=np.int64)
+    np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
+    offsets *= np.dtype(dtype).itemsize
+    bounds = np.arange(len(lengths) + 1, dtype=np.int64)
+    header = HEADER.pack(MAGIC, 1, code, len(lengths), len(bounds))
+    return header + lengths.astype("<i4").tobytes() + offsets.astype("<i8").tobytes() + bounds.astype("<i8").tobytes()
+
+
+class Indexed:
+    """A pair, memory-mapped: `tokens` [N] end to end, `starts` [documents + 1] where documents begin."""
+
+    def __init__(self, prefix: Path) -> None:
+        self.prefix = prefix
+        self.bin, self.idx = suffixed(prefix, ".bin"), suffixed(prefix, ".idx")
+        dtype, lengths, offsets, bounds = self._index()
+        total = int(lengths.sum(dtype=np.int64))
+        self._check_sizes(dtype, total)
+        ends = np.zeros(len(lengths) + 1, dtype=np.int64)
+        np.cumsum(lengths, dtype=np.int64, out=ends[1:])
+        if not np.array_equal(ends[:-1] * dtype.itemsize, offsets):
+            raise ConfigError(
+                str(self.idx), "the sequences do not lie end to end", "Write the pair again, without gaps."
+            )
+        if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != len(lengths) or np.any(np.diff(bounds) < 0):
+            raise ConfigError(str(self.idx), "the document bounds do not cover the sequences", "Write the pair again.")
+        self.starts: NDArray[np.int64] = ends[bounds]
+        self.tokens: NDArray[Any] = np.memmap(self.bin, dtype=dtype, mode="r") if total else np.zeros(0, dtype)
+
+    def _index(self) -> tuple[np.dtype[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+        try:
+            size = self.idx.stat().st_size
+            with self.idx.open("rb") as stream:
+                head = stream.read(HEADER.size)
+        except OSError as error:
+            what = f"the index cannot be read: {error.strerror}"
+            raise ConfigError(str(self.idx), what, "Run `xscale data prepare`, or give another path.") from None
+        if len(head) < HEADER.size or head[: len(MAGIC)] != MAGIC:
+            raise ConfigError(
+                str(self.idx), "this is not a Megatron index (its first bytes differ)", "Name a .bin/.idx pair."
+            )
+        _, version, code, sequences, bounds = HEADER.unpack(head)
+        if version != 1 or CODES.get(code) is None or np.dtype(CODES[code]).kind == "f":
+            what = f"version {version} with type code {code} cannot be read"
+            raise ConfigError(str(self.idx), what, "Version 1 with integer tokens can.")
+        need = HEADER.size + sequences * 12 + bounds * 8
+        # A multimodal index goes on with a byte a sequence, which says nothing about text.
+        if size not in (need, need + sequences):
+            what = f"the index is {size} bytes long, but its {sequences} sequences and {bounds} bounds need {need}"
+            raise ConfigError(str(self.idx), what, "It is damaged: write or copy the pair again.")
+        data = np.memmap(self.idx, dtype=np.uint8, mode="r")
+        second, third = HEADER.size + sequences * 4, HEADER.size + sequences * 12
+        return (
+            np.dtype(CODES[code]),
+            np.frombuffer(data, "<i4", sequences, HEADER.size),
+            np.frombuffer(data, "<i8", sequences, second),
+            np.frombuffer(data, "<i8", bounds, third),
+        )
+
+    def _check_sizes(self, dtype: np.dtype[Any], total: int) -> None:
+        try:
+            size = self.bin.stat().st_size
+        except OSError as error:
+            raise ConfigError(
+                str(self.bin), f"the tokens cannot be read: {error.strerror}", "Copy the pair again."
+            ) from None
+        need = total * dtype.itemsize
+        if size != need:
+            what = f"it is {size} bytes long, but {self.idx.name} speaks of {total} tokens, {need} bytes"
+            raise ConfigError(
+                str(self.bin), what, "It is damaged or not the pair of this index: write or copy it again."
+            )
+
+    def __len__(self) -> int:
+        """How many documents."""
+        return len(self.starts) - 1
+
+    def document(self, index: int) -> NDArray[Any]:
+        """The tokens of one document."""
+        return self.tokens[self.starts[index] : self.starts[index + 1]]

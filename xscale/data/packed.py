@@ -1,0 +1,61 @@
+"""Documents end to end, cut into samples; which sample comes when is a pure function of seed and number."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xscale.core.errors import ConfigError
+from xscale.data.order import shuffled
+from xscale.data.prepared import Split
+
+
+class Packed:
+    """The samples of a split, epoch after epoch.
+
+    Sample k of the text is tokens [kT, kT + T + 1): neighbours share one token, so that each token but the first is
+    predicted once an epoch; fewer than T tokens at the end are left out.
+    """
+
+    def __init__(self, split: Split, sequence_length: int, *, seed: int = 0, shuffle: bool = True) -> None:
+        self.split = split
+        self.sequence_length = sequence_length
+        self.seed = seed
+        self.shuffle = shuffle
+        self.tokens = split.tokens
+        self.starts = split.starts
+        self.length = max(0, (len(self.tokens) - 1) // sequence_length)
+        if self.length == 0:
+            what = f"the {split.name} part has {len(self.tokens)} tokens, and a sample needs {sequence_length + 1}"
+            fix = "Use a smaller data.sequence_length, more text, or (validation) a larger data.validation."
+            raise ConfigError("data.sequence_length", what, fix)
+
+    def __len__(self) -> int:
+        """Samples in an epoch."""
+        return self.length
+
+    def places(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Which stretch of the text each of the run's samples `index` is. Each epoch has an order of its own."""
+        epochs, within = np.divmod(index, self.length)
+        if not self.shuffle:
+            return within
+        result = np.empty_like(within)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            # Seeds of different runs and epochs must not meet: seed 1 epoch 0 is not seed 0 epoch 1.
+            result[chosen] = shuffled(within[chosen], self.length, (self.seed << 32) + int(epoch))
+        return result
+
+    def sample(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(tokens [T+1], documents [T+1]) of the run's sample `index`, counted over all epochs."""
+        return self.stretch(int(self.places(np.array([index], dtype=np.int64))[0]))
+
+    def stretch(self, place: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(tokens [T+1], documents [T+1]) of stretch `place` of the text; documents count from 0 in each stretch."""
+        begin = place * self.sequence_length
+        end = begin + self.sequence_length + 1
+        tokens = self.tokens[begin:end].astype(np.int64)
+        first, last = np.searchsorted(self.starts, [begin, end], side="left")
+        marks = np.zeros(self.sequence_length + 1, dtype=np.int64)
+        # Starts strictly inside the stretch; an empty document would mark the same place twice.
+        inside = self.starts[first:last] - begin
+        np.add.at(marks, inside[inside > 0], 1)
+        return tokens, np.cumsum(marks)

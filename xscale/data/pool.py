@@ -1,0 +1,90 @@
+"""Jobs spread over processes that start clean, stop when their parent is gone, and carry a ConfigError home whole."""
+
+import multiprocessing
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from xscale.core.errors import ConfigError
+
+
+def spread(work: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], processes: int) -> Iterator[Any]:
+    """Yield `work(*job)` for each job as it gets done; in this process when `processes` is 1. Order is not kept.
+
+    `work` and the jobs are pickled, and no state of this process is seen by the others. When a process dies the rest
+    are stopped and RuntimeError says so.
+    """
+    if processes <= 1 or len(jobs) <= 1:
+        for job in jobs:
+            yield work(*job)
+        return
+    # Forking a process that has threads (torch has) may deadlock the child.
+    context = multiprocessing.get_context("spawn")
+    workers: dict[Connection, Any] = {}
+    try:
+        for _ in range(min(processes, len(jobs))):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, work), daemon=True)
+            process.start()
+            theirs.close()
+            workers[ours] = process
+        yield from _dispatch(workers, jobs)
+    finally:
+        for connection, process in workers.items():
+            connection.close()
+            process.terminate()
+            process.join()
+
+
+def _dispatch(workers: dict[Connection, Any], jobs: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
+    waiting = iter(jobs)
+    busy = 0
+    for connection, job in zip(workers, waiting, strict=False):
+        connection.send(job)
+        busy += 1
+    while busy:
+        for connection in _ready(workers):
+            try:
+                result, problems, fault = connection.recv()
+            except (EOFError, OSError):
+                process = workers[connection]
+                process.join()
+                text = f"a process that tokenises died (status {process.exitcode}; -9 often means too little memory)."
+                raise RuntimeError(f"{text} Run again to go on from what is finished.") from None
+            if problems is not None:
+                raise ConfigError(problems)
+            if fault is not None:
+                raise RuntimeError(f"a process that tokenises failed:\n{fault}")
+            busy -= 1
+            job_or_none = next(waiting, None)
+            if job_or_none is not None:
+                connection.send(job_or_none)
+                busy += 1
+            yield result
+
+
+def _ready(workers: dict[Connection, Any]) -> list[Connection]:
+    ready = wait(list(workers))
+    return [connection for connection in workers if connection in ready]
+
+
+def _serve(connection: Connection, work: Callable[..., Any]) -> None:
+    # Ctrl-C goes to the whole group; the parent does the talking.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = (work(*job), None, None)
+        except ConfigError as error:
+            answer = (None, error.problems, None)  # type: ignore[assignment]
+        except Exception:
+            answer = (None, None, traceback.format_exc())  # type: ignore[assignment]
+        try:
+            connection.send(answer)
+        except BrokenPipeError:
+            return

@@ -1,0 +1,66 @@
+"""JSON lines: one object a line, a document in one of its fields; plain, `.gz` or `.zst`."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pydantic
+
+from xscale.core.errors import ConfigError, nearest
+from xscale.data import files
+from xscale.data.document import Document
+from xscale.data.source import SOURCES, Portion, Source, SourceTraits
+
+ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".json.gz", ".json.zst")
+
+
+@SOURCES.register("jsonl", traits=SourceTraits(bounded=True, resumable=True, download=False))
+class Jsonl(Source):
+    class Config(Source.Config):
+        paths: tuple[str, ...] = ()
+        """Files, folders and globs. A folder means every .jsonl, .jsonl.gz and .jsonl.zst below it."""
+        field: str = "text"
+        """The key whose value is the document."""
+        longest: int = pydantic.Field(default=256 << 20, ge=1)
+        """Bytes. A longer line is refused."""
+
+        @pydantic.field_validator("paths", mode="before")
+        @classmethod
+        def _one_is_a_list(cls, value: Any) -> Any:
+            return (value,) if isinstance(value, str) else value
+
+    def portions(self) -> list[Portion]:
+        return files.portions(files.find(self.config.paths, ENDINGS, "data.source.paths"), "data.source.paths")
+
+    def read(self, portion: Portion) -> Iterator[Document]:
+        for offset, line in files.records(portion, b"\n", self.config.longest):
+            text = files.as_text(line, portion.file, offset)
+            if text.strip():
+                document = self._field(text, f"{portion.file}:{offset}")
+                if document.strip():
+                    yield Document(f"{portion.file}:{offset}", document)
+
+    def _field(self, line: str, place: str) -> str:
+        name = self.config.field
+        try:
+            data = json.loads(line)
+        except json.JSONDecodeError as error:
+            what = f"the line that begins at this byte is not JSON: {error.msg}"
+            raise ConfigError(
+                place, what, "Each line of a .jsonl file is one object; for plain text use kind: text."
+            ) from None
+        if not isinstance(data, dict):
+            raise ConfigError(place, "the line that begins at this byte is not an object", 'Write {"text": "..."}.')
+        if name not in data:
+            what = f"the object that begins at this byte has no field '{name}'"
+            raise ConfigError(place, what, nearest(name, data) + " Set data.source.field.")
+        value = data[name]
+        if not isinstance(value, str):
+            raise ConfigError(
+                place, f"the field '{name}' is not a text but {type(value).__name__}", "Set data.source.field."
+            )
+        if "\0" in value or (not value.isascii() and any("\ud800" <= one <= "\udfff" for one in value)):
+            raise ConfigError(
+                place, f"the field '{name}' is not text: it holds NUL or half a surrogate pair", "Clean it."
+            )
+        return value

@@ -1,0 +1,54 @@
+"""The standard library of the Python that runs: source code with docstrings, comments and tests, on every machine."""
+
+import platform
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from xscale.core.errors import ConfigError
+from xscale.data import files
+from xscale.data.document import Document
+from xscale.data.source import SOURCES, Portion, Source, SourceTraits
+
+NOT_TEXT = ("encodings", "site-packages", "dist-packages", "__pycache__", "lib-dynload", "config")
+"""Folders left out: tables of character sets, and what is not the standard library."""
+TESTS = ("test", "tests", "idle_test")
+
+
+@SOURCES.register("stdlib", traits=SourceTraits(bounded=True, resumable=True, download=False))
+class Stdlib(Source):
+    class Config(Source.Config):
+        tests: bool = True
+        """Whether the library's own tests are in: of about 30 MB, 12 MB remain without them.
+
+        Some distributions of Python come without the tests.
+        """
+
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity(), "python": platform.python_version()}
+
+    def portions(self) -> list[Portion]:
+        root = Path(sysconfig.get_path("stdlib"))
+        found = []
+        for file in sorted(root.rglob("*.py")):
+            folders = file.relative_to(root).parts[:-1]
+            if any(folder in NOT_TEXT or (folder in TESTS and not self.config.tests) for folder in folders):
+                continue
+            found.append(file)
+        if not found:
+            fix = "Choose other text: data.source: {kind: text, paths: [...]}."
+            raise ConfigError("data.source", f"this Python has no standard library as files in {root}", fix)
+        return files.portions(found, "data.source", step=None)
+
+    def read(self, portion: Portion) -> Iterator[Document]:
+        root = Path(sysconfig.get_path("stdlib"))
+        with files.opened(portion.file) as stream:
+            block = stream.read()
+        try:
+            text = block.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            # A handful of the library's tests are written in other encodings on purpose.
+            return
+        if text.strip() and "\0" not in text:
+            yield Document(Path(portion.file).relative_to(root).as_posix(), text)

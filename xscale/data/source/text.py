@@ -1,0 +1,51 @@
+"""Files of plain UTF-8 text: each a document, or many, split at lines, blank lines or a separator."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pydantic
+
+from xscale.data import files
+from xscale.data.document import Document
+from xscale.data.source import SOURCES, Portion, Source, SourceTraits
+
+
+@SOURCES.register("text", traits=SourceTraits(bounded=True, resumable=True, download=False))
+class Text(Source):
+    class Config(Source.Config):
+        paths: tuple[str, ...] = ()
+        """Files, folders and globs (`**` for any depth). A folder means every file below it that is not hidden."""
+        document: Literal["file", "paragraph", "line", "separator"] = "file"
+        """What a document is: a file, a stretch between blank lines, a line, or a stretch between separators."""
+        separator: str = ""
+        """The text between two documents when `document` is `separator`, such as `<|endoftext|>`."""
+        endings: tuple[str, ...] = ()
+        """Which files of a folder are meant, such as [.txt, .md]; empty means all."""
+        longest: int = pydantic.Field(default=16 << 20, ge=1)
+        """Bytes. A longer file is cut at line ends into several documents; any other longer document is refused."""
+
+        @pydantic.field_validator("paths", "endings", mode="before")
+        @classmethod
+        def _one_is_a_list(cls, value: Any) -> Any:
+            return (value,) if isinstance(value, str) else value
+
+        @pydantic.model_validator(mode="after")
+        def _separator_fits(self) -> "Text.Config":
+            if (self.document == "separator") != bool(self.separator):
+                raise ValueError("`separator` and `document: separator` come together")
+            return self
+
+    def portions(self) -> list[Portion]:
+        found = files.find(self.config.paths, self.config.endings, "data.source.paths")
+        return files.portions(found, "data.source.paths", *([None] if self.config.document == "file" else []))
+
+    def read(self, portion: Portion) -> Iterator[Document]:
+        delimiters = {"line": "\n", "paragraph": "\n\n", "separator": self.config.separator}
+        if self.config.document == "file":
+            blocks = files.stretches(portion, self.config.longest)
+        else:
+            blocks = files.records(portion, delimiters[self.config.document].encode(), self.config.longest)
+        for offset, block in blocks:
+            text = files.as_text(block, portion.file, offset)
+            if text.strip():
+                yield Document(f"{portion.file}:{offset}", text)

@@ -1,0 +1,33 @@
+"""Bytes as tokens (Xue et al. 2022, ByT5): no training, no unknown, 256 ids after the special ones."""
+
+from pathlib import Path
+from typing import Any
+
+from xscale.data.tokenizer import TOKENIZERS, Tokenizer, TokenizerTraits, special_names
+
+MULTIPLE = 64
+"""The vocabulary is rounded up to this, so that a table of embeddings can be cut evenly."""
+
+
+@TOKENIZERS.register("byte", traits=TokenizerTraits(trained=False, lossless=True))
+class Byte(Tokenizer):
+    def __init__(self, config: Any, folder: Path) -> None:
+        super().__init__(config, folder)
+        self.first = self.sentinels.stop
+        """Id of byte 0."""
+        self.vocabulary = -(-(self.first + 256) // MULTIPLE) * MULTIPLE
+        self.fingerprint = f"byte-{config.sentinels}"
+        unused = self.vocabulary - self.first - 256
+        self.table = [b""] * self.first + [bytes([value]) for value in range(256)] + [b""] * unused
+
+    def encode(self, text: str) -> list[int]:
+        return [self.first + value for value in text.encode("utf-8")]
+
+    def token_bytes(self) -> list[bytes]:
+        return self.table
+
+    def piece(self, token: int) -> str:
+        if token < self.first:
+            return special_names(self.config.sentinels)[token]
+        value = self.table[token]
+        return value.decode() if value and value[0] < 128 else (f"<0x{value[0]:02X}>" if value else "<unused>")

@@ -1,0 +1,175 @@
+"""SentencePiece (Kudo and Richardson 2018): BPE or unigram pieces, with bytes for what no piece covers."""
+
+import hashlib
+import io
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+
+from xscale.core.errors import ConfigError
+from xscale.data.tokenizer import TOKENIZERS, Tokenizer, TokenizerTraits, special_names
+
+FILE = "tokenizer.model"
+SPACE = "\u2581"
+"""SentencePiece writes a space as this character, so a text that holds it must not reach it."""
+SENTENCE = 4000
+"""Bytes of the stretches, cut at line ends, that training sees: pieces may hold line ends."""
+
+
+@TOKENIZERS.register("sentencepiece", traits=TokenizerTraits(trained=True, lossless=True))
+class SentencePiece(Tokenizer):
+    class Config(Tokenizer.Config):
+        model: Literal["bpe", "unigram"] = "bpe"
+        """How pieces are chosen: merges by frequency (seconds), or a unigram language model (minutes)."""
+        vocabulary: int = pydantic.Field(default=8192, ge=300, le=1 << 24)
+        """How many ids there are, special ones and the 256 bytes included."""
+        coverage: float = pydantic.Field(default=0.9995, gt=0.9, le=1)
+        """Fraction of the characters of the text that are pieces themselves; the rarer ones are written as bytes."""
+        sample_bytes: int = pydantic.Field(default=16 << 20, ge=1)
+        """Bytes of text, of documents drawn by their hash, that training sees."""
+        digits: bool = False
+        """Whether each digit is a piece of its own."""
+        file: str | None = None
+        """An existing model file to use, in place of training one."""
+
+    def __init__(self, config: Any, folder: Path) -> None:
+        super().__init__(config, folder)
+        import sentencepiece
+
+        file = Path(config.file) if config.file else folder / FILE
+        try:
+            proto = file.read_bytes()
+        except OSError as error:
+            what = f"the tokenizer cannot be read: {error.strerror}"
+            raise ConfigError(str(file), what, "Run `xscale data tokenizer`, which trains it.") from None
+        self.processor = sentencepiece.SentencePieceProcessor()
+        try:
+            self.processor.LoadFromSerializedProto(proto)
+        except RuntimeError:
+            raise ConfigError(str(file), "this is not a SentencePiece model", "Train it again.") from None
+        self.fingerprint = hashlib.blake2b(proto, digest_size=16).hexdigest()
+        self.vocabulary = self.processor.GetPieceSize()
+        self._check_specials(file)
+        self.table = [self._bytes(token) for token in range(self.vocabulary)]
+
+    def _check_specials(self, file: Path) -> None:
+        for token, name in enumerate(special_names(self.config.sentinels)):
+            if token >= self.vocabulary or self.processor.IdToPiece(token) != name:
+                what = f"id {token} of this model is not {name}"
+                raise ConfigError(
+                    str(file), what, "Use a model that `xscale data tokenizer` trained with as many sentinels."
+                )
+        if not all(self.processor.PieceToId(f"<0x{value:02X}>") != self.unk for value in range(256)):
+            raise ConfigError(str(file), "this model has no bytes to fall back on", "Train it with byte_fallback.")
+
+    def _bytes(self, token: int) -> bytes:
+        if self.processor.IsControl(token) or self.processor.IsUnknown(token):
+            return b""
+        piece: str = self.processor.IdToPiece(token)
+        if self.processor.IsByte(token):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace(SPACE, " ").encode("utf-8")
+
+    def encode(self, text: str) -> list[int]:
+        if SPACE not in text:
+            return self.processor.EncodeAsIds(text)  # type: ignore[no-any-return]
+        space = [self.processor.PieceToId(f"<0x{value:02X}>") for value in SPACE.encode("utf-8")]
+        first, *rest = text.split(SPACE)
+        tokens = self.processor.EncodeAsIds(first)
+        for part in rest:
+            tokens += space + self.processor.EncodeAsIds(part)
+        return tokens  # type: ignore[no-any-return]
+
+    def token_bytes(self) -> list[bytes]:
+        return self.table
+
+    def piece(self, token: int) -> str:
+        return str(self.processor.IdToPiece(token))
+
+    @classmethod
+    def missing(cls, config: Any, folder: Path) -> bool:
+        return not config.file and not (folder / FILE).exists()
+
+    @classmethod
+    def sample_bytes(cls, config: Any) -> int:
+        return 0 if config.file else int(config.sample_bytes)
+
+    @classmethod
+    def train(cls, config: Any, texts: Iterable[str], folder: Path) -> None:
+        import sentencepiece
+
+        if config.file:
+            return
+        names = special_names(config.sentinels)
+        written = io.BytesIO()
+        try:
+            sentencepiece.SentencePieceTrainer.Train(
+                sentence_iterator=_sentences(texts),
+                model_writer=written,
+                model_type=config.model,
+                vocab_size=config.vocabulary,
+                character_coverage=config.coverage,
+                split_digits=config.digits,
+                byte_fallback=True,
+                # Text goes in and comes out unchanged: no normalisation, no space added or folded.
+                normalization_rule_name="identity",
+                add_dummy_prefix=False,
+                remove_extra_whitespaces=False,
+                allow_whitespace_only_pieces=True,
+                pad_id=0,
+                bos_id=1,
+                eos_id=2,
+                unk_id=3,
+                pad_piece=names[0],
+                bos_piece=names[1],
+                eos_piece=names[2],
+                unk_piece=names[3],
+                control_symbols=names[4:],
+                max_sentence_length=1 << 20,
+                # The number of threads changes the sums of the unigram model, so it is always the same.
+                num_threads=1,
+                minloglevel=2,
+            )
+        except RuntimeError as error:
+            raise _refusal(config, str(error)) from None
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f"{FILE}.part"
+        part.write_bytes(written.getvalue())
+        part.replace(folder / FILE)
+
+
+def _sentences(texts: Iterable[str]) -> Iterator[str]:
+    """Stretches of at most about SENTENCE bytes, cut at line ends."""
+    for text in texts:
+        gathered: list[str] = []
+        size = 0
+        for line in text.replace(SPACE, " ").splitlines(keepends=True):
+            if size + len(line) > SENTENCE and gathered:
+                yield "".join(gathered)
+                gathered, size = [], 0
+            for start in range(0, len(line), SENTENCE):
+                gathered.append(line[start : start + SENTENCE])
+                size += len(gathered[-1])
+                if size >= SENTENCE:
+                    yield "".join(gathered)
+                    gathered, size = [], 0
+        if gathered:
+            yield "".join(gathered)
+
+
+def _refusal(config: Any, message: str) -> ConfigError:
+    at_most = re.search(r"value <= (\d+)", message)
+    at_least = re.search(r"(?:smaller than required_chars|required_chars)\D*\d+ vs (\d+)", message)
+    path = "data.tokenizer.vocabulary"
+    if at_most:
+        limit = int(at_most.group(1))
+        return ConfigError(
+            path, f"the text is too little for {config.vocabulary} pieces", f"At most {limit} would work."
+        )
+    if at_least:
+        need = int(at_least.group(1))
+        return ConfigError(path, f"{config.vocabulary} ids are too few", f"The characters alone need more than {need}.")
+    return ConfigError("data.tokenizer", f"SentencePiece cannot be trained on this text: {message.strip()[-300:]}")
