@@ -64,7 +64,7 @@ def within_group(function: Any, call: Call) -> Any:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
-    store = dist.FileStore(call.store, call.ranks)
+    store = dist.FileStore(call.store, call.ranks)  # type: ignore[attr-defined]
     wait = timedelta(seconds=call.timeout_seconds)
     dist.init_process_group("gloo", store=store, rank=call.rank, world_size=call.ranks, timeout=wait)
     try:
