@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from xscale.core.errors import ConfigError
+from xscale.data.blend import open_blend
 from xscale.data.config import DataConfig
 from xscale.data.indexed import disk
 from xscale.data.learn import train_tokenizer
@@ -24,11 +25,16 @@ def prepare(config: DataConfig, *, processes: int | None = None, progress: bool 
     """Tokenise the config's source unless that is done, and open the result.
 
     `processes` defaults to `config.workers`, then to one a core. Stopped at any point, the next call goes on from the
-    shards that are finished. One process of a job calls this; the others call `open_prepared` afterwards. Calls at the
-    same time, of several jobs on one machine, wait for each other.
+    shards that are finished. One process of a job calls this; the others call `open_prepared` (or `open_corpus`)
+    afterwards. Calls of several jobs at the same time, on one machine, wait for each other.
+
+    Of `config.prepared`, and of each set of `config.blend`, it only checks that it is there; of a blend it returns the
+    first set.
 
     ConfigError when the corpus is empty, binary, vanishes or changed since it was prepared, and when the disk is full.
     """
+    if config.blend:
+        return open_blend(config)[0][0]
     if config.prepared is not None:
         return open_prepared(config)
     folder = folder_of(config)

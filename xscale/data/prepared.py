@@ -96,8 +96,9 @@ class Split:
 
     def texts(self, tokenizer: Tokenizer) -> Iterator[bytes]:
         """The UTF-8 text of each document."""
+        table = tokenizer.token_bytes()
         for index in range(self.first, self.stop):
-            yield b"".join(tokenizer.iterate_bytes(self.indexed.document(index).tolist()))
+            yield b"".join(map(table.__getitem__, self.indexed.document(index).tolist()))
 
     def bytes(self, tokenizer: Tokenizer) -> int:
         """UTF-8 bytes of the whole part, counted over the tokens."""

@@ -1,0 +1,54 @@
+"""What a run reads: the loaders of its training and validation samples, whatever they were made from."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from xscale.data.blend import Blend, open_blend
+from xscale.data.config import DataConfig
+from xscale.data.loader import Loader, Sampled
+from xscale.data.packed import Packed
+from xscale.data.prepared import Prepared, open_prepared
+from xscale.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Everything a training loop needs of the data."""
+
+    tokenizer: Tokenizer
+    train: Loader
+    validation: Loader | None
+    """In the order of the text. None when the config keeps nothing for validation."""
+    sets: tuple[Prepared, ...]
+    """What the samples come from: one, or those of a blend."""
+
+
+def open_corpus(config: DataConfig, *, seed: int) -> Corpus:
+    """Open prepared data, read only; any number of processes may. ConfigError when it is not there or does not fit."""
+    sets = open_blend(config) if config.blend else [(open_prepared(config), 1.0)]
+    tokenizer = sets[0][0].tokenizer
+    train = _sampled(config, sets, "train", seed)
+    assert train is not None
+    validation = _sampled(config, sets, "validation", seed)
+    return Corpus(
+        tokenizer=tokenizer,
+        train=Loader(train, vocabulary=tokenizer.vocabulary),
+        validation=None if validation is None else Loader(validation, vocabulary=tokenizer.vocabulary),
+        sets=tuple(one for one, _ in sets),
+    )
+
+
+def _sampled(
+    config: DataConfig, sets: list[tuple[Prepared, float]], part: Literal["train", "validation"], seed: int
+) -> Sampled | None:
+    shuffle = config.shuffle and part == "train"
+    packed: list[Packed] = []
+    weights: list[float] = []
+    for one, weight in sets:
+        split = one.train if part == "train" else one.validation
+        if split is not None:
+            packed.append(Packed(split, config.sequence_length, seed=seed, shuffle=shuffle))
+            weights.append(weight)
+    if not packed:
+        return None
+    return packed[0] if len(packed) == 1 else Blend(packed, weights)
