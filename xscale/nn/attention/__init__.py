@@ -33,6 +33,9 @@ class CoreTraits:
     """Takes an additive bias on the scores."""
     documents: bool = False
     """Keeps packed documents apart."""
+    anchored: bool = False
+    """What a query sees depends on its place in the row: a packed document sees nothing of the others, but not
+    what it would see if it stood alone at the row's start."""
     exact: bool = False
     """Equals softmax attention over the keys in sight."""
     random: bool = False
@@ -46,7 +49,10 @@ class Core(Part):
 
     def __init__(self, config: Any, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__()
-        self.causal = dims.causal
+        self.causal = dims.causal and not dims.cross
+        self.first_head = 0
+        """Index in the model of the first head that is here: where heads are spread over ranks, who spreads them sets
+        it, for the cores whose heads differ by their index."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
         """q [B, H, T, K], k and v [B, G, S, K] with G dividing H -> [B, H, T, K]."""
@@ -59,4 +65,4 @@ class Core(Part):
 
 CORES = Family("core", CoreTraits)
 
-from xscale.nn.attention import softmax  # noqa: E402, F401
+from xscale.nn.attention import block_sparse, softmax  # noqa: E402, F401

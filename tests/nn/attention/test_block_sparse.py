@@ -1,0 +1,219 @@
+"""Block-sparse attention against the dense softmax under the layout's mask, in float64, forward and gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from xscale.nn.attention import CORES
+from xscale.nn.attention.block_sparse import BlockSparse
+from xscale.nn.attention.sight import Sight
+from xscale.nn.dims import Dims
+from xscale.nn.pattern import PATTERNS, Pattern, layout_of
+from xscale.nn.pattern.bigbird import BigBird
+from xscale.nn.pattern.fixed import Fixed
+
+BLOCK = 8
+
+
+def core_of(pattern: Any, heads: int = 4, causal: bool = True, **config: Any) -> BlockSparse:
+    dims = Dims(width=32, depth=2, vocabulary=11, length=128, causal=causal, layer=1)
+    core: BlockSparse = CORES.build(BlockSparse.Config(pattern=pattern, block=BLOCK, **config), dims, heads, 8)
+    return core
+
+
+def inputs(queries: int, keys: int, heads: int = 4, groups: int = 2, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(batch, heads, queries, 8), (batch, groups, keys, 8), (batch, groups, keys, 8)]
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes)
+    return q, k, v
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sight: Sight, cap: float | None = None) -> Tensor:
+    """The definition, with the whole score matrix; `seen` [H, T, S]."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    if sight.bias is not None:
+        scores = scores + sight.bias
+    seen = seen[None] if sight.mask is None else seen[None] & sight.mask
+    weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), -1).nan_to_num(0.0)
+    return weights @ v
+
+
+def seen_of(core: BlockSparse, length: int, heads: int = 4) -> Tensor:
+    """[H, S, S] by token."""
+    layout = layout_of(core.config.pattern, length, heads, core.causal, layer=1, block=BLOCK)
+    seen = torch.from_numpy(layout.copy()).repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+    return seen[:, :length, :length].expand(heads, -1, -1)
+
+
+def agree(core: BlockSparse, sight: Sight, groups: int = 2, others: tuple[Tensor, ...] = ()) -> None:
+    q, k, v = inputs(sight.queries, sight.keys, groups=groups)
+    seen = seen_of(core, sight.keys)[:, sight.offset : sight.offset + sight.queries]
+    out = core(q, k, v, sight)
+    wanted = dense(q, k, v, seen, sight, core.config.soft_cap)
+    torch.testing.assert_close(out, wanted, rtol=1e-10, atol=1e-10)
+    above = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+    found = torch.autograd.grad(out, (q, k, v, *others), above)
+    for one, two in zip(found, torch.autograd.grad(wanted, (q, k, v, *others), above), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-10)
+
+
+def patterns(causal: bool) -> list[Any]:
+    able = PATTERNS.able(**{"causal" if causal else "bidirectional": True})
+    return [pytest.param(PATTERNS.get(name).part.Config(), id=name) for name in able]
+
+
+@pytest.mark.parametrize("length", [64, 77, 5])
+@pytest.mark.parametrize("pattern", patterns(True))
+def test_causal_equals_dense(pattern: Pattern.Config, length: int) -> None:
+    agree(core_of(pattern), Sight(length, length, causal=True))
+
+
+@pytest.mark.parametrize("length", [64, 77, 5])
+@pytest.mark.parametrize("pattern", patterns(False))
+def test_bidirectional_equals_dense(pattern: Pattern.Config, length: int) -> None:
+    agree(core_of(pattern, causal=False), Sight(length, length, causal=False))
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("pattern", [BigBird.Config(random_blocks=2), Fixed.Config(heads="split")])
+def test_heads_of_their_own(pattern: Pattern.Config, groups: int) -> None:
+    agree(core_of(pattern), Sight(77, 77, causal=True), groups=groups)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_documents(causal: bool) -> None:
+    documents = torch.arange(77)[None].expand(2, -1) // torch.tensor([[13], [30]])
+    sight = Sight(77, 77, causal, query_documents=documents, key_documents=documents)
+    agree(core_of(BigBird.Config(), causal=causal), sight)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (2, 4)])
+def test_bias_and_its_gradient(shape: tuple[int, int]) -> None:
+    bias = torch.randn(*shape, 77, 77, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    bias.requires_grad_()
+    for cap in (None, 1.5):
+        agree(core_of(BigBird.Config(), soft_cap=cap), Sight(77, 77, True, bias=bias), others=(bias,))
+
+
+def test_soft_cap() -> None:
+    agree(core_of(Fixed.Config(), soft_cap=0.7), Sight(77, 77, True))
+
+
+@pytest.mark.parametrize("queries", [1, 5, 8, 21])
+@pytest.mark.parametrize("pattern", patterns(True))
+def test_later_queries_over_a_cache(pattern: Pattern.Config, queries: int) -> None:
+    agree(core_of(pattern), Sight(queries, 77, causal=True, offset=77 - queries))
+
+
+@pytest.mark.parametrize("pattern", patterns(True))
+def test_one_query_at_a_time_equals_all_at_once(pattern: Pattern.Config) -> None:
+    core = core_of(pattern)
+    q, k, v = inputs(77, 77)
+    whole = core(q, k, v, Sight(77, 77, causal=True))
+    for end in range(1, 78):
+        one = core(q[:, :, end - 1 : end], k[:, :, :end], v[:, :, :end], Sight(1, end, True, offset=end - 1))
+        torch.testing.assert_close(one, whole[:, :, end - 1 : end], rtol=1e-10, atol=1e-10)
+
+
+def test_a_query_that_sees_nothing_gets_zero_and_no_gradient() -> None:
+    core = core_of(Fixed.Config(), causal=False)
+    q, k, v = inputs(16, 16)
+    alone = torch.full((2, 16), 7)
+    alone[:, 3] = 9
+    out = core(q, k, v, Sight(16, 16, False, query_documents=alone, key_documents=torch.full((2, 16), 7)))
+    assert (out[:, :, 3] == 0).all()
+    gradient = torch.autograd.grad(out.sum(), q)[0]
+    assert (gradient[:, :, 3] == 0).all()
+    assert gradient.isfinite().all()
+
+
+def test_dropout_repeats_in_backward_and_keeps_the_mean() -> None:
+    core = core_of(Fixed.Config()).train()
+    q, k, v = inputs(64, 64)
+    sight = Sight(64, 64, causal=True, dropout=0.25)
+
+    def run(value: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        out: Tensor = core(q, k, value, sight)
+        return out
+
+    # With the weights fixed the output is linear in v, so its gradient must be that of the very same weights.
+    out = run(v)
+    above = torch.randn_like(out)
+    gradient = torch.autograd.grad(out, v, above)[0]
+    step = torch.randn_like(v)
+    torch.testing.assert_close(((run(v + step) - out) * above).sum(), (gradient * step).sum())
+    assert not torch.equal(out, core.eval()(q, k, v, sight))
+    core.train()
+    torch.manual_seed(0)
+    mean = torch.stack([core(q, k, v, sight) for _ in range(400)]).mean(0)
+    assert (mean - core.eval()(q, k, v, sight)).abs().mean() < 0.03
+
+
+def test_gradcheck() -> None:
+    core = core_of(BigBird.Config(), soft_cap=2.0)
+    q, k, v = inputs(19, 19, batch=1)
+    bias = torch.zeros(1, 4, 19, 19, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v, bias: core(q, k, v, Sight(19, 19, True, bias=bias)), (q, k, v, bias), fast_mode=True
+    )
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("pattern", [BigBird.Config(), Fixed.Config()])
+def test_flex_agrees_with_gather(pattern: Pattern.Config, causal: bool) -> None:
+    documents = torch.arange(128)[None].expand(2, -1) // 50
+    sight = Sight(128, 128, causal, query_documents=documents, key_documents=documents)
+    with torch.no_grad():
+        q, k, v = (x.float() for x in inputs(128, 128))
+        flex = core_of(pattern, causal=causal, implementation="flex", soft_cap=3.0)(q, k, v, sight)
+        gather = core_of(pattern, causal=causal, implementation="gather", soft_cap=3.0)(q, k, v, sight)
+    torch.testing.assert_close(flex, gather, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_half_precision_is_computed_wide(dtype: torch.dtype) -> None:
+    core = core_of(Fixed.Config())
+    q, k, v = (x.detach().to(dtype) for x in inputs(77, 77))
+    sight = Sight(77, 77, causal=True)
+    out = core(q, k, v, sight)
+    wanted = dense(q.double(), k.double(), v.double(), seen_of(core, 77), sight)
+    assert out.dtype == dtype
+    assert (out.double() - wanted).abs().max() < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("length", [64, 77, 128])
+def test_multiply_adds_are_those_that_run(length: int, causal: bool) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    core = core_of(BigBird.Config(), causal=causal)
+    q, k, v = (x.detach() for x in inputs(length, length))
+    with FlopCounterMode(display=False) as counter:
+        core(q, k, v, Sight(length, length, causal))
+    assert counter.get_total_flops() == 2 * 2 * core.multiply_adds(length, length, 4, 8)
+
+
+def test_layouts_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_of(Fixed.Config())
+    q, k, v = inputs(64, 64)
+    core(q, k, v, Sight(64, 64, causal=True))
+    monkeypatch.setattr(core.pattern, "draw", None)
+    core(q, k, v, Sight(64, 64, causal=True))
+
+
+def test_heads_spread_over_ranks_keep_their_patterns() -> None:
+    whole = core_of(BigBird.Config(random_blocks=2))
+    q, k, v = inputs(77, 77, groups=4)
+    sight = Sight(77, 77, causal=True)
+    out = whole(q, k, v, sight)
+    for first in (0, 2):
+        part = core_of(BigBird.Config(random_blocks=2))
+        part.first_head = first
+        here = slice(first, first + 2)
+        torch.testing.assert_close(part(q[:, here], k[:, here], v[:, here], sight), out[:, here])

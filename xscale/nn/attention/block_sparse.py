@@ -1,0 +1,165 @@
+"""Child et al. 2019 and others: softmax attention over the key blocks that a pattern shows each query block."""
+
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xscale.core.config import Slot
+from xscale.core.errors import Problem
+from xscale.nn.attention import CORES, Core, CoreTraits
+from xscale.nn.attention.blocks import Plan, plan_of
+from xscale.nn.attention.flex import Flex
+from xscale.nn.attention.gather import Hidden, Rule, attend
+from xscale.nn.attention.sight import Sight
+from xscale.nn.dims import Dims
+from xscale.nn.pattern import PATTERNS, Pattern
+from xscale.nn.pattern.fixed import Fixed
+from xscale.nn.pattern.grid import Grid
+
+
+@CORES.register(
+    "block_sparse",
+    traits=CoreTraits(
+        causal=True,
+        bidirectional=True,
+        cross=False,
+        per_head=True,
+        cost="2*T*w*K",
+        context=("ulysses",),
+        bias=True,
+        documents=True,
+        anchored=True,
+        decode=True,
+    ),
+)
+class BlockSparse(Core):
+    class Config(Core.Config):
+        pattern: Annotated[Pattern.Config, Slot(PATTERNS)] = Fixed.Config()
+        """Which blocks see which."""
+        block: int = 64
+        """Tokens in a block; the unit of the pattern's sizes."""
+        soft_cap: float | None = None
+        """Scores become cap * tanh(score / cap) (Gemma team 2024); null: as they are."""
+        implementation: Literal["auto", "gather", "flex"] = "auto"
+        """gather: torch operators on the blocks that are there; flex: FlexAttention; auto: flex on CUDA, else gather.
+        With dropout or a bias it is gather."""
+
+    def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
+        super().__init__(config, dims, heads, head_width)
+        self.config = config
+        self.layer = dims.layer
+        self.pattern: Pattern = PATTERNS.build(config.pattern)
+        self._flex = Flex(config.block, config.soft_cap)
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+
+    @classmethod
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
+        entry = PATTERNS.of(config.pattern)
+        problems = list(entry.part.check(config.pattern, dims, f"{path}.pattern"))
+        if config.block < 1:
+            problems.append(Problem(f"{path}.block", f"a block has at least one token, not {config.block}"))
+        if config.soft_cap is not None and not config.soft_cap > 0:
+            problems.append(Problem(f"{path}.soft_cap", f"a cap is above zero, not {config.soft_cap}"))
+        wanted = "causal" if dims.causal and not dims.cross else "bidirectional"
+        if not getattr(entry.traits, wanted):
+            can = ", ".join(PATTERNS.able(**{wanted: True}))
+            what = f"pattern '{entry.name}' has no {wanted} layout, and this model is {wanted}"
+            problems.append(Problem(f"{path}.pattern", what, f"These have: {can}."))
+        return problems
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+        assert sight.causal or sight.queries == sight.keys, "a pattern over two sequences of different lengths"
+        dropout = sight.dropout if self.training else 0.0
+        if self._flexible(q, sight, dropout):
+            grid = self._grid(sight, q.shape[1], 0)
+            return self._flex.attend(q, k, v, partial(self.pattern.layout, grid), grid, sight)
+        return self._gather(q, k, v, sight, dropout)
+
+    def _flexible(self, q: Tensor, sight: Sight, dropout: float) -> bool:
+        wanted = self.config.implementation
+        if wanted == "gather" or (wanted == "auto" and not q.is_cuda):
+            return False
+        return sight.bias is None and dropout == 0.0 and sight.queries == sight.keys
+
+    def _gather(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight, dropout: float) -> Tensor:
+        block = self.config.block
+        single = sight.queries == 1 and sight.causal
+        # Query blocks lie on the grid of key blocks; a single query is a block of its own.
+        first_row, before = divmod(sight.offset, block)
+        size = 1 if single else block
+        before = 0 if single else before
+        grid = self._grid(sight, q.shape[1], first_row)
+        queries = _split(_pad(q, 2, before, size), 2, size)  # [B, H, rows, Q, K]
+        keys, values = (_split(_pad(x, 2, 0, block), 2, block) for x in (k, v))  # [B, G, N, b, K]
+        hidden = _hidden(q, sight, block, size, before)
+        bias = None
+        if sight.bias is not None:
+            bias = _pad(_pad(sight.bias, 2, before, size), 3, 0, block)
+            bias = _split(_split(bias, 3, block), 2, size)  # [B or 1, H, rows, Q, N, b]
+        # The seed comes from torch's own stream, so that noise is a function of where the trainer put it.
+        seed = int(torch.randint(1 << 62, ())) if dropout else 0
+        rule = Rule(q.shape[-1] ** -0.5, self.config.soft_cap, dropout, seed)
+        out = attend(queries, keys, values, self._plan(grid, q.device), hidden, rule, bias)
+        return out.flatten(2, 3)[:, :, before : before + sight.queries]  # [B, H, T, K]
+
+    def _grid(self, sight: Sight, heads: int, first_row: int) -> Grid:
+        rows = -(-(sight.offset + sight.queries) // self.config.block) - first_row
+        return Grid(
+            blocks=-(-sight.keys // self.config.block),
+            heads=heads,
+            causal=sight.causal,
+            layer=self.layer,
+            first_row=first_row,
+            first_head=self.first_head,
+            row_count=rows,
+        )
+
+    def _plan(self, grid: Grid, device: torch.device) -> Plan:
+        """The layout as index tensors; those of the shapes met last are kept."""
+        key = (grid, device)
+        if key not in self._plans:
+            if len(self._plans) >= 8:
+                del self._plans[next(iter(self._plans))]
+            self._plans[key] = plan_of(self.pattern.layout(grid), device)
+        return self._plans[key]
+
+    def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
+        sight = Sight(queries=queries, keys=keys, causal=self.causal, offset=keys - queries if self.causal else 0)
+        plan = self._plan(self._grid(sight, heads, sight.offset // self.config.block), torch.device("cpu"))
+        size = 1 if sight.causal and queries == 1 else self.config.block
+        blocks = sum(one.columns.numel() * (heads if one.heads is None else 1) for one in plan.buckets)
+        return 2.0 * blocks * size * self.config.block * head_width
+
+
+def _pad(x: Tensor, dim: int, before: int, multiple: int, value: int = 0) -> Tensor:
+    """`before` more places at the start of `dim`, and as many at its end as make the length a multiple."""
+    after = -(before + x.shape[dim]) % multiple
+    if not before and not after:
+        return x
+    return F.pad(x, (*(0, 0) * (x.ndim - 1 - dim), before, after), value=value)
+
+
+def _split(x: Tensor, dim: int, size: int) -> Tensor:
+    """The axis `dim` cut into pieces of `size`: one axis becomes two."""
+    return x.view(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
+
+
+def _hidden(q: Tensor, sight: Sight, block: int, size: int, before: int) -> Hidden:
+    """What is hidden inside the blocks: `size` queries a block, the first after `before` padded ones."""
+    order = None
+    if sight.causal:
+        place = torch.arange(size, device=q.device) if size == block else q.new_full((1,), sight.offset % block)
+        order = torch.arange(block, device=q.device)[None, :] > place[:, None]  # [Q, b]
+    if sight.query_documents is None:
+        return Hidden(order, 0 if sight.causal else sight.keys % block)
+    assert sight.key_documents is not None
+    # Padded keys belong to a document that no query is in.
+    nobody = torch.iinfo(sight.key_documents.dtype).min
+    return Hidden(
+        order,
+        query_documents=_split(_pad(sight.query_documents, 1, before, size), 1, size),
+        key_documents=_split(_pad(sight.key_documents, 1, 0, block, nobody), 1, block),
+    )
