@@ -13,7 +13,7 @@ ORDER = 2
 def order2_bits_per_byte(train: Iterable[bytes], validation: Iterable[bytes]) -> float:
     """Bits a byte of the `validation` documents under a model that saw two bytes back in the `train` documents.
 
-    Each document begins in a context of its own, and its end costs nothing. Streamed; about 500 MB of memory.
+    Each document begins in a context of its own, and its end costs nothing. Streamed; about 350 MB of memory.
     """
     counts = np.zeros(1 << 24, dtype=np.uint32)
     for triples in _triples(train):

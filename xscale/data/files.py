@@ -3,6 +3,7 @@
 import gzip
 import io
 import stat
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,7 +100,7 @@ def opened(file: str) -> Iterator[IO[bytes]]:
     except FileNotFoundError:
         fix = "Put it back, or run again: what is finished is kept."
         raise ConfigError(file, "the file vanished while the corpus was read", fix) from None
-    except (gzip.BadGzipFile, EOFError) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ConfigError(file, f"this is not whole gzip data: {error}", "Compress it again.") from None
     except OSError as error:
         raise ConfigError(file, f"the file cannot be read: {error.strerror or error}") from None

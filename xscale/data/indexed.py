@@ -4,13 +4,9 @@ The index: `MMIDIDX\\0\\0`, version 1 (u64), type code (u8), count of sequences 
 lengths (i32), byte offsets (i64) and document bounds as sequence numbers (i64), all little-endian.
 """
 
-import errno
 import hashlib
 import os
-import shutil
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xscale.core.errors import ConfigError
+from xscale.data.disk import disk
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -45,21 +42,6 @@ def suffixed(prefix: Path, ending: str) -> Path:
     return prefix.with_name(prefix.name + ending)
 
 
-@contextmanager
-def disk(path: Path) -> Iterator[None]:
-    """A disk that is full while `path` is written becomes a ConfigError that names it."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES):
-            raise
-        free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
-        what = f"this cannot be written ({error.strerror}; {free / 1e6:.0f} MB are free there)"
-        raise ConfigError(
-            str(path), what, "Make room, or set another `data.folder`; what is finished is kept."
-        ) from None
-
-
 class IndexedWriter:
     """Writes a pair under temporary names; `finish` makes it visible, index last, after it is safe on disk."""
 
@@ -69,7 +51,8 @@ class IndexedWriter:
         self.lengths: list[NDArray[np.int32]] = []
         self.tokens = 0
         self.digest = hashlib.sha256()
-        self.part = suffixed(prefix, ".bin.part")
+        # Named by process: one that lost its parent may still be writing the same shard.
+        self.part = suffixed(prefix, f".bin.{os.getpid()}.part")
         with disk(self.part):
             prefix.parent.mkdir(parents=True, exist_ok=True)
             self.stream: IO[bytes] = self.part.open("wb")
@@ -94,7 +77,7 @@ class IndexedWriter:
         lengths = np.concatenate(self.lengths) if self.lengths else np.zeros(0, np.int32)
         assert int(lengths.sum(dtype=np.int64)) == self.tokens, "the lengths do not add up to the tokens"
         index = index_bytes(lengths, self.dtype)
-        part = suffixed(self.prefix, ".idx.part")
+        part = suffixed(self.prefix, f".idx.{os.getpid()}.part")
         with disk(self.part):
             _settle(self.stream)
             with part.open("wb") as stream:

@@ -31,6 +31,7 @@ class Loader:
 
     def samples(self, first: int, count: int) -> Samples:
         """The run's samples [first, first + count)."""
+        assert count > 0, "a batch of no samples"
         drawn = [self.data.sample(index) for index in range(first, first + count)]
         tokens = np.stack([tokens for tokens, _ in drawn])
         if self.vocabulary is not None and (tokens.max() >= self.vocabulary or tokens.min() < 0):

@@ -11,7 +11,7 @@ from pathlib import Path
 from xscale.core.errors import ConfigError
 from xscale.data.blend import open_blend
 from xscale.data.config import DataConfig
-from xscale.data.indexed import disk
+from xscale.data.disk import disk
 from xscale.data.learn import train_tokenizer
 from xscale.data.pool import spread
 from xscale.data.prepared import MANIFEST, Prepared, folder_of, open_prepared
@@ -51,6 +51,8 @@ def prepare(config: DataConfig, *, processes: int | None = None, progress: bool 
 
 def _make(config: DataConfig, shards: list[list], processes: int | None, progress: bool) -> None:  # type: ignore[type-arg]
     folder = folder_of(config)
+    for leftover in folder.glob("*.part"):
+        leftover.unlink()
     if TOKENIZERS.of(config.tokenizer).part.missing(config.tokenizer, folder):
         train_tokenizer(config, progress=progress)
     processes = processes or config.workers or len(os.sched_getaffinity(0))

@@ -150,6 +150,11 @@ def open_set(config: DataConfig, path: Path) -> Prepared:
     if config.prepared is not None and not path.is_dir() and suffixed(path, ".idx").exists():
         return _open_pair(config, path)
     manifest = Manifest.load(path / MANIFEST)
+    if manifest.tokenizer.get("kind") != config.tokenizer.kind:
+        what = (
+            f"the data was written with the tokenizer '{manifest.tokenizer.get('kind')}', not '{config.tokenizer.kind}'"
+        )
+        raise ConfigError(str(path / MANIFEST), what, "Set data.tokenizer to that kind, or prepare the data again.")
     tokenizer: Tokenizer = TOKENIZERS.build(config.tokenizer, path)
     if tokenizer.fingerprint != manifest.fingerprint:
         what = f"the data was written with another tokenizer ({manifest.tokenizer.get('kind')} {manifest.fingerprint})"

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import numpy as np
 from xscale.core.config import encode
 from xscale.core.errors import ConfigError
 from xscale.data.config import DataConfig
+from xscale.data.disk import disk
 from xscale.data.document import place, validation_below
-from xscale.data.indexed import Indexed, IndexedWriter, disk, token_type
+from xscale.data.indexed import Indexed, IndexedWriter, token_type
 from xscale.data.prepared import MANIFEST, Counts, Manifest, folder_of, open_tokenizer
 from xscale.data.source import SOURCES, Portion
 from xscale.data.tokenizer import Tokenizer
@@ -105,7 +107,7 @@ def prepare_shard(config: DataConfig, shard: int, portions: list[Portion] | None
         for writer in writers.values():
             writer.abandon()
         raise
-    part = prefix.with_name(f"{prefix.name}.json.part")
+    part = prefix.with_name(f"{prefix.name}.json.{os.getpid()}.part")
     with disk(part):
         part.write_text(json.dumps(asdict(Shard(key, counts, least))), encoding="utf-8")
     part.replace(done)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from xscale.core import config as schema
@@ -46,6 +47,11 @@ class Source:
 
     def __init__(self, config: Any) -> None:
         self.config = config
+
+    @classmethod
+    def example(cls, folder: Path) -> Config:
+        """A config of this part that has something to read; files it needs are written into `folder`."""
+        return cls.Config()
 
     def identity(self) -> dict[str, Any]:
         """Plain data that tells this corpus from any other, without reading it."""

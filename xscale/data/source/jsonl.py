@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pydantic
@@ -27,7 +28,14 @@ class Jsonl(Source):
         @pydantic.field_validator("paths", mode="before")
         @classmethod
         def _one_is_a_list(cls, value: Any) -> Any:
-            return (value,) if isinstance(value, str) else value
+            return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+    @classmethod
+    def example(cls, folder: Path) -> Source.Config:
+        for name in "ab":
+            lines = (json.dumps({"text": f"line {number} of {name}"}) + "\n" for number in range(9))
+            (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        return cls.Config(paths=(str(folder),))
 
     def portions(self) -> list[Portion]:
         return files.portions(files.find(self.config.paths, ENDINGS, "data.source.paths"), "data.source.paths")

@@ -11,7 +11,7 @@ from xscale.data import files
 from xscale.data.document import Document
 from xscale.data.source import SOURCES, Portion, Source, SourceTraits
 
-NOT_TEXT = ("encodings", "site-packages", "dist-packages", "__pycache__", "lib-dynload", "config")
+NOT_TEXT = ("encodings", "site-packages", "dist-packages")
 """Folders left out: tables of character sets, and what is not the standard library."""
 TESTS = ("test", "tests", "idle_test")
 

@@ -1,6 +1,7 @@
 """Files of plain UTF-8 text: each a document, or many, split at lines, blank lines or a separator."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
@@ -27,13 +28,19 @@ class Text(Source):
         @pydantic.field_validator("paths", "endings", mode="before")
         @classmethod
         def _one_is_a_list(cls, value: Any) -> Any:
-            return (value,) if isinstance(value, str) else value
+            return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
         @pydantic.model_validator(mode="after")
         def _separator_fits(self) -> "Text.Config":
             if (self.document == "separator") != bool(self.separator):
                 raise ValueError("`separator` and `document: separator` come together")
             return self
+
+    @classmethod
+    def example(cls, folder: Path) -> Source.Config:
+        for name in "ab":
+            (folder / f"{name}.txt").write_text(f"The letter {name}.\n" * 9, encoding="utf-8")
+        return cls.Config(paths=(str(folder),))
 
     def portions(self) -> list[Portion]:
         found = files.find(self.config.paths, self.config.endings, "data.source.paths")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import pydantic
 
 from xscale.core.errors import ConfigError
+from xscale.data.disk import disk
 from xscale.data.tokenizer import TOKENIZERS, Tokenizer, TokenizerTraits, special_names
 
 FILE = "tokenizer.model"
@@ -25,7 +26,7 @@ class SentencePiece(Tokenizer):
         model: Literal["bpe", "unigram"] = "bpe"
         """How pieces are chosen: merges by frequency (seconds), or a unigram language model (minutes)."""
         vocabulary: int = pydantic.Field(default=8192, ge=300, le=1 << 24)
-        """How many ids there are, special ones and the 256 bytes included."""
+        """How many ids there are, special ones and the 256 bytes included. An existing model has its own number."""
         coverage: float = pydantic.Field(default=0.9995, gt=0.9, le=1)
         """Fraction of the characters of the text that are pieces themselves; the rarer ones are written as bytes."""
         sample_bytes: int = pydantic.Field(default=16 << 20, ge=1)
@@ -135,9 +136,10 @@ class SentencePiece(Tokenizer):
             )
         except RuntimeError as error:
             raise _refusal(config, str(error)) from None
-        folder.mkdir(parents=True, exist_ok=True)
         part = folder / f"{FILE}.part"
-        part.write_bytes(written.getvalue())
+        with disk(part):
+            folder.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(written.getvalue())
         part.replace(folder / FILE)
 
 
