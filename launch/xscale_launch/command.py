@@ -2,26 +2,20 @@
 
 import argparse
 import difflib
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from xscale_launch.errors import LaunchError
 
-TRAINER = (sys.executable, "-m", "xscale.cli", "train")
+PYTHON = sys.executable
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """CONFIG and its overrides; `--trainer` is for the launcher's own tests, which train without xscale."""
+    """CONFIG and its overrides; `--xscale` is for the launcher's own tests, which have a stand-in."""
     parser.add_argument("config", metavar="CONFIG", help="a run's config, such as configs/run/tiny.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that go over the config's")
-    parser.add_argument("--trainer", help=argparse.SUPPRESS)
-
-
-def trainer(given: str | None) -> tuple[str, ...]:
-    """The command that CONFIG and the overrides are appended to."""
-    return tuple(shlex.split(given)) if given else TRAINER
+    parser.add_argument("--xscale", help=argparse.SUPPRESS)
 
 
 def checked(config: str, overrides: Sequence[str]) -> Path:

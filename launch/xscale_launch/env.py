@@ -9,7 +9,8 @@ from xscale_launch.hostlist import expand
 
 PORT_BASE = 20000
 PORT_SPAN = 10000
-"""Ports that follow from a job's id lie in [20000, 30000): below Linux's ephemeral range, which starts at 32768."""
+"""Ports that follow from a job's id are the even ones in [20000, 30000), below Linux's ephemeral range (from 32768).
+The odd one above a job's port is the launcher's own, for its roll-call."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,14 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def for_submission(variables: Mapping[str, str]) -> dict[str, str]:
+    """An environment to call sbatch in: without what an allocation around us has set, which would leak into the job."""
+    return {name: value for name, value in variables.items() if name == "SLURM_CONF" or not name.startswith("SLURM_")}
+
+
 def port_of_job(job_id: int) -> int:
     """The rendezvous port of a Slurm job: the same on every node without a message, and another for the next job."""
-    return PORT_BASE + job_id % PORT_SPAN
+    return PORT_BASE + 2 * job_id % PORT_SPAN
 
 
 def whole(variables: Mapping[str, str], name: str) -> int:

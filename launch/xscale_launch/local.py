@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from xscale_launch import ask as xscale
 from xscale_launch import command, devices, ports, status
 from xscale_launch.env import Place, environment
 from xscale_launch.errors import LaunchError
@@ -35,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     if processes < 1:
         raise LaunchError(f"--processes {processes} starts nothing: give 1 or more")
     port = ports.free_port(HOST) if options.port is None else ports.require_free(options.port, HOST)
-    argv = (*command.trainer(options.trainer), str(config), *options.overrides)
+    argv = (*xscale.xscale(options.xscale), "train", str(config), *options.overrides)
     logs, temporary = _log_folder(command.override(options.overrides, "run.dir"), options.dry_run)
     workers = [
         Worker(

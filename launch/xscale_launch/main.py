@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from xscale_launch import local, status
 from xscale_launch.errors import LaunchError
+from xscale_launch.slurm import submit, watch
 
 
 class Verb(NamedTuple):
@@ -21,6 +22,12 @@ def verbs() -> dict[str, Verb]:
     """Every subcommand by name."""
     return {
         "local": Verb("start processes on this machine", local.add_arguments, local.run),
+        "slurm": Verb("submit a job, a chain of jobs or a sweep", submit.add_arguments, submit.run),
+        "status": Verb("the jobs of a run, and how far it has come", watch.add_status, watch.show_status),
+        "logs": Verb("the output of a run", watch.add_logs, watch.show_logs),
+        "cancel": Verb("take a run's jobs out of the queue", watch.add_run, watch.cancel),
+        "requeue": Verb("let a running job save and go back into the queue", watch.add_run, watch.requeue),
+        "resume": Verb("submit a run again, as it was", watch.add_resume, watch.resume),
     }
 
 

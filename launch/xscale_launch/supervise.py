@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
-from xscale_launch import status
+from xscale_launch import processes, status
 from xscale_launch.errors import LaunchError
 
 TICK_SECONDS = 0.05
@@ -60,11 +60,22 @@ class Outcome:
 
 
 class Supervisor:
-    """Runs `workers` to their end; `run()` may be called once, from the main thread (it takes over signals)."""
+    """Runs `workers` to their end; `run()` may be called once, from the main thread (it takes over signals).
 
-    def __init__(self, workers: Sequence[Worker], say: Callable[[str], None], patience: Patience | None = None) -> None:
+    `deputy`: the workers (torchrun) are themselves supervisors that would die of a signal instead of passing it on, so
+    signals go to their children.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        say: Callable[[str], None],
+        patience: Patience | None = None,
+        deputy: bool = False,
+    ) -> None:
         self._workers = list(workers)
         self._say = say
+        self._deputy = deputy
         self._patience = patience or Patience()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._codes: dict[int, int] = {}
@@ -80,7 +91,7 @@ class Supervisor:
         with self._signals_taken():
             try:
                 for worker in self._workers:
-                    self._processes[worker.rank] = start(worker)
+                    self._processes[worker.rank] = start(worker, deaf=self._deputy)
                 while len(self._codes) < len(self._workers):
                     self._collect()
                     self._answer_signals()
@@ -129,9 +140,8 @@ class Supervisor:
                 self._asked = True
                 self._kill_at = time.monotonic() + self._patience.stop
                 sent = number if number == signal.SIGUSR1 else signal.SIGTERM
-                self._say(
-                    f"{number.name}: {len(self._running())} worker(s) asked to save and stop; once more to end them now"
-                )
+                more = "; Ctrl-C again ends them now" if number == signal.SIGINT else ""
+                self._say(f"{number.name}: asked {len(self._running())} worker(s) to save and stop{more}")
                 self._send(sent)
             elif number != signal.SIGUSR1:
                 self._kill_at = time.monotonic()
@@ -149,12 +159,17 @@ class Supervisor:
 
     def _send(self, number: signal.Signals) -> None:
         for rank in self._running():
+            pid = self._processes[rank].pid
+            below = processes.children(pid) if self._deputy else []
             # SIGKILL goes to the worker's whole group, so that its data-loading children do not outlive it.
             with contextlib.suppress(ProcessLookupError):
                 if number == signal.SIGKILL:
-                    os.killpg(self._processes[rank].pid, number)
-                else:
-                    os.kill(self._processes[rank].pid, number)
+                    os.killpg(pid, number)
+                elif not below:
+                    os.kill(pid, number)
+            for child in below:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, number)
 
     def _kill_the_rest(self) -> None:
         self._send(signal.SIGKILL)
@@ -187,8 +202,11 @@ class Supervisor:
         return Outcome(total, f"rank {rank} {status.describe(total)}", rank)
 
 
-def start(worker: Worker) -> subprocess.Popen[bytes]:
-    """Starts one worker in a process group of its own, so that Ctrl-C reaches it through the launcher only."""
+def start(worker: Worker, deaf: bool = False) -> subprocess.Popen[bytes]:
+    """Starts one worker in a process group of its own, so that Ctrl-C reaches it through the launcher only.
+
+    `deaf` makes it ignore SIGUSR1, which a cluster may send to every process of a job.
+    """
     output = None
     if worker.log is not None:
         worker.log.parent.mkdir(parents=True, exist_ok=True)
@@ -201,7 +219,7 @@ def start(worker: Worker) -> subprocess.Popen[bytes]:
             stdout=output,
             stderr=subprocess.STDOUT if output else None,
             process_group=0,
-            preexec_fn=_die_with_parent() if sys.platform == "linux" else None,
+            preexec_fn=_prepared(deaf),
         )
     except OSError as error:
         raise LaunchError(
@@ -212,10 +230,20 @@ def start(worker: Worker) -> subprocess.Popen[bytes]:
             output.close()
 
 
-def _die_with_parent() -> Callable[[], None]:
-    """Asks the kernel for a SIGTERM when the launcher dies, even by SIGKILL: the worker saves and ends."""
-    prctl = ctypes.CDLL(None).prctl
-    return lambda: prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+def _prepared(deaf: bool) -> Callable[[], None]:
+    """What a worker does before it becomes one.
+
+    It asks the kernel for a SIGTERM when the launcher dies, even by SIGKILL: the worker saves and ends.
+    """
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+    def prepare() -> None:
+        if prctl is not None:
+            prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        if deaf:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    return prepare
 
 
 def last_lines(log: Path, lines: int = 15) -> str:

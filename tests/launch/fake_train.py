@@ -1,7 +1,8 @@
 """A stand-in for the trainer as a launcher sees it: environment, signals, run folder and exit statuses.
 
-`python fake_train.py CONFIG [key=value ...]`. Keys: run.dir, train.steps, and under fake.: step_seconds,
-mistake, crash_at, crash_rank, kill_self (a signal's number instead of an exception), once (crash in the first
+`python fake_train.py train CONFIG [key=value ...]`, and `plan` with `--json --processes N` behind it.
+Keys: run.dir, train.steps, and under fake.: step_seconds,
+stop_after (steps, with + between), mistake, crash_at, crash_rank, kill_self (a signal's number instead of an exception), once (crash in the first
 attempt only), ignore_signals. Its state is a number drawn on from step to step, so that a resumed run is bitwise
 equal to one that never stopped, or is not.
 """
@@ -20,16 +21,21 @@ DEFAULTS = {"run.dir": "run", "train.steps": "5", "fake.step_seconds": "0.02"}
 
 def settings(config: Path, overrides: list[str]) -> dict[str, str]:
     """Lines `key: value` of the config with the overrides over them."""
-    lines = [
-        line.partition(":") for line in config.read_text().splitlines() if ":" in line and not line.startswith("#")
-    ]
+    text = config.read_text()
+    if text.startswith("{"):  # resolved by `plan`
+        found = {key: str(value) for key, value in json.loads(text).items() if key != "run"}
+        return DEFAULTS | found | dict(override.split("=", 1) for override in overrides)
+    lines = [line.partition(":") for line in text.splitlines() if ":" in line and not line.startswith("#")]
     values = DEFAULTS | {key.strip(): value.strip() for key, _, value in lines}
-    return values | dict(text.split("=", 1) for text in overrides)
+    return values | dict(override.split("=", 1) for override in overrides)
 
 
 def meet(rank: int, size: int, run: Path) -> None:
     """Every rank reports to rank 0 and leaves when all have: a wrong address or world size hangs, as it does."""
-    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    port = int(os.environ["MASTER_PORT"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens at MASTER_PORT
+        port += 2
+    address = (os.environ["MASTER_ADDR"], port)
     if rank == 0:
         with socket.create_server(("", address[1])) as server:
             server.settimeout(60)
@@ -61,9 +67,22 @@ def fail(values: dict[str, str], rank: int, attempt_is_first: bool) -> None:
     raise RuntimeError("the step fell over")
 
 
+def plan(values: dict[str, str], processes: int) -> int:
+    """What `xscale plan --json` does for the launcher: the resolved config, or a refusal."""
+    if processes % int(values.get("fake.divides", "1")):
+        print(f"parallel.mesh: {values['fake.divides']} does not divide {processes} processes", file=sys.stderr)
+        return 2
+    resolved: dict[str, object] = {key: value for key, value in values.items() if key != "run.dir"}
+    print(json.dumps({"config": {**resolved, "run": {"dir": values["run.dir"]}}}))
+    return 0
+
+
 def main() -> int:
     """Trains, saves after each step, stops where it is asked to."""
-    values = settings(Path(sys.argv[1]), sys.argv[2:])
+    verb, config, rest = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    values = settings(config, [text for text in rest if "=" in text])
+    if verb == "plan":
+        return plan(values, int(rest[-1]))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if "fake.mistake" in values:
         print(f"config: unknown key {values['fake.mistake']!r}", file=sys.stderr)
@@ -72,8 +91,9 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN if "fake.ignore_signals" in values else lambda n, _: asked.append(n))
     run = Path(values["run.dir"])
-    saved = run / "checkpoints" / f"rank-{rank}.json"
-    saved.parent.mkdir(parents=True, exist_ok=True)
+    saved = run / "state" / f"rank-{rank}.json"
+    for folder in (saved.parent, run / "checkpoints"):
+        folder.mkdir(parents=True, exist_ok=True)
     first = not saved.exists()
     step, loss = (0, 1.0) if first else json.loads(saved.read_text())
     if rank == 0:
@@ -91,7 +111,9 @@ def main() -> int:
         written = saved.with_suffix(".part")
         written.write_text(json.dumps([step, loss]))
         written.replace(saved)
-        if asked:
+        if rank == 0:
+            (run / "checkpoints" / f"step-{step:06}").touch()
+        if asked or str(step) in values.get("fake.stop_after", "").split("+"):
             print(f"rank {rank} saved at step {step} and stops", flush=True)
             return 75
     print(f"rank {rank} done at step {step}", flush=True)

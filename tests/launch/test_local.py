@@ -22,7 +22,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "xscale_launch", "local", "--trainer", FAKE, *map(str, arguments)]
+    return [sys.executable, "-m", "xscale_launch", "local", "--xscale", FAKE, *map(str, arguments)]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -98,7 +98,7 @@ def test_a_signal_saves_and_a_second_start_goes_on(config: Path, tmp_path: Path,
     whole = launch("--processes", 2, config, "train.steps=60", f"run.dir={tmp_path / 'whole'}", "fake.step_seconds=0")
     assert whole.returncode == 0
     for rank in range(2):
-        name = f"checkpoints/rank-{rank}.json"
+        name = f"state/rank-{rank}.json"
         assert (tmp_path / "r" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
@@ -149,7 +149,7 @@ def test_a_port_in_use_is_said(config: Path) -> None:
         (["--processes", "0", "CONFIG"], "--processes 0 starts nothing"),
         (["CONFIG", "train.steps"], "'train.steps' is no override"),
         (["CONFIG", "--port", "99999"], "99999 is no port"),
-        (["--trainer", "/nowhere/python", "CONFIG", "--processes", "1"], "/nowhere/python cannot be started"),
+        (["--xscale", "/nowhere/python", "CONFIG", "--processes", "1"], "/nowhere/python cannot be started"),
         (["--proceses", "2", "CONFIG"], "unrecognized arguments"),
     ],
 )

@@ -1,0 +1,161 @@
+"""The launcher's hand on a node of a job: `python -m xscale_launch.agent ... -- COMMAND`, one a Slurm task or MPI rank.
+
+Finds out which ranks it has to start, answers the roll-call, starts them, and leaves in the attempt's folder how they
+ended, where the batch script reads it: `go_on` (an empty file) when a worker stopped on purpose, `fault` (status, then
+who and why) for the first that failed. Its own status is 0 for both `DONE` and `GO_ON`: srun and mpirun end all tasks
+as soon as one fails, and a node that has saved must not end one that is still saving.
+"""
+
+import argparse
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import xscale_launch
+from xscale_launch import devices, preflight, rollcall, status
+from xscale_launch.env import Place, environment, slurm_places, whole
+from xscale_launch.errors import LaunchError
+from xscale_launch.hostlist import expand
+from xscale_launch.local import worker_environment
+from xscale_launch.supervise import Patience, Supervisor, Worker, last_lines
+from xscale_launch.torchrun import torchrun_worker
+
+ROLL_CALL_SECONDS = 90.0
+PREFLIGHT_FAILED = 76
+"""Exit status of an attempt that ended before training because a node was found bad."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the workers of this task to their end."""
+    parser = argparse.ArgumentParser(prog="python -m xscale_launch.agent", allow_abbrev=False)
+    parser.add_argument("--attempt", type=Path, required=True, help="folder for this attempt's verdict")
+    parser.add_argument("--outputs", type=Path, required=True, help="folder for the output of ranks above 0")
+    parser.add_argument("--processes", type=int, default=1, help="workers of this task")
+    parser.add_argument("--torchrun", action="store_true", help="start the workers through torchrun")
+    parser.add_argument("--placed", action="store_true", help="RANK and the rest are set already; start one worker")
+    parser.add_argument("--gpus", type=int, default=0, help="GPUs that the preflight must see")
+    parser.add_argument("--disk", type=float, default=1.0, help="gigabytes that the preflight must find free")
+    parser.add_argument("--no-preflight", action="store_true")
+    parser.add_argument("--stop-seconds", type=float, default=300.0)
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args(list(argv))
+    node = socket.gethostname()
+    try:
+        variables = environment()
+        if options.placed:
+            return run_workers(options, [placed(variables)], variables, variables.get("SLURMD_NODENAME", node))
+        node = variables.get("SLURMD_NODENAME", node)
+        places = slurm_places(variables, options.processes)
+        if not options.no_preflight and not inspected(options, places[0], variables, node):
+            return PREFLIGHT_FAILED
+        return run_workers(options, places, variables, node)
+    except LaunchError as error:
+        return leave(options.attempt, status.USER_MISTAKE, f"{node}: {error}")
+
+
+def placed(variables: Mapping[str, str]) -> Place:
+    """The place that torchrun gave this worker."""
+    return Place(
+        rank=whole(variables, "RANK"),
+        world_size=whole(variables, "WORLD_SIZE"),
+        local_rank=whole(variables, "LOCAL_RANK"),
+        local_world_size=whole(variables, "LOCAL_WORLD_SIZE"),
+        master_addr=variables["MASTER_ADDR"],
+        master_port=whole(variables, "MASTER_PORT"),
+    )
+
+
+def inspected(options: argparse.Namespace, place: Place, variables: Mapping[str, str], node: str) -> bool:
+    """The preflight of this task's node; False, with the problems said and left as `fault`, when a node is bad."""
+    tasks = whole(variables, "SLURM_NTASKS")
+    folder, code = options.attempt, Path(xscale_launch.__file__).parents[1]
+    gpus = options.gpus if place.local_rank == 0 else 0
+    interface = variables.get("GLOO_SOCKET_IFNAME", "")
+    word = preflight.as_data(preflight.facts(node, place.master_addr, folder, code, gpus, interface))
+    word["task"] = whole(variables, "SLURM_PROCID")
+    wanted = expand(variables.get("SLURM_STEP_NODELIST") or variables["SLURM_JOB_NODELIST"])
+
+    def judge(words: Sequence[rollcall.Word]) -> list[str]:
+        first: dict[str, preflight.Facts] = {}
+        for said in sorted(words, key=lambda said: int(said["task"])):
+            first.setdefault(said["node"], preflight.Facts(**{k: v for k, v in said.items() if k != "task"}))
+        found = preflight.judge(list(first.values()), wanted, options.gpus, options.disk)
+        (folder / "bad_nodes").write_text("".join(f"{name}\n" for name in sorted({p.node for p in found})))
+        return [str(problem) for problem in found]
+
+    port = place.master_port + 1
+    if word["task"] == 0:
+        try:
+            found = rollcall.hold(port, word, tasks, ROLL_CALL_SECONDS, judge)
+        except OSError as error:
+            found = [f"{node}: port {port}, which follows from the job's id, cannot be used ({error.strerror})"]
+    else:
+        try:
+            found = rollcall.answer(place.master_addr, port, word, ROLL_CALL_SECONDS)
+        except TimeoutError as error:
+            found = [f"{node}: {error}"]
+    if found:
+        leave(options.attempt, PREFLIGHT_FAILED, "preflight: " + "; ".join(found))
+    return not found
+
+
+def run_workers(options: argparse.Namespace, places: list[Place], variables: dict[str, str], node: str) -> int:
+    """Starts the workers, waits for them, and leaves the verdict."""
+    if "OMP_NUM_THREADS" not in variables and not options.placed:
+        cpus = int(variables.get("SLURM_CPUS_PER_TASK", "0")) or devices.cores()
+        variables = {**variables, "OMP_NUM_THREADS": str(max(1, cpus // len(places)))}
+    if options.torchrun:
+        workers = [torchrun_worker(options, places, variables)]
+    else:
+        workers = [
+            Worker(
+                rank=place.rank,
+                command=tuple(options.command),
+                environment=worker_environment(variables, place),
+                log=None if place.rank == 0 else options.outputs / f"rank-{place.rank}.log",
+            )
+            for place in places
+        ]
+    outcome = Supervisor(workers, say, Patience(stop=options.stop_seconds), deputy=options.torchrun).run()
+    for worker in workers:
+        if outcome.cause and worker.rank == outcome.rank and worker.log is not None:
+            say(f"{node}: the end of {worker.log}:\n{last_lines(worker.log)}")
+    if outcome.cause:
+        say(f"{node}: {outcome.cause}")
+    if options.torchrun and outcome.status not in (status.DONE, status.GO_ON):
+        # torchrun makes a 1 of every status; what its workers left themselves is the truth.
+        return outcome.status if (options.attempt / "fault").exists() else _without_fault(options, outcome.cause, node)
+    return leave(options.attempt, outcome.status, f"{node}: {outcome.cause}")
+
+
+def _without_fault(options: argparse.Namespace, cause: str, node: str) -> int:
+    if (options.attempt / "go_on").exists():
+        return status.DONE
+    return leave(options.attempt, 1, f"{node}: {cause}")
+
+
+def leave(attempt: Path, code: int, words: str) -> int:
+    """Leaves the verdict for the batch script and returns this task's own exit status."""
+    attempt.mkdir(parents=True, exist_ok=True)
+    if code == status.DONE:
+        return status.DONE
+    if code == status.GO_ON:
+        (attempt / "go_on").touch()
+        return status.DONE
+    with contextlib.suppress(FileExistsError):
+        descriptor = os.open(attempt / "fault", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(f"{code}\n{words}\n")
+    return code
+
+
+def say(message: str) -> None:
+    """One message of the launcher's own into the job's log."""
+    print(f"xscale launch: {message}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,61 @@
+"""Keeps a run's code and config inside its folder, so that a later edit changes no job that is still queued."""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from xscale_launch.errors import LaunchError
+
+PACKAGES = ("xscale", "xscale_kernels", "xscale_launch")
+LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", "*.so", ".git", "results")
+
+
+def code(run: Path, extra: list[Path]) -> Path:
+    """Copies the packages, wherever they are installed, and the user's own `extra` modules into `run/launch/code`.
+
+    A copy that exists is replaced only when it is complete: the old one stays until the new one stands beside it.
+    """
+    target, part = run / "launch" / "code", run / "launch" / "code.part"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    for name in PACKAGES:
+        found = importlib.util.find_spec(name)
+        if found is not None and found.submodule_search_locations:
+            shutil.copytree(next(iter(found.submodule_search_locations)), part / name, ignore=LEFT_OUT)
+    for path in extra:
+        if not path.exists():
+            raise LaunchError(f"--with-code {path}: there is no such module or package")
+        if path.is_dir():
+            shutil.copytree(path, part / path.name, ignore=LEFT_OUT)
+        else:
+            shutil.copy2(path, part / path.name)
+    (part / "COMMIT").write_text(commit() + "\n")
+    shutil.rmtree(target, ignore_errors=True)
+    part.rename(target)
+    return target
+
+
+def config(run: Path, resolved: dict[str, Any]) -> Path:
+    """Writes the resolved config to `run/launch/config.yaml`. It is JSON, which every YAML reader reads."""
+    path = run / "launch" / "config.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(resolved, indent=2) + "\n")
+    return path
+
+
+def commit() -> str:
+    """The commit of the checkout that the launcher lies in, `+changes` where it was edited; or that there is none."""
+    here = Path(__file__).parent
+    try:
+        head = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        dirty = subprocess.run(
+            ["git", "-C", here, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return "no git here"
+    if head.returncode:
+        return "not a git checkout"
+    return head.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")

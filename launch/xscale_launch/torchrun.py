@@ -1,0 +1,28 @@
+"""torchrun as a node's only child, for who prefers it: with fixed ranks, so that no rendezvous can hang."""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+
+from xscale_launch.env import Place
+from xscale_launch.supervise import Worker
+
+
+def torchrun_worker(options: argparse.Namespace, places: Sequence[Place], variables: Mapping[str, str]) -> Worker:
+    """torchrun for the workers at `places`, which are all of one node.
+
+    Each worker is started through an agent of its own (`--placed`), because torchrun keeps no worker's exit status.
+    """
+    first, count = places[0], len(places)
+    command = (
+        *(sys.executable, "-m", "torch.distributed.run", "--max-restarts=0", "--no-python"),
+        f"--nnodes={first.world_size // count}",
+        f"--nproc-per-node={count}",
+        f"--node-rank={first.rank // count}",
+        f"--master-addr={first.master_addr}",
+        f"--master-port={first.master_port}",
+        *(sys.executable, "-m", "xscale_launch.agent", "--placed"),
+        *("--attempt", str(options.attempt), "--outputs", str(options.outputs)),
+        *("--stop-seconds", str(options.stop_seconds), "--", *options.command),
+    )
+    return Worker(first.rank, command, dict(variables))
