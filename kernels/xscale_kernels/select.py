@@ -64,6 +64,11 @@ class FirstTime(logging.Filter):
         return new
 
 
+def plain(named: str | None) -> bool:
+    """Whether to go straight to the reference: when it is named, or under torch.compile, which fuses it by itself."""
+    return named == "reference" or (named is None and torch.compiler.is_compiling())
+
+
 def choose(
     operator: str, implementations: Sequence[Implementation], named: str | None, *args: object, **kwargs: object
 ) -> Choice:

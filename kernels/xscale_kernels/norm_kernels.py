@@ -1,0 +1,123 @@
+"""The Triton kernels behind rmsnorm and layernorm: they differ by a mean and a bias."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from xscale_kernels.rows import wide
+
+MAX_WIDTH = 65536
+
+
+@triton.jit
+def _forward_kernel(
+    x, weight, bias, y, means, scales, sn, D, eps,
+    CENTRED: tl.constexpr, WEIGHTED: tl.constexpr, BIASED: tl.constexpr, ACC: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BD)
+    mask = columns < D
+    value = tl.load(x + row * sn + columns, mask=mask, other=0.0).to(ACC)
+    if CENTRED:
+        mean = tl.sum(value, 0) / D
+        value = tl.where(mask, value - mean, 0.0)
+        tl.store(means + row, mean)
+    scale = 1 / tl.sqrt(tl.sum(value * value, 0) / D + eps)
+    tl.store(scales + row, scale)
+    value *= scale
+    if WEIGHTED:
+        value *= tl.load(weight + columns, mask=mask, other=0.0).to(ACC)
+    if BIASED:
+        value += tl.load(bias + columns, mask=mask, other=0.0).to(ACC)
+    tl.store(y + row * D + columns, value.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward_kernel(
+    dy, x, weight, means, scales, dx, dweights, dbiases, N, sdn, sn, D, rows,
+    CENTRED: tl.constexpr, WEIGHTED: tl.constexpr, BIASED: tl.constexpr, ACC: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BD)
+    mask = columns < D
+    if WEIGHTED:
+        factor = tl.load(weight + columns, mask=mask, other=0.0).to(ACC)
+    dweight = tl.zeros((BD,), dtype=ACC)
+    dbias = tl.zeros((BD,), dtype=ACC)
+    for row in range(program * rows, tl.minimum((program + 1) * rows, N)):
+        scale = tl.load(scales + row)
+        unit = tl.load(x + row * sn + columns, mask=mask, other=0.0).to(ACC)
+        if CENTRED:
+            unit = tl.where(mask, unit - tl.load(means + row), 0.0)
+        unit *= scale
+        g = tl.load(dy + row * sdn + columns, mask=mask, other=0.0).to(ACC)
+        if BIASED:
+            dbias += g
+        if WEIGHTED:
+            dweight += g * unit
+            g *= factor
+        out = g - unit * (tl.sum(g * unit, 0) / D)
+        if CENTRED:
+            out -= tl.sum(g, 0) / D
+        tl.store(dx + row * D + columns, (out * scale).to(dx.dtype.element_ty), mask=mask)
+    if WEIGHTED:
+        tl.store(dweights + program * D + columns, dweight, mask=mask)
+    if BIASED:
+        tl.store(dbiases + program * D + columns, dbias, mask=mask)
+
+
+def _programs(x: torch.Tensor) -> int:
+    """How many programs share the rows, so that the weights' gradient has few partial sums."""
+    if not x.is_cuda:
+        return 3
+    return 4 * torch.cuda.get_device_properties(x.device).multi_processor_count
+
+
+class NormRows(torch.autograd.Function):
+    """apply(x [N, D], weight [D] or None, bias [D] or None, eps, centred) -> [N, D] of x's dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, centred: bool
+    ) -> torch.Tensor:
+        x = x if x.stride(1) == 1 else x.contiguous()
+        N, D = x.shape
+        compute = wide(x.dtype)
+        y = x.new_empty(N, D)
+        means, scales = x.new_empty(N if centred else 0, dtype=compute), x.new_empty(N, dtype=compute)
+        if N:
+            _forward_kernel[(N,)](
+                x, x if weight is None else weight, x if bias is None else bias, y, means, scales, x.stride(0), D, eps,
+                CENTRED=centred, WEIGHTED=weight is not None, BIASED=bias is not None,
+                ACC=tl.float64 if compute is torch.float64 else tl.float32, BD=triton.next_power_of_2(D),
+                num_warps=min(16, max(4, D // 512)),
+            )  # fmt: skip
+        ctx.save_for_backward(x, weight, means, scales)
+        ctx.centred, ctx.bias_dtype = centred, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        x, weight, means, scales = ctx.saved_tensors
+        dy = dy if dy.stride(1) == 1 else dy.contiguous()
+        N, D = x.shape
+        programs = min(_programs(x), max(N, 1))
+        dx = x.new_empty(N, D)
+        dweights = scales.new_empty(programs if weight is not None else 0, D)
+        dbiases = scales.new_empty(programs if ctx.bias_dtype is not None else 0, D)
+        _backward_kernel[(programs,)](
+            dy, x, x if weight is None else weight, means, scales, dx, dweights, dbiases,
+            N, dy.stride(0), x.stride(0), D, triton.cdiv(N, programs),
+            CENTRED=ctx.centred, WEIGHTED=weight is not None, BIASED=ctx.bias_dtype is not None,
+            ACC=tl.float64 if scales.dtype is torch.float64 else tl.float32, BD=triton.next_power_of_2(D),
+            num_warps=min(16, max(4, D // 512)),
+        )  # fmt: skip
+        dweight = None if weight is None else dweights.sum(0).to(weight.dtype)
+        dbias = None if ctx.bias_dtype is None else dbiases.sum(0).to(ctx.bias_dtype)
+        return dx, dweight, dbias, None, None

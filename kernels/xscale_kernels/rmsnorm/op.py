@@ -1,0 +1,41 @@
+"""rmsnorm (Zhang and Sennrich 2019): rows scaled to unit root mean square, times a weight."""
+
+from __future__ import annotations
+
+import torch
+
+from xscale_kernels import refusals
+from xscale_kernels.rmsnorm import reference
+from xscale_kernels.select import Implementation, choose, plain
+
+
+def _triton(x: torch.Tensor, *_: object) -> str | None:
+    return refusals.unless_triton(x) or (None if x.shape[-1] <= 65536 else "rows are wider than 65536")
+
+
+_HERE = "xscale_kernels.rmsnorm"
+IMPLEMENTATIONS = (
+    Implementation("cpu", f"{_HERE}.cpu", refusals.unless_large_on_cpu),
+    Implementation("triton", f"{_HERE}.triton", _triton),
+    Implementation("apex", f"{_HERE}.apex", refusals.unless_apex),
+    Implementation("torch", f"{_HERE}.builtin", refusals.never),
+    Implementation("reference", f"{_HERE}.reference", refusals.never),
+)
+
+
+def rmsnorm(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6, *, implementation: str | None = None
+) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, computed in float32 at least.
+
+    x: [..., D]. weight: [D] of any float dtype, or None. Returns x's shape and dtype. Gradients reach x and weight.
+
+    Raises ValueError for shapes that do not fit, UnusableError when the named implementation refuses.
+    """
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ValueError(f"rmsnorm takes a weight of the last axis's size {x.shape[-1]}, got {[*weight.shape]}")
+    if plain(implementation):
+        return reference.rmsnorm(x, weight, eps)
+    choice = choose("rmsnorm", IMPLEMENTATIONS, implementation, x, weight, eps)
+    out: torch.Tensor = choice.implementation.load().rmsnorm(x, weight, eps)
+    return out
