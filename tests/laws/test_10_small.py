@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.laws.tree import CODE, ROOT, File, files, identifiers, plant, words
 FILE_LINES, FUNCTION_LINES, KERNEL_LINES = 400, 60, 150
 VAGUE_FILES = frozenset(("utils", "util", "common", "helpers", "helper", "misc", "base", "impl", "manager", "stuff"))
 VAGUE_WORDS = frozenset(("manager", "handler", "base", "impl"))
+Law = Callable[[Path], dict[str, str]]
 EVERYWHERE = (*CODE, "tests")
 TEXTS = (".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".sh", ".cfg", ".json", ".html")
 PRIVATE = re.compile(r"(?<![\w.])/work/|(?<![\w.])/root/|/\.library\b")
@@ -84,8 +86,7 @@ def private(root: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("law", [sizes, names, openings, private], ids=lambda law: str(law.__name__))
-def test_small(law: object) -> None:
-    assert callable(law)
+def test_small(law: Law) -> None:
     assert unbent(law.__name__, law(ROOT)) == []
 
 
@@ -110,8 +111,7 @@ LONG = '"""x."""\ndef f():\n' + "    x = 1\n" * 61
         (private, "xscale__nn__good", "path = '/work" + "/main'"),
     ],
 )
-def test_what_is_not_small_is_seen(tmp_path: Path, law: object, name: str, text: str) -> None:
-    assert callable(law)
+def test_what_is_not_small_is_seen(tmp_path: Path, law: Law, name: str, text: str) -> None:
     assert law(plant(tmp_path, **{name: text}))
 
 

@@ -47,15 +47,15 @@ def state_of(file: File) -> Iterator[tuple[ast.AST, str]]:
             held |= {target.id for target in targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.ClassDef):
             held.add(node.name)
-    for node in ast.walk(file.tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            imported |= names_of(node)
-    for node, name, call in changes(file.tree, frozenset()):
+    for one in ast.walk(file.tree):
+        if isinstance(one, ast.Import | ast.ImportFrom):
+            imported |= names_of(one)
+    for change, name, call in changes(file.tree, frozenset()):
         first = name.split(".")[0]
         if first in held or (first in imported and not call):
-            yield node, f"{name}: a function changes what a module holds"
+            yield change, f"{name}: a function changes what a module holds"
         elif first == "cls" and "." in name:
-            yield node, f"{name}: a function changes its class"
+            yield change, f"{name}: a function changes its class"
 
 
 def names_of(node: ast.Import | ast.ImportFrom) -> set[str]:

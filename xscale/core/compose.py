@@ -41,6 +41,13 @@ for _first, _resolvers in _Loader.yaml_implicit_resolvers.items():
     _resolvers.sort(key=lambda resolver: resolver[0] == "tag:yaml.org,2002:float")
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes what the loader would not read as text: to plain YAML 1.1 the text 1e-3 is no number and needs none."""
+
+
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
 @dataclass
 class Composed:
     """A merged config, and for each leaf's dotted path the file or override it came from."""
@@ -156,7 +163,7 @@ def _forget(composed: Composed, path: str) -> None:
 
 def dump(data: dict[str, Any], origin: dict[str, str] | None = None) -> str:
     """YAML text; with `origin`, each leaf is followed by a comment that says where its value came from."""
-    text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=100)
+    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
     if origin is None:
         return text
     return "\n".join(_annotated(data, origin, "", 0)) + "\n"
@@ -170,7 +177,9 @@ def _annotated(data: dict[str, Any], origin: dict[str, str], path: str, depth: i
             lines.append(f"{'  ' * depth}{key}:")
             lines += _annotated(value, origin, f"{here}.", depth + 1)
             continue
-        leaf = yaml.safe_dump({key: value}, default_flow_style=None, width=10_000, allow_unicode=True).rstrip()
+        leaf = yaml.dump(
+            {key: value}, Dumper=_Dumper, default_flow_style=None, width=10_000, allow_unicode=True
+        ).rstrip()
         first, *rest = leaf.split("\n")
         source = origin.get(here, next((origin[up] for up in _above(here) if up in origin), "default"))
         lines.append(f"{'  ' * depth}{first:<{max(1, 56 - 2 * depth)}}  # {source}")

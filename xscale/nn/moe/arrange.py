@@ -43,8 +43,8 @@ def arrange(routing: Routing, experts: int, capacity: int | None, drop: Drop, gr
     starts = torch.searchsorted(ranked, torch.arange(bins + 1, device=ranked.device))  # [bins + 1]
     load = counts = starts.diff()
     if capacity is not None:
-        rank = torch.arange(len(ranked), device=ranked.device) - starts[ranked]
-        order = order[(rank < capacity) & (ranked < bins)]
+        place = torch.arange(len(ranked), device=ranked.device) - starts[ranked]
+        order = order[(place < capacity) & (ranked < bins)]
         counts = load.clamp(max=capacity)
     elif routing.sent is not None:
         order = order[: int(starts[-1])]

@@ -1,0 +1,49 @@
+"""Where the families are, and their parts: what laws and conformance tests are parametrised over."""
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from xscale.core.registry import Entry, Family
+
+FAMILIES = {
+    "core": "xscale.nn.attention:CORES",
+    "mixer": "xscale.nn.mixer:MIXERS",
+    "pattern": "xscale.nn.pattern:PATTERNS",
+    "position": "xscale.nn.position:POSITIONS",
+    "norm": "xscale.nn.norm:NORMS",
+    "ffn": "xscale.nn.ffn:FFNS",
+    "router": "xscale.nn.moe.router:ROUTERS",
+    "model": "xscale.nn.model:MODELS",
+    "objective": "xscale.objective:OBJECTIVES",
+    "optimizer": "xscale.optim.optimizer:OPTIMIZERS",
+    "schedule": "xscale.optim.schedule:SCHEDULES",
+    "source": "xscale.data.source:SOURCES",
+    "tokenizer": "xscale.data.tokenizer:TOKENIZERS",
+}
+"""Name of the family -> where it is. A law test holds this table complete."""
+
+
+def family(name: str) -> Family[Any]:
+    """The family of that name; imports what is in it, and nothing else."""
+    module, _, attribute = FAMILIES[name].partition(":")
+    found: Family[Any] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def entries() -> list[Entry[Any]]:
+    """Every part of every family."""
+    return [entry for name in FAMILIES for entry in family(name)]
+
+
+def each(parts: Iterable[Entry[Any]]) -> pytest.MarkDecorator:
+    """Run a test once for each of `parts`, as its argument `entry`."""
+    found = list(parts)
+    return pytest.mark.parametrize("entry", found, ids=[entry.name for entry in found])
+
+
+def example(entry: Entry[Any]) -> Any:
+    """A config of the part for sizes of tens: its own `example()` where the defaults are made for thousands."""
+    return getattr(entry.part, "example", entry.part.Config)()

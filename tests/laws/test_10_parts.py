@@ -1,0 +1,75 @@
+"""Law 10 for parts and configs: one part a file of its name, each field with its sentence, and light imports."""
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import xscale
+from tests.families import each, entries
+from xscale.core.config import Config
+from xscale.core.registry import Entry
+
+HEAVY = (
+    "torch numpy sentencepiece matplotlib tensorboard transformers deepspeed megatron mpi4py wandb triton safetensors"
+)
+
+
+@each(entries())
+def test_a_part_is_registered_under_its_files_name(entry: Entry[Any]) -> None:
+    assert entry.part.__module__.split(".")[-1] == entry.name
+
+
+@each(entries())
+def test_a_part_says_in_a_sentence_what_it_is(entry: Entry[Any]) -> None:
+    assert len(entry.summary.split()) >= 4
+    assert entry.summary.endswith((".", "?", "!"))
+
+
+def silent(config: type[Config]) -> list[str]:
+    """Fields without a sentence."""
+    return [
+        f"{config.__module__}.{config.__qualname__}.{name}"
+        for name, field in config.model_fields.items()
+        if not (field.description or "").strip()
+    ]
+
+
+def subclasses(config: type[Config]) -> list[type[Config]]:
+    below = [one for child in config.__subclasses__() for one in [child, *subclasses(child)]]
+    return list(dict.fromkeys(below))
+
+
+def test_every_config_field_has_its_sentence() -> None:
+    for module in pkgutil.walk_packages(xscale.__path__, "xscale."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    configs = [config for config in subclasses(Config) if config.__module__.startswith("xscale.")]
+    assert len(configs) > 20
+    assert [field for config in configs for field in silent(config)] == []
+
+
+def test_a_silent_field_is_seen() -> None:
+    class Mute(Config):
+        length: int = 1
+
+    assert len(silent(Mute)) == 1
+
+
+def loaded(statement: str) -> set[str]:
+    """Which of the heavy packages a fresh process holds after `statement`."""
+    code = f"{statement}; import sys; print(*[name for name in {HEAVY.split()!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("statement", ["import xscale", "import xscale.core.config", "import xscale.cli"])
+def test_importing_is_light(statement: str) -> None:
+    assert loaded(statement) == set()
+
+
+def test_a_heavy_import_is_seen() -> None:
+    assert loaded("import numpy") == {"numpy"}

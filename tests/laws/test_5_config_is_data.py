@@ -1,0 +1,118 @@
+"""Law 5: a config is data. decode(encode(c)) == c, through JSON and YAML; no callable, no tensor."""
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import pydantic
+import pytest
+
+from tests.families import each, entries, family
+from tests.laws.tree import ROOT
+from xscale.core import compose
+from xscale.core.config import Config, Slot, decode, encode
+from xscale.core.registry import Entry
+
+RUNS = sorted((ROOT / "configs/run").glob("*.y*ml"))
+PARTIAL = sorted(path for path in (ROOT / "configs").rglob("*.y*ml") if path not in RUNS)
+
+
+def only_data(value: Any) -> bool:
+    """Whether `value` is mappings, lists, numbers, strings and nothing."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and only_data(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(only_data(item) for item in value)
+    return value is None or type(value) in (str, int, float, bool)
+
+
+def returns(config: Config) -> None:
+    """Assert that `config` survives encoding, JSON and YAML."""
+    data = encode(config)
+    assert only_data(data), data
+    for again in (data, json.loads(json.dumps(data)), compose.parse(compose.dump(data), "dumped")):
+        assert decode(type(config), again) == config
+
+
+def held(config: Config) -> Config:
+    """A config whose slot `part` holds `config`, as a recipe's slots do."""
+    assert config.family is not None
+    slot = Annotated[Config, Slot(family(config.family))]
+    holder: type[Config] = pydantic.create_model("Holder", __base__=Config, part=(slot, ...))
+    return holder.model_validate({"part": config})
+
+
+def neighbours(config: Config) -> Iterator[Config]:
+    """Configs that differ in one field, as far as the schema allows."""
+    for name, field in type(config).model_fields.items():
+        for value in alternatives(field.annotation, getattr(config, name)):
+            try:
+                yield type(config).model_validate({**dict(config), name: value})
+            except pydantic.ValidationError:
+                continue
+
+
+def alternatives(annotation: Any, value: Any) -> list[Any]:
+    if get_origin(annotation) is Literal:
+        return [one for one in get_args(annotation) if one != value]
+    match value:
+        case bool():
+            return [not value]
+        case int():
+            return [value + 1, value * 2]
+        case float():
+            return [value / 3, value + 0.1, 1e-30]
+        case str():
+            return [f"{value}x", "1e-3", "null", "yes", "ä: [#"]
+        case None:
+            return [1, "1", 0.5, True]
+        case tuple():
+            return [(*value, "x"), (*value, 1)]
+    return []
+
+
+@each(entries())
+def test_a_parts_config_returns(entry: Entry[Any]) -> None:
+    config = entry.part.Config()
+    returns(held(config))
+    for other in neighbours(config):
+        returns(held(other))
+
+
+@each(entries())
+def test_a_parts_config_is_frozen_and_knows_its_part(entry: Entry[Any]) -> None:
+    config = entry.part.Config()
+    assert (config.kind, config.family) == (entry.name, entry.part.Config.family)
+    assert hash(config) == hash(entry.part.Config())
+    for name in type(config).model_fields:
+        with pytest.raises(pydantic.ValidationError):
+            setattr(config, name, getattr(config, name))
+
+
+@pytest.mark.parametrize("path", PARTIAL, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_for_one_axis_reads(path: Any) -> None:
+    assert only_data(compose.compose(path, []).data)
+
+
+class Loose(Config):
+    made: Any = None
+    """Anything."""
+
+
+@pytest.mark.parametrize("value", [print, {1: 2}, object(), (1, (2, set()))])
+def test_what_is_no_data_is_seen(value: Any) -> None:
+    assert not only_data(encode(Loose(made=value)))
+
+
+def test_what_does_not_return_is_seen() -> None:
+    class Forgetful(Config):
+        length: int = 3
+        """Length."""
+
+        @pydantic.model_validator(mode="before")
+        @classmethod
+        def _forget(cls, data: dict[str, Any]) -> dict[str, Any]:
+            return {}
+
+    with pytest.raises(AssertionError):
+        returns(Forgetful.model_construct(length=4))
