@@ -1,0 +1,52 @@
+"""Observers of training: they get frozen reports, on the process that writes, and change nothing."""
+
+from pathlib import Path
+
+from xscale.core.errors import ConfigError
+from xscale.train.observe.audience import Audience
+from xscale.train.observe.config import ObserveConfig, check
+from xscale.train.observe.observer import Observer
+from xscale.train.observe.report import EndReport, EvalReport, RunFacts, SampleReport, Statistic, StepReport
+
+__all__ = [
+    "Audience",
+    "EndReport",
+    "EvalReport",
+    "ObserveConfig",
+    "Observer",
+    "RunFacts",
+    "SampleReport",
+    "Statistic",
+    "StepReport",
+    "observers",
+]
+
+
+def observers(config: ObserveConfig, folder: Path) -> list[Observer]:
+    """The observers that `config` asks for, as one `Audience`. Errors: ConfigError where one cannot run here."""
+    from xscale.train.observe.health import Health
+    from xscale.train.observe.log import Log
+    from xscale.train.observe.metrics import Metrics
+    from xscale.train.observe.progress import Progress
+
+    if problems := check(config):
+        raise ConfigError(problems)
+    every = config.every_steps
+    # Progress first: when another one fails, the warning has somebody to show it.
+    audience = Audience([Progress(steps=config.progress, every=config.progress_steps), Log(folder)])
+    audience.add(Health(audience.message, config.health_steps))
+    audience.add(Metrics(folder, every))
+    if config.tensorboard:
+        from xscale.train.observe.tensorboard import TensorBoard
+
+        audience.add(TensorBoard(folder, every))
+    if config.wandb:
+        from xscale.train.observe.wandb import Wandb
+
+        audience.add(Wandb(folder, config.wandb_project, every))
+    if config.report:
+        from xscale.train.observe.html import Html
+
+        # Last: it reads what Metrics wrote.
+        audience.add(Html(folder))
+    return [audience]

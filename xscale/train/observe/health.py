@@ -1,0 +1,100 @@
+"""What a person would notice in the curves: starving experts, a loss that jumps, a loss that is no number."""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+
+from xscale.train.observe.observer import Observer
+from xscale.train.observe.report import EndReport, StepReport
+
+STARVING = 0.1
+"""Of an even share of the tokens; Switch-style training recovers from more, seldom from less."""
+HISTORY = 50
+"""Steps that a loss is compared with; before half of them are known, no loss is called a spike."""
+
+
+class Health(Observer):
+    """Tells (through `tell`, which reaches all observers) what looks ill, once when it begins and once when it ends."""
+
+    def __init__(self, tell: Callable[[str], None], steps: int = 50) -> None:
+        """`steps`: the reports over which the load of an expert is averaged."""
+        self._tell = tell
+        self._steps = steps
+        self._loads: dict[str, deque[list[float]]] = {}
+        self._starving: dict[str, tuple[int, ...]] = {}
+        self._losses: deque[float] = deque(maxlen=HISTORY)
+        self._spiking = False
+        self._skipped: int | None = None
+        self._not_finite = 0
+
+    def step(self, report: StepReport) -> None:
+        self._look_at_loss(report)
+        for name, value in report.statistics.items():
+            if isinstance(value, list) and name.rpartition("/")[2] == "load":
+                self._look_at_load(report.step, name, value)
+
+    def finish(self, report: EndReport) -> None:
+        if self._not_finite:
+            self._tell(f"warning: {_steps(self._not_finite)} had a loss or gradient that was not finite")
+
+    def _look_at_loss(self, report: StepReport) -> None:
+        # The count goes on over restarts: what was skipped before this process is not news.
+        before = report.skipped if self._skipped is None else self._skipped
+        self._skipped = report.skipped
+        if report.skipped > before or not math.isfinite(report.loss) or not math.isfinite(report.grad_norm):
+            self._not_finite += 1
+            # The 1st, 2nd, 4th, 8th ...: a run that is lost should not fill its log with it.
+            if self._not_finite & (self._not_finite - 1) == 0:
+                self._tell(
+                    f"warning: step {report.step}: not finite (loss {report.loss:.4g}, gradient norm "
+                    f"{report.grad_norm:.4g}); {_steps(report.skipped)} skipped so far"
+                )
+            return
+        if len(self._losses) >= HISTORY // 2:
+            self._look_for_spike(report)
+        self._losses.append(report.loss)
+
+    def _look_for_spike(self, report: StepReport) -> None:
+        middle = median(self._losses)
+        spread = median(abs(loss - middle) for loss in self._losses)
+        # Eight median deviations are about five standard ones; a loss that hardly moves needs the floor.
+        limit = middle + max(8 * spread, 0.05 * abs(middle))
+        if report.loss > limit and not self._spiking:
+            self._tell(
+                f"warning: step {report.step}: the loss jumped to {report.loss:.4f}; "
+                f"the median of the {_steps(len(self._losses))} before is {middle:.4f}"
+            )
+        self._spiking = report.loss > limit
+
+    def _look_at_load(self, step: int, name: str, load: list[float]) -> None:
+        window = self._loads.setdefault(name, deque(maxlen=self._steps))
+        window.append(load)
+        if len(window) < self._steps:
+            return
+        starving = starved([sum(column) for column in zip(*window, strict=True)])
+        before = self._starving.get(name, ())
+        self._starving[name] = starving
+        layer = name.rpartition("/")[0]
+        if before and not starving:
+            self._tell(f"step {step}: every expert of {layer} gets tokens again")
+        elif set(starving) - set(before):
+            self._tell(f"warning: step {step}: {layer} {_verdict(starving, len(load))}")
+
+
+def starved(load: list[float]) -> tuple[int, ...]:
+    """The experts that get less than a tenth of an even share of the whole `load` [E]."""
+    total = sum(load)
+    return tuple(expert for expert, share in enumerate(load) if share < STARVING * total / len(load))
+
+
+def _verdict(starving: tuple[int, ...], experts: int) -> str:
+    if 2 * len(starving) >= experts:
+        return f"has collapsed onto {experts - len(starving)} of its {experts} experts"
+    names = ", ".join(str(expert) for expert in starving)
+    few = "expert" if len(starving) == 1 else "experts"
+    return f"starves {few} {names} of {experts}: less than a tenth of an even share of the tokens"
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" if count == 1 else f"{count} steps"

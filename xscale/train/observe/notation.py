@@ -1,0 +1,52 @@
+"""How numbers and texts from a run are written for people."""
+
+import math
+import unicodedata
+
+
+def quantity(value: float) -> str:
+    """Three significant digits and a suffix: 12345678 -> '12.3M'."""
+    if not math.isfinite(value):
+        return str(value)
+    suffixes = ["", "k", "M", "G", "T", "P", "E"]
+    # 999.5 would be rounded to a fourth digit.
+    while abs(value) >= 999.5 and len(suffixes) > 1:
+        value /= 1000
+        suffixes.pop(0)
+    digits = 0 if abs(value) >= 99.5 or value == int(value) else 1 if abs(value) >= 9.95 else 2
+    return f"{value:.{digits}f}{suffixes[0]}"
+
+
+def duration(seconds: float) -> str:
+    """'42 s', '3:07', '1:02:07', '3 d 04:10'."""
+    if not math.isfinite(seconds):
+        return "?"
+    whole = round(seconds)
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours:02}:{minutes:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}" if minutes else f"{seconds:.1f} s" if seconds < 9.95 else f"{whole} s"
+
+
+def percentage(fraction: float) -> str:
+    """'12.5 %'."""
+    return f"{100 * fraction:.3g} %" if fraction < 0.9995 else f"{100 * fraction:.0f} %"
+
+
+def printable(text: str) -> str:
+    """`text` with everything that could steer a terminal or break a page shown as a harmless picture of itself.
+
+    A model that writes bytes can write escape sequences.
+    """
+    return "".join(character if character in "\n\t" else _visible(character) for character in text)
+
+
+def _visible(character: str) -> str:
+    if unicodedata.category(character) not in ("Cc", "Cs", "Cf"):
+        return character
+    code = ord(character)
+    return chr(0x2400 + code) if code < 0x20 else "\N{REPLACEMENT CHARACTER}"

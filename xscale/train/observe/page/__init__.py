@@ -1,0 +1,1 @@
+"""The pieces of report.html: charts, pictures and the sections they stand in."""
