@@ -11,6 +11,7 @@ from typing import IO
 
 from xscale.core.errors import ConfigError
 from xscale.data.source import Portion
+from xscale.data.zst import Unzstd
 
 BLOCK = 1 << 20
 PORTION = 32 << 20
@@ -91,8 +92,7 @@ def opened(file: str) -> Iterator[IO[bytes]]:
                 import zstandard
 
                 try:
-                    with zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as reader:
-                        yield io.BufferedReader(reader, BLOCK)
+                    yield io.BufferedReader(Unzstd(raw), BLOCK)
                 except zstandard.ZstdError as error:
                     raise ConfigError(file, f"this is not Zstandard data: {error}", "Compress it again.") from None
             else:
@@ -101,7 +101,7 @@ def opened(file: str) -> Iterator[IO[bytes]]:
         fix = "Put it back, or run again: what is finished is kept."
         raise ConfigError(file, "the file vanished while the corpus was read", fix) from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ConfigError(file, f"this is not whole gzip data: {error}", "Compress it again.") from None
+        raise ConfigError(file, f"this is not whole compressed data: {error}", "Compress it again.") from None
     except OSError as error:
         raise ConfigError(file, f"the file cannot be read: {error.strerror or error}") from None
 

@@ -49,7 +49,7 @@ class Source:
         self.config = config
 
     @classmethod
-    def example(cls, folder: Path) -> Config:
+    def example_in(cls, folder: Path) -> Config:
         """A config of this part that has something to read; files it needs are written into `folder`."""
         return cls.Config()
 

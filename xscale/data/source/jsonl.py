@@ -31,7 +31,7 @@ class Jsonl(Source):
             return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
     @classmethod
-    def example(cls, folder: Path) -> Source.Config:
+    def example_in(cls, folder: Path) -> Source.Config:
         for name in "ab":
             lines = (json.dumps({"text": f"line {number} of {name}"}) + "\n" for number in range(9))
             (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")

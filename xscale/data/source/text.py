@@ -37,7 +37,7 @@ class Text(Source):
             return self
 
     @classmethod
-    def example(cls, folder: Path) -> Source.Config:
+    def example_in(cls, folder: Path) -> Source.Config:
         for name in "ab":
             (folder / f"{name}.txt").write_text(f"The letter {name}.\n" * 9, encoding="utf-8")
         return cls.Config(paths=(str(folder),))

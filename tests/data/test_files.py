@@ -1,0 +1,156 @@
+"""Files of text: found, cut into portions, streamed; and what is refused."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xscale.core.errors import ConfigError
+from xscale.data import files
+from xscale.data.source import Portion
+
+
+def write(folder: Path, **texts: str) -> list[Path]:
+    made = []
+    for name, text in texts.items():
+        file = folder / name.replace("__", "/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        made.append(file)
+    return made
+
+
+def test_files_folders_and_globs_each_once_in_order(tmp_path: Path) -> None:
+    write(tmp_path, a="1", deep__b="2", deep__deeper__c="3", deep__x="4")
+    (tmp_path / "deep/.hidden").write_text("5")
+    whole = files.find((str(tmp_path / "deep"), str(tmp_path / "a"), str(tmp_path / "**/c")), (), "p")
+    assert [one.name for one in whole] == ["b", "c", "x", "a"]
+    assert [one.name for one in files.find((str(tmp_path / "deep"),), ("x", "b"), "p")] == ["b", "x"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "what"),
+    [
+        ((), "no file, folder or glob"),
+        (("none/*.txt",), "'none/\\*.txt' names no file"),
+        ((".empty",), "holds no file"),
+    ],
+)
+def test_what_names_no_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patterns: tuple[str, ...], what: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(".empty").mkdir()
+    with pytest.raises(ConfigError, match=f"p: .*{what}"):
+        files.find(patterns, (), "p")
+
+
+def test_empty_files_are_no_corpus(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"p: the corpus is empty: .*a hold no byte"):
+        files.portions(write(tmp_path, a=""), "p")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        files.portions([Path("/dev/zero")], "p")
+
+
+def plain_records(data: bytes, delimiter: bytes) -> list[tuple[int, bytes]]:
+    """What `records` should find, by the definition: a record begins after every occurrence of the delimiter."""
+    width = len(delimiter)
+    starts = [0] + [at + width for at in range(len(data)) if data[at : at + width] == delimiter]
+    found = []
+    for start, after in zip(starts, [*starts[1:], None], strict=True):
+        if after is not None:
+            found.append((start, data[start : max(start, after - width)]))
+        elif start < len(data):
+            found.append((start, data[start:]))
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.lists(st.sampled_from([b"a", b"b", b"\n", b"\n\n", b"ab"]), max_size=40).map(b"".join),
+    delimiter=st.sampled_from([b"\n", b"\n\n", b"aa", b"aba"]),
+    step=st.integers(1, 30),
+    block=st.integers(1, 9),
+)
+def test_portions_share_no_record_and_lose_none(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, delimiter: bytes, step: int, block: int
+) -> None:
+    if not data:
+        return
+    file = tmp_path_factory.mktemp("records") / "a"
+    file.write_bytes(data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "BLOCK", block)
+        found = [
+            one for portion in files.portions([file], "p", step) for one in files.records(portion, delimiter, 1 << 20)
+        ]
+    assert found == plain_records(data, delimiter)
+
+
+def test_compressed_files_are_one_portion_and_read_the_same(tmp_path: Path) -> None:
+    text = b"".join(b"line %d\n" % number for number in range(1000))
+    (tmp_path / "a.gz").write_bytes(gzip.compress(text))
+    # Two frames one after the other, as parallel compressors write.
+    (tmp_path / "a.zst").write_bytes(zstandard.compress(text[:500]) + zstandard.compress(text[500:]))
+    for name in ("a.gz", "a.zst"):
+        (portion,) = files.portions([tmp_path / name], "p", 10)
+        assert list(files.records(portion, b"\n", 100)) == plain_records(text, b"\n")
+
+
+@pytest.mark.parametrize("name", ["a.gz", "a.zst"])
+@pytest.mark.parametrize("damage", ["not", "cut", "flipped"])
+def test_damaged_compression_names_the_file(tmp_path: Path, name: str, damage: str) -> None:
+    text = b"".join(b"line %d\n" % (number * number) for number in range(5000))
+    good = gzip.compress(text) if name.endswith("gz") else zstandard.ZstdCompressor(write_checksum=True).compress(text)
+    middle = len(good) // 2
+    bad = {
+        "not": b"plainly text\n" * 10,
+        "cut": good[:middle],
+        "flipped": good[:middle] + bytes(255 - one for one in good[middle : middle + 40]) + good[middle + 40 :],
+    }[damage]
+    (tmp_path / name).write_bytes(bad)
+    (portion,) = files.portions([tmp_path / name], "p")
+    with pytest.raises(ConfigError, match=name):
+        list(files.records(portion, b"\n", 1 << 20))
+
+
+def test_a_file_that_vanishes_or_shrinks_is_named(tmp_path: Path) -> None:
+    (file,) = write(tmp_path, a="word\n" * 100)
+    portions = files.portions([file], "p", 250)
+    file.write_text("word\n" * 60)
+    assert list(files.records(portions[0], b"\n", 100))
+    with pytest.raises(ConfigError, match=r"/a: the file shrank to 300 bytes .* at least 500"):
+        list(files.records(portions[1], b"\n", 100))
+    file.unlink()
+    with pytest.raises(ConfigError, match="/a: the file vanished"):
+        list(files.records(portions[0], b"\n", 100))
+
+
+def test_a_record_without_end_is_refused_before_it_fills_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "BLOCK", 64)
+    (file,) = write(tmp_path, a="short\n" + "x" * 1000)
+    with pytest.raises(ConfigError, match="begins at byte 6 is longer than 100 bytes"):
+        list(files.records(Portion(str(file), 0, 1006, False), b"\n", 100))
+
+
+def test_a_long_file_is_cut_at_line_ends(tmp_path: Path) -> None:
+    text = "".join(f"line {number}\n" for number in range(100))
+    (file,) = write(tmp_path, a=text)
+    (portion,) = files.portions([file], "p", None)
+    pieces = list(files.stretches(portion, 50))
+    assert b"".join(piece for _, piece in pieces).decode() == text
+    assert all(piece.endswith(b"\n") and 50 <= len(piece) < 60 for _, piece in pieces[:-1])
+    assert [offset for offset, _ in pieces[:2]] == [0, len(pieces[0][1])]
+
+
+def test_what_is_not_text_is_named_with_its_byte() -> None:
+    with pytest.raises(ConfigError, match=r"f: this is binary, not text: byte 103 is NUL"):
+        files.as_text(b"abc\0", "f", 100)
+    with pytest.raises(ConfigError, match=r"f: this is not UTF-8 text: byte 101 is 0xe9"):
+        files.as_text("né".encode("latin-1"), "f", 100)
+    assert files.as_text("\ufeffx".encode(), "f", 0) == "x"

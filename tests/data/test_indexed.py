@@ -1,0 +1,112 @@
+"""The .bin/.idx pair: byte for byte what Megatron writes, read as it reads; damage is named."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xscale.core.errors import ConfigError
+from xscale.data.indexed import HEADER, Indexed, IndexedWriter, suffixed, token_type
+
+DOCUMENTS = [[1, 2, 3], [4], [65499, 0, 7, 7]]
+
+
+def write(prefix: Path, documents: list[list[int]], dtype: Any = np.uint16) -> dict[str, str]:
+    writer = IndexedWriter(prefix, dtype)
+    for one in documents:
+        writer.add(one)
+    return writer.finish()
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_megatron_writes_the_same_bytes_and_reads_ours(tmp_path: Path, dtype: Any) -> None:
+    import torch
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+
+    hashes = write(tmp_path / "ours", DOCUMENTS, dtype)
+    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=dtype)
+    for one in DOCUMENTS:
+        builder.add_document(torch.tensor(one), [len(one)])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    for ending in (".bin", ".idx"):
+        data = (tmp_path / f"ours{ending}").read_bytes()
+        assert data == (tmp_path / f"theirs{ending}").read_bytes()
+        assert hashes[f"ours{ending}"] == hashlib.sha256(data).hexdigest()
+    read = IndexedDataset(str(tmp_path / "ours"))
+    assert [one.tolist() for one in read[:]] == DOCUMENTS
+    assert read.document_indices.tolist() == [0, 1, 2, 3]
+    for vocabulary in (100, 65499, 65500, 100_000):
+        assert token_type(vocabulary) == DType.optimal_dtype(vocabulary)
+
+
+def test_documents_of_several_sequences_and_a_multimodal_index_are_read(tmp_path: Path) -> None:
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype=np.int32, multimodal=True)
+    builder.add_document(torch.tensor([1, 2, 3, 4, 5]), [2, 3], [0, 0])
+    builder.add_document(torch.tensor([6]), [1], [0])
+    builder.finalize(str(tmp_path / "a.idx"))
+    read = Indexed(tmp_path / "a")
+    assert [read.document(index).tolist() for index in range(len(read))] == [[1, 2, 3, 4, 5], [6]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(documents=st.lists(st.lists(st.integers(0, 65499), max_size=9), max_size=9))
+def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]]) -> None:
+    prefix = tmp_path_factory.mktemp("pair") / "dotted.name"
+    write(prefix, documents)
+    read = Indexed(prefix)
+    assert [read.document(index).tolist() for index in range(len(read))] == documents
+    assert not list(prefix.parent.glob("*.part"))
+
+
+def test_an_abandoned_pair_leaves_nothing(tmp_path: Path) -> None:
+    writer = IndexedWriter(tmp_path / "a", np.uint16)
+    writer.add([1])
+    writer.abandon()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bin_of_another_length_names_both_sizes(tmp_path: Path) -> None:
+    write(tmp_path / "a", DOCUMENTS)
+    file = tmp_path / "a.bin"
+    data = file.read_bytes()
+    file.write_bytes(data[:-2])
+    with pytest.raises(ConfigError, match=r"a\.bin: it is 14 bytes long, but a\.idx speaks of 8 tokens, 16 bytes"):
+        Indexed(tmp_path / "a")
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"a\.bin: the tokens cannot be read: No such file"):
+        Indexed(tmp_path / "a")
+
+
+def changed(index: bytes, **fields: int) -> bytes:
+    magic, version, code, sequences, bounds = HEADER.unpack(index[: HEADER.size])
+    now = {"version": version, "code": code, "sequences": sequences, "bounds": bounds} | fields
+    return HEADER.pack(magic, *now.values()) + index[HEADER.size :]
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda index: b"PK" + index[2:], "not a Megatron index"),
+        (lambda index: index[:20], "not a Megatron index"),
+        (lambda index: changed(index, version=2), "version 2"),
+        (lambda index: changed(index, code=9), "type code 9"),
+        (lambda index: changed(index, code=7), "type code 7"),
+        (lambda index: index[:-8], "94 bytes long, but its 3 sequences and 4 bounds need 102"),
+        (lambda index: index[:46] + b"\1" + index[47:], "do not lie end to end"),
+        (lambda index: index[:-8] + bytes(8), "do not cover"),
+    ],
+)
+def test_a_damaged_index_is_refused(tmp_path: Path, damage: Any, what: str) -> None:
+    write(tmp_path / "a", DOCUMENTS)
+    file = suffixed(tmp_path / "a", ".idx")
+    Indexed(tmp_path / "a")
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ConfigError, match=what):
+        Indexed(tmp_path / "a")
