@@ -1,0 +1,132 @@
+"""SentencePiece: exact both ways, deterministic, special ids in place; what it refuses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xscale.core.errors import ConfigError
+from xscale.data.tokenizer.sentencepiece import FILE, SentencePiece, _sentences
+
+TEXTS = [Path(__file__).read_text(encoding="utf-8"), "def f(x):\n    return x ▁ + 1\n" * 50, "æøå"]
+
+
+def trained(folder: Path, **fields: Any) -> SentencePiece:
+    config = SentencePiece.Config(**{"vocabulary": 420, "sentinels": 20, **fields})
+    SentencePiece.train(config, TEXTS, folder)
+    return SentencePiece(config, folder)
+
+
+@pytest.fixture(scope="module", params=["bpe", "unigram"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SentencePiece:
+    return trained(tmp_path_factory.mktemp("tokenizer"), model=request.param)
+
+
+HARD = st.text() | st.lists(
+    st.sampled_from(
+        ["▁", " ", "  ", "\n", "\t", "\r\n", "def ", "<s>", "<mask>", "<extra_0>", "<0x41>", "é", "𝄞", "\0"]
+    )
+).map("".join)
+
+
+@settings(deadline=None)
+@given(text=HARD)
+def test_every_text_comes_back(tokenizer: SentencePiece, text: str) -> None:
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    assert tokenizer.byte_lengths()[tokens].sum() == len(text.encode())
+    # No text can write a special token: its spelling is text too.
+    assert not {*tokens} & {*range(tokenizer.sentinels.stop)}
+
+
+def test_ids_are_laid_out(tokenizer: SentencePiece) -> None:
+    assert tokenizer.vocabulary == 420
+    assert [tokenizer.piece(token) for token in range(6)] == ["<pad>", "<s>", "</s>", "<unk>", "<mask>", "<extra_0>"]
+    assert tokenizer.piece(tokenizer.sentinels[-1]) == "<extra_19>"
+    assert tokenizer.decode([0, 1, 2, 3, 4, 5, *tokenizer.encode("x")]) == "x"
+
+
+def test_it_compresses_and_pieces_hold_line_ends(tokenizer: SentencePiece) -> None:
+    text = "def f(x):\n    return x\n"
+    assert len(tokenizer.encode(text)) < len(text) * 2 / 3
+    assert any(len(piece) > 1 and b"\n" in piece for piece in tokenizer.token_bytes())
+    assert b"    " in tokenizer.token_bytes()
+
+
+def test_training_twice_gives_the_same_file(tokenizer: SentencePiece, tmp_path: Path) -> None:
+    again = trained(tmp_path, model=tokenizer.config.model)
+    assert again.fingerprint == tokenizer.fingerprint
+    assert trained(tmp_path / "b", model=tokenizer.config.model, vocabulary=410).fingerprint != tokenizer.fingerprint
+
+
+@settings(max_examples=30)
+@given(st.lists(st.text(alphabet="ab\n\r é", max_size=60)), st.integers(1, 20))
+def test_sentences_are_the_text_in_short_stretches(texts: list[str], limit: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("xscale.data.tokenizer.sentencepiece.SENTENCE", limit)
+        found = list(_sentences(texts))
+    assert "".join(found) == "".join(texts)
+    assert all(0 < len(one) <= 2 * limit for one in found)
+
+
+def test_an_existing_file_is_used(tokenizer: SentencePiece, tmp_path: Path) -> None:
+    written = tmp_path / "mine.model"
+    written.write_bytes(tokenizer.processor.serialized_model_proto())
+    config = SentencePiece.Config(file=str(written), sentinels=20)
+    assert not SentencePiece.missing(config, tmp_path)
+    assert SentencePiece.sample_bytes(config) == 0
+    SentencePiece.train(config, [], tmp_path)
+    assert SentencePiece(config, tmp_path).fingerprint == tokenizer.fingerprint
+    assert [one.name for one in tmp_path.iterdir()] == ["mine.model"]
+    with pytest.raises(ConfigError, match="id 25 of this model is not <extra_20>"):
+        SentencePiece(SentencePiece.Config(file=str(written)), tmp_path)
+
+
+def test_no_file_and_a_wrong_file_are_refused(tmp_path: Path) -> None:
+    config = SentencePiece.Config()
+    assert SentencePiece.missing(config, tmp_path)
+    with pytest.raises(ConfigError, match=r"tokenizer\.model: the tokenizer cannot be read.*xscale data tokenizer"):
+        SentencePiece(config, tmp_path)
+    (tmp_path / FILE).write_bytes(b"not a model")
+    with pytest.raises(ConfigError, match="not a SentencePiece model"):
+        SentencePiece(config, tmp_path)
+
+
+def test_a_model_without_bytes_to_fall_back_on_is_refused(tmp_path: Path) -> None:
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter(TEXTS),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=20,
+        hard_vocab_limit=False,
+        pad_id=0,
+        bos_id=1,
+        eos_id=2,
+        unk_id=3,
+        control_symbols=["<mask>"],
+        minloglevel=2,
+    )
+    with pytest.raises(ConfigError, match="no bytes to fall back on"):
+        SentencePiece(SentencePiece.Config(sentinels=0), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        (
+            {"vocabulary": 50_000},
+            r"data\.tokenizer\.vocabulary: the text is too little for 50000 pieces. At most \d+ would",
+        ),
+        ({"vocabulary": 300}, r"data\.tokenizer\.vocabulary: 300 ids are too few"),
+    ],
+)
+@pytest.mark.parametrize("model", ["bpe", "unigram"])
+def test_a_vocabulary_that_does_not_fit_says_what_would(
+    tmp_path: Path, model: str, fields: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(ConfigError, match=what):
+        trained(tmp_path, model=model, **fields)
+    assert not list(tmp_path.iterdir())
