@@ -161,6 +161,10 @@ def _forget(composed: Composed, path: str) -> None:
         del composed.origin[known]
 
 
+DOCUMENT_END = "...\n"
+"""What YAML writes after a document that is one scalar."""
+
+
 def dump(data: dict[str, Any], origin: dict[str, str] | None = None) -> str:
     """YAML text; with `origin`, each leaf is followed by a comment that says where its value came from."""
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
@@ -177,13 +181,10 @@ def _annotated(data: dict[str, Any], origin: dict[str, str], path: str, depth: i
             lines.append(f"{'  ' * depth}{key}:")
             lines += _annotated(value, origin, f"{here}.", depth + 1)
             continue
-        leaf = yaml.dump(
-            {key: value}, Dumper=_Dumper, default_flow_style=None, width=10_000, allow_unicode=True
-        ).rstrip()
-        first, *rest = leaf.split("\n")
+        leaf = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10_000, allow_unicode=True)
+        first = f"{key}: {leaf.removesuffix(DOCUMENT_END).rstrip()}"
         source = origin.get(here, next((origin[up] for up in _above(here) if up in origin), "default"))
         lines.append(f"{'  ' * depth}{first:<{max(1, 56 - 2 * depth)}}  # {source}")
-        lines += [f"{'  ' * depth}{line}" for line in rest]
     return lines
 
 

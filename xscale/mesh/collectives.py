@@ -62,3 +62,15 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts.contiguous(), group=group)
     return received
+
+
+def mean_tensors(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each value averaged over all ranks; every rank must hold the same names and shapes."""
+    if not dist.is_initialized() or not values:
+        return values
+    names = sorted(values)
+    flat = torch.cat([values[name].flatten() for name in names])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    parts = flat.split([values[name].numel() for name in names])
+    return {name: part.view(values[name].shape) for name, part in zip(names, parts, strict=True)}

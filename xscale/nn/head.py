@@ -1,6 +1,5 @@
-"""The way out of the model: scores over the vocabulary, or the loss of each token without keeping them."""
+"""The way out of the model: scores over the vocabulary, or the loss without keeping them."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
@@ -8,6 +7,7 @@ from torch.nn import Parameter
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Embedding
 from xscale.nn.module import Module
+from xscale_kernels.linear_cross_entropy.op import linear_cross_entropy
 
 IGNORED = -100
 """A target that weighs nothing."""
@@ -26,15 +26,11 @@ class Head(Module):
             self.weight = tied.weight
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """[B, T, D] -> logits [B, T, V]; with targets [B, T], the cross-entropy of each token in nats, float32 [B, T].
+        """[B, T, D] -> logits [B, T, V]; with targets [B, T], the sum of their cross-entropy in nats, a float32 scalar.
 
-        A target of -100 costs 0.
+        A target of -100 costs 0. The logits of a whole batch never exist at once.
         """
         weight = self.use(self.weight)
         if targets is None:
             return F.linear(x, weight)
-        logits = F.linear(x, weight)
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none").view(
-            targets.shape
-        )
+        return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), ignore_index=IGNORED)

@@ -57,5 +57,12 @@ class Tokens:
             count = count - starts
         return Tokens(ids=ids, positions=count, documents=documents, **others)
 
-    def with_(self, **changes: Any) -> "Tokens":
-        return replace(self, **changes)
+    def to(self, device: torch.device) -> "Tokens":
+        """The same on a device."""
+        documents = None if self.documents is None else self.documents.to(device, non_blocking=True)
+        return replace(
+            self,
+            ids=self.ids.to(device, non_blocking=True),
+            positions=self.positions.to(device, non_blocking=True),
+            documents=documents,
+        )

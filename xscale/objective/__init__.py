@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from xscale.core.config import Config
@@ -49,6 +50,11 @@ class Batch:
         """How many targets count: the loss of a batch is the sum over them, divided by this over the whole step."""
         return (self.targets != IGNORED).sum()
 
+    def to(self, device: torch.device) -> "Batch":
+        """The same on a device."""
+        source = None if self.source is None else self.source.to(device)
+        return Batch(self.tokens.to(device), self.targets.to(device, non_blocking=True), source)
+
 
 class Objective:
     """Built as `Objective(config, specials, length, seed)`."""
@@ -76,8 +82,8 @@ class Objective:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Sum of the loss over the batch's targets, in nats, float32 or wider; scalar."""
-        losses: Tensor = model(batch.tokens, batch.targets, batch.source)
-        return losses.sum()
+        loss: Tensor = model(batch.tokens, batch.targets, batch.source)
+        return loss
 
 
 OBJECTIVES = Family("objective", ObjectiveTraits)

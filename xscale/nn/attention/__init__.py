@@ -62,6 +62,10 @@ class Core(Part):
         """Multiply-adds of a forward over one sequence, all heads: what MFU counts."""
         raise NotImplementedError
 
+    def picture(self, length: int, heads: int) -> Any:
+        """The blocks of scores that are computed over `length` tokens, bool [H or 1, blocks, blocks]; None: all."""
+        return None
+
 
 CORES = Family("core", CoreTraits)
 

@@ -15,7 +15,7 @@ from xscale.nn.attention.flex import Flex
 from xscale.nn.attention.gather import Hidden, Rule, attend
 from xscale.nn.attention.sight import Sight
 from xscale.nn.dims import Dims
-from xscale.nn.pattern import PATTERNS, Pattern
+from xscale.nn.pattern import PATTERNS, Pattern, layout_of
 from xscale.nn.pattern.fixed import Fixed
 from xscale.nn.pattern.grid import Grid
 
@@ -77,6 +77,10 @@ class BlockSparse(Core):
             grid = self._grid(sight, q.shape[1], 0)
             return self._flex.attend(q, k, v, partial(self.pattern.layout, grid), grid, sight)
         return self._gather(q, k, v, sight, dropout)
+
+    def picture(self, length: int, heads: int) -> Any:
+        config = self.config
+        return layout_of(config.pattern, length, heads, self.causal, self.layer, config.block)
 
     def _flexible(self, q: Tensor, sight: Sight, dropout: float) -> bool:
         wanted = self.config.implementation

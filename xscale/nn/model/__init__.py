@@ -1,4 +1,4 @@
-"""Whole models: token ids to logits or to the loss of each token."""
+"""Whole models: token ids to logits or to the loss."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -42,7 +42,7 @@ class Model(Part):
         """Standard deviation of initial weights (those that write into the residual stream get less)."""
 
     def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:
-        """Logits [B, T, V], or with `targets` [B, T] the float32 loss of each token [B, T] in nats."""
+        """Logits [B, T, V]; with `targets` [B, T] the sum of their losses in nats, a scalar of float32 or wider."""
         raise NotImplementedError
 
 

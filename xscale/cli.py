@@ -1,0 +1,170 @@
+"""The command line. Each command imports what it needs when it runs, so that help is at once."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from xscale import __version__
+from xscale.core.errors import EXIT_USER, ConfigError
+
+app = typer.Typer(
+    name="xscale",
+    help="Train Transformers that are sparse in their parameters and in their attention.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data_app = typer.Typer(help="Tokenizers and tokenised data.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+ConfigFile = Annotated[Path, typer.Argument(help="A YAML config, such as configs/run/quickstart.yaml.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: key.path=value.")]
+
+
+def _version(shown: bool) -> None:
+    if shown:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Show the resolved config and where each value came from; no run.")
+    ] = False,
+) -> None:
+    """Train: alone, or as one of the processes that torchrun or `xscale launch` started."""
+    from xscale.recipe import read
+
+    recipe, composed = read(config, overrides or [])
+    if print_config:
+        from xscale.core.compose import dump
+        from xscale.core.config import encode
+
+        print(dump(encode(recipe), composed.origin), end="")
+        return
+    from xscale.mesh.environment import place
+
+    if problems := recipe.check(place().world):
+        raise ConfigError(problems)
+    from xscale.train.run import train as run
+
+    raise typer.Exit(run(recipe))
+
+
+@app.command("list")
+def list_parts(
+    family: Annotated[str | None, typer.Argument(help="A family, such as core; none: all families.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """The parts of each family with what they promise."""
+    from xscale.inventory import show
+
+    show(family, as_json=json)
+
+
+@app.command()
+def generate(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    prompt: Annotated[str, typer.Option(help="Text to go on from; - reads standard input.")] = "import ",
+    tokens: Annotated[int, typer.Option(help="Longest continuation.")] = 128,
+    temperature: Annotated[float, typer.Option(help="Divides the logits; 0 takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0: from all.")] = 40,
+    seed: Annotated[int, typer.Option(help="Decides the draw.")] = 0,
+) -> None:
+    """Write text with the newest checkpoint of a run."""
+    from xscale.train.reopen import write
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    print(text + write(run, text, tokens, temperature, top_k or None, seed))
+
+
+@app.command("eval")
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    sequences: Annotated[int, typer.Option(help="Validation sequences; 0: all.")] = 0,
+) -> None:
+    """Loss, perplexity and bits per byte of a run's newest checkpoint on its validation documents."""
+    import json
+
+    from xscale.train.reopen import measure
+
+    print(json.dumps(measure(run, sequences or None)))
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def launch(context: typer.Context) -> None:
+    """Start a run: local | slurm | mpi CONFIG; then status | logs | cancel | requeue | resume RUN."""
+    from xscale_launch.main import main as launcher
+
+    raise typer.Exit(launcher(context.args))
+
+
+@data_app.command("tokenizer")
+def data_tokenizer(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Train the tokenizer of a config on its source."""
+    from xscale.data.learn import train_tokenizer
+
+    print(train_tokenizer(_data(config, overrides), progress=True))
+
+
+@data_app.command("prepare")
+def data_prepare(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Tokenise a config's source into Megatron .bin/.idx; done work is kept."""
+    from xscale.data.prepare import prepare
+
+    prepared = prepare(_data(config, overrides))
+    for split in (prepared.train, prepared.validation):
+        if split is not None:
+            print(f"{split.name}: {split.documents} documents, {len(split.tokens)} tokens in {split.indexed.bin}")
+
+
+@data_app.command("inspect")
+def data_inspect(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    documents: Annotated[int, typer.Option(help="How many documents to show.")] = 5,
+) -> None:
+    """Documents, lengths and decoded samples of prepared data."""
+    from xscale.data.inspect import inspect
+
+    print(inspect(_data(config, overrides), documents))
+
+
+def _data(config: Path, overrides: list[str] | None) -> Any:
+    from xscale.recipe import read
+
+    return read(config, overrides or [])[0].data
+
+
+def main() -> None:
+    """Entry point: the user's mistakes are sentences and exit status 2, never tracebacks."""
+    try:
+        app()
+    except ConfigError as error:
+        _complain(error)
+        sys.exit(EXIT_USER)
+
+
+def _complain(error: ConfigError) -> None:
+    lines = [f"xscale: {problem}" for problem in error.problems]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

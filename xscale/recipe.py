@@ -1,0 +1,69 @@
+"""A recipe: one config is one whole run, checked as a whole before any process or GPU is asked for anything."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from xscale.core.compose import Composed, compose
+from xscale.core.config import decode
+from xscale.core.errors import ConfigError, Problem
+from xscale.mesh import axes
+from xscale.nn.model import MODELS
+from xscale.objective import OBJECTIVES
+from xscale.optim.schedule import SCHEDULES
+from xscale.parallel.plan import Plan
+from xscale.train.observe.config import check as check_observers
+from xscale.train.settings import Settings
+from xscale.train.setup import build_meta, check_batch
+
+
+class Recipe(Settings):
+    """The settings of a run, and what is wrong with them."""
+
+    def check(self, world: int = 1) -> list[Problem]:
+        """Every problem on `world` ranks at once, each with what would work; needs no device and no data."""
+        problems = self._check_model() + self._check_objective()
+        schedule = SCHEDULES.of(self.schedule).part
+        problems += schedule.check(self.schedule, self.train.steps, "schedule")
+        problems += check_observers(self.observe)
+        # The vocabulary is known once there is a tokenizer; nothing that is checked here depends on its size.
+        model = build_meta(self, 64) if not problems else None
+        found = Plan(self.parallel, self.precision).check(model, world)
+        if not axes.check(self.parallel.mesh, world):
+            found += check_batch(self, axes.fill(self.parallel.mesh, world).dp)
+        return problems + found
+
+    def _check_model(self) -> list[Problem]:
+        entry = MODELS.of(self.model)
+        problems: list[Problem] = entry.part.check(self.model, (64, self.data.sequence_length), "model")
+        return problems
+
+    def _check_objective(self) -> list[Problem]:
+        model, objective = MODELS.of(self.model), OBJECTIVES.of(self.objective)
+        problems = list(objective.part.check(self.objective, None, self.data.sequence_length, "objective"))
+        able, needs = model.traits, objective.traits
+        if (able.causal, able.source) != (needs.causal, needs.source):
+            kind = "reads a source sequence" if needs.source else "reads one sequence"
+            side = "cannot see the future" if needs.causal else "looks both ways"
+            what = f"'{objective.name}' needs a model that {kind} and {side}; '{model.name}' is not one"
+            models = ", ".join(MODELS.able(causal=needs.causal, source=needs.source))
+            others = ", ".join(OBJECTIVES.able(causal=able.causal, source=able.source))
+            fix = f"It goes with {models}; '{model.name}' goes with {others}."
+            problems.append(Problem("objective", what, fix))
+        return problems
+
+
+def read(file: Path, overrides: list[str]) -> tuple[Recipe, Composed]:
+    """Compose and validate a config; ConfigError with every fault. Plugins are imported first."""
+    composed = compose(file, overrides)
+    for plugin in _plugins(composed.data):
+        try:
+            importlib.import_module(plugin)
+        except ImportError as error:
+            raise ConfigError("plugins", f"'{plugin}' cannot be imported: {error}", "Is it installed?") from None
+    return decode(Recipe, composed.data, composed.origin), composed
+
+
+def _plugins(data: dict[str, Any]) -> list[str]:
+    given = data.get("plugins", [])
+    return [one for one in given if isinstance(one, str)] if isinstance(given, list | tuple) else []

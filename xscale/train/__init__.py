@@ -1,0 +1,1 @@
+"""The loop: state, step, evaluation, generation, stopping and going on."""

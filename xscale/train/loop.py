@@ -1,0 +1,153 @@
+"""The training loop: what changes the run stands here, from the first step to the last."""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from xscale.checkpoint.save import CheckpointError, save
+from xscale.core.config import encode
+from xscale.data.samples import Samples
+from xscale.mesh.collectives import mean_tensors, sum_scalars
+from xscale.nn.tokens import Tally
+from xscale.objective import Batch
+from xscale.train.evaluate import evaluate
+from xscale.train.observe import EvalReport, Observer, StepReport
+from xscale.train.setup import Parts
+from xscale.train.state import State, tensors
+from xscale.train.step import Stepped
+from xscale.train.stop import Stop
+
+
+class NonFiniteError(Exception):
+    """Too many steps in a row had a loss or gradient that is not finite."""
+
+
+@dataclass
+class Loop:
+    """One process's part of the loop; all ranks run it in step."""
+
+    parts: Parts
+    state: State
+    observer: Observer
+    folder: Path
+    stop: Stop
+    began: float
+
+    def run(self) -> str | None:
+        """Steps until the last one or until something asks to stop; the cause of stopping, None when done."""
+        train, state = self.parts.settings.train, self.state
+        first, saved = state.step, state.step
+        cause = None
+        stream = self._stream(train.steps - state.step)
+        while state.step < train.steps and cause is None:
+            self._step(stream)
+            cause = self._agree(state.step - first)
+            last = state.step == train.steps
+            if self.parts.validation is not None and (state.step % train.eval_every == 0 or last):
+                self._evaluate()
+            every = self.parts.settings.checkpoint.every_steps
+            if last or cause is not None or (every and state.step % every == 0):
+                self._save(must=last or cause is not None)
+                saved = state.step
+        assert saved == state.step
+        stream.close()
+        return cause if state.step < train.steps else None
+
+    def _stream(self, steps: int) -> "Iterator[Samples]":
+        feed, batch = self.parts.feed, self.parts.settings.train.batch_size
+        return feed.loader.stream(feed.requests(self.state.consumed, batch, steps))
+
+    def _step(self, stream: Iterator[Samples]) -> None:
+        parts, state = self.parts, self.state
+        train = parts.settings.train
+        start = time.perf_counter()
+        tally = Tally()
+        state.step += 1
+        with parts.stepper.clock.phase("data"):
+            batches = self._batches(stream, tally)
+        lr = parts.settings.optimizer.lr * parts.schedule.factor(state.step)
+        stepped = parts.stepper.step(batches, lr)
+        state.consumed += train.batch_size
+        state.tokens += train.batch_size * parts.settings.data.sequence_length
+        self._count(stepped)
+        self._report(stepped, lr, tally, time.perf_counter() - start)
+
+    def _batches(self, stream: Iterator[Samples], tally: Tally) -> list[Batch]:
+        feed, size = self.parts.feed, self.parts.settings.train.batch_size
+        here = size // (feed.micro_batch * feed.ranks)
+        return [feed.training(next(stream), self.state.step, size, tally) for _ in range(here)]
+
+    def _count(self, stepped: Stepped) -> None:
+        state, limit = self.state, self.parts.settings.train.nonfinite_limit
+        if stepped.finite:
+            state.skipped_in_a_row = 0
+            return
+        state.skipped += 1
+        state.skipped_in_a_row += 1
+        what = f"step {state.step}: the loss ({stepped.loss}) or the gradient's norm ({stepped.gradient_norm})"
+        self.observer.message(f"{what} is not finite; the step is skipped ({state.skipped_in_a_row} in a row)")
+        if state.skipped_in_a_row > limit:
+            raise NonFiniteError(f"{what} is not finite, the {state.skipped_in_a_row}th in a row; the limit is {limit}")
+
+    def _report(self, stepped: Stepped, lr: float, tally: Tally, seconds: float) -> None:
+        parts, state = self.parts, self.state
+        train = parts.settings.train
+        flops = parts.flops_per_sample * train.batch_size / seconds
+        peak = None if parts.peak is None else parts.peak * parts.mesh.place.world
+        self.observer.step(
+            StepReport(
+                step=state.step,
+                loss=stepped.loss,
+                lr=lr,
+                grad_norm=stepped.gradient_norm,
+                tokens=state.tokens,
+                seconds=time.perf_counter() - self.began,
+                step_seconds=seconds,
+                tokens_per_second=train.batch_size * parts.settings.data.sequence_length / seconds,
+                mfu=None if peak is None else flops / peak,
+                split=parts.stepper.clock.take(),
+                statistics={name: value.tolist() for name, value in mean_tensors(tally.means()).items()},
+                skipped=state.skipped,
+            )
+        )
+
+    def _agree(self, taken: int) -> str | None:
+        """Whether any rank was asked to stop: all of them leave after the same step."""
+        limit = self.parts.settings.train.stop_after
+        asked = sum_scalars([float(self.stop.cause is not None)], self.parts.mesh.device)[0] > 0
+        if asked:
+            return self.stop.cause or "a signal to another rank"
+        return "train.stop_after" if limit is not None and taken >= limit else None
+
+    def _evaluate(self) -> None:
+        parts, state = self.parts, self.state
+        assert parts.validation is not None
+        start = time.perf_counter()
+        found = evaluate(parts.model, parts.objective, parts.validation.evaluation(parts.evaluated), parts.token_bytes)
+        best = state.best_bits_per_byte
+        if math.isfinite(found.bits_per_byte) and (best is None or found.bits_per_byte < best):
+            state.best_bits_per_byte, state.best_step = found.bits_per_byte, state.step
+        seconds = time.perf_counter() - start
+        self.observer.evaluated(EvalReport(state.step, found.loss, found.perplexity, found.bits_per_byte, seconds))
+
+    def _save(self, *, must: bool) -> None:
+        """A save that fails in the middle of a run is told and tried again at the next; at its end it fails the run."""
+        parts, state = self.parts, self.state
+        start = time.perf_counter()
+        try:
+            path = save(
+                self.folder / "checkpoints",
+                state.step,
+                tensors(parts.rests, parts.optimizer),
+                state.encode(parts.optimizer),
+                encode(parts.settings),
+                keep_last=parts.settings.checkpoint.keep_last,
+            )
+        except CheckpointError as error:
+            if must:
+                raise
+            self.observer.message(f"step {state.step} could not be saved: {error}; training goes on")
+            return
+        self.observer.saved(state.step, path, time.perf_counter() - start)

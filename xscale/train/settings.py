@@ -1,0 +1,93 @@
+"""Every section of a run's config."""
+
+from typing import Annotated
+
+import pydantic
+
+from xscale.checkpoint.config import CheckpointConfig
+from xscale.core.config import Config, Slot
+from xscale.data.config import DataConfig
+from xscale.nn.model import MODELS, Model
+from xscale.nn.model.decoder import Decoder
+from xscale.objective import OBJECTIVES, Objective
+from xscale.objective.causal import Causal
+from xscale.optim.optimizer import OPTIMIZERS, Optimizer
+from xscale.optim.optimizer.adamw import AdamW
+from xscale.optim.schedule import SCHEDULES, Schedule
+from xscale.optim.schedule.cosine import Cosine
+from xscale.parallel.config import ParallelConfig, PrecisionConfig
+from xscale.train.observe.config import ObserveConfig
+
+
+class RunConfig(Config):
+    dir: str = "runs/default"
+    """Folder of everything the run writes; starting again with the same folder goes on where it stopped."""
+    seed: int = pydantic.Field(default=0, ge=0)
+    """Decides initial weights, the order of the data and all noise."""
+    fresh: bool = False
+    """Refuse to go on from a checkpoint that is already in the folder."""
+    device: str = "auto"
+    """cpu, cuda, or auto: a GPU when there is one."""
+
+
+class SampleConfig(Config):
+    prompts: tuple[str, ...] = ()
+    """Texts to go on from when a sample is written (models that can write)."""
+    tokens: int = pydantic.Field(default=128, ge=1)
+    """Longest continuation."""
+    temperature: float = pydantic.Field(default=0.8, ge=0)
+    """Divides the logits; 0 takes the likeliest token."""
+    top_k: int | None = pydantic.Field(default=40, ge=1)
+    """Only the k likeliest tokens are drawn from; null: all."""
+
+
+class TrainConfig(Config):
+    steps: int = pydantic.Field(default=1000, ge=1)
+    """Optimizer steps of the whole run."""
+    stop_after: int | None = pydantic.Field(default=None, ge=1)
+    """Save and leave after so many steps of this process, as a signal would make it; null: go on to the end."""
+    batch_size: int = pydantic.Field(default=16, ge=1)
+    """Sequences in one optimizer step, over all ranks."""
+    micro_batch_size: int = pydantic.Field(default=4, ge=1)
+    """Sequences in one forward of one rank; capacity and auxiliary losses are those of a micro-batch."""
+    clip: float | None = pydantic.Field(default=1.0, gt=0)
+    """Largest norm of the whole gradient; null: no clipping."""
+    nonfinite_limit: int = pydantic.Field(default=10, ge=0)
+    """Steps in a row with a loss or gradient that is not finite, each skipped, after which the run ends."""
+    eval_every: int = pydantic.Field(default=100, ge=0)
+    """Steps between evaluations on the validation documents; there is one more at the end. 0: none at all."""
+    eval_sequences: int | None = pydantic.Field(default=64, ge=1)
+    """Sequences of an evaluation; null: all there are."""
+    baseline: bool = True
+    """Compare with an order-2 byte model of the same text at the end."""
+    sample: SampleConfig = SampleConfig()
+    """What is written at the end."""
+
+
+class Settings(Config):
+    """One run."""
+
+    run: RunConfig = RunConfig()
+    """Where the run lives, and its seed."""
+    plugins: tuple[str, ...] = ()
+    """Python modules to import first: they register parts of their own."""
+    model: Annotated[Model.Config, Slot(MODELS)] = Decoder.Config()
+    """The network."""
+    objective: Annotated[Objective.Config, Slot(OBJECTIVES)] = Causal.Config()
+    """What it is trained to say."""
+    data: DataConfig = DataConfig()
+    """The text."""
+    train: TrainConfig = TrainConfig()
+    """The loop."""
+    optimizer: Annotated[Optimizer.Config, Slot(OPTIMIZERS)] = AdamW.Config()
+    """What a step does."""
+    schedule: Annotated[Schedule.Config, Slot(SCHEDULES)] = Cosine.Config()
+    """The learning rate over the steps."""
+    precision: PrecisionConfig = PrecisionConfig()
+    """Number formats."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How the work is spread."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What is saved when."""
+    observe: ObserveConfig = ObserveConfig()
+    """What is shown and logged."""

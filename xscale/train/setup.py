@@ -1,0 +1,155 @@
+"""From settings to everything the loop needs: mesh, data, model cut and drawn, optimizer, feeds."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from xscale.core.errors import ConfigError, Problem
+from xscale.data.corpus import Corpus, open_corpus
+from xscale.data.loader import Loader
+from xscale.data.prepare import prepare
+from xscale.data.tokenizer import Tokenizer
+from xscale.measure.device import peak_flops
+from xscale.measure.flops import Size, size, training_flops
+from xscale.mesh import axes
+from xscale.mesh.collectives import barrier
+from xscale.mesh.environment import Place
+from xscale.mesh.mesh import Mesh, start
+from xscale.nn.model import MODELS
+from xscale.objective import OBJECTIVES, Objective, Specials
+from xscale.optim.optimizer import OPTIMIZERS, Optimizer
+from xscale.optim.schedule import SCHEDULES, Schedule
+from xscale.parallel.plan import Plan
+from xscale.parallel.rest import Rest, at_rest
+from xscale.train.feed import Feed
+from xscale.train.settings import Settings
+from xscale.train.step import Stepper, weights_of
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A run, put together."""
+
+    settings: Settings
+    mesh: Mesh
+    corpus: Corpus
+    objective: Objective
+    model: nn.Module
+    rests: list[Rest]
+    optimizer: Optimizer
+    schedule: Schedule
+    stepper: Stepper
+    feed: Feed
+    validation: Feed | None
+    evaluated: int
+    """Sequences of one evaluation."""
+    token_bytes: Tensor
+    """[V] bytes of text each token stands for."""
+    size: Size
+    flops_per_sample: float
+    peak: float | None
+    """FLOP/s of one device, None when not known."""
+
+
+def device_of(settings: Settings, place: Place) -> torch.device:
+    """Where this process computes."""
+    wanted = settings.run.device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("run.device", "this machine has no GPU that torch can use", "Take run.device=cpu.")
+    return torch.device("cuda", place.local_rank)
+
+
+def specials_of(tokenizer: Tokenizer) -> Specials:
+    """The ids that objectives need."""
+    return Specials(tokenizer.vocabulary, tokenizer.pad, tokenizer.eos, tokenizer.mask, tokenizer.sentinels)
+
+
+def build_meta(settings: Settings, vocabulary: int) -> nn.Module:
+    """The model without storage."""
+    with torch.device("meta"):
+        model: nn.Module = MODELS.build(settings.model, vocabulary, settings.data.sequence_length)
+    return model
+
+
+def check_batch(settings: Settings, dp: int) -> list[Problem]:
+    """Whether the batch can be dealt out."""
+    batch, micro = settings.train.batch_size, settings.train.micro_batch_size
+    if batch % (micro * dp) == 0:
+        return []
+    fits = [one for one in range(1, batch + 1) if batch % (one * dp) == 0]
+    what = f"{batch} sequences cannot be dealt to {dp} data-parallel ranks in micro-batches of {micro}"
+    near = ", ".join(map(str, fits)) if fits else ""
+    fix = f"Take micro_batch_size among {near}." if near else f"Take a batch_size that {dp} divides."
+    return [Problem("train.batch_size", what, fix)]
+
+
+def set_up(settings: Settings, place: Place) -> Parts:
+    """Collective over all ranks. ConfigError for what only the data or the machine can tell."""
+    device = device_of(settings, place)
+    degrees = axes.fill(settings.parallel.mesh, place.world)
+    mesh = start(place, degrees, device, settings.parallel.timeout_seconds)
+    corpus = ready_data(settings, place)
+    tokenizer = corpus.tokenizer
+    specials = specials_of(tokenizer)
+    length = settings.data.sequence_length
+    model = build_meta(settings, tokenizer.vocabulary)
+    plan = Plan(settings.parallel, settings.precision)
+    objective_type = OBJECTIVES.of(settings.objective).part
+    problems = plan.check(model, place.world) + objective_type.check(settings.objective, specials, length, "objective")
+    if problems:
+        raise ConfigError(problems)
+    counted, flops = size(model), training_flops(model, length, length)
+    plan.apply(model, mesh, settings.run.seed)
+    rests = at_rest(model)
+    objective: Objective = OBJECTIVES.build(settings.objective, specials, length, settings.run.seed)
+    optimizer: Optimizer = OPTIMIZERS.build(settings.optimizer, weights_of(rests))
+    held_out = corpus.validation if settings.train.eval_every else None
+    return Parts(
+        settings=settings,
+        mesh=mesh,
+        corpus=corpus,
+        objective=objective,
+        model=model,
+        rests=rests,
+        optimizer=optimizer,
+        schedule=SCHEDULES.build(settings.schedule, settings.train.steps),
+        stepper=Stepper(model, plan, objective, optimizer, rests, device, place.world, settings.train.clip),
+        feed=feed_of(settings, corpus.train, objective, mesh),
+        validation=None if held_out is None else feed_of(settings, held_out, objective, mesh),
+        evaluated=0 if held_out is None else evaluated(len(held_out.data), settings.train.eval_sequences),
+        token_bytes=torch.from_numpy(tokenizer.byte_lengths()).to(device),
+        size=counted,
+        flops_per_sample=flops,
+        peak=peak_flops(device, plan.compute),
+    )
+
+
+def ready_data(settings: Settings, place: Place) -> Corpus:
+    """Tokenised data: the first rank makes it if need be, the others wait and open it."""
+    if place.first:
+        prepare(settings.data)
+    barrier()
+    return open_corpus(settings.data, seed=settings.run.seed)
+
+
+def evaluated(available: int, wanted: int | None) -> int:
+    """Sequences of an evaluation."""
+    return available if wanted is None else min(available, wanted)
+
+
+def feed_of(settings: Settings, loader: Loader, objective: Objective, mesh: Mesh) -> Feed:
+    return Feed(
+        loader=loader,
+        objective=objective,
+        micro_batch=settings.train.micro_batch_size,
+        ranks=mesh.degrees.dp,
+        rank=mesh.data_rank,
+        seed=settings.run.seed,
+        separate=not settings.data.cross_documents,
+        device=mesh.device,
+    )

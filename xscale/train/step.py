@@ -1,0 +1,94 @@
+"""One optimizer step: micro-batches forward and backward, the norm, clipping, the update."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from xscale.mesh.collectives import sum_scalars
+from xscale.objective import Batch, Objective
+from xscale.optim.optimizer import Optimizer, Weight
+from xscale.parallel.plan import Plan
+from xscale.parallel.rest import Rest
+from xscale.train.clock import Clock
+
+
+@dataclass
+class Stepper:
+    """What a step needs, put together once."""
+
+    model: nn.Module
+    plan: Plan
+    objective: Objective
+    optimizer: Optimizer
+    rests: list[Rest]
+    device: torch.device
+    world: int
+    clip: float | None
+    clock: Clock = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.clock = Clock(self.device)
+
+    def step(self, batches: Sequence[Batch], lr: float) -> "Stepped":
+        """Run the micro-batches of this rank and update the parameters, unless the loss or gradient is not finite.
+
+        Gradients are those of the mean loss over all targets of the step, on every rank and micro-batch together.
+        """
+        clock = self.clock
+        with clock.phase("communicate"):
+            weight = sum_scalars([float(sum(int(batch.weight) for batch in batches))], self.device)[0]
+        nats = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.model.train()
+        for number, batch in enumerate(batches):
+            self.plan.micro_batch(self.model, last=number == len(batches) - 1)
+            with clock.phase("forward"):
+                loss = self.objective.loss(self.model, batch)
+            with clock.phase("backward"):
+                (loss / max(weight, 1.0)).backward()  # type: ignore[no-untyped-call]
+            nats += loss.detach()
+        with clock.phase("communicate"):
+            gradients = [self._gradient(rest) for rest in self.rests]
+            local = [
+                squares(gradient) * rest.parts / self.world
+                for gradient, rest in zip(gradients, self.rests, strict=True)
+            ]
+            total, squared = sum_scalars([float(nats), float(sum(local))], self.device)
+        loss_value, norm = total / max(weight, 1.0), math.sqrt(squared) if squared >= 0 else math.nan
+        finite = math.isfinite(loss_value) and math.isfinite(norm)
+        if finite:
+            with clock.phase("optimizer"):
+                if self.clip is not None and norm > self.clip:
+                    torch._foreach_mul_(gradients, self.clip / norm)
+                self.optimizer.step(gradients, lr)
+        for rest in self.rests:
+            rest.parameter.grad = None
+        return Stepped(loss_value, norm, finite, int(weight))
+
+    def _gradient(self, rest: Rest) -> Tensor:
+        gradient = rest.gradient
+        return torch.zeros_like(rest.local) if gradient is None else gradient
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What came of a step."""
+
+    loss: float
+    """Mean over the step's targets, in nats."""
+    gradient_norm: float
+    finite: bool
+    """Whether the parameters were updated."""
+    targets: int
+
+
+def squares(value: Tensor) -> float:
+    """Sum of the squares in double precision, so that the norm does not depend on how a parameter is cut."""
+    return float(torch.linalg.vector_norm(value, dtype=torch.float64)) ** 2
+
+
+def weights_of(rests: list[Rest]) -> list[Weight]:
+    """The parameters as an optimizer sees them: matrices and tables decay, gains and biases do not."""
+    return [Weight(rest.name, rest.local, decays=len(rest.axes) > 1) for rest in rests]
