@@ -1,0 +1,95 @@
+"""The newest good checkpoint is found by itself; bad ones are set aside with their reason."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from xscale.checkpoint.errors import DamageError
+from xscale.checkpoint.layout import hidden_of
+from xscale.checkpoint.loading import load, restore
+from xscale.checkpoint.saving import save
+from xscale.checkpoint.search import newest
+from xscale.core.errors import ConfigError
+
+
+def run(folder: Path) -> dict[str, torch.Tensor]:
+    """Three checkpoints, of whose tensors each element is the step."""
+    for step in (1, 2, 3):
+        save(folder, step, {"a": torch.full((64,), float(step))}, {}, {})
+    return {"a": torch.zeros(64)}
+
+
+def test_a_missing_file_and_a_short_one(tmp_path: Path) -> None:
+    tensors = run(tmp_path)
+    (tmp_path / "step-00000003" / "state.json").unlink()
+    data = tmp_path / "step-00000002" / "tensors" / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1])
+    found = newest(tmp_path)
+    assert found.path == tmp_path / "step-00000001"
+    assert [reason.split(": ", 1)[1] for reason in found.reasons] == [
+        "the file state.json is missing; set aside as bad-step-00000003-missing",
+        f"the file tensors/__0_0.distcp has {data_size(tmp_path)} bytes and was written with "
+        f"{data_size(tmp_path) + 1}; set aside as bad-step-00000002-size",
+    ]
+    assert "state.json is missing" in (tmp_path / "bad-step-00000003-missing" / "reason.txt").read_text()
+    assert restore(tmp_path, tensors).loaded is not None
+    assert (tensors["a"] == 1).all()
+
+
+def data_size(folder: Path) -> int:
+    return (folder / "bad-step-00000002-size" / "tensors" / "__0_0.distcp").stat().st_size
+
+
+def test_a_changed_byte_is_seen_on_load(tmp_path: Path) -> None:
+    tensors = run(tmp_path)
+    data = tmp_path / "step-00000003" / "tensors" / "__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    assert newest(tmp_path).path == tmp_path / "step-00000003"
+    with pytest.raises(DamageError, match="SHA-256 differs"):
+        load(tmp_path / "step-00000003", tensors)
+    assert not tensors["a"].any()
+    restored = restore(tmp_path, tensors)
+    assert restored.loaded is not None
+    assert restored.loaded.step == 2
+    assert restored.reasons[0].endswith("set aside as bad-step-00000003-hash")
+
+
+def test_without_verifying_a_changed_byte_passes(tmp_path: Path) -> None:
+    """The negative control: it is the hash, and nothing else, that sees a changed number."""
+    tensors = run(tmp_path)
+    data = tmp_path / "step-00000003" / "tensors" / "__0_0.distcp"
+    three = torch.full((64,), 3.0).numpy().tobytes()
+    content = data.read_bytes()
+    assert content.count(three) == 1
+    data.write_bytes(content.replace(three, torch.full((64,), 4.0).numpy().tobytes()))
+    load(tmp_path / "step-00000003", tensors, verify=False)
+    assert (tensors["a"] == 4).all()
+
+
+def test_what_a_kill_left_is_cleared_or_brought_back(tmp_path: Path) -> None:
+    tensors = run(tmp_path)
+    hidden_of(tmp_path, 4, "writing").mkdir()
+    hidden_of(tmp_path, 1, "deleting").mkdir()
+    (tmp_path / "step-00000003").rename(hidden_of(tmp_path, 3, "replaced"))
+    restored = restore(tmp_path, tensors)
+    assert restored.loaded is not None
+    assert restored.loaded.step == 3
+    assert len(restored.reasons) == 2
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_nothing_there_and_nothing_good(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(64)}
+    assert restore(tmp_path / "none", tensors).loaded is None
+    hidden_of(tmp_path, 4, "writing").mkdir()
+    assert restore(tmp_path, tensors).loaded is None
+    run(tmp_path)
+    for step in (1, 2, 3):
+        (tmp_path / f"step-{step:08d}" / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"no checkpoint in it is good .* Give another run\.dir"):
+        restore(tmp_path, tensors)
+    with pytest.raises(ConfigError, match="no checkpoint in it is good"):
+        restore(tmp_path, tensors)

@@ -1,0 +1,20 @@
+"""The `checkpoint:` section of a run's config: what is saved when, and how much of it stays."""
+
+import pydantic
+
+from xscale.core.config import Config
+
+
+class CheckpointConfig(Config):
+    """When checkpoints are written and how many are kept."""
+
+    every_steps: int = pydantic.Field(default=200, ge=0)
+    """Steps between checkpoints; there is one more at the end and on a signal. 0: only those."""
+    keep_last: int | None = pydantic.Field(default=3, ge=1)
+    """Newest checkpoints that stay; null: all of them."""
+    keep_every: int | None = pydantic.Field(default=None, ge=1)
+    """Checkpoints whose step is a multiple of this stay for ever; null: none."""
+    verify: bool = True
+    """Compare the hash of every file with the manifest before a checkpoint is read."""
+    failure_limit: int = pydantic.Field(default=3, ge=0)
+    """Saves that may fail in a row (a full disk, a vanished folder) with only a warning; one more ends the run."""

@@ -1,0 +1,134 @@
+"""Saving: written under a hidden name, hashed, forced to the disk, and only then made visible by one rename."""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, __version__
+
+import xscale
+from xscale.checkpoint import dcp, manifest
+from xscale.checkpoint.agree import Ranks
+from xscale.checkpoint.cut import Cut, cuts
+from xscale.checkpoint.disk import Digest, Disk
+from xscale.checkpoint.errors import CheckpointError
+from xscale.checkpoint.layout import CONFIG, STATE, TENSORS, folder_of, hidden_of
+from xscale.checkpoint.manifest import Manifest
+from xscale.checkpoint.retention import retain
+
+VISIBLE_SECONDS = 10.0
+"""How long a rank waits to see a folder that another rank made (network file systems are late)."""
+
+
+def save(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Tensor | Cut],
+    state: dict[str, Any],
+    config: dict[str, Any],
+    *,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    disk: Disk | None = None,
+) -> Path:
+    """Write `folder`/step-XXXXXXXX and return its path. Collective over `group` (all ranks by default).
+
+    A plain tensor is the same on every rank and written once; of a DTensor each rank writes its cut; a rank may hold
+    only some of the names. `state` and `config` are JSON-able and taken from the first rank. When it fails, every
+    rank raises the same CheckpointError and nothing of it stays visible: training may go on.
+    """
+    ranks = Ranks(group)
+    return write(folder, step, cuts(tensors), state, config, ranks, disk or Disk(), keep_last, keep_every)
+
+
+def write(
+    folder: Path,
+    step: int,
+    held: Mapping[str, Cut],
+    state: dict[str, Any],
+    config: dict[str, Any],
+    ranks: Ranks,
+    disk: Disk,
+    keep_last: int | None,
+    keep_every: int | None,
+) -> Path:
+    """`save` of cuts that are already taken. Collective."""
+    final, hidden = folder_of(folder, step), hidden_of(folder, step, "writing")
+    try:
+        ranks.once(final, lambda: _begin(hidden, disk))
+        ranks.every(final, lambda: _see(hidden / TENSORS))
+        dcp.write(hidden, held, disk, ranks, final)
+        parts = ranks.every(final, lambda: _digests(disk, hidden))
+        files = {name: digest for part in parts for name, digest in part.items()}
+        ranks.once(final, lambda: _publish(final, hidden, files, state, config, step, ranks.world, disk))
+    except Exception:
+        if ranks.first:
+            _discard(hidden, disk)
+        raise
+    ranks.once(final, lambda: retain(folder, keep_last, keep_every, disk))
+    return final
+
+
+def _begin(hidden: Path, disk: Disk) -> None:
+    disk.delete(hidden)
+    disk.make(hidden / TENSORS)
+
+
+def _see(path: Path) -> None:
+    end = time.monotonic() + VISIBLE_SECONDS
+    while not path.is_dir():
+        if time.monotonic() > end:
+            what = "the first rank made this folder and this rank does not see it"
+            raise CheckpointError(path, what, "Give a run.dir on a file system that all nodes share.")
+        time.sleep(0.05)
+
+
+def _digests(disk: Disk, hidden: Path) -> dict[str, Digest]:
+    """What this rank wrote, by path below the checkpoint's folder."""
+    mine = [path for path in disk.written if path.is_relative_to(hidden)]
+    return {path.relative_to(hidden).as_posix(): disk.written.pop(path) for path in mine}
+
+
+def _publish(
+    final: Path,
+    hidden: Path,
+    files: dict[str, Digest],
+    state: dict[str, Any],
+    config: dict[str, Any],
+    step: int,
+    world: int,
+    disk: Disk,
+) -> None:
+    """Add what is not a tensor, force everything out, and make it visible."""
+    disk.write(hidden / CONFIG, _json(config))
+    disk.write(hidden / STATE, _json({"step": step, "state": state}))
+    files = files | _digests(disk, hidden)
+    manifest.write(hidden, Manifest(step, files, world, f"xscale {xscale.__version__}, torch {__version__}"), disk)
+    disk.sync(hidden / TENSORS)
+    disk.sync(hidden)
+    if final.exists():
+        # One of the same step, from before a rollback: between the two renames `search.repair` would bring it back.
+        replaced = hidden_of(final.parent, step, "replaced")
+        disk.delete(replaced)
+        disk.rename(final, replaced)
+        disk.rename(hidden, final)
+        disk.sync(final.parent)
+        disk.delete(replaced)
+        return
+    disk.rename(hidden, final)
+    disk.sync(final.parent)
+
+
+def _json(data: Any) -> bytes:
+    return (json.dumps(data, indent=1) + "\n").encode()
+
+
+def _discard(hidden: Path, disk: Disk) -> None:
+    try:
+        disk.delete(hidden)
+    except OSError:  # what made the save fail may make this fail too; the next save or start clears it
+        return

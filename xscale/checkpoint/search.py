@@ -1,0 +1,80 @@
+"""Finding the newest good checkpoint: what a kill left behind is cleared, what is bad is set aside with its reason."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from xscale.checkpoint import manifest
+from xscale.checkpoint.agree import Ranks
+from xscale.checkpoint.disk import Disk
+from xscale.checkpoint.errors import DamageError
+from xscale.checkpoint.layout import aside_of, folder_of, hidden, steps
+
+REASON = "reason.txt"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to."""
+
+    path: Path | None
+    """The newest good checkpoint; None when there is none."""
+    reasons: tuple[str, ...] = ()
+    """A sentence for each thing that was repaired or set aside: to be logged."""
+
+
+def newest(folder: Path, *, group: dist.ProcessGroup | None = None, hashes: bool = False) -> Found:
+    """The newest checkpoint in `folder` whose manifest holds: presence and sizes, with `hashes` the contents too.
+
+    Bad ones are renamed to bad-step-XXXXXXXX-WHY and the next older is tried. Collective; no save may be going on.
+    """
+    ranks = Ranks(group, "read")
+    reasons: list[str] = []
+    reasons += ranks.once(folder, lambda: repair(folder, Disk()))
+    for _, path in ranks.once(folder, lambda: steps(folder)):
+        try:
+            found = ranks.once(path, partial(_sized, path))
+            if hashes:
+                ranks.every(path, partial(manifest.check_hashes, path, found, ranks.rank, ranks.world))
+            return Found(path, tuple(reasons))
+        except DamageError as damage:
+            reasons.append(set_aside(path, damage, ranks))
+    return Found(None, tuple(reasons))
+
+
+def _sized(path: Path) -> manifest.Manifest:
+    found = manifest.read(path)
+    manifest.check_sizes(path, found)
+    return found
+
+
+def set_aside(path: Path, damage: DamageError, ranks: Ranks) -> str:
+    """Rename a bad checkpoint so that it is never tried again, and say so in a sentence. Collective."""
+
+    def rename() -> str:
+        aside = aside_of(path, damage.label)
+        try:
+            path.rename(aside)
+            (aside / REASON).write_text(f"{damage}\n", encoding="utf-8")
+        except OSError as error:
+            return f"{damage.path}: {damage.what}; passed over (it could not be set aside: {error.strerror})"
+        return f"{damage.path}: {damage.what}; set aside as {aside.name}"
+
+    return ranks.once(path, rename)
+
+
+def repair(folder: Path, disk: Disk) -> list[str]:
+    """Clear what a killed save or deletion left, and say what was done. No save may be going on in `folder`."""
+    reasons = []
+    for step, state, path in hidden(folder):
+        final = folder_of(folder, step)
+        if state == "replaced" and not final.exists():
+            disk.rename(path, final)
+            reasons.append(f"{final}: brought back, because the save that was to replace it did not end")
+            continue
+        disk.delete(path)
+        if state == "writing":
+            reasons.append(f"{final}: its save did not end; what there was of it is removed")
+    return reasons
