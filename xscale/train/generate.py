@@ -1,11 +1,16 @@
 """Writing text, one token at a time, over the mixers' caches."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from xscale.core.registry import Family
+from xscale.nn.attention import CORES
 from xscale.nn.init import seed_of
 from xscale.nn.mixer import MIXERS, Mixer
 from xscale.nn.mixer.attention import Attention
+from xscale.nn.module import Part
 from xscale.nn.tokens import Tokens
 
 
@@ -62,8 +67,6 @@ def pick(logits: Tensor, temperature: float, top_k: int | None, generator: torch
 
 def incremental(model: nn.Module) -> bool:
     """Whether every mixer has an incremental form; otherwise each token costs a forward over all."""
-    from xscale.nn.attention import CORES
-
     for module in model.modules():
         if isinstance(module, Attention):
             if not _promises(CORES, module.core):
@@ -73,6 +76,6 @@ def incremental(model: nn.Module) -> bool:
     return True
 
 
-def _promises(family: "object", part: nn.Module) -> bool:
-    name = type(part).Config.kind  # type: ignore[union-attr]
-    return bool(family.get(name).traits.decode)  # type: ignore[attr-defined]
+def _promises(family: Family[Any], part: Part) -> bool:
+    assert part.Config.kind is not None
+    return bool(family.get(part.Config.kind).traits.decode)

@@ -2,11 +2,12 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from xscale.checkpoint.save import CheckpointError, save
+from xscale.checkpoint.errors import CheckpointError
+from xscale.checkpoint.saving import save
 from xscale.core.config import encode
 from xscale.data.samples import Samples
 from xscale.mesh.collectives import mean_tensors, sum_scalars
@@ -34,11 +35,13 @@ class Loop:
     folder: Path
     stop: Stop
     began: float
+    failures: int = 0
+    """Saves that failed in a row."""
 
     def run(self) -> str | None:
         """Steps until the last one or until something asks to stop; the cause of stopping, None when done."""
         train, state = self.parts.settings.train, self.state
-        first, saved = state.step, state.step
+        first = state.step
         cause = None
         stream = self._stream(train.steps - state.step)
         while state.step < train.steps and cause is None:
@@ -50,14 +53,12 @@ class Loop:
             every = self.parts.settings.checkpoint.every_steps
             if last or cause is not None or (every and state.step % every == 0):
                 self._save(must=last or cause is not None)
-                saved = state.step
-        assert saved == state.step
         stream.close()
         return cause if state.step < train.steps else None
 
-    def _stream(self, steps: int) -> "Iterator[Samples]":
+    def _stream(self, steps: int) -> Generator[Samples, None, None]:
         feed, batch = self.parts.feed, self.parts.settings.train.batch_size
-        return feed.loader.stream(feed.requests(self.state.consumed, batch, steps))
+        yield from feed.loader.stream(feed.requests(self.state.consumed, batch, steps))
 
     def _step(self, stream: Iterator[Samples]) -> None:
         parts, state = self.parts, self.state
@@ -133,8 +134,9 @@ class Loop:
         self.observer.evaluated(EvalReport(state.step, found.loss, found.perplexity, found.bits_per_byte, seconds))
 
     def _save(self, *, must: bool) -> None:
-        """A save that fails in the middle of a run is told and tried again at the next; at its end it fails the run."""
+        """A save that fails is told and training goes on, up to a limit; one that must succeed fails the run."""
         parts, state = self.parts, self.state
+        keep = parts.settings.checkpoint
         start = time.perf_counter()
         try:
             path = save(
@@ -143,11 +145,14 @@ class Loop:
                 tensors(parts.rests, parts.optimizer),
                 state.encode(parts.optimizer),
                 encode(parts.settings),
-                keep_last=parts.settings.checkpoint.keep_last,
+                keep_last=keep.keep_last,
+                keep_every=keep.keep_every,
             )
         except CheckpointError as error:
-            if must:
+            self.failures += 1
+            if must or self.failures > keep.failure_limit:
                 raise
             self.observer.message(f"step {state.step} could not be saved: {error}; training goes on")
             return
+        self.failures = 0
         self.observer.saved(state.step, path, time.perf_counter() - start)

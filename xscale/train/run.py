@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from xscale.checkpoint.load import load, newest
+from xscale.checkpoint import loading
 from xscale.core.config import encode
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE
 from xscale.mesh.collectives import barrier
@@ -37,13 +37,21 @@ def train(settings: Settings) -> int:
 def _train(settings: Settings, here: Place, stop: Stop, began: float) -> int:
     folder = open_folder(settings)
     parts = set_up(settings, here)
-    state, resumed = restore(parts, folder / "checkpoints")
+    restored = loading.restore(
+        folder / "checkpoints", tensors(parts.rests, parts.optimizer), verify=settings.checkpoint.verify
+    )
+    state, resumed = State(), None
+    if restored.loaded is not None:
+        state = State.decode(restored.loaded.state, parts.optimizer)
+        resumed = state.step
     # What another rank finds wrong must be known before anything is written.
     barrier()
     if here.first:
         write_config(settings, folder)
     watching: Observer = Audience(observers(settings.observe, folder)) if here.first else Observer()
     watching.start(facts(parts, folder, state, resumed))
+    for sentence in restored.reasons:
+        watching.message(sentence)
     loop = Loop(parts, state, watching, folder, stop, began)
     reason, message = "failed", ""
     compared = None
@@ -60,16 +68,6 @@ def _train(settings: Settings, here: Place, stop: Stop, began: float) -> int:
         best, at = state.best_bits_per_byte, state.best_step
         watching.finish(EndReport(state.step, reason, message, compared, best, at))  # type: ignore[arg-type]
     return EXIT_DONE if reason == "done" else EXIT_REQUEUE
-
-
-def restore(parts: Parts, folder: Path) -> tuple[State, int | None]:
-    """The newest good checkpoint's state, or a new one; and the step it is from."""
-    found = newest(folder)
-    if found is None:
-        return State(), None
-    loaded = load(found, tensors(parts.rests, parts.optimizer))
-    state = State.decode(loaded.state, parts.optimizer)
-    return state, state.step
 
 
 def facts(parts: Parts, folder: Path, state: State, resumed: int | None) -> RunFacts:

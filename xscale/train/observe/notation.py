@@ -33,8 +33,10 @@ def duration(seconds: float) -> str:
 
 
 def percentage(fraction: float) -> str:
-    """'12.5 %'."""
-    return f"{100 * fraction:.3g} %" if fraction < 0.9995 else f"{100 * fraction:.0f} %"
+    """'12.5 %', '0.012 %'."""
+    value = 100 * fraction
+    text = f"{value:.1f}" if abs(value) >= 0.095 else f"{value:.2g}"
+    return f"{text.removesuffix('.0')} %"
 
 
 def printable(text: str) -> str:

@@ -7,8 +7,8 @@ from html import escape
 
 from xscale.train.observe.notation import quantity
 
-WIDTH, HEIGHT = 560, 280
-LEFT, RIGHT, TOP, BOTTOM = 54, 14, 14, 34
+WIDTH, HEIGHT = 560, 290
+LEFT, RIGHT, TOP, BOTTOM = 60, 16, 14, 46
 POINTS = 1200
 """More points than this on a line are thinned out: the paper has no more."""
 
@@ -41,7 +41,8 @@ def chart(
     if not points:
         return ""
     levels = [y for _, y in points] + [mark.y for mark in marks if _shown(mark.y, log)]
-    across = _Scale(min(x for x, _ in points), max(x for x, _ in points), LEFT, WIDTH - RIGHT)
+    # From the run's beginning, so that figures beside each other line up.
+    across = _Scale(0.0, max(x for x, _ in points), LEFT, WIDTH - RIGHT)
     low = 0.0 if zero else min(levels)
     up = _Scale(low, max(levels), HEIGHT - BOTTOM, TOP, log=log, roomy=True)
     drawing = [_grid(across, up)]
@@ -83,7 +84,11 @@ class _Scale:
             return [
                 10.0**power for power in range(math.ceil(self.low), math.floor(self.high) + 1) if power % every == 0
             ]
-        low, high = (10**self.low, 10**self.high) if self.log else (self.low, self.high)
+        low, high = self.low, self.high
+        if self.log:
+            decades = range(math.floor(low), math.floor(high) + 1)
+            round_ones = [factor * 10.0**power for power in decades for factor in (1, 2, 5)]
+            return [value for value in round_ones if low <= math.log10(value) <= high]
         unit = 10.0 ** math.floor(math.log10((high - low) / 5))
         step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if (high - low) / (unit * factor) <= 6)
         return [step * index for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
@@ -100,9 +105,9 @@ def _grid(across: _Scale, up: _Scale) -> str:
         parts.append(f'<path class="grid" d="M{LEFT} {place:.1f}H{WIDTH - RIGHT}"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{place + 4:.1f}" text-anchor="end">{number(y)}</text>')
     for x in across.ticks():
-        parts.append(f'<text x="{across(x):.1f}" y="{HEIGHT - 14}" text-anchor="middle">{number(x)}</text>')
+        parts.append(f'<text x="{across(x):.1f}" y="{HEIGHT - 27}" text-anchor="middle">{number(x)}</text>')
     parts.append(f'<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
-    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 1}" text-anchor="end" class="unit">tokens</text>')
+    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 6}" text-anchor="end" class="unit">tokens</text>')
     return "".join(parts)
 
 
@@ -149,14 +154,22 @@ def thin(x: Sequence[float], y: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def smooth(values: Sequence[float], span: int) -> list[float]:
-    """Exponential mean over about `span` values, without the pull of its start; what is not finite is passed over."""
-    keep = 1 - 1 / max(1, span)
-    total = weight = 0.0
-    smoothed = []
+    """Mean over `span` values around each one, fewer near the ends; what is not finite is passed over.
+
+    Centred, because a mean of the past alone draws a curve that falls fast above where it is.
+    """
+    totals, counts = [0.0], [0]
     for value in values:
-        if math.isfinite(value):
-            total, weight = keep * total + value, keep * weight + 1
-        smoothed.append(total / weight if weight else math.nan)
+        finite = math.isfinite(value)
+        totals.append(totals[-1] + (value if finite else 0.0))
+        counts.append(counts[-1] + finite)
+    smoothed = []
+    for index in range(len(values)):
+        # Never so few that the very ends are noise again.
+        reach = min(span // 2, max(index, span // 8), max(len(values) - 1 - index, span // 8))
+        low, high = max(0, index - reach), min(len(values), index + reach + 1)
+        known = counts[high] - counts[low]
+        smoothed.append((totals[high] - totals[low]) / known if known else math.nan)
     return smoothed
 
 
@@ -165,7 +178,9 @@ def number(value: float) -> str:
     if value == 0:
         return "0"
     if abs(value) >= 1000:
-        return quantity(value)
+        text = quantity(value)
+        digits, suffix = text.rstrip("kMGTPE"), text.lstrip("-.0123456789")
+        return (digits.rstrip("0").rstrip(".") if "." in digits else digits) + suffix
     if abs(value) < 1e-3:
         mantissa, power = f"{value:.1e}".split("e")
         return f"{mantissa.removesuffix('.0')}e{int(power)}"

@@ -36,16 +36,16 @@ def heat(layer: str, columns: Sequence[Sequence[float]], dropped: Sequence[float
     words = f"{experts} experts"
     if last and sum(last) > 0:
         even = sum(last) / experts
-        words += (
-            f"; at the end the least used gets {min(last) / even:.2g}×, the most used {max(last) / even:.2g}× its share"
-        )
+        least, most = min(last) / even, max(last) / even
+        few = f"{least:.2g}×" if least >= 0.01 else "less than 0.01×"
+        words += f"; at the end the least used gets {few} its share, the most used {most:.2g}×"
+    strip, lost = _dropped(dropped)
     return (
         f'<figure class="heat"><figcaption><code>{escape(layer)}</code></figcaption>'
         f'<div class="plot"><span class="first">0</span><span class="last">{experts - 1}</span>'
         f'<img src="{picture}" style="height:{height}px" alt="load of {experts} experts over time"></div>'
-        f"{_dropped(dropped)}"
-        f'<p class="ends"><span>0</span><span>{number(ends[-1])} tokens</span></p>'
-        f'<p class="note">{words}.</p></figure>'
+        f'{strip}<p class="ends"><span>0</span><span>{number(ends[-1])} tokens</span></p>'
+        f'<p class="note">{words}{lost}.</p></figure>'
     )
 
 
@@ -72,21 +72,22 @@ def legend() -> str:
     )
 
 
-def _dropped(values: Sequence[float]) -> str:
-    """A strip under the picture, its height scaled to the worst column."""
+def _dropped(values: Sequence[float]) -> tuple[str, str]:
+    """A strip under the picture, its height scaled to the worst column, and what it says in words."""
     known = [value for value in values if math.isfinite(value)]
     if not known:
-        return ""
+        return "", ""
     worst = max(known)
-    words = f"dropped: {percentage(known[-1])} of the tokens at the end, {percentage(worst)} at most"
     if worst == 0:
-        return '<p class="note">no token was dropped</p>'
+        return "", "; no token was dropped"
+    words = f"; dropped (the strip): {percentage(known[-1])} of the tokens at the end, {percentage(worst)} at most"
     bars = "".join(
         f"M{index} 24V{24 - 22 * value / worst:.1f}H{index + 1}V24Z"
         for index, value in enumerate(values)
         if math.isfinite(value) and value > 0
     )
-    return (
+    strip = (
         f'<svg class="strip" viewBox="0 0 {len(values)} 24" preserveAspectRatio="none" role="img" '
-        f'aria-label="dropped tokens over time"><path d="{bars}"/></svg><p class="note">{words}</p>'
+        f'aria-label="dropped tokens over time"><path d="{bars}"/></svg>'
     )
+    return strip, words

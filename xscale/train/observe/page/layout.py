@@ -40,7 +40,7 @@ def _figure(layout: "numpy.ndarray", layers: Sequence[str]) -> str:
     palette: list[Colour] = [(*INK, alpha) for alpha in range(256)]
     pictures = "".join(
         f'<div class="head"><img src="{source(cells(picture), palette)}" alt="blocks attended to"><p class="note">'
-        f"{_heads(group, len(layout))} {percentage(float(picture.mean()))} of the blocks</p></div>"
+        f"{_heads(group, len(layout))} {_density(picture)}</p></div>"
         for picture, group in heads
     )
     names = " ".join(f"<code>{escape(name)}</code>" for name in together(layers))
@@ -50,6 +50,16 @@ def _figure(layout: "numpy.ndarray", layers: Sequence[str]) -> str:
         f'<p class="note">{rows} blocks of queries (down) × {columns} of keys (across), '
         f"{len(layout)} {'head' if len(layout) == 1 else 'heads'}</p></figure>"
     )
+
+
+def _density(layout: "numpy.ndarray") -> str:
+    """How much of all blocks [Q, K] is there, or of those that a causal model could have."""
+    import numpy
+
+    lower = numpy.tri(*layout.shape) > 0
+    if layout.shape[0] == layout.shape[1] and not (layout & ~lower).any():
+        return f"{percentage(float(layout[lower].mean()))} of the causal blocks"
+    return f"{percentage(float(layout.mean()))} of the blocks"
 
 
 def cells(layout: "numpy.ndarray") -> "numpy.ndarray":

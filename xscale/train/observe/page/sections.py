@@ -53,7 +53,8 @@ def _figures(record: Record, history: History) -> Iterable[str]:
         words = "" if perplexity is None else f"perplexity {perplexity:.4g}"
         yield _figure("validation loss", f"{last['eval_loss']:.3f}", words, first=True)
     if history.steps:
-        yield _figure("training loss", f"{_last(smooth(history.scalars['loss'], 20)):.3f}", "mean of about 20 steps")
+        newest = [loss for loss in history.scalars["loss"] if math.isfinite(loss)][-20:] or [math.nan]
+        yield _figure("training loss", f"{sum(newest) / len(newest):.3f}", f"mean of {len(newest)} logged steps")
         yield _figure("tokens", quantity(_last(history.scalars["tokens"])), f"{quantity(facts.tokens_per_step)} a step")
         yield _figure(
             "tokens a second", quantity(_middle(history.scalars["tokens_per_second"])), "median, all processes"
@@ -82,28 +83,28 @@ def curves(record: Record, history: History) -> str:
     end = record.end
     baseline = end.baseline_bits_per_byte if end else None
     marks = [] if baseline is None else [Mark(baseline, f"order-2 byte model: {baseline:.3f}")]
-    training = smooth(scalars["loss"], max(1, len(tokens) // 50))
     return (
         chart(
-            [
-                Line(tokens, scalars["loss"], "faint", "each step"),
-                Line(tokens, training, "one", "training"),
-                Line(seen, loss, "two", "validation", dots=True),
-            ],
+            [*_noisy(tokens, scalars["loss"], "training"), Line(seen, loss, "two", "validation", dots=True)],
             "Loss, nats a token",
         )
         + chart([Line(seen, bits, "two", "validation", dots=True)], "Bits per byte", marks)
         + chart([Line(tokens, scalars["lr"], "one")], "Learning rate", zero=True)
-        + chart([Line(tokens, scalars["grad_norm"], "one")], "Gradient norm", log=_wide(scalars["grad_norm"]))
+        + chart(_noisy(tokens, scalars["grad_norm"]), "Gradient norm", log=_wide(scalars["grad_norm"]))
     )
+
+
+def _noisy(x: Sequence[float], y: Sequence[float], label: str = "") -> list[Line]:
+    """Every value faintly, and their course over it."""
+    return [Line(x, y, "faint", label and "each step"), Line(x, smooth(y, max(1, len(y) // 40)), "one", label)]
 
 
 def speed(history: History) -> str:
     """Tokens a second, utilisation, and where a step's time goes."""
     tokens, scalars = history.scalars["tokens"], history.scalars
     utilisation = [100 * value for value in scalars["mfu"]]
-    charts = chart([Line(tokens, scalars["tokens_per_second"], "one")], "Tokens a second", zero=True)
-    charts += chart([Line(tokens, utilisation, "one")], "MFU, %", zero=True)
+    charts = chart(_noisy(tokens, scalars["tokens_per_second"]), "Tokens a second", zero=True)
+    charts += chart(_noisy(tokens, utilisation), "MFU, %", zero=True)
     return (f'<div class="grid">{charts}</div>' if charts else "") + _split(history.split)
 
 

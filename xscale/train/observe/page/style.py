@@ -78,8 +78,8 @@ svg circle { fill: var(--paper); stroke: var(--colour); stroke-width: 2; }
 .strip path { fill: var(--two); opacity: .8; }
 .heat .note, .ends { margin-left: 1.9rem; }
 .ends { display: flex; justify-content: space-between; margin-top: .1rem; margin-bottom: .1rem; }
-.legend { display: flex; align-items: center; gap: .6rem; margin-bottom: 1.2rem; flex-wrap: wrap; }
-.legend i { width: 11rem; height: .7rem; border-radius: 2px; }
+.legend { display: flex; align-items: center; gap: .6rem; margin-bottom: 1.2rem; }
+.legend i { flex: 0 1 11rem; height: .7rem; border-radius: 2px; }
 .layouts { display: flex; flex-wrap: wrap; gap: 1.8rem 2.6rem; }
 .layout { max-width: 100%; }
 .layout figcaption code { display: block; font-weight: 400; }
@@ -94,7 +94,13 @@ th { font-weight: 400; color: var(--soft); white-space: nowrap; }
 td.number { text-align: right; }
 details { margin: .6rem 0; }
 summary { cursor: pointer; font-size: .92rem; color: var(--soft); }
+@media (max-width: 40rem) {
+  svg text { font-size: 17px; }
+  svg .unit { font-size: 16px; }
+}
 @media print {
+  :root { --paper: #fff; }
+  .head { width: 8rem; }
   body { max-width: none; padding: 0; font-size: 10.5pt; }
   .grid { grid-template-columns: 1fr 1fr; }
   section { break-inside: auto; }
