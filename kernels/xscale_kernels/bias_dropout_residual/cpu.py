@@ -1,0 +1,37 @@
+"""bias_dropout_residual on the CPU: blocks of rows, and a mask of one byte an element."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from xscale_kernels.rows import row_blocks
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None, p: float) -> torch.Tensor:
+        out = residual.new_empty(residual.shape)
+        mask = torch.empty(x.shape if p else (0,), dtype=torch.bool)
+        for span in row_blocks(out):
+            branch = x[span] if bias is None else x[span] + bias
+            if p:
+                branch = (branch * mask[span].bernoulli_(1 - p)).mul_(1 / (1 - p))
+            torch.add(residual[span], branch, out=out[span])
+        ctx.save_for_backward(mask)
+        ctx.p, ctx.biased = p, bias is not None
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None]:
+        (mask,) = ctx.saved_tensors
+        dx = (dy * mask).mul_(1 / (1 - ctx.p)) if ctx.p else dy
+        return dx, dy, dx.sum(0) if ctx.biased else None, None
+
+
+def bias_dropout_residual(x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None, p: float) -> torch.Tensor:
+    """As reference.bias_dropout_residual."""
+    rows = (each.reshape(-1, each.shape[-1]) for each in (x, residual))
+    out: torch.Tensor = _Sum.apply(*rows, bias, p)  # type: ignore[no-untyped-call]
+    return out.view(x.shape)

@@ -1,0 +1,52 @@
+"""bias_dropout_residual: residual + dropout(x + bias), how a branch joins the stream (Shoeybi et al. 2019)."""
+
+from __future__ import annotations
+
+import torch
+
+from xscale_kernels import refusals
+from xscale_kernels.bias_dropout_residual import reference
+from xscale_kernels.select import Implementation, choose, plain
+
+
+def _triton(x: torch.Tensor, *_: object) -> str | None:
+    # The mask's counter has 32 bits.
+    return refusals.unless_triton(x) or (None if x.numel() < 2**31 else "more than 2^31 elements")
+
+
+_HERE = "xscale_kernels.bias_dropout_residual"
+IMPLEMENTATIONS = (
+    Implementation("cpu", f"{_HERE}.cpu", refusals.unless_large_on_cpu),
+    Implementation("triton", f"{_HERE}.triton", _triton),
+    Implementation("reference", f"{_HERE}.reference", refusals.never),
+)
+
+
+def bias_dropout_residual(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    p: float = 0.0,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """residual + dropout(x + bias).
+
+    x, residual: [..., D] of one shape and dtype. bias: [D] of their dtype, or None. p: the chance that an element is
+    dropped, in [0, 1); the rest are scaled by 1 / (1 - p). Pass 0 when not training. Chance comes from torch's default
+    generator of the tensors' device; which elements are dropped differs between implementations. Gradients reach all
+    three.
+
+    Raises ValueError for shapes or p that do not fit, UnusableError when the named implementation refuses.
+    """
+    if x.shape != residual.shape or x.dtype != residual.dtype or (bias is not None and bias.shape != x.shape[-1:]):
+        raise ValueError(f"x and residual must have one shape and dtype, got {[*x.shape]} and {[*residual.shape]}")
+    if bias is not None and bias.dtype != x.dtype:
+        raise ValueError(f"the bias must have x's dtype {x.dtype}, got {bias.dtype}")
+    if not 0 <= p < 1:
+        raise ValueError(f"the chance p must be in [0, 1), got {p}")
+    if plain(implementation):
+        return reference.bias_dropout_residual(x, residual, bias, p)
+    choice = choose("bias_dropout_residual", IMPLEMENTATIONS, implementation, x)
+    out: torch.Tensor = choice.implementation.load().bias_dropout_residual(x, residual, bias, p)
+    return out

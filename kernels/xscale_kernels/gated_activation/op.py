@@ -1,0 +1,38 @@
+"""gated_activation (Dauphin et al. 2016, Shazeer 2020): activation(gate) * up, the middle of a gated feed-forward."""
+
+from __future__ import annotations
+
+import torch
+
+from xscale_kernels import refusals
+from xscale_kernels.gated_activation import reference
+from xscale_kernels.select import Implementation, choose, plain
+
+_HERE = "xscale_kernels.gated_activation"
+IMPLEMENTATIONS = (
+    Implementation("cpu", f"{_HERE}.cpu", refusals.unless_large_on_cpu),
+    Implementation("triton", f"{_HERE}.triton", refusals.unless_triton),
+    Implementation("reference", f"{_HERE}.reference", refusals.never),
+)
+
+
+def gated_activation(
+    gate: torch.Tensor, up: torch.Tensor, kind: str, *, implementation: str | None = None
+) -> torch.Tensor:
+    """activation(gate) * up, element by element.
+
+    gate, up: [..., F] of one shape and dtype; they may be the two halves of one tensor. kind: "glu" (sigmoid),
+    "bilinear" (none), "reglu", "geglu" (exact), "geglu_tanh", "swiglu". Returns their shape and dtype.
+    Gradients reach both.
+
+    Raises ValueError for an unknown kind or shapes that differ, UnusableError when the named implementation refuses.
+    """
+    if kind not in reference.KINDS:
+        raise ValueError(f"gated_activation has no kind '{kind}'; there are: {', '.join(reference.KINDS)}")
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(f"gate and up must have one shape and dtype, got {[*gate.shape]} and {[*up.shape]}")
+    if plain(implementation):
+        return reference.gated_activation(gate, up, kind)
+    choice = choose("gated_activation", IMPLEMENTATIONS, implementation, gate)
+    out: torch.Tensor = choice.implementation.load().gated_activation(gate, up, kind)
+    return out

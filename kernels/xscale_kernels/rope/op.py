@@ -1,0 +1,46 @@
+"""rope (Su et al. 2021): pairs of channels turned by an angle that grows with the position."""
+
+from __future__ import annotations
+
+import torch
+
+from xscale_kernels import refusals
+from xscale_kernels.rope import reference
+from xscale_kernels.select import Implementation, choose, plain
+
+_HERE = "xscale_kernels.rope"
+IMPLEMENTATIONS = (
+    Implementation("cpu", f"{_HERE}.cpu", refusals.unless_large_on_cpu),
+    Implementation("triton", f"{_HERE}.triton", refusals.unless_triton),
+    Implementation("reference", f"{_HERE}.reference", refusals.never),
+)
+
+
+def rope(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """Channel pairs (a, b) become (a cos - b sin, b cos + a sin); channels past the angles are left as they are.
+
+    x: [B, T, H, K]. cos, sin: [T, R / 2], or [B, T, R / 2] where positions differ by sequence, with R <= K even; they
+    get no gradient. interleaved: pairs are neighbours (0, 1), (2, 3), ... (the paper, GPT-J); otherwise channel i goes
+    with i + R / 2 (GPT-NeoX, Llama). Computed in float32 at least; returns x's shape and dtype.
+
+    Raises ValueError for shapes that do not fit, UnusableError when the named implementation refuses.
+    """
+    if x.dim() != 4 or cos.shape != sin.shape or cos.shape[:-1] not in (x.shape[1:2], x.shape[:2]):
+        raise ValueError(
+            "rope takes x [B, T, H, K] and cos, sin of one shape, [T, R / 2] or [B, T, R / 2], got "
+            f"{[*x.shape]}, {[*cos.shape]}, {[*sin.shape]}"
+        )
+    if 2 * cos.shape[-1] > x.shape[-1]:
+        raise ValueError(f"the angles turn {2 * cos.shape[-1]} channels, a head has {x.shape[-1]}")
+    if plain(implementation):
+        return reference.rope(x, cos, sin, interleaved)
+    choice = choose("rope", IMPLEMENTATIONS, implementation, x)
+    out: torch.Tensor = choice.implementation.load().rope(x, cos, sin, interleaved)
+    return out
