@@ -1,0 +1,5 @@
+"""One AdamW step of all tensors."""
+
+from xscale_kernels.adamw.op import IMPLEMENTATIONS, adamw_step_
+
+__all__ = ["IMPLEMENTATIONS", "adamw_step_"]

@@ -1,0 +1,93 @@
+"""adamw_step_ (Loshchilov and Hutter 2017): one step of every tensor of a group, in one launch where that can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from xscale_kernels import refusals
+from xscale_kernels.adamw.hyper import Hyper
+from xscale_kernels.select import Implementation, choose
+
+Roles = tuple[Sequence[torch.Tensor], ...]
+
+
+def _uneven(roles: Roles) -> str | None:
+    for role in roles:
+        if len({each.dtype for each in role}) > 1:
+            return "the tensors of one role have different dtypes; call once for each dtype"
+    if not all(each.is_contiguous() for role in roles for each in role):
+        return "some tensors are not contiguous"
+    return None
+
+
+def _torch(roles: Roles) -> str | None:
+    if len({each.dtype for role in roles for each in role}) > 1:
+        return "torch's fused step takes one dtype for all roles"
+    return None if roles[0][0].device.type in ("cpu", "cuda") else f"the tensors are on {roles[0][0].device.type}"
+
+
+def _foreach(roles: Roles) -> str | None:
+    if len({each.dtype for role in roles for each in role}) > 1:
+        return "the roles have different dtypes"
+    return None
+
+
+def _apex(roles: Roles) -> str | None:
+    reason = refusals.unless_apex(roles[0][0]) or _uneven(roles)
+    if reason is None and roles[2][0].dtype is not torch.float32:
+        return "apex keeps its state in float32"
+    return reason
+
+
+def _triton(roles: Roles) -> str | None:
+    return refusals.unless_triton(roles[0][0]) or _uneven(roles)
+
+
+_HERE = "xscale_kernels.adamw"
+IMPLEMENTATIONS = (
+    Implementation("triton", f"{_HERE}.triton", _triton),
+    Implementation("torch", f"{_HERE}.builtin", _torch),
+    Implementation("apex", f"{_HERE}.apex", _apex),
+    Implementation("foreach", f"{_HERE}.foreach", _foreach),
+    Implementation("reference", f"{_HERE}.reference", refusals.never),
+)
+
+
+@torch.no_grad()
+def adamw_step_(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    means: Sequence[torch.Tensor],
+    squares: Sequence[torch.Tensor],
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    scale: torch.Tensor | None = None,
+    implementation: str | None = None,
+) -> None:
+    """One AdamW step in place on params, means (of gradients) and squares (their running mean square).
+
+    The four sequences match tensor by tensor in shape, on one device. step: counts from 1. lr,
+    betas, eps, weight_decay (decoupled): as the paper. scale: a tensor of one element that multiplies every gradient first (the clip's coefficient), read on the
+    device, so clipping costs no pass and no wait; an implementation may leave the gradients scaled.
+
+    Raises ValueError for sequences that do not match, UnusableError when the named implementation refuses.
+    """
+    roles = (params, grads, means, squares)
+    if any(len(role) != len(params) for role in roles):
+        raise ValueError(f"adamw_step_ takes as many tensors in each role, got {[len(role) for role in roles]}")
+    for index, each in enumerate(zip(*roles, strict=True)):
+        if any(tensor.shape != each[0].shape for tensor in each):
+            raise ValueError(f"tensor {index} differs in shape between roles: {[[*tensor.shape] for tensor in each]}")
+    if step < 1:
+        raise ValueError(f"steps count from 1, got {step}")
+    if not params:
+        return
+    hyper = Hyper(step, float(lr), *betas, eps, weight_decay)
+    choice = choose("adamw", IMPLEMENTATIONS, implementation, roles)
+    choice.implementation.load().step_(params, grads, means, squares, scale, hyper)

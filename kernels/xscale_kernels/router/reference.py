@@ -1,0 +1,20 @@
+"""The definition of route in plain torch, differentiable as it stands."""
+
+from __future__ import annotations
+
+import torch
+
+from xscale_kernels.rows import wide
+
+SCORES = ("softmax", "sigmoid")
+
+
+def route(
+    logits: torch.Tensor, k: int, bias: torch.Tensor | None, score: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores [N, E], the chosen ones' scores [N, k] and the choice [N, k], best first. Shapes as in op.py."""
+    rows = logits.to(wide(logits.dtype))
+    scores = rows.softmax(-1) if score == "softmax" else rows.sigmoid()
+    ranked = scores.detach() if bias is None else scores.detach() + bias
+    experts = ranked.topk(k, dim=-1).indices
+    return scores, scores.gather(-1, experts), experts
