@@ -33,7 +33,7 @@ class Routed(NamedTuple):
     experts: torch.Tensor
     """[N, k] int64."""
     places: torch.Tensor | None
-    """[N, k] int64, the place in the expert's buffer, with `capacity` only; from C on it is dropped (its weight is 0)."""
+    """[N, k] int64, with `capacity` only: the place in the expert's buffer; from C on it is dropped (weight 0)."""
     counts: torch.Tensor | None
     """[E] int64, assignments to each expert before any is dropped, with `capacity` only."""
 
