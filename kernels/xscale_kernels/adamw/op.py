@@ -72,9 +72,10 @@ def adamw_step_(
 ) -> None:
     """One AdamW step in place on params, means (of gradients) and squares (their running mean square).
 
-    The four sequences match tensor by tensor in shape, on one device. step: counts from 1. lr,
-    betas, eps, weight_decay (decoupled): as the paper. scale: a tensor of one element that multiplies
-    every gradient first (the clip's coefficient), read on the device, so clipping costs no pass and no wait; an implementation may leave the gradients scaled.
+    The four sequences match tensor by tensor in shape, on one device. step: counts from 1. lr, betas, eps, weight_decay
+    (decoupled): as the paper. scale: a tensor of one element that multiplies every gradient first (the clip's
+    coefficient), read on the device, so clipping costs no pass and no wait; an implementation may leave the gradients
+    scaled.
 
     Raises ValueError for sequences that do not match, UnusableError when the named implementation refuses.
     """
