@@ -47,4 +47,4 @@ def activation(name: Activation) -> Callable[[Tensor], Tensor]:
 
 FFNS = Family("ffn", FfnTraits)
 
-from xscale.nn.ffn import dense, gated, moe  # noqa: E402, F401
+from xscale.nn.ffn import dense, gated, moe, product_key_memory  # noqa: E402, F401

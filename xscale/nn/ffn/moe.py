@@ -1,4 +1,7 @@
-"""A mixture of experts in the place of the ffn (Shazeer et al. 2017): each token uses only a few of them."""
+"""A mixture of experts in the place of the ffn (Shazeer et al. 2017): each token uses only a few of them.
+
+Router, experts, and what every token passes besides. Assignments that are dropped give 0.
+"""
 
 import math
 from typing import Annotated, Literal
@@ -24,8 +27,6 @@ from xscale_kernels.permute.op import permute, unpermute
 
 @FFNS.register("moe", traits=FfnTraits(per_token=False, sparse=True))
 class Moe(Ffn):
-    """Router, experts, and what every token passes besides. Assignments that are dropped give 0."""
-
     class Config(Ffn.Config):
         experts: int = 8
         """E, how many there are."""

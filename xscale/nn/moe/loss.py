@@ -47,3 +47,8 @@ def balance(
 def z_loss(logits: Tensor) -> Tensor:
     """Mean over tokens of (log sum_e exp logits)^2 (Zoph et al. 2022, equation 5). Logits [N, E]."""
     return logits.logsumexp(1).square().mean()
+
+
+def cv_squared(values: Tensor) -> Tensor:
+    """Squared coefficient of variation of `values` [E]: variance over squared mean (Shazeer et al. 2017, section 4)."""
+    return values.var(correction=0) / values.mean().square()

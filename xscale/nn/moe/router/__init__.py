@@ -68,4 +68,17 @@ class Router(Part):
 
 ROUTERS = Family("router", RouterTraits)
 
-from xscale.nn.moe.router import switch, topk  # noqa: E402, F401
+from xscale.nn.moe.router import (  # noqa: E402, F401
+    base,
+    expert_choice,
+    forced,
+    group_limited,
+    gshard,
+    hash,
+    noisy_topk,
+    prototype,
+    random,
+    sinkhorn,
+    switch,
+    topk,
+)

@@ -1,11 +1,14 @@
-"""Fedus et al. 2021, Switch Transformer: each token goes to the one expert it scores highest."""
+"""Fedus et al. 2021, Switch Transformer: each token goes to the one expert it scores highest.
+
+p = softmax(W x); y = p_i E_i(x) with i = argmax p.
+"""
 
 from typing import Any
 
 from torch import Tensor
 
 from xscale.nn.moe.router import ROUTERS, RouterTraits
-from xscale.nn.moe.router.scored import Scored
+from xscale.nn.moe.router.evened import Evened
 from xscale.nn.moe.routing import Routing
 from xscale.nn.tokens import Tokens
 
@@ -14,10 +17,8 @@ from xscale.nn.tokens import Tokens
     "switch",
     traits=RouterTraits(choice="token", top_k=1, drops=True, scope="token", causal=True, balance="loss", random=True),
 )
-class Switch(Scored):
-    """p = softmax(W x); y = p_i E_i(x) with i = argmax p."""
-
-    class Config(Scored.Config):
+class Switch(Evened):
+    class Config(Evened.Config):
         jitter: float = 0.01
         """Training multiplies the router's input by uniform noise in [1 - jitter, 1 + jitter]."""
 

@@ -5,8 +5,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.nn.init import ZEROS
 from xscale.nn.moe.router import ROUTERS, RouterDims, RouterTraits
-from xscale.nn.moe.router.scored import Scored
+from xscale.nn.moe.router.evened import Evened
 from xscale.nn.moe.routing import Routing
 from xscale.nn.tokens import Tokens
 
@@ -15,8 +16,8 @@ from xscale.nn.tokens import Tokens
     "topk",
     traits=RouterTraits(choice="token", top_k=None, drops=True, scope="token", causal=True, balance="loss"),
 )
-class TopK(Scored):
-    class Config(Scored.Config):
+class TopK(Evened):
+    class Config(Evened.Config):
         top_k: int = 2
         """Experts of each token."""
         score: Literal["softmax", "sigmoid"] = "softmax"
@@ -25,6 +26,20 @@ class TopK(Scored):
         """Divide the chosen gates by their sum; with softmax this equals a softmax over the chosen logits alone."""
         scale: float = 1.0
         """What multiplies the gates in the end (DeepSeek-AI 2024: 2.5)."""
+        bias_rate: float = 0.0
+        """Step of a bias that is added to gates for the choice only, up for an expert with less than its share, down
+        for one with more, after each optimizer step (Wang et al. 2024, loss-free balancing: 0.001); 0: no bias."""
+
+    def __init__(self, config: Any, dims: RouterDims) -> None:
+        super().__init__(config, dims)
+        self.bias: Tensor | None
+        if config.bias_rate:
+            # A parameter, so that it is built, cut and saved as others are; no gradient moves it: `settle` does.
+            self.declare("bias", (dims.experts,), ("state",), ZEROS)
+            assert self.bias is not None
+            self.bias.requires_grad_(False)
+        else:
+            self.register_parameter("bias", None)
 
     @classmethod
     def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
@@ -32,6 +47,8 @@ class TopK(Scored):
         if not 1 <= config.top_k <= dims.experts:
             what = f"{config.top_k} experts a token, of {dims.experts}"
             problems.append(Problem(f"{path}.top_k", what, f"Take 1 to {dims.experts}, or more experts."))
+        if config.bias_rate < 0:
+            problems.append(Problem(f"{path}.bias_rate", f"a step is 0 or more, not {config.bias_rate}"))
         return problems
 
     @classmethod
@@ -43,13 +60,13 @@ class TopK(Scored):
         return logits.softmax(1) if self.config.score == "softmax" else logits.sigmoid()
 
     def choose(self, gates: Tensor) -> Tensor:
-        """Gates [N, E] -> experts [N, k], best first."""
+        """Gates with the bias added [N, E] -> experts [N, k], best first."""
         return gates.topk(self.config.top_k, dim=1).indices
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
         logits = self.logits(x, tokens)
         gates = self.gates(logits)  # [N, E]
-        experts = self.choose(gates)
+        experts = self.choose(gates if self.bias is None else gates + self.use(self.bias).to(gates.dtype))
         weights = gates.gather(1, experts)  # [N, k]
         if self.config.normalise:
             # Without an epsilon: gates that are all zero must show as a step that is not finite.

@@ -1,0 +1,53 @@
+"""The base of routers whose load is evened by a loss (Shazeer et al. 2017; Lepikhin et al. 2020; Fedus et al. 2021)."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from xscale.core.errors import Problem
+from xscale.nn.moe.loss import balance
+from xscale.nn.moe.router import RouterDims
+from xscale.nn.moe.router.scored import Scored
+from xscale.nn.tokens import Tokens
+
+
+class Evened(Scored):
+    """A scored router with the balancing loss."""
+
+    class Config(Scored.Config):
+        balance: float = 0.01
+        """Weight of the balancing loss; 0: none."""
+        scope: Literal["micro_batch", "sequence", "global_batch"] = "micro_batch"
+        """What the balancing loss evens the load over: each of the mixture's groups of a micro-batch, each sequence
+        (DeepSeek-AI 2024), or loads averaged over all ranks' micro-batches (Qiu et al. 2025)."""
+
+    def __init__(self, config: Any, dims: RouterDims) -> None:
+        super().__init__(config, dims)
+        self.pool: Callable[[Tensor], Tensor] | None = None
+        """Seam: mean of loads over all ranks' micro-batches, for scope = global_batch. None: this micro-batch alone."""
+
+    @classmethod
+    def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
+        problems = super().check(config, dims, path)
+        if config.balance < 0:
+            problems.append(Problem(f"{path}.balance", f"a loss weighs 0 or more, not {config.balance}"))
+        return problems
+
+    def losses(
+        self, tokens: Tokens, logits: Tensor, probabilities: Tensor, experts: Tensor
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """As Scored's, and the balance of `experts` [N, k]; the balance is measured even where it weighs nothing."""
+        total, measured = super().losses(tokens, logits, probabilities, experts)
+        wanted = tokens.tally is not None or (tokens.auxiliary is not None and self.config.balance)
+        if not wanted:
+            return total, measured
+        choices = experts.shape[1]
+        token = torch.arange(len(experts), device=experts.device).repeat_interleave(choices)
+        segments = len(tokens.ids) if self.config.scope == "sequence" else self.groups
+        pool = self.pool if self.config.scope == "global_batch" else None
+        measured["aux"] = balance(probabilities, token, experts.reshape(-1), segments, pool)
+        if self.config.balance:
+            total = self.config.balance * measured["aux"] + (0 if total is None else total)
+        return total, measured
