@@ -25,7 +25,10 @@ def test_a_missing_file_and_a_short_one(tmp_path: Path) -> None:
     (tmp_path / "step-00000003" / "state.json").unlink()
     data = tmp_path / "step-00000002" / "tensors" / "__0_0.distcp"
     data.write_bytes(data.read_bytes()[:-1])
-    found = newest(tmp_path)
+    looked = newest(tmp_path)
+    assert looked.path == tmp_path / "step-00000001"
+    assert looked.reasons[0].endswith("the file state.json is missing; passed over")
+    found = newest(tmp_path, mend=True)
     assert found.path == tmp_path / "step-00000001"
     assert [reason.split(": ", 1)[1] for reason in found.reasons] == [
         "the file state.json is missing; set aside as bad-step-00000003-missing",
@@ -74,6 +77,9 @@ def test_what_a_kill_left_is_cleared_or_brought_back(tmp_path: Path) -> None:
     hidden_of(tmp_path, 4, "writing").mkdir()
     hidden_of(tmp_path, 1, "deleting").mkdir()
     (tmp_path / "step-00000003").rename(hidden_of(tmp_path, 3, "replaced"))
+    before = sorted(tmp_path.rglob("*"))
+    assert newest(tmp_path).path == tmp_path / "step-00000002"
+    assert sorted(tmp_path.rglob("*")) == before, "looking must not change what a run that goes on is writing"
     restored = restore(tmp_path, tensors)
     assert restored.loaded is not None
     assert restored.loaded.step == 3

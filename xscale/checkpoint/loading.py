@@ -79,7 +79,7 @@ def restore(
     """
     reasons: list[str] = []
     while True:
-        found = newest(folder, group=group)
+        found = newest(folder, group=group, mend=True)
         reasons += found.reasons
         if found.path is None:
             if Ranks(group, "read").once(folder, lambda: bool(bad(folder))):

@@ -25,14 +25,17 @@ class Found:
     """A sentence for each thing that was repaired or set aside: to be logged."""
 
 
-def newest(folder: Path, *, group: dist.ProcessGroup | None = None, hashes: bool = False) -> Found:
+def newest(folder: Path, *, group: dist.ProcessGroup | None = None, hashes: bool = False, mend: bool = False) -> Found:
     """The newest checkpoint in `folder` whose manifest holds: presence and sizes, with `hashes` the contents too.
 
-    Bad ones are renamed to bad-step-XXXXXXXX-WHY and the next older is tried. Collective; no save may be going on.
+    A bad one is passed over and the next older is tried. Collective. With `mend`, which is for the run that owns the
+    folder and only while it does not save, bad ones are renamed to bad-step-XXXXXXXX-WHY and what a killed save left
+    is cleared; without it nothing on the disk changes, so that a run may be looked at while it goes on.
     """
     ranks = Ranks(group, "read")
     reasons: list[str] = []
-    reasons += ranks.once(folder, lambda: repair(folder, Disk()))
+    if mend:
+        reasons += ranks.once(folder, lambda: repair(folder, Disk()))
     for _, path in ranks.once(folder, lambda: steps(folder)):
         try:
             found = ranks.once(path, partial(_sized, path))
@@ -40,7 +43,8 @@ def newest(folder: Path, *, group: dist.ProcessGroup | None = None, hashes: bool
                 ranks.every(path, partial(manifest.check_hashes, path, found, ranks.rank, ranks.world))
             return Found(path, tuple(reasons))
         except DamageError as damage:
-            reasons.append(set_aside(path, damage, ranks))
+            passed = f"{damage.path}: {damage.what}; passed over"
+            reasons.append(set_aside(path, damage, ranks) if mend else passed)
     return Found(None, tuple(reasons))
 
 
