@@ -48,5 +48,5 @@ def observers(config: ObserveConfig, folder: Path) -> list[Observer]:
         from xscale.train.observe.html import Html
 
         # Last: it reads what Metrics wrote.
-        audience.add(Html(folder))
+        audience.add(Html(folder, audience.message))
     return [audience]

@@ -1,10 +1,12 @@
 """report.html: the run on one page that needs nothing else, for the screen, the phone and paper."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from html import escape
 from pathlib import Path
 
+from xscale.core.errors import ConfigError
 from xscale.train.observe import history, record
 from xscale.train.observe.notation import printable
 from xscale.train.observe.observer import Observer
@@ -22,14 +24,21 @@ class Html(Observer):
     A run that is killed has its report.json; `build_report` makes the page from it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
+        """`tell` gets what a person should know about the page."""
         self._folder = folder
+        self._tell = tell
         self._record: Record | None = None
 
     def start(self, facts: RunFacts) -> None:
         samples: tuple[SampleReport, ...] = ()
         if facts.resumed_from is not None and (self._folder / record.NAME).exists():
-            before = record.read(self._folder).samples
+            try:
+                before = record.read(self._folder).samples
+            except ConfigError as error:
+                # Old samples are not worth a run that does not go on.
+                self._tell(f"warning: earlier samples will not be in {NAME}: {error}")
+                before = ()
             samples = tuple(sample for sample in before if sample.step <= facts.resumed_from)
         self._record = Record(replace(facts, folder=self._folder), samples)
         record.write(self._record)
