@@ -1,0 +1,117 @@
+"""Parts and inputs for the conformance suite: small, in float64, with every weight off its start."""
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tests.families import example
+from xscale.core.registry import Entry
+from xscale.nn.attention import Core
+from xscale.nn.attention.sight import Sight
+from xscale.nn.dims import Dims
+from xscale.nn.init import materialize
+from xscale.nn.module import Module, name_modules
+from xscale.nn.tokens import Tokens
+
+LENGTH = 650
+"""Tokens: ten blocks of the default size, and a part of one."""
+WIDTH, HEADS, HEAD_WIDTH, VOCABULARY = 32, 4, 8, 40
+M = TypeVar("M", bound=Module)
+
+
+def dims(**changes: Any) -> Dims:
+    """The model around a part."""
+    usual: dict[str, Any] = {"width": WIDTH, "depth": 2, "vocabulary": VOCABULARY, "length": LENGTH, "causal": True}
+    return Dims(**{**usual, **changes})
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    """Normal float64 numbers."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def ready(module: M) -> M:
+    """Named, in float64, in evaluation, and with weights large enough that each of them shows."""
+    name_modules(module)
+    materialize(module, 0, dtype=torch.float64)
+    with torch.no_grad():
+        for at, parameter in enumerate(module.parameters()):
+            parameter.add_(drawn(*parameter.shape, seed=1000 + at), alpha=0.3)
+    module.eval()
+    return module
+
+
+def fitting(entry: Entry[Any], dims: Any) -> Any:
+    """The part's example config, which must have no problem within `dims`."""
+    config = example(entry)
+    problems = entry.part.check(config, dims, entry.name)
+    assert problems == [], [str(problem) for problem in problems]
+    return config
+
+
+def core(entry: Entry[Any], *, causal: bool = True, cross: bool = False, heads: int = HEADS) -> Core:
+    around = dims(causal=causal, cross=cross)
+    part: Core = entry.part(fitting(entry, around), around, heads, HEAD_WIDTH)
+    return ready(part)
+
+
+def qkv(queries: int = LENGTH, keys: int | None = None, heads: int = HEADS, groups: int = HEADS) -> list[Tensor]:
+    """q [2, H, T, K], k and v [2, G, S, K], strided as projections leave them."""
+    shapes = [(queries, heads), (keys or queries, groups), (keys or queries, groups)]
+    return [drawn(2, length, count, HEAD_WIDTH, seed=at).transpose(1, 2) for at, (length, count) in enumerate(shapes)]
+
+
+def run(core: Core, q: Tensor, k: Tensor, v: Tensor, *, sight: Sight | None = None, **changes: Any) -> Tensor:
+    """The core's output, with torch's generator at the same place each time."""
+    usual: dict[str, Any] = {"queries": q.shape[2], "keys": k.shape[2], "causal": core.causal}
+    torch.manual_seed(0)
+    out: Tensor = core(q, k, v, Sight(**{**usual, **changes}) if sight is None else sight)
+    assert out.shape == q.shape
+    assert out.dtype == q.dtype
+    return out
+
+
+def other_from(x: Tensor, cut: int, dim: int = 2) -> Tensor:
+    """`x` with other numbers at and behind place `cut` of `dim`."""
+    changed = x.clone()
+    changed.narrow(dim, cut, x.shape[dim] - cut).add_(
+        drawn(*changed.narrow(dim, cut, x.shape[dim] - cut).shape, seed=7)
+    )
+    return changed
+
+
+def tokens(length: int = LENGTH, batch: int = 2, documents: Tensor | None = None, **others: Any) -> Tokens:
+    ids = torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(5))
+    return Tokens.of(ids, documents, **others)
+
+
+def numbered(*lengths: int, batch: int = 2) -> Tensor:
+    """Document numbers [B, T] of documents of those lengths."""
+    numbers = [torch.full((length,), at) for at, length in enumerate(lengths)]
+    return torch.cat(numbers).expand(batch, -1).contiguous()
+
+
+def close(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-9, atol=1e-11)
+
+
+def slope_fits(function: Any, inputs: list[Tensor]) -> bool:
+    """Whether the gradients of `function` (to a tensor) fit a central difference in a random direction."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    weights = drawn(*function(*inputs).shape, seed=11)
+    gradients = torch.autograd.grad((function(*inputs) * weights).sum(), inputs)
+    step = 1e-5
+    for at, gradient in enumerate(gradients):
+        direction = drawn(*gradient.shape, seed=20 + at)
+        with torch.no_grad():
+            ends = [
+                (
+                    function(*[x + sign * step * direction if j == at else x for j, x in enumerate(inputs)]) * weights
+                ).sum()
+                for sign in (1, -1)
+            ]
+        measured, told = (ends[0] - ends[1]) / (2 * step), (gradient * direction).sum()
+        if not torch.isclose(measured, told, rtol=1e-5, atol=1e-6):
+            return False
+    return True

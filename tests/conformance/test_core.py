@@ -1,0 +1,233 @@
+"""What every attention core owes: each trait, held on every core that declares it. No core is named here."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.conformance.made import HEAD_WIDTH, LENGTH, close, core, numbered, other_from, qkv, run, slope_fits
+from tests.families import each, example
+from xscale.core.registry import Entry
+from xscale.nn.attention import CORES
+from xscale.nn.attention.sight import Sight
+from xscale.nn.module import parameter_axes
+
+CUTS = (1, 63, 64, 65, 400, LENGTH - 1)
+"""Around the ends of blocks, and away from them."""
+DOCUMENTS = (70, 130, 450)
+
+
+def modes(entry: Entry[Any]) -> list[bool]:
+    """The settings of `causal` that the core declares."""
+    found = [causal for causal, able in ((True, entry.traits.causal), (False, entry.traits.bidirectional)) if able]
+    assert found, f"{entry.name} is neither causal nor bidirectional: nothing could use it"
+    return found
+
+
+@each(entry for entry in CORES if entry.traits.causal)
+def test_the_future_does_not_leak(entry: Entry[Any]) -> None:
+    part, inputs = core(entry), qkv()
+    whole = run(part, *inputs)
+    for cut in CUTS:
+        changed = run(part, *[other_from(x, cut) for x in inputs])
+        assert close(changed[:, :, :cut], whole[:, :, :cut]), f"tokens before {cut} know those from it on"
+        assert not close(changed[:, :, cut:], whole[:, :, cut:]), "the core does not look at its input"
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        for gradient in torch.autograd.grad(run(part, *leaves)[:, :, :cut].square().sum(), leaves):
+            assert not gradient[:, :, cut:].any(), f"gradients reach tokens from {cut} on"
+
+
+@each(entry for entry in CORES if entry.traits.bidirectional)
+def test_it_looks_both_ways(entry: Entry[Any]) -> None:
+    part, (q, k, v) = core(entry, causal=False), qkv()
+    whole = run(part, q, k, v)
+    behind = run(part, q, other_from(k, LENGTH // 2), other_from(v, LENGTH // 2))
+    assert not close(behind[:, :, : LENGTH // 2], whole[:, :, : LENGTH // 2]), "no token sees what comes after it"
+    before = run(part, q, *[other_from(x.flip(2), LENGTH // 2).flip(2) for x in (k, v)])
+    assert not close(before[:, :, LENGTH // 2 :], whole[:, :, LENGTH // 2 :]), "no token sees what stands before it"
+
+
+@each(CORES)
+def test_it_is_causal_or_bidirectional(entry: Entry[Any]) -> None:
+    assert modes(entry)
+
+
+@each(entry for entry in CORES if entry.traits.cross)
+@pytest.mark.parametrize(("queries", "keys"), [(37, 101), (130, 64), (1, 70)])
+def test_queries_and_keys_may_differ_in_number(entry: Entry[Any], queries: int, keys: int) -> None:
+    part, (q, k, v) = core(entry, causal=True, cross=True), qkv(queries, keys)
+    whole = run(part, q, k, v, causal=False)
+    assert not close(run(part, q, other_from(k, keys - 1), other_from(v, keys - 1), causal=False), whole)
+    assert not close(run(part, other_from(q, queries - 1), k, v, causal=False), whole)
+
+
+@each(entry for entry in CORES if entry.traits.per_head)
+def test_slices_of_heads_make_the_whole(entry: Entry[Any]) -> None:
+    for causal in modes(entry):
+        whole, (q, k, v) = core(entry, causal=causal), qkv(groups=2)
+        halves = []
+        for first in (0, 2):
+            half = core(entry, causal=causal, heads=2)
+            half.first_head = first
+            axes = parameter_axes(whole)
+            for (name, mine), (_, theirs) in zip(half.named_parameters(), whole.named_parameters(), strict=True):
+                cut: Tensor = theirs.detach()
+                for dim, axis in enumerate(axes[name]):
+                    if axis in ("heads", "kv_heads"):
+                        cut = cut.narrow(dim, first * cut.shape[dim] // 4, mine.shape[dim])
+                mine.data.copy_(cut)
+            group = slice(first // 2, first // 2 + 1)
+            halves.append(run(half, q[:, first : first + 2], k[:, group], v[:, group]))
+        assert close(torch.cat(halves, 1), run(whole, q, k, v))
+
+
+@each(CORES)
+def test_a_key_head_serves_its_query_heads(entry: Entry[Any]) -> None:
+    for causal in modes(entry):
+        part, (q, k, v) = core(entry, causal=causal), qkv(groups=2)
+        assert close(run(part, q, k, v), run(part, q, *[x.repeat_interleave(2, 1) for x in (k, v)]))
+
+
+@each(CORES)
+def test_sequences_of_a_batch_stay_apart(entry: Entry[Any]) -> None:
+    for causal in modes(entry):
+        part, inputs = core(entry, causal=causal), qkv()
+        assert close(run(part, *inputs)[1:], run(part, *[x[1:] for x in inputs]))
+
+
+def measured(entry: Entry[Any], length: int) -> tuple[float, float, float]:
+    """Multiply-adds of a bidirectional forward (causal where there is no other): counted, told, and by the trait."""
+    causal = not entry.traits.bidirectional
+    part = core(entry, causal=causal, heads=2)
+    q, k, v = [x[:1] for x in qkv(length, heads=2, groups=2)]
+    # The counter does not see into fused attention.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        run(part, q, k, v)
+    value = v.detach().requires_grad_()
+    out = run(part, q, k, value)
+    seen = 0
+    for at in range(0, length, 16):
+        (gradient,) = torch.autograd.grad(out[0, :, at].sum(), value, retain_graph=True)
+        seen += int(gradient[0].any(-1).sum())
+    keys = seen / 2 / len(range(0, length, 16))
+    names = {"T": length, "S": length, "K": HEAD_WIDTH, "w": keys, **dict(example(entry))}
+    formula = 2 * eval(entry.traits.cost, {"min": min, "max": max, **names})
+    return counter.get_total_flops() / 2, part.multiply_adds(length, length, 2, HEAD_WIDTH), formula
+
+
+@each(CORES)
+def test_its_cost_is_what_it_says(entry: Entry[Any]) -> None:
+    """At whole blocks: what is padded is not counted."""
+    short, long = measured(entry, 256), measured(entry, 512)
+    for counted, told, formula in (short, long):
+        assert told == pytest.approx(counted, rel=0.1)
+        assert formula == pytest.approx(counted, rel=0.1)
+
+
+@each(entry for entry in CORES if entry.traits.documents)
+def test_packed_documents_stay_apart(entry: Entry[Any]) -> None:
+    numbers = numbered(*DOCUMENTS)
+    starts = [0, DOCUMENTS[0], DOCUMENTS[0] + DOCUMENTS[1], LENGTH]
+    for causal in modes(entry):
+        part, inputs = core(entry, causal=causal), qkv()
+        packed = run(part, *inputs, query_documents=numbers, key_documents=numbers)
+        changed = run(part, *[other_from(x, starts[2]) for x in inputs], query_documents=numbers, key_documents=numbers)
+        assert close(changed[:, :, : starts[2]], packed[:, :, : starts[2]]), "a document sees the one behind it"
+        flipped = [other_from(x.flip(2), LENGTH - starts[1]).flip(2) for x in inputs]
+        changed = run(part, *flipped, query_documents=numbers, key_documents=numbers)
+        assert close(changed[:, :, starts[1] :], packed[:, :, starts[1] :]), "a document sees the one before it"
+        alone = [run(part, *[x[:, :, begin:end] for x in inputs]) for begin, end in pairwise(starts)]
+        same = close(torch.cat(alone, 2), packed)
+        assert same != entry.traits.anchored, "packed documents against documents apart: not what `anchored` says"
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+    """Softmax attention, written out: what `exact` is measured against."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("bhtk,bhsk->bhts", q, k) / q.shape[-1] ** 0.5
+    if sight.bias is not None:
+        scores = scores + sight.bias
+    if sight.causal:
+        place = torch.arange(sight.queries)[:, None] + sight.offset
+        scores = scores.masked_fill(torch.arange(sight.keys)[None, :] > place, float("-inf"))
+    if sight.query_documents is not None and sight.key_documents is not None:
+        apart = sight.query_documents[:, :, None] != sight.key_documents[:, None, :]
+        scores = scores.masked_fill(apart[:, None], float("-inf"))
+    return torch.einsum("bhts,bhsk->bhtk", scores.softmax(-1), v)
+
+
+@each(entry for entry in CORES if entry.traits.exact)
+def test_exact_is_softmax(entry: Entry[Any]) -> None:
+    for causal in modes(entry):
+        part, (q, k, v) = core(entry, causal=causal), qkv(groups=2)
+        sights = [Sight(LENGTH, LENGTH, causal)]
+        if entry.traits.documents:
+            numbers = numbered(*DOCUMENTS)
+            sights.append(Sight(LENGTH, LENGTH, causal, query_documents=numbers, key_documents=numbers))
+        if entry.traits.bias:
+            sights.append(Sight(LENGTH, LENGTH, causal, bias=torch.randn(1, 4, LENGTH, LENGTH, dtype=q.dtype)))
+        for sight in sights:
+            assert close(run(part, q, k, v, sight=sight), naive(q, k, v, sight))
+
+
+@each(entry for entry in CORES if entry.traits.bias)
+def test_a_bias_counts(entry: Entry[Any]) -> None:
+    for causal in modes(entry):
+        part, (q, k, v) = core(entry, causal=causal), qkv()
+        whole = run(part, q, k, v)
+        nothing = torch.zeros(1, 4, LENGTH, LENGTH, dtype=q.dtype)
+        assert close(run(part, q, k, v, bias=nothing), whole)
+        against = nothing.clone()
+        against[:, 1, :, 7] = -1e4
+        biased = run(part, q, k, v, bias=against)
+        # A query with no other key in sight has to look at what it is told not to, whatever the bias.
+        late = slice(80, None)
+        apart = v.clone()
+        apart[:, :, 7] += 1
+        assert close(run(part, q, k, apart, bias=against)[:, 1, late], biased[:, 1, late]), "key 7 is still seen"
+        assert close(biased[:, 0], whole[:, 0]), "another head's bias is heard"
+        assert not close(biased[:, 1], whole[:, 1]), "the bias is not heard"
+
+
+@each(CORES)
+def test_random_numbers_only_where_declared(entry: Entry[Any]) -> None:
+    part, (q, k, v) = core(entry, causal=modes(entry)[0]), qkv()
+    sight = Sight(LENGTH, LENGTH, part.causal)
+    torch.manual_seed(1)
+    first = part(q, k, v, sight)
+    torch.manual_seed(2)
+    assert torch.equal(first, part(q, k, v, sight)) != entry.traits.random
+
+
+@each(entry for entry in CORES if entry.traits.decode)
+def test_one_query_at_a_time_gives_the_same(entry: Entry[Any]) -> None:
+    part, (q, k, v) = core(entry), qkv(groups=2)
+    whole = run(part, q, k, v)
+    for first, last in [(0, 1), (0, 100), (63, 64), (64, 65), (65, 66), (100, 107), (500, 650), (649, 650)]:
+        sight = Sight(last - first, last, True, offset=first)
+        some = run(part, q[:, :, first:last], k[:, :, :last], v[:, :, :last], sight=sight)
+        assert close(some, whole[:, :, first:last]), f"queries {first} to {last} over a cache"
+
+
+@each(CORES)
+def test_a_sequence_can_be_spread_as_declared(entry: Entry[Any]) -> None:
+    for style in entry.traits.context:
+        if style == "ulysses":
+            assert entry.traits.per_head, "ulysses gives each rank some heads of the whole sequence"
+        elif style == "ring":
+            assert entry.traits.exact, "a ring adds up the softmax over each rank's keys"
+        else:
+            pytest.fail(f"nothing here checks the context style '{style}'")
+
+
+@each(CORES)
+def test_gradients_fit_differences(entry: Entry[Any]) -> None:
+    if entry.traits.random:
+        pytest.skip("choices drawn at random make steps, which differences straddle")
+    for causal in modes(entry):
+        part = core(entry, causal=causal)
+        assert slope_fits(lambda q, k, v, part=part: run(part, q, k, v), qkv(groups=2))

@@ -1,0 +1,190 @@
+"""Cores that promise what they do not keep: the check of each trait must catch the one that breaks it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conformance import test_core as suite
+from xscale.core.registry import Entry, Family
+from xscale.nn.attention import Core, CoreTraits
+from xscale.nn.attention.sight import Sight
+
+HONEST = CoreTraits(
+    causal=True,
+    bidirectional=True,
+    cross=True,
+    per_head=True,
+    cost="2*T*S*K",
+    context=("ring", "ulysses"),
+    bias=True,
+    documents=True,
+    exact=True,
+    decode=True,
+)
+Check = Callable[[Entry[Any]], None]
+
+
+class Written(Core):
+    """Softmax attention as the suite itself writes it: every check must let it through."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+        return suite.naive(q, k, v, sight)
+
+    def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
+        return 2.0 * heads * queries * keys * head_width
+
+
+class Leaky(Written):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+        return super().forward(q, k, v, replace(sight, offset=sight.offset + 1))
+
+
+class LeakyGradient(Written):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+        return (
+            super().forward(q, k, v, sight)
+            + 0 * (v.square().sum() - v.square().sum().detach())
+            + (v - v.detach()).sum()
+        )
+
+
+class OneWay(Written):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+        return super().forward(q, k, v, replace(sight, causal=True))
+
+
+class ShortSighted(Written):
+    """Looks at the first T keys only."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+        few = min(sight.keys, max(sight.queries, 32))
+        return super().forward(q, k[:, :, :few], v[:, :, :few], replace(sight, keys=few))
+
+
+class TalkingHeads(Written):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+        out = super().forward(q, k, v, sight)
+        return out + out.mean(1, keepdim=True)
+
+
+class MixedGroups(Written):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+        times = q.shape[1] // k.shape[1]
+        return super().forward(q, k.repeat(1, times, 1, 1), v.repeat(1, times, 1, 1), sight)
+
+
+class MixedBatch(Written):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+        return super().forward(q, k, v - v.mean(0, keepdim=True), sight)
+
+
+class Boastful(Written):
+    def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
+        return 1.0 * heads * queries * keys * head_width
+
+
+class Merged(Written):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+        return super().forward(q, k, v, replace(sight, query_documents=None, key_documents=None))
+
+
+class Rough(Written):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+        return super().forward(q * 1.001, k, v, sight)
+
+
+class Deaf(Written):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+        return super().forward(q, k, v, replace(sight, bias=None))
+
+
+class Dice(Written):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+        return super().forward(q + 1e-6 * torch.randn_like(q), k, v, sight)
+
+
+class CountsQueries(Written):
+    """Decoding one query is not what a whole sequence is."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+        return super().forward(q / sight.queries**0.1, k, v, sight)
+
+
+class Detached(Written):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+        return super().forward(q, k.detach() + 0 * k, v, sight)
+
+
+def registered(part: type[Core], **changes: Any) -> Entry[Any]:
+    """The part in a family of its own."""
+    family: Family[CoreTraits] = Family("core", CoreTraits)
+    name = part.__name__
+    family.register(name, traits=replace(HONEST, **changes))(type(name, (part,), {"__doc__": part.__doc__}))
+    return family.get(name)
+
+
+CHECKS: list[Check] = [
+    suite.test_the_future_does_not_leak,
+    suite.test_it_looks_both_ways,
+    suite.test_it_is_causal_or_bidirectional,
+    suite.test_slices_of_heads_make_the_whole,
+    suite.test_a_key_head_serves_its_query_heads,
+    suite.test_sequences_of_a_batch_stay_apart,
+    suite.test_its_cost_is_what_it_says,
+    suite.test_packed_documents_stay_apart,
+    suite.test_exact_is_softmax,
+    suite.test_a_bias_counts,
+    suite.test_random_numbers_only_where_declared,
+    suite.test_one_query_at_a_time_gives_the_same,
+    suite.test_a_sequence_can_be_spread_as_declared,
+    suite.test_gradients_fit_differences,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_an_honest_core_passes(check: Check) -> None:
+    check(registered(Written))
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "check"),
+    [
+        (Leaky, {}, suite.test_the_future_does_not_leak),
+        (LeakyGradient, {}, suite.test_the_future_does_not_leak),
+        (OneWay, {}, suite.test_it_looks_both_ways),
+        (Written, {"causal": False, "bidirectional": False}, suite.test_it_is_causal_or_bidirectional),
+        (TalkingHeads, {}, suite.test_slices_of_heads_make_the_whole),
+        (MixedGroups, {}, suite.test_a_key_head_serves_its_query_heads),
+        (MixedBatch, {}, suite.test_sequences_of_a_batch_stay_apart),
+        (Boastful, {}, suite.test_its_cost_is_what_it_says),
+        (Written, {"cost": "T*K*K"}, suite.test_its_cost_is_what_it_says),
+        (Merged, {}, suite.test_packed_documents_stay_apart),
+        (Written, {"anchored": True}, suite.test_packed_documents_stay_apart),
+        (Rough, {}, suite.test_exact_is_softmax),
+        (Deaf, {}, suite.test_a_bias_counts),
+        (Dice, {}, suite.test_random_numbers_only_where_declared),
+        (Written, {"random": True}, suite.test_random_numbers_only_where_declared),
+        (CountsQueries, {}, suite.test_one_query_at_a_time_gives_the_same),
+        (Written, {"per_head": False}, suite.test_a_sequence_can_be_spread_as_declared),
+        (Written, {"exact": False}, suite.test_a_sequence_can_be_spread_as_declared),
+        (Detached, {}, suite.test_gradients_fit_differences),
+    ],
+)
+def test_a_cheat_is_caught(part: type[Core], changes: dict[str, Any], check: Check) -> None:
+    with pytest.raises(AssertionError):
+        check(registered(part, **changes))
+
+
+def test_a_core_that_misses_keys_is_caught() -> None:
+    with pytest.raises(AssertionError):
+        suite.test_queries_and_keys_may_differ_in_number(registered(ShortSighted), 37, 101)
+    suite.test_queries_and_keys_may_differ_in_number(registered(Written), 37, 101)
+
+
+def test_a_style_that_nothing_checks_is_refused() -> None:
+    with pytest.raises(pytest.fail.Exception):
+        suite.test_a_sequence_can_be_spread_as_declared(registered(Written, context=("halo",)))

@@ -1,0 +1,181 @@
+"""What every mixer owes; a mixer that holds a core is tried with every core that can do what is asked."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conformance.made import WIDTH, close, dims, drawn, numbered, other_from, ready, slope_fits, tokens
+from tests.families import example
+from xscale.core.config import Config
+from xscale.core.registry import Entry, Family
+from xscale.nn.attention import CORES
+from xscale.nn.dims import Dims
+from xscale.nn.mixer import MIXERS, Mixer, MixerTraits
+
+LENGTH = 150
+Case = tuple[Entry[Any], Any]
+"""A mixer and its config."""
+
+
+def cases(trait: str, value: bool = True) -> list[Any]:
+    """Mixers whose `trait` has that value, once for each core that has it too."""
+    return [
+        pytest.param((entry, config), id=name)
+        for entry in MIXERS
+        if getattr(entry.traits, trait) == value
+        for name, config in settings(entry, trait, value)
+    ]
+
+
+def settings(entry: Entry[Any], trait: str, value: bool) -> Iterator[tuple[str, Config]]:
+    config = example(entry)
+    if "core" not in type(config).model_fields:
+        yield entry.name, config
+        return
+    for core in CORES:
+        if getattr(core.traits, trait, value) == value:
+            yield f"{entry.name}-{core.name}", config.model_copy(update={"core": example(core)})
+
+
+def built(case: Case, **changes: Any) -> Mixer:
+    entry, config = case
+    around = dims(length=LENGTH, **changes)
+    problems = entry.part.check(config, around, entry.name)
+    assert problems == [], [str(problem) for problem in problems]
+    part: Mixer = ready(entry.part(config, around))
+    return part
+
+
+def modes(case: Case) -> list[bool]:
+    """The settings of `causal` that mixer and core declare."""
+    able = [case[0].traits] + ([CORES.of(case[1].core).traits] if "core" in type(case[1]).model_fields else [])
+    return [
+        causal
+        for causal, trait in ((True, "causal"), (False, "bidirectional"))
+        if all(getattr(traits, trait) for traits in able)
+    ]
+
+
+@pytest.mark.parametrize("case", cases("causal"))
+def test_the_future_does_not_leak(case: Case) -> None:
+    assert case[0].traits.causal
+    part, x = built(case), drawn(2, LENGTH, WIDTH)
+    whole = part(x, tokens(LENGTH))
+    assert whole.shape == x.shape
+    for cut in (1, 64, 65, LENGTH - 1):
+        changed = part(other_from(x, cut, 1), tokens(LENGTH))
+        assert close(changed[:, :cut], whole[:, :cut])
+        assert not close(changed[:, cut:], whole[:, cut:])
+
+
+@pytest.mark.parametrize("case", cases("bidirectional"))
+def test_it_looks_both_ways(case: Case) -> None:
+    assert case[0].traits.bidirectional
+    part, x = built(case, causal=False), drawn(2, LENGTH, WIDTH)
+    whole, half = part(x, tokens(LENGTH)), LENGTH // 2
+    assert not close(part(other_from(x, half, 1), tokens(LENGTH))[:, :half], whole[:, :half])
+    before = other_from(x.flip(1), LENGTH - half, 1).flip(1)
+    assert not close(part(before, tokens(LENGTH))[:, half:], whole[:, half:])
+
+
+@pytest.mark.parametrize("case", cases("causal", False))
+def test_what_cannot_hide_the_future_looks_both_ways(case: Case) -> None:
+    assert case[0].traits.bidirectional, "neither causal nor bidirectional: nothing could use it"
+
+
+@pytest.mark.parametrize("case", cases("cross"))
+def test_another_sequence_is_read(case: Case) -> None:
+    assert case[0].traits.cross
+    part = built(case, cross=True)
+    x, memory = drawn(2, 31, WIDTH), drawn(2, 77, WIDTH, seed=1)
+    whole = part(x, tokens(31), memory, tokens(77))
+    assert whole.shape == x.shape
+    assert not close(part(x, tokens(31), other_from(memory, 76, 1), tokens(77)), whole)
+    alone = part(other_from(x, 5, 1), tokens(31), memory, tokens(77))
+    assert close(alone[:, :5], whole[:, :5]), "cross attention moves information between the reader's tokens"
+
+
+@pytest.mark.parametrize("case", cases("documents"))
+def test_packed_documents_stay_apart(case: Case) -> None:
+    assert case[0].traits.documents
+    numbers = numbered(70, 80)
+    for causal in modes(case):
+        part, x = built(case, causal=causal), drawn(2, LENGTH, WIDTH)
+        packed = part(x, tokens(LENGTH, documents=numbers))
+        assert close(part(other_from(x, 70, 1), tokens(LENGTH, documents=numbers))[:, :70], packed[:, :70])
+        before = other_from(x.flip(1), 80, 1).flip(1)
+        assert close(part(before, tokens(LENGTH, documents=numbers))[:, 70:], packed[:, 70:])
+
+
+@pytest.mark.parametrize("case", cases("decode"))
+@pytest.mark.parametrize("chunks", [[1] * 12, [5, 1, 1, 5], [70, 1, 2, 1]], ids=str)
+def test_incremental_is_parallel(case: Case, chunks: list[int]) -> None:
+    assert case[0].traits.decode
+    part, x = built(case), drawn(2, sum(chunks), WIDTH)
+    whole = part(x, tokens(sum(chunks)))
+    cache: dict[str, Any] = {}
+    start, outputs = 0, []
+    for size in chunks:
+        around = tokens(start + size)
+        here = type(around)(ids=around.ids[:, start:], positions=around.positions[:, start:], cache=cache)
+        outputs.append(part(x[:, start : start + size], here))
+        start += size
+    assert close(torch.cat(outputs, 1), whole)
+
+
+@pytest.mark.parametrize("case", cases("causal") + cases("causal", False))
+def test_gradients_fit_differences(case: Case) -> None:
+    for causal in modes(case):
+        part = built(case, causal=causal)
+        assert slope_fits(lambda x, part=part: part(x, tokens(LENGTH)), [drawn(2, LENGTH, WIDTH)])
+
+
+class Mean(Mixer):
+    """The mean of what a token may see."""
+
+    def __init__(self, config: Any, dims: Dims) -> None:
+        super().__init__()
+        self.causal = dims.causal and not dims.cross
+
+    def forward(self, x: Tensor, tokens: Any, memory: Tensor | None = None, source: Any = None) -> Tensor:
+        if memory is not None:
+            return x + memory.mean(1, keepdim=True)
+        if not self.causal:
+            return x.mean(1, keepdim=True).expand_as(x)
+        return x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+
+
+class Sees(Mean):
+    def forward(self, x: Tensor, tokens: Any, memory: Tensor | None = None, source: Any = None) -> Tensor:
+        return super().forward(x, tokens, memory) + 1e-6 * x.roll(-1, 1)
+
+
+class Blind(Mean):
+    def forward(self, x: Tensor, tokens: Any, memory: Tensor | None = None, source: Any = None) -> Tensor:
+        return super().forward(x, tokens, None if memory is None else memory[:, : x.shape[1]])
+
+
+def registered(part: type[Mixer]) -> Case:
+    family: Family[MixerTraits] = Family("mixer", MixerTraits)
+    traits = MixerTraits(causal=True, bidirectional=True, cross=True, documents=True, decode=True)
+    family.register("cheat", traits=traits)(type("Cheat", (part,), {}))
+    return family.get("cheat"), family.get("cheat").part.Config()
+
+
+def test_cheats_are_caught() -> None:
+    honest = registered(Mean)
+    test_the_future_does_not_leak(honest)
+    test_it_looks_both_ways(honest)
+    test_another_sequence_is_read(honest)
+    for part, check in [
+        (Sees, test_the_future_does_not_leak),
+        (Blind, test_another_sequence_is_read),
+        (Mean, test_packed_documents_stay_apart),
+    ]:
+        with pytest.raises(AssertionError):
+            check(registered(part))
+    with pytest.raises(AssertionError):
+        test_incremental_is_parallel(registered(Mean), [5, 1, 1])

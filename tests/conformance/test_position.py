@@ -1,0 +1,160 @@
+"""What every position part owes: it acts where it says, and relative ones see differences only."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conformance.made import HEAD_WIDTH, HEADS, WIDTH, close, dims, drawn, fitting, ready, tokens
+from tests.families import each
+from xscale.core.registry import Entry, Family
+from xscale.nn.position import POSITIONS, Position, PositionTraits
+from xscale.nn.tokens import Tokens
+
+LENGTH = 24
+SHIFT = 1000
+
+
+def built(entry: Entry[Any], **changes: Any) -> Position:
+    around = dims(**{"length": LENGTH, **changes})
+    part: Position = ready(entry.part(fitting(entry, around), around, HEADS, HEAD_WIDTH))
+    return part
+
+
+def scores(part: Position, around: Tokens) -> Tensor:
+    """Everything the part does to the scores of one layer, [2, H, T, T]."""
+    q, k = (drawn(2, HEADS, LENGTH, HEAD_WIDTH, seed=seed) for seed in (0, 1))
+    bias = part.bias(around.positions, around.positions)
+    found = part.turn(q, around) @ part.turn(k, around).transpose(-1, -2)
+    return found if bias is None else found + bias
+
+
+def acts(part: Position, around: Tokens) -> set[str]:
+    """Where the part changes anything."""
+    x, q = drawn(2, LENGTH, WIDTH), drawn(2, HEADS, LENGTH, HEAD_WIDTH)
+    found = set()
+    if not close(part.embed(x, around), x):
+        found.add("input")
+    if not close(part.turn(q, around), q):
+        found.add("qk")
+    if part.bias(around.positions, around.positions) is not None:
+        found.add("bias")
+    return found or {"none"}
+
+
+@each(POSITIONS)
+def test_it_acts_where_it_says(entry: Entry[Any]) -> None:
+    part, around = built(entry), tokens(LENGTH)
+    assert acts(part, around) == {entry.traits.where}
+    assert part.biases == (entry.traits.where == "bias")
+    assert part.embed(drawn(2, LENGTH, WIDTH), around).shape == (2, LENGTH, WIDTH)
+    bias = part.bias(around.positions, around.positions)
+    assert bias is None or bias.expand(2, HEADS, LENGTH, LENGTH).shape == bias.expand(2, -1, -1, -1).shape
+
+
+@each(POSITIONS)
+def test_relative_sees_differences_only(entry: Entry[Any]) -> None:
+    part, around = built(entry, length=LENGTH + SHIFT), tokens(LENGTH)
+    moved = replace(around, positions=around.positions + SHIFT, memo={})
+    x = drawn(2, LENGTH, WIDTH)
+    same = torch.allclose(scores(part, moved), scores(part, around), rtol=1e-6, atol=1e-6)
+    assert (same and close(part.embed(x, moved), part.embed(x, around))) == entry.traits.relative
+
+
+@each(entry for entry in POSITIONS if entry.traits.where != "none")
+def test_the_order_is_known(entry: Entry[Any]) -> None:
+    """Other positions, another result."""
+    part, around = built(entry), tokens(LENGTH)
+    turned = replace(around, positions=around.positions.flip(1), memo={})
+    x = drawn(2, LENGTH, WIDTH)
+    same = close(scores(part, turned), scores(part, around)) and close(part.embed(x, turned), part.embed(x, around))
+    assert not same or mirrored(part, around)
+
+
+def mirrored(part: Position, around: Tokens) -> bool:
+    """A part of distances only cannot tell a sequence from its mirror image; it must tell it from a shuffled one."""
+    order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(0))
+    shuffled = replace(around, positions=around.positions[:, order], memo={})
+    return not close(scores(part, shuffled), scores(part, around))
+
+
+@each(POSITIONS)
+def test_explicit_positions_are_the_default_ones(entry: Entry[Any]) -> None:
+    part, around = built(entry), tokens(LENGTH)
+    explicit = Tokens(ids=around.ids, positions=torch.arange(LENGTH).repeat(2, 1))
+    x = drawn(2, LENGTH, WIDTH)
+    assert close(scores(part, explicit), scores(part, around))
+    assert close(part.embed(x, explicit), part.embed(x, around))
+    alone = replace(explicit, positions=explicit.positions[:, 5:6], ids=explicit.ids[:, 5:6], memo={})
+    assert close(part.embed(x[:, 5:6], alone), part.embed(x, around)[:, 5:6])
+
+
+@each(POSITIONS)
+def test_it_goes_on_where_declared(entry: Entry[Any]) -> None:
+    """At positions behind the longest trained one."""
+    part, around = built(entry), tokens(LENGTH)
+    far = replace(around, positions=around.positions + 10 * LENGTH, memo={})
+    try:
+        found = (scores(part, far), part.embed(drawn(2, LENGTH, WIDTH), far))
+    except IndexError:
+        assert not entry.traits.extrapolates
+        return
+    assert entry.traits.extrapolates
+    assert all(one.isfinite().all() for one in found)
+
+
+@each(POSITIONS)
+def test_its_cost_is_a_formula(entry: Entry[Any]) -> None:
+    sizes = {"T": 10, "S": 10, "H": 2, "K": 4, "D": 8}
+    twice = {**sizes, "T": 20, "S": 20}
+    first, second = eval(entry.traits.cost, dict(sizes)), eval(entry.traits.cost, twice)
+    assert 0 <= first <= second <= 4 * first
+    assert (first > 0) == (entry.traits.where != "none" and entry.traits.cost != "0")
+
+
+class Ramp(Position):
+    """Adds the position to the input."""
+
+    def __init__(self, config: Any, dims: Any, heads: int = 0, head_width: int = 0) -> None:
+        super().__init__()
+
+    def embed(self, x: Tensor, tokens: Tokens) -> Tensor:
+        return x + tokens.positions[..., None]
+
+
+class Ignores(Ramp):
+    """Counts tokens, whatever positions they were given."""
+
+    def embed(self, x: Tensor, tokens: Tokens) -> Tensor:
+        return x + torch.arange(x.shape[1])[:, None]
+
+
+def registered(part: type[Position], **changes: Any) -> Entry[Any]:
+    honest = PositionTraits(where="input", relative=False, extrapolates=True, cost="T*D")
+    family: Family[PositionTraits] = Family("position", PositionTraits)
+    family.register("cheat", traits=replace(honest, **changes))(type("Cheat", (part,), {}))
+    return family.get("cheat")
+
+
+def test_cheats_are_caught() -> None:
+    for honest in (
+        test_it_acts_where_it_says,
+        test_relative_sees_differences_only,
+        test_the_order_is_known,
+        test_explicit_positions_are_the_default_ones,
+        test_it_goes_on_where_declared,
+    ):
+        honest(registered(Ramp))
+    cheats: list[tuple[type[Position], dict[str, Any], Any]] = [
+        (Ramp, {"where": "qk"}, test_it_acts_where_it_says),
+        (Ramp, {"relative": True}, test_relative_sees_differences_only),
+        (Ignores, {}, test_the_order_is_known),
+        (Ignores, {}, test_explicit_positions_are_the_default_ones),
+        (Ramp, {"extrapolates": False}, test_it_goes_on_where_declared),
+        (Ramp, {"cost": "T**3"}, test_its_cost_is_a_formula),
+    ]
+    for part, changes, check in cheats:
+        with pytest.raises(AssertionError):
+            check(registered(part, **changes))
