@@ -19,6 +19,8 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Tokenizers and tokenised data.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+bench_app = typer.Typer(help="Speed, always beside a baseline in the same run.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML config, such as configs/run/quickstart.yaml.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: key.path=value.")]
@@ -144,6 +146,36 @@ def data_inspect(
     from xscale.data.inspect import inspect
 
     print(inspect(_data(config, overrides), documents))
+
+
+@bench_app.command("train")
+def bench_train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(help="Measured steps of each contestant.")] = 12,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """A training step beside a plain PyTorch loop over the same modules, and beside the dense twin of a mixture."""
+    from xscale.recipe import read
+    from xscale.train.benchmark import bench_train as run
+
+    recipe, _ = read(config, overrides or [])
+    if problems := recipe.check(1):
+        raise ConfigError(problems)
+    found = run(recipe, steps)
+    if json:
+        import json as text
+
+        print(text.dumps(found))
+        return
+    for row in found["rows"]:
+        mfu = "" if row["mfu"] is None else f"  MFU {row['mfu']:.1%}"
+        split = "  ".join(f"{phase} {seconds:.3f}s" for phase, seconds in row["split"].items())
+        print(f"{row['name']:<16} {row['tokens_per_second']:>10,.0f} tokens/s{mfu}  {row['step_seconds']:.3f}s a step")
+        if split:
+            print(f"{'':<16} {split}")
+    for name, value in found["tokens_per_second_ratios"].items():
+        print(f"{name}: {value:.3f} of its tokens/s")
 
 
 def _data(config: Path, overrides: list[str] | None) -> Any:
