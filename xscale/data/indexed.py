@@ -4,6 +4,7 @@ The index: `MMIDIDX\\0\\0`, version 1 (u64), type code (u8), count of sequences 
 lengths (i32), byte offsets (i64) and document bounds as sequence numbers (i64), all little-endian.
 """
 
+import contextlib
 import hashlib
 import os
 import struct
@@ -90,7 +91,9 @@ class IndexedWriter:
 
     def abandon(self) -> None:
         """Leave nothing behind."""
-        self.stream.close()
+        # Closing flushes, which on a full disk fails once more.
+        with contextlib.suppress(OSError):
+            self.stream.close()
         self.part.unlink(missing_ok=True)
 
 

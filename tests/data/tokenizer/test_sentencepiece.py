@@ -100,7 +100,7 @@ def test_a_model_without_bytes_to_fall_back_on_is_refused(tmp_path: Path) -> Non
     sentencepiece.SentencePieceTrainer.Train(
         sentence_iterator=iter(TEXTS),
         model_prefix=str(tmp_path / "tokenizer"),
-        vocab_size=20,
+        vocab_size=30,
         hard_vocab_limit=False,
         pad_id=0,
         bos_id=1,

@@ -1,0 +1,46 @@
+"""The `data:` section: defaults that work, strictness, and nothing heavy imported to read it."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xscale.core.config import decode, encode
+from xscale.core.errors import ConfigError
+from xscale.data.config import DataConfig
+
+
+def test_the_default_is_real_text_that_every_machine_has() -> None:
+    config = DataConfig()
+    assert (config.source.kind, config.tokenizer.kind) == ("stdlib", "sentencepiece")
+    assert decode(DataConfig, encode(config)) == config
+    schema = DataConfig.model_json_schema()
+    assert all(field.get("description") for field in schema["properties"].values())
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        ({"squence_length": 8}, "squence_length: there is no such key. Did you mean 'sequence_length'"),
+        ({"sequence_length": 0}, "sequence_length: input should be greater"),
+        ({"sequence_length": "8"}, "sequence_length: input should be a valid integer"),
+        ({"validation": 1.0}, "validation: input should be less than 1"),
+        ({"source": "sdtlib"}, "source: there is no source of kind 'sdtlib'. Did you mean 'stdlib'"),
+        ({"source": {"kind": "text", "pahts": ["a"]}}, r"source\.pahts: there is no such key. Did you mean 'paths'"),
+        ({"tokenizer": {"kind": "sentencepiece", "vocabulary": 8}}, r"tokenizer\.vocabulary: .*300"),
+        ({"source": {"kind": "byte"}}, "source: there is no source of kind 'byte'"),
+    ],
+)
+def test_a_mistake_is_named_with_its_place(data: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        decode(DataConfig, data)
+
+
+def test_reading_a_config_imports_nothing_heavy() -> None:
+    code = "import sys, xscale.data.config; print([n for n in ('torch', 'numpy', 'sentencepiece') if n in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    )
+    assert done.stdout.strip() == "[]"
