@@ -32,7 +32,7 @@ def test_plain_lines_say_loss_speed_utilisation_and_time_left(facts, run):
 
 def test_both_measures_stand_at_the_end(facts, run):
     last = _watch(io.StringIO(), facts, run).splitlines()[-1]
-    assert re.fullmatch(r"validation: 1\.\d{3} bits per byte; an order-2 byte model of the same text: 2\.410", last)
+    assert re.fullmatch(r"validation: 1\.\d{4} bits per byte; an order-2 byte model of the same text: 2\.4100", last)
 
 
 def test_a_terminal_gets_a_bar(facts, run, monkeypatch):

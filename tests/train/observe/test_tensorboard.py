@@ -3,6 +3,7 @@
 import pytest
 
 from xscale.train.observe import EndReport, EvalReport, SampleReport
+from xscale.train.observe.append import Append
 from xscale.train.observe.tensorboard import TensorBoard
 
 
@@ -40,3 +41,26 @@ def test_no_step_stands_twice_after_resuming(tmp_path, facts, run):
     _watch(tmp_path, facts(resumed_from=20, first_step=21), run(21, 40))
     steps = [event.step for event in _read(tmp_path).Scalars("train/loss")]
     assert steps == list(range(1, 41))
+
+
+def test_what_is_logged_can_be_seen_while_the_run_runs(tmp_path, facts, step):
+    board = TensorBoard(tmp_path)
+    board.start(facts())
+    board.step(step(1))
+    assert len(_read(tmp_path).Scalars("train/loss")) == 1
+
+
+def test_what_is_not_finite_is_a_gap(tmp_path, facts, step):
+    _watch(tmp_path, facts(), [step(1, loss=float("nan"), statistics={"a/load": [0.0, 0.0]}), step(2)])
+    events = _read(tmp_path)
+    assert [event.step for event in events.Scalars("train/loss")] == [2]
+    assert "a/load_least" not in events.Tags()["scalars"]
+
+
+def test_a_full_disk_is_noticed_at_the_step(tmp_path, facts, step, monkeypatch):
+    board = TensorBoard(tmp_path)
+    board.start(facts())
+    (tmp_path / "full").symlink_to("/dev/full")
+    monkeypatch.setattr(board, "_file", Append(tmp_path / "full"))
+    with pytest.raises(OSError, match="No space"):
+        board.step(step(1))

@@ -1,4 +1,4 @@
-"""A file that grows by whole texts and says at once when the disk is full."""
+"""A file that grows by whole entries and says at once when the disk is full."""
 
 import os
 from io import FileIO
@@ -15,8 +15,9 @@ class Append:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = FileIO(path, "ab")
 
-    def write(self, text: str) -> None:
-        rest = memoryview(text.encode("utf-8"))
+    def write(self, entry: str | bytes) -> None:
+        """A text is written as UTF-8."""
+        rest = memoryview(entry.encode("utf-8") if isinstance(entry, str) else entry)
         # A raw file takes what fits; the next call then raises.
         while rest:
             rest = rest[self._file.write(rest) :]

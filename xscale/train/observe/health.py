@@ -21,12 +21,12 @@ class Health(Observer):
         """`steps`: the reports over which the load of an expert is averaged."""
         self._tell = tell
         self._steps = steps
-        self._loads: dict[str, deque[list[float]]] = {}
+        self._loads: dict[str, tuple[int, list[float]]] = {}
         self._starving: dict[str, tuple[int, ...]] = {}
         self._losses: deque[float] = deque(maxlen=HISTORY)
         self._spiking = False
-        self._skipped: int | None = None
-        self._not_finite = 0
+        self._skipped_before: int | None = None
+        self._skipped = 0
 
     def step(self, report: StepReport) -> None:
         self._look_at_loss(report)
@@ -35,21 +35,16 @@ class Health(Observer):
                 self._look_at_load(report.step, name, value)
 
     def finish(self, report: EndReport) -> None:
-        if self._not_finite:
-            self._tell(f"warning: {_steps(self._not_finite)} had a loss or gradient that was not finite")
+        # Each one is told by the loop when it happens; here is what a reader of the last lines should know.
+        if skipped := self._skipped - (self._skipped_before or 0):
+            self._tell(f"warning: {_steps(skipped)} of this process had a loss or gradient that was not finite")
 
     def _look_at_loss(self, report: StepReport) -> None:
-        # The count goes on over restarts: what was skipped before this process is not news.
-        before = report.skipped if self._skipped is None else self._skipped
+        if self._skipped_before is None:
+            # The count goes on over restarts; a first step that is itself skipped is counted here all the same.
+            self._skipped_before = report.skipped - (not math.isfinite(report.loss + report.grad_norm))
         self._skipped = report.skipped
-        if report.skipped > before or not math.isfinite(report.loss) or not math.isfinite(report.grad_norm):
-            self._not_finite += 1
-            # The 1st, 2nd, 4th, 8th ...: a run that is lost should not fill its log with it.
-            if self._not_finite & (self._not_finite - 1) == 0:
-                self._tell(
-                    f"warning: step {report.step}: not finite (loss {report.loss:.4g}, gradient norm "
-                    f"{report.grad_norm:.4g}); {_steps(report.skipped)} skipped so far"
-                )
+        if not math.isfinite(report.loss):
             return
         if len(self._losses) >= HISTORY // 2:
             self._look_for_spike(report)
@@ -68,11 +63,14 @@ class Health(Observer):
         self._spiking = report.loss > limit
 
     def _look_at_load(self, step: int, name: str, load: list[float]) -> None:
-        window = self._loads.setdefault(name, deque(maxlen=self._steps))
-        window.append(load)
-        if len(window) < self._steps:
+        # Stretch after stretch, not a sliding window: with hundreds of experts that would take longer than some steps.
+        count, total = self._loads.get(name, (0, [0.0] * len(load)))
+        count, total = count + 1, [sum(pair) for pair in zip(total, load, strict=True)]
+        if count < self._steps:
+            self._loads[name] = (count, total)
             return
-        starving = starved([sum(column) for column in zip(*window, strict=True)])
+        del self._loads[name]
+        starving = starved(total)
         before = self._starving.get(name, ())
         self._starving[name] = starving
         layer = name.rpartition("/")[0]

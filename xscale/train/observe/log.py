@@ -1,5 +1,6 @@
 """log.txt: what was said and done, with the time, and what made the run."""
 
+import math
 from datetime import datetime
 from pathlib import Path
 
@@ -34,7 +35,8 @@ class Log(Observer):
         self._write("config:\n" + config)
 
     def evaluated(self, report: EvalReport) -> None:
-        bits = "" if report.bits_per_byte is None else f", {report.bits_per_byte:.4f} bits per byte"
+        known = report.bits_per_byte is not None and math.isfinite(report.bits_per_byte)
+        bits = f", {report.bits_per_byte:.4f} bits per byte" if known else ""
         self._write(
             f"step {report.step}: validation loss {report.eval_loss:.4f}, perplexity {report.perplexity:.4g}{bits} "
             f"({duration(report.seconds)})"

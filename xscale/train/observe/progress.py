@@ -1,5 +1,6 @@
 """What a person sees while the run runs: a bar on a terminal, plain lines elsewhere."""
 
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TextIO
@@ -69,11 +70,9 @@ class Progress(Observer):
             self._bar = None
         self.message(f"{report.reason} at step {report.step}" + (f": {report.message}" if report.message else ""))
         last = self._evaluation
-        if last is not None and last.bits_per_byte is not None and report.baseline_bits_per_byte is not None:
-            self.message(
-                f"validation: {last.bits_per_byte:.3f} bits per byte; "
-                f"an order-2 byte model of the same text: {report.baseline_bits_per_byte:.3f}"
-            )
+        if last is not None and (bits := _bits(last.bits_per_byte)) and report.baseline_bits_per_byte is not None:
+            baseline = f"an order-2 byte model of the same text: {report.baseline_bits_per_byte:.4f}"
+            self.message(f"validation: {bits.removeprefix(', ')}; {baseline}")
 
     def _words(self, report: StepReport) -> str:
         """'loss 2.3104  12.3k tokens/s  MFU 31.2 %  1:02 left'."""
@@ -99,7 +98,7 @@ class Progress(Observer):
 
 
 def _bits(bits: float | None) -> str:
-    return "" if bits is None else f", {bits:.4f} bits per byte"
+    return "" if bits is None or not math.isfinite(bits) else f", {bits:.4f} bits per byte"
 
 
 def _bar(stream: TextIO) -> "Bar":

@@ -81,7 +81,7 @@ class EvalReport:
     """Mean over tokens, in nats."""
     perplexity: float
     bits_per_byte: float | None
-    """None where the objective does not predict every byte of the text."""
+    """None or nan where the objective does not predict every byte of the text."""
     seconds: float
     """How long the pass took."""
 

@@ -1,15 +1,22 @@
 """TensorBoard events in the run folder."""
 
+import math
+import os
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # type: ignore[import-untyped]
+from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[import-untyped]
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto  # type: ignore[import-untyped]
+from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+
+from xscale.train.observe.append import Append
 from xscale.train.observe.metrics import step_object
 from xscale.train.observe.notation import printable
 from xscale.train.observe.observer import Observer, due
 from xscale.train.observe.report import EndReport, EvalReport, RunFacts, SampleReport, StepReport
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 NAME = "tensorboard"
 
@@ -25,45 +32,59 @@ class TensorBoard(Observer):
         self._folder = folder / NAME
         self._every = every_steps
         self._facts: RunFacts | None = None
-        self._writer: SummaryWriter | None = None
+        self._file: Append | None = None
 
     def start(self, facts: RunFacts) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         self._facts = facts
-        # Steps that an earlier process logged after the checkpoint are hidden by TensorBoard itself.
-        purge = None if facts.resumed_from is None else facts.resumed_from + 1
-        self._writer = SummaryWriter(str(self._folder), purge_step=purge)
+        # The name that TensorBoard looks for; it reads the files of a folder in the order of their names.
+        self._file = Append(self._folder / f"events.out.tfevents.{time.time():017.6f}.{os.getpid()}")
+        self._write(0, file_version="brain.Event:2")
+        # TensorBoard hides what an earlier process logged from the step on at which a later one says it starts.
+        self._write(facts.first_step, session_log=SessionLog(status=SessionLog.SessionStatus.START))
 
     def step(self, report: StepReport) -> None:
         assert self._facts is not None
         if not due(report.step, self._every, self._facts):
             return
+        scalars: dict[str, float] = {}
         for name, value in step_object(report).items():
             if isinstance(value, list):
-                total = sum(value) or 1.0
-                self._scalar(f"{name}_least", min(value) * len(value) / total, report.step)
-                self._scalar(f"{name}_greatest", max(value) * len(value) / total, report.step)
+                total = sum(value) or math.nan
+                scalars[f"{name}_least"] = min(value) * len(value) / total
+                scalars[f"{name}_greatest"] = max(value) * len(value) / total
             elif value is not None and name != "step":
-                self._scalar(name if "/" in name else f"train/{name}", value, report.step)
+                scalars[name if "/" in name else f"train/{name}"] = value
+        self._scalars(scalars, report.step)
 
     def evaluated(self, report: EvalReport) -> None:
-        self._scalar("eval/loss", report.eval_loss, report.step)
-        self._scalar("eval/perplexity", report.perplexity, report.step)
+        scalars = {"eval/loss": report.eval_loss, "eval/perplexity": report.perplexity}
         if report.bits_per_byte is not None:
-            self._scalar("eval/bits_per_byte", report.bits_per_byte, report.step)
+            scalars["eval/bits_per_byte"] = report.bits_per_byte
+        self._scalars(scalars, report.step)
 
     def sampled(self, report: SampleReport) -> None:
-        assert self._writer is not None
         # Four spaces make it code in Markdown, which TensorBoard renders.
-        text = printable(report.prompt + report.text).replace("\n", "\n    ")
-        self._writer.add_text("sample", f"    {text}", report.step)
+        text = "    " + printable(report.prompt + report.text).replace("\n", "\n    ")
+        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+        value = Summary.Value(
+            tag="sample/text_summary",
+            metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text")),
+            tensor=TensorProto(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=shape),
+        )
+        self._write(report.step, summary=Summary(value=[value]))
 
     def finish(self, report: EndReport) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
-    def _scalar(self, name: str, value: float, step: int) -> None:
-        assert self._writer is not None
-        self._writer.add_scalar(name, value, step)
+    def _scalars(self, scalars: dict[str, float], step: int) -> None:
+        """All in one event: one for each scalar takes longer than some steps."""
+        known = {name: value for name, value in scalars.items() if math.isfinite(value)}
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in known.items()]
+        self._write(step, summary=Summary(value=values))
+
+    def _write(self, step: int, **content: Any) -> None:
+        """One record at once, not through TensorBoard's thread, which would tell of a full disk too late and twice."""
+        event = Event(wall_time=time.time(), step=step, **content)
+        RecordWriter(self._file).write(event.SerializeToString())

@@ -1,6 +1,7 @@
 """The run on Weights & Biases, where its extra is installed."""
 
 import importlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class Wandb(Observer):
 
     def evaluated(self, report: EvalReport) -> None:
         item = {"eval/loss": report.eval_loss, "eval/perplexity": report.perplexity}
-        if report.bits_per_byte is not None:
+        if report.bits_per_byte is not None and math.isfinite(report.bits_per_byte):
             item["eval/bits_per_byte"] = report.bits_per_byte
         self._log(item, report.step)
 

@@ -20,7 +20,7 @@ def test_ticks_are_round_and_inside():
 
 def test_a_logarithmic_axis_has_its_own_ticks():
     assert _ticks(chart([Line([1, 2], [0.3, 9.0])], "a", log=True), "end")[:5] == ["0.5", "1", "2", "5", "10"]
-    assert _ticks(chart([Line([1, 2], [1e-3, 1e3])], "a", log=True), "end")[:4] == ["0.01", "1", "100", "tokens"]
+    assert _ticks(chart([Line([1, 2], [1e-3, 1e3])], "a", log=True), "end")[:4] == ["0.01", "1", "100"]
 
 
 @pytest.mark.parametrize("values", [[1.0], [2.0, 2.0, 2.0], [0.0, 0.0], [-1e-30, 1e30], [5e-324, 1e-320]])
