@@ -1,0 +1,199 @@
+"""block_sparse_attention (Child et al. 2019; kernels after Dao 2023): softmax attention over a layout's blocks only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from xscale_kernels import refusals
+from xscale_kernels.block_sparse_attention import reference
+from xscale_kernels.block_sparse_attention.layout import BlockLayout
+from xscale_kernels.block_sparse_attention.rule import Rule
+from xscale_kernels.select import Implementation, choose
+
+Tensor = torch.Tensor
+TRITON_BLOCKS = (16, 32, 64, 128)
+
+
+def _triton(q: Tensor, v: Tensor, layout: BlockLayout) -> str | None:
+    reason = refusals.unless_triton(q)
+    if reason is None and layout.block not in TRITON_BLOCKS:
+        return f"the kernel has blocks of {', '.join(map(str, TRITON_BLOCKS))}, not {layout.block}"
+    if reason is None and max(q.shape[3], v.shape[3]) > 256:
+        return "heads are wider than 256"
+    return reason
+
+
+_HERE = "xscale_kernels.block_sparse_attention"
+IMPLEMENTATIONS = (
+    Implementation("triton", f"{_HERE}.triton", _triton),
+    Implementation("reference", f"{_HERE}.reference", refusals.never),
+)
+
+
+def _parts(numbers: list[int], lists: list[Tensor]) -> BlockLayout:
+    block, heads, rows, columns = numbers
+    return BlockLayout(block, heads, rows, columns, *lists)
+
+
+@torch.library.custom_op("xscale::block_sparse_attention", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    query_documents: Tensor | None,
+    key_documents: Tensor | None,
+    lists: list[Tensor],
+    numbers: list[int],
+    scale: float,
+    causal: bool,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    from xscale_kernels.block_sparse_attention import triton
+
+    rule = Rule(scale, causal, softcap, slopes, query_documents, key_documents)
+    return triton.forward(q, k, v, _parts(numbers, lists), rule)
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide)
+
+
+@torch.library.custom_op("xscale::block_sparse_attention_backward", mutates_args=())
+def _back(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    slopes: Tensor | None,
+    query_documents: Tensor | None,
+    key_documents: Tensor | None,
+    lists: list[Tensor],
+    numbers: list[int],
+    scale: float,
+    causal: bool,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from xscale_kernels.block_sparse_attention import triton
+
+    rule = Rule(scale, causal, softcap, slopes, query_documents, key_documents)
+    return triton.backward(q, k, v, out, lse, dout, _parts(numbers, lists), rule)
+
+
+@_back.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, slopes, query_documents, key_documents, lists, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, *output, slopes, query_documents, key_documents, *lists)
+
+
+def _backward(ctx: Any, dout: Tensor, _: Any) -> tuple[Any, ...]:
+    q, k, v, out, lse, slopes, query_documents, key_documents, *lists = ctx.saved_tensors
+    found = _back(q, k, v, out, lse, dout, slopes, query_documents, key_documents, lists, *ctx.settings)
+    # The lists are one argument, whose gradients are a list.
+    return *found, None, None, None, [None] * len(lists), None, None, None, None
+
+
+_forward.register_autograd(_backward, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.xscale.block_sparse_attention)
+def _forward_flops(
+    q: Any, k: Any, v: Any, slopes: Any, qd: Any, kd: Any, lists: Any, numbers: Any, *_: Any, **__: Any
+) -> int:
+    block, heads = numbers[0], numbers[1]
+    blocks = lists[1][0] * (1 if heads > 1 else q[1])
+    return int(2 * q[0] * blocks * block * block * (q[3] + v[3]))
+
+
+@register_flop_formula(torch.ops.xscale.block_sparse_attention_backward)
+def _backward_flops(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dout: Any,
+    slopes: Any,
+    qd: Any,
+    kd: Any,
+    lists: Any,
+    numbers: Any,
+    *_: Any,
+    **__: Any,
+) -> int:
+    block, heads = numbers[0], numbers[1]
+    blocks = lists[1][0] * (1 if heads > 1 else q[1])
+    return int(2 * q[0] * blocks * block * block * (4 * q[3] + 3 * v[3]))
+
+
+def _fits(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> None:
+    if q.dim() != 4 or k.shape != (q.shape[0], k.shape[1], k.shape[2], q.shape[3]) or v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            "block_sparse_attention takes q [B, H, T, K], k [B, G, S, K], v [B, G, S, M], got "
+            f"{[*q.shape]}, {[*k.shape]}, {[*v.shape]}"
+        )
+    if q.shape[1] % max(k.shape[1], 1):
+        raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key heads")
+    rows, columns = -(-q.shape[2] // layout.block), -(-k.shape[2] // layout.block)
+    if (layout.rows, layout.columns) != (rows, columns) or layout.heads not in (1, q.shape[1]):
+        raise ValueError(
+            f"these lengths need a layout of [1 or {q.shape[1]}, {rows}, {columns}] blocks, this one is "
+            f"[{layout.heads}, {layout.rows}, {layout.columns}]"
+        )
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    softcap: float | None = None,
+    slopes: Tensor | None = None,
+    query_documents: Tensor | None = None,
+    key_documents: Tensor | None = None,
+    implementation: str | None = None,
+) -> Tensor:
+    """softmax(cap(scale * q k) - slopes * distance) v over the key blocks that the layout shows each query block.
+
+    q: [B, H, T, K]. k: [B, G, S, K]. v: [B, G, S, M]; H is a multiple of G, and a key head serves H / G query heads in
+    a row. layout: for these lengths, made once (layout_from_mask). causal: query t sees keys up to t + S - T, also in
+    a block. scale: 1 / sqrt(K) when None. slopes: [H], ALiBi, no gradient. query_documents [B, T] and key_documents
+    [B, S]: int, only equal ones see each other. Returns [B, H, T, M]; a query that sees no key gives zeros.
+    Strided inputs are read in place. Gradients reach q, k and v and are summed in a fixed order.
+
+    Raises ValueError for shapes that do not fit, UnusableError when the named implementation refuses.
+    """
+    _fits(q, k, v, layout)
+    if (query_documents is None) != (key_documents is None):
+        raise ValueError("documents are given for queries and keys, or for neither")
+    rule = Rule(
+        q.shape[3] ** -0.5 if scale is None else scale,
+        causal,
+        softcap or 0.0,
+        None if slopes is None else slopes.detach().to(torch.promote_types(q.dtype, torch.float32)),
+        None if query_documents is None else query_documents.to(torch.int32).contiguous(),
+        None if key_documents is None else key_documents.to(torch.int32).contiguous(),
+    )
+    choice = choose("block_sparse_attention", IMPLEMENTATIONS, implementation, q, v, layout)
+    if choice.implementation.name == "reference":
+        return reference.block_sparse_attention(q, k, v, layout, rule)
+    lists = [layout.key_starts, layout.key_blocks, layout.query_starts, layout.query_blocks]
+    numbers = [layout.block, layout.heads, layout.rows, layout.columns]
+    out: Tensor = _forward(
+        q, k, v, rule.slopes, rule.query_documents, rule.key_documents, lists, numbers, rule.scale, causal, rule.softcap
+    )[0]
+    return out

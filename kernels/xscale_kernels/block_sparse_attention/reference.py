@@ -1,0 +1,44 @@
+"""The definition of block_sparse_attention in plain torch, every score and all; differentiable as it stands."""
+
+from __future__ import annotations
+
+import torch
+
+from xscale_kernels.block_sparse_attention.layout import BlockLayout
+from xscale_kernels.block_sparse_attention.rule import Rule
+from xscale_kernels.rows import wide
+
+
+def visible(q: torch.Tensor, k: torch.Tensor, layout: BlockLayout, rule: Rule) -> torch.Tensor:
+    """[B or 1, L, T, S] bool: which keys each query sees."""
+    T, S = q.shape[2], k.shape[2]
+    blocks = layout.mask().repeat_interleave(layout.block, 1).repeat_interleave(layout.block, 2)
+    seen = blocks[None, :, :T, :S]
+    query, key = torch.arange(T, device=q.device), torch.arange(S, device=q.device)
+    if rule.causal:
+        seen = seen & (key[None, :] <= query[:, None] + S - T)
+    if rule.query_documents is not None and rule.key_documents is not None:
+        seen = seen & (rule.query_documents[:, None, :, None] == rule.key_documents[:, None, None, :])
+    return seen
+
+
+def block_sparse_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: BlockLayout, rule: Rule
+) -> torch.Tensor:
+    """[B, H, T, M]; a query that sees no key gives zeros. Shapes as in op.py."""
+    H, G, T, S = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+    compute = wide(q.dtype)
+    keys, values = (each.to(compute).repeat_interleave(H // G, 1) for each in (k, v))
+    scores = q.to(compute) @ keys.transpose(2, 3) * rule.scale  # [B, H, T, S]
+    if rule.softcap:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    if rule.slopes is not None:
+        query, key = torch.arange(T, device=q.device), torch.arange(S, device=q.device)
+        distance = (query[:, None] + S - T - key[None, :]).abs()
+        scores = scores - rule.slopes.to(compute)[:, None, None] * distance
+    seen = visible(q, k, layout, rule)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    # A row of only -inf has no softmax; it is given finite scores first and zeros after.
+    empty = ~seen.any(-1, keepdim=True)
+    weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(~seen, 0.0)
+    return (weights @ values).to(q.dtype)
