@@ -154,7 +154,9 @@ def stretches(portion: Portion, length: int) -> Iterator[tuple[int, bytes]]:
     """The file cut at the first line end after each `length` bytes: how one long file becomes several documents."""
     with opened(portion.file) as stream:
         position = 0
-        while block := stream.read(length):
+        # A read of 16 MB takes 16 MB, whatever the file holds.
+        ask = length if compressed(portion.file) else min(length, portion.size)
+        while block := stream.read(ask):
             block += stream.readline()
             yield position, block
             position += len(block)

@@ -49,8 +49,8 @@ class Source:
         self.config = config
 
     @classmethod
-    def example_in(cls, folder: Path) -> Config:
-        """A config of this part that has something to read; files it needs are written into `folder`."""
+    def example_in(cls, folder: Path, size: int) -> Config:
+        """A config of this part that has something to read: about `size` bytes, written into `folder` if need be."""
         return cls.Config()
 
     def identity(self) -> dict[str, Any]:

@@ -31,10 +31,10 @@ class Jsonl(Source):
             return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
     @classmethod
-    def example_in(cls, folder: Path) -> Source.Config:
+    def example_in(cls, folder: Path, size: int) -> Source.Config:
         for name in "ab":
-            lines = (json.dumps({"text": f"line {number} of {name}"}) + "\n" for number in range(9))
-            (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+            lines = (json.dumps({"text": f"Line {number} of {name}. " * 40}) for number in range(size // 1500 + 1))
+            (folder / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
         return cls.Config(paths=(str(folder),))
 
     def portions(self) -> list[Portion]:
@@ -45,7 +45,7 @@ class Jsonl(Source):
             text = files.as_text(line, portion.file, offset)
             if text.strip():
                 document = self._field(text, f"{portion.file}:{offset}")
-                if document.strip():
+                if document and not document.isspace():
                     yield Document(f"{portion.file}:{offset}", document)
 
     def _field(self, line: str, place: str) -> str:

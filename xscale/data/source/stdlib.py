@@ -50,5 +50,5 @@ class Stdlib(Source):
         except UnicodeDecodeError:
             # A handful of the library's tests are written in other encodings on purpose.
             return
-        if text.strip() and "\0" not in text:
+        if text and not text.isspace() and "\0" not in text:
             yield Document(Path(portion.file).relative_to(root).as_posix(), text)

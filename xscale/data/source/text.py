@@ -37,9 +37,10 @@ class Text(Source):
             return self
 
     @classmethod
-    def example_in(cls, folder: Path) -> Source.Config:
-        for name in "ab":
-            (folder / f"{name}.txt").write_text(f"The letter {name}.\n" * 9, encoding="utf-8")
+    def example_in(cls, folder: Path, size: int) -> Source.Config:
+        for number in range(32):
+            line = f"A line of file {number}.\n"
+            (folder / f"{number}.txt").write_text(line * (size // 32 // len(line) + 1), encoding="utf-8")
         return cls.Config(paths=(str(folder),))
 
     def portions(self) -> list[Portion]:
@@ -54,5 +55,5 @@ class Text(Source):
             blocks = files.records(portion, delimiters[self.config.document].encode(), self.config.longest)
         for offset, block in blocks:
             text = files.as_text(block, portion.file, offset)
-            if text.strip():
+            if text and not text.isspace():
                 yield Document(f"{portion.file}:{offset}", text)

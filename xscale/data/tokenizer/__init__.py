@@ -45,6 +45,11 @@ class Tokenizer:
     unk = 3
     mask = 4
 
+    @classmethod
+    def example(cls) -> Config:
+        """A config of this part that a few thousand bytes of text suffice to train."""
+        return cls.Config()
+
     def __init__(self, config: Any, folder: Path) -> None:
         self.config = config
         first = len(SPECIALS)

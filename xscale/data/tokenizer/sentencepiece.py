@@ -36,6 +36,10 @@ class SentencePiece(Tokenizer):
         file: str | None = None
         """An existing model file to use, in place of training one."""
 
+    @classmethod
+    def example(cls) -> Tokenizer.Config:
+        return cls.Config(vocabulary=400, sentinels=10)
+
     def __init__(self, config: Any, folder: Path) -> None:
         super().__init__(config, folder)
         import sentencepiece
