@@ -10,9 +10,10 @@ from xscale.nn.attention import CORES
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.sight import Sight
 from xscale.nn.dims import Dims
-from xscale.nn.pattern import PATTERNS, Pattern, layout_of
+from xscale.nn.pattern import PATTERNS, Pattern
 from xscale.nn.pattern.bigbird import BigBird
 from xscale.nn.pattern.fixed import Fixed
+from xscale.nn.pattern.grid import Grid
 
 BLOCK = 8
 
@@ -45,9 +46,14 @@ def dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sight: Sight, cap: floa
 
 def seen_of(core: BlockSparse, length: int, heads: int = 4) -> Tensor:
     """[H, S, S] by token."""
-    layout = layout_of(core.config.pattern, length, heads, core.causal, layer=1, block=BLOCK)
-    seen = torch.from_numpy(layout.copy()).repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
-    return seen[:, :length, :length].expand(heads, -1, -1)
+    grid = Grid(-(-length // BLOCK), heads, core.causal, BLOCK, layer=1)
+    token = torch.arange(length)
+    seen = torch.zeros(heads, length, length, dtype=torch.bool)
+    for layout, rule in core.pattern.ways(grid):
+        blocks = torch.from_numpy(layout.copy()).repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+        blocks = blocks[:, :length, :length]
+        seen |= blocks if rule is None else blocks & rule(token[:, None], token[None])
+    return seen
 
 
 def agree(core: BlockSparse, sight: Sight, groups: int = 2, others: tuple[Tensor, ...] = ()) -> None:

@@ -1,8 +1,10 @@
 """Child et al. 2019 and others: softmax attention over the key blocks that a pattern shows each query block."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,7 +19,9 @@ from xscale.nn.attention.sight import Sight
 from xscale.nn.dims import Dims
 from xscale.nn.pattern import PATTERNS, Pattern, layout_of
 from xscale.nn.pattern.fixed import Fixed
-from xscale.nn.pattern.grid import Grid
+from xscale.nn.pattern.grid import Grid, TokenRule
+
+Ways = tuple[tuple[Tensor, TokenRule | None], ...]
 
 
 @CORES.register(
@@ -53,7 +57,7 @@ class BlockSparse(Core):
         self.layer = dims.layer
         self.pattern: Pattern = PATTERNS.build(config.pattern)
         self._flex = Flex(config.block, config.soft_cap)
-        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._plans: dict[tuple[Grid, torch.device], tuple[Plan, Ways]] = {}
 
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
@@ -75,7 +79,7 @@ class BlockSparse(Core):
         dropout = sight.dropout if self.training else 0.0
         if self._flexible(q, sight, dropout):
             grid = self._grid(sight, q.shape[1], 0)
-            return self._flex.attend(q, k, v, partial(self.pattern.layout, grid), grid, sight)
+            return self._flex.attend(q, k, v, partial(self.pattern.ways, grid), grid, sight)
         return self._gather(q, k, v, sight, dropout)
 
     def picture(self, length: int, heads: int) -> Any:
@@ -98,7 +102,8 @@ class BlockSparse(Core):
         grid = self._grid(sight, q.shape[1], first_row)
         queries = _split(_pad(q, 2, before, size), 2, size)  # [B, H, rows, Q, K]
         keys, values = (_split(_pad(x, 2, 0, block), 2, block) for x in (k, v))  # [B, G, N, b, K]
-        hidden = _hidden(q, sight, block, size, before)
+        plan, ways = self._plan(grid, q.device)
+        hidden = replace(_hidden(q, sight, block, size, before), ways=ways, first_query=sight.offset - before)
         bias = None
         if sight.bias is not None:
             bias = _pad(_pad(sight.bias, 2, before, size), 3, 0, block)
@@ -106,7 +111,7 @@ class BlockSparse(Core):
         # The seed comes from torch's own stream, so that noise is a function of where the trainer put it.
         seed = int(torch.randint(1 << 62, ())) if dropout else 0
         rule = Rule(q.shape[-1] ** -0.5, self.config.soft_cap, dropout, seed)
-        out = attend(queries, keys, values, self._plan(grid, q.device), hidden, rule, bias)
+        out = attend(queries, keys, values, plan, hidden, rule, bias)
         return out.flatten(2, 3)[:, :, before : before + sight.queries]  # [B, H, T, K]
 
     def _grid(self, sight: Sight, heads: int, first_row: int) -> Grid:
@@ -115,24 +120,30 @@ class BlockSparse(Core):
             blocks=-(-sight.keys // self.config.block),
             heads=heads,
             causal=sight.causal,
+            block=self.config.block,
             layer=self.layer,
             first_row=first_row,
             first_head=self.first_head,
             row_count=rows,
         )
 
-    def _plan(self, grid: Grid, device: torch.device) -> Plan:
-        """The layout as index tensors; those of the shapes met last are kept."""
+    def _plan(self, grid: Grid, device: torch.device) -> tuple[Plan, Ways]:
+        """The layout as index tensors, and its token rules if it has any; those of the shapes met last are kept."""
         key = (grid, device)
         if key not in self._plans:
             if len(self._plans) >= 8:
                 del self._plans[next(iter(self._plans))]
-            self._plans[key] = plan_of(self.pattern.layout(grid), device)
+            ways = self.pattern.ways(grid)
+            plan = plan_of(np.logical_or.reduce([layout for layout, _ in ways]), device)
+            # Only where a token rule stands must the blocks be told apart by the way that shows them.
+            ruled = any(rule is not None for _, rule in ways)
+            shown = tuple((torch.from_numpy(layout.copy()).to(device), rule) for layout, rule in ways)
+            self._plans[key] = plan, shown if ruled else ()
         return self._plans[key]
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         sight = Sight(queries=queries, keys=keys, causal=self.causal, offset=keys - queries if self.causal else 0)
-        plan = self._plan(self._grid(sight, heads, sight.offset // self.config.block), torch.device("cpu"))
+        plan, _ = self._plan(self._grid(sight, heads, sight.offset // self.config.block), torch.device("cpu"))
         size = 1 if sight.causal and queries == 1 else self.config.block
         blocks = sum(one.columns.numel() * (heads if one.heads is None else 1) for one in plan.buckets)
         return 2.0 * blocks * size * self.config.block * head_width

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from xscale.nn.attention.blocks import Bucket, Plan
+from xscale.nn.pattern.grid import TokenRule
 
-CHUNK_SCORES = 1 << 20
+CHUNK_SCORES = 1 << 18
 """Scores of a chunk: few enough to stay in a CPU's cache from one pass over them to the next."""
 CHUNK_SCORES_CUDA = 1 << 27
 
@@ -30,6 +31,11 @@ class Hidden:
     """[B, rows, Q]."""
     key_documents: Tensor | None = None
     """[B, columns, b]."""
+    ways: tuple[tuple[Tensor, TokenRule | None], ...] = ()
+    """A key is in sight if any way shows it: the way's layout [H or 1, rows, columns] its block, its rule the token.
+    None: the plan's blocks are seen whole."""
+    first_query: int = 0
+    """Place of the first query, with which rules are asked."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class _Attend(torch.autograd.Function):
         out = torch.empty_like(work.q) if plan.full else torch.zeros_like(work.q)
         log_sums = torch.zeros(work.q.shape[:2], dtype=work.wide, device=q.device)  # [B*H*rows, Q]
         for chunk in work.chunks():
-            scores = work.scores(chunk)
+            scores = work.scores(chunk, work.gather(work.k, chunk))
             # A row that sees nothing has a maximum of -inf; any finite number in its place gives it weights of zero.
             top = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
             weights = scores.sub_(top).exp_()
@@ -72,7 +78,8 @@ class _Attend(torch.autograd.Function):
             total.masked_fill_(total == 0, 1.0)
             log_sums.index_copy_(0, chunk.units, top.add_(total.log()).squeeze(-1))
             kept = work.dropped(weights, chunk)
-            out.index_copy_(0, chunk.units, torch.bmm(work.cast(kept), chunk.values).div_(total).to(out.dtype))
+            mixed = torch.bmm(work.cast(kept), work.gather(work.v, chunk)).div_(total)
+            out.index_copy_(0, chunk.units, mixed.to(out.dtype))
         context.save_for_backward(q, k, v, bias, out, log_sums)
         context.rest = (plan, hidden, rule)
         return out.view(q.shape)
@@ -89,11 +96,12 @@ class _Attend(torch.autograd.Function):
         dbias = torch.zeros_like(bias) if bias is not None and context.needs_input_grad[3] else None
         for chunk in work.chunks():
             above = work.cast(gradient.index_select(0, chunk.units))  # [U, Q, K]
-            weights, slope = work.weights(chunk, log_sums)  # [U, Q, d*b]
-            kept = work.cast(work.dropped(weights, chunk, copy=True))
+            keys = work.gather(work.k, chunk)  # [U, d*b, K]
+            weights, slope = work.weights(chunk, keys, log_sums)  # [U, Q, d*b]
+            kept = work.cast(work.dropped(weights, chunk))
             _add_blocks(dv, chunk.keys, torch.bmm(kept.mT, above))
             inner = (above.to(work.wide) * out.index_select(0, chunk.units)).sum(-1, keepdim=True)
-            dscores = work.dropped(torch.bmm(above, chunk.values.mT).to(work.wide), chunk)
+            dscores = work.dropped(torch.bmm(above, work.gather(work.v, chunk).mT).to(work.wide), chunk)
             dscores = dscores.sub_(inner).mul_(weights)
             if slope is not None:
                 if dbias is not None:
@@ -102,7 +110,7 @@ class _Attend(torch.autograd.Function):
             elif dbias is not None:
                 work.add_bias(dbias, dscores, chunk)
             dscores = work.cast(dscores.mul_(work.rule.scale))
-            dq.index_copy_(0, chunk.units, torch.bmm(dscores, chunk.seen).to(dq.dtype))
+            dq.index_copy_(0, chunk.units, torch.bmm(dscores, keys).to(dq.dtype))
             _add_blocks(dk, chunk.keys, torch.bmm(dscores.mT, chunk.queries))
         return dq.view(q.shape), dk.to(k.dtype).view(k.shape), dv.to(v.dtype).view(v.shape), dbias, None, None, None
 
@@ -129,10 +137,6 @@ class _Chunk:
     """[U, d] places among the B*G*columns key blocks."""
     queries: Tensor
     """[U, Q, K]."""
-    seen: Tensor
-    """[U, d*b, K] the keys."""
-    values: Tensor
-    """[U, d*b, K]."""
 
 
 class _Work:
@@ -178,24 +182,23 @@ class _Work:
         return _Chunk(
             number, batch, heads, rows, columns, units, keys,
             queries=self.cast(self.q.index_select(0, units)),
-            seen=self._gather(self.k, keys),
-            values=self._gather(self.v, keys),
         )  # fmt: skip
 
-    def _gather(self, x: Tensor, keys: Tensor) -> Tensor:
-        return self.cast(x.index_select(0, keys.flatten())).view(len(keys), -1, x.shape[-1])
+    def gather(self, x: Tensor, chunk: _Chunk) -> Tensor:
+        """The blocks of keys or values that the units see: [U, d*b, K]."""
+        return self.cast(x.index_select(0, chunk.keys.flatten())).view(len(chunk.keys), -1, x.shape[-1])
 
-    def scores(self, chunk: _Chunk) -> Tensor:
+    def scores(self, chunk: _Chunk, keys: Tensor) -> Tensor:
         """[U, Q, d*b], -inf where hidden."""
-        return self._hide(self._capped(chunk)[0], chunk)
+        return self._hide(self._capped(chunk, keys)[0], chunk)
 
-    def weights(self, chunk: _Chunk, log_sums: Tensor) -> tuple[Tensor, Tensor | None]:
+    def weights(self, chunk: _Chunk, keys: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor | None]:
         """The attention weights again, and the slope of the soft cap where there is one."""
-        scores, slope = self._capped(chunk)
+        scores, slope = self._capped(chunk, keys)
         return self._hide(scores, chunk).sub_(log_sums[chunk.units][..., None]).exp_(), slope
 
-    def _capped(self, chunk: _Chunk) -> tuple[Tensor, Tensor | None]:
-        scores = torch.bmm(chunk.queries, chunk.seen.mT).to(self.wide).mul_(self.rule.scale)
+    def _capped(self, chunk: _Chunk, keys: Tensor) -> tuple[Tensor, Tensor | None]:
+        scores = torch.bmm(chunk.queries, keys.mT).to(self.wide).mul_(self.rule.scale)
         cap, slope = self.rule.soft_cap, None
         if cap is not None:
             scores = scores.div_(cap).tanh_()
@@ -214,12 +217,27 @@ class _Work:
             ends = chunk.columns[:, -1] == self.plan.columns - 1  # [U]
             beyond = torch.arange(self.block, device=scores.device) >= hidden.tail  # [b]
             scores[..., -self.block :].masked_fill_(ends[:, None, None] & beyond, float("-inf"))
+        if hidden.ways:
+            scores.masked_fill_(~self._shown(chunk), float("-inf"))
         if hidden.query_documents is not None:
             assert hidden.key_documents is not None
             here = hidden.query_documents[chunk.batch, chunk.rows]  # [U, Q]
             there = hidden.key_documents[chunk.batch[:, None], chunk.columns].flatten(1)  # [U, d*b]
             scores.masked_fill_(here[:, :, None] != there[:, None, :], float("-inf"))
         return scores
+
+    def _shown(self, chunk: _Chunk) -> Tensor:
+        """Bool [U, Q, d*b], true where one of the ways shows the key."""
+        size, block, device = self.q.shape[1], self.block, self.q.device
+        i = (self.hidden.first_query + chunk.rows[:, None] * size + torch.arange(size, device=device))[:, :, None]
+        j = (chunk.columns[:, :, None] * block + torch.arange(block, device=device)).flatten(1)[:, None]
+        shown = torch.zeros(len(i), size, j.shape[2], dtype=torch.bool, device=device)
+        for layout, rule in self.hidden.ways:
+            heads = chunk.heads if layout.shape[0] > 1 else torch.zeros_like(chunk.heads)
+            blocks = layout[heads[:, None], chunk.rows[:, None], chunk.columns]  # [U, d]
+            seen = blocks.repeat_interleave(block, 1)[:, None]  # [U, 1, d*b]
+            shown |= seen if rule is None else seen & rule(i, j)
+        return shown
 
     def _bias_place(self, bias: Tensor, chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         batch = chunk.batch if bias.shape[0] > 1 else torch.zeros_like(chunk.batch)
@@ -237,8 +255,8 @@ class _Work:
         moved = sums.permute(0, 1, 2, 4, 3, 5)  # [B, H, rows, columns, Q, b]
         moved.index_put_((batch, heads, rows, columns), blocks.to(sums.dtype), accumulate=True)
 
-    def dropped(self, weights: Tensor, chunk: _Chunk, copy: bool = False) -> Tensor:
-        """Weights with some dropped and the rest scaled up, the same ones each time a chunk asks."""
+    def dropped(self, weights: Tensor, chunk: _Chunk) -> Tensor:
+        """Weights with some dropped and the rest scaled up, the same ones each time a chunk asks; itself without."""
         if not self.rule.dropout:
             return weights
         generator = torch.Generator(weights.device).manual_seed(self.rule.seed + chunk.number)

@@ -9,9 +9,10 @@ import numpy.typing as npt
 from xscale.core.config import Config
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
-from xscale.nn.pattern.grid import Grid
+from xscale.nn.pattern.grid import Grid, TokenRule
 
 Layout = npt.NDArray[np.bool_]
+Way = tuple[Layout, TokenRule | None]
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class PatternTraits:
     """With some config, heads see different blocks."""
     density: str
     """Share of the block pairs of a bidirectional layout (causal, where that is all it has) that are seen, far from
-    the edges: a Python expression in N, the blocks of the sequence, and the config's keys."""
+    the edges: a Python expression in N, the blocks of the sequence, block, the tokens of one, and the config's keys."""
     random: bool = False
     """Drawn, by a seed in the config: the same in every process and at every start."""
 
@@ -52,7 +53,18 @@ class Pattern:
 
     def layout(self, grid: Grid) -> Layout:
         """What `draw` gives, causal where the grid is. [H or 1, rows, N], a pure function of config and grid."""
-        seen: Layout = np.broadcast_to(self.draw(grid), (grid.heads if self.by_head else 1, grid.rows, grid.blocks))
+        return self._ordered(self.draw(grid), grid)
+
+    def tokens(self, grid: Grid) -> TokenRule | None:
+        """Which tokens of a seen block are seen; None: all. Sees no further than the layout does."""
+        return None
+
+    def ways(self, grid: Grid) -> tuple[Way, ...]:
+        """Layouts and their token rules, any one of which shows a key; together they cover `layout`."""
+        return ((self.layout(grid), self.tokens(grid)),)
+
+    def _ordered(self, drawn: Layout, grid: Grid) -> Layout:
+        seen: Layout = np.broadcast_to(drawn, (grid.heads if self.by_head else 1, grid.rows, grid.blocks))
         if not grid.causal:
             return seen
         ordered: Layout = (seen & (grid.column <= grid.row)) | (grid.column == grid.row)
@@ -70,7 +82,7 @@ PATTERNS = Family("pattern", PatternTraits)
 def layout_of(config: Config, length: int, heads: int, causal: bool, layer: int = 0, block: int = 64) -> Layout:
     """The layout [H or 1, N, N] over `length` tokens in blocks of `block`: what the report draws."""
     pattern: Pattern = PATTERNS.build(config)
-    return pattern.layout(Grid(blocks=-(-length // block), heads=heads, causal=causal, layer=layer))
+    return pattern.layout(Grid(blocks=-(-length // block), heads=heads, causal=causal, layer=layer, block=block))
 
 
 def density_of(config: Config, length: int, causal: bool, heads: int = 1, layer: int = 0, block: int = 64) -> float:
@@ -82,4 +94,24 @@ def density_of(config: Config, length: int, causal: bool, heads: int = 1, layer:
     return share
 
 
-from xscale.nn.pattern import bigbird, fixed, longformer, strided, window  # noqa: E402, F401
+from xscale.nn.pattern import (  # noqa: E402
+    axial,  # noqa: F401
+    band,  # noqa: F401
+    bigbird,  # noqa: F401
+    block_local,  # noqa: F401
+    blockwise,  # noqa: F401
+    ccnet,  # noqa: F401
+    dilated,  # noqa: F401
+    fixed,  # noqa: F401
+    hub,  # noqa: F401
+    image_1d,  # noqa: F401
+    image_2d,  # noqa: F401
+    intersection,  # noqa: F401
+    longformer,  # noqa: F401
+    neighbours,  # noqa: F401
+    random,  # noqa: F401
+    star,  # noqa: F401
+    strided,  # noqa: F401
+    union,  # noqa: F401
+    window,  # noqa: F401
+)

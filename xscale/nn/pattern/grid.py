@@ -1,12 +1,16 @@
 """The blocks of a sequence as a pattern sees them: rows of query blocks over columns of key blocks."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Index = npt.NDArray[np.int64]
+TokenRule = Callable[[Any, Any], Any]
+"""(places of queries, places of keys) -> bool, elementwise on tensors that broadcast: which token sees which."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,8 @@ class Grid:
     heads: int = 1
     """H."""
     causal: bool = True
+    block: int = 64
+    """Tokens in a block, for the patterns whose sizes are in tokens."""
     layer: int = 0
     """Index of the block in its stack: some patterns change with depth."""
     first_row: int = 0
