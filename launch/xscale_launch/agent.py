@@ -11,6 +11,7 @@ import contextlib
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from xscale_launch.supervise import Patience, Supervisor, Worker, last_lines
 from xscale_launch.torchrun import torchrun_worker
 
 ROLL_CALL_SECONDS = 90.0
+MISTAKE_SECONDS = 3.0
+"""How long a node whose workers refuse the config leaves rank 0, on another node, to say the same on the job's log."""
 PREFLIGHT_FAILED = 76
 """Exit status of an attempt that ended before training because a node was found bad."""
 
@@ -120,15 +123,20 @@ def run_workers(options: argparse.Namespace, places: list[Place], variables: dic
             for place in places
         ]
     outcome = Supervisor(workers, say, Patience(stop=options.stop_seconds), deputy=options.torchrun).run()
-    for worker in workers:
-        if outcome.cause and worker.rank == outcome.rank and worker.log is not None:
-            say(f"{node}: the end of {worker.log}:\n{last_lines(worker.log)}")
-    if outcome.cause:
-        say(f"{node}: {outcome.cause}")
+    words = f"{node}: {outcome.cause}"
+    ends = [last_lines(w.log) for w in workers if outcome.cause and w.rank == outcome.rank and w.log is not None]
+    if outcome.status == status.USER_MISTAKE:
+        if outcome.statuses.get(0) == status.USER_MISTAKE:
+            (options.attempt / "said").touch()  # rank 0's words are in the job's log
+        elif places[0].rank > 0:
+            time.sleep(MISTAKE_SECONDS)
+        words = "\n".join([words, *ends])
+    elif outcome.cause:
+        say("\n".join([words, *ends]))
     if options.torchrun and outcome.status not in (status.DONE, status.GO_ON):
         # torchrun makes a 1 of every status; what its workers left themselves is the truth.
         return outcome.status if (options.attempt / "fault").exists() else _without_fault(options, outcome.cause, node)
-    return leave(options.attempt, outcome.status, f"{node}: {outcome.cause}")
+    return leave(options.attempt, outcome.status, words)
 
 
 def _without_fault(options: argparse.Namespace, cause: str, node: str) -> int:

@@ -1,11 +1,13 @@
-"""Asks xscale, in a process of its own, what a config comes to: the launcher itself never imports it.
+"""Asks xscale, in processes of its own, what a config comes to: the launcher itself never imports it.
 
-The contract: `xscale plan CONFIG key=value ... --json --processes N` prints one JSON object that holds at least
-`config`, the resolved config as plain data, and exits with 2 and a sentence on stderr when the config is wrong, the
-layout does not divide N processes, or the model does not fit.
+`xscale train CONFIG key=value ... --print-config` gives the resolved config; `xscale plan CONFIG key=value ... --world
+N --json` says whether the layout divides N processes and the model fits. Both exit with 2 and sentences on stderr when
+they refuse. They are asked at the same time, because most of theirs is the time to import a library.
 """
 
+import concurrent.futures
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -17,20 +19,19 @@ from typing import Any
 from xscale_launch import status
 from xscale_launch.errors import LaunchError
 
+RUN_DIR = re.compile(r"""^run:[ ]*(?:#.*)?\n(?:[ ]+.*\n)*?[ ]+dir:[ ]+(?P<dir>'[^']*'|"[^"]*"|[^\s#]+)""", re.MULTILINE)
+
 
 @dataclass(frozen=True)
 class Plan:
     """xscale's answer."""
 
-    config: dict[str, Any]
-    """The resolved config; JSON, hence YAML, hence a config that xscale reads."""
+    config: str
+    """The resolved config as YAML, each value with a comment that says where it came from."""
+    run_dir: Path
+    """The run folder, absolute."""
     answer: dict[str, Any]
-    """The whole answer: memory, parameters and whatever else `xscale plan --json` says."""
-
-    @property
-    def run_dir(self) -> Path:
-        """The run folder, absolute."""
-        return Path(str(self.config["run"]["dir"])).absolute()
+    """What `xscale plan --json` says."""
 
 
 def xscale(given: str | None, python: str | None = None) -> tuple[str, ...]:
@@ -42,18 +43,34 @@ def plan(
     command: Sequence[str], config: Path, overrides: Sequence[str], processes: int, variables: Mapping[str, str]
 ) -> Plan:
     """What xscale says about the config on so many processes; raises `LaunchError` with its words when it refuses."""
-    argv = [*command, "plan", str(config), *overrides, "--json", "--processes", str(processes)]
+    shown = [*command, "train", str(config), *overrides, "--print-config"]
+    judged = [*command, "plan", str(config), *overrides, "--world", str(processes), "--json"]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        text, answer = pool.map(lambda argv: _asked(argv, config, variables), (shown, judged))
+    found = RUN_DIR.search(text)
+    if found is None:
+        raise LaunchError(f"`{shlex.join(shown)}` shows no run.dir; it printed:\n{text[-500:]}")
     try:
-        asked = subprocess.run(argv, env=dict(variables), capture_output=True, text=True, check=False)
+        said = json.loads(answer)
+    except ValueError:
+        raise LaunchError(f"`{shlex.join(judged)}` gave no plan; it printed:\n{answer[-500:]}") from None
+    return Plan(text, Path(found["dir"].strip("'\"")).absolute(), said)
+
+
+def _asked(argv: Sequence[str], config: Path, variables: Mapping[str, str]) -> str:
+    """The standard output of one question to xscale."""
+    try:
+        done = subprocess.run(argv, env=dict(variables), capture_output=True, text=True, check=False)
     except OSError as error:
         raise LaunchError(f"{argv[0]} cannot be started: {error.strerror}") from None
-    said = asked.stderr.strip()
-    if asked.returncode == status.USER_MISTAKE:
-        raise LaunchError(f"xscale plan refuses {config}:\n{said}")
-    if asked.returncode:
-        raise LaunchError(f"`{shlex.join(argv)}` failed with status {asked.returncode}:\n{said}")
-    try:
-        answer = json.loads(asked.stdout)
-        return Plan(answer["config"], answer)
-    except (ValueError, KeyError, TypeError):
-        raise LaunchError(f"`{shlex.join(argv)}` gave no plan; it printed:\n{asked.stdout[-500:]}") from None
+    if "No such command 'plan'" in done.stderr:
+        # An xscale without the planner still trains: the trainer itself checks the layout, and exits with 2.
+        print(
+            "xscale launch: this xscale has no `plan`: layout and memory are checked in the job only", file=sys.stderr
+        )
+        return "{}"
+    if done.returncode == status.USER_MISTAKE:
+        raise LaunchError(f"{config} is refused:\n{done.stderr.strip()}")
+    if done.returncode:
+        raise LaunchError(f"`{shlex.join(argv)}` failed with status {done.returncode}:\n{done.stderr.strip()}")
+    return done.stdout

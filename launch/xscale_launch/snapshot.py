@@ -1,11 +1,9 @@
 """Keeps a run's code and config inside its folder, so that a later edit changes no job that is still queued."""
 
 import importlib.util
-import json
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 from xscale_launch.errors import LaunchError
 
@@ -38,11 +36,11 @@ def code(run: Path, extra: list[Path]) -> Path:
     return target
 
 
-def config(run: Path, resolved: dict[str, Any]) -> Path:
-    """Writes the resolved config to `run/launch/config.yaml`. It is JSON, which every YAML reader reads."""
+def config(run: Path, resolved: str) -> Path:
+    """Writes the resolved config to `run/launch/config.yaml`."""
     path = run / "launch" / "config.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(resolved, indent=2) + "\n")
+    path.write_text(resolved)
     return path
 
 

@@ -1,9 +1,9 @@
 """A stand-in for the trainer as a launcher sees it: environment, signals, run folder and exit statuses.
 
-`python fake_train.py train CONFIG [key=value ...]`, and `plan` with `--json --processes N` behind it.
-Keys: run.dir, train.steps, and under fake.: step_seconds,
-stop_after (steps, with + between), mistake, crash_at, crash_rank, kill_self (a signal's number instead of an exception), once (crash in the first
-attempt only), ignore_signals. Its state is a number drawn on from step to step, so that a resumed run is bitwise
+`python fake_train.py train CONFIG [key=value ...]`, `--print-config`, and `plan ... --world N --json`.
+Keys: run.dir, train.steps, and under fake.: step_seconds, stop_after (steps, with + between), mistake, crash_at,
+crash_rank, kill_self (a signal's number instead of an exception), once (crash in the first attempt only),
+ignore_signals, divides. Its state is a number drawn on from step to step, so that a resumed run is bitwise
 equal to one that never stopped, or is not.
 """
 
@@ -21,11 +21,7 @@ DEFAULTS = {"run.dir": "run", "train.steps": "5", "fake.step_seconds": "0.02"}
 
 def settings(config: Path, overrides: list[str]) -> dict[str, str]:
     """Lines `key: value` of the config with the overrides over them."""
-    text = config.read_text()
-    if text.startswith("{"):  # resolved by `plan`
-        found = {key: str(value) for key, value in json.loads(text).items() if key != "run"}
-        return DEFAULTS | found | dict(override.split("=", 1) for override in overrides)
-    lines = [line.partition(":") for line in text.splitlines() if ":" in line and not line.startswith("#")]
+    lines = [line.partition(":") for line in config.read_text().splitlines() if ":" in line and line[0] not in "# "]
     values = DEFAULTS | {key.strip(): value.strip() for key, _, value in lines}
     return values | dict(override.split("=", 1) for override in overrides)
 
@@ -68,12 +64,18 @@ def fail(values: dict[str, str], rank: int, attempt_is_first: bool) -> None:
 
 
 def plan(values: dict[str, str], processes: int) -> int:
-    """What `xscale plan --json` does for the launcher: the resolved config, or a refusal."""
+    """What `xscale plan --json` does for the launcher: it accepts, or refuses with a sentence."""
     if processes % int(values.get("fake.divides", "1")):
         print(f"parallel.mesh: {values['fake.divides']} does not divide {processes} processes", file=sys.stderr)
         return 2
-    resolved: dict[str, object] = {key: value for key, value in values.items() if key != "run.dir"}
-    print(json.dumps({"config": {**resolved, "run": {"dir": values["run.dir"]}}}))
+    print(json.dumps({"world": processes}))
+    return 0
+
+
+def show(values: dict[str, str]) -> int:
+    """What `xscale train --print-config` does: a config that this program reads, and the run folder."""
+    print(f"run:  # default\n  seed: 0\n  dir: {values.pop('run.dir')}   # command line")
+    print("\n".join(f"{key}: {value}" for key, value in values.items()))
     return 0
 
 
@@ -82,7 +84,9 @@ def main() -> int:
     verb, config, rest = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     values = settings(config, [text for text in rest if "=" in text])
     if verb == "plan":
-        return plan(values, int(rest[-1]))
+        return plan(values, int(rest[rest.index("--world") + 1]))
+    if "--print-config" in rest:
+        return show(values)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if "fake.mistake" in values:
         print(f"config: unknown key {values['fake.mistake']!r}", file=sys.stderr)

@@ -57,7 +57,7 @@ VERDICT = """
 ls "$attempt" > /dev/null # so that NFS looks again
 if [ -s "$attempt/fault" ]; then
   read -r status < "$attempt/fault"
-  say "$(tail -n +2 "$attempt/fault")"
+  [ -e "$attempt/said" ] || say "$(tail -n +2 "$attempt/fault")"
 elif [ "$code" -ne 0 ]; then
   status=$code
 elif [ -e "$attempt/go_on" ]; then

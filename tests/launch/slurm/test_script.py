@@ -1,0 +1,75 @@
+"""The batch script, letter for letter. To accept a change: python tests/launch/slurm/test_script.py."""
+
+import dataclasses
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from xscale_launch.profile import Container, Profile
+from xscale_launch.slurm.job import Job
+from xscale_launch.slurm.script import render
+
+GOLDEN = Path(__file__).with_name("golden")
+PLAIN = Profile(nodes=2, processes_per_node=2, time="01:00:00")
+GPUS = dataclasses.replace(PLAIN, partition="gpu", account="lab", gpus_per_node=8, processes_per_node=8, memory="0")
+
+
+def job(profile: Profile, **more: object) -> Job:
+    python = profile.container.python if profile.container else "/venv/bin/python"
+    trainer = (python, "-m", "xscale.cli", "train")
+    made = Job("tiny", Path("/runs/tiny"), Path("/work/my project"), profile, python, trainer)
+    return dataclasses.replace(made, **more)  # type: ignore[arg-type]
+
+
+JOBS = {
+    "plain": job(PLAIN),
+    "site": job(
+        dataclasses.replace(
+            GPUS,
+            qos="high",
+            constraint="h200",
+            reservation="winter",
+            cpus_per_process=12,
+            exclusive=True,
+            exclude=("gpu017",),
+            exclude_bad_nodes=True,
+            modules=("cuda/12.8",),
+            setup=("source /venv/bin/activate",),
+            environment={"NCCL_DEBUG": "WARN", "TITLE": "two words"},
+            interface="ib0",
+            start="torchrun",
+            signal_seconds=300,
+            options=("--comment=sparse",),
+        )
+    ),
+    "task-pyxis": job(
+        dataclasses.replace(
+            GPUS, start="task", preflight=False, container=Container("pyxis", "docker://xscale:1", ("/data",))
+        )
+    ),
+    "apptainer": job(dataclasses.replace(GPUS, container=Container("apptainer", "/images/xscale.sif", ("/data:/d",)))),
+    "sweep": job(PLAIN, members=6, at_once=2),
+    "chain": job(PLAIN, chain=True),
+    "alone": job(dataclasses.replace(PLAIN, requeue=False)),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_text_is_the_golden_one(name: str) -> None:
+    assert render(JOBS[name]) == (GOLDEN / f"{name}.sbatch").read_text()
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_bash_can_read_it(name: str) -> None:
+    read = subprocess.run(["bash", "-n"], input=render(JOBS[name]), capture_output=True, text=True, check=False)
+    assert (read.returncode, read.stderr) == (0, "")
+
+
+def test_there_is_no_golden_text_without_a_job() -> None:
+    assert {path.stem for path in GOLDEN.iterdir()} == set(JOBS)
+
+
+if __name__ == "__main__":
+    for name, one in JOBS.items():
+        (GOLDEN / f"{name}.sbatch").write_text(render(one))
