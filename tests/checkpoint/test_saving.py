@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pickle
 import subprocess
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from xscale.checkpoint.disk import Disk
-from xscale.checkpoint.errors import CheckpointError
+from xscale.checkpoint.errors import CheckpointError, DamageError
+from xscale.checkpoint.index import contents, read_index
 from xscale.checkpoint.layout import steps
 from xscale.checkpoint.loading import load, load_tensors, read_config, read_state
 from xscale.checkpoint.saving import save
@@ -181,3 +183,47 @@ def test_too_little_space_is_seen_before_the_first_byte(tmp_path: Path) -> None:
         save(tmp_path, 2, model(), {}, {}, disk=Small())
     assert "write" not in Small.touched
     assert not list(tmp_path.iterdir())
+
+
+def test_the_tools_of_torch_read_it(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    path = save(tmp_path, 1, model(), {}, {})
+    dcp_to_torch_save(path / "tensors", tmp_path / "all.pt")
+    assert equal(torch.load(tmp_path / "all.pt", weights_only=True), model())
+
+
+def test_large_tensors_are_written_in_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xscale.checkpoint.plan.BOX", 24)
+    path = save(tmp_path, 1, model(), {}, {})
+    held = contents(read_index(path))
+    assert {name: one.pieces for name, one in held.items()} == {
+        "model.a": 3,
+        "model.b": 1,
+        "model.one": 1,
+        "optimizer.count": 1,
+        "empty": 1,
+    }
+    assert equal(load_tensors(path), model())
+
+
+def test_a_view_brings_only_its_own_numbers(tmp_path: Path) -> None:
+    big = torch.randn(1000, 100)
+    path = save(tmp_path, 1, {"a": big[:3].t()}, {}, {})
+    assert torch.equal(load_tensors(path)["a"], big[:3].t())
+    assert (path / "tensors" / "__0_0.distcp").stat().st_size < 4000
+
+
+class Evil:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("touch evil",)
+
+
+def test_an_index_from_a_stranger_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = save(tmp_path, 1, model(), {}, {})
+    (path / "tensors" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(DamageError, match=r"is not an index of tensors \(posix.system has no place in it\)"):
+        read_index(path)
+    pickle.loads(pickle.dumps(Evil()))
+    assert (tmp_path / "evil").exists(), "the negative control"

@@ -4,7 +4,9 @@ import errno
 import hashlib
 import io
 import os
+import queue
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,26 +26,54 @@ class Digest:
 
 
 class Hashing(io.RawIOBase):
-    """A file opened for writing that hashes what it is given, so that what was meant is known, not what arrived."""
+    """A file opened for writing; a thread hashes behind the writer what the file has taken."""
 
     def __init__(self, path: Path, disk: "Disk") -> None:
-        self._file = path.open("wb", buffering=0)
+        self._file = path.open("w+b", buffering=0)
         self._disk = disk
         self._path = path
-        self._hash = hashlib.sha256()
         self._size = 0
+        self._hash = hashlib.sha256()
+        self._hashed = 0
+        self._ready: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._failure: OSError | None = None
 
     def write(self, block: Buffer) -> int:
         view = memoryview(block).cast("B")
         for start in range(0, len(view), BLOCK):
             part = view[start : start + BLOCK]
             self._disk.touch("write", self._path)
-            self._hash.update(part)
             while len(part):
                 # A disk that fills up takes a part of a block before it refuses the next.
                 part = part[self._file.write(part) :]
-        self._size += len(view)
+            self._size += len(view[start : start + BLOCK])
+            if self._size - self._hashed >= BLOCK:
+                self._follow()
         return len(view)
+
+    def _follow(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="checkpoint-hash", daemon=True)
+            self._thread.start()
+        self._ready.put(self._size)
+
+    def _run(self) -> None:
+        while (until := self._ready.get()) is not None:
+            if self._failure is not None:
+                continue
+            try:
+                self._take(until)
+            except OSError as error:
+                self._failure = error
+
+    def _take(self, until: int) -> None:
+        while self._hashed < until:
+            block = os.pread(self._file.fileno(), min(BLOCK, until - self._hashed), self._hashed)
+            if not block:
+                raise OSError(errno.EIO, "the file is shorter than what was written to it", str(self._path))
+            self._hash.update(block)
+            self._hashed += len(block)
 
     def writable(self) -> bool:
         return True
@@ -51,17 +81,30 @@ class Hashing(io.RawIOBase):
     def tell(self) -> int:
         return self._size
 
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def close(self) -> None:
-        """Nothing: whoever was handed the stream may close it, and it still has to be forced out."""
+    def sync(self) -> None:
+        """Force the content out; the rest of it is hashed meanwhile."""
+        self._ready.put(self._size)
+        os.fsync(self._file.fileno())
 
     def release(self) -> None:
+        """End the thread and close the file."""
+        if self._thread is not None:
+            self._ready.put(None)
+            self._thread.join()
+            self._thread = None
         self._file.close()
 
-    @property
     def digest(self) -> Digest:
+        """What the file must be."""
+        if self._thread is None:
+            self._take(self._size)
+        else:
+            self._ready.put(self._size)
+            self._ready.put(None)
+            self._thread.join()
+            self._thread = None
+        if self._failure is not None:
+            raise self._failure
         return Digest(self._size, self._hash.hexdigest())
 
 
@@ -83,11 +126,11 @@ class Disk:
         try:
             yield stream
             self.touch("sync", path)
-            os.fsync(stream.fileno())
+            stream.sync()
+            self.written[path] = stream.digest()
             self.touch("close", path)
         finally:
             stream.release()
-        self.written[path] = stream.digest
 
     def write(self, path: Path, content: bytes) -> None:
         with self.writing(path) as stream:

@@ -12,7 +12,8 @@ MANIFEST = "manifest.json"
 SEAL = "manifest.sha256"
 """Hash of the manifest itself, as `sha256sum --check` reads it."""
 TENSORS = "tensors"
-"""Folder of what torch distributed checkpoint writes: `.metadata` and one `__RANK_0.distcp` a rank."""
+"""Folder of what torch distributed checkpoint reads: an index and one `__RANK_0.distcp` a rank."""
+INDEX = ".metadata"
 
 _STEP = re.compile(r"step-(\d{8,})")
 _HIDDEN = re.compile(r"\.step-(\d{8,})\.(writing|replaced|deleting)")

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xscale.checkpoint import dcp, manifest
+from xscale.checkpoint import manifest
+from xscale.checkpoint import tensors as files
 from xscale.checkpoint.agree import Ranks
-from xscale.checkpoint.dcp import Held
 from xscale.checkpoint.errors import DamageError
+from xscale.checkpoint.index import Held, contents, read_index
 from xscale.checkpoint.layout import CONFIG, MANIFEST, STATE, bad
 from xscale.checkpoint.search import newest, set_aside
 from xscale.core.errors import ConfigError
@@ -51,10 +52,10 @@ def load(
     found = ranks.once(path, lambda: open_manifest(path))
     if verify:
         ranks.every(path, lambda: manifest.check_hashes(path, found, ranks.rank, ranks.world))
-    held = ranks.once(path, lambda: dcp.contents(dcp.metadata_of(path)))
+    held = ranks.once(path, lambda: contents(read_index(path)))
     wanted = {name: one for name, one in held.items() if name.startswith(only)}
     _compare(path, wanted, tensors, cast_types, ranks)
-    dcp.read(path, tensors, ranks)
+    files.read(path, tensors, ranks)
     step, state = ranks.once(path, lambda: _state(path))
     return Loaded(path, step, state, ranks.once(path, lambda: read_config(path)))
 
@@ -109,14 +110,14 @@ def load_tensors(path: Path, names: list[str] | None = None, *, verify: bool = T
     found = open_manifest(path)
     if verify:
         manifest.check_hashes(path, found)
-    held = dcp.contents(dcp.metadata_of(path))
+    held = contents(read_index(path))
     wanted = list(held) if names is None else names
     if missing := [name for name in wanted if name not in held]:
         raise ConfigError(
             str(path), f"it has no tensor {_some(missing)}", "`xscale checkpoint show` lists what it has."
         )
     tensors = {name: torch.empty(held[name].shape, dtype=held[name].dtype) for name in wanted}
-    dcp.read(path, tensors, Ranks(doing="read", alone=True))
+    files.read(path, tensors, Ranks(doing="read", alone=True))
     return tensors
 
 
@@ -140,8 +141,7 @@ def _json(path: Path, name: str) -> Any:
 
 
 def _state(path: Path) -> tuple[int, dict[str, Any]]:
-    data = _json(path, STATE)
-    return data["step"], data["state"]
+    return open_manifest(path).step, cast(dict[str, Any], _json(path, STATE))
 
 
 def _compare(path: Path, held: dict[str, Held], tensors: dict[str, Tensor], cast_types: bool, ranks: Ranks) -> None:

@@ -2,21 +2,25 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, __version__
+from torch.distributed.checkpoint.planner import WriteItem
 
 import xscale
-from xscale.checkpoint import dcp, manifest
+from xscale.checkpoint import manifest
+from xscale.checkpoint import tensors as tensors_to_files
 from xscale.checkpoint.agree import Ranks
 from xscale.checkpoint.cut import Cut, cuts
 from xscale.checkpoint.disk import Digest, Disk
 from xscale.checkpoint.errors import CheckpointError
 from xscale.checkpoint.layout import CONFIG, STATE, TENSORS, folder_of, hidden_of
 from xscale.checkpoint.manifest import Manifest
+from xscale.checkpoint.plan import Plan, box_of, plan
 from xscale.checkpoint.retention import retain
 
 VISIBLE_SECONDS = 10.0
@@ -41,30 +45,40 @@ def save(
     only some of the names. `state` and `config` are JSON-able and taken from the first rank. When it fails, every
     rank raises the same CheckpointError and nothing of it stays visible: training may go on.
     """
-    ranks = Ranks(group)
-    return write(folder, step, cuts(tensors), state, config, ranks, disk or Disk(), keep_last, keep_every)
+    ranks, held = Ranks(group), cuts(tensors)
+    planned = plan(held, folder_of(folder, step), ranks)
+    shot = Snapshot(step, planned, lambda item: box_of(held[item.index.fqn], item), encode(state), encode(config))
+    return write(folder, shot, ranks, disk or Disk(), keep_last, keep_every)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All of what a save writes, as it was at `step`."""
+
+    step: int
+    plan: Plan
+    box: Callable[[WriteItem], Tensor]
+    """The numbers of a box of the plan."""
+    state: bytes
+    config: bytes
+
+
+def encode(data: dict[str, Any]) -> bytes:
+    return (json.dumps(data, indent=1) + "\n").encode()
 
 
 def write(
-    folder: Path,
-    step: int,
-    held: Mapping[str, Cut],
-    state: dict[str, Any],
-    config: dict[str, Any],
-    ranks: Ranks,
-    disk: Disk,
-    keep_last: int | None,
-    keep_every: int | None,
+    folder: Path, shot: Snapshot, ranks: Ranks, disk: Disk, keep_last: int | None, keep_every: int | None
 ) -> Path:
-    """`save` of cuts that are already taken. Collective."""
-    final, hidden = folder_of(folder, step), hidden_of(folder, step, "writing")
+    """Bring a snapshot to the disk. Collective."""
+    final, hidden = folder_of(folder, shot.step), hidden_of(folder, shot.step, "writing")
     try:
-        ranks.once(final, lambda: _begin(hidden, disk))
+        ranks.once(final, lambda: _begin(hidden, shot.plan.size, disk))
         ranks.every(final, lambda: _see(hidden / TENSORS))
-        dcp.write(hidden, held, disk, ranks, final)
+        tensors_to_files.write(hidden, shot.plan, shot.box, disk, ranks, final)
         parts = ranks.every(final, lambda: _digests(disk, hidden))
         files = {name: digest for part in parts for name, digest in part.items()}
-        ranks.once(final, lambda: _publish(final, hidden, files, state, config, step, ranks.world, disk))
+        ranks.once(final, lambda: _publish(final, hidden, files, shot, ranks.world, disk))
     except Exception:
         if ranks.first:
             _discard(hidden, disk)
@@ -73,9 +87,10 @@ def write(
     return final
 
 
-def _begin(hidden: Path, disk: Disk) -> None:
+def _begin(hidden: Path, size: int, disk: Disk) -> None:
     disk.delete(hidden)
     disk.make(hidden / TENSORS)
+    disk.require(hidden, size)
 
 
 def _see(path: Path) -> None:
@@ -93,26 +108,17 @@ def _digests(disk: Disk, hidden: Path) -> dict[str, Digest]:
     return {path.relative_to(hidden).as_posix(): disk.written.pop(path) for path in mine}
 
 
-def _publish(
-    final: Path,
-    hidden: Path,
-    files: dict[str, Digest],
-    state: dict[str, Any],
-    config: dict[str, Any],
-    step: int,
-    world: int,
-    disk: Disk,
-) -> None:
+def _publish(final: Path, hidden: Path, files: dict[str, Digest], shot: Snapshot, world: int, disk: Disk) -> None:
     """Add what is not a tensor, force everything out, and make it visible."""
-    disk.write(hidden / CONFIG, _json(config))
-    disk.write(hidden / STATE, _json({"step": step, "state": state}))
+    disk.write(hidden / CONFIG, shot.config)
+    disk.write(hidden / STATE, shot.state)
     files = files | _digests(disk, hidden)
-    manifest.write(hidden, Manifest(step, files, world, f"xscale {xscale.__version__}, torch {__version__}"), disk)
+    manifest.write(hidden, Manifest(shot.step, files, world, f"xscale {xscale.__version__}, torch {__version__}"), disk)
     disk.sync(hidden / TENSORS)
     disk.sync(hidden)
     if final.exists():
         # One of the same step, from before a rollback: between the two renames `search.repair` would bring it back.
-        replaced = hidden_of(final.parent, step, "replaced")
+        replaced = hidden_of(final.parent, shot.step, "replaced")
         disk.delete(replaced)
         disk.rename(final, replaced)
         disk.rename(hidden, final)
@@ -121,10 +127,6 @@ def _publish(
         return
     disk.rename(hidden, final)
     disk.sync(final.parent)
-
-
-def _json(data: Any) -> bytes:
-    return (json.dumps(data, indent=1) + "\n").encode()
 
 
 def _discard(hidden: Path, disk: Disk) -> None:
