@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from xscale import __version__
-from xscale.core.errors import EXIT_USER, ConfigError
+from xscale.core.errors import EXIT_FAULT, EXIT_USER, ConfigError, FaultError
 
 app = typer.Typer(
     name="xscale",
@@ -48,22 +48,43 @@ def train(
     ] = False,
 ) -> None:
     """Train: alone, or as one of the processes that torchrun or `xscale launch` started."""
+    from xscale.mesh.environment import place
     from xscale.recipe import read
 
-    recipe, composed = read(config, overrides or [])
-    if print_config:
-        from xscale.core.compose import dump
-        from xscale.core.config import encode
+    try:
+        recipe, composed = read(config, overrides or [])
+        if print_config:
+            from xscale.core.compose import dump
+            from xscale.core.config import encode
 
-        print(dump(encode(recipe), composed.origin), end="")
-        return
-    from xscale.mesh.environment import place
-
-    if problems := recipe.check(place().world):
-        raise ConfigError(problems)
+            print(dump(encode(recipe), composed.origin), end="")
+            return
+        if problems := recipe.check(place().world):
+            raise ConfigError(problems)
+    except ConfigError as error:
+        error.alike = True
+        raise
     from xscale.train.run import train as run
 
     raise typer.Exit(run(recipe))
+
+
+@app.command()
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    world: Annotated[int, typer.Option(help="Processes to plan for.")] = 1,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What a run would be on so many processes: sizes, layout, memory at rest; or every reason why it cannot be."""
+    from xscale.planning import plan as work_out
+    from xscale.planning import show
+    from xscale.recipe import read
+
+    recipe, _ = read(config, overrides or [])
+    if problems := recipe.check(world):
+        raise ConfigError(problems)
+    show(work_out(recipe, world), as_json=json)
 
 
 @app.command("list")
@@ -189,13 +210,22 @@ def main() -> None:
     try:
         app()
     except ConfigError as error:
-        _complain(error)
+        _complain([str(problem) for problem in error.problems], alike=error.alike)
         sys.exit(EXIT_USER)
+    except FaultError as error:
+        _complain([str(error)], alike=False)
+        sys.exit(EXIT_FAULT)
 
 
-def _complain(error: ConfigError) -> None:
-    lines = [f"xscale: {problem}" for problem in error.problems]
-    print("\n".join(lines), file=sys.stderr, flush=True)
+def _complain(sentences: list[str], *, alike: bool) -> None:
+    """One rank speaks where all would say the same; otherwise each says which it is."""
+    from xscale.mesh.environment import place
+
+    here = place()
+    if alike and not here.first:
+        return
+    who = "xscale" if here.alone or alike else f"xscale (rank {here.rank})"
+    print("\n".join(f"{who}: {sentence}" for sentence in sentences), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """What can go wrong with a checkpoint: saving fails (training may go on), or what lies there is damaged."""
 
+from xscale.core.errors import FaultError
 
-class CheckpointError(Exception):
+
+class CheckpointError(FaultError):
     """A checkpoint could not be written or read; raised alike on every rank. Says where, what, and what would work."""
 
     def __init__(self, path: object, what: str, fix: str = "") -> None:

@@ -27,6 +27,10 @@ class Problem:
         return f"{text}. {self.fix}" if self.fix else text
 
 
+class FaultError(Exception):
+    """The run cannot go on, and it is not the user's mistake: a sentence, exit status 1, no traceback."""
+
+
 class ConfigError(Exception):
     """What the user asked for cannot be done; carries every problem found, each with what would work."""
 
@@ -34,6 +38,8 @@ class ConfigError(Exception):
         """`ConfigError(path, what, fix)` for one problem, `ConfigError(problems)` for several."""
         if isinstance(problems, str):
             problems = Problem(problems, what, fix)
+        self.alike = False
+        """Whether every rank of the run finds the same, so that one of them may speak for all."""
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from xscale.checkpoint.errors import CheckpointError
 from xscale.checkpoint.saving import save
 from xscale.core.config import encode
+from xscale.core.errors import FaultError
 from xscale.data.samples import Samples
 from xscale.mesh.collectives import mean_tensors, sum_scalars
 from xscale.nn.tokens import Tally
@@ -21,7 +22,7 @@ from xscale.train.step import Stepped
 from xscale.train.stop import Stop
 
 
-class NonFiniteError(Exception):
+class NonFiniteError(FaultError):
     """Too many steps in a row had a loss or gradient that is not finite."""
 
 
