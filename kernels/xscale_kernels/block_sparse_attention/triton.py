@@ -171,7 +171,7 @@ def _key_kernel(
     sqb, sqh, sqt, sqk, skb, skh, skt, skk, svb, svh, svt, svk, sdb, sdh, sdt, sdm,
     H, G, T, S, C, K, M, per_head, scale,
     CAUSAL: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
-    ACC: tl.constexpr, BLOCK: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    ACC: tl.constexpr, BLOCK: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0)
     batch, group = (tl.program_id(1) // G).to(tl.int64), (tl.program_id(1) % G).to(tl.int64)
@@ -185,7 +185,7 @@ def _key_kernel(
     values = tl.load(
         v + batch * svb + group * svh + keys[:, None] * svt + out_width[None, :] * svk, mask=value_mask, other=0.0
     )
-    mine = tl.zeros((BLOCK,), dtype=tl.int32)
+    mine = tl.zeros((STEP,), dtype=tl.int32)
     theirs = tl.zeros((BLOCK,), dtype=tl.int32)
     if DOCUMENTS:
         theirs = tl.load(key_documents + batch * S + keys, mask=keys < S, other=-2)
@@ -195,8 +195,10 @@ def _key_kernel(
     for head in range(group * (H // G), (group + 1) * (H // G)):
         slope = tl.load(slopes + head) if SLOPED else 0.0
         at = per_head * head * C + column
-        for entry in range(tl.load(starts + at), tl.load(starts + at + 1)):
-            queries = tl.load(blocks + entry) * BLOCK + tl.arange(0, BLOCK)
+        # A block's queries are taken STEP at a time, where a whole block's scores would not fit in registers.
+        for step in range(tl.load(starts + at) * (BLOCK // STEP), tl.load(starts + at + 1) * (BLOCK // STEP)):
+            entry, part = step // (BLOCK // STEP), step % (BLOCK // STEP)
+            queries = tl.load(blocks + entry) * BLOCK + part * STEP + tl.arange(0, STEP)
             left = tl.load(
                 q + batch * sqb + head * sqh + queries[:, None] * sqt + width[None, :] * sqk,
                 mask=(queries < T)[:, None] & (width < K)[None, :],
@@ -230,6 +232,7 @@ def _key_kernel(
 
 def _settings(q: torch.Tensor, v: torch.Tensor, layout: BlockLayout, rule: Rule) -> dict[str, object]:
     K, M = q.shape[3], v.shape[3]
+    wide = max(16, triton.next_power_of_2(max(K, M)))
     return {
         "CAUSAL": rule.causal,
         "CAP": rule.softcap,
@@ -240,7 +243,8 @@ def _settings(q: torch.Tensor, v: torch.Tensor, layout: BlockLayout, rule: Rule)
         "BLOCK": layout.block,
         "BK": max(16, triton.next_power_of_2(K)),
         "BV": max(16, triton.next_power_of_2(M)),
-        "num_warps": 8 if layout.block >= 128 else 4,
+        # Four warps have no room for the accumulators of 64 x 256 (2 KB spilled a thread, against 0.2).
+        "num_warps": 8 if layout.block >= 128 or layout.block * wide > 64 * 128 else 4,
         "num_stages": 2,
     }
 
@@ -291,6 +295,7 @@ def backward(
     if dk.numel():
         _key_kernel[(layout.columns, B * G)](
             *tensors, dk, dv, layout.query_starts, layout.query_blocks, *_beside(q, rule), *strides,
-            H, G, T, S, layout.columns, K, M, per_head, rule.scale, **settings,
+            H, G, T, S, layout.columns, K, M, per_head, rule.scale,
+            STEP=64 if layout.block * max(K, M) >= 128 * 128 else layout.block, **settings,
         )  # fmt: skip
     return dq, dk, dv

@@ -53,6 +53,16 @@ def test_forward_and_gradients(
     agree(run("triton"), run("reference"), (q, k, v), dtype, bound)
 
 
+def test_a_wide_block_is_taken_in_steps(agree: Callable[..., None], device: str) -> None:
+    layout = layout_from_mask(torch.tensor([[[True, False], [True, True]]], device=device), 128)
+    qkv = tuple(torch.randn(1, 2 if at == 0 else 1, 190, 128, device=device) for at in range(3))
+
+    def run(name: str) -> Callable[..., torch.Tensor]:
+        return lambda q, k, v: block_sparse_attention(q, k, v, layout, causal=True, implementation=name)
+
+    agree(run("triton"), run("reference"), qkv, torch.float32, 2e-6)
+
+
 def test_registration(device: str) -> None:
     q, k, v = (torch.randn(1, 2, 20, 16, device=device, requires_grad=True) for _ in range(3))
     layout = layout_from_mask(torch.ones(1, 2, 2, dtype=torch.bool, device=device), 16)
