@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -14,8 +15,10 @@ from xscale.train.observe.record import Record, read, write
 
 def test_what_is_read_is_what_was_written(tmp_path, facts):
     run = tmp_path / "run"
+    odd = {"odd": numpy.arange(3 * 5 * 7).reshape(3, 5, 7) % 3 == 0}
+    known = facts(folder=run)
     before = Record(
-        facts(folder=run),
+        replace(known, layouts=known.layouts | odd),
         (SampleReport(10, "def ", "\ud800\x00é"),),
         EndReport(40, "done", "", 2.41, 0.9, 40),
     )

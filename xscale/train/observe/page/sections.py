@@ -14,6 +14,9 @@ from xscale.train.observe.page.layout import layouts
 from xscale.train.observe.record import Record
 
 STYLES = ("one", "two", "three", "four", "five")
+PHASES = ("data", "forward", "backward", "communicate", "optimizer")
+SMOOTHED = 120
+"""A line of fewer values is drawn as it is."""
 SAMPLES = 20
 """The newest of them; a long run writes thousands."""
 VERDICTS = {"done": "The run is done", "stopped": "The run was stopped and can go on", "failed": "The run failed"}
@@ -95,7 +98,9 @@ def curves(record: Record, history: History) -> str:
 
 
 def _noisy(x: Sequence[float], y: Sequence[float], label: str = "") -> list[Line]:
-    """Every value faintly, and their course over it."""
+    """Every value faintly, and their course over it; few values are their own course."""
+    if len(y) < SMOOTHED:
+        return [Line(x, y, "one", label)]
     return [Line(x, y, "faint", label and "each step"), Line(x, smooth(y, max(1, len(y) // 40)), "one", label)]
 
 
@@ -113,12 +118,18 @@ def _split(split: dict[str, float]) -> str:
     if total <= 0:
         return ""
     bar = keys = ""
-    for index, (phase, seconds) in enumerate(split.items()):
+    order = [*(phase for phase in PHASES if phase in split), *(phase for phase in split if phase not in PHASES)]
+    for index, phase in enumerate(order):
+        seconds = split[phase]
         style = STYLES[index % len(STYLES)]
         bar += f'<i class="{style}" style="flex:{seconds / total:.5f}" title="{escape(phase)}"></i>'
-        words = f"{escape(phase)} {percentage(seconds / total)}, {1000 * seconds:.3g} ms"
+        words = f"{escape(phase)} {percentage(seconds / total)}, {_time(seconds)}"
         keys += f'<span class="key {style}">{words}</span> '
-    return f'<h3>A step\'s time: {1000 * total:.4g} ms on average</h3><div class="bar">{bar}</div><div>{keys}</div>'
+    return f'<h3>A step\'s time: {_time(total)} on average</h3><div class="bar">{bar}</div><div>{keys}</div>'
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.9995 else f"{1000 * seconds:.3g} ms"
 
 
 def experts(history: History) -> str:
@@ -150,12 +161,12 @@ def attention(record: Record) -> str:
 
 
 def samples(record: Record) -> str:
-    """The newest open, the others folded away."""
+    """Those of the newest step open, the others folded away."""
     newest = record.samples[-SAMPLES:][::-1]
     parts = []
-    for index, sample in enumerate(newest):
+    for sample in newest:
         prompt = f'<span class="prompt">{_text(sample.prompt)}</span>' if sample.prompt else ""
-        opened = " open" if index == 0 else ""
+        opened = " open" if sample.step == newest[0].step else ""
         parts.append(
             f"<details{opened}><summary>step {sample.step}</summary><pre>{prompt}{_text(sample.text)}</pre></details>"
         )
@@ -174,7 +185,7 @@ def evaluations(history: History) -> str:
     )
     heads = "".join(f"<th>{head}</th>" for head in ("step", "tokens", *_MEASURES.values()))
     table = f'<div class="wide"><table><tr>{heads}</tr>{rows}</table></div>'
-    return f"<details><summary>{len(history.evaluations)} evaluations in numbers</summary>{table}</details>"
+    return f"<details><summary>evaluations in numbers ({len(history.evaluations)})</summary>{table}</details>"
 
 
 _MEASURES = {"eval_loss": "loss", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
