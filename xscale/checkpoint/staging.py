@@ -1,0 +1,45 @@
+"""Staging: a copy of what this rank writes, in CPU memory that is kept from save to save (pinned beside a GPU)."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+
+from xscale.checkpoint.cut import Cut
+from xscale.checkpoint.plan import box_of
+
+
+class Staging:
+    """The copies of one save at a time."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[MetadataIndex, Tensor] = {}
+        self._copied: list[torch.cuda.Event] = []
+
+    def take(self, items: Sequence[WriteItem], held: Mapping[str, Cut]) -> Callable[[WriteItem], Tensor]:
+        """Copy each item's box and return what looks one up.
+
+        From a GPU the copies are only queued, behind the step that made the numbers and before the step that changes
+        them, as both are work of the current stream; `wait` is for whoever reads the copies.
+        """
+        before, self._boxes = self._boxes, {}
+        devices = set()
+        for item in items:
+            source = box_of(held[item.index.fqn], item)
+            target = before.get(item.index)
+            if target is None or target.shape != source.shape or target.dtype != source.dtype:
+                target = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            target.copy_(source, non_blocking=source.is_cuda)
+            if source.is_cuda:
+                devices.add(source.device)
+            self._boxes[item.index] = target
+        self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
+        boxes = self._boxes
+        return lambda item: boxes[item.index]
+
+    def wait(self) -> None:
+        """Until the copies have arrived."""
+        for event in self._copied:
+            event.synchronize()
