@@ -2,6 +2,9 @@
 
 BENT: dict[str, dict[str, str]] = {
     # law -> {path, or path:function: the reason}
+    "names": {
+        "xscale/nn/moe/router/base.py": "BASE is what its authors call it, and a part's file bears the part's name",
+    },
 }
 
 

@@ -36,14 +36,14 @@ def mixture(*, seed: int = 0, width: int = D, dtype: torch.dtype = torch.float64
     return moe
 
 
-def router(kind: str, experts: int = 4, groups: int = 1, seed: int = 0, **data: Any) -> Router:
+def router(kind: str, experts: int = 4, groups: int = 1, **data: Any) -> Router:
     """A router in float64, in training mode, with logits of some size."""
     entry = ROUTERS.get(kind)
     sizes = RouterDims(D, experts, V, groups, dims().start)
     config = decode(entry.part.Config, data)
     assert not entry.part.check(config, sizes, kind)
     part: Router = entry.part(config, sizes)
-    materialize(part, seed, dtype=torch.float64)
+    materialize(part, 0, dtype=torch.float64)
     name_modules(part)
     return part
 

@@ -89,9 +89,9 @@ class ProductKeyMemory(Ffn):
             queries = F.layer_norm(queries, queries.shape[-1:])
         keys = self.use(self.keys)  # [2, H, S, Q / 2]
         halves = queries.view(len(x), config.heads, 2, -1).permute(2, 1, 0, 3)  # [2, H, N, Q / 2]
-        near, rank = (halves @ keys.transpose(2, 3)).topk(config.top_k, dim=3)  # [2, H, N, k]
+        near, which = (halves @ keys.transpose(2, 3)).topk(config.top_k, dim=3)  # [2, H, N, k]
         pairs = (near[0][..., :, None] + near[1][..., None, :]).flatten(2)  # [H, N, k * k]
         scores, pair = pairs.topk(config.top_k, dim=2)  # [H, N, k]
-        first = rank[0].gather(2, pair // config.top_k)
-        second = rank[1].gather(2, pair % config.top_k)
+        first = which[0].gather(2, pair // config.top_k)
+        second = which[1].gather(2, pair % config.top_k)
         return scores.transpose(0, 1), (first * config.subkeys + second).transpose(0, 1)

@@ -38,13 +38,13 @@ def arrange(routing: Routing, experts: int, capacity: int | None, drop: Drop, gr
     bins = experts * groups
     if routing.sent is not None:
         key = torch.where(routing.sent, key, bins)
-    ranked, sorting = (key if order is None else key[order]).sort(stable=True)
+    grouped, sorting = (key if order is None else key[order]).sort(stable=True)
     order = sorting if order is None else order[sorting]
-    starts = torch.searchsorted(ranked, torch.arange(bins + 1, device=ranked.device))  # [bins + 1]
+    starts = torch.searchsorted(grouped, torch.arange(bins + 1, device=grouped.device))  # [bins + 1]
     load = counts = starts.diff()
     if capacity is not None:
-        place = torch.arange(len(ranked), device=ranked.device) - starts[ranked]
-        order = order[(place < capacity) & (ranked < bins)]
+        place = torch.arange(len(grouped), device=grouped.device) - starts[grouped]
+        order = order[(place < capacity) & (grouped < bins)]
         counts = load.clamp(max=capacity)
     elif routing.sent is not None:
         order = order[: int(starts[-1])]

@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 
-def shares(token: Tensor, expert: Tensor, tokens: int, experts: int, segments: int) -> Tensor:
-    """Share of each segment's assignments that each expert gets, [segments, E] float32, rows summing to 1.
+def shares(token: Tensor, expert: Tensor, like: Tensor, segments: int) -> Tensor:
+    """Share of each segment's assignments that each expert gets, [segments, E], rows summing to 1.
 
-    `token` and `expert` are [M]; the N = `tokens` tokens form `segments` runs of equal length.
+    `token` and `expert` are [M]; the N tokens of `like` [N, E] form `segments` runs of equal length.
     """
+    tokens, experts = like.shape
     bins = expert if segments == 1 else token // -(-tokens // segments) * experts + expert
-    ones = torch.ones(bins.shape, device=bins.device)
-    counts = torch.zeros(segments * experts, device=bins.device).scatter_add_(0, bins, ones).view(segments, experts)
+    counts = torch.zeros(segments * experts, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    counts = counts.scatter_add_(0, bins, torch.ones_like(counts[:1]).expand(len(bins))).view(segments, experts)
     return counts / counts.sum(1, keepdim=True)
 
 
@@ -30,7 +31,7 @@ def balance(
     `pool` averages f over more than this micro-batch.
     """
     tokens, experts = probabilities.shape
-    fraction = shares(token, expert, tokens, experts, segments)
+    fraction = shares(token, expert, probabilities, segments)
     if pool is not None:
         fraction = pool(fraction)
     if segments == 1:

@@ -19,7 +19,7 @@ from xscale.nn.tokens import Tokens
     "base",
     traits=RouterTraits(choice="token", top_k=1, drops=False, scope="batch", causal=False, balance="assignment"),
 )
-class Base(Scored):
+class BalancedAssignment(Scored):
     @classmethod
     def chosen(cls, config: Any, experts: int) -> float:
         return 1.0

@@ -1,0 +1,82 @@
+"""Hash layers: the same id, the same expert; and nothing crosses a document or needs more than the cache holds."""
+
+import pytest
+import torch
+
+from tests.nn.moe.mixture import D, V, router, sample
+from xscale.nn.moe.router import ROUTERS, RouterDims
+from xscale.nn.tokens import Tokens
+
+FUNCTIONS = ["random", "balanced", "modulo", "bigram", "previous", "position"]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_depends_on_what_it_says(function: str) -> None:
+    x, tokens = sample(rows=8)
+    part = router("hash", function=function)
+    ids, positions = tokens.ids, tokens.positions
+    before = torch.cat([torch.full_like(ids[:, :1], -1), ids[:, :-1]], 1)
+    keys = {"bigram": (ids, before), "previous": (before,), "position": (positions,)}.get(function, (ids,))
+    experts = part(x.flatten(0, 1), tokens).expert
+    seen: dict[tuple[int, ...], int] = {}
+    for one, expert in enumerate(experts.tolist()):
+        key = tuple(int(each.flatten()[one]) for each in keys)
+        assert seen.setdefault(key, expert) == expert
+    assert len(set(seen.values())) == 4
+
+
+def test_balanced_takes_frequencies() -> None:
+    x, tokens = sample()
+    heavy = tuple(100.0 if token == 7 else 1.0 for token in range(V))
+    table = router("hash", function="balanced", frequencies=heavy).table[0]
+    assert (table == table[7]).sum() == 1, "one id that comes more often than all others has an expert for itself"
+    tokens = Tokens.of(torch.full((1, 4), 7))
+    routing = router("hash", function="balanced", frequencies=heavy)(x[:1, :4].flatten(0, 1), tokens)
+    assert set(routing.expert.tolist()) == {int(table[7])}
+
+
+def test_several_hashes_use_pools_of_their_own() -> None:
+    x, tokens = sample()
+    routing = router("hash", 8, hashes=2)(x.flatten(0, 1), tokens)
+    first, second = routing.expert.view(2, -1)
+    assert first.max() < 4 <= second.min()
+    assert not torch.equal(first, second - 4), "two hash functions, not one twice"
+    assert (routing.weight == 1).all()
+
+
+@pytest.mark.parametrize("function", ["bigram", "previous"])
+def test_documents_and_generation(function: str) -> None:
+    x, tokens = sample(rows=1)
+    part = router("hash", 16, function=function)
+    whole = part(x.flatten(0, 1), tokens).expert
+    documents = torch.tensor([[0] * 10 + [1] * 14])
+    packed = part(x.flatten(0, 1), Tokens.of(tokens.ids, documents)).expert
+    apart = part(x[:, 10:].flatten(0, 1), Tokens.of(tokens.ids[:, 10:])).expert
+    assert torch.equal(packed[10:], apart)
+    cache: dict[str, object] = {}
+    steps = [
+        part(
+            x[0, at : at + 1], Tokens(tokens.ids[:, at : at + 1], tokens.positions[:, at : at + 1], cache=cache)
+        ).expert
+        for at in range(24)
+    ]
+    assert torch.equal(torch.cat(steps), whole)
+
+
+def test_seeds_differ() -> None:
+    x, tokens = sample()
+    one, two = (router("hash", seed=seed)(x.flatten(0, 1), tokens).expert for seed in (0, 1))
+    assert not torch.equal(one, two)
+
+
+def test_what_is_refused() -> None:
+    part, sizes = ROUTERS.get("hash").part, RouterDims(D, 8, V, 1, None)
+    refused = [
+        part.Config(hashes=3),
+        part.Config(frequencies=(1.0,) * V),
+        part.Config(function="balanced", frequencies=(1.0,)),
+    ]
+    for config in refused:
+        (problem,) = part.check(config, sizes, "router")
+        assert problem.fix
+    assert not part.check(part.Config(function="balanced", frequencies=(1.0,) * V), sizes, "router")

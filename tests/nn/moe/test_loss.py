@@ -1,0 +1,62 @@
+"""What the balancing loss is taken over: micro-batch, groups, sequences, and loads of all ranks."""
+
+import pytest
+import torch
+
+from tests.nn.moe.mixture import router, sample
+from xscale.nn.moe.loss import balance, cv_squared, z_loss
+
+
+def by_hand(probabilities: torch.Tensor, experts: torch.Tensor) -> float:
+    tokens, count = probabilities.shape
+    return count * sum(
+        float((experts == expert).sum()) / experts.numel() * probabilities[:, expert].sum().item() / tokens
+        for expert in range(count)
+    )
+
+
+@pytest.mark.parametrize(
+    ("scope", "groups", "pieces"), [("micro_batch", 1, 1), ("micro_batch", 4, 4), ("sequence", 1, 2)]
+)
+def test_scopes(scope: str, groups: int, pieces: int) -> None:
+    x, tokens = sample()
+    routing = router("topk", 4, groups, scope=scope)(x.flatten(0, 1), tokens)
+    experts = routing.expert.view(2, -1).t()
+    parts = zip(routing.probabilities.chunk(pieces), experts.chunk(pieces), strict=True)
+    wanted = sum(by_hand(*part) for part in parts) / pieces
+    assert routing.measured["aux"].item() == pytest.approx(wanted)
+    if pieces > 1:
+        assert wanted != pytest.approx(by_hand(routing.probabilities, experts))
+
+
+def test_global_batch_is_the_loss_of_the_whole_batch() -> None:
+    """The mean over ranks of E f P with f averaged over ranks is that of one rank with all tokens."""
+    x, tokens = sample()
+    part = router("topk", scope="global_batch")
+    whole = part(x.flatten(0, 1), tokens)
+    halves = [part(half, tokens) for half in x]
+    loads = [half.expert.bincount(minlength=4) / half.expert.numel() for half in halves]
+    part.pool = lambda load: torch.stack(loads).mean(0, keepdim=True).to(load.dtype)
+    pooled = [part(half, tokens).measured["aux"].item() for half in x]
+    assert sum(pooled) / 2 == pytest.approx(whole.measured["aux"].item())
+    assert pooled[0] != pytest.approx(halves[0].measured["aux"].item())
+
+
+def test_an_even_load_costs_one_and_a_skewed_one_more() -> None:
+    even = torch.full((8, 4), 0.25)
+    token, expert = torch.arange(8), torch.arange(8) % 4
+    assert balance(even, token, expert).item() == pytest.approx(1)
+    skewed = torch.tensor([[0.7, 0.1, 0.1, 0.1]]).expand(8, 4)
+    assert balance(skewed, token, torch.zeros(8, dtype=torch.int64)).item() == pytest.approx(2.8)
+
+
+def test_segments_that_do_not_divide() -> None:
+    probabilities = torch.rand(7, 3, dtype=torch.float64).softmax(1)
+    expert = torch.tensor([0, 1, 2, 0, 0, 1, 2])
+    wanted = (by_hand(probabilities[:4], expert[:4]) + by_hand(probabilities[4:], expert[4:])) / 2
+    assert balance(probabilities, torch.arange(7), expert, 2).item() == pytest.approx(wanted)
+
+
+def test_small_formulas() -> None:
+    assert cv_squared(torch.tensor([1.0, 3.0])).item() == pytest.approx(0.25)
+    assert z_loss(torch.zeros(5, 4)).item() == pytest.approx(torch.tensor(4.0).log().item() ** 2)

@@ -1,0 +1,38 @@
+"""What is seen of a mixture."""
+
+import pytest
+import torch
+
+from tests.nn.moe.mixture import mixture, sample
+from xscale.nn.moe.statistics import evenness, faulty
+from xscale.nn.tokens import Tally
+
+
+def test_observations() -> None:
+    x, tokens = sample(tally=Tally())
+    moe = mixture(capacity_factor=0.75, router={"kind": "topk", "z": 0.001})
+    moe.path = "here"
+    moe(x, tokens)
+    seen = tokens.tally.means()
+    probabilities = (x.flatten(0, 1) @ moe.router.weight.t()).softmax(1)
+    load = probabilities.topk(2).indices.flatten().bincount(minlength=4)
+    torch.testing.assert_close(seen["here/load"], (load / 96).float())
+    assert seen["here/dropped"].item() == pytest.approx(1 - load.clamp(max=18).sum().item() / 96)
+    entropy = -(probabilities * probabilities.log()).sum(1).mean()
+    assert seen["here/entropy"].item() == pytest.approx(entropy.item(), rel=1e-6)
+    assert seen["here/confidence"].item() == pytest.approx(probabilities.amax(1).mean().item(), rel=1e-6)
+    assert {"here/aux", "here/z"} < seen.keys()
+
+
+def test_evenness() -> None:
+    even = evenness(torch.full((8,), 0.125))
+    assert even == {"cv": 0, "p50": 1, "p95": 1, "max": 1, "min": 1, "starved": 0}
+    skewed = evenness(torch.tensor([0.97, 0.01, 0.01, 0.01]))
+    assert skewed["max"] == pytest.approx(3.88)
+    assert skewed["cv"] == pytest.approx(3 * 0.5543, rel=1e-3)
+    assert skewed["starved"] == 3
+
+
+def test_faulty_names_the_layer() -> None:
+    means = {"a/confidence": torch.tensor(float("nan")), "b/confidence": torch.tensor(0.5), "b/load": torch.ones(2)}
+    assert faulty(means) == ["a"]
