@@ -16,7 +16,7 @@ VAGUE_WORDS = frozenset(("manager", "handler", "base", "impl"))
 Law = Callable[[Path], dict[str, str]]
 EVERYWHERE = (*CODE, "tests")
 TEXTS = (".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".sh", ".cfg", ".json", ".html")
-PRIVATE = re.compile(r"(?<![\w.])/work/|(?<![\w.])/root/|/\.library\b")
+PRIVATE = re.compile(r"(?<![\w.])/work/(main|shared|\.)|(?<![\w.])/root/|/\.library\b")
 """Paths of the machines that this was written on."""
 
 

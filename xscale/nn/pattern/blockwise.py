@@ -34,8 +34,9 @@ class Blockwise(Pattern):
         return len(set(self.config.shifts)) > 1
 
     def draw(self, grid: Grid) -> Layout:
-        pieces = self.config.pieces
-        size = -(-grid.blocks // pieces)
+        size = -(-grid.blocks // self.config.pieces)
+        # A short sequence fills fewer pieces, and around its end means around the end of those.
+        pieces = -(-grid.blocks // size)
         shifts = np.asarray(self.config.shifts)[
             (grid.head if self.by_head else grid.head[:1]) % len(self.config.shifts)
         ]

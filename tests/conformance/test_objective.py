@@ -1,0 +1,201 @@
+"""What every objective owes: a model it can train, nothing to copy from, and the same batch however it is cut."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.conformance.made import VOCABULARY, ready
+from tests.families import each, example, family
+from xscale.core.registry import Entry, Family
+from xscale.nn.head import IGNORED
+from xscale.nn.model import Model
+from xscale.nn.tokens import Tokens
+from xscale.objective import OBJECTIVES, Batch, Objective, ObjectiveTraits, Specials
+
+LENGTH, SAMPLES = 64, 6
+FIRST = 15
+"""Ids below are special."""
+SPECIALS = Specials(vocabulary=VOCABULARY, pad=0, eos=2, mask=4, sentinels=range(5, FIRST))
+
+
+def built(entry: Entry[Any], seed: int = 1) -> Objective:
+    config = example(entry)
+    assert entry.part.check(config, SPECIALS, LENGTH, "objective") == []
+    part: Objective = entry.part(config, SPECIALS, LENGTH, seed)
+    return part
+
+
+def samples() -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [B, T+1], the documents they are from, and the samples' numbers."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(FIRST, VOCABULARY, (SAMPLES, LENGTH + 1), generator=generator)
+    documents = (torch.arange(LENGTH + 1) >= 40).long().expand(SAMPLES, -1).contiguous()
+    return tokens, documents, torch.arange(SAMPLES)
+
+
+def batches(objective: Objective, rows: slice = slice(None), documents: bool = False) -> Batch:
+    tokens, numbers, index = samples()
+    return objective.batch(tokens[rows], numbers[rows] if documents else None, index[rows])
+
+
+def model_for(entry: Entry[Any]) -> Model:
+    """Any model with the traits that the objective needs."""
+    traits = entry.traits
+    able = [one for one in family("model") if one.traits.causal == traits.causal and one.traits.source == traits.source]
+    assert able, f"no model has what '{entry.name}' needs"
+    part: Model = ready(able[0].part(able[0].part.Config(width=16), VOCABULARY, 2 * LENGTH))
+    return part
+
+
+def tensors(batch: Batch) -> list[Tensor]:
+    found = [batch.tokens.ids, batch.tokens.positions, batch.targets]
+    return found + ([batch.source.ids, batch.source.positions] if batch.source else [])
+
+
+@each(OBJECTIVES)
+def test_a_model_with_the_needed_traits_learns(entry: Entry[Any]) -> None:
+    objective, model = built(entry), model_for(entry)
+    batch = batches(objective)
+    assert (batch.source is not None) == entry.traits.source
+    assert batch.tokens.ids.shape == batch.targets.shape
+    assert batch.targets.shape[0] == SAMPLES
+    assert ((batch.targets == IGNORED) | ((batch.targets >= 0) & (batch.targets < VOCABULARY))).all()
+    loss = objective.loss(model, batch)
+    assert loss.shape == ()
+    assert loss.item() > 0
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@each(OBJECTIVES)
+@pytest.mark.parametrize("documents", [False, True])
+def test_micro_batches_make_the_batch(entry: Entry[Any], documents: bool) -> None:
+    objective, model = built(entry), model_for(entry)
+    whole = batches(objective, documents=documents)
+    parts = [batches(objective, slice(at, at + 2), documents) for at in range(0, SAMPLES, 2)]
+    for one, pieces in zip(tensors(whole), zip(*map(tensors, parts), strict=True), strict=True):
+        assert torch.equal(one, torch.cat(pieces))
+    assert whole.weight == sum(part.weight for part in parts)
+    total = sum(objective.loss(model, part).item() for part in parts)
+    assert objective.loss(model, whole).item() == pytest.approx(total, rel=1e-6)
+
+
+@each(OBJECTIVES)
+def test_ignored_tokens_weigh_nothing(entry: Entry[Any]) -> None:
+    objective, model = built(entry), model_for(entry)
+    batch = batches(objective)
+    where = (batch.targets != IGNORED).nonzero()[0].tolist()
+    targets = batch.targets.clone()
+    targets[where[0], where[1]] = IGNORED
+    fewer = Batch(batch.tokens, targets, batch.source)
+    assert fewer.weight == batch.weight - 1
+    logits = model(batch.tokens, source=batch.source)[where[0], where[1]]
+    of_token = F.cross_entropy(logits, batch.targets[where[0], where[1]])
+    difference = objective.loss(model, batch) - objective.loss(model, fewer)
+    assert difference.item() == pytest.approx(of_token.item(), rel=1e-3)
+
+
+@each(OBJECTIVES)
+def test_what_is_asked_for_stands_behind_only_where_declared(entry: Entry[Any]) -> None:
+    """A causal model is asked for what it has not read: other targets, and what is read up to there is the same."""
+    objective = built(entry)
+    tokens, _, index = samples()
+    first = objective.batch(tokens, None, index)
+    copied = 0
+    for place in range(LENGTH + 1):
+        other = tokens.clone()
+        other[:, place] = FIRST + (other[:, place] - FIRST + 1) % (VOCABULARY - FIRST)
+        second = objective.batch(other, None, index)
+        for row in range(SAMPLES):
+            asked = (first.targets[row] != second.targets[row]).nonzero().flatten().tolist()
+            if asked and (first.tokens.ids[row] != second.tokens.ids[row])[: asked[0] + 1].any():
+                copied += 1
+    assert (copied == 0) == entry.traits.causal
+
+
+@each(OBJECTIVES)
+def test_draws_depend_on_the_sample_alone(entry: Entry[Any]) -> None:
+    tokens, _, index = samples()
+    same = tokens[:1].expand(SAMPLES, -1)
+    torch.manual_seed(3)
+    first = built(entry).batch(same, None, index)
+    torch.manual_seed(4)
+    again = built(entry).batch(same, None, index)
+    assert all(torch.equal(one, two) for one, two in zip(tensors(first), tensors(again), strict=True))
+    by_number = any((one[:1] != one).any() for one in tensors(first))
+    other = built(entry, seed=2).batch(same, None, index)
+    by_seed = any(not torch.equal(one, two) for one, two in zip(tensors(first), tensors(other), strict=True))
+    assert by_number == by_seed == entry.traits.random
+
+
+@each(OBJECTIVES)
+def test_documents_are_told_to_the_model(entry: Entry[Any]) -> None:
+    objective = built(entry)
+    apart, together = batches(objective, documents=True), batches(objective)
+    assert together.tokens.documents is None
+    for one in filter(None, (apart.tokens, apart.source)):
+        assert one.documents is not None
+        assert one.documents.shape == one.ids.shape
+        assert set(one.documents.flatten().tolist()) == {0, 1}
+        assert torch.equal(one.positions, Tokens.of(one.ids, one.documents).positions)
+
+
+class Next(Objective):
+    """The next token."""
+
+    def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **others: Any) -> Batch:
+        return Batch(Tokens.of(tokens[:, :-1], documents, **others), tokens[:, 1:])
+
+
+class Copy(Next):
+    def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **others: Any) -> Batch:
+        return Batch(Tokens.of(tokens[:, :-1], documents, **others), tokens[:, :-1])
+
+
+class Dice(Next):
+    def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **others: Any) -> Batch:
+        kept = torch.rand(tokens.shape) < 0.5
+        return super().batch(torch.where(kept, tokens, 4), documents, index, **others)
+
+
+class OfTheBatch(Next):
+    def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **others: Any) -> Batch:
+        return super().batch((tokens + tokens[:1]) % VOCABULARY, documents, index, **others)
+
+
+class Mean(Next):
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        return super().loss(model, batch) / batch.weight
+
+
+def registered(part: type[Objective], **changes: Any) -> Entry[Any]:
+    kept: Family[ObjectiveTraits] = Family("objective", ObjectiveTraits)
+    traits = {"causal": True, "source": False, "random": False, **changes}
+    kept.register("cheat", traits=ObjectiveTraits(**traits))(type("Cheat", (part,), {}))
+    return kept.get("cheat")
+
+
+def test_cheats_are_caught() -> None:
+    for honest in (
+        test_a_model_with_the_needed_traits_learns,
+        test_ignored_tokens_weigh_nothing,
+        test_what_is_asked_for_stands_behind_only_where_declared,
+        test_draws_depend_on_the_sample_alone,
+    ):
+        honest(registered(Next))
+    cheats: list[tuple[type[Objective], dict[str, Any], Any]] = [
+        (Next, {"source": True}, test_a_model_with_the_needed_traits_learns),
+        (Mean, {}, test_ignored_tokens_weigh_nothing),
+        (Copy, {}, test_what_is_asked_for_stands_behind_only_where_declared),
+        (Next, {"causal": False}, test_what_is_asked_for_stands_behind_only_where_declared),
+        (Dice, {"random": True}, test_draws_depend_on_the_sample_alone),
+        (Next, {"random": True}, test_draws_depend_on_the_sample_alone),
+    ]
+    for part, changes, check in cheats:
+        with pytest.raises(AssertionError):
+            check(registered(part, **changes))
+    with pytest.raises(AssertionError):
+        test_micro_batches_make_the_batch(registered(OfTheBatch), False)

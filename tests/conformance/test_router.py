@@ -1,0 +1,195 @@
+"""What every router owes: who chooses, what it looks at, whether experts overflow, and what evens the load."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conformance.made import VOCABULARY, WIDTH, close, drawn, fitting, ready, tokens
+from tests.families import each
+from xscale.core.registry import Entry
+from xscale.nn.init import ZEROS, Init
+from xscale.nn.moe.router import ROUTERS, Router, RouterDims
+from xscale.nn.moe.routing import Routing
+from xscale.nn.tokens import Tokens
+
+TOKENS, EXPERTS = 128, 8
+SEED = 3
+
+
+def built(entry: Entry[Any]) -> Router:
+    sizes = RouterDims(width=WIDTH, experts=EXPERTS, vocabulary=VOCABULARY, groups=1, start=Init(std=0.3))
+    part: Router = ready(entry.part(fitting(entry, sizes), sizes))
+    part.train()
+    return part
+
+
+def around(**changes: Any) -> Tokens:
+    """One sequence in training, with auxiliary losses wanted."""
+    return replace(tokens(TOKENS, 1), **{"noise": SEED, "auxiliary": 1.0, **changes})
+
+
+def routed(router: Router, x: Tensor, about: Tokens, seed: int = SEED) -> Routing:
+    torch.manual_seed(seed)
+    found: Routing = router(x, about)
+    return found
+
+
+def skewed() -> Tensor:
+    """Tokens that are much alike."""
+    return drawn(TOKENS, WIDTH) + drawn(1, WIDTH, seed=9)
+
+
+def loads(routing: Routing) -> Tensor:
+    sent = routing.expert if routing.sent is None else routing.expert[routing.sent]
+    return torch.bincount(sent, minlength=EXPERTS)
+
+
+def by_token(routing: Routing, count: int = TOKENS) -> list[list[tuple[int, float, bool]]]:
+    """(expert, weight, sent) of each token, in the order of the experts."""
+    sent = torch.ones_like(routing.token, dtype=torch.bool) if routing.sent is None else routing.sent
+    found: list[list[tuple[int, float, bool]]] = [[] for _ in range(count)]
+    rows = zip(routing.token.tolist(), routing.expert.tolist(), routing.weight.tolist(), sent.tolist(), strict=True)
+    for token, expert, weight, goes in rows:
+        found[token].append((expert, round(weight, 9), goes))
+    return [sorted(one) for one in found]
+
+
+def even(entry: Entry[Any]) -> int:
+    """An expert's share, rounded up."""
+    return int(-(-entry.part.chosen(fitting_config(entry), EXPERTS) * TOKENS // EXPERTS))
+
+
+def fitting_config(entry: Entry[Any]) -> Any:
+    sizes = RouterDims(width=WIDTH, experts=EXPERTS, vocabulary=VOCABULARY, groups=1, start=ZEROS)
+    return fitting(entry, sizes)
+
+
+@each(ROUTERS)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_routing_is_whole(entry: Entry[Any], training: bool) -> None:
+    router = built(entry)
+    router.train(training)
+    found = routed(router, drawn(TOKENS, WIDTH), around() if training else tokens(TOKENS, 1))
+    assert found.token.shape == found.expert.shape == found.weight.shape
+    assert 0 <= int(found.token.min()) <= int(found.token.max()) < TOKENS
+    assert 0 <= int(found.expert.min()) <= int(found.expert.max()) < EXPERTS
+    assert found.weight.isfinite().all()
+    assert found.probabilities.shape == (TOKENS, EXPERTS)
+    assert len(found.token) == entry.part.chosen(fitting_config(entry), EXPERTS) * TOKENS
+    assert len(found.token) % found.choices == 0
+    pairs = set(zip(found.token.tolist(), found.expert.tolist(), strict=True))
+    assert len(pairs) == len(found.token), "a token goes to one expert twice"
+
+
+@each(ROUTERS)
+def test_it_is_chosen_by_whom_it_says(entry: Entry[Any]) -> None:
+    found = routed(built(entry), drawn(TOKENS, WIDTH), around())
+    of_tokens = torch.bincount(found.token, minlength=TOKENS)
+    of_experts = torch.bincount(found.expert, minlength=EXPERTS)
+    if entry.traits.choice == "token":
+        assert (of_tokens == found.choices).all()
+        assert entry.traits.top_k in (None, found.choices)
+    else:
+        assert entry.traits.choice == "expert"
+        assert (of_experts == of_experts[0]).all()
+        assert not (of_tokens == of_tokens[0]).all(), "experts that choose freely do not choose all tokens alike"
+
+
+@each(ROUTERS)
+def test_experts_overflow_where_declared(entry: Entry[Any]) -> None:
+    """By tokens that are all the same."""
+    router, one = built(entry), drawn(1, WIDTH).expand(TOKENS, -1)
+    about = around(ids=torch.full((1, TOKENS), 7))
+    most = max(int(loads(routed(router, one, about, seed)).max()) for seed in range(3))
+    assert (most > even(entry)) == entry.traits.drops
+
+
+@each(ROUTERS)
+def test_it_looks_where_it_says(entry: Entry[Any]) -> None:
+    router, x, about = built(entry), drawn(TOKENS, WIDTH), around()
+    whole = by_token(routed(router, x, about))
+    keep = torch.arange(TOKENS) % 2 == 0
+    other = torch.where(keep[:, None], x, skewed())
+    ids = torch.where(keep, about.ids, (about.ids + 1) % VOCABULARY)
+    changed = by_token(routed(router, other, replace(about, ids=ids, memo={})))
+    alone = all(one == two for one, two, kept in zip(whole, changed, keep.tolist(), strict=True) if kept)
+    if entry.traits.scope == "token":
+        assert alone, "a token's routing depends on the other tokens"
+    else:
+        first = by_token(
+            routed(router, x[1:], replace(about, ids=about.ids[:, 1:], positions=about.positions[:, 1:])), 127
+        )
+        assert not alone or first != whole[1:], "a token's routing depends on that token alone"
+
+
+@each(ROUTERS)
+def test_the_future_leaks_where_declared(entry: Entry[Any]) -> None:
+    router, x, about = built(entry), drawn(TOKENS, WIDTH), around()
+    whole, same = by_token(routed(router, x, about)), []
+    for cut in (1, 40, TOKENS - 1):
+        later = torch.cat((x[:cut], skewed()[cut:]))
+        ids = torch.cat((about.ids[:, :cut], (about.ids[:, cut:] + 1) % VOCABULARY), 1)
+        changed = by_token(routed(router, later, replace(about, ids=ids, memo={})))
+        same.append(changed[:cut] == whole[:cut])
+    assert all(same) == entry.traits.causal
+
+
+@each(ROUTERS)
+def test_the_load_is_evened_as_declared(entry: Entry[Any]) -> None:
+    router, about, x = built(entry), around(), skewed()
+    found = routed(router, x, about)
+    if entry.traits.balance == "none":
+        assert found.loss is None or not found.loss.requires_grad or not found.loss.any()
+        return
+    if entry.traits.balance == "assignment":
+        assert int(loads(found).max()) <= 1.5 * even(entry)
+        return
+    assert entry.traits.balance == "loss"
+    before = int(loads(found).max()) - even(entry)
+    optimizer = torch.optim.Adam(router.parameters(), lr=0.03)
+    for _ in range(150):
+        optimizer.zero_grad()
+        loss = routed(router, x, about).loss
+        assert loss is not None
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    after = int(loads(routed(router, x, about)).max()) - even(entry)
+    assert after < 0.5 * before, (
+        f"the fullest expert had {before} tokens too many, and {after} by the router's own loss"
+    )
+
+
+@each(ROUTERS)
+def test_it_learns_where_declared(entry: Entry[Any]) -> None:
+    router = built(entry)
+    moved = [parameter for parameter in router.parameters() if parameter.requires_grad]
+    assert bool(moved) == entry.traits.learned
+    if moved:
+        weights = drawn(TOKENS, EXPERTS, seed=2)
+        found = routed(router, drawn(TOKENS, WIDTH), around())
+        out = (found.weight * weights[found.token, found.expert]).sum()
+        assert out.requires_grad, "no gradient reaches the router"
+        gradients = torch.autograd.grad(out, moved, allow_unused=True)
+        assert any(one is not None and one.any() for one in gradients), "no gradient reaches the router"
+
+
+@each(ROUTERS)
+def test_random_numbers_only_where_declared(entry: Entry[Any]) -> None:
+    router, x, about = built(entry), drawn(TOKENS, WIDTH), around()
+    runs = [by_token(routed(router, x, about, seed)) for seed in range(3)]
+    assert (runs[0] != runs[1] or runs[0] != runs[2]) == entry.traits.random
+    router.eval()
+    quiet = around(noise=None, auxiliary=None)
+    assert by_token(routed(router, x, quiet, 1)) == by_token(routed(router, x, quiet, 2)), "evaluation is random"
+
+
+@each(entry for entry in ROUTERS if entry.traits.scope == "token")
+def test_a_sequence_alone_is_routed_as_in_a_batch_outside_training(entry: Entry[Any]) -> None:
+    router, x, about = built(entry).eval(), drawn(TOKENS, WIDTH), tokens(TOKENS // 2, 2)
+    both = routed(router, x, about)
+    first = routed(router, x[: TOKENS // 2], Tokens.of(about.ids[:1]))
+    assert by_token(both)[: TOKENS // 2] == by_token(first, TOKENS // 2)
+    assert close(both.probabilities[: TOKENS // 2], first.probabilities)
