@@ -149,8 +149,18 @@ def block_sparse_attention() -> None:
         kernels.backward(q, k, v, out, lse, out, layout, rule)
 
 
+def linear_attention() -> None:
+    from xscale_kernels.linear_attention import triton as kernels
+
+    for width in (64, 128):
+        q, k, v = (draw(1, 4, 256, width) for _ in range(3))
+        gates, documents = torch.zeros(1, 4, 256), torch.zeros(1, 256, dtype=torch.int64)
+        kernels.scan(q, k, v, None, None, None, False, 64)
+        kernels.scan(q, k, v, gates, documents, torch.zeros(1, 4, width, width), True, 64)
+
+
 CASES: tuple[Callable[[], None], ...] = (
-    grouped_gemm, permute, cross_entropy, norms, pointwise, router, adamw, block_sparse_attention
+    grouped_gemm, permute, cross_entropy, norms, pointwise, router, adamw, block_sparse_attention, linear_attention
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -1,0 +1,5 @@
+"""Causal attention without a softmax, as a scan."""
+
+from xscale_kernels.linear_attention.op import IMPLEMENTATIONS, linear_attention
+
+__all__ = ["IMPLEMENTATIONS", "linear_attention"]
