@@ -69,4 +69,4 @@ class Core(Part):
 
 CORES = Family("core", CoreTraits)
 
-from xscale.nn.attention import block_sparse, softmax  # noqa: E402, F401
+from xscale.nn.attention import block_sparse, delta, efficient, linear, linformer, performer, rfa, softmax  # noqa: E402, F401

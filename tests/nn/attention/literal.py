@@ -1,0 +1,81 @@
+"""What the tests of the cores share: a core in float64, inputs, and sight as a plain matrix."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xscale.core.config import Config
+from xscale.nn.attention import CORES, Core
+from xscale.nn.attention.sight import Sight
+from xscale.nn.dims import Dims
+from xscale.nn.init import materialize
+
+HEADS, WIDTH = 4, 8
+"""H and K."""
+
+
+def build(config: Config, *, causal: bool, cross: bool = False, length: int = 256, spread: float = 0.5) -> Core:
+    """The core in evaluation, in float64, its weights moved off their start by `spread`."""
+    dims = Dims(width=32, depth=2, vocabulary=11, length=length, causal=causal, cross=cross)
+    part = CORES.of(config).part
+    assert part.check(config, dims, "core") == []
+    core: Core = part(config, dims, HEADS, WIDTH)
+    materialize(core, 0, dtype=torch.float64)
+    with torch.no_grad():
+        for at, parameter in enumerate(core.parameters()):
+            parameter += spread * drawn(*parameter.shape, seed=50 + at)
+    return core.eval()
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def inputs(queries: int, keys: int | None = None, groups: int = 2, batch: int = 2) -> list[Tensor]:
+    """q [B, H, T, K], k and v [B, G, S, K], asking for gradients."""
+    keys = keys or queries
+    shapes = [(batch, HEADS, queries, WIDTH), (batch, groups, keys, WIDTH), (batch, groups, keys, WIDTH)]
+    return [drawn(*shape, seed=at).requires_grad_() for at, shape in enumerate(shapes)]
+
+
+def packed(length: int, *starts: int) -> Tensor:
+    """Documents [2, T] that begin at 0 and at `starts`; the second row's begin three tokens later."""
+    token = torch.arange(length)
+    rows = [sum((token >= start + late).long() for start in starts) + token * 0 for late in (0, 3)]
+    return torch.stack(rows)
+
+
+def seen(sight: Sight) -> Tensor:
+    """Bool [B or 1, 1, T, S]."""
+    mask = sight.mask
+    return torch.ones(1, 1, sight.queries, sight.keys, dtype=torch.bool) if mask is None else mask
+
+
+def sights(length: int, *, causal: bool, documents: bool = True) -> list[Sight]:
+    """Plain, over a cache, and with documents."""
+    found = [Sight(length, length, causal)]
+    if causal:
+        found += [Sight(1, length, True, offset=length - 1), Sight(length // 3, length, True, length - length // 3)]
+    if documents:
+        numbers = packed(length, 13, 60, 64)
+        found.append(Sight(length, length, causal, query_documents=numbers, key_documents=numbers))
+        if causal:
+            late = numbers[:, length // 2 :]
+            found.append(Sight(late.shape[1], length, True, length // 2, query_documents=late, key_documents=numbers))
+    return found
+
+
+def agree(core: Core, sight: Sight, reference: Any, groups: int = 2, tolerance: float = 1e-9) -> None:
+    """The core against `reference(q, k, v, seen)` with k and v spread over all heads: values, and all gradients."""
+    q, k, v = inputs(sight.queries, sight.keys, groups)
+    leaves = [q, k, v, *core.parameters()]
+    out = core(q, k, v, sight)
+    wanted = reference(q, *(x.repeat_interleave(HEADS // groups, 1) for x in (k, v)), seen(sight))
+    torch.testing.assert_close(out, wanted, rtol=tolerance, atol=tolerance)
+    above = drawn(*out.shape, seed=9)
+    found, right = (torch.autograd.grad(x, leaves, above, allow_unused=True) for x in (out, wanted))
+    for one, two in zip(found, right, strict=True):
+        assert (one is None) == (two is None)
+        if one is not None:
+            torch.testing.assert_close(one, two, rtol=tolerance * 10, atol=tolerance * 10)

@@ -1,0 +1,32 @@
+"""The delta rule by chunks against its recurrence, one token at a time."""
+
+import torch
+from torch import Tensor
+
+from tests.nn.attention.literal import agree, build, sights
+from xscale.nn.attention.delta import Delta
+from xscale.nn.attention.linear import dpfp
+
+
+def test_it_is_the_recurrence() -> None:
+    core = build(Delta.Config(order=2), causal=True)
+
+    def features(x: Tensor) -> Tensor:
+        x = dpfp(x, 2)
+        return x / (x.sum(-1, keepdim=True) + 1e-6)
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        strength = torch.sigmoid((k * core.gate[:, None, :8]).sum(-1) + core.gate[:, None, 8])
+        fq, fk = features(q), features(k)
+        state = torch.zeros(2, 4, 32, 8, dtype=q.dtype)
+        first, out = k.shape[2] - q.shape[2], []
+        for at in range(k.shape[2]):
+            old = (fk[:, :, at, :, None] * state).sum(-2)
+            change = strength[:, :, at, None] * (v[:, :, at] - old)
+            state = state + fk[:, :, at, :, None] * change[:, :, None]
+            if at >= first:
+                out.append((fq[:, :, at - first, :, None] * state).sum(-2))
+        return torch.stack(out, 2)
+
+    for sight in sights(150, causal=True, documents=False):
+        agree(core, sight, reference)

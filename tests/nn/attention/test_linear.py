@@ -1,0 +1,60 @@
+"""Linear attention against its quadratic definition."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.nn.attention.literal import agree, build, sights
+from xscale.nn.attention.linear import Linear, dpfp
+
+
+def kernel(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, eps: float = 1e-6) -> Tensor:
+    weights = torch.where(seen, q @ k.mT, 0)
+    return weights @ v / (weights.sum(-1, keepdim=True) + eps)
+
+
+def elu(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+
+
+def rolled(x: Tensor) -> Tensor:
+    """The definition's double index, for two rolls."""
+    both = torch.cat((x, -x), -1).clamp(min=0)
+    size = both.shape[-1]
+    columns = [both[..., i] * both[..., (i - j) % size] for j in (1, 2) for i in range(size)]
+    return torch.stack(columns, -1)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("config", "features"),
+    [
+        (Linear.Config(), elu),
+        (Linear.Config(features="relu", eps=1e-3), lambda x: x.clamp(min=0)),
+        (Linear.Config(features="dpfp", order=2), rolled),
+    ],
+    ids=["elu", "relu", "dpfp"],
+)
+def test_it_is_the_quadratic_sum(config: Any, features: Any, causal: bool) -> None:
+    core = build(config, causal=causal)
+    for sight in sights(150, causal=causal):
+        agree(core, sight, lambda q, k, v, seen: kernel(features(q), features(k), v, seen, config.eps))
+
+
+def test_sum_normalisation_has_no_divisor() -> None:
+    def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        q, k = (elu(x) / (elu(x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        return torch.where(seen, q @ k.mT, 0) @ v
+
+    core = build(Linear.Config(normalize="sum"), causal=True)
+    for sight in sights(150, causal=True):
+        agree(core, sight, reference)
+
+
+def test_dpfp_favours_orthogonal_features() -> None:
+    x = torch.eye(4)
+    features = dpfp(x + 0.5 * x.roll(1, 0), 1)
+    assert features.shape == (4, 8)
+    assert (features >= 0).all()

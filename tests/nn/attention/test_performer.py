@@ -1,0 +1,63 @@
+"""Random features: the estimate is the definition's, and comes close to the softmax with many features."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.nn.attention.literal import agree, build, drawn, inputs, sights
+from xscale.nn.attention.features import Projection
+from xscale.nn.attention.performer import Performer
+from xscale.nn.attention.sight import Sight
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("estimator", ["positive", "trigonometric", "relu"])
+def test_it_is_the_quadratic_estimate(estimator: str, causal: bool) -> None:
+    core = build(Performer.Config(features=40, estimator=estimator), causal=causal)
+    w = core.projection(drawn(1), training=False)
+
+    def features(x: Tensor) -> Tensor:
+        x = x / 8**0.25
+        along, square = x @ w.mT, (x * x).sum(-1, keepdim=True)
+        if estimator == "positive":
+            return (along - square / 2).exp()
+        if estimator == "relu":
+            return along.clamp(min=0) + 1e-3
+        return (square / 2).exp() * torch.cat((along.sin(), along.cos()), -1)
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        weights = torch.where(seen, features(q) @ features(k).mT, 0)
+        return weights @ v / weights.sum(-1, keepdim=True)
+
+    for sight in sights(100, causal=causal):
+        agree(core, sight, reference, tolerance=1e-7)
+
+
+@pytest.mark.parametrize("estimator", ["positive", "trigonometric"])
+def test_many_features_come_close_to_softmax(estimator: str) -> None:
+    q, k, v = (0.6 * x.detach() for x in inputs(60, groups=4))
+    exact = torch.softmax(q @ k.mT / 8**0.5, -1) @ v
+    errors = []
+    for features in (64, 1024, 16384):
+        core = build(Performer.Config(features=features, estimator=estimator), causal=False)
+        errors.append(float((core(q, k, v, Sight(60, 60, False)) - exact).norm() / exact.norm()))
+    assert errors[2] < 0.05
+    assert errors[0] > errors[1] > errors[2]
+
+
+def test_directions_are_orthogonal_and_as_long_as_gaussian_ones() -> None:
+    w = Projection(8000, 16, seed=1, redraw=False)(drawn(1), training=False)
+    block = w[:16]
+    off = block @ block.mT - torch.diag((block * block).sum(-1))
+    assert off.abs().max() < 1e-10
+    assert float((w * w).sum(-1).mean()) == pytest.approx(16, rel=0.03)
+    assert float((w.mean(0)).abs().max()) < 0.05
+
+
+def test_training_may_redraw_and_evaluation_does_not() -> None:
+    core = build(Performer.Config(features=16, redraw=True), causal=True)
+    q, k, v = inputs(20)
+    sight = Sight(20, 20, True)
+    assert torch.equal(core(q, k, v, sight), core(q, k, v, sight))
+    core.train()
+    assert not torch.equal(core(q, k, v, sight), core(q, k, v, sight))

@@ -1,0 +1,81 @@
+"""Choromanski et al. 2021 (Performer): random features whose products estimate the softmax's exponentials, FAVOR+.
+
+With x scaled by K^(-1/4) and directions w: positive features exp(w . x - |x|^2 / 2); trigonometric ones, the paper's
+first version, exp(|x|^2 / 2) [sin(w . x), cos(w . x)]; and relu(w . x), the arc-cosine kernel of order one.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from xscale.core.errors import Problem
+from xscale.nn.attention import CORES, Core, CoreTraits
+from xscale.nn.attention.features import Projection
+from xscale.nn.attention.scan import linear_attention, scan_multiply_adds, wide
+from xscale.nn.attention.sight import Sight
+from xscale.nn.dims import Dims
+
+
+@CORES.register(
+    "performer",
+    traits=CoreTraits(
+        causal=True,
+        bidirectional=True,
+        cross=True,
+        per_head=True,
+        cost="(T + S) * (features * K + (2 if estimator == 'trigonometric' else 1) * features * (K + 1))",
+        context=("ulysses",),
+        documents=True,
+        decode=True,
+    ),
+)
+class Performer(Core):
+    class Config(Core.Config):
+        features: int = 256
+        """Random directions; the paper takes about K log K."""
+        estimator: Literal["positive", "trigonometric", "relu"] = "positive"
+        """positive: FAVOR+; trigonometric: FAVOR, whose weights may be negative; relu: no softmax, but often better."""
+        redraw: bool = False
+        """Whether training draws new directions at every call; evaluation has fixed ones."""
+        seed: int = 0
+        """Of the directions."""
+
+    def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
+        super().__init__(config, dims, heads, head_width)
+        self.config = config
+        self.projection = Projection(config.features, head_width, config.seed + dims.layer, config.redraw)
+
+    @classmethod
+    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+        if config.features >= 1:
+            return []
+        return [Problem(f"{path}.features", f"at least one direction, not {config.features}")]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+        q, k = wide(q), wide(k)
+        directions = self.projection(q, self.training)
+        floor = float(torch.finfo(q.dtype).tiny)
+        return linear_attention(self._map(q, directions, True), self._map(k, directions, False), v, sight, floor)
+
+    def _map(self, x: Tensor, directions: Tensor, query: bool) -> Tensor:
+        x = x * x.shape[-1] ** -0.25
+        along = x @ directions.mT  # [B, H, T, F]
+        kind = self.config.estimator
+        if kind == "relu":
+            return along.relu() + 1e-3
+        half = x.square().sum(-1, keepdim=True) / 2
+        if kind == "trigonometric":
+            # A factor of the query alone cancels against the divisor, so the query's is left out.
+            pair = torch.cat((along.sin(), along.cos()), -1)
+            return pair if query else pair * half.exp()
+        if not query:
+            # No maximum over the keys is taken out: one over all positions would tell a token of the future.
+            return (along - half).exp()
+        return (along - along.amax(-1, keepdim=True).detach()).exp()
+
+    def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
+        directions = self.config.features
+        features = directions * (2 if self.config.estimator == "trigonometric" else 1)
+        projected = (queries + keys) * directions * head_width
+        return heads * (projected + scan_multiply_adds(queries, keys, features, head_width, self.causal))
