@@ -55,7 +55,8 @@ def _make(config: DataConfig, shards: list[list], processes: int | None, progres
         leftover.unlink()
     if TOKENIZERS.of(config.tokenizer).part.missing(config.tokenizer, folder):
         train_tokenizer(config, progress=progress)
-    processes = processes or config.workers or len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = processes or config.workers or cores
     total = sum(one.size for portions in shards for one in portions)
     with Progress(f"tokenising with {processes} processes", total, shown=progress) as bar:
         for size in spread(prepare_shard, [(config, number, one) for number, one in enumerate(shards)], processes):
