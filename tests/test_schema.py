@@ -1,0 +1,35 @@
+"""configs/recipe.schema.json is what the code says, and every config in configs/ fits it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.core.fits import fits
+from xscale.core.compose import parse
+from xscale.schema import text
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = sorted((ROOT / "configs").rglob("*.y*ml"))
+
+
+@pytest.fixture(scope="module")
+def schema() -> Any:
+    return json.loads(text())
+
+
+def test_the_file_is_up_to_date() -> None:
+    kept = (ROOT / "configs/recipe.schema.json").read_text(encoding="utf-8")
+    assert kept == text(), "write it again: python -m xscale.schema > configs/recipe.schema.json"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_config_fits(path: Path, schema: Any) -> None:
+    assert fits(parse(path.read_text(encoding="utf-8"), str(path)), schema)
+
+
+def test_a_misspelt_key_does_not_fit(schema: Any) -> None:
+    assert not fits({"train": {"step": 3}}, schema)
+    assert not fits({"model": {"kind": "decoder", "stack": {"depht": 3}}}, schema)
+    assert fits({"model": {"kind": "decoder", "stack": {"depth": 3}}}, schema)
