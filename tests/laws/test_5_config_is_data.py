@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pydantic
@@ -12,6 +13,7 @@ from tests.laws.tree import ROOT
 from xscale.core import compose
 from xscale.core.config import Config, Slot, decode, encode
 from xscale.core.registry import Entry
+from xscale.recipe import read
 
 RUNS = sorted((ROOT / "configs/run").glob("*.y*ml"))
 PARTIAL = sorted(path for path in (ROOT / "configs").rglob("*.y*ml") if path not in RUNS)
@@ -89,9 +91,27 @@ def test_a_parts_config_is_frozen_and_knows_its_part(entry: Entry[Any]) -> None:
             setattr(config, name, getattr(config, name))
 
 
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_run_returns_and_has_no_problem(path: Path) -> None:
+    recipe, composed = read(path, [])
+    returns(recipe)
+    assert only_data(composed.data)
+    assert any(recipe.check(world) == [] for world in (1, 2, 4, 8)), [str(one) for one in recipe.check(1)]
+
+
 @pytest.mark.parametrize("path", PARTIAL, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_file_for_one_axis_reads(path: Any) -> None:
-    assert only_data(compose.compose(path, []).data)
+def test_a_choice_on_one_axis_goes_with_some_run(path: Path, tmp_path: Path) -> None:
+    problems = []
+    for run in RUNS:
+        both = tmp_path / f"{run.stem}.yaml"
+        both.write_text(json.dumps({"use": [str(run), str(path)]}), encoding="utf-8")
+        recipe, _ = read(both, [])
+        returns(recipe)
+        found = min((recipe.check(world) for world in (1, 2, 4, 8)), key=len)
+        if not found:
+            return
+        problems += [f"{run.name}: {problem}" for problem in found]
+    pytest.fail("\n".join(problems))
 
 
 class Loose(Config):
