@@ -57,14 +57,24 @@ def refold_(logits: torch.Tensor, lse: torch.Tensor, terms: Terms) -> Folded:
 
 
 def gradient_(
-    block: torch.Tensor, folded: Folded, targets: torch.Tensor, seed: torch.Tensor, terms: Terms
+    block: torch.Tensor,
+    folded: Folded,
+    targets: torch.Tensor,
+    seed: torch.Tensor,
+    terms: Terms,
+    mine: torch.Tensor | None = None,
+    words: int | None = None,
 ) -> torch.Tensor:
-    """Turns a folded block into the gradient of sum(seed * loss), in place. seed: [N]."""
+    """Turns a folded block into the gradient of sum(seed * loss), in place. seed: [N].
+
+    Where the block is a part of the vocabulary: mine [N] says whose target is in it, words is the whole's size.
+    """
     scale = seed / folded.sums
     if terms.z_loss:
         scale.addcmul_(scale, folded.lse, value=2 * terms.z_loss)
     block.mul_(scale[:, None])
-    block.scatter_add_(1, targets[:, None], (seed * (terms.label_smoothing - 1))[:, None])
+    pull = seed * (terms.label_smoothing - 1)
+    block.scatter_add_(1, targets[:, None], (pull if mine is None else pull * mine)[:, None])
     if terms.label_smoothing:
-        block.sub_((seed * (terms.label_smoothing / block.shape[1]))[:, None])
+        block.sub_((seed * (terms.label_smoothing / (words or block.shape[1])))[:, None])
     return block if folded.slope is None else block.mul_(folded.slope)

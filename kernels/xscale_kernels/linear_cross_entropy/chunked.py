@@ -11,7 +11,7 @@ from xscale_kernels.cross_entropy.terms import Terms
 from xscale_kernels.linear_cross_entropy.result import Gradients
 
 
-class _Head:
+class Head:
     """The projection in the dtype it is computed in, the block its logits go to, and its gradients as they grow."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, chunk: int) -> None:
@@ -21,9 +21,8 @@ class _Head:
         self.weight = weight.to(self.compute)
         self.bias = None if bias is None else bias.to(self.compute)
         self.block = weight.new_empty(chunk, weight.shape[0], dtype=self.compute)  # [chunk, V]
-        self.dweight = weight.new_empty(weight.shape, dtype=self.wide)
-        self.dbias = None if bias is None else bias.new_zeros(bias.shape, dtype=self.wide)
-        self.started = False
+        self.dweight: torch.Tensor | None = None
+        self.dbias: torch.Tensor | None = None
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         block = self.block[: rows.shape[0]]
@@ -40,25 +39,25 @@ class _Head:
             torch.mm(narrow, self.weight, out=drows)
         else:
             drows.copy_(torch.mm(narrow, self.weight))
+        if self.dweight is None:
+            self.dweight = torch.mm(narrow.t(), rows).to(self.wide)
+            self.dbias = None if self.bias is None else dlogits.sum(0)
+            return
         if self.compute == self.wide:
-            # With beta 0 what the memory held does not count, so it needs no zeros.
-            self.dweight.addmm_(narrow.t(), rows, beta=1 if self.started else 0)
-        elif self.started:
-            self.dweight.add_(torch.mm(narrow.t(), rows))
+            self.dweight.addmm_(narrow.t(), rows)
         else:
-            self.dweight.copy_(torch.mm(narrow.t(), rows))
-        self.started = True
+            self.dweight.add_(torch.mm(narrow.t(), rows))
         if self.dbias is not None:
             self.dbias.add_(dlogits.sum(0))
 
     def gradients(self, drows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Gradients:
-        if not self.started:
-            self.dweight.zero_()
+        if self.dweight is None:
+            return Gradients(drows, torch.zeros_like(weight), None if bias is None else torch.zeros_like(bias))
         dbias = None if bias is None or self.dbias is None else self.dbias.to(bias.dtype)
         return Gradients(drows, self.dweight.to(weight.dtype), dbias)
 
 
-def _kept(targets: torch.Tensor, terms: Terms) -> torch.Tensor | None:
+def kept_tokens(targets: torch.Tensor, terms: Terms) -> torch.Tensor | None:
     """Which tokens to compute: indices where some are ignored and looking is free (CPU), else None for all."""
     if targets.device.type != "cpu":
         return None
@@ -66,15 +65,15 @@ def _kept(targets: torch.Tensor, terms: Terms) -> torch.Tensor | None:
     return None if bool(mask.all()) else mask.nonzero()[:, 0]
 
 
-def _spans(N: int, chunk: int) -> Iterator[slice]:
+def spans(N: int, chunk: int) -> Iterator[slice]:
     return (slice(start, min(start + chunk, N)) for start in range(0, N, chunk))
 
 
 Fold = Callable[[torch.Tensor, slice], Folded]
 
 
-def _sweep(
-    head: _Head,
+def sweep(
+    head: Head,
     hidden: torch.Tensor,
     targets: torch.Tensor,
     seed: torch.Tensor | None,
@@ -84,7 +83,7 @@ def _sweep(
 ) -> torch.Tensor:
     """Folds each chunk of tokens and, with a seed, goes back through it at once. Returns hidden's gradient."""
     drows = torch.empty_like(hidden) if seed is not None else hidden.new_empty(0)
-    for span in _spans(hidden.shape[0], chunk):
+    for span in spans(hidden.shape[0], chunk):
         rows = hidden[span].to(head.compute)
         logits = head.logits(rows)
         folded = fold(logits, span)
@@ -93,7 +92,7 @@ def _sweep(
     return drows
 
 
-def _placed(values: torch.Tensor, kept: torch.Tensor | None, N: int) -> torch.Tensor:
+def placed(values: torch.Tensor, kept: torch.Tensor | None, N: int) -> torch.Tensor:
     """Rows put back where they came from, zeros elsewhere."""
     return values if kept is None else values.new_zeros(N, *values.shape[1:]).index_copy_(0, kept, values)
 
@@ -108,13 +107,13 @@ def forward(
     chunk: int,
 ) -> tuple[torch.Tensor, torch.Tensor, Gradients | None]:
     """Each token's loss [N] and lse [N]; with a seed [N] also the gradients of sum(seed * loss), in the same sweep."""
-    N, kept = hidden.shape[0], _kept(targets, terms)
+    N, kept = hidden.shape[0], kept_tokens(targets, terms)
     if kept is not None:
         hidden, targets = hidden.index_select(0, kept), targets.index_select(0, kept)
         seed = None if seed is None else seed.index_select(0, kept)
     mask = targets != terms.ignore_index
     safe = targets.where(mask, 0)
-    head = _Head(weight, bias, min(chunk, max(hidden.shape[0], 1)))
+    head = Head(weight, bias, min(chunk, max(hidden.shape[0], 1)))
     seed = None if seed is None else seed.to(head.wide) * mask
     loss, lse = (hidden.new_empty(hidden.shape[0], dtype=head.wide) for _ in range(2))
 
@@ -123,10 +122,10 @@ def forward(
         loss[span], lse[span] = folded.loss, folded.lse
         return folded
 
-    drows = _sweep(head, hidden, safe, seed, terms, chunk, fold)
-    loss = _placed(loss.where(mask, 0.0), kept, N)
-    lse = _placed(lse, kept, N)
-    found = None if seed is None else head.gradients(_placed(drows, kept, N), weight, bias)
+    drows = sweep(head, hidden, safe, seed, terms, chunk, fold)
+    loss = placed(loss.where(mask, 0.0), kept, N)
+    lse = placed(lse, kept, N)
+    found = None if seed is None else head.gradients(placed(drows, kept, N), weight, bias)
     return loss, lse, found
 
 
@@ -141,12 +140,12 @@ def backward(
     chunk: int,
 ) -> Gradients:
     """The gradients of sum(seed * loss), from the logits made again and the lse that `forward` returned."""
-    N, kept = hidden.shape[0], _kept(targets, terms)
+    N, kept = hidden.shape[0], kept_tokens(targets, terms)
     if kept is not None:
         hidden, targets, lse, seed = (t.index_select(0, kept) for t in (hidden, targets, lse, seed))
     mask = targets != terms.ignore_index
-    head = _Head(weight, bias, min(chunk, max(hidden.shape[0], 1)))
-    drows = _sweep(
+    head = Head(weight, bias, min(chunk, max(hidden.shape[0], 1)))
+    drows = sweep(
         head,
         hidden,
         targets.where(mask, 0),
@@ -155,4 +154,4 @@ def backward(
         chunk,
         lambda logits, span: refold_(logits, lse[span], terms),
     )
-    return head.gradients(_placed(drows, kept, N), weight, bias)
+    return head.gradients(placed(drows, kept, N), weight, bias)
