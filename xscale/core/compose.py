@@ -101,8 +101,11 @@ def _add_file(composed: Composed, file: Path, above: tuple[Path, ...]) -> None:
         data = {}
     if not isinstance(data, dict):
         raise ConfigError(str(file), "a config is a mapping of keys to values")
-    use = data.pop("use", [])
-    for name in [use] if isinstance(use, str) else use:
+    use = data.pop("use", None) or []
+    names = [use] if isinstance(use, str) else use
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{file}: use", "this names no configs", "For example use: [model/switch_tiny, data/stdlib].")
+    for name in names:
         _add_file(composed, _find(name, file), (*above, file))
     _merge(composed, composed.data, data, "", str(file))
 

@@ -1,0 +1,160 @@
+"""The schema: strict types, unknown keys with the nearest name, faults with their dotted paths, all at once."""
+
+from typing import Annotated, Any, Literal
+
+import pydantic
+import pytest
+
+from xscale.core.config import Config, Slot, decode, encode
+from xscale.core.errors import ConfigError
+from xscale.core.registry import Family
+
+CORES: Family[Any] = Family("core", dict)
+LAYERS: Family[Any] = Family("layer", dict)
+
+
+class Part:
+    class Config(Config):
+        pass
+
+
+@CORES.register("plain", traits={})
+class Plain(Part):
+    class Config(Part.Config):
+        width: int = 4
+        """Width."""
+        rate: float = 0.5
+        """Rate."""
+        mode: Literal["fast", "exact"] = "fast"
+        """Mode."""
+
+
+@CORES.register("other", traits={})
+class Other(Part):
+    """A part without keys of its own."""
+
+
+@LAYERS.register("nested", traits={})
+class Nested(Part):
+    class Config(Part.Config):
+        core: Annotated[Part.Config, Slot(CORES)] = Plain.Config()
+        """The core."""
+        maybe: Annotated[Part.Config, Slot(CORES)] | None = None
+        """Another."""
+        several: tuple[Annotated[Part.Config, Slot(CORES)], ...] = ()
+        """More."""
+
+
+class Section(Config):
+    steps: int = pydantic.Field(default=3, ge=1)
+    """Steps."""
+
+
+class Root(Config):
+    layer: Annotated[Part.Config, Slot(LAYERS)] = Nested.Config()
+    """The layer."""
+    section: Section = Section()
+    """A section."""
+    names: tuple[str, ...] = ()
+    """Names."""
+    needed: int
+    """Needed."""
+
+
+def faults(data: dict[str, Any], origin: dict[str, str] | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        decode(Root, data, origin)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_a_slot_takes_a_kind_a_mapping_or_a_config() -> None:
+    by_name = decode(Root, {"needed": 1, "layer": {"kind": "nested", "core": "other"}})
+    by_mapping = decode(Root, {"needed": 1, "layer": {"kind": "nested", "core": {"kind": "other"}}})
+    by_config = Root(needed=1, layer=Nested.Config(core=Other.Config()))
+    assert by_name == by_mapping == by_config
+    assert type(by_name.layer.core) is Other.Config  # type: ignore[attr-defined]
+
+
+def test_slots_in_a_tuple_or_left_out() -> None:
+    config = decode(
+        Root, {"needed": 1, "layer": {"kind": "nested", "several": ["plain", {"kind": "other"}], "maybe": None}}
+    )
+    assert decode(Root, encode(config)) == config
+    assert encode(config)["layer"]["several"] == [
+        {"kind": "plain", "width": 4, "rate": 0.5, "mode": "fast"},
+        {"kind": "other"},
+    ]
+
+
+def test_two_parts_with_equal_keys_are_not_equal() -> None:
+    class Twin(Plain):
+        pass
+
+    family: Family[Any] = Family("core", dict)
+    twin = family.register("twin", traits={})(Twin)
+    assert twin.Config() != Plain.Config()
+    assert (Plain.Config.kind, twin.Config.kind) == ("plain", "twin")
+
+
+def test_every_fault_is_told_at_once_with_its_path() -> None:
+    found = faults(
+        {
+            "layer": {"kind": "nested", "core": {"kind": "plain", "widht": 3, "mode": "quick"}, "several": ["plian"]},
+            "section": {"steps": 0, "stepz": 1},
+            "names": "one",
+        }
+    )
+    text = "\n".join(found)
+    for said in (
+        "layer.core.widht: there is no such key. Did you mean 'width'?",
+        "layer.core.mode: ",
+        "layer.several.0: there is no core of kind 'plian'. Did you mean 'plain'?",
+        "section.steps: ",
+        "section.stepz: there is no such key. Did you mean 'steps'?",
+        "names: ",
+        "needed: this key is needed and not given",
+    ):
+        assert said in text
+    assert len(found) == 7
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"needed": "1"}, "needed: input should be a valid integer, not '1'"),
+        ({"needed": 1.5}, "needed: input should be a valid integer"),
+        ({"needed": True}, "needed: input should be a valid integer"),
+        ({"needed": 1, "names": [1]}, "names.0: "),
+        ({"needed": 1, "section": 3}, "section: "),
+        ({"needed": 1, "layer": 3}, "layer: a layer is chosen by 'kind'"),
+        ({"needed": 1, "layer": {}}, "layer: a layer is chosen by 'kind'. Choose one of: nested."),
+        ({"needed": 1, "layer": {"kind": 4}}, "layer: a layer is chosen by 'kind'"),
+        ({"needed": 1, "layer": {"kind": "nested", "core": {"kind": "plain", "rate": "x"}}}, "layer.core.rate: "),
+    ],
+)
+def test_a_wrong_value_is_told(data: dict[str, Any], said: str) -> None:
+    assert any(fault.startswith(said) for fault in faults(data)), faults(data)
+
+
+def test_an_integer_is_a_float_and_a_list_a_tuple() -> None:
+    config = decode(
+        Root, {"needed": 1, "layer": {"kind": "nested", "core": {"kind": "plain", "rate": 1}}, "names": ["a"]}
+    )
+    assert config.names == ("a",)
+    assert config.layer.core.rate == 1.0  # type: ignore[attr-defined]
+
+
+def test_where_a_value_came_from_is_told() -> None:
+    assert faults({"needed": "x"}, {"needed": "command line"})[0].startswith("needed (command line): ")
+
+
+def test_a_config_of_another_family_is_refused() -> None:
+    with pytest.raises(pydantic.ValidationError, match="a layer is wanted, not a core"):
+        Root(needed=1, layer=Plain.Config())
+
+
+def test_a_config_is_frozen_and_hashable() -> None:
+    config = Root(needed=1)
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        config.needed = 2  # type: ignore[misc]
+    assert hash(config) == hash(Root(needed=1))

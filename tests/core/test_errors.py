@@ -1,0 +1,34 @@
+"""Errors that say what would work."""
+
+import pytest
+
+from xscale.core.errors import ConfigError, Problem, nearest
+
+
+def test_a_problem_reads_as_a_sentence() -> None:
+    assert str(Problem("a.b", "it is odd", "Take an even one.")) == "a.b: it is odd. Take an even one."
+    assert str(Problem("", "it is odd")) == "it is odd"
+
+
+def test_an_error_carries_every_problem() -> None:
+    two = ConfigError([Problem("a", "x"), Problem("b", "y", "Do z.")])
+    assert [problem.path for problem in two.problems] == ["a", "b"]
+    assert str(two) == "a: x\nb: y. Do z."
+    assert ConfigError("a", "x", "Do z.").problems == (Problem("a", "x", "Do z."),)
+    assert ConfigError(Problem("a", "x")).problems == (Problem("a", "x"),)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("widht", "Did you mean 'width'?"),
+        ("zzz", "Known: depth, heads, width."),
+        ("WIDTH", "Known: depth, heads, width."),
+    ],
+)
+def test_the_nearest_name_is_offered(word: str, said: str) -> None:
+    assert nearest(word, ["width", "heads", "depth"]) == said
+
+
+def test_nothing_known_nothing_offered() -> None:
+    assert nearest("a", []) == ""
