@@ -100,7 +100,10 @@ def strided(folder: Path) -> None:
         for parameter in held.values():
             parameter.zero_()
     load(folder / "step-00000001", held)
-    assert all(torch.equal(held[name].full_tensor(), tensor) for name, tensor in full.items())
+    for name, tensor in full.items():
+        parameter = held[name]
+        assert isinstance(parameter, DTensor)
+        assert torch.equal(parameter.full_tensor(), tensor)
 
 
 def test_sharding_within_tensor_parallelism(pool: Pool, tmp_path: Path) -> None:

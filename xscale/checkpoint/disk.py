@@ -15,6 +15,8 @@ from pathlib import Path
 from typing_extensions import Buffer
 
 BLOCK = 1 << 20
+SMALL = 1 << 16
+"""Shorter writes are gathered: the format has dozens of a few bytes for each tensor."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,9 @@ class Hashing(io.RawIOBase):
         self._file = path.open("w+b", buffering=0)
         self._disk = disk
         self._path = path
+        self._small = bytearray()
         self._size = 0
+        """Bytes that the file has taken."""
         self._hash = hashlib.sha256()
         self._hashed = 0
         self._ready: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -41,6 +45,21 @@ class Hashing(io.RawIOBase):
 
     def write(self, block: Buffer) -> int:
         view = memoryview(block).cast("B")
+        if len(view) < SMALL:
+            self._small += view
+            if len(self._small) >= BLOCK:
+                self._flush()
+        else:
+            self._flush()
+            self._put(view)
+        return len(view)
+
+    def _flush(self) -> None:
+        small, self._small = self._small, bytearray()
+        if small:
+            self._put(memoryview(small))
+
+    def _put(self, view: memoryview) -> None:
         for start in range(0, len(view), BLOCK):
             part = view[start : start + BLOCK]
             self._disk.touch("write", self._path)
@@ -50,7 +69,6 @@ class Hashing(io.RawIOBase):
             self._size += len(view[start : start + BLOCK])
             if self._size - self._hashed >= BLOCK:
                 self._follow()
-        return len(view)
 
     def _follow(self) -> None:
         if self._thread is None:
@@ -79,10 +97,11 @@ class Hashing(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._size
+        return self._size + len(self._small)
 
     def sync(self) -> None:
         """Force the content out; the rest of it is hashed meanwhile."""
+        self._flush()
         self._ready.put(self._size)
         os.fsync(self._file.fileno())
 
@@ -95,7 +114,7 @@ class Hashing(io.RawIOBase):
         self._file.close()
 
     def digest(self) -> Digest:
-        """What the file must be."""
+        """What the file must be; after `sync`."""
         if self._thread is None:
             self._take(self._size)
         else:

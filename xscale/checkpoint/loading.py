@@ -1,6 +1,7 @@
 """Loading: verified first, compared with the model second, and only then read; any layout into any other."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -34,7 +35,7 @@ class Loaded:
 
 def load(
     path: Path,
-    tensors: dict[str, Tensor],
+    tensors: Mapping[str, Tensor],
     *,
     only: str = "",
     cast_types: bool = False,
@@ -71,7 +72,7 @@ class Restored:
 
 
 def restore(
-    folder: Path, tensors: dict[str, Tensor], *, verify: bool = True, group: dist.ProcessGroup | None = None
+    folder: Path, tensors: Mapping[str, Tensor], *, verify: bool = True, group: dist.ProcessGroup | None = None
 ) -> Restored:
     """Load the newest good checkpoint in `folder` into `tensors`, as `load` does. Collective.
 
@@ -144,7 +145,7 @@ def _state(path: Path) -> tuple[int, dict[str, Any]]:
     return open_manifest(path).step, cast(dict[str, Any], _json(path, STATE))
 
 
-def _compare(path: Path, held: dict[str, Held], tensors: dict[str, Tensor], cast_types: bool, ranks: Ranks) -> None:
+def _compare(path: Path, held: dict[str, Held], tensors: Mapping[str, Tensor], cast_types: bool, ranks: Ranks) -> None:
     """ConfigError on every rank unless the ranks together ask for just what is there."""
     faults = []
     for name, tensor in tensors.items():

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -76,14 +76,16 @@ def _write_box(stream: Hashing, tensor: Tensor) -> None:
     archive.write_end_of_file()
 
 
-def read(path: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
+def read(path: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
     """Fill `tensors` in place, whatever the layout that wrote them. Collective; CheckpointError on every rank."""
+
+    assert not any(tensor.is_meta for tensor in tensors.values()), "there is no place to read into yet: materialise"
 
     def fill() -> None:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         reader = FileSystemReader(path / TENSORS)
         index = read_index(path)
-        planner.set_up_planner(cast(dict[str, Any], tensors), index, ranks.first)
+        planner.set_up_planner(cast(dict[str, Any], dict(tensors)), index, ranks.first)
         reader.set_up_storage_reader(index, ranks.first)
         reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
 

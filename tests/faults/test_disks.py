@@ -1,0 +1,182 @@
+"""Disks that fill up, refuse or vanish, and a power cut: the save ends with a sentence, the last checkpoint stays."""
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.faults.dying import fork, good, ranks, save_step, tensors, visible, wait
+from xscale.checkpoint.disk import Disk
+from xscale.checkpoint.errors import CheckpointError
+from xscale.checkpoint.loading import load_tensors, restore
+from xscale.checkpoint.search import newest
+
+
+def expect(folder: Path, words: str, disk: Disk | None = None) -> None:
+    with pytest.raises(CheckpointError) as failure:
+        save_step(folder, 2, disk)
+    text = str(failure.value)
+    assert words in text, text
+    assert text.startswith(f"{folder}/step-00000002: "), text
+    assert text.endswith("."), text
+
+
+def in_child(work: Callable[[], None], folder: Path) -> None:
+    log = folder / "log.txt"
+    assert wait([fork(work, log)]) == [0], log.read_text() if log.exists() else ""
+
+
+@pytest.mark.parametrize("size", [1000, 100_000, 2_000_000])
+def test_files_may_not_grow(tmp_path: Path, size: int) -> None:
+    """A limit on file sizes stands for a quota: the system takes a part and refuses the rest."""
+    folder = tmp_path / "run"
+    save_step(folder, 1)
+
+    def limited() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        expect(folder, "File too large. Raise the limit on file sizes")
+
+    in_child(limited, tmp_path)
+    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"a small file system needs the right to mount: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+class Unforeseen(Disk):
+    """Space that is free when it is asked for and gone when it is wanted."""
+
+    def require(self, folder: Path, size: int) -> None:
+        assert size > sum(one.nbytes for one in tensors(1).values())
+
+
+def test_the_disk_is_full(small: Path) -> None:
+    folder = small / "run"
+    save_step(folder, 1)
+    (small / "other").write_bytes(bytes(4 << 20))
+    expect(folder, "are to be written and")
+    expect(folder, "No space left on device", Unforeseen())
+    assert visible(folder) == [1]
+    assert newest(folder, hashes=True).path == folder / "step-00000001"
+    (small / "other").unlink()
+    save_step(folder, 2)
+    assert good(load_tensors(folder / "step-00000002"), 2)
+
+
+def full_on_all(folder: Path) -> Callable[[int], None]:
+    def work(rank: int) -> None:
+        expect(folder, "No space left on device", Unforeseen())
+        dist.barrier()
+
+    return work
+
+
+def test_the_disk_is_full_for_two_ranks(small: Path, tmp_path: Path) -> None:
+    folder = small / "run"
+    save_step(folder, 1)
+    (small / "other").write_bytes(bytes(4 << 20))
+    assert ranks(2, full_on_all(folder), tmp_path) == [0, 0], (tmp_path / "log.txt").read_text()
+    assert visible(folder) == [1]
+
+
+def test_the_disk_is_read_only(small: Path) -> None:
+    save_step(small, 1)
+    subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
+    expect(small, "Read-only file system. Mount it for writing")
+    held = {name: torch.zeros_like(one) for name, one in tensors(0).items()}
+    restored = restore(small, held)
+    assert restored.loaded is not None
+    assert restored.loaded.step == 1
+
+
+class Vanishing(Disk):
+    """The folder is gone, or is something else, at the `at`-th change."""
+
+    def __init__(self, folder: Path, at: int) -> None:
+        super().__init__()
+        self.folder, self.at = folder, at
+        self.count = 0
+
+    def touch(self, what: str, path: Path) -> None:
+        self.count += 1
+        if self.count == self.at:
+            shutil.rmtree(self.folder)
+
+
+def test_the_folder_vanishes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    plain = Vanishing(folder, -1)
+    save_step(folder, 2, plain)
+    for at in range(1, plain.count + 1):
+        save_step(folder, 1)
+        disk = Vanishing(folder, at)
+        if at <= 2:
+            # Gone before the folder was made.
+            save_step(folder, 2, disk)
+        else:
+            with pytest.raises(CheckpointError, match=r"No such file or directory\. Put the folder back"):
+                save_step(folder, 2, disk)
+        shutil.rmtree(folder, ignore_errors=True)
+    with capsys.disabled():
+        print(f"\n{plain.count} fault cases: the folder vanishes before each change", end=" ")
+
+
+def test_a_file_stands_where_the_folder_should(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.write_text("")
+    expect(folder, "the checkpoint cannot be written: ")
+
+
+class Volatile(Disk):
+    """Remembers what was forced out, to say what a power cut may leave."""
+
+    def __init__(self, forgetful: bool = False) -> None:
+        super().__init__()
+        self.loose: set[Path] = set()
+        self.forgetful = forgetful
+        self.cuts: list[tuple[str, list[Path]]] = []
+
+    def touch(self, what: str, path: Path) -> None:
+        if what == "write":
+            self.loose.add(path)
+        if what == "close" and not self.forgetful:
+            self.loose.discard(path)
+        if what == "rename":
+            # The rename may be on the disk at once, and nothing that is loose ever.
+            self.cuts.append((path.name, sorted(self.loose)))
+
+
+@pytest.mark.parametrize("forgetful", [False, True], ids=["forced", "not forced"])
+def test_a_power_cut(tmp_path: Path, forgetful: bool) -> None:
+    """What is renamed has been forced out before; the second case is the control, in which it has not."""
+    save_step(tmp_path, 1)
+    disk = Volatile(forgetful)
+    save_step(tmp_path, 2, disk)
+    (cut,) = [loose for name, loose in disk.cuts if name == "step-00000002"]
+    for path in cut:
+        lost = tmp_path / "step-00000002" / path.relative_to(tmp_path / ".step-00000002.writing")
+        os.truncate(lost, 0)
+    held = {name: torch.zeros_like(one) for name, one in tensors(0).items()}
+    restored = restore(tmp_path, held)
+    assert restored.loaded is not None
+    assert restored.loaded.step == (1 if forgetful else 2)
+    assert good(held, restored.loaded.step)
