@@ -43,6 +43,9 @@ class ConfigError(Exception):
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
+    def __reduce__(self) -> tuple[type, tuple[tuple[Problem, ...]]]:
+        return type(self), (self.problems,)
+
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """The sentence that helps with a misspelt `word`: the nearest known name, or all of them."""

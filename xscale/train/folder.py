@@ -10,7 +10,13 @@ from xscale.core.config import encode
 from xscale.core.errors import ConfigError, Problem
 from xscale.train.settings import Settings
 
-FIXED = ("model", "objective", "data.source", "data.tokenizer", "data.prepared", "data.sequence_length", "run.seed")
+FIXED = (
+    "model",
+    "objective",
+    "run.seed",
+    "train.batch_size",
+    *(f"data.{key}" for key in ("source", "tokenizer", "prepared", "blend", "validation", "shuffle", "sequence_length")),
+)
 """What a run cannot change and still be the same run."""
 
 

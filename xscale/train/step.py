@@ -51,11 +51,10 @@ class Stepper:
             nats += loss.detach()
         with clock.phase("communicate"):
             gradients = [self._gradient(rest) for rest in self.rests]
-            local = [
-                squares(gradient) * rest.parts / self.world
-                for gradient, rest in zip(gradients, self.rests, strict=True)
-            ]
-            total, squared = sum_scalars([float(nats), float(sum(local))], self.device)
+            norms = torch.stack(torch._foreach_norm(gradients)).double().tolist()
+            # A part that several ranks keep alike counts once.
+            local = sum(norm**2 * rest.parts for norm, rest in zip(norms, self.rests, strict=True)) / self.world
+            total, squared = sum_scalars([float(nats), local], self.device)
         loss_value, norm = total / max(weight, 1.0), math.sqrt(squared) if squared >= 0 else math.nan
         finite = math.isfinite(loss_value) and math.isfinite(norm)
         if finite:
@@ -82,11 +81,6 @@ class Stepped:
     finite: bool
     """Whether the parameters were updated."""
     targets: int
-
-
-def squares(value: Tensor) -> float:
-    """Sum of the squares in double precision, so that the norm does not depend on how a parameter is cut."""
-    return float(torch.linalg.vector_norm(value, dtype=torch.float64)) ** 2
 
 
 def weights_of(rests: list[Rest]) -> list[Weight]:
