@@ -108,18 +108,34 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def load_tensors(path: Path, names: list[str] | None = None, *, verify: bool = True) -> dict[str, Tensor]:
     """Whole tensors on the CPU of this process alone, without a model; all of them unless `names` says which."""
-    found = open_manifest(path)
-    if verify:
-        manifest.check_hashes(path, found)
-    held = contents(read_index(path))
-    wanted = list(held) if names is None else names
-    if missing := [name for name in wanted if name not in held]:
-        raise ConfigError(
-            str(path), f"it has no tensor {_some(missing)}", "`xscale checkpoint show` lists what it has."
-        )
-    tensors = {name: torch.empty(held[name].shape, dtype=held[name].dtype) for name in wanted}
-    files.read(path, tensors, Ranks(doing="read", alone=True))
-    return tensors
+    opened = Opened(path, verify=verify)
+    return opened.tensors(list(opened.held) if names is None else names)
+
+
+class Opened:
+    """A checkpoint that one process reads from by name, as often as it likes."""
+
+    def __init__(self, path: Path, *, verify: bool = True) -> None:
+        """ConfigError when there is no checkpoint at `path`, DamageError when it is not what was written."""
+        self.path = path
+        self.manifest = open_manifest(path)
+        if verify:
+            manifest.check_hashes(path, self.manifest)
+        self._index = read_index(path)
+        self.held = contents(self._index)
+        """Every tensor by name."""
+
+    def tensors(self, names: list[str]) -> dict[str, Tensor]:
+        """Whole tensors on the CPU; ConfigError when there is none of a name."""
+        if missing := [name for name in names if name not in self.held]:
+            fix = "`xscale checkpoint show` lists what it has."
+            raise ConfigError(str(self.path), f"it has no tensor {_some(missing)}", fix)
+        tensors = {name: torch.empty(self.held[name].shape, dtype=self.held[name].dtype) for name in names}
+        files.read(self.path, tensors, Ranks(doing="read", alone=True), self._index)
+        return tensors
+
+    def tensor(self, name: str) -> Tensor:
+        return self.tensors([name])[name]
 
 
 def open_manifest(path: Path) -> manifest.Manifest:

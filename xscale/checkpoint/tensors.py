@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.serialization import _save
 
@@ -76,17 +76,20 @@ def _write_box(stream: Hashing, tensor: Tensor) -> None:
     archive.write_end_of_file()
 
 
-def read(path: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Fill `tensors` in place, whatever the layout that wrote them. Collective; CheckpointError on every rank."""
+def read(path: Path, tensors: Mapping[str, Tensor], ranks: Ranks, index: Metadata | None = None) -> None:
+    """Fill `tensors` in place, whatever the layout that wrote them. Collective; CheckpointError on every rank.
+
+    `index`: the checkpoint's, when it has been read before.
+    """
 
     assert not any(tensor.is_meta for tensor in tensors.values()), "there is no place to read into yet: materialise"
 
     def fill() -> None:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         reader = FileSystemReader(path / TENSORS)
-        index = read_index(path)
-        planner.set_up_planner(cast(dict[str, Any], dict(tensors)), index, ranks.first)
-        reader.set_up_storage_reader(index, ranks.first)
+        known = index or read_index(path)
+        planner.set_up_planner(cast(dict[str, Any], dict(tensors)), known, ranks.first)
+        reader.set_up_storage_reader(known, ranks.first)
         reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
 
     ranks.every(path, fill)
