@@ -5,18 +5,30 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from xscale_kernels.permute import reference
-
-spread = reference.spread
+from xscale_kernels.rows import row_blocks, wide
 
 
 def unpermute(y: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor | None, N: int) -> torch.Tensor:
     """As reference.unpermute."""
     if y.shape[0] == 0:
         return y.new_zeros(N, y.shape[1])
-    wide = torch.promote_types(y.dtype, torch.float32)
+    compute = wide(y.dtype)
     ordered, order = tokens.sort(stable=True)
     starts = torch.searchsorted(ordered, torch.arange(N + 1, device=y.device))  # [N + 1]
-    scale = None if weights is None else weights.to(wide).index_select(0, order)
-    bags = F.embedding_bag(order, y.to(wide), starts, mode="sum", per_sample_weights=scale, include_last_offset=True)
+    scale = None if weights is None else weights.to(compute).index_select(0, order)
+    bags = F.embedding_bag(order, y.to(compute), starts, mode="sum", per_sample_weights=scale, include_last_offset=True)
     return bags.to(y.dtype)  # [N, D]
+
+
+def spread(
+    dout: torch.Tensor, y: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As reference.spread."""
+    compute = wide(y.dtype)
+    dy, dweights = torch.empty_like(y, memory_format=torch.contiguous_format), torch.empty_like(weights)
+    scale = weights.to(compute)
+    for span in row_blocks(dy):
+        rows = dout.index_select(0, tokens[span]).to(compute)
+        dweights[span] = torch.linalg.vecdot(rows, y[span].to(compute))
+        dy[span] = rows.mul_(scale[span, None])
+    return dy, dweights

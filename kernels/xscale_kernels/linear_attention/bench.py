@@ -1,0 +1,35 @@
+"""What linear_attention is timed on."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from xscale_kernels.bench.case import BothWays, Case, both_ways
+from xscale_kernels.linear_attention.op import IMPLEMENTATIONS, linear_attention
+
+TESTS = ("test_linear_attention",)
+
+
+def _softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def cases(device: str) -> list[Case]:
+    """Lengths, against causal softmax attention ("eager" and "sdpa" are torch's fused one)."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    B, H, K = (4, 32, 64) if device == "cuda" else (1, 4, 64)
+    found = []
+    for T in (4096, 16384, 65536) if device == "cuda" else (512, 2048, 4096):
+        qkv = tuple(torch.randn(B, H, T, K, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+        ways = both_ways(
+            lambda q, k, v, implementation: linear_attention(q, k, v, implementation=implementation)[0],
+            _softmax,
+            IMPLEMENTATIONS,
+            qkv,
+        )
+        ways["sdpa"] = BothWays(_softmax, qkv)
+        # A scan forward and three for the gradients, each of 4 K^2 and what the chunks add.
+        flops = 4.0 * B * H * T * (4 * K * K + 4 * 64 * K)
+        found.append(Case(f"B={B} H={H} T={T} K={K} {dtype}", ways, flops=flops))
+    return found

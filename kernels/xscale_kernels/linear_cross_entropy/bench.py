@@ -1,0 +1,36 @@
+"""What linear_cross_entropy is timed on."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from xscale_kernels.bench.case import BothWays, Case, both_ways
+from xscale_kernels.linear_cross_entropy.op import IMPLEMENTATIONS, linear_cross_entropy
+
+TESTS = ("test_cross_entropy",)
+
+
+def _plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")
+
+
+def cases(device: str) -> list[Case]:
+    """The end of a model; "eager" is logits and torch's loss; "none" is the reduction that makes the logits twice."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    cuda, cpu = ((8192, 32768, 2048), (8192, 131072, 4096)), ((256, 512, 64), (2048, 8192, 256), (512, 32000, 512))
+    found = []
+    for N, V, D in cuda if device == "cuda" else cpu:
+        hidden = torch.randn(N, D, device=device, dtype=dtype, requires_grad=True)
+        weight = (torch.randn(V, D, device=device, dtype=dtype) * 0.02).requires_grad_()
+        targets = torch.randint(0, V, (N,), device=device)
+        inputs = (hidden, weight, targets)
+        ways = both_ways(
+            lambda h, w, t, implementation: linear_cross_entropy(h, w, t, implementation=implementation),
+            _plain,
+            IMPLEMENTATIONS,
+            inputs,
+        )
+        ways["none"] = BothWays(lambda h, w, t: linear_cross_entropy(h, w, t, reduction="none"), inputs)
+        found.append(Case(f"N={N} V={V} D={D} {dtype}", ways, flops=6.0 * N * V * D))
+    return found

@@ -1,0 +1,29 @@
+"""What rmsnorm is timed on."""
+
+from __future__ import annotations
+
+import torch
+
+from xscale_kernels.bench.case import Case, both_ways
+from xscale_kernels.rmsnorm import reference
+from xscale_kernels.rmsnorm.op import IMPLEMENTATIONS, rmsnorm
+
+TESTS = ("test_norms",)
+
+
+def cases(device: str) -> list[Case]:
+    """Rows of usual widths, in the precision that the device trains in."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    found = []
+    for N, D in ((16384, 4096), (16384, 8192)) if device == "cuda" else ((256, 256), (4096, 512), (4096, 2048)):
+        x = torch.randn(N, D, device=device, dtype=dtype, requires_grad=True)
+        w = torch.ones(D, device=device, dtype=dtype, requires_grad=True)
+        ways = both_ways(
+            lambda x, w, implementation: rmsnorm(x, w, 1e-6, implementation=implementation),
+            lambda x, w: reference.rmsnorm(x, w, 1e-6),
+            IMPLEMENTATIONS,
+            (x, w),
+        )
+        # Forward reads and writes a row; backward reads two and writes one.
+        found.append(Case(f"{N} x {D} {dtype}", ways, bytes=5.0 * x.numel() * x.element_size()))
+    return found
