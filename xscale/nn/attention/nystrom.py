@@ -1,0 +1,115 @@
+"""Xiong et al. 2021 (Nystromformer): softmax attention rebuilt from landmarks, means of segments of queries and keys.
+
+softmax(q k~^T) (softmax(q~ k~^T))^+ softmax(q~ k^T) v, computed from the right. The pseudo-inverse A^+ by the iteration
+Z <- Z (13 - AZ (15 - AZ (7 - AZ))) / 4. `identity` is Chen et al. 2020 (CSALR): (A + 1)^-1, which always exists.
+"""
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+from xscale.core.errors import Problem
+from xscale.nn.attention import CORES, Core, CoreTraits
+from xscale.nn.attention.scan import wide
+from xscale.nn.attention.sight import Sight
+from xscale.nn.attention.weights import spread
+from xscale.nn.dims import Dims
+from xscale.nn.init import Init
+
+
+@CORES.register(
+    "nystrom",
+    traits=CoreTraits(
+        causal=False,
+        bidirectional=True,
+        cross=True,
+        per_head=True,
+        cost="2 * landmarks * (T + S) * K + 2 * landmarks**2 * K + 24 * landmarks**3",
+        context=("ulysses",),
+    ),
+)
+class Nystrom(Core):
+    kernel: Parameter
+
+    class Config(Core.Config):
+        landmarks: int = 64
+        """Segments whose means stand for all queries and keys; at most the shorter sequence's tokens."""
+        inverse: Literal["pseudo", "identity"] = "pseudo"
+        """pseudo: the pseudo-inverse by six iterations; identity: (A + 1)^-1."""
+        convolution: int = 0
+        """Width of a depthwise convolution of the values that is added to the output (the paper: 33); 0: none."""
+
+    def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
+        super().__init__(config, dims, heads, head_width)
+        self.config = config
+        if config.convolution:
+            start = Init(std=config.convolution**-0.5)
+            self.declare("kernel", (heads, config.convolution), ("heads", "state"), start)
+
+    @classmethod
+    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+        problems = []
+        if config.landmarks < 1:
+            problems.append(Problem(f"{path}.landmarks", f"at least one landmark, not {config.landmarks}"))
+        if config.convolution and (config.convolution % 2 == 0 or config.convolution < 0):
+            what = f"a convolution {config.convolution} wide has no middle"
+            problems.append(Problem(f"{path}.convolution", what, "Take an odd width, or 0 for none."))
+        if config.convolution and dims.cross:
+            what = "the values of another sequence cannot be added to this one"
+            problems.append(Problem(f"{path}.convolution", what, "Take 0."))
+        return problems
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+        assert not sight.causal
+        k, v = spread(k, q.shape[1]), spread(v, q.shape[1])
+        count = min(self.config.landmarks, q.shape[2], k.shape[2])
+        q, k, values = wide(q) * q.shape[-1] ** -0.5, wide(k), wide(v)
+        few_q, few_k = segment_means(q, count), segment_means(k, count)
+        left = (q @ few_k.mT).softmax(-1)  # [B, H, T, M]
+        middle = (few_q @ few_k.mT).softmax(-1)  # [B, H, M, M]
+        right = (few_q @ k.mT).softmax(-1) @ values  # [B, H, M, K]
+        if self.config.inverse == "pseudo":
+            right = pseudo_inverse(middle) @ right
+        else:
+            right = torch.linalg.solve(middle + torch.eye(count, dtype=middle.dtype, device=q.device), right)
+        out = left @ right
+        if self.config.convolution:
+            out = out + self._convolve(values)
+        return out.to(v.dtype)
+
+    def _convolve(self, v: Tensor) -> Tensor:
+        kernel = self.use(self.kernel).to(v.dtype)
+        rows = v.permute(0, 3, 1, 2).flatten(0, 1)  # [B*K, H, T]
+        out = F.conv1d(rows, kernel[:, None], padding=kernel.shape[1] // 2, groups=kernel.shape[0])
+        return out.view(v.shape[0], v.shape[3], *out.shape[1:]).permute(0, 2, 3, 1)
+
+    def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
+        count = min(self.config.landmarks, queries, keys)
+        inverse = 24 * count**3 + count * count * head_width if self.config.inverse == "pseudo" else 0
+        attention = 2 * count * (queries + keys) * head_width + count * count * head_width
+        return float(heads * (attention + inverse + queries * self.config.convolution * head_width))
+
+
+def segment_means(x: Tensor, count: int) -> Tensor:
+    """Means of `count` runs of tokens, as even as can be: [B, H, T, K] -> [B, H, count, K]."""
+    length = x.shape[2]
+    if length % count == 0:
+        return x.view(*x.shape[:2], count, -1, x.shape[3]).mean(3)
+    places = torch.arange(length, device=x.device) * count // length
+    sizes = torch.bincount(places, minlength=count).to(x.dtype)
+    sums = x.new_zeros(*x.shape[:2], count, x.shape[3]).index_add(2, places, x)
+    return sums / sizes[:, None]
+
+
+def pseudo_inverse(a: Tensor, steps: int = 6) -> Tensor:
+    """Moore-Penrose inverse of square matrices [..., M, M], approached by a third-order iteration."""
+    one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    scale = a.abs().sum(-1).amax(-1) * a.abs().sum(-2).amax(-1)
+    z = a.mT / scale[..., None, None]
+    for _ in range(steps):
+        az = a @ z
+        z = 0.25 * z @ (13 * one - az @ (15 * one - az @ (7 * one - az)))
+    return z
