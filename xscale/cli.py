@@ -99,6 +99,14 @@ def list_parts(
 
 
 @app.command()
+def report(run: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
+    """Build report.html again from what a run has written, whether it ended or not."""
+    from xscale.train.observe.html import build_report
+
+    print(build_report(run))
+
+
+@app.command()
 def generate(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     prompt: Annotated[str, typer.Option(help="Text to go on from; - reads standard input.")] = "import ",

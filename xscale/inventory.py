@@ -56,6 +56,14 @@ def show(name: str | None, *, as_json: bool) -> None:
         _print(one)
 
 
+def markdown() -> str:
+    """Every family with the names of its parts, as the table in the README."""
+    rows = [
+        f"| `{family.name}` | {', '.join(f'`{name}`' for name in family.names())} |" for family in families().values()
+    ]
+    return "\n".join(["| family | parts |", "|---|---|", *rows]) + "\n"
+
+
 def _print(family: Family[Any]) -> None:
     from rich.console import Console
     from rich.table import Table

@@ -49,7 +49,8 @@ class Loop:
             self._step(stream)
             cause = self._agree(state.step - first)
             last = state.step == train.steps
-            if self.parts.validation is not None and (state.step % train.eval_every == 0 or last):
+            every = train.eval_every
+            if self.parts.validation is not None and every and (state.step % every == 0 or last):
                 self._evaluate()
             every = self.parts.settings.checkpoint.every_steps
             if last or cause is not None or (every and state.step % every == 0):

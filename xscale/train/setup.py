@@ -108,7 +108,7 @@ def set_up(settings: Settings, place: Place) -> Parts:
     rests = at_rest(model)
     objective: Objective = OBJECTIVES.build(settings.objective, specials, length, settings.run.seed)
     optimizer: Optimizer = OPTIMIZERS.build(settings.optimizer, weights_of(rests))
-    held_out = corpus.validation if settings.train.eval_every else None
+    held_out = corpus.validation
     return Parts(
         settings=settings,
         mesh=mesh,
