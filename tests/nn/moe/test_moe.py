@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.nn.moe import literal
 from tests.nn.moe.mixture import LENGTH, D, V, config_of, dims, mixture, sample
+from xscale.core.errors import ConfigError
 from xscale.nn.dims import Dims
 from xscale.nn.ffn import FFNS
 from xscale.nn.ffn.dense import Dense
@@ -282,3 +283,21 @@ def test_drop_policies_that_look_ahead_are_refused() -> None:
 def test_configs_of_experts() -> None:
     assert isinstance(config_of("moe").expert, Gated.Config)
     assert isinstance(config_of("moe", expert="dense").expert, Dense.Config)
+
+
+def test_a_router_given_the_config_of_another_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"router\.top_k: there is no such key"):
+        config_of("moe", router={"kind": "switch", "top_k": 2})
+    with pytest.raises(ConfigError, match="Did you mean 'sinkhorn'"):
+        config_of("moe", router="sinkhron")
+
+
+@pytest.mark.parametrize("capacity", [None, 1.0])
+def test_compiled_equals_eager(capacity: float | None) -> None:
+    """Without a capacity it is one graph; what a capacity keeps is known only when it runs."""
+    x, tokens = sample()
+    moe = mixture(capacity_factor=capacity)
+    wanted = moe(x, tokens)
+    torch._dynamo.reset()
+    compiled = torch.compile(moe, backend="aot_eager", fullgraph=capacity is None)
+    assert torch.equal(compiled(x, tokens), wanted)

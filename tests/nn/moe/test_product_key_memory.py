@@ -34,7 +34,7 @@ def test_against_every_key(norm: str) -> None:
             keys = {
                 (a, b): torch.cat([part.keys[0, head, a], part.keys[1, head, b]]) for a in range(6) for b in range(6)
             }
-            scores = {pair: float(key @ q) for pair, key in keys.items()}
+            scores = {pair: (key @ q).item() for pair, key in keys.items()}
             best = sorted(scores, key=lambda pair: -scores[pair])[:3]
             total = sum(math.exp(scores[pair]) for pair in best)
             for a, b in best:

@@ -15,6 +15,7 @@ SWEEPS = 12
 """Rounds of setting prices one by one; more make less to correct, and cost more themselves."""
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def assign(scores: Tensor) -> Tensor:
     """Experts [N] that maximise the sum of `scores` [N, E] over tokens, no expert with more than ceil(N / E) of them.
 
