@@ -29,6 +29,10 @@ def spread(
     scale = weights.to(compute)
     for span in row_blocks(dy):
         rows = dout.index_select(0, tokens[span]).to(compute)
-        dweights[span] = torch.linalg.vecdot(rows, y[span].to(compute))
-        dy[span] = rows.mul_(scale[span, None])
+        # A product and a sum: vecdot takes four times as long on CPU.
+        dweights[span] = (rows * y[span]).sum(1)
+        if dy.dtype == compute:
+            torch.mul(rows, scale[span, None], out=dy[span])
+        else:
+            dy[span] = rows.mul_(scale[span, None])
     return dy, dweights
