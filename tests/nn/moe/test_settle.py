@@ -28,6 +28,8 @@ def test_direction_and_size() -> None:
     moe.path, moe.router.path = "moe", "moe.router"
     settle(moe, {"moe/load": torch.tensor([0.7, 0.1, 0.1, 0.1])})
     assert moe.router.bias.tolist() == [-0.5, 0.5, 0.5, 0.5]
+    settle(moe, {"moe/load": torch.tensor([0.7, 0.1, 0.1, 0.1])}, lambda step, bias: 2 * step)
+    assert moe.router.bias.tolist() == [-1.5, 1.5, 1.5, 1.5]
 
 
 def test_bias_chooses_and_does_not_weigh() -> None:

@@ -41,12 +41,12 @@ class Hash(Router):
         super().__init__()
         self.config: Any = config
         self.experts = dims.experts
-        self.pool = dims.experts // config.hashes
+        self.per_hash = dims.experts // config.hashes
         # Not a buffer: it follows from the config, so it is neither saved nor left behind on the meta device.
         self.table: tuple[Tensor, ...] = ()
         if config.function == "balanced":
             frequencies = config.frequencies or [1 / (token + 1) for token in range(dims.vocabulary)]
-            self.table = tuple(deal(frequencies, self.pool, config.seed + one) for one in range(config.hashes))
+            self.table = tuple(deal(frequencies, self.per_hash, config.seed + one) for one in range(config.hashes))
 
     @classmethod
     def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
@@ -69,19 +69,19 @@ class Hash(Router):
         return float(config.hashes)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
-        pools = [self.choose(tokens, one) + one * self.pool for one in range(self.config.hashes)]
+        pools = [self.choose(tokens, one) + one * self.per_hash for one in range(self.config.hashes)]
         experts = torch.stack(pools, dim=1)  # [N, k]
         probabilities = torch.zeros(len(x), self.experts, dtype=x.dtype, device=x.device)
         probabilities.scatter_(1, experts, 1 / self.config.hashes)
         return Routing.of(experts, torch.ones(experts.shape, dtype=x.dtype, device=x.device), probabilities)
 
     def choose(self, tokens: Tokens, hashing: int) -> Tensor:
-        """[N]: what the hash function number `hashing` makes of each token, in [0, pool)."""
+        """[N]: what the hash function `hashing` makes of each token, in [0, experts of a hash)."""
         ids, function, seed = tokens.ids, self.config.function, self.config.seed + hashing
         if function == "balanced":
             return self.table[hashing].to(ids.device)[ids.flatten()]
         if function == "modulo":
-            return torch.remainder(ids.flatten() + hashing, self.pool)
+            return torch.remainder(ids.flatten() + hashing, self.per_hash)
         if function == "random":
             hashed = scramble(seed, ids)
         elif function == "position":
@@ -90,7 +90,7 @@ class Hash(Router):
             hashed = scramble(seed, self.previous(tokens))
         else:
             hashed = scramble(seed, ids, self.previous(tokens))
-        return torch.remainder(hashed.flatten(), self.pool)
+        return torch.remainder(hashed.flatten(), self.per_hash)
 
     def previous(self, tokens: Tokens) -> Tensor:
         """[B, T]: the id before each token in its document, -1 where there is none."""
