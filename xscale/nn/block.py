@@ -54,7 +54,7 @@ class Sublayer(Module):
             y = self.part(inner, tokens)
         if self.after is not None:
             y = self.after(y)
-        y = x + F.dropout(y, self.dropout, self.training)
+        y = x + F.dropout(y, self.dropout, self.training and tokens.noise is not None)
         return self.norm(y) if self.placement == "post" else y
 
 

@@ -144,7 +144,7 @@ class Attention(Mixer):
                 query_documents=tokens.documents if documents else None,
                 key_documents=key_tokens.documents if documents else None,
                 bias=self._bias(k, tokens) if biased else None,
-                dropout=self.dropout,
+                dropout=0.0 if tokens.noise is None else self.dropout,
             )
         sight: Sight = tokens.memo[key]
         return sight

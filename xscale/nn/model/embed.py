@@ -1,9 +1,11 @@
 """The way into a model: token embeddings, with positions where these act on the input."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from xscale.nn.dims import Dims
+from xscale.nn.init import seed_of
 from xscale.nn.linear import Embedding
 from xscale.nn.model import Model
 from xscale.nn.module import Module
@@ -23,7 +25,11 @@ class Embed(Module):
         self.position: Position | None = POSITIONS.build(config.position, dims) if at_input else None
 
     def forward(self, tokens: Tokens) -> Tensor:
-        x = self.table(tokens.ids)
+        x: Tensor = self.table(tokens.ids)
         if self.position is not None:
             x = self.position.embed(x, tokens)
-        return F.dropout(x, self.dropout, self.training and tokens.noise is not None)
+        if not self.training or tokens.noise is None or not self.dropout:
+            return x
+        # As in a stack: noise by name, so that neither the layout nor a restart changes it.
+        torch.manual_seed(seed_of(tokens.noise, self.path))
+        return F.dropout(x, self.dropout)

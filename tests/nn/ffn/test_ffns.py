@@ -1,0 +1,61 @@
+"""Feed-forward parts against their papers' formulas."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.conformance.made import dims, drawn, ready, tokens
+from xscale.nn.ffn import activation
+from xscale.nn.ffn.dense import Dense
+from xscale.nn.ffn.gated import Gated
+
+FUNCTIONS: dict[str, Any] = {
+    "relu": lambda x: x.clamp(min=0),
+    "gelu": lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2,
+    "gelu_tanh": lambda x: x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2,
+    "swish": lambda x: x / (1 + torch.exp(-x)),
+    "sigmoid": lambda x: 1 / (1 + torch.exp(-x)),
+    "identity": lambda x: x,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_activations_are_their_formulas(name: Any) -> None:
+    x = drawn(50)
+    assert torch.allclose(activation(name)(x), FUNCTIONS[name](x))
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu", "swish"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_dense_is_its_formula(name: Any, bias: bool) -> None:
+    part = ready(Dense(Dense.Config(hidden=24, activation=name, bias=bias), dims(width=8)))
+    x = drawn(2, 5, 8)
+    inner = FUNCTIONS[name](F.linear(x, part.up.weight, part.up.bias))
+    assert torch.allclose(part(x, tokens(5)), F.linear(inner, part.down.weight, part.down.bias))
+    assert (part.up.bias is not None) == bias
+
+
+@pytest.mark.parametrize(
+    ("gate", "function"),
+    [("glu", "sigmoid"), ("bilinear", "identity"), ("reglu", "relu"), ("geglu", "gelu"), ("swiglu", "swish")],
+)
+def test_gated_is_its_formula(gate: Any, function: str) -> None:
+    part = ready(Gated(Gated.Config(hidden=24, gate=gate), dims(width=8)))
+    x = drawn(2, 5, 8)
+    inner = FUNCTIONS[function](x @ part.gate.weight.t()) * (x @ part.up.weight.t())
+    assert torch.allclose(part(x, tokens(5)), inner @ part.down.weight.t())
+
+
+def test_hidden_widths_by_default() -> None:
+    assert Dense(Dense.Config(), dims(width=96)).up.weight.shape == (384, 96)
+    # 8/3 of 96 is 256: three matrices of it weigh what two of four times the width do.
+    assert Gated(Gated.Config(), dims(width=96)).up.weight.shape == (256, 96)
+    assert Gated(Gated.Config(), dims(width=100)).up.weight.shape == (320, 100)
+
+
+def test_what_writes_into_the_residual_stream_starts_smaller() -> None:
+    for part in (Dense(Dense.Config(), dims(depth=8)), Gated(Gated.Config(), dims(depth=8))):
+        assert part.up.init["weight"].std == 0.02
+        assert part.down.init["weight"].std == pytest.approx(0.02 / 4)

@@ -1,0 +1,114 @@
+"""The attention mixer's projections, groups and refusals, the cache's growth, and the Fourier mixer's formula."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.conformance.made import dims, drawn, ready, tokens
+from xscale.nn.attention.softmax import Softmax
+from xscale.nn.dims import Dims
+from xscale.nn.mixer.attention import Attention
+from xscale.nn.mixer.cache import KeyValues
+from xscale.nn.mixer.fourier import Fourier
+from xscale.nn.norm.rms import Rms
+from xscale.nn.position.alibi import Alibi
+from xscale.nn.position.rope import Rope
+
+
+def attention(about: Dims, **config: Any) -> Attention:
+    return ready(Attention(Attention.Config(**config), about))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_heads_are_the_projections_in_turn(kv_heads: int) -> None:
+    part = attention(dims(width=16), heads=4, kv_heads=kv_heads, bias=True)
+    x = drawn(2, 7, 16)
+    q, k, v = (F.linear(x, one.weight, one.bias) for one in (part.q, part.k, part.v))
+    outputs = []
+    for head in range(4):
+        group = head * kv_heads // 4
+        mine, theirs = slice(4 * head, 4 * head + 4), slice(4 * group, 4 * group + 4)
+        scores = q[..., mine] @ k[..., theirs].transpose(1, 2) / 2
+        seen = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), float("-inf")).softmax(-1)
+        outputs.append(seen @ v[..., theirs])
+    wanted = F.linear(torch.cat(outputs, -1), part.o.weight, part.o.bias)
+    assert torch.allclose(part(x, tokens(7)), wanted)
+
+
+def test_the_head_width_can_be_chosen() -> None:
+    part = attention(dims(width=16), heads=3, head_width=8)
+    assert part.q.weight.shape == (24, 16)
+    assert part.o.weight.shape == (16, 24)
+    assert part(drawn(2, 7, 16), tokens(7)).shape == (2, 7, 16)
+
+
+def test_queries_and_keys_can_be_normed() -> None:
+    plain = attention(dims(width=16), heads=2)
+    normed = attention(dims(width=16), heads=2, qk_norm=Rms.Config())
+    x = drawn(2, 7, 16)
+    assert normed.q_norm is not None
+    assert {name for name, _ in normed.named_parameters()} - {name for name, _ in plain.named_parameters()} == {
+        "q_norm.weight",
+        "k_norm.weight",
+    }
+    loud = normed(x, tokens(7))
+    normed.q.weight.data *= 10
+    normed.k.weight.data *= 10
+    assert torch.allclose(normed(x, tokens(7)), loud, atol=1e-4), "a norm takes the scale away"
+
+
+@pytest.mark.parametrize("position", [Rope.Config(), Alibi.Config()])
+def test_positions_act_inside_but_not_across_sequences(position: Any) -> None:
+    here = attention(dims(width=16, position=position), heads=2)
+    x, about = drawn(2, 7, 16), tokens(7)
+    moved = replace(about, positions=about.positions.flip(1), memo={})
+    scattered = replace(about, positions=about.positions * 3, memo={})
+    assert not torch.allclose(here(x, about), here(x, scattered))
+    across = attention(dims(width=16, position=position, cross=True), heads=2)
+    assert across.position is None
+    memory = drawn(2, 9, 16)
+    assert torch.equal(across(x, about, memory, tokens(9)), across(x, moved, memory, tokens(9)))
+
+
+@pytest.mark.parametrize(
+    ("config", "about", "said"),
+    [
+        ({"heads": 3}, {"width": 16}, "heads: 3 heads do not divide the width 16. Take heads among 1, 2, 4, 8"),
+        ({"heads": 4, "kv_heads": 3}, {"width": 16}, "kv_heads: 3 key heads do not divide 4 query heads"),
+        ({"heads": 5, "kv_heads": 2}, {"width": 16}, "5 heads do not divide"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_would(config: Any, about: Any, said: str) -> None:
+    problems = [str(one) for one in Attention.check(Attention.Config(**config), dims(**about), "mixer")]
+    assert any(said in one for one in problems), problems
+
+
+def test_what_fits_has_no_problem() -> None:
+    core = Softmax.Config()
+    for config in (
+        Attention.Config(core=core, heads=4),
+        Attention.Config(core=core, heads=3, head_width=8),
+        Attention.Config(core=core, heads=4, kv_heads=2),
+    ):
+        assert Attention.check(config, dims(width=16), "mixer") == []
+
+
+def test_the_cache_grows_and_keeps_what_it_had() -> None:
+    cache, keys, values = KeyValues(), drawn(2, 3, 200, 4), drawn(2, 3, 200, 4, seed=1)
+    start = 0
+    for size in (1, 5, 64, 1, 129):
+        k, v = cache.append(keys[:, :, start : start + size], values[:, :, start : start + size])
+        start += size
+        assert torch.equal(k, keys[:, :, :start])
+        assert torch.equal(v, values[:, :, :start])
+
+
+def test_fourier_is_the_real_part_over_both_axes() -> None:
+    part, x = Fourier(Fourier.Config(), dims(causal=False)), drawn(2, 6, 4)
+    wanted = torch.fft.fft(torch.fft.fft(x.to(torch.complex128), dim=-1), dim=-2).real / (6 * 4) ** 0.5
+    assert torch.allclose(part(x, tokens(6)), wanted)
+    assert part(x.bfloat16(), tokens(6)).dtype == torch.bfloat16
+    assert list(part.parameters()) == []

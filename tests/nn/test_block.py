@@ -1,0 +1,74 @@
+"""A block: where the norms stand, what is dropped, and what is refused before anything is built."""
+
+import pytest
+import torch
+
+from tests.conformance.made import dims, drawn, ready, tokens
+from xscale.nn.block import Block, BlockConfig
+from xscale.nn.ffn.dense import Dense
+from xscale.nn.mixer.attention import Attention
+from xscale.nn.mixer.fourier import Fourier
+from xscale.nn.norm.layer import Layer
+
+SMALL = BlockConfig(mixer=Attention.Config(heads=2), ffn=Dense.Config(hidden=8), norm=Layer.Config())
+
+
+def block(config: BlockConfig, **changes: bool) -> Block:
+    return ready(Block(config, dims(width=8), **changes))
+
+
+def test_norms_stand_where_the_placement_says() -> None:
+    x, about = drawn(2, 5, 8), tokens(5)
+    pre = block(SMALL)
+    mixed = x + pre.mixer.part(pre.mixer.norm(x), about)
+    assert torch.allclose(pre(x, about), mixed + pre.ffn.part(pre.ffn.norm(mixed), about))
+    post = block(SMALL.model_copy(update={"placement": "post"}))
+    mixed = post.mixer.norm(x + post.mixer.part(x, about))
+    assert torch.allclose(post(x, about), post.ffn.norm(mixed + post.ffn.part(mixed, about)))
+    both = block(SMALL.model_copy(update={"placement": "sandwich"}))
+    assert both.mixer.after is not None
+    assert both.ffn.after is not None
+    mixed = x + both.mixer.after(both.mixer.part(both.mixer.norm(x), about))
+    assert torch.allclose(both(x, about), mixed + both.ffn.after(both.ffn.part(both.ffn.norm(mixed), about)))
+
+
+def test_a_block_that_reads_another_sequence_has_a_sublayer_more() -> None:
+    reader = block(SMALL, cross=True)
+    x, memory = drawn(2, 5, 8), drawn(2, 9, 8, seed=1)
+    assert reader.cross is not None
+    mixed = x + reader.mixer.part(reader.mixer.norm(x), tokens(5))
+    read = mixed + reader.cross.part(reader.cross.norm(mixed), tokens(5), memory, tokens(9))
+    wanted = read + reader.ffn.part(reader.ffn.norm(read), tokens(5))
+    assert torch.allclose(reader(x, tokens(5), memory, tokens(9)), wanted)
+
+
+def test_dropout_drops_in_training_only() -> None:
+    part = block(SMALL.model_copy(update={"dropout": 0.5}))
+    x, about = drawn(2, 5, 8), tokens(5, noise=1)
+    assert torch.equal(part(x, about), part(x, about))
+    part.train()
+    torch.manual_seed(0)
+    first = part(x, about)
+    assert not torch.equal(first, part(x, about))
+    torch.manual_seed(0)
+    assert torch.equal(first, part(x, about))
+
+
+@pytest.mark.parametrize(
+    ("config", "cross", "said"),
+    [
+        (SMALL.model_copy(update={"mixer": Fourier.Config()}), False, "x.mixer: 'fourier' lets a token see what comes"),
+        (SMALL.model_copy(update={"cross": Fourier.Config()}), True, "x.cross: 'fourier' cannot read another sequence"),
+        (SMALL.model_copy(update={"mixer": Attention.Config(heads=3)}), False, "x.mixer.heads: 3 heads do not divide"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(config: BlockConfig, cross: bool, said: str) -> None:
+    problems = [str(problem) for problem in Block.check(config, dims(width=8), "x", cross=cross)]
+    assert any(one.startswith(said) for one in problems), problems
+    assert all("attention" in one for one in problems if "These can" in one)
+
+
+def test_what_can_be_built_has_no_problem() -> None:
+    assert Block.check(SMALL, dims(width=8), "x", cross=True) == []
+    bidirectional = SMALL.model_copy(update={"mixer": Fourier.Config()})
+    assert Block.check(bidirectional, dims(width=8, causal=False), "x") == []

@@ -1,0 +1,58 @@
+"""The way out: logits, the loss without them, and a table that is shared or not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.conformance.made import dims, drawn, ready
+from xscale.nn.head import IGNORED, Head
+from xscale.nn.init import Init
+from xscale.nn.linear import Embedding
+from xscale.nn.module import Module
+
+
+class Ends(Module):
+    """A table and a head, as a model holds them."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.table = Embedding(40, 8, Init())
+        self.head = Head(dims(width=8, vocabulary=40), self.table if tied else None)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_and_loss(tied: bool) -> None:
+    ends = ready(Ends(tied))
+    head = ends.head
+    assert (head.weight is ends.table.weight) == tied
+    assert len(list(ends.parameters())) == (1 if tied else 2)
+    x, targets = drawn(2, 5, 8), torch.randint(40, (2, 5), generator=torch.Generator().manual_seed(0))
+    logits = head(x)
+    assert torch.allclose(logits, x @ head.weight.t())
+    targets[0, 1] = targets[1, 4] = IGNORED
+    wanted = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    loss = head(x, targets)
+    assert loss.shape == ()
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-9)
+
+
+def test_gradients_of_the_loss_are_those_of_the_logits() -> None:
+    head, x = ready(Head(dims(width=8), None)), drawn(2, 5, 8).requires_grad_()
+    targets = torch.randint(40, (2, 5), generator=torch.Generator().manual_seed(0))
+    ours = torch.autograd.grad(head(x, targets), [x, head.weight])
+    plain = F.cross_entropy(head(x).flatten(0, 1), targets.flatten(), reduction="sum")
+    theirs = torch.autograd.grad(plain, [x, head.weight])
+    assert all(torch.allclose(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_no_target_at_all_costs_nothing() -> None:
+    head, x = ready(Head(dims(width=8), None)), drawn(2, 5, 8).requires_grad_()
+    loss = head(x, torch.full((2, 5), IGNORED))
+    assert loss.item() == 0
+    assert not torch.autograd.grad(loss, x)[0].any()
+
+
+def test_the_loss_of_half_precision_is_summed_in_single() -> None:
+    head = ready(Head(dims(width=8), None)).to(torch.bfloat16)
+    loss = head(drawn(2, 5, 8).bfloat16(), torch.zeros(2, 5, dtype=torch.int64))
+    assert loss.dtype == torch.float32

@@ -1,0 +1,44 @@
+"""Starts: their distributions, and seeds that depend on every word."""
+
+import pytest
+import torch
+
+from xscale.nn.init import ONES, ZEROS, Init, draw, seed_of
+
+
+def test_a_normal_start_has_its_spread_and_no_tails() -> None:
+    value = draw(Init(std=0.5), (400, 300), 0, "weight")
+    assert value.dtype == torch.float32
+    assert value.mean().item() == pytest.approx(0, abs=0.01)
+    assert value.std().item() == pytest.approx(0.5, rel=0.02)
+    assert value.abs().max() <= 1.5
+
+
+def test_constant_starts() -> None:
+    assert torch.equal(draw(ZEROS, (2, 3), 0, "bias"), torch.zeros(2, 3))
+    assert torch.equal(draw(ONES, (3,), 0, "gain"), torch.ones(3))
+    assert draw(ONES, (4, 3), 0, "gain", range(1, 3)).shape == (2, 3)
+
+
+def test_slices_are_streams_of_their_own() -> None:
+    some = draw(Init(slices=True), (4, 5), 0, "experts")
+    more = draw(Init(slices=True), (8, 5), 0, "experts")
+    assert torch.equal(more[:4], some)
+    assert not torch.equal(some[0], some[1])
+
+
+def test_a_seed_depends_on_every_word_and_where_words_part() -> None:
+    seeds = [
+        seed_of(0, "a", "b"),
+        seed_of(1, "a", "b"),
+        seed_of(0, "ab"),
+        seed_of(0, "b", "a"),
+        seed_of(0, "a", "b", 0),
+    ]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    # Written down once: another number would change every model's start.
+    assert seed_of(0, "stack.blocks.0.ffn.part.up.weight") == WRITTEN
+
+
+WRITTEN = 7459830867130521059

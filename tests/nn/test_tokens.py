@@ -1,0 +1,43 @@
+"""Tokens know their places; a tally means what it says however often a forward is run again."""
+
+import torch
+
+from tests.conformance.made import numbered
+from xscale.nn.auxiliary import attach
+from xscale.nn.tokens import Tally, Tokens
+
+
+def test_positions_count_from_each_documents_start() -> None:
+    ids = torch.zeros(2, 7, dtype=torch.int64)
+    assert Tokens.of(ids).positions.tolist() == [list(range(7))] * 2
+    assert Tokens.of(ids, numbered(3, 4)).positions[0].tolist() == [0, 1, 2, 0, 1, 2, 3]
+    back_again = torch.tensor([[5, 5, 2, 2, 5, 5, 5]])
+    assert Tokens.of(ids[:1], back_again).positions[0].tolist() == [0, 1, 0, 1, 0, 1, 2]
+
+
+def test_a_memo_is_not_shared() -> None:
+    ids = torch.zeros(1, 2, dtype=torch.int64)
+    one, other = Tokens.of(ids), Tokens.of(ids)
+    one.memo["x"] = 1
+    assert other.memo == {}
+
+
+def test_a_tally_is_a_mean() -> None:
+    tally = Tally()
+    for value in (1.0, 2.0, 6.0):
+        tally.add("load", torch.tensor([value, 0.0], requires_grad=True))
+    tally.add("dropped", torch.tensor(0.5, dtype=torch.bfloat16))
+    means = tally.means()
+    assert means["load"].tolist() == [3.0, 0.0]
+    assert means["dropped"].item() == 0.5
+    assert not means["load"].requires_grad
+    assert means["dropped"].dtype == torch.float32
+
+
+def test_an_attached_loss_is_added_in_backward_only() -> None:
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    y = attach(x, x.square().sum(), 0.5)
+    assert torch.equal(y, x)
+    (gradient,) = torch.autograd.grad(3 * y.sum(), x)
+    assert gradient.tolist() == [3 + 0.5 * 2, 3 + 0.5 * 4]
+    assert attach(x, x.sum(), None) is x
