@@ -1,14 +1,10 @@
 """The launcher's hand on a node of a job: `python -m xscale_launch.agent ... -- COMMAND`, one a Slurm task or MPI rank.
 
 Finds out which ranks it has to start, answers the roll-call, starts them, and leaves in the attempt's folder how they
-ended, where the batch script reads it: `go_on` (an empty file) when a worker stopped on purpose, `fault` (status, then
-who and why) for the first that failed. Its own status is 0 for both `DONE` and `GO_ON`: srun and mpirun end all tasks
-as soon as one fails, and a node that has saved must not end one that is still saving.
+ended (see `verdict`), where the batch script reads it.
 """
 
 import argparse
-import contextlib
-import os
 import socket
 import sys
 import time
@@ -16,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import xscale_launch
-from xscale_launch import devices, preflight, rollcall, status
+from xscale_launch import devices, preflight, rollcall, status, verdict
 from xscale_launch.env import Place, environment, slurm_places, whole
 from xscale_launch.errors import LaunchError
 from xscale_launch.hostlist import expand
@@ -56,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
             return PREFLIGHT_FAILED
         return run_workers(options, places, variables, node)
     except LaunchError as error:
-        return leave(options.attempt, status.USER_MISTAKE, f"{node}: {error}")
+        return verdict.leave(options.attempt, None, status.USER_MISTAKE, f"{node}: {error}")
 
 
 def placed(variables: Mapping[str, str]) -> Place:
@@ -101,7 +97,7 @@ def inspected(options: argparse.Namespace, place: Place, variables: Mapping[str,
         except TimeoutError as error:
             found = [f"{node}: {error}"]
     if found:
-        leave(options.attempt, PREFLIGHT_FAILED, "preflight: " + "; ".join(found))
+        verdict.leave(options.attempt, None, PREFLIGHT_FAILED, "preflight: " + "; ".join(found))
     return not found
 
 
@@ -135,29 +131,11 @@ def run_workers(options: argparse.Namespace, places: list[Place], variables: dic
         say("\n".join([words, *ends]))
     if options.torchrun and outcome.status not in (status.DONE, status.GO_ON):
         # torchrun makes a 1 of every status; what its workers left themselves is the truth.
-        return outcome.status if (options.attempt / "fault").exists() else _without_fault(options, outcome.cause, node)
-    return leave(options.attempt, outcome.status, words)
-
-
-def _without_fault(options: argparse.Namespace, cause: str, node: str) -> int:
-    if (options.attempt / "go_on").exists():
-        return status.DONE
-    return leave(options.attempt, 1, f"{node}: {cause}")
-
-
-def leave(attempt: Path, code: int, words: str) -> int:
-    """Leaves the verdict for the batch script and returns this task's own exit status."""
-    attempt.mkdir(parents=True, exist_ok=True)
-    if code == status.DONE:
-        return status.DONE
-    if code == status.GO_ON:
-        (attempt / "go_on").touch()
-        return status.DONE
-    with contextlib.suppress(FileExistsError):
-        descriptor = os.open(attempt / "fault", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(f"{code}\n{words}\n")
-    return code
+        fault, stopped = (options.attempt / "fault").exists(), (options.attempt / "go_on").exists()
+        code = status.GO_ON if stopped and not fault else outcome.status
+    else:
+        code = outcome.status
+    return verdict.leave(options.attempt, None if options.placed else places[0].rank, code, words)
 
 
 def say(message: str) -> None:

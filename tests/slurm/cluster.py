@@ -170,17 +170,26 @@ class Cluster:
         else:
             self.run("slurmd", "-N", node)
 
+    def mend(self) -> None:
+        """Starts the daemons that a test has killed and waits until every node is idle again."""
+        for node in self.nodes:
+            pid = (self.folder / "run" / f"slurmd.{node}.pid").read_text().strip()
+            if not Path(f"/proc/{pid}").exists():
+                self.start_node(node)
+        self.wait(lambda: self.states() == ["idle"] * len(self.nodes), 60, f"all nodes idle: {self.states()}")
+
     def kill_node(self, node: str) -> None:
-        """The node dies: its daemon and everything below it get SIGKILL."""
+        """The node dies: its daemon, the daemons of its steps, and all that they run get SIGKILL at once."""
         daemon = int((self.folder / "run" / f"slurmd.{node}.pid").read_text())
-        os.kill(daemon, signal.SIGKILL)
-        # Its steps' daemons are children of init and are known by their open spool folder's name.
-        for pid in [int(path.name) for path in Path("/proc").glob("[0-9]*")]:
+        home = os.readlink(f"/proc/{daemon}/ns/uts")
+        everyone = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+        for pid in [daemon, *everyone]:
             with contextlib.suppress(OSError):
-                text = (Path("/proc") / str(pid) / "environ").read_bytes()
-                command = (Path("/proc") / str(pid) / "cmdline").read_bytes()
-                mine = f"SLURMD_NODENAME={node}\0".encode() in text and f"SLURM_CONF={self.conf}\0".encode() in text
-                if mine and b"slurmctld" not in command:
+                if self._own_names:
+                    doomed = os.readlink(f"/proc/{pid}/ns/uts") == home
+                else:
+                    doomed = pid == daemon or f"SLURMD_NODENAME={node}\0" in Path(f"/proc/{pid}/environ").read_text()
+                if doomed:
                     os.kill(pid, signal.SIGKILL)
 
     def _stop(self, pidfile: Path, name: str) -> None:

@@ -91,10 +91,10 @@ class Lab:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
-    """Two virtual nodes, up for the whole session."""
+    """Three virtual nodes, up for the whole session."""
     module = _module("cluster")
     with tempfile.TemporaryDirectory(prefix="xscale-slurm-") as folder:
-        one = module.Cluster(Path(folder), nodes=2)
+        one = module.Cluster(Path(folder), nodes=3)
         try:
             one.up()
         except module.MissingError as missing:
@@ -108,6 +108,7 @@ def cluster() -> Iterator[Any]:
 @pytest.fixture
 def lab(cluster: Any, tmp_path: Path) -> Iterator[Lab]:
     """The cluster for one test; its jobs are gone afterwards."""
+    cluster.mend()
     lab = Lab(cluster, tmp_path)
     yield lab
     if (lab.run / "launch/jobs.jsonl").exists():

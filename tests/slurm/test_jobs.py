@@ -57,10 +57,11 @@ def test_a_cancelled_job_saves_and_stays_cancelled(lab: Any) -> None:
 def test_a_dead_node_brings_the_job_back(lab: Any) -> None:
     job = lab.submit("train.steps=120")
     lab.wait_step(3)
+    assert lab.cluster.job(job)["NodeList"] == "xn[1-2]"
     lab.cluster.kill_node("xn2")
-    lab.cluster.wait(lambda: lab.cluster.job(job)["JobState"] == "PENDING", 60, "Slurm to notice the dead node")
-    lab.cluster.start_node("xn2")
-    assert lab.cluster.wait_state(job, ENDED, 120)["JobState"] == "COMPLETED", lab.log()
+    lab.cluster.wait(lambda: lab.cluster.job(job)["Restarts"] == "1", 90, "Slurm to notice the dead node")
+    told = lab.cluster.wait_state(job, ENDED, 120)
+    assert (told["JobState"], told["NodeList"]) == ("COMPLETED", "xn[1,3]"), lab.log()
     assert lab.cluster.job(job)["Restarts"] == "1"
     # What the dead node had not saved is trained again, so only the ranks' final states can be compared.
     assert lab.states() == lab.expected(120)
@@ -69,7 +70,7 @@ def test_a_dead_node_brings_the_job_back(lab: Any) -> None:
 def test_a_higher_partition_preempts_and_the_job_comes_back(lab: Any, tmp_path: Path) -> None:
     job = lab.submit("--partition", "low", "train.steps=100")
     lab.wait_step(3)
-    other = lab.cluster.run("sbatch", "--parsable", "-p", "high", "-N2", "--exclusive", "-o", "/dev/null",
+    other = lab.cluster.run("sbatch", "--parsable", "-p", "high", "-N3", "--exclusive", "-o", "/dev/null",
                             "--wrap", "sleep 3").strip()  # fmt: skip
     assert lab.cluster.wait_state(other, ENDED, 40)["JobState"] == "COMPLETED"
     assert lab.cluster.wait_state(job, ENDED, 90)["JobState"] == "COMPLETED", lab.log()

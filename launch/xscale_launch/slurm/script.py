@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from xscale_launch import status
+from xscale_launch import status, verdict
 from xscale_launch.agent import PREFLIGHT_FAILED
 from xscale_launch.env import PORT_BASE, PORT_SPAN
 from xscale_launch.slurm.job import Job
@@ -54,13 +54,16 @@ done
 
 VERDICT = """
 # How it ended. The agents leave it in files, because srun tells only the largest exit status.
-ls "$attempt" > /dev/null # so that NFS looks again
+ended=$(ls "$attempt" | grep -c "^ended-")
 if [ -s "$attempt/fault" ]; then
   read -r status < "$attempt/fault"
   [ -e "$attempt/said" ] || say "$(tail -n +2 "$attempt/fault")"
 elif [ "$code" -ne 0 ]; then
   status=$code
-elif [ -e "$attempt/go_on" ]; then
+elif [ "$ended" -ne "$SLURM_NTASKS" ]; then
+  status={lost}
+  say "only $ended of $SLURM_NTASKS tasks said that they ended"
+elif [ -e "$attempt/go_on" ] || grep -qx {go_on} "$attempt"/ended-*; then
   status={go_on}
 else
   status={done}
@@ -102,8 +105,11 @@ EXCLUSION = """
 # A node that failed the preflight is left out: the same script again, without it.
 if [ "$status" -eq {preflight} ] && [ -s "$attempt/bad_nodes" ]; then
   bad=$(paste -sd, "$attempt/bad_nodes")
-  say "submitted again without $bad"
-  next=$(sbatch --parsable --exclude="{excluded}$bad" {array}"$notes/job.sbatch") || exit "$status"
+  if ! next=$(sbatch --parsable --exclude="{excluded}$bad" "$notes/job.sbatch"); then
+    say "there are not enough nodes without $bad: not submitted again"
+    exit "$status"
+  fi
+  say "submitted again, without $bad, as job $next"
   echo "{{\\"id\\": \\"${{next%%;*}}\\", \\"script\\": \\"$notes/job.sbatch\\"}}" >> "$notes/jobs.jsonl"
   exit "$status"
 fi
@@ -144,11 +150,17 @@ def render(job: Job) -> str:
     parts.append("trap : TERM USR1\n\n")
     parts.append(_step(job))
     parts.append(WAITING)
-    numbers = {"done": status.DONE, "mistake": status.USER_MISTAKE, "go_on": status.GO_ON, "limit": profile.crash_limit}
+    numbers = {
+        "lost": verdict.LOST,
+        "done": status.DONE,
+        "mistake": status.USER_MISTAKE,
+        "go_on": status.GO_ON,
+        "limit": profile.crash_limit,
+    }
     parts.append(VERDICT.format(**numbers))
     if profile.exclude_bad_nodes and profile.preflight and not job.members:
         excluded = "".join(f"{node}," for node in profile.exclude)
-        parts.append(EXCLUSION.format(preflight=PREFLIGHT_FAILED, excluded=excluded, array=""))
+        parts.append(EXCLUSION.format(preflight=PREFLIGHT_FAILED, excluded=excluded))
     if job.chain:
         parts.append(CHAINED)
     elif profile.requeue:

@@ -1,0 +1,175 @@
+"""Submitting to a real Slurm: what is refused, what is kept, what is shown, and how long it takes."""
+
+import importlib.util
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "launch/slurm/golden"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--partition", "lwo"], "there is no partition 'lwo': did you mean low?"),
+        (["--nodes", 9], "9 nodes are asked for, and partition low has 3"),
+        (["--partition", "paid"], "partition paid wants an account: give --account, one of lab"),
+        (["--partition", "paid", "--account", "lab", "--nodes", 2], "a job in paid may have 1"),
+        (["--gpus-per-node", 9], "9 GPUs a node are asked for, and nodes of low have 4"),
+        (["--gpus-per-node", 1, "--processes-per-node", 2], "2 processes a node would share 1 GPUs"),
+        (["--time", "11:00:00"], "is over the limit of low"),
+        (["--nodes", 2, "fake.divides=3"], "parallel.mesh: 3 does not divide 2 processes"),
+        (["--start", "mpirun"], "invalid choice"),
+    ],
+)
+def test_refused_before_the_queue(lab: Any, arguments: list[object], said: str) -> None:
+    done = lab.launch("slurm", lab.config, f"run.dir={lab.run}", *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not lab.run.exists()
+    assert not lab.cluster.run("squeue", "-h").strip()
+
+
+def test_what_slurm_alone_knows_is_refused_with_its_words(lab: Any) -> None:
+    done = lab.launch("slurm", lab.config, f"run.dir={lab.run}", "--reservation", "none-such")
+    assert done.returncode == 2
+    assert "sbatch refuses" in done.stderr
+    assert "reservation" in done.stderr.lower()
+
+
+def test_a_dry_run_leaves_nothing_behind(lab: Any) -> None:
+    done = lab.launch("slurm", lab.config, f"run.dir={lab.run}", "--nodes", 2, "--dry-run")
+    assert done.returncode == 0
+    assert done.stdout.startswith("#!/bin/bash\n#SBATCH --job-name=run\n")
+    assert not lab.run.exists()
+
+
+def test_the_scripts_pass_slurms_own_test(lab: Any, tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("golden", SCRIPTS.parent / "test_script.py")
+    assert spec is not None
+    assert spec.loader is not None
+    golden = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(golden)
+    foreign = (
+        "--account",
+        "--qos",
+        "--constraint",
+        "--reservation",
+        "--partition",
+        "--exclude",
+        "--chdir",
+        "--container",
+    )
+    for name, job in golden.JOBS.items():
+        text = golden.render(job).replace("--gpus-per-node=8", "--gpus-per-node=4").replace("=96", "=4")
+        lines = [line for line in text.splitlines() if not line.startswith(tuple(f"#SBATCH {one}" for one in foreign))]
+        if name == "task-pyxis":
+            lines = [line.replace("--ntasks-per-node=8", "--ntasks-per-node=4") for line in lines]
+        path = tmp_path / f"{name}.sbatch"
+        path.write_text("\n".join(lines) + "\n")
+        lab.cluster.run("sbatch", "--test-only", str(path))
+    path.write_text(path.read_text().replace("--nodes=2", "--nodes=7"))
+    with pytest.raises(RuntimeError, match="sbatch --test-only"):  # the check can fail
+        lab.cluster.run("sbatch", "--test-only", str(path))
+
+
+def test_submitting_takes_less_than_a_second(lab: Any) -> None:
+    # On a machine that others use the fastest of a few is what the launcher takes.
+    seconds = []
+    for attempt in range(4):
+        begun = time.monotonic()
+        done = lab.launch("slurm", lab.config, f"run.dir={lab.run.with_name(f'run{attempt}')}")
+        seconds.append(time.monotonic() - begun)
+        assert done.returncode == 0, done.stderr
+    assert min(seconds) < 1.0, seconds
+    lab.cluster.wait(lambda: not lab.cluster.run("squeue", "-h").strip(), 60, "the jobs to end")
+
+
+def test_a_later_edit_changes_no_queued_job(lab: Any, tmp_path: Path) -> None:
+    trainer = tmp_path / "mine" / "trainer.py"
+    trainer.parent.mkdir()
+    shutil.copy(Path(__file__).parents[1] / "launch/fake_train.py", trainer)
+    blocker = lab.cluster.run(
+        "sbatch", "--parsable", "-N3", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 60"
+    ).strip()
+    done = lab.launch("slurm", lab.config, f"run.dir={lab.run}", "--with-code", trainer, xscale=f"{trainer}-none")
+    assert done.returncode == 2  # a trainer that is not there is noticed here
+    job = lab.submit("--with-code", trainer)
+    assert lab.cluster.job(job)["JobState"] == "PENDING"
+    lab.config.write_text("train.steps: 1\n")
+    trainer.write_text("raise SystemExit('edited')\n")
+    lab.cluster.run("scancel", blocker)
+    assert lab.cluster.wait_state(job, ("COMPLETED", "FAILED"))["JobState"] == "COMPLETED", lab.log()
+    assert lab.step() == 4
+    kept = lab.run / "launch/code"
+    assert (kept / "trainer.py").read_text().startswith('"""A stand-in')
+    assert (kept / "xscale_launch/agent.py").is_file()
+    assert len((kept / "COMMIT").read_text().strip()) >= 10
+
+
+def test_two_jobs_never_share_a_run_folder(lab: Any) -> None:
+    lab.submit("train.steps=100000")
+    again = lab.launch("slurm", lab.config, f"run.dir={lab.run}")
+    assert again.returncode == 2
+    assert "xscale launch cancel" in again.stderr
+    resumed = lab.launch("resume", lab.run)
+    assert resumed.returncode == 2
+
+
+def test_status_and_logs_say_what_slurm_says(lab: Any) -> None:
+    job = lab.submit("train.steps=100000")
+    lab.wait_step(3)
+    said = json.loads(lab.launch("status", lab.run, "--json").stdout)
+    (one,) = said["jobs"]
+    told = lab.cluster.job(job)
+    assert (one["id"], one["state"], one["nodes"]) == (job, told["JobState"], told["NodeList"])
+    assert (one["limit"], str(one["restarts"])) == (told["TimeLimit"], told["Restarts"])
+    assert lab.cluster.run("squeue", "-h", "-j", job, "-o", "%T").strip() == one["state"] == "RUNNING"
+    assert abs(said["runs"][0]["step"] - lab.step()) < 1000
+    assert said["runs"][0]["status"] is None
+    table = lab.launch("status", lab.run).stdout
+    assert f"{job}" in table
+    assert "RUNNING" in table
+    path = told["StdOut"]
+    assert lab.launch("logs", lab.run).stdout.strip() == Path(path).read_text().strip()
+    assert "rank 3 of 4 starts" in lab.launch("logs", lab.run, "--rank", 3).stdout
+    lab.launch("cancel", lab.run)
+    followed = lab.launch("logs", lab.run, "--follow")
+    assert "rank 0 saved at step" in followed.stdout
+    assert json.loads(lab.launch("status", lab.run, "--json").stdout)["jobs"][0]["state"] == "CANCELLED"
+
+
+def test_a_run_that_was_never_submitted_is_said(lab: Any, tmp_path: Path) -> None:
+    for verb in ("status", "logs", "cancel", "requeue", "resume"):
+        done = lab.launch(verb, tmp_path / "nowhere")
+        assert (done.returncode, "there is no run folder" in done.stderr) == (2, True)
+        done = lab.launch(verb, tmp_path)
+        assert (done.returncode, "was not submitted to a cluster" in done.stderr) == (2, True)
+
+
+def test_a_bad_node_is_named_and_left_out(lab: Any, tmp_path: Path) -> None:
+    """A GPU of xn2 has memory errors: the preflight says so, and the job is submitted again without the node."""
+    clusters = tmp_path / "clusters.toml"
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    smi = tools / "nvidia-smi"
+    row = "0, H200, 143771, 4, $errors, 30"
+    smi.write_text(f'#!/bin/sh\nerrors=0\n[ "$SLURMD_NODENAME" = xn2 ] && errors=7\necho "{row}"\n')
+    smi.chmod(0o755)
+    clusters.write_text(
+        f'default = "lab"\n[lab]\nexclude_bad_nodes = true\ngpus_per_node = 1\nsetup = ["export PATH={tools}:$PATH"]\n'
+    )
+    lab.submit("--clusters", clusters, "--nodes", 2, "--processes-per-node", 1)
+    jobs = lab.run / "launch/jobs.jsonl"
+    lab.cluster.wait(lambda: "again, without xn2" in lab.log() or "given up" in lab.log(), 60, "the preflight")
+    lab.cluster.wait(lambda: len(jobs.read_text().splitlines()) == 2, 5, f"the second submission: {lab.log()}")
+    assert "xn2: GPU 0 has 7 uncorrected memory errors" in lab.log()
+    second = json.loads(jobs.read_text().splitlines()[1])["id"]
+    told = lab.cluster.job(second)
+    assert told["ExcNodeList"] == "xn2"
+    assert lab.cluster.wait_state(second, ("COMPLETED", "FAILED"))["NodeList"] == "xn[1,3]", lab.log()
+    assert lab.states(ranks=2) == lab.expected(4, 2)
