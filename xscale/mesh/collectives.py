@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 
@@ -72,5 +73,147 @@ def mean_tensors(values: dict[str, Tensor]) -> dict[str, Tensor]:
     flat = torch.cat([values[name].flatten() for name in names])
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
-    parts = flat.split([values[name].numel() for name in names])
+    parts = flat.split([values[name].numel() for name in names])  # type: ignore[no-untyped-call]
     return {name: part.view(values[name].shape) for name, part in zip(names, parts, strict=True)}
+
+
+class _CopyIn(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, group: Any) -> Tensor:
+        context.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        return summed(gradient, context.group), None
+
+
+def copy_in(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`x`, the same on every rank, into a region where each computes a part: the parts of its gradient are summed."""
+    copied: Tensor = _CopyIn.apply(x, group)  # type: ignore[no-untyped-call]
+    return copied
+
+
+class _SumOut(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, group: Any) -> Tensor:
+        return summed(x, group)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+def sum_out(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of the ranks' parts, out of a region: its gradient, the same on every rank, is each part's."""
+    total: Tensor = _SumOut.apply(x, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _GatherIn(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, length: int, group: Any) -> Tensor:
+        context.group = group
+        return joined(x, 1, group).narrow(1, 0, length)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        return scattered(padded(gradient, 1, context.group.size()), 1, context.group), None, None
+
+
+def gather_in(x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
+    """Cut sequences [B, T/R, D] whole into a region, [B, T, D]: the parts of the gradient are summed and cut again."""
+    whole: Tensor = _GatherIn.apply(x, length, group)  # type: ignore[no-untyped-call]
+    return whole
+
+
+class _ScatterOut(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, group: Any) -> Tensor:
+        context.length, context.group = x.shape[1], group
+        return scattered(padded(x, 1, group.size()), 1, group)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        return joined(gradient, 1, context.group).narrow(1, 0, context.length), None
+
+
+def scatter_out(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of the ranks' parts [B, T, D] out of a region, each rank its piece of the sequence, [B, T/R, D].
+
+    Where the ranks do not divide the sequence it is padded behind its end.
+    """
+    piece: Tensor = _ScatterOut.apply(x, group)  # type: ignore[no-untyped-call]
+    return piece
+
+
+class _KeepPiece(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, group: Any) -> Tensor:
+        context.length, context.group = x.shape[1], group
+        piece: Tensor = padded(x, 1, group.size()).chunk(group.size(), 1)[group.rank()].clone()
+        return piece
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        return joined(gradient, 1, context.group).narrow(1, 0, context.length), None
+
+
+def keep_piece(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Of sequences [B, T, D] that are the same on every rank, this rank's piece [B, T/R, D]; padded as scatter_out."""
+    piece: Tensor = _KeepPiece.apply(x, group)  # type: ignore[no-untyped-call]
+    return piece
+
+
+class _JoinOut(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, length: int, group: Any) -> Tensor:
+        context.group, context.own, context.piece = group, x.shape[-1], -(-length // group.size())
+        return joined(padded(x, -1, context.piece), -1, group).narrow(-1, 0, length)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        return gradient.narrow(-1, context.group.rank() * context.piece, context.own).contiguous(), None, None
+
+
+def join_out(x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' pieces of the last dim side by side, `length` in all: the same on every rank.
+
+    Each piece but the last is ceil(length / R) long. Its gradient is the piece's own part, not a sum.
+    """
+    whole: Tensor = _JoinOut.apply(x, length, group)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the group, bit for bit the same on every rank. No gradient."""
+    total: Tensor = _arrived(functional.all_reduce(x.contiguous(), "sum", group))
+    return total
+
+
+def joined(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' tensors of one shape, one behind the other along `dim`. No gradient."""
+    dim %= x.dim()
+    whole: Tensor = _arrived(functional.all_gather_tensor(x.contiguous(), dim, group))
+    return whole
+
+
+def scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's equal piece, along `dim`, of the sum over the group. No gradient."""
+    piece: Tensor = _arrived(functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
+    return piece
+
+
+def _arrived(pending: Tensor) -> Tensor:
+    arrived: Tensor = functional.wait_tensor(pending)  # type: ignore[no-untyped-call]
+    return arrived
+
+
+def padded(x: Tensor, dim: int, multiple: int) -> Tensor:
+    """`x` with zeros behind its end along `dim` until `multiple` divides its length."""
+    missing = -x.shape[dim] % multiple
+    if not missing:
+        return x
+    shape = list(x.shape)
+    shape[dim] = missing
+    return torch.cat((x, x.new_zeros(shape)), dim)

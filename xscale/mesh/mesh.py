@@ -24,7 +24,7 @@ class Mesh:
     experts: DeviceMesh | None = None
     """The same ranks for expert layers: pp, dp_replicate, expert_shard, ep, tp; None for one process."""
     replicas: DeviceMesh | None = None
-    """All data-parallel ranks on one axis beside an axis of size 1, for keeping whole copies (ZeRO stage 0)."""
+    """As `dense`, with all data-parallel ranks on dp_replicate: for keeping whole copies (ZeRO stage 0)."""
     timeout: datetime.timedelta = field(default=datetime.timedelta(minutes=10))
 
     @property
@@ -63,10 +63,8 @@ def lay_out(place: Place, degrees: Degrees, device: torch.device, timeout: datet
         (degrees.pp, degrees.dp_replicate, degrees.expert_shard, degrees.ep, degrees.tp),
         mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep", "tp"),
     )
-    rest = degrees.pp * degrees.cp * degrees.tp
-    replicas = None
-    if rest == 1:
-        replicas = init_device_mesh(kind, (degrees.dp, 1), mesh_dim_names=("dp", "one"))
+    copies = (degrees.pp, degrees.dp, 1, degrees.cp, degrees.tp)
+    replicas = init_device_mesh(kind, copies, mesh_dim_names=DENSE)
     return Mesh(place, degrees, device, dense, experts, replicas, timeout)
 
 

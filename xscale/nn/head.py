@@ -1,5 +1,7 @@
 """The way out of the model: scores over the vocabulary, or the loss without keeping them."""
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
@@ -24,6 +26,8 @@ class Head(Module):
             self.declare("weight", (dims.vocabulary, dims.width), ("vocab", "width"), dims.start)
         else:
             self.weight = tied.weight
+        self.cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor] = summed_cross_entropy
+        """From x [N, D], the weight and targets [N] to the summed loss: a seam, for a part of the vocabulary."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """[B, T, D] -> logits [B, T, V]; with targets [B, T], the sum of their cross-entropy in nats, a float32 scalar.
@@ -33,4 +37,9 @@ class Head(Module):
         weight = self.use(self.weight)
         if targets is None:
             return F.linear(x, weight)
-        return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), ignore_index=IGNORED)
+        return self.cross_entropy(x.flatten(0, 1), weight, targets.flatten())
+
+
+def summed_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """x [N, D], weight [V, D], targets [N] -> the sum of their cross-entropy, a scalar of float32 or wider."""
+    return linear_cross_entropy(x, weight, targets, ignore_index=IGNORED)

@@ -1,5 +1,7 @@
 """The linear map and the token embedding, with named axes."""
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
@@ -37,7 +39,9 @@ class Embedding(Module):
     def __init__(self, vocabulary: int, width: int, init: Init) -> None:
         super().__init__()
         self.declare("weight", (vocabulary, width), ("vocab", "width"), init)
+        self.look: Callable[[Tensor, Tensor], Tensor] = F.embedding
+        """From ids [...] and the table to rows [..., D]: a seam, for a table of which only some rows are here."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, D]."""
-        return F.embedding(ids, self.use(self.weight))
+        return self.look(ids, self.use(self.weight))

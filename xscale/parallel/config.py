@@ -11,6 +11,11 @@ class ZeroConfig(Config):
     """What data-parallel ranks share out: nothing (0), optimizer states (1), gradients too (2), parameters too (3)."""
 
 
+class TensorConfig(Config):
+    sequence: bool = False
+    """Cut the sequence over the tp ranks between the regions that tp cuts (Korthikanti et al. 2022)."""
+
+
 class RecomputeConfig(Config):
     every: int = 0
     """Forget the activations of every k-th block and compute them again in backward; 0: keep all."""
@@ -21,6 +26,8 @@ class ParallelConfig(Config):
     """Degrees of the axes."""
     zero: ZeroConfig = ZeroConfig()
     """What data-parallel ranks share out."""
+    tensor: TensorConfig = TensorConfig()
+    """How the ranks of tp share a layer."""
     recompute: RecomputeConfig = RecomputeConfig()
     """Which activations are computed again instead of kept."""
     compile: bool = False

@@ -1,12 +1,10 @@
 """Expert parallelism (Lepikhin et al. 2021): each rank holds some experts, and rows travel to theirs and back."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
 from xscale.core.errors import Problem
 from xscale.mesh.collectives import exchange, exchange_counts
@@ -33,29 +31,13 @@ def check(model: nn.Module, ep: int, path: str) -> list[Problem]:
 
 
 def apply(model: nn.Module, mesh: Mesh) -> None:
-    """Cut every parameter with an `experts` axis over ep, and substitute the dispatch of each mixture."""
+    """Substitute the dispatch of each mixture, whose experts are cut over ep."""
     if mesh.degrees.ep == 1 or mesh.experts is None:
         return
-    along = mesh.experts["ep"]
+    group = mesh.experts["ep"].get_group()
     for module in model.modules():
-        if not isinstance(module, Module):
-            continue
-        for name, axes in module.axes.items():
-            if "experts" in axes:
-                _cut(module, name, axes.index("experts"), along)
-        if hasattr(module, "dispatch"):
-            setattr(module, "dispatch", AllToAll(along.get_group()))  # noqa: B010  (a seam, not a submodule)
-
-
-def _cut(module: Module, name: str, dim: int, along: Any) -> None:
-    """Replace a parameter on meta by this rank's part of it, as a DTensor."""
-    whole = getattr(module, name)
-    assert whole.is_meta
-    assert dim == 0, "experts are the first axis"
-    shape = (whole.shape[0] // along.size(), *whole.shape[1:])
-    local = torch.empty(shape, device="meta", dtype=whole.dtype)
-    part = DTensor.from_local(local, along, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
-    setattr(module, name, nn.Parameter(part))
+        if isinstance(module, Module) and hasattr(module, "dispatch"):
+            setattr(module, "dispatch", AllToAll(group))  # noqa: B010  (a seam, not a submodule)
 
 
 class AllToAll:

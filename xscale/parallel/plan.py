@@ -10,7 +10,7 @@ from xscale.mesh import axes
 from xscale.mesh.mesh import Mesh
 from xscale.nn.block import Block
 from xscale.nn.module import Module
-from xscale.parallel import expert, materialize, precision, recompute, zero
+from xscale.parallel import cut, expert, materialize, precision, recompute, tensor, zero
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -34,7 +34,7 @@ class Plan:
     def check(self, model: nn.Module | None, world: int) -> list[Problem]:
         """Every problem on `world` ranks; `model` is on meta, or None when it could not be built."""
         problems = axes.check(self.parallel.mesh, world)
-        for axis in ("pp", "cp", "tp"):
+        for axis in ("pp", "cp"):
             if getattr(self.parallel.mesh, axis) > 1:
                 problems.append(
                     Problem(f"parallel.mesh.{axis}", "this axis is not there yet", "Use dp_shard, dp_replicate and ep.")
@@ -44,6 +44,7 @@ class Plan:
             problems += zero.check(self.parallel, axes.fill(self.parallel.mesh, world), "parallel")
         if model is not None and not problems:
             problems += expert.check(model, self.parallel.mesh.ep, "parallel.mesh")
+            problems += tensor.check(model, self.parallel, "parallel")
         if self.precision.compute == "float64" and self.precision.master != "float64":
             what = "parameters at rest would be narrower than in use"
             problems.append(Problem("precision.master", what, "Take master=float64 with compute=float64."))
@@ -51,9 +52,11 @@ class Plan:
 
     def apply(self, model: nn.Module, mesh: Mesh, seed: int) -> nn.Module:
         """Cut, guard and substitute; the model is then on the mesh's device, with its initial weights."""
-        expert.apply(model, mesh)
-        recompute.apply(model, self.parallel.recompute)
         precision.apply(model, self.compute)
+        cut.apply(model, mesh, self.parallel, tensor.whole(model, mesh.degrees.tp))
+        expert.apply(model, mesh)
+        tensor.apply(model, mesh, self.parallel)
+        recompute.apply(model, self.parallel.recompute)
         if self.parallel.compile:
             compile_blocks(model)
         zero.apply(model, mesh, self.parallel, self.compute, self.master)

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from xscale.nn.module import parameter_axes
 
@@ -37,9 +38,9 @@ class Rest:
         value = self.parameter
         if not isinstance(value, DTensor):
             return 1
-        return math.prod(
-            value.device_mesh.size(dim) for dim, placement in enumerate(value.placements) if placement.is_shard()
-        )
+        # A dim that is cut twice is a strided shard on one of the axes, which does not call itself a shard.
+        spread = [isinstance(placement, Shard | _StridedShard) for placement in value.placements]
+        return math.prod(value.device_mesh.size(dim) for dim, sharded in enumerate(spread) if sharded)
 
     def like(self, local: Tensor) -> Tensor:
         """A local part, such as an optimizer state's, in this parameter's global shape and placements."""

@@ -5,11 +5,14 @@ and keeps its own part; stage 3 also forgets the whole parameters after each use
 parameter, so nothing is shared and gradients are summed.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from xscale.core.errors import Problem
 from xscale.mesh.axes import Degrees
@@ -31,7 +34,7 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig, compute: torch.d
     """Shard every block, the experts over their own ranks, and the rest as one group."""
     if mesh.dense is None or mesh.experts is None:
         return
-    dense = mesh.replicas if config.zero.stage == 0 else _data(mesh.dense, "dp_replicate", "dp_shard")
+    dense = _data(dense_mesh(mesh, config), "dp_replicate", "dp_shard")
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master, cast_forward_inputs=False)
     reshard = config.zero.stage == 3
     cut: set[nn.Parameter] = set()
@@ -39,23 +42,50 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig, compute: torch.d
         own = {parameter for name, parameter in module.named_parameters(recurse=False) if _of_experts(module, name)}
         if mesh.degrees.expert_shard * mesh.degrees.dp_replicate > 1:
             among = _data(mesh.experts, "dp_replicate", "expert_shard")
-            # The first axis is cut by ep already.
             fully_shard(
                 module,
                 mesh=among,
                 mp_policy=policy,
                 reshard_after_forward=reshard,
-                shard_placement_fn=lambda parameter: Shard(1),
+                shard_placement_fn=beside(mesh.degrees.expert_shard),
             )
         else:
             cut |= own
+    place = beside(dense.size(dense.ndim - 1))
+    shared: Any = {"mesh": dense, "mp_policy": policy, "ignored_params": cut, "shard_placement_fn": place}
     for block in [one for one in model.modules() if isinstance(one, Block)]:
-        fully_shard(block, mesh=dense, mp_policy=policy, reshard_after_forward=reshard, ignored_params=cut)
-    fully_shard(model, mesh=dense, mp_policy=policy, reshard_after_forward=False, ignored_params=cut)
+        fully_shard(block, reshard_after_forward=reshard, **shared)
+    fully_shard(model, reshard_after_forward=False, **shared)
     for sharded in [one for one in model.modules() if isinstance(one, FSDPModule)]:
         # Losses are divided by the whole step's targets before backward, so ranks add up and nothing averages.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
+
+
+def beside(shards: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Along which dim a parameter is sharded: not one that tp or ep cuts, where another can be dealt evenly.
+
+    So that what a rank holds is one run of rows, and a layout's pieces lie side by side in the whole.
+    """
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        if not isinstance(parameter, DTensor):
+            return None
+        shape = parameter.to_local().shape
+        taken = {placement.dim for placement in parameter.placements if isinstance(placement, Shard)}
+        order = sorted(range(len(shape)), key=lambda dim: dim in taken)
+        # Only the first dim may be dealt unevenly.
+        even = [dim for dim in order if shape[dim] % shards == 0 or (dim == 0 and dim not in taken)]
+        return Shard(even[0] if even else 0)
+
+    return place
+
+
+def dense_mesh(mesh: Mesh, config: ParallelConfig) -> DeviceMesh:
+    """The axes on which everything but spread experts lies."""
+    found = mesh.replicas if config.zero.stage == 0 else mesh.dense
+    assert found is not None, "one process alone has no mesh"
+    return found
 
 
 def micro_batch(model: nn.Module, config: ParallelConfig, *, last: bool) -> None:

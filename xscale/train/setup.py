@@ -118,7 +118,9 @@ def set_up(settings: Settings, place: Place) -> Parts:
         rests=rests,
         optimizer=optimizer,
         schedule=SCHEDULES.build(settings.schedule, settings.train.steps),
-        stepper=Stepper(model, plan, objective, optimizer, rests, device, place.world, settings.train.clip),
+        stepper=Stepper(
+            model, plan, objective, optimizer, rests, device, place.world, settings.train.clip, repeats=degrees.tp
+        ),
         feed=feed_of(settings, corpus.train, objective, mesh),
         validation=None if held_out is None else feed_of(settings, held_out, objective, mesh),
         evaluated=0 if held_out is None else evaluated(len(held_out.data), settings.train.eval_sequences),

@@ -27,6 +27,8 @@ class Stepper:
     device: torch.device
     world: int
     clip: float | None
+    repeats: int = 1
+    """Ranks that find the same loss of the same samples: those of tp."""
     clock: Clock = field(init=False)
 
     def __post_init__(self) -> None:
@@ -39,7 +41,8 @@ class Stepper:
         """
         clock = self.clock
         with clock.phase("communicate"):
-            weight = sum_scalars([float(sum(int(batch.weight) for batch in batches))], self.device)[0]
+            targets = float(sum(int(batch.weight) for batch in batches))
+            weight = sum_scalars([targets], self.device)[0] / self.repeats
         nats = torch.zeros((), dtype=torch.float64, device=self.device)
         self.model.train()
         for number, batch in enumerate(batches):
@@ -54,7 +57,7 @@ class Stepper:
             norms = torch.stack(torch._foreach_norm(gradients)).double().tolist()
             # A part that several ranks keep alike counts once.
             local = sum(norm**2 * rest.parts for norm, rest in zip(norms, self.rests, strict=True)) / self.world
-            total, squared = sum_scalars([float(nats), local], self.device)
+            total, squared = sum_scalars([float(nats) / self.repeats, local], self.device)
         loss_value, norm = total / max(weight, 1.0), math.sqrt(squared) if squared >= 0 else math.nan
         finite = math.isfinite(loss_value) and math.isfinite(norm)
         if finite:

@@ -1,0 +1,91 @@
+"""Guards: what enters and leaves a region, a part of the model that each rank computes a part of.
+
+The input is the same on every rank and its gradient a sum over them; the output is a sum, and its gradient the same on
+every rank. A whole parameter inside a region enters as an input does.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from xscale.mesh.collectives import copy_in, sum_out
+from xscale.nn.module import Module
+from xscale.nn.tokens import Tokens
+from xscale.parallel.rules import cut_along
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that share a region, as one of them sees them."""
+
+    group: dist.ProcessGroup
+
+    @property
+    def count(self) -> int:
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    def enter(self, x: Tensor) -> Tensor:
+        """An activation into a region."""
+        return copy_in(x, self.group)
+
+    def leave(self, y: Tensor) -> Tensor:
+        """A part of a sum out of a region."""
+        return sum_out(y, self.group)
+
+
+def guard_part(part: nn.Module, ranks: Ranks) -> None:
+    """Make a region of a sublayer's part, called as part(x, tokens) or part(x, tokens, memory, source)."""
+
+    def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, tokens, *others = inputs
+        if others and others[0] is not None:
+            others[0] = ranks.enter(others[0])
+        return ranks.enter(x), _share(tokens, ranks.count), *others
+
+    def leave(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
+        return ranks.leave(y)
+
+    part.register_forward_pre_hook(enter)
+    part.register_forward_hook(leave)
+
+
+def _share(tokens: Tokens, ranks: int) -> Tokens:
+    """An auxiliary loss is whole on each rank of a region, from which gradients leave as sums."""
+    return tokens if tokens.auxiliary is None else replace(tokens, auxiliary=tokens.auxiliary / ranks)
+
+
+def guard_weights(part: nn.Module, ranks: Ranks) -> None:
+    """Let every whole parameter inside a region enter it."""
+    for module in part.modules():
+        if isinstance(module, Module) and module.axes:
+            module.door = entering(module, ranks)
+
+
+def entering(module: Module, ranks: Ranks) -> Callable[[Tensor], Tensor]:
+    """The door of a module in a region: cut parameters pass as they are, whole ones enter.
+
+    A bias behind a product whose terms are spread over ranks is added on the first of them only.
+    """
+    inner = module.door
+    summed = any(
+        parameter.dim() > 1 and cut_along(parameter, "tp") == parameter.dim() - 1
+        for parameter in module.parameters(recurse=False)
+    )
+    # A factor, not another graph: every rank must join the sum of the gradient.
+    share = 0.0 if summed and ranks.rank else 1.0
+
+    def door(parameter: Tensor) -> Tensor:
+        local = parameter if inner is None else inner(parameter)
+        if cut_along(parameter, "tp") is not None:
+            return local
+        entered = copy_in(local, ranks.group)
+        return entered * share if summed else entered
+
+    return door
