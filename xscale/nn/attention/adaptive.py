@@ -18,6 +18,8 @@ from xscale.nn.attention.weights import grouped
 from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS
 
+STEPS = 10
+
 
 @CORES.register(
     "adaptive",
@@ -67,16 +69,20 @@ class _Entmax(torch.autograd.Function):
         scaled = z * (alpha - 1)
         top = scaled.amax(-1, keepdim=True).clamp(min=torch.finfo(z.dtype).min)
         scaled = scaled - top
-        power = 1 / (alpha - 1)
-        # The largest entry alone gives one at tau = -1; all of them together at most one at the other end.
-        low = torch.full_like(top, -1.0)
-        high = -(torch.tensor(float(z.shape[-1]), dtype=z.dtype, device=z.device) ** (1 - alpha))
-        high = high.expand_as(top).clone()
-        for _ in range(60 if z.dtype == torch.float64 else 30):
-            middle = (low + high) / 2
-            over = (scaled - middle).clamp(min=0).pow(power).sum(-1, keepdim=True) >= 1
-            low, high = torch.where(over, middle, low), torch.where(over, high, middle)
-        p = (scaled - low).clamp(min=0).pow(power)
+        # The p-norm of (scaled - tau)_+ with p = 1 / (alpha - 1) falls from above one at tau = -1, convex and nearly
+        # straight: Newton's steps come to where it is one from the left, in a few.
+        tau = torch.full_like(top, -1.0)
+        for _ in range(STEPS):
+            gap = (scaled - tau).clamp_(min=0)
+            power = gap.pow(1 / (alpha - 1) - 1).mul_(gap > 0)
+            slope = power.sum(-1, keepdim=True)
+            total = (power.mul_(gap)).sum(-1, keepdim=True)
+            norm = total.pow(alpha - 1)
+            step = ((norm - 1) * total / (norm * slope)).nan_to_num_(0.0, 0.0, 0.0)
+            tau = tau + step
+            if not z.is_cuda and float(step.abs().max()) < 4 * torch.finfo(z.dtype).eps:
+                break
+        p = (scaled - tau).clamp_(min=0).pow_(1 / (alpha - 1))
         total = p.sum(-1, keepdim=True)
         p = p / torch.where(total == 0, 1.0, total)
         context.save_for_backward(p, alpha)
