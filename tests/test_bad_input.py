@@ -1,0 +1,145 @@
+"""What bad input gets: a sentence that names the place and what would work, exit status 2, and nothing half-written."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xscale.cli import main
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = ROOT / "configs" / "run" / "quickstart.yaml"
+
+MISTAKES = {
+    "a misspelt key": (["modle.width=8"], "modle", "Did you mean 'model'?"),
+    "a misspelt key inside a part": (["model.stack.block.mixer.hedas=4"], "mixer.hedas", "Did you mean 'heads'?"),
+    "a value of the wrong type": (["train.steps=many"], "train.steps (command line)", "valid integer, not 'many'"),
+    "a value out of range": (["train.batch_size=0"], "train.batch_size", "greater than or equal to 1"),
+    "a kind that does not exist": (["model.position=roep"], "no position of kind 'roep'", "Did you mean 'rope'?"),
+    "a causal objective on an encoder": (
+        ["model.kind=encoder"],
+        "'causal' needs a model that reads one sequence and cannot see the future; 'encoder' is not one",
+        "'encoder' goes with masked",
+    ),
+    "a causal model with a mixer that is not": (
+        ["model.stack.block.mixer=fourier"],
+        "'fourier' lets a token see what comes after it",
+        "These can: attention",
+    ),
+    "a causal model with a core that is not": (
+        ["model.stack.block.mixer.core=linformer"],
+        "'linformer' lets a token see what comes after it",
+        "These can:",
+    ),
+    "heads that do not divide": (["model.stack.block.mixer.heads=7"], "7 heads do not divide the width 256", "Take"),
+    "key heads that do not divide": (["model.stack.block.mixer.kv_heads=3"], "3 key heads do not divide 4", "1, 2, 4"),
+    "ep that does not divide": (["parallel.mesh.ep=2"], "parallel.mesh.ep: 2 does not divide", "take ep among 1"),
+    "ranks that are not there": (["parallel.mesh.dp_shard=4"], "makes 4 ranks, and there are 1", "Start 4 processes"),
+    "a batch that cannot be dealt": (["train.micro_batch_size=3"], "cannot be dealt", "micro_batch_size among"),
+    "a schedule longer than the run": (
+        ["schedule={kind: wsd, warmup_steps: 200, decay_steps: 200}"],
+        "more than the 260 there are",
+        "at most 60",
+    ),
+    "a GPU that is not there": (["run.device=cuda"], "no GPU that torch can use", "run.device=cpu"),
+    "files that are not there": (["data.source={kind: text, paths: [nowhere]}"], "nowhere", ""),
+    "data that is not there": (["data.prepared=nowhere"], "nowhere", ""),
+    "an override that is none": (["train.steps"], "an override is written key=value", "train.steps=20"),
+    "a master narrower than compute": (["precision.compute=float64"], "precision.master", "master=float64"),
+}
+
+
+def xscale(*words: str, folder: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """The program as a user starts it, in an empty folder."""
+    paths = os.pathsep.join(str(ROOT / name) for name in ("", "kernels", "launch"))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **variables}
+    argv = [sys.executable, "-m", "xscale.cli", *words]
+    return subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def refused(done: "subprocess.CompletedProcess[str]", *sentences: str) -> None:
+    """Status 2, each sentence said, and no traceback."""
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    for sentence in sentences:
+        assert sentence in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_a_sentence(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Within this process, because there are many and importing torch is most of a process's time."""
+    overrides, *sentences = MISTAKES[mistake]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["xscale", "train", str(QUICKSTART), f"run.dir={tmp_path / 'run'}", *overrides])
+    with pytest.raises(SystemExit) as left:
+        main()
+    said = capsys.readouterr().err
+    assert left.value.code == 2
+    assert all(sentence in said for sentence in sentences), said
+    assert not (tmp_path / "run" / "config.yaml").exists()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    # Data is never made for a run that cannot be: these are found first, or are in the data itself.
+    assert not list(tmp_path.glob("work/**/*.bin"))
+
+
+def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
+    done = xscale("train", str(QUICKSTART), "train.steps=x", "modle.a=1", "data.sequnce_length=3", folder=tmp_path)
+    refused(done, "train.steps", "modle", "data.sequnce_length")
+    assert len(done.stderr.strip().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"), [(b"", "is empty"), (b"\x00\x01binary\x00" * 50, "NUL"), (b"\xff\xfe text", "UTF-8")]
+)
+def test_a_corpus_that_is_no_text(content: bytes, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_bytes(content)
+    source = f"data.source={{kind: text, paths: [{tmp_path / 'corpus.txt'}]}}"
+    done = xscale("train", str(QUICKSTART), f"run.dir={tmp_path / 'run'}", source, folder=tmp_path)
+    refused(done, "corpus.txt")
+    assert sentence in done.stderr or "no document" in done.stderr, done.stderr
+
+
+def test_a_config_that_is_not_there_or_no_yaml(tmp_path: Path) -> None:
+    refused(xscale("train", "quickstrat.yaml", folder=QUICKSTART.parent), "quickstrat.yaml", "'quickstart.yaml'?")
+    (tmp_path / "broken.yaml").write_text("train: {steps: 3\nmodel: [", encoding="utf-8")
+    refused(xscale("train", "broken.yaml", folder=tmp_path), "broken.yaml:", "this is not YAML")
+
+
+def test_ranks_say_it_once(tmp_path: Path) -> None:
+    """Every rank finds a config's fault; the first says it."""
+    said = [
+        xscale("train", str(QUICKSTART), "modle.a=1", folder=tmp_path, RANK=rank, WORLD_SIZE="2").stderr
+        for rank in ("0", "1")
+    ]
+    assert "modle" in said[0]
+    assert said[1] == ""
+
+
+def test_a_full_disk_ends_a_save_with_a_sentence(tmp_path: Path) -> None:
+    """The last save must succeed: status 1, no traceback, no half-written checkpoint that could be taken for one."""
+    words = [f"run.dir={tmp_path / 'run'}", "train.steps=1", "train.eval_every=0", "train.sample.prompts=[]"]
+    small = ["data.tokenizer=byte", "data.workers=1", f"data.source={{kind: text, paths: [{ROOT / 'LICENSE'}]}}"]
+    small += ["data.sequence_length=64", "data.validation=0", "schedule.warmup_steps=0", "train.baseline=false"]
+    small += ["observe.tensorboard=false", "observe.report=false"]
+    # A limit on the size of a file stands for a disk that is full: the tensors are larger, the tokens are not.
+    code = "import resource,sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4_000_000, 4_000_000)); import runpy;"
+    code += "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+    code += "sys.argv = ['xscale', *sys.argv[1:]]; runpy.run_module('xscale.cli', run_name='__main__')"
+    paths = os.pathsep.join(str(ROOT / name) for name in ("", "kernels", "launch"))
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", str(QUICKSTART), *words, *small],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "checkpoints" in done.stderr
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
