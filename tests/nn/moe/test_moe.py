@@ -159,6 +159,8 @@ def test_experts_start_apart_and_each_from_its_own_stream() -> None:
     few, many = mixture(experts=4), mixture(experts=8)
     assert torch.equal(few.experts.up, many.experts.up[:4])
     assert not torch.equal(few.experts.up[0], few.experts.up[1])
+    drawn = [few.experts.init[name] for name in few.experts.axes]
+    assert all(init.slices for init in drawn if init.kind == "normal"), "whoever holds an expert draws that one alone"
 
 
 def test_axes() -> None:
