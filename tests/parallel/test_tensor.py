@@ -1,46 +1,135 @@
 """Tensor parallelism gives the numbers of one process: losses, gradients' norms, evaluations and final weights."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed import Pool
-from tests.train.test_layouts import DOUBLE, one_rank, same
-from xscale.core.errors import EXIT_DONE
+from tests.distributed import Pool, RankError
+from tests.parallel.against_one import Found, alone, same
 
-DENSE = {
+DENSE: dict[str, Any] = {
     "kind": "decoder",
     "width": 32,
+    "dropout": 0.1,
     "stack": {
         "depth": 2,
         "block": {
             "mixer": {"kind": "attention", "heads": 4, "kv_heads": 1, "bias": True, "qk_norm": {"kind": "rms"}},
             "ffn": {"kind": "gated", "hidden": 48, "bias": True},
+            "norm": {"kind": "layer"},
             "dropout": 0.1,
         },
         "rules": [{"every": 2, "at": 1, "ffn": {"kind": "dense", "hidden": 64, "bias": True}}],
     },
 }
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp2": (2, {"mesh": {"tp": 2}}),
-    "tp2-dp2-zero3": (4, {"mesh": {"tp": 2}, "zero": {"stage": 3}}),
-    "tp2-dp2-zero0": (4, {"mesh": {"tp": 2}, "zero": {"stage": 0}}),
+MIXTURE: dict[str, Any] = {
+    "kind": "decoder",
+    "width": 32,
+    "tied": False,
+    "position": {"kind": "learned"},
+    "stack": {
+        "depth": 2,
+        "block": {
+            "mixer": {"kind": "attention", "heads": 4, "kv_heads": 2},
+            "ffn": {"kind": "gated", "hidden": 48},
+            "placement": "sandwich",
+            "dropout": 0.1,
+        },
+        "rules": [
+            {
+                "every": 2,
+                "at": 1,
+                "mixer": {
+                    "kind": "attention",
+                    "heads": 4,
+                    "core": {"kind": "block_sparse", "block": 4, "pattern": {"kind": "bigbird"}},
+                },
+                "ffn": {
+                    "kind": "moe",
+                    "experts": 4,
+                    "capacity_factor": 1.25,
+                    "router": {"kind": "topk", "jitter": 0.05, "z": 0.01, "balance": 0.1},
+                    "expert": {"kind": "dense", "hidden": 16, "bias": True},
+                    "shared": {"kind": "gated", "hidden": 16},
+                    "mix": "softmax",
+                },
+            }
+        ],
+    },
+}
+PAIR: dict[str, Any] = {
+    "kind": "encoder_decoder",
+    "width": 32,
+    "position": {"kind": "alibi"},
+    "encoder": {"depth": 1, "block": {"mixer": {"kind": "attention", "heads": 4}, "ffn": {"kind": "dense"}}},
+    "decoder": {
+        "depth": 1,
+        "block": {
+            "mixer": {"kind": "attention", "heads": 4, "kv_heads": 2},
+            "cross": {"kind": "attention", "heads": 4, "bias": True},
+            "ffn": {"kind": "dense"},
+            "placement": "post",
+        },
+    },
 }
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> Path:
-    """The folder of a dense decoder's run on one process."""
-    folder = tmp_path_factory.mktemp("dense")
-    assert pool.run(one_rank, 1, folder, "alone", precision=DOUBLE, model=DENSE) == [EXIT_DONE]
-    return folder
+def dense(pool: Pool) -> Found:
+    """A dense decoder on one process."""
+    return alone(pool, DENSE)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_dense_decoder(layout: str, dense: Path, pool: Pool) -> None:
-    ranks, parallel = LAYOUTS[layout]
-    assert set(pool.run(one_rank, ranks, dense, layout, precision=DOUBLE, model=DENSE, parallel=parallel)) == {
-        EXIT_DONE
-    }
-    same(dense, layout, "alone", 1e-9)
+@pytest.fixture(scope="module")
+def mixture(pool: Pool) -> Found:
+    """A mixture of experts on one process."""
+    return alone(pool, MIXTURE)
+
+
+@pytest.fixture(scope="module")
+def pair(pool: Pool) -> Found:
+    """An encoder-decoder on one process."""
+    return alone(pool, PAIR, objective={"kind": "span"})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [
+        (2, {"mesh": {"tp": 2}}),
+        (4, {"mesh": {"tp": 4}}),
+        (4, {"mesh": {"tp": 2}, "zero": {"stage": 0}}),
+        (4, {"mesh": {"tp": 2}, "zero": {"stage": 3}, "recompute": {"every": 1}}),
+    ],
+    ids=["tp2", "tp4", "tp2-dp2-zero0", "tp2-dp2-zero3"],
+)
+def test_a_dense_decoder(ranks: int, parallel: dict[str, Any], dense: Found, pool: Pool) -> None:
+    same(pool, dense, ranks, DENSE, parallel)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [
+        (2, {"mesh": {"tp": 2}}),
+        (4, {"mesh": {"tp": 2, "ep": 2}}),
+        (4, {"mesh": {"tp": 2, "ep": 2}, "zero": {"stage": 3}}),
+        (4, {"mesh": {"tp": 2}, "zero": {"stage": 3}}),
+    ],
+    ids=["tp2", "tp2-ep2-zero1", "tp2-ep2-zero3", "tp2-dp2-zero3"],
+)
+def test_a_mixture_of_experts(ranks: int, parallel: dict[str, Any], mixture: Found, pool: Pool) -> None:
+    same(pool, mixture, ranks, MIXTURE, parallel)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"), [(2, {"mesh": {"tp": 2}}), (4, {"mesh": {"tp": 2}})], ids=["tp2", "tp2-dp2"]
+)
+def test_an_encoder_decoder(ranks: int, parallel: dict[str, Any], pair: Found, pool: Pool) -> None:
+    same(pool, pair, ranks, PAIR, parallel, objective={"kind": "span"})
+
+
+@pytest.mark.parametrize("name", ["guard.copy_in", "guard.sum_out", "vocabulary.sum_out"])
+def test_the_comparison_fails_without_one_collective(name: str, dense: Found, pool: Pool) -> None:
+    """Negative control: a guard that lets its input through as it is must not pass."""
+    with pytest.raises(AssertionError) as caught:
+        same(pool, dense, 2, DENSE, {"mesh": {"tp": 2}}, without=f"xscale.parallel.{name}")
+    assert not isinstance(caught.value, RankError)
