@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from xscale_launch import local, status
+from xscale_launch import local, mpi, status
 from xscale_launch.errors import LaunchError
 from xscale_launch.slurm import submit, watch
 
@@ -23,6 +23,7 @@ def verbs() -> dict[str, Verb]:
     return {
         "local": Verb("start processes on this machine", local.add_arguments, local.run),
         "slurm": Verb("submit a job, a chain of jobs or a sweep", submit.add_arguments, submit.run),
+        "mpi": Verb("start processes through mpirun, or srun in an allocation", mpi.add_arguments, mpi.run),
         "status": Verb("the jobs of a run, and how far it has come", watch.add_status, watch.show_status),
         "logs": Verb("the output of a run", watch.add_logs, watch.show_logs),
         "cancel": Verb("take a run's jobs out of the queue", watch.add_run, watch.cancel),

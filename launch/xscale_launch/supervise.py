@@ -63,7 +63,7 @@ class Supervisor:
     """Runs `workers` to their end; `run()` may be called once, from the main thread (it takes over signals).
 
     `deputy`: the workers (torchrun) are themselves supervisors that would die of a signal instead of passing it on, so
-    signals go to their children.
+    signals go to their children. `stop_signal`: what a worker gets to save and stop, when we are asked to.
     """
 
     def __init__(
@@ -72,10 +72,12 @@ class Supervisor:
         say: Callable[[str], None],
         patience: Patience | None = None,
         deputy: bool = False,
+        stop_signal: signal.Signals = signal.SIGTERM,
     ) -> None:
         self._workers = list(workers)
         self._say = say
         self._deputy = deputy
+        self._stop_signal = stop_signal
         self._patience = patience or Patience()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._codes: dict[int, int] = {}
@@ -139,7 +141,7 @@ class Supervisor:
             if not self._asked and self._culprit is None:
                 self._asked = True
                 self._kill_at = time.monotonic() + self._patience.stop
-                sent = number if number == signal.SIGUSR1 else signal.SIGTERM
+                sent = number if number == signal.SIGUSR1 else self._stop_signal
                 more = "; Ctrl-C again ends them now" if number == signal.SIGINT else ""
                 self._say(f"{number.name}: asked {len(self._running())} worker(s) to save and stop{more}")
                 self._send(sent)

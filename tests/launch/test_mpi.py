@@ -1,0 +1,146 @@
+"""`xscale launch mpi` with a real mpirun, the one on PATH or the one beside this Python; and its parts without one."""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xscale_launch import mpi, mpi_rank
+from xscale_launch.errors import LaunchError
+
+ROOT = Path(__file__).parents[2]
+FAKE = f"{sys.executable} {ROOT / 'tests/launch/fake_train.py'}"
+MPIRUN = shutil.which("mpirun") or shutil.which("mpirun", path=str(Path(sys.executable).parent))
+needs_mpirun = pytest.mark.skipif(
+    MPIRUN is None, reason="no mpirun on PATH or beside this Python: apt-get install openmpi-bin, or pip install mpich"
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"train.steps: 4\nrun.dir: {tmp_path / 'run'}\n")
+    return path
+
+
+def command(*arguments: object) -> list[str]:
+    more = ["--mpirun", str(MPIRUN), "--xscale", FAKE]
+    return [sys.executable, "-m", "xscale_launch", "mpi", *more, *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT / "launch")}
+
+
+def launch(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@needs_mpirun
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_meet_and_train(config: Path, tmp_path: Path, ranks: int) -> None:
+    done = launch("--processes", ranks, config)
+    assert done.returncode == 0, done.stderr
+    assert f"rank 0 of {ranks} starts at step 0" in done.stdout
+    states = [(tmp_path / "run/state" / f"rank-{rank}.json").read_text() for rank in range(ranks)]
+    assert len(set(states)) == ranks
+    assert all(state.startswith("[4, ") for state in states)
+
+
+@needs_mpirun
+def test_the_ranks_come_from_mpi_itself(tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed: pip install 'xscale[mpi]'")
+    program = (
+        "import json, os, socket\n"
+        "from xscale_launch.mpi_rank import over_mpi\n"
+        "place = over_mpi()\n"
+        f"open('{tmp_path}/' + str(place.rank), 'w').write(json.dumps(place.variables()))\n"
+    )
+    flags = mpi.flags(subprocess.check_output([str(MPIRUN), "--version"], text=True), 2, {}, os.getuid() == 0)
+    subprocess.run([str(MPIRUN), *flags, sys.executable, "-c", program], env=environment(), check=True, timeout=60)
+    first, second = (json.loads((tmp_path / str(rank)).read_text()) for rank in range(2))
+    assert (first["RANK"], second["RANK"], first["LOCAL_RANK"], second["LOCAL_RANK"]) == ("0", "1", "0", "1")
+    assert first["MASTER_PORT"] == second["MASTER_PORT"]
+    assert first["MASTER_ADDR"] == second["MASTER_ADDR"] == "127.0.0.1"
+
+
+@needs_mpirun
+def test_a_signal_saves_and_status_is_75(config: Path) -> None:
+    arguments = ("--processes", 2, config, "train.steps=100000", "fake.step_seconds=0.05")
+    process = subprocess.Popen(command(*arguments), env=environment(), stdout=-1, stderr=-1, text=True)
+    assert process.stdout is not None
+    assert "starts at step 0" in process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert "rank 0 saved at step" in out
+
+
+@needs_mpirun
+def test_faults_and_mistakes_keep_their_status(config: Path) -> None:
+    done = launch("--processes", 2, config, "fake.crash_at=2", "fake.crash_rank=1")
+    assert done.returncode == 1
+    assert "the step fell over" in done.stderr
+    assert "rank 1 failed with status 1" in done.stderr
+    done = launch("--processes", 2, config, "fake.mistake=witdh")
+    assert done.returncode == 2
+    assert done.stderr.count("unknown key 'witdh'") == 1
+
+
+@needs_mpirun
+def test_a_layout_that_does_not_fit_starts_nothing(config: Path, tmp_path: Path) -> None:
+    done = launch("--processes", 2, config, "fake.divides=3")
+    assert done.returncode == 2
+    assert "3 does not divide 2 processes" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_flags_of_each_kind() -> None:
+    openmpi = mpi.flags("mpirun (Open MPI) 4.1.4", 4, {"n1": 2, "n2": 2}, root=True)
+    assert "--allow-run-as-root" in openmpi
+    assert openmpi[-2:] == ["--host", "n1:2,n2:2"]
+    assert "--bind-to" in openmpi
+    assert "--oversubscribe" not in openmpi
+    assert "--oversubscribe" in mpi.flags("mpirun (Open MPI) 4.1.4", 4096, {}, root=False)
+    assert mpi.flags("HYDRA build details:", 4, {"n1": 4}, root=True) == ["-np", "4", "-hosts", "n1:4"]
+    with pytest.raises(LaunchError, match="neither Open MPI's nor MPICH's"):
+        mpi.flags("something else", 2, {}, root=False)
+
+
+def test_hosts_have_to_make_the_processes() -> None:
+    def options(hosts: str, processes: int) -> argparse.Namespace:
+        return argparse.Namespace(hosts=hosts, processes=processes)
+
+    assert mpi.hosts(options("n1:2,n2", 3)) == {"n1": 2, "n2": 1}
+    assert mpi.hosts(options("", 3)) == {}
+    with pytest.raises(LaunchError, match="room for 3 ranks, and --processes is 4"):
+        mpi.hosts(options("n1:2,n2", 4))
+    with pytest.raises(LaunchError, match="write host:ranks"):
+        mpi.hosts(options("n1:x", 4))
+
+
+def test_one_host_meets_on_loopback_and_several_where_they_can() -> None:
+    here = socket.gethostname()
+    assert mpi_rank.meeting_point([here, here])[0] == "127.0.0.1"
+    address, port = mpi_rank.meeting_point([here, "127.0.0.5"])
+    assert address.startswith("127.")
+    assert 0 < port < 65536
+
+
+def test_without_mpi4py_the_variables_serve_on_one_host() -> None:
+    said = {"PMI_RANK": "1", "PMI_SIZE": "2"}
+    place = mpi_rank.from_variables(said, "127.0.0.1:4000")
+    assert (place.rank, place.world_size, place.local_rank, place.master_port) == (1, 2, 1, 4000)
+    with pytest.raises(LaunchError, match="pip install"):
+        mpi_rank.from_variables(said, None)
+    with pytest.raises(LaunchError, match="no MPI started this process"):
+        mpi_rank.from_variables({}, "127.0.0.1:4000")
