@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def hold(folder: Path) -> "subprocess.Popen[str]":
 def test_a_second_run_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
     holder = hold(tmp_path)
     with pytest.raises(ConfigError) as refusal:
-        Lock(tmp_path)
+        Lock(tmp_path, patience_seconds=0)
     text = str(refusal.value)
     assert f"{tmp_path}: another run is going on in this folder (process {holder.pid} on {socket.gethostname()}" in text
     assert text.endswith("Wait for it to end, stop it, or give another run.dir.")
@@ -61,4 +62,12 @@ def test_it_is_free_when_the_first_gives_it_back(tmp_path: Path) -> None:
         assert str(os.getpid()) in (tmp_path / "lock").read_text()
     assert (tmp_path / "lock").read_text() == ""
     holder.kill()
+    holder.wait()
+
+
+def test_the_one_that_is_replaced_gets_time_to_end(tmp_path: Path) -> None:
+    holder = hold(tmp_path)
+    threading.Timer(0.3, holder.kill).start()
+    with Lock(tmp_path):
+        pass
     holder.wait()

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from xscale.checkpoint import manifest
 from xscale.checkpoint.errors import DamageError
 from xscale.checkpoint.layout import hidden_of
 from xscale.checkpoint.loading import load, restore
@@ -99,3 +100,16 @@ def test_nothing_there_and_nothing_good(tmp_path: Path) -> None:
         restore(tmp_path, tensors)
     with pytest.raises(ConfigError, match="no checkpoint in it is good"):
         restore(tmp_path, tensors)
+
+
+def test_one_that_makes_way_for_a_newer_while_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1, {"a": torch.ones(1)}, {}, {})
+    real = manifest.read
+
+    def read(path: Path) -> manifest.Manifest:
+        monkeypatch.undo()
+        save(tmp_path, 2, {"a": torch.ones(1)}, {}, {}, keep_last=1)
+        return real(path)
+
+    monkeypatch.setattr(manifest, "read", read)
+    assert newest(tmp_path).path == tmp_path / "step-00000002"

@@ -2,7 +2,8 @@
 
 import errno
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -53,7 +54,8 @@ class Ranks:
         outcomes = [outcome]
         if not self.alone:
             outcomes = [outcome] * self.world
-            dist.all_gather_object(outcomes, outcome.packed(), group=self.group)
+            with self._together(path):
+                dist.all_gather_object(outcomes, outcome.packed(), group=self.group)
         return self._settle(path, outcome, outcomes)
 
     def once(self, path: Path, work: Callable[[], T]) -> T:
@@ -61,7 +63,8 @@ class Ranks:
         outcome: Outcome[T] = attempt(work) if self.first else Outcome()
         box = [outcome.packed()]
         if not self.alone:
-            dist.broadcast_object_list(box, src=self._source(), group=self.group)
+            with self._together(path):
+                dist.broadcast_object_list(box, src=self._source(), group=self.group)
         return self._settle(path, outcome, box)[0]
 
     def share(self, path: Path, work: Callable[[], T], divide: Callable[[list[T]], list[R]]) -> R:
@@ -71,15 +74,25 @@ class Ranks:
             divided = attempt(lambda: divide(self._settle(path, outcome, [outcome])))
             return self._settle(path, divided, [divided])[0][0]
         gathered = [outcome] * self.world if self.first else None
-        dist.gather_object(outcome.packed(), gathered, dst=self._source(), group=self.group)
+        with self._together(path):
+            dist.gather_object(outcome.packed(), gathered, dst=self._source(), group=self.group)
         divided = Outcome()
         if gathered is not None:
             divided = attempt(lambda: divide(self._settle(path, outcome, gathered)))
         parts = [Outcome([part]) for part in divided.result or ()] or [divided.packed()] * self.world
         mine: list[Outcome[list[R]]] = [Outcome()]
-        dist.scatter_object_list(mine, parts if self.first else None, src=self._source(), group=self.group)
+        with self._together(path):
+            dist.scatter_object_list(mine, parts if self.first else None, src=self._source(), group=self.group)
         own: Outcome[Any] = outcome if outcome.failure else divided
         return self._settle(path, own, mine)[0][0]
+
+    @contextmanager
+    def _together(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            what = f"the ranks lost each other while it was {self.doing}; one has ended or hangs"
+            raise RankError(f"{path}: {what} (seen by rank {self.rank}: {error})") from error
 
     def _source(self) -> int:
         return 0 if self.group is None else dist.get_global_rank(self.group, 0)
@@ -97,7 +110,7 @@ class Ranks:
 
 
 class RankError(RuntimeError):
-    """Another rank met a fault of ours; the text has its traceback."""
+    """Another rank met a fault of ours (the text has its traceback), or does not answer any more."""
 
 
 @dataclass

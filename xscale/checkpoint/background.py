@@ -6,7 +6,7 @@ One save is in flight at a time, on a process group of its own, so that its mess
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -87,12 +87,22 @@ class Background:
         self._last: Ended | BaseException | None = None
         self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         self._failures = 0
+        self._copied = threading.Event()
+        self._copied.set()
 
     def save(
-        self, step: int, tensors: Mapping[str, Tensor | Cut], state: dict[str, Any], config: dict[str, Any]
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor | Cut],
+        state: dict[str, Any],
+        config: dict[str, Any],
+        *,
+        still: bool = False,
     ) -> Started:
         """Copy everything and return; the rest goes on behind. Arguments as those of `saving.save`.
 
+        With `still` even the copy goes on behind: the caller promises to call `copied` before any of the tensors
+        changes, which in training is at the next optimizer step, a forward and a backward away.
         CheckpointError when more saves in a row failed than may.
         """
         start = time.perf_counter()
@@ -102,11 +112,26 @@ class Background:
         copying = time.perf_counter()
         held = cuts(tensors)
         planned = self._planned(held, folder_of(self._folder, step))
-        box = self._staging.take(planned.items, held)
-        shot = Snapshot(step, planned, box, encode(state), encode(config))
+        state_bytes, config_bytes = encode(state), encode(config)
+        copied = self._copied = threading.Event()
+
+        def copy() -> Snapshot:
+            try:
+                return Snapshot(step, planned, self._staging.take(planned.items, held), state_bytes, config_bytes)
+            finally:
+                copied.set()
+
+        # Copies from a GPU are only queued, and in the right order only by the thread that queues the steps.
+        shot = copy if still and not any(cut.piece.is_cuda for cut in held.values()) else _given(copy())
         self._thread = threading.Thread(target=self._run, args=(shot,), name="checkpoint", daemon=True)
         self._thread.start()
         return Started(step, False, copying - start, time.perf_counter() - copying)
+
+    def copied(self) -> float:
+        """Wait until the tensors of the last save may change again; returns the seconds that took. Not collective."""
+        start = time.perf_counter()
+        self._copied.wait()
+        return time.perf_counter() - start
 
     def settle(self) -> None:
         """Wait until nothing is in flight. CheckpointError when more saves in a row failed than may."""
@@ -165,10 +190,11 @@ class Background:
             self._thread.join(seconds)
             self._thread = None
 
-    def _run(self, shot: Snapshot) -> None:
+    def _run(self, take: Callable[[], Snapshot]) -> None:
         start = time.perf_counter()
         path, error = None, None
         try:
+            shot = take()
             self._staging.wait()
             with torch.no_grad():
                 path = write(self._folder, shot, self._ranks, self._disk, *self._keep)
@@ -180,3 +206,7 @@ class Background:
         ended = Ended(shot.step, path, error, time.perf_counter() - start)
         self._last = ended
         self._ended.put(ended)
+
+
+def _given(shot: Snapshot) -> Callable[[], Snapshot]:
+    return lambda: shot

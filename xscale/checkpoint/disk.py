@@ -39,6 +39,7 @@ class Hashing(io.RawIOBase):
         """Bytes that the file has taken."""
         self._hash = hashlib.sha256()
         self._hashed = 0
+        self._block = bytearray(BLOCK)
         self._ready: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failure: OSError | None = None
@@ -87,11 +88,12 @@ class Hashing(io.RawIOBase):
 
     def _take(self, until: int) -> None:
         while self._hashed < until:
-            block = os.pread(self._file.fileno(), min(BLOCK, until - self._hashed), self._hashed)
-            if not block:
+            view = memoryview(self._block)[: min(BLOCK, until - self._hashed)]
+            count = os.preadv(self._file.fileno(), [view], self._hashed)
+            if not count:
                 raise OSError(errno.EIO, "the file is shorter than what was written to it", str(self._path))
-            self._hash.update(block)
-            self._hashed += len(block)
+            self._hash.update(view[:count])
+            self._hashed += count
 
     def writable(self) -> bool:
         return True
@@ -130,6 +132,9 @@ class Hashing(io.RawIOBase):
 class Disk:
     """The file system under checkpoints; `touch` sees each change before it is made (tests fail or die there)."""
 
+    stream = Hashing
+    """What files are opened as."""
+
     def __init__(self) -> None:
         self.written: dict[Path, Digest] = {}
         """Every file written through this object, and what it must be."""
@@ -141,7 +146,7 @@ class Disk:
     def writing(self, path: Path) -> Iterator[Hashing]:
         """A new file; when the block ends well it is on the disk and in `written`."""
         self.touch("open", path)
-        stream = Hashing(path, self)
+        stream = self.stream(path, self)
         try:
             yield stream
             self.touch("sync", path)

@@ -15,6 +15,8 @@ from xscale.checkpoint.agree import Ranks
 from xscale.core.errors import ConfigError
 
 NAME = "lock"
+PATIENCE_SECONDS = 5.0
+"""What a process that is being stopped gets to let go, so that a restart is not refused by the one it replaces."""
 
 
 class Lock:
@@ -26,13 +28,25 @@ class Lock:
     It is a record lock (`lockf`), which network file systems carry between nodes and children do not inherit.
     """
 
-    def __init__(self, folder: Path, *, group: dist.ProcessGroup | None = None) -> None:
-        """Collective. ConfigError, on every rank, when another process holds it."""
+    def __init__(
+        self, folder: Path, *, group: dist.ProcessGroup | None = None, patience_seconds: float = PATIENCE_SECONDS
+    ) -> None:
+        """Collective. ConfigError, on every rank, when another process still holds it after `patience_seconds`."""
         self._file: IO[bytes] | None = None
-        Ranks(group, "locked").once(folder, lambda: self._take(folder))
+        Ranks(group, "locked").once(folder, lambda: self._insist(folder, patience_seconds))
+
+    def _insist(self, folder: Path, seconds: float) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                return self._take(folder)
+            except ConfigError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
 
     def _take(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         file = (folder / NAME).open("a+b")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

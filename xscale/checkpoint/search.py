@@ -36,7 +36,11 @@ def newest(folder: Path, *, group: dist.ProcessGroup | None = None, hashes: bool
     reasons: list[str] = []
     if mend:
         reasons += ranks.once(folder, lambda: repair(folder, Disk()))
-    for _, path in ranks.once(folder, lambda: steps(folder)):
+    tried: set[Path] = set()
+    while fresh := [path for _, path in ranks.once(folder, lambda: steps(folder)) if path not in tried]:
+        # Asked again each time: beside a run that goes on, the one just tried may have made way for a newer.
+        path = fresh[0]
+        tried.add(path)
         try:
             found = ranks.once(path, partial(_sized, path))
             if hashes:
