@@ -1,5 +1,6 @@
 """Every layout gives the numbers of one process: losses, gradients' norms, evaluations and final weights."""
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,25 @@ def test_two_ranks_equal_one_in_float32_to_rounding(alone: Path, pool: Pool) -> 
     mine = [line["loss"] for line in metrics(alone, "single-ep2") if "loss" in line]
     theirs = [line["loss"] for line in metrics(alone, "single") if "loss" in line]
     assert torch.allclose(torch.tensor(mine), torch.tensor(theirs), rtol=1e-5)
+
+
+def test_a_balancing_bias_follows_the_load_of_all_ranks(alone: Path, pool: Pool) -> None:
+    """The bias moves between steps by the load over the whole step, and is saved; a router keeps its precision."""
+    model = balanced()
+    for name, compute in (("bias", DOUBLE), ("half", {"compute": "bfloat16", "master": "float32"})):
+        pool.run(one_rank, 1, alone, name, precision=compute, model=model)
+        pool.run(one_rank, 2, alone, f"{name}-2", precision=compute, model=model, parallel=LAYOUTS["zero1-ep2"])
+        same(alone, f"{name}-2", name, 1e-9 if name == "bias" else 2e-2)
+    bias = load_tensors(alone / "bias" / "checkpoints" / "step-00000006")["model.stack.blocks.1.ffn.part.router.bias"]
+    assert bias.abs().max() > 0
+
+
+def balanced() -> dict[str, Any]:
+    """The tiny model with a loss-free balanced router."""
+    model = copy.deepcopy(MIXTURE)
+    rule: Any = model["stack"]["rules"][0]  # type: ignore[index]
+    rule["ffn"]["router"] = {"kind": "topk", "top_k": 2, "score": "sigmoid", "bias_rate": 0.01, "balance": 0.0}
+    return model
 
 
 @pytest.mark.slow

@@ -24,8 +24,8 @@ def stopped_by_signal(folder: Path, name: str, at: int) -> int:
 
     before = Loop._count
 
-    def count(self: Loop, stepped: Any) -> None:
-        before(self, stepped)
+    def count(self: Loop, *stepped: Any) -> None:
+        before(self, *stepped)
         if self.state.step == at:
             os.kill(os.getpid(), signal.SIGTERM)
 

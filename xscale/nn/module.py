@@ -18,6 +18,8 @@ AXES: tuple[str, ...] = get_args(Axis)
 class Module(nn.Module):
     """A `torch.nn.Module` that says what its parameters' axes are called, and never what is cut."""
 
+    keeps_precision = False
+    """Whether its parameters are used as precise as they rest, whatever the compute precision is."""
     path: str
     """Full name in the model, such as `stack.blocks.3.ffn`: the same on every layout. Set by `name_modules`."""
 
@@ -46,6 +48,11 @@ class Part(Module):
 
     class Config(Config):
         pass
+
+    @classmethod
+    def example(cls) -> Any:
+        """A config at whose sizes a few hundred tokens show what the part does: what the conformance suite builds."""
+        return cls.Config()
 
     @classmethod
     def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:

@@ -10,6 +10,7 @@ from xscale.mesh import axes
 from xscale.mesh.mesh import Mesh
 from xscale.nn.block import Block
 from xscale.nn.module import Module
+from xscale.nn.moe.router.evened import Evened
 from xscale.parallel import cut, expert, materialize, precision, recompute, tensor, zero
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 
@@ -45,6 +46,8 @@ class Plan:
         if model is not None and not problems:
             problems += expert.check(model, self.parallel.mesh.ep, "parallel.mesh")
             problems += tensor.check(model, self.parallel, "parallel")
+        if model is not None:
+            problems += _check_routers(model)
         if self.precision.compute == "float64" and self.precision.master != "float64":
             what = "parameters at rest would be narrower than in use"
             problems.append(Problem("precision.master", what, "Take master=float64 with compute=float64."))
@@ -52,7 +55,7 @@ class Plan:
 
     def apply(self, model: nn.Module, mesh: Mesh, seed: int) -> nn.Module:
         """Cut, guard and substitute; the model is then on the mesh's device, with its initial weights."""
-        precision.apply(model, self.compute)
+        precision.apply(model, self.compute, self.master)
         cut.apply(model, mesh, self.parallel, tensor.whole(model, mesh.degrees.tp))
         expert.apply(model, mesh)
         tensor.apply(model, mesh, self.parallel)
@@ -66,6 +69,14 @@ class Plan:
     def micro_batch(self, model: nn.Module, *, last: bool) -> None:
         """Say before each micro-batch whether it is the step's last."""
         zero.micro_batch(model, self.parallel, last=last)
+
+
+def _check_routers(model: nn.Module) -> list[Problem]:
+    """Balancing over the global batch is not there: a micro-batch's loss would depend on the layout."""
+    wanted = [module.path for module in model.modules() if isinstance(module, Evened) and module.is_global]
+    what = "scope: global_batch is not there yet"
+    fix = "Take micro_batch or sequence, or bias_rate for balance over the whole step without a loss."
+    return [Problem(f"model ({path})", what, fix) for path in wanted]
 
 
 def compile_blocks(model: nn.Module) -> None:

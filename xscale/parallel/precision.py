@@ -19,9 +19,9 @@ def door(compute: torch.dtype) -> Callable[[Tensor], Tensor]:
     return use
 
 
-def apply(model: nn.Module, compute: torch.dtype) -> None:
-    """Give every module its door."""
-    use = door(compute)
+def apply(model: nn.Module, compute: torch.dtype, master: torch.dtype) -> None:
+    """Give every module its door; one that keeps its precision, such as a router, gets its parameters as they rest."""
+    use, kept = door(compute), door(master)
     for module in model.modules():
         if isinstance(module, Module):
-            module.door = use
+            module.door = kept if module.keeps_precision else use

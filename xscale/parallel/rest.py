@@ -58,6 +58,19 @@ def at_rest(model: nn.Module) -> list[Rest]:
     return [Rest(name, parameter, axes[name]) for name, parameter in model.named_parameters()]
 
 
+def lay(whole: Tensor, like: Tensor) -> Tensor:
+    """A tensor that is whole on every rank, cut as `like` is."""
+    if not isinstance(like, DTensor):
+        return whole
+    shape, offset = place_in_whole(like)
+    part = whole
+    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
+        part = part.narrow(dim, start, length)
+    return DTensor.from_local(
+        part.contiguous(), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 def place_in_whole(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape of this rank's part, and where in the whole it begins."""
     if not isinstance(parameter, DTensor):

@@ -53,6 +53,10 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig, compute: torch.d
             cut |= own
     place = beside(dense.size(dense.ndim - 1))
     shared: Any = {"mesh": dense, "mp_policy": policy, "ignored_params": cut, "shard_placement_fn": place}
+    exact: Any = {**shared, "mp_policy": MixedPrecisionPolicy(reduce_dtype=master, cast_forward_inputs=False)}
+    for part in [one for one in model.modules() if isinstance(one, Module) and one.keeps_precision]:
+        if compute != master and list(part.parameters()):
+            fully_shard(part, reshard_after_forward=reshard, **exact)
     for block in [one for one in model.modules() if isinstance(one, Block)]:
         fully_shard(block, reshard_after_forward=reshard, **shared)
     fully_shard(model, reshard_after_forward=False, **shared)

@@ -107,7 +107,7 @@ def collect(parts: Parts, steps: int) -> list[list[Batch]]:
 
 
 def dense_twin(settings: Settings) -> Settings:
-    """The same model with each mixture replaced by one expert: the active FLOPs of top-1, without router or dispatch."""
+    """The same model with each mixture replaced by one dense layer of equal active FLOPs, without router or dispatch."""
     from xscale.core.config import decode, encode
 
     data = encode(settings)
@@ -146,7 +146,7 @@ def _plain(parts: Parts, batches: list[list[Batch]]) -> Contestant:
     settings, device = parts.settings, parts.mesh.device
     model: nn.Module = build_meta(settings, parts.corpus.tokenizer.vocabulary)
     materialize(model, settings.run.seed, str(device), DTYPES[settings.precision.master])
-    precision.apply(model, DTYPES[settings.precision.compute])
+    precision.apply(model, DTYPES[settings.precision.compute], DTYPES[settings.precision.master])
     config = settings.optimizer
     betas = (config.beta1, config.beta2) if isinstance(config, AdamW.Config) else (0.9, 0.95)
     optimizer = torch.optim.AdamW(

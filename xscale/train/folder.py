@@ -15,7 +15,10 @@ FIXED = (
     "objective",
     "run.seed",
     "train.batch_size",
-    *(f"data.{key}" for key in ("source", "tokenizer", "prepared", "blend", "validation", "shuffle", "sequence_length")),
+    *(
+        f"data.{key}"
+        for key in ("source", "tokenizer", "prepared", "blend", "validation", "shuffle", "sequence_length")
+    ),
 )
 """What a run cannot change and still be the same run."""
 

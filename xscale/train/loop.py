@@ -6,14 +6,19 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from xscale.checkpoint.errors import CheckpointError
 from xscale.checkpoint.saving import save
 from xscale.core.config import encode
 from xscale.core.errors import FaultError
 from xscale.data.samples import Samples
 from xscale.mesh.collectives import mean_tensors, sum_scalars
+from xscale.nn.moe.settle import settle
+from xscale.nn.moe.statistics import faulty
 from xscale.nn.tokens import Tally
 from xscale.objective import Batch
+from xscale.parallel.rest import lay
 from xscale.train.evaluate import evaluate
 from xscale.train.observe import EvalReport, Observer, StepReport
 from xscale.train.setup import Parts
@@ -74,15 +79,18 @@ class Loop:
         stepped = parts.stepper.step(batches, lr)
         state.consumed += train.batch_size
         state.tokens += train.batch_size * parts.settings.data.sequence_length
-        self._count(stepped)
-        self._report(stepped, lr, tally, time.perf_counter() - start)
+        means = mean_tensors(tally.means())
+        if stepped.finite:
+            settle(parts.model, means, lay)
+        self._count(stepped, means)
+        self._report(stepped, lr, means, time.perf_counter() - start)
 
     def _batches(self, stream: Iterator[Samples], tally: Tally) -> list[Batch]:
         feed, size = self.parts.feed, self.parts.settings.train.batch_size
         here = size // (feed.micro_batch * feed.ranks)
         return [feed.training(next(stream), self.state.step, size, tally) for _ in range(here)]
 
-    def _count(self, stepped: Stepped) -> None:
+    def _count(self, stepped: Stepped, means: dict[str, Tensor]) -> None:
         state, limit = self.state, self.parts.settings.train.nonfinite_limit
         if stepped.finite:
             state.skipped_in_a_row = 0
@@ -90,11 +98,13 @@ class Loop:
         state.skipped += 1
         state.skipped_in_a_row += 1
         what = f"step {state.step}: the loss ({stepped.loss}) or the gradient's norm ({stepped.gradient_norm})"
+        if routers := faulty(means):
+            what += f", with routing that is not finite in {', '.join(routers)},"
         self.observer.message(f"{what} is not finite; the step is skipped ({state.skipped_in_a_row} in a row)")
         if state.skipped_in_a_row > limit:
             raise NonFiniteError(f"{what} is not finite, the {state.skipped_in_a_row}th in a row; the limit is {limit}")
 
-    def _report(self, stepped: Stepped, lr: float, tally: Tally, seconds: float) -> None:
+    def _report(self, stepped: Stepped, lr: float, means: dict[str, Tensor], seconds: float) -> None:
         parts, state = self.parts, self.state
         train = parts.settings.train
         flops = parts.flops_per_sample * train.batch_size / seconds
@@ -111,7 +121,7 @@ class Loop:
                 tokens_per_second=train.batch_size * parts.settings.data.sequence_length / seconds,
                 mfu=None if peak is None else flops / peak,
                 split=parts.stepper.clock.take(),
-                statistics={name: value.tolist() for name, value in mean_tensors(tally.means()).items()},
+                statistics={name: value.tolist() for name, value in means.items()},
                 skipped=state.skipped,
             )
         )

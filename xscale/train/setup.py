@@ -107,7 +107,9 @@ def set_up(settings: Settings, place: Place) -> Parts:
     plan.apply(model, mesh, settings.run.seed)
     rests = at_rest(model)
     objective: Objective = OBJECTIVES.build(settings.objective, specials, length, settings.run.seed)
-    optimizer: Optimizer = OPTIMIZERS.build(settings.optimizer, weights_of(rests))
+    # What no gradient reaches, such as a router's balancing bias, is kept and saved but not the optimizer's.
+    trained = [rest for rest in rests if rest.parameter.requires_grad]
+    optimizer: Optimizer = OPTIMIZERS.build(settings.optimizer, weights_of(trained))
     held_out = corpus.validation
     return Parts(
         settings=settings,
@@ -119,7 +121,7 @@ def set_up(settings: Settings, place: Place) -> Parts:
         optimizer=optimizer,
         schedule=SCHEDULES.build(settings.schedule, settings.train.steps),
         stepper=Stepper(
-            model, plan, objective, optimizer, rests, device, place.world, settings.train.clip, repeats=degrees.tp
+            model, plan, objective, optimizer, trained, device, place.world, settings.train.clip, repeats=degrees.tp
         ),
         feed=feed_of(settings, corpus.train, objective, mesh),
         validation=None if held_out is None else feed_of(settings, held_out, objective, mesh),

@@ -39,6 +39,8 @@ class State:
 def tensors(rests: list[Rest], optimizer: Optimizer) -> dict[str, Tensor]:
     """Every tensor of the run by its name on one device, with its global shape: what a checkpoint holds."""
     held = {f"model.{rest.name}": rest.parameter.detach() for rest in rests}
+    trained = [rest for rest in rests if rest.parameter.requires_grad]
     for kind, states in optimizer.states().items():
-        held |= {f"optimizer.{kind}.{rest.name}": rest.like(state) for rest, state in zip(rests, states, strict=True)}
+        pairs = zip(trained, states, strict=True)
+        held |= {f"optimizer.{kind}.{rest.name}": rest.like(state) for rest, state in pairs}
     return held

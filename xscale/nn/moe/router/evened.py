@@ -25,6 +25,7 @@ class Evened(Scored):
 
     def __init__(self, config: Any, dims: RouterDims) -> None:
         super().__init__(config, dims)
+        self.is_global = config.scope == "global_batch"
         self.pool: Callable[[Tensor], Tensor] | None = None
         """Seam: mean of loads over all ranks' micro-batches, for scope = global_batch. None: this micro-batch alone."""
 
