@@ -99,8 +99,10 @@ def pair(pool: Pool) -> Found:
         (4, {"mesh": {"tp": 4}}),
         (4, {"mesh": {"tp": 2}, "zero": {"stage": 0}}),
         (4, {"mesh": {"tp": 2}, "zero": {"stage": 3}, "recompute": {"every": 1}}),
+        (2, {"mesh": {"tp": 2}, "tensor": {"sequence": True}, "recompute": {"every": 1}}),
+        (4, {"mesh": {"tp": 2}, "tensor": {"sequence": True}, "zero": {"stage": 3}}),
     ],
-    ids=["tp2", "tp4", "tp2-dp2-zero0", "tp2-dp2-zero3"],
+    ids=["tp2", "tp4", "tp2-dp2-zero0", "tp2-dp2-zero3", "sp2", "sp2-dp2-zero3"],
 )
 def test_a_dense_decoder(ranks: int, parallel: dict[str, Any], dense: Found, pool: Pool) -> None:
     same(pool, dense, ranks, DENSE, parallel)
@@ -113,23 +115,35 @@ def test_a_dense_decoder(ranks: int, parallel: dict[str, Any], dense: Found, poo
         (4, {"mesh": {"tp": 2, "ep": 2}}),
         (4, {"mesh": {"tp": 2, "ep": 2}, "zero": {"stage": 3}}),
         (4, {"mesh": {"tp": 2}, "zero": {"stage": 3}}),
+        (4, {"mesh": {"tp": 2, "ep": 2}, "tensor": {"sequence": True}}),
     ],
-    ids=["tp2", "tp2-ep2-zero1", "tp2-ep2-zero3", "tp2-dp2-zero3"],
+    ids=["tp2", "tp2-ep2-zero1", "tp2-ep2-zero3", "tp2-dp2-zero3", "sp2-ep2"],
 )
 def test_a_mixture_of_experts(ranks: int, parallel: dict[str, Any], mixture: Found, pool: Pool) -> None:
     same(pool, mixture, ranks, MIXTURE, parallel)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "parallel"), [(2, {"mesh": {"tp": 2}}), (4, {"mesh": {"tp": 2}})], ids=["tp2", "tp2-dp2"]
+    ("ranks", "parallel"),
+    [(2, {"mesh": {"tp": 2}}), (4, {"mesh": {"tp": 2}}), (2, {"mesh": {"tp": 2}, "tensor": {"sequence": True}})],
+    ids=["tp2", "tp2-dp2", "sp2"],
 )
 def test_an_encoder_decoder(ranks: int, parallel: dict[str, Any], pair: Found, pool: Pool) -> None:
     same(pool, pair, ranks, PAIR, parallel, objective={"kind": "span"})
 
 
-@pytest.mark.parametrize("name", ["guard.copy_in", "guard.sum_out", "vocabulary.sum_out"])
-def test_the_comparison_fails_without_one_collective(name: str, dense: Found, pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("name", "sequence"),
+    [
+        ("guard.copy_in", False),
+        ("guard.sum_out", False),
+        ("vocabulary.sum_out", False),
+        ("sequence.guard_weights", True),
+    ],
+)
+def test_the_comparison_fails_without_one_guard(name: str, sequence: bool, dense: Found, pool: Pool) -> None:
     """Negative control: a guard that lets its input through as it is must not pass."""
+    parallel = {"mesh": {"tp": 2}, "tensor": {"sequence": sequence}}
     with pytest.raises(AssertionError) as caught:
-        same(pool, dense, 2, DENSE, {"mesh": {"tp": 2}}, without=f"xscale.parallel.{name}")
+        same(pool, dense, 2, DENSE, parallel, without=f"xscale.parallel.{name}")
     assert not isinstance(caught.value, RankError)
