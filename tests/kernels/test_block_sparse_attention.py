@@ -131,3 +131,14 @@ def test_faults_are_named() -> None:
     layout = layout_from_mask(torch.ones(1, 2, 2, dtype=torch.bool), 8)
     with pytest.raises(ValueError, match=r"layout of \[1 or 2, 3, 3\] blocks, this one is \[1, 2, 2\]"):
         block_sparse_attention(q, q, q, layout)
+
+
+def test_the_benchs_flex_is_the_same_attention() -> None:
+    from xscale_kernels.block_sparse_attention.bench import flex
+
+    q, k, v = (torch.randn(1, 2, 256, 16) for _ in range(3))
+    mask = torch.tensor([[[True, False], [True, True]], [[True, False], [False, True]]])
+    layout = layout_from_mask(mask, 128)
+    torch.testing.assert_close(
+        flex(layout, 256)(q, k, v), block_sparse_attention(q, k, v, layout, causal=True), atol=1e-5, rtol=1e-5
+    )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
 from xscale_kernels.bench.case import BothWays, Case, both_ways
-from xscale_kernels.block_sparse_attention.layout import layout_from_mask
+from xscale_kernels.block_sparse_attention.layout import BlockLayout, layout_from_mask
 from xscale_kernels.block_sparse_attention.op import IMPLEMENTATIONS, block_sparse_attention
 
 TESTS = ("test_block_sparse_attention",)
@@ -21,6 +23,22 @@ def _window(blocks: int, width: int) -> torch.Tensor:
     distance = torch.arange(blocks)[:, None] - torch.arange(blocks)[None, :]
     seen = (distance >= 0) & ((distance < width) | (torch.arange(blocks) == 0)[None, :])
     return seen[None]
+
+
+def flex(layout: BlockLayout, T: int) -> Callable[..., torch.Tensor]:
+    """The same causal attention by FlexAttention over the same blocks; compiled, as it must be to be fast."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    mask = layout.mask()[None]  # [1, L, R, C]
+    blocks = BlockMask.from_kv_blocks(
+        mask.sum(-1, dtype=torch.int32),
+        mask.int().argsort(-1, descending=True, stable=True).to(torch.int32),
+        BLOCK_SIZE=layout.block,
+        mask_mod=lambda b, h, query, key: key <= query,
+        seq_lengths=(T, T),
+    )
+    function = torch.compile(flex_attention) if mask.is_cuda else flex_attention
+    return lambda q, k, v: function(q, k, v, block_mask=blocks)
 
 
 def cases(device: str) -> list[Case]:
@@ -40,6 +58,9 @@ def cases(device: str) -> list[Case]:
             qkv,
         )
         ways["sdpa"] = BothWays(_dense, qkv)
+        if device == "cuda":
+            # On the CPU it refuses tensors that need gradients.
+            ways["flex"] = BothWays(flex(layout, T), qkv)
         pairs = layout.key_blocks.numel() * block * block
         label = f"B={B} H={H} T={T} K={K} density={layout.density:.3f} {dtype}"
         found.append(Case(label, ways, flops=14.0 * B * H * pairs * K))
