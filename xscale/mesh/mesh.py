@@ -25,6 +25,8 @@ class Mesh:
     """The same ranks for expert layers: pp, dp_replicate, expert_shard, ep, tp; None for one process."""
     replicas: DeviceMesh | None = None
     """As `dense`, with all data-parallel ranks on dp_replicate: for keeping whole copies (ZeRO stage 0)."""
+    background: dist.ProcessGroup | None = None
+    """All ranks over gloo, for what goes on beside training; None for one process."""
     timeout: datetime.timedelta = field(default=datetime.timedelta(minutes=10))
 
     @property
@@ -65,7 +67,8 @@ def lay_out(place: Place, degrees: Degrees, device: torch.device, timeout: datet
     )
     copies = (degrees.pp, degrees.dp, 1, degrees.cp, degrees.tp)
     replicas = init_device_mesh(kind, copies, mesh_dim_names=DENSE)
-    return Mesh(place, degrees, device, dense, experts, replicas, timeout)
+    background = dist.new_group(backend="gloo", timeout=timeout)
+    return Mesh(place, degrees, device, dense, experts, replicas, background, timeout)
 
 
 def leave() -> None:
