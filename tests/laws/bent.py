@@ -9,6 +9,9 @@ BENT: dict[str, dict[str, str]] = {
         "launch/xscale_launch/mpi_rank.py: mpi4py": MPI,
         "launch/xscale_launch/mpi_rank.py: mpi4py.MPI": MPI,
     },
+    "names": {
+        "xscale/nn/moe/router/base.py": "BASE is what its authors call it, and a part's file bears the part's name",
+    },
 }
 
 
