@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from xscale_kernels.bench.case import BothWays, Case, both_ways
 from xscale_kernels.block_sparse_attention.layout import BlockLayout, layout_from_mask
@@ -25,20 +26,23 @@ def _window(blocks: int, width: int) -> torch.Tensor:
     return seen[None]
 
 
-def flex(layout: BlockLayout, T: int) -> Callable[..., torch.Tensor]:
-    """The same causal attention by FlexAttention over the same blocks; compiled, as it must be to be fast."""
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+def _listed(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts [1, L, R] and key blocks [1, L, R, C], those that are there first, as FlexAttention wants them."""
+    first = mask[None].int().argsort(dim=-1, descending=True, stable=True)
+    return mask[None].sum(-1, dtype=torch.int32), first.to(torch.int32)
 
-    mask = layout.mask()[None]  # [1, L, R, C]
-    blocks = BlockMask.from_kv_blocks(
-        mask.sum(-1, dtype=torch.int32),
-        mask.int().argsort(-1, descending=True, stable=True).to(torch.int32),
+
+def flex_blocks(layout: BlockLayout, T: int) -> BlockMask:
+    """The layout in causal order as FlexAttention's; blocks wholly in the past are said to need no mask."""
+    mask = layout.mask()
+    own = torch.eye(layout.rows, dtype=torch.bool, device=mask.device)
+    return BlockMask.from_kv_blocks(
+        *_listed(mask & own),
+        *_listed((mask & ~own).tril()),
         BLOCK_SIZE=layout.block,
         mask_mod=lambda b, h, query, key: key <= query,
         seq_lengths=(T, T),
     )
-    function = torch.compile(flex_attention) if mask.is_cuda else flex_attention
-    return lambda q, k, v: function(q, k, v, block_mask=blocks)
 
 
 def cases(device: str) -> list[Case]:
@@ -60,7 +64,8 @@ def cases(device: str) -> list[Case]:
         ways["sdpa"] = BothWays(_dense, qkv)
         if device == "cuda":
             # On the CPU it refuses tensors that need gradients.
-            ways["flex"] = BothWays(flex(layout, T), qkv)
+            blocks = flex_blocks(layout, T)
+            ways["flex"] = BothWays(partial(torch.compile(flex_attention), block_mask=blocks), qkv)
         pairs = layout.key_blocks.numel() * block * block
         label = f"B={B} H={H} T={T} K={K} density={layout.density:.3f} {dtype}"
         found.append(Case(label, ways, flops=14.0 * B * H * pairs * K))
