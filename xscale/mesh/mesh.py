@@ -20,13 +20,16 @@ class Mesh:
     degrees: Degrees
     device: torch.device
     dense: DeviceMesh | None = None
-    """Axes pp, dp_replicate, dp_shard, cp, tp; None for one process."""
+    """Axes pp, dp_replicate, dp_shard, cp, tp; None for one process. Parameters know of a sequence's ranks as copies
+    only, so that those of cp stand on dp_shard and cp has one place."""
     experts: DeviceMesh | None = None
     """The same ranks for expert layers: pp, dp_replicate, expert_shard, ep, tp; None for one process."""
     replicas: DeviceMesh | None = None
     """As `dense`, with all data-parallel ranks on dp_replicate: for keeping whole copies (ZeRO stage 0)."""
     background: dist.ProcessGroup | None = None
     """All ranks over gloo, for what goes on beside training; None for one process."""
+    context: dist.ProcessGroup | None = None
+    """The ranks that share this one's sequences; None where each has its own."""
     timeout: datetime.timedelta = field(default=datetime.timedelta(minutes=10))
 
     @property
@@ -59,16 +62,21 @@ def start(place: Place, degrees: Degrees, device: torch.device, timeout_seconds:
 def lay_out(place: Place, degrees: Degrees, device: torch.device, timeout: datetime.timedelta) -> Mesh:
     """The axes over a process group that is already there."""
     kind = device.type
-    dense = init_device_mesh(kind, tuple(getattr(degrees, axis) for axis in DENSE), mesh_dim_names=DENSE)
+    shape = (degrees.pp, degrees.dp_replicate, degrees.dp_shard * degrees.cp, 1, degrees.tp)
+    dense = init_device_mesh(kind, shape, mesh_dim_names=DENSE)
     experts = init_device_mesh(
         kind,
         (degrees.pp, degrees.dp_replicate, degrees.expert_shard, degrees.ep, degrees.tp),
         mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep", "tp"),
     )
-    copies = (degrees.pp, degrees.dp, 1, degrees.cp, degrees.tp)
+    copies = (degrees.pp, degrees.dp * degrees.cp, 1, 1, degrees.tp)
     replicas = init_device_mesh(kind, copies, mesh_dim_names=DENSE)
     background = dist.new_group(backend="gloo", timeout=timeout)
-    return Mesh(place, degrees, device, dense, experts, replicas, background, timeout)
+    context = None
+    if degrees.cp > 1:
+        lines = torch.arange(degrees.world).view(-1, degrees.cp, degrees.tp).transpose(1, 2).flatten(0, 1).tolist()
+        context = dist.new_subgroups_by_enumeration(lines, timeout=timeout)[0]
+    return Mesh(place, degrees, device, dense, experts, replicas, background, context, timeout)
 
 
 def leave() -> None:

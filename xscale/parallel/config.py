@@ -16,6 +16,12 @@ class TensorConfig(Config):
     """Cut the sequence over the tp ranks between the regions that tp cuts (Korthikanti et al. 2022)."""
 
 
+class ContextConfig(Config):
+    style: Literal["auto", "ulysses", "ring", "halo", "scan"] = "auto"
+    """How attention sees a sequence that is spread over the ranks of cp: by trading it for heads (ulysses), by keys that
+    go round (ring), by fetching the key blocks in sight (halo), by passing a state on (scan); auto: what each core can."""
+
+
 class RecomputeConfig(Config):
     every: int = 0
     """Forget the activations of every k-th block and compute them again in backward; 0: keep all."""
@@ -28,6 +34,8 @@ class ParallelConfig(Config):
     """What data-parallel ranks share out."""
     tensor: TensorConfig = TensorConfig()
     """How the ranks of tp share a layer."""
+    context: ContextConfig = ContextConfig()
+    """How the ranks of cp share a sequence."""
     recompute: RecomputeConfig = RecomputeConfig()
     """Which activations are computed again instead of kept."""
     compile: bool = False

@@ -11,7 +11,7 @@ from xscale.mesh.mesh import Mesh
 from xscale.nn.block import Block
 from xscale.nn.module import Module
 from xscale.nn.moe.router.evened import Evened
-from xscale.parallel import cut, expert, materialize, precision, recompute, tensor, zero
+from xscale.parallel import context, cut, expert, materialize, precision, recompute, tensor, zero
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -35,15 +35,13 @@ class Plan:
     def check(self, model: nn.Module | None, world: int) -> list[Problem]:
         """Every problem on `world` ranks; `model` is on meta, or None when it could not be built."""
         problems = axes.check(self.parallel.mesh, world)
-        for axis in ("pp", "cp"):
-            if getattr(self.parallel.mesh, axis) > 1:
-                problems.append(
-                    Problem(f"parallel.mesh.{axis}", "this axis is not there yet", "Use dp_shard, dp_replicate and ep.")
-                )
+        if self.parallel.mesh.pp > 1:
+            problems.append(Problem("parallel.mesh.pp", "this axis is not there yet", "Use the other axes."))
         problems += recompute.check(self.parallel.recompute, "parallel.recompute")
         if not problems:
             problems += zero.check(self.parallel, axes.fill(self.parallel.mesh, world), "parallel")
         if model is not None and not problems:
+            problems += context.check(model, self.parallel, "parallel")
             problems += expert.check(model, self.parallel.mesh.ep, "parallel.mesh")
             problems += tensor.check(model, self.parallel, "parallel")
         if model is not None:
@@ -57,6 +55,7 @@ class Plan:
         """Cut, guard and substitute; the model is then on the mesh's device, with its initial weights."""
         precision.apply(model, self.compute, self.master)
         cut.apply(model, mesh, self.parallel, tensor.whole(model, mesh.degrees.tp))
+        context.apply(model, mesh, self.parallel)
         expert.apply(model, mesh)
         tensor.apply(model, mesh, self.parallel)
         recompute.apply(model, self.parallel.recompute)
