@@ -81,18 +81,18 @@ def entering(module: Module, ranks: Ranks) -> Callable[[Tensor], Tensor]:
     A bias behind a product whose terms are spread over ranks is added on the first of them only.
     """
     inner = module.door
-    summed = any(
-        parameter.dim() > 1 and cut_along(parameter, "tp") == parameter.dim() - 1
-        for parameter in module.parameters(recurse=False)
-    )
-    # A factor, not another graph: every rank must join the sum of the gradient.
-    share = 0.0 if summed and ranks.rank else 1.0
+    parameters = module.named_parameters(recurse=False)
+    summed = {module.axes[name][:-1] for name, one in parameters if cut_along(one, "tp") == one.dim() - 1}
+    behind = [name for name, axes in module.axes.items() if axes in summed]
 
     def door(parameter: Tensor) -> Tensor:
         local = parameter if inner is None else inner(parameter)
         if cut_along(parameter, "tp") is not None:
             return local
         entered = copy_in(local, ranks.group)
-        return entered * share if summed else entered
+        if ranks.rank and any(getattr(module, name) is parameter for name in behind):
+            # A factor, not another graph: every rank must join the sum of the gradient.
+            return entered * 0.0
+        return entered
 
     return door
