@@ -119,8 +119,15 @@ def test_a_dense_decoder(ranks: int, parallel: dict[str, Any], dense: Found, poo
         (4, {"mesh": {"tp": 2, "ep": 2}, "zero": {"stage": 3}}),
         (4, {"mesh": {"tp": 2}, "zero": {"stage": 3}}),
         (4, {"mesh": {"tp": 2, "ep": 2}, "tensor": {"sequence": True}}),
+        (4, {"mesh": {"tp": 2, "tp_in_experts": False}, "zero": {"stage": 3}}),
+        (4, {"mesh": {"tp": 2, "ep": 2, "tp_in_experts": False}}),
+        (2, {"mesh": {"tp": 2, "ep": 2, "tp_in_experts": False}}),
+        (4, {"mesh": {"tp": 2, "ep": 2, "tp_in_experts": False}, "zero": {"stage": 0}, "tensor": {"sequence": True}}),
     ],
-    ids=["tp2", "tp2-ep2-zero1", "tp2-ep2-zero3", "tp2-dp2-zero3", "sp2-ep2"],
+    ids=[
+        *("tp2", "tp2-ep2-zero1", "tp2-ep2-zero3", "tp2-dp2-zero3", "sp2-ep2"),
+        *("tp2-dp2-whole", "tp2-dp2-ep2-whole", "tp2-ep2-whole", "sp2-dp2-ep2-whole-zero0"),
+    ],
 )
 def test_a_mixture_of_experts(ranks: int, parallel: dict[str, Any], mixture: Found, pool: Pool) -> None:
     same(pool, mixture, ranks, MIXTURE, parallel)
