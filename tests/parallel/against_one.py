@@ -19,10 +19,12 @@ from xscale.nn.init import seed_of
 from xscale.nn.tokens import Tally
 from xscale.objective import OBJECTIVES, Batch, Objective, Specials
 from xscale.optim.optimizer import OPTIMIZERS
+from xscale.parallel import context
 from xscale.parallel.plan import Plan
 from xscale.parallel.rest import at_rest, place_in_whole
 from xscale.train.evaluate import evaluate
 from xscale.train.setup import build_meta
+from xscale.train.share import share
 from xscale.train.step import Stepper, weights_of
 
 DOUBLE = {"compute": "float64", "master": "float64"}
@@ -41,11 +43,13 @@ class Found:
     ended: dict[str, Piece] = field(default_factory=dict)
 
 
-def trained(model: dict[str, Any], parallel: dict[str, Any], without: str = "", **sections: Any) -> Found:
+def trained(
+    model: dict[str, Any], parallel: dict[str, Any], *, without: str = "", steps: int = STEPS, **sections: Any
+) -> Found:
     """Train on this rank of as many as there are; `without` names a collective to leave out, as `module.name`."""
     if without:
         with patch(without, lambda x, *_: x):
-            return trained(model, parallel, **sections)
+            return trained(model, parallel, steps=steps, **sections)
     given: dict[str, Any] = {"precision": DOUBLE, "train": {"clip": 0.5}, **sections}
     settings = recipe(Path("nowhere"), model=model, parallel=parallel, **given)
     here = place()
@@ -57,6 +61,7 @@ def trained(model: dict[str, Any], parallel: dict[str, Any], without: str = "", 
         settings.model_copy(update={"data": settings.data.model_copy(update={"sequence_length": LENGTH})}), VOCABULARY
     )
     plan = Plan(settings.parallel, settings.precision)
+    spread = context.spread_of(network, mesh, settings.parallel)
     plan.apply(network, mesh, SEED)
     rests = at_rest(network)
     found = Found(started=_pieces(rests))
@@ -73,15 +78,16 @@ def trained(model: dict[str, Any], parallel: dict[str, Any], without: str = "", 
         settings.train.clip,
         repeats=mesh.degrees.tp,
     )
-    for step in range(STEPS):
+    for step in range(steps):
         tally = Tally()
         batches = [
-            _batch(objective, step, number, tally) for number in range(mesh.data_rank, BATCH // MICRO, mesh.degrees.dp)
+            share(_batch(objective, step, number, tally), spread)
+            for number in range(mesh.data_rank, BATCH // MICRO, mesh.degrees.dp)
         ]
         stepped = stepper.step(batches, 0.01)
         found.numbers += [stepped.loss, stepped.gradient_norm, float(stepped.targets)]
     held_out = [
-        (_batch(objective, STEPS, number, None, noisy=False), True)
+        (share(_batch(objective, steps, number, None, noisy=False), spread), True)
         for number in range(mesh.data_rank, 4, mesh.degrees.dp)
     ]
     found.numbers.append(evaluate(network, objective, held_out, torch.ones(VOCABULARY, dtype=torch.long)).loss)
@@ -117,7 +123,11 @@ def alone(pool: Pool, model: dict[str, Any], **sections: Any) -> Found:
 
 def same(pool: Pool, one: Found, ranks: int, model: dict[str, Any], parallel: dict[str, Any], **sections: Any) -> None:
     """Train on so many ranks: starts bit-equal to `one`, all numbers and the final weights equal to 1e-9."""
-    everyone = pool.run(trained, ranks, model, parallel, **sections)
+    compare(one, pool.run(trained, ranks, model, parallel, **sections))
+
+
+def compare(one: Found, everyone: list[Found]) -> None:
+    """What every rank saw and held against what one process did."""
     for name, (_, value) in one.started.items():
         held = {offset: piece.numel() for found in everyone for offset, piece in [found.started[name]] if piece.numel()}
         assert sum(held.values()) == value.numel(), (name, held)

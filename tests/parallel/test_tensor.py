@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 
 from tests.distributed import Pool, RankError
-from tests.parallel.against_one import Found, alone, same
+from tests.families import example
+from tests.parallel.against_one import Found, alone, compare, same, trained
+from xscale.core.config import encode
+from xscale.nn.attention import CORES
 
 DENSE: dict[str, Any] = {
     "kind": "decoder",
@@ -116,8 +119,15 @@ def test_a_dense_decoder(ranks: int, parallel: dict[str, Any], dense: Found, poo
         (4, {"mesh": {"tp": 2, "ep": 2}, "zero": {"stage": 3}}),
         (4, {"mesh": {"tp": 2}, "zero": {"stage": 3}}),
         (4, {"mesh": {"tp": 2, "ep": 2}, "tensor": {"sequence": True}}),
+        (4, {"mesh": {"tp": 2, "tp_in_experts": False}, "zero": {"stage": 3}}),
+        (4, {"mesh": {"tp": 2, "ep": 2, "tp_in_experts": False}}),
+        (2, {"mesh": {"tp": 2, "ep": 2, "tp_in_experts": False}}),
+        (4, {"mesh": {"tp": 2, "ep": 2, "tp_in_experts": False}, "zero": {"stage": 0}, "tensor": {"sequence": True}}),
     ],
-    ids=["tp2", "tp2-ep2-zero1", "tp2-ep2-zero3", "tp2-dp2-zero3", "sp2-ep2"],
+    ids=[
+        *("tp2", "tp2-ep2-zero1", "tp2-ep2-zero3", "tp2-dp2-zero3", "sp2-ep2"),
+        *("tp2-dp2-whole", "tp2-dp2-ep2-whole", "tp2-ep2-whole", "sp2-dp2-ep2-whole-zero0"),
+    ],
 )
 def test_a_mixture_of_experts(ranks: int, parallel: dict[str, Any], mixture: Found, pool: Pool) -> None:
     same(pool, mixture, ranks, MIXTURE, parallel)
@@ -130,6 +140,38 @@ def test_a_mixture_of_experts(ranks: int, parallel: dict[str, Any], mixture: Fou
 )
 def test_an_encoder_decoder(ranks: int, parallel: dict[str, Any], pair: Found, pool: Pool) -> None:
     same(pool, pair, ranks, PAIR, parallel, objective={"kind": "span"})
+
+
+def with_core(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A model of one block around that core, and the objective it can learn by."""
+    entry = CORES.get(name)
+    mixer = {"kind": "attention", "heads": 4, "kv_heads": 2, "core": encode(example(entry))}
+    block = {"mixer": mixer, "ffn": {"kind": "dense", "hidden": 16}}
+    model = {
+        "kind": "decoder" if entry.traits.causal else "encoder",
+        "width": 32,
+        "stack": {"depth": 1, "block": block},
+    }
+    return model, {"kind": "causal" if entry.traits.causal else "masked"}
+
+
+def every_core(parallel: dict[str, Any]) -> dict[str, Found]:
+    """Train each core whose heads are computed apart."""
+    models = {name: with_core(name) for name in CORES.able(per_head=True)}
+    return {name: trained(model, parallel, steps=1, objective=objective) for name, (model, objective) in models.items()}
+
+
+def test_every_core_that_promises_heads_apart(pool: Pool) -> None:
+    one = pool.run(every_core, 1, {})[0]
+    ranks = pool.run(every_core, 2, {"mesh": {"tp": 2}})
+    assert len(one) > 5
+    wrong = {}
+    for name, found in one.items():
+        try:
+            compare(found, [rank[name] for rank in ranks])
+        except AssertionError as error:
+            wrong[name] = str(error)[:300]
+    assert wrong == {}
 
 
 @pytest.mark.parametrize(

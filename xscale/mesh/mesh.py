@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from xscale.core.errors import ConfigError
-from xscale.mesh.axes import DENSE, Degrees
+from xscale.mesh.axes import DENSE, EXPERTS, Degrees
 from xscale.mesh.environment import Place
 
 
@@ -23,9 +23,12 @@ class Mesh:
     """Axes pp, dp_replicate, dp_shard, cp, tp; None for one process. Parameters know of a sequence's ranks as copies
     only, so that those of cp stand on dp_shard and cp has one place."""
     experts: DeviceMesh | None = None
-    """The same ranks for expert layers: pp, dp_replicate, expert_shard, ep, tp; None for one process."""
+    """The same ranks for expert layers: pp, dp_replicate, expert_shard, ep, tp; None for one process. Its tp has one
+    rank where tp stays out of experts."""
     replicas: DeviceMesh | None = None
     """As `dense`, with all data-parallel ranks on dp_replicate: for keeping whole copies (ZeRO stage 0)."""
+    expert_replicas: DeviceMesh | None = None
+    """As `experts`, with all ranks of expert_shard on dp_replicate."""
     background: dist.ProcessGroup | None = None
     """All ranks over gloo, for what goes on beside training; None for one process."""
     context: dist.ProcessGroup | None = None
@@ -64,19 +67,20 @@ def lay_out(place: Place, degrees: Degrees, device: torch.device, timeout: datet
     kind = device.type
     shape = (degrees.pp, degrees.dp_replicate, degrees.dp_shard * degrees.cp, 1, degrees.tp)
     dense = init_device_mesh(kind, shape, mesh_dim_names=DENSE)
-    experts = init_device_mesh(
-        kind,
-        (degrees.pp, degrees.dp_replicate, degrees.expert_shard, degrees.ep, degrees.tp),
-        mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep", "tp"),
-    )
     copies = (degrees.pp, degrees.dp * degrees.cp, 1, 1, degrees.tp)
     replicas = init_device_mesh(kind, copies, mesh_dim_names=DENSE)
+    last = (degrees.ep, degrees.expert_tp)
+    experts = init_device_mesh(
+        kind, (degrees.pp, degrees.dp_replicate, degrees.expert_shard, *last), mesh_dim_names=EXPERTS
+    )
+    kept = degrees.dp_replicate * degrees.expert_shard
+    expert_replicas = init_device_mesh(kind, (degrees.pp, kept, 1, *last), mesh_dim_names=EXPERTS)
     background = dist.new_group(backend="gloo", timeout=timeout)
     context = None
     if degrees.cp > 1:
         lines = torch.arange(degrees.world).view(-1, degrees.cp, degrees.tp).transpose(1, 2).flatten(0, 1).tolist()
-        context = dist.new_subgroups_by_enumeration(lines, timeout=timeout)[0]
-    return Mesh(place, degrees, device, dense, experts, replicas, background, context, timeout)
+        context = dist.new_subgroups_by_enumeration(lines, timeout=timeout)[0]  # type: ignore[no-untyped-call]
+    return Mesh(place, degrees, device, dense, experts, replicas, expert_replicas, background, context, timeout)
 
 
 def leave() -> None:

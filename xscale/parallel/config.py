@@ -17,9 +17,9 @@ class TensorConfig(Config):
 
 
 class ContextConfig(Config):
-    style: Literal["auto", "ulysses", "ring", "halo", "scan"] = "auto"
-    """How attention sees a sequence that is spread over the ranks of cp: by trading it for heads (ulysses), by keys that
-    go round (ring), by fetching the key blocks in sight (halo), by passing a state on (scan); auto: what each core can."""
+    style: Literal["auto", "ulysses"] = "auto"
+    """How attention sees a sequence that is spread over the ranks of cp. ulysses: it is traded for heads; auto: as each
+    core can."""
 
 
 class RecomputeConfig(Config):

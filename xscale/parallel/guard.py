@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from xscale.mesh.collectives import copy_in, gather_in, padded, scatter_out, sum_out
 from xscale.nn.module import Module
 from xscale.nn.tokens import Tokens
-from xscale.parallel.rules import cut_along
+from xscale.parallel.rules import cut_along, of_experts
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Ranks:
     group: dist.ProcessGroup
     sequence: bool = False
     """Whether each holds a piece of the sequence outside regions (Korthikanti et al. 2022)."""
+    experts_whole: bool = False
+    """Whether experts are whole inside regions."""
 
     @property
     def count(self) -> int:
@@ -71,7 +73,8 @@ def _share(tokens: Tokens, ranks: int) -> Tokens:
 def guard_weights(part: nn.Module, ranks: Ranks) -> None:
     """Let every whole parameter inside a region enter it."""
     for module in part.modules():
-        if isinstance(module, Module) and module.axes:
+        # Experts that tp does not cut are spread over its ranks, and their gradients summed with those of ZeRO.
+        if isinstance(module, Module) and module.axes and not (ranks.experts_whole and of_experts(module)):
             module.door = entering(module, ranks)
 
 
@@ -81,18 +84,18 @@ def entering(module: Module, ranks: Ranks) -> Callable[[Tensor], Tensor]:
     A bias behind a product whose terms are spread over ranks is added on the first of them only.
     """
     inner = module.door
-    summed = any(
-        parameter.dim() > 1 and cut_along(parameter, "tp") == parameter.dim() - 1
-        for parameter in module.parameters(recurse=False)
-    )
-    # A factor, not another graph: every rank must join the sum of the gradient.
-    share = 0.0 if summed and ranks.rank else 1.0
+    parameters = module.named_parameters(recurse=False)
+    summed = {module.axes[name][:-1] for name, one in parameters if cut_along(one, "tp") == one.dim() - 1}
+    behind = [name for name, axes in module.axes.items() if axes in summed]
 
     def door(parameter: Tensor) -> Tensor:
         local = parameter if inner is None else inner(parameter)
         if cut_along(parameter, "tp") is not None:
             return local
         entered = copy_in(local, ranks.group)
-        return entered * share if summed else entered
+        if ranks.rank and any(getattr(module, name) is parameter for name in behind):
+            # A factor, not another graph: every rank must join the sum of the gradient.
+            return entered * 0.0
+        return entered
 
     return door

@@ -12,6 +12,7 @@ from xscale.mesh.collectives import join_out
 from xscale.mesh.mesh import Mesh
 from xscale.nn.attention import CORES
 from xscale.nn.block import Sublayer
+from xscale.nn.ffn.moe import Moe
 from xscale.nn.head import Head
 from xscale.nn.linear import Embedding, Linear
 from xscale.nn.mixer.attention import Attention
@@ -19,6 +20,7 @@ from xscale.nn.module import Module, parameter_axes
 from xscale.nn.tokens import Tokens
 from xscale.parallel import sequence
 from xscale.parallel.config import ParallelConfig
+from xscale.parallel.expert import Share
 from xscale.parallel.guard import Ranks, guard_part, guard_weights
 from xscale.parallel.rules import RULES, cut_along
 from xscale.parallel.vocabulary import CrossEntropy, Lookup
@@ -31,7 +33,7 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
     if tp == 1:
         return []
     where = f"{path}.mesh.tp"
-    problems = _check_sizes(model, tp, where)
+    problems = _check_sizes(model, config, where)
     for module in model.modules():
         if isinstance(module, Sublayer):
             problems += _check_part(module.part, where)
@@ -42,12 +44,13 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
     return list({problem.what: problem for problem in problems}.values())
 
 
-def _check_sizes(model: nn.Module, tp: int, where: str) -> list[Problem]:
-    problems = []
+def _check_sizes(model: nn.Module, config: ParallelConfig, where: str) -> list[Problem]:
+    problems, tp = [], config.mesh.tp
     axes = parameter_axes(model)
     for name, parameter in model.named_parameters():
         for axis, size in zip(axes[name], parameter.shape, strict=True):
-            if axis == "ffn" and size % tp:
+            inside = config.mesh.tp_in_experts or "experts" not in axes[name]
+            if axis == "ffn" and inside and size % tp:
                 what = f"{size} hidden units of an ffn cannot be dealt evenly to tp = {tp}"
                 fix = f"Take a hidden width that {tp} divides, such as {-(-size // tp) * tp}."
                 problems.append(Problem(where, what, fix))
@@ -105,13 +108,16 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
     """Guard the regions of a model that is cut, and substitute what shares the words. The doors must be there."""
     if mesh.degrees.tp == 1:
         return
-    ranks = Ranks(dense_mesh(mesh, config)["tp"].get_group(), config.tensor.sequence)
+    experts_whole = mesh.degrees.expert_tp == 1
+    ranks = Ranks(dense_mesh(mesh, config)["tp"].get_group(), config.tensor.sequence, experts_whole)
     for module in model.modules():
         if isinstance(module, Sublayer):
             guard_part(module.part, ranks)
             guard_weights(module.part, ranks)
         if isinstance(module, Attention):
             _share_heads(module, ranks)
+        if isinstance(module, Moe) and experts_whole:
+            module.dispatch = Share(module.dispatch, ranks.group)
         if isinstance(module, Embedding):
             module.look = Lookup(ranks, _first(module.weight, ranks))
         if isinstance(module, Head):

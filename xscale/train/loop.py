@@ -148,7 +148,7 @@ class Loop:
         """Start a save; the last one of a run is waited for and must succeed, others may fail up to a limit."""
         parts, state = self.parts, self.state
         held = tensors(parts.rests, parts.optimizer)
-        started = self.saves.save(state.step, held, state.encode(parts.optimizer), encode(parts.settings))
+        started = self.saves.save(state.step, held, state.encode(parts.optimizer), encode(parts.settings), must=must)
         if started.skipped:
             self.observer.message(f"step {state.step} is not saved: the save before is still being written")
             return

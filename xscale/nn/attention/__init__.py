@@ -83,6 +83,8 @@ from xscale.nn.attention import (  # noqa: E402
     linformer,  # noqa: F401
     luna,  # noqa: F401
     memory_compressed,  # noqa: F401
+    moba,  # noqa: F401
+    nsa,  # noqa: F401
     nystrom,  # noqa: F401
     performer,  # noqa: F401
     reformer,  # noqa: F401

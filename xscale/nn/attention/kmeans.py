@@ -31,5 +31,6 @@ def follow(out: Tensor, centroids: Tensor, *points: Tensor) -> Tensor:
         direction = F.normalize(centroids, dim=-1)  # [H, C, K]
         label = (place @ direction.detach().mT).argmax(-1)  # [B, H, S]
         heads = torch.arange(len(centroids), device=out.device)[None, :, None]
-        losses.append((place - direction[heads, label]).square().sum(-1).mean())
+        # A head's own mean, so that what its centroids learn does not depend on which other heads are here.
+        losses.append((place - direction[heads, label]).square().sum(-1).mean((0, 2)).sum())
     return attach(out, torch.stack(losses).sum(), WEIGHT)

@@ -135,7 +135,7 @@ def spread_of(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> Spread | 
     """How the model's sequences lie; None where each rank has whole ones."""
     if mesh.context is None:
         return None
-    styles = {style_of(module, config) for module in model.modules() if isinstance(module, Attention)}  # type: ignore[arg-type]
+    styles = {style_of(module, config) for module in model.modules() if isinstance(module, Attention)}
     # The other styles need neighbours to be next to each other.
     return Spread(mesh.context, balanced="ring" in styles and styles <= {"ring", "ulysses"})
 

@@ -13,7 +13,7 @@ from xscale.parallel.context.spread import Piece
 
 @dataclass(frozen=True, kw_only=True)
 class PieceSight(Sight):
-    """The view of a rank's P queries; `queries` and `keys` count what is here. Who sees whom is decided in the whole."""
+    """The view of a rank's P queries; `queries` and `keys` count what is here, who sees whom is said of the whole."""
 
     rows: Piece
     """Tokens of the queries."""

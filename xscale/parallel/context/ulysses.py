@@ -68,7 +68,7 @@ class Ulysses:
     def _whole(self, parts: tuple[Tensor, ...], length: int) -> tuple[Tensor, ...]:
         """Each [B, H, P, K] -> [B, H/R, T, K]."""
         ranks = self.spread.count
-        dealt = [x.unflatten(1, (ranks, -1)).movedim(1, 0) for x in parts]  # [R, B, H/R, P, K]
+        dealt = [x.reshape(x.shape[0], ranks, -1, *x.shape[2:]).movedim(1, 0) for x in parts]  # [R, B, H/R, P, K]
         sizes = [x.shape[2] for x in dealt]
         came = self._exchange(dealt)
         order = self.spread.order(length, came.device)
@@ -79,7 +79,7 @@ class Ulysses:
         """[B, H/R, T, K] -> [B, H, P, K]."""
         places = self.spread.places(o.shape[2], o.device)  # [R, P]
         long = padded(o, 2, 2 * self.spread.count).index_select(2, places.flatten())
-        dealt = long.unflatten(2, places.shape).movedim(2, 0)  # [R, B, H/R, P, K]
+        dealt = long.view(*long.shape[:2], *places.shape, -1).movedim(2, 0)  # [R, B, H/R, P, K]
         return self._exchange([dealt]).movedim(0, 1).flatten(1, 2)
 
     def _exchange(self, dealt: list[Tensor]) -> Tensor:
