@@ -99,13 +99,27 @@ def layout(style: str = "auto", **others: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
     [
+        (2, layout("ring", recompute={"every": 1})),
+        (4, layout("ring", mesh={"cp": 4})),
+        (4, layout("ring", mesh={"tp": 2}, tensor={"sequence": True})),
+        (4, layout("ring", zero={"stage": 3})),
         (2, layout("ulysses", recompute={"every": 1})),
         (4, layout("ulysses", mesh={"cp": 4})),
         (4, layout("ulysses", zero={"stage": 0})),
         (4, layout("ulysses", zero={"stage": 3})),
         (4, layout("ulysses", mesh={"tp": 2}, tensor={"sequence": True})),
     ],
-    ids=["ulysses2", "ulysses4", "ulysses2-dp2-zero0", "ulysses2-dp2-zero3", "ulysses2-sp2"],
+    ids=[
+        "ring2",
+        "ring4",
+        "ring2-sp2",
+        "ring2-dp2-zero3",
+        "ulysses2",
+        "ulysses4",
+        "ulysses2-dp2-zero0",
+        "ulysses2-dp2-zero3",
+        "ulysses2-sp2",
+    ],
 )
 def test_a_dense_decoder(ranks: int, parallel: dict[str, Any], dense: Found, pool: Pool) -> None:
     same(pool, dense, ranks, DENSE, parallel)
@@ -126,8 +140,32 @@ def test_a_mixture_of_experts(ranks: int, parallel: dict[str, Any], mixture: Fou
 
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
-    [(2, layout("ulysses"))],
-    ids=["ulysses2"],
+    [(2, layout("ulysses")), (2, layout("ring")), (4, layout("ring", mesh={"tp": 2}))],
+    ids=["ulysses2", "ring2", "ring2-tp2"],
 )
 def test_an_encoder_decoder(ranks: int, parallel: dict[str, Any], pair: Found, pool: Pool) -> None:
     same(pool, pair, ranks, PAIR, parallel, objective={"kind": "span"})
+
+
+def of_core(core: dict[str, Any]) -> dict[str, Any]:
+    """A decoder with two key heads around a core."""
+    mixer = {"kind": "attention", "heads": 4, "kv_heads": 2, "core": core}
+    stack = {"depth": 2, "block": {"mixer": mixer, "ffn": {"kind": "gated", "hidden": 48}, "dropout": 0.1}}
+    return {"kind": "decoder", "width": 32, "stack": stack}
+
+
+@pytest.mark.parametrize(
+    ("style", "core"),
+    [
+        ("scan", {"kind": "linear"}),
+        ("halo", {"kind": "block_sparse", "block": 2, "pattern": {"kind": "window", "window": 5}}),
+        ("halo", {"kind": "block_sparse", "block": 4, "pattern": {"kind": "bigbird"}}),
+    ],
+    ids=["scan", "halo-window", "halo-bigbird"],
+)
+def test_a_style_of_its_own(style: str, core: dict[str, Any], pool: Pool) -> None:
+    model = of_core(core)
+    one = alone(pool, model)
+    same(pool, one, 2, model, layout(style))
+    same(pool, one, 4, model, layout(style, mesh={"cp": 4}))
+    same(pool, one, 4, model, layout(style, mesh={"tp": 2}, zero={"stage": 3}))

@@ -1,5 +1,6 @@
 """Collectives, named by what they do to the forward value; those on activations carry gradients."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -217,3 +218,33 @@ def padded(x: Tensor, dim: int, multiple: int) -> Tensor:
     shape = list(x.shape)
     shape[dim] = missing
     return torch.cat((x, x.new_zeros(shape)), dim)
+
+
+@dataclass
+class Passing:
+    """A tensor on its way round a group."""
+
+    arriving: Tensor
+    works: list[dist.Work]
+    leaving: Tensor
+    """Kept until it is sent."""
+
+    def wait(self) -> Tensor:
+        """What came from the rank before."""
+        for work in self.works:
+            work.wait()
+        return self.arriving
+
+
+def pass_on(x: Tensor, group: dist.ProcessGroup) -> Passing:
+    """Begin to send `x` to the next rank of the group, the last one to the first, and to receive as much. No gradient.
+
+    What is begun first arrives first; every rank of the group must begin the same in the same order.
+    """
+    rank, ranks = group.rank(), group.size()
+    leaving, arriving = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    ways = [
+        dist.P2POp(dist.isend, leaving, group=group, group_peer=(rank + 1) % ranks),
+        dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - 1) % ranks),
+    ]
+    return Passing(arriving, dist.batch_isend_irecv(ways), leaving)

@@ -17,9 +17,10 @@ class TensorConfig(Config):
 
 
 class ContextConfig(Config):
-    style: Literal["auto", "ulysses"] = "auto"
-    """How attention sees a sequence that is spread over the ranks of cp. ulysses: it is traded for heads; auto: as each
-    core can."""
+    style: Literal["auto", "ulysses", "ring", "halo", "scan"] = "auto"
+    """How attention sees a sequence that is spread over the ranks of cp. ulysses: it is traded for heads; ring: keys go
+    round; halo: the key blocks in sight are fetched; scan: a state is passed on; auto: the first of scan, ulysses, ring
+    and halo that each core can."""
 
 
 class RecomputeConfig(Config):
