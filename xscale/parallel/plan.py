@@ -79,10 +79,13 @@ def _check_routers(model: nn.Module) -> list[Problem]:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """torch.compile each block in place: names stay, and blocks alike share the compiled code."""
+    """torch.compile each block in place: names stay, and blocks alike share the compiled code.
+
+    Noise is drawn as without compilation: it must not depend on what a rank's graph happens to look like.
+    """
     for module in model.modules():
         if isinstance(module, Block):
-            module.compile(dynamic=False)
+            module.compile(dynamic=False, options={"fallback_random": True})
 
 
 __all__ = ["DTYPES", "Module", "Plan", "compile_blocks"]
