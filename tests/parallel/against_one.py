@@ -57,7 +57,7 @@ def trained(model: dict[str, Any], parallel: dict[str, Any], without: str = "", 
         settings.model_copy(update={"data": settings.data.model_copy(update={"sequence_length": LENGTH})}), VOCABULARY
     )
     plan = Plan(settings.parallel, settings.precision)
-    plan.apply(network, mesh, SEED)
+    network = plan.apply(network, mesh, SEED)
     rests = at_rest(network)
     found = Found(started=_pieces(rests))
     objective: Objective = OBJECTIVES.build(settings.objective, specials, LENGTH, SEED)
@@ -72,6 +72,7 @@ def trained(model: dict[str, Any], parallel: dict[str, Any], without: str = "", 
         here.world,
         settings.train.clip,
         repeats=mesh.degrees.tp,
+        stages=mesh.degrees.pp,
     )
     for step in range(STEPS):
         tally = Tally()
@@ -84,7 +85,8 @@ def trained(model: dict[str, Any], parallel: dict[str, Any], without: str = "", 
         (_batch(objective, STEPS, number, None, noisy=False), True)
         for number in range(mesh.data_rank, 4, mesh.degrees.dp)
     ]
-    found.numbers.append(evaluate(network, objective, held_out, torch.ones(VOCABULARY, dtype=torch.long)).loss)
+    bytes_each = torch.ones(VOCABULARY, dtype=torch.long)
+    found.numbers.append(evaluate(network, objective, held_out, bytes_each, stages=mesh.degrees.pp).loss)
     found.ended = _pieces(rests)
     return found
 
@@ -119,10 +121,11 @@ def same(pool: Pool, one: Found, ranks: int, model: dict[str, Any], parallel: di
     """Train on so many ranks: starts bit-equal to `one`, all numbers and the final weights equal to 1e-9."""
     everyone = pool.run(trained, ranks, model, parallel, **sections)
     for name, (_, value) in one.started.items():
-        held = {offset: piece.numel() for found in everyone for offset, piece in [found.started[name]] if piece.numel()}
+        pieces = [found.started[name] for found in everyone if name in found.started]
+        held = {offset: piece.numel() for offset, piece in pieces if piece.numel()}
         assert sum(held.values()) == value.numel(), (name, held)
     for rank, found in enumerate(everyone):
-        assert found.started.keys() == one.started.keys()
+        assert found.ended.keys() == found.started.keys() <= one.started.keys()
         for name, (offset, piece) in found.started.items():
             assert torch.equal(piece, within(one.started[name][1], offset, piece)), (rank, name)
         for number, expected in zip(found.numbers, one.numbers, strict=True):

@@ -25,6 +25,11 @@ class Mesh:
     """The same ranks for expert layers: pp, dp_replicate, expert_shard, ep, tp; None for one process."""
     replicas: DeviceMesh | None = None
     """As `dense`, with all data-parallel ranks on dp_replicate: for keeping whole copies (ZeRO stage 0)."""
+    forth: dist.ProcessGroup | None = None
+    """The ranks of pp, for what goes to a later one. A channel of its own for each way, because on NCCL a message
+    waits for those of its channel that were begun before it; None for one stage."""
+    back: dist.ProcessGroup | None = None
+    """The same, for what goes to an earlier one."""
     timeout: datetime.timedelta = field(default=datetime.timedelta(minutes=10))
 
     @property
@@ -65,7 +70,11 @@ def lay_out(place: Place, degrees: Degrees, device: torch.device, timeout: datet
     )
     copies = (degrees.pp, degrees.dp, 1, degrees.cp, degrees.tp)
     replicas = init_device_mesh(kind, copies, mesh_dim_names=DENSE)
-    return Mesh(place, degrees, device, dense, experts, replicas, timeout)
+    if degrees.pp == 1:
+        return Mesh(place, degrees, device, dense, experts, replicas, timeout=timeout)
+    lines = dense.mesh.flatten(1).t().tolist()
+    forth, back = (dist.new_subgroups_by_enumeration(lines, timeout=timeout)[0] for _ in range(2))
+    return Mesh(place, degrees, device, dense, experts, replicas, forth, back, timeout)
 
 
 def leave() -> None:

@@ -16,6 +16,15 @@ class TensorConfig(Config):
     """Cut the sequence over the tp ranks between the regions that tp cuts (Korthikanti et al. 2022)."""
 
 
+class PipelineConfig(Config):
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipe_v"] = "1f1b"
+    """In which order the ranks of pp run the step's micro-batches through their stages."""
+    chunks: int = 2
+    """Stages of each rank, with schedule interleaved_1f1b."""
+    stages_by_hand: tuple[int, ...] | None = None
+    """Blocks of each stage, first to last (an encoder's before its decoder's); null: stages of like cost."""
+
+
 class RecomputeConfig(Config):
     every: int = 0
     """Forget the activations of every k-th block and compute them again in backward; 0: keep all."""
@@ -28,6 +37,8 @@ class ParallelConfig(Config):
     """What data-parallel ranks share out."""
     tensor: TensorConfig = TensorConfig()
     """How the ranks of tp share a layer."""
+    pipeline: PipelineConfig = PipelineConfig()
+    """How the ranks of pp share the depth."""
     recompute: RecomputeConfig = RecomputeConfig()
     """Which activations are computed again instead of kept."""
     compile: bool = False

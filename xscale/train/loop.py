@@ -138,7 +138,8 @@ class Loop:
         parts, state = self.parts, self.state
         assert parts.validation is not None
         start = time.perf_counter()
-        found = evaluate(parts.model, parts.objective, parts.validation.evaluation(parts.evaluated), parts.token_bytes)
+        batches, stages = parts.validation.evaluation(parts.evaluated), parts.mesh.degrees.pp
+        found = evaluate(parts.model, parts.objective, batches, parts.token_bytes, stages)
         best = state.best_bits_per_byte
         if math.isfinite(found.bits_per_byte) and (best is None or found.bits_per_byte < best):
             state.best_bits_per_byte, state.best_step = found.bits_per_byte, state.step
