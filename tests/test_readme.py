@@ -23,7 +23,6 @@ SHORT = [
     "train.batch_size=2",
     "train.micro_batch_size=1",
     "schedule.warmup_steps=0",
-    "schedule.decay_steps=1",
     "data.sequence_length=64",
     "data.workers=1",
 ]
@@ -60,7 +59,7 @@ def shortened(command: str) -> str:
     """The same command on fewer steps of less; what it says itself comes last and wins."""
     if not re.search(r"configs/run/\S+\.yaml", command) or "--print-config" in command:
         return command
-    words = [word for word in SHORT if not ("decay_steps" in word and "bert" not in command)]
+    words = list(SHORT)
     text = "" if "data.source" in command else " 'data.source={kind: text, paths: [xscale/core, xscale/nn]}'"
     small = " data.tokenizer.vocabulary=1024"
     if " bench " in command:

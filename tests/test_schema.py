@@ -21,7 +21,7 @@ def schema() -> Any:
 
 def test_the_file_is_up_to_date() -> None:
     kept = (ROOT / "configs/recipe.schema.json").read_text(encoding="utf-8")
-    assert kept == text(), "write it again: python -m xscale.schema > configs/recipe.schema.json"
+    assert kept == text(), "renew it: python -m xscale.schema --write"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))

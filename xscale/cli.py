@@ -22,6 +22,12 @@ app.add_typer(data_app, name="data")
 bench_app = typer.Typer(help="Speed, always beside a baseline in the same run.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 
+checkpoint_app = typer.Typer(help="Look at, verify, compare and thin out checkpoints.", no_args_is_help=True)
+app.add_typer(checkpoint_app, name="checkpoint")
+
+Folder = Annotated[Path, typer.Argument(help="A run folder, or a checkpoint in it.")]
+Only = Annotated[str, typer.Option(help="Tensors whose names begin so.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML config, such as configs/run/quickstart.yaml.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: key.path=value.")]
 
@@ -175,6 +181,77 @@ def data_inspect(
     from xscale.data.inspect import inspect
 
     print(inspect(_data(config, overrides), documents))
+
+
+@checkpoint_app.command("ls")
+def checkpoint_ls(run: Folder, json: Json = False) -> None:
+    """One line for each checkpoint of a run, the bad ones with their reasons."""
+    from xscale.checkpoint.command import ls
+
+    raise typer.Exit(ls(_checkpoints(run), as_json=json))
+
+
+@checkpoint_app.command("show")
+def checkpoint_show(path: Folder, only: Only = "", json: Json = False) -> None:
+    """Step, state and tensors of a checkpoint, or of a run's newest."""
+    from xscale.checkpoint.command import show
+
+    raise typer.Exit(show(_checkpoints(path), only=only, as_json=json))
+
+
+@checkpoint_app.command("verify")
+def checkpoint_verify(path: Folder, json: Json = False) -> None:
+    """Read every byte and compare it with the manifest; status 1 when one is bad."""
+    from xscale.checkpoint.command import verify
+
+    raise typer.Exit(verify(_checkpoints(path), as_json=json))
+
+
+@checkpoint_app.command("diff")
+def checkpoint_diff(first: Folder, second: Folder, only: Only = "", json: Json = False) -> None:
+    """What differs between two checkpoints; status 1 when anything does."""
+    from xscale.checkpoint.command import diff
+
+    raise typer.Exit(diff(_checkpoints(first), _checkpoints(second), only=only, as_json=json))
+
+
+@checkpoint_app.command("prune")
+def checkpoint_prune(
+    run: Folder,
+    keep_last: Annotated[int | None, typer.Option(help="How many of the newest stay.")] = None,
+    keep_every: Annotated[int | None, typer.Option(help="Steps that are multiples of this stay.")] = None,
+    bad: Annotated[bool, typer.Option("--bad", help="Delete what was set aside as bad.")] = False,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+) -> None:
+    """Delete checkpoints; the last good one always stays."""
+    from xscale.checkpoint.command import prune
+
+    raise typer.Exit(prune(_checkpoints(run), keep_last=keep_last, keep_every=keep_every, bad=bad, dry=dry))
+
+
+@checkpoint_app.command("consolidate")
+def checkpoint_consolidate(path: Folder, out: Annotated[Path, typer.Argument(help="A .safetensors file.")]) -> None:
+    """Write the weights of a checkpoint of any layout into one safetensors file."""
+    from xscale.checkpoint.command import consolidate
+
+    raise typer.Exit(consolidate(_checkpoints(path), out))
+
+
+def _checkpoints(path: Path) -> Path:
+    """A run folder's checkpoints; another path is taken as it is."""
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+@bench_app.command(
+    "op",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def bench_op(context: typer.Context) -> None:
+    """A fused operator beside its baselines, tests first: OPERATOR [--device D] [--against A,B] [--record]."""
+    from xscale_kernels.bench.__main__ import main as bench
+
+    raise typer.Exit(bench(context.args))
 
 
 @bench_app.command("train")

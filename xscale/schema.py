@@ -1,6 +1,10 @@
-"""The JSON schema of a recipe: `python -m xscale.schema > configs/recipe.schema.json`; a test holds the file to it."""
+"""The JSON schema of a recipe: `python -m xscale.schema --write` renews configs/recipe.schema.json; a test holds it."""
 
 import json
+import sys
+from pathlib import Path
+
+FILE = Path(__file__).parents[1] / "configs/recipe.schema.json"
 
 
 def text() -> str:
@@ -9,8 +13,11 @@ def text() -> str:
     from xscale.recipe import Recipe
 
     schema = json_schema(Recipe, "A run of xscale, or a part of one")
-    return json.dumps(schema, indent=1, ensure_ascii=False, sort_keys=False) + "\n"
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":
-    print(text(), end="")
+    if sys.argv[1:] == ["--write"]:
+        FILE.write_text(text(), encoding="utf-8")
+    else:
+        print(text(), end="")

@@ -17,6 +17,7 @@ from xscale_launch.env import Place, environment, slurm_places, whole
 from xscale_launch.errors import LaunchError
 from xscale_launch.hostlist import expand
 from xscale_launch.local import worker_environment
+from xscale_launch.ports import require_free
 from xscale_launch.supervise import Patience, Supervisor, Worker, last_lines
 from xscale_launch.torchrun import torchrun_worker
 
@@ -88,7 +89,10 @@ def inspected(options: argparse.Namespace, place: Place, variables: Mapping[str,
     port = place.master_port + 1
     if word["task"] == 0:
         try:
+            require_free(place.master_port)
             found = rollcall.hold(port, word, tasks, ROLL_CALL_SECONDS, judge)
+        except LaunchError as error:
+            found = [f"{node}: {error}"]
         except OSError as error:
             found = [f"{node}: port {port}, which follows from the job's id, cannot be used ({error.strerror})"]
     else:

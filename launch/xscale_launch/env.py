@@ -46,9 +46,12 @@ def for_submission(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name == "SLURM_CONF" or not name.startswith("SLURM_")}
 
 
-def port_of_job(job_id: int) -> int:
-    """The rendezvous port of a Slurm job: the same on every node without a message, and another for the next job."""
-    return PORT_BASE + 2 * job_id % PORT_SPAN
+def port_of_job(job_id: int, restart: int = 0) -> int:
+    """The rendezvous port of a Slurm job: the same on every node without a message, and another for the next job.
+
+    A job that was put back gets another one, because a port that somebody else holds may be why.
+    """
+    return PORT_BASE + 2 * (job_id + 7 * restart) % PORT_SPAN
 
 
 def whole(variables: Mapping[str, str], name: str) -> int:
@@ -77,7 +80,8 @@ def slurm_places(variables: Mapping[str, str], processes: int) -> list[Place]:
     """
     task, tasks = whole(variables, "SLURM_PROCID"), whole(variables, "SLURM_NTASKS")
     head = variables.get("MASTER_ADDR") or slurm_head(variables)
-    port = int(variables.get("MASTER_PORT") or port_of_job(whole(variables, "SLURM_JOB_ID")))
+    job, restart = whole(variables, "SLURM_JOB_ID"), int(variables.get("SLURM_RESTART_COUNT", "0"))
+    port = int(variables.get("MASTER_PORT") or port_of_job(job, restart))
     if processes > 1 or tasks == whole(variables, "SLURM_NNODES"):
         local = range(processes)
         return [Place(task * processes + r, tasks * processes, r, processes, head, port) for r in local]

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from xscale_launch.columns import columns
+
 PACKAGES = ("torch", "numpy", "pydantic", "triton", "deepspeed", "mpi4py", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 PROBE_BYTES = 32 * 2**20
 CLOCK_SECONDS = 30.0
@@ -193,6 +195,16 @@ def _versions(known: Facts) -> dict[str, str]:
     return {"Python": known.python, "code": known.code, "GPU": kinds or "none", **known.packages}
 
 
+def table(nodes: Sequence[Facts]) -> str:
+    """What the nodes said, a line each, for a person."""
+    rows = [["NODE", "ADDRESS", "DISK FREE", "WRITES", "GPUS", "PYTHON", "TORCH", "CODE"]]
+    for known in nodes:
+        disk, speed = f"{known.disk_free_gigabytes:.0f} GB", f"{known.write_megabytes_per_second:.0f} MB/s"
+        torch = known.packages.get("torch", "none")
+        rows.append([known.node, known.address, disk, speed, str(len(known.gpus)), known.python, torch, known.code])
+    return columns(rows)
+
+
 def judge_bandwidth(pairs: Mapping[tuple[str, str], float], share: float = 0.5) -> list[Problem]:
     """The nodes whose links (GB/s between two nodes) are all below `share` of the median one; else slow links."""
     if len(pairs) < 2:
@@ -241,6 +253,7 @@ def _gpus() -> tuple[list[dict[str, str]], str]:
     except subprocess.TimeoutExpired:
         return [], "nvidia-smi hangs"
     if asked.returncode:
-        return [], (asked.stdout + asked.stderr).strip().splitlines()[-1]
+        said = (asked.stdout + asked.stderr).strip().splitlines()
+        return [], said[-1] if said else f"nvidia-smi ended with status {asked.returncode}"
     rows = [[cell.strip() for cell in line.split(",")] for line in asked.stdout.splitlines() if line.strip()]
     return [dict(zip(GPU_QUERY, row, strict=False)) for row in rows], ""

@@ -109,7 +109,9 @@ class Supervisor:
         def note(number: int, frame: FrameType | None) -> None:
             self._signals.append(signal.Signals(number))
 
-        before = {number: signal.signal(number, note) for number in PASSED_ON}
+        # What was ignored when we started (nohup, a shell's background job) stays so; but for SIGUSR1, see `_prepared`.
+        taken = [one for one in PASSED_ON if signal.getsignal(one) != signal.SIG_IGN or one == signal.SIGUSR1]
+        before = {number: signal.signal(number, note) for number in taken}
         try:
             yield
         finally:

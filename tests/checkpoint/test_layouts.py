@@ -81,13 +81,13 @@ def test_any_layout_reads_any_other(pool: Pool, tmp_path: Path, world: int) -> N
 
 
 def strided(folder: Path) -> None:
-    """Tensor parallelism first, then the sharding of parameters within each part, along the same dim."""
+    """Tensor parallelism first, then the sharding of parameters within each part, along the same dim, unevenly."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(1)
-    module = torch.nn.Linear(6, 8)
+    module = torch.nn.Linear(6, 10)
     full = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     parallelize_module(module, mesh["tp"], ColwiseParallel())
     fully_shard(module, mesh=mesh["dp"])

@@ -16,9 +16,9 @@ from xscale.nn.attention import CORES
 from xscale.nn.attention.sight import Sight
 from xscale.nn.module import parameter_axes
 
-CUTS = (1, 63, 64, 65, 400, LENGTH - 1)
+CUTS = (1, 63, 64, 65, 190, LENGTH - 1)
 """Around the ends of blocks, and away from them."""
-DOCUMENTS = (70, 130, 450)
+DOCUMENTS = (70, 30, 200)
 
 
 def modes(entry: Entry[Any]) -> list[bool]:
@@ -62,7 +62,10 @@ def test_queries_and_keys_may_differ_in_number(entry: Entry[Any], queries: int, 
     part, (q, k, v) = core(entry, causal=True, cross=True), qkv(queries, keys)
     whole = run(part, q, k, v, causal=False)
     assert not close(run(part, q, other_from(k, keys - 1), other_from(v, keys - 1), causal=False), whole)
-    assert not close(run(part, other_from(q, queries - 1), k, v, causal=False), whole)
+    other = run(part, other_from(q, queries - 1), k, v, causal=False)
+    assert not close(other, whole)
+    # In a decoder the queries are the tokens it writes, so one that knew of the others would know what comes.
+    assert close(other[:, :, : queries - 1], whole[:, :, : queries - 1]), "a query's output depends on other queries"
 
 
 @each(entry for entry in CORES if entry.traits.per_head)
@@ -102,7 +105,7 @@ def test_sequences_of_a_batch_stay_apart(entry: Entry[Any]) -> None:
 def measured(entry: Entry[Any], length: int) -> tuple[float, float, float]:
     """Multiply-adds of a bidirectional forward (causal where there is no other): counted, told, and by the trait."""
     causal = not entry.traits.bidirectional
-    part = core(entry, causal=causal, heads=2)
+    part = core(entry, causal=causal, heads=2, length=512)
     q, k, v = [x[:1] for x in qkv(length, heads=2, groups=2)]
     # The counter does not see into fused attention.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -207,7 +210,7 @@ def test_random_numbers_only_where_declared(entry: Entry[Any]) -> None:
 def test_one_query_at_a_time_gives_the_same(entry: Entry[Any]) -> None:
     part, (q, k, v) = core(entry), qkv(groups=2)
     whole = run(part, q, k, v)
-    for first, last in [(0, 1), (0, 100), (63, 64), (64, 65), (65, 66), (100, 107), (500, 650), (649, 650)]:
+    for first, last in [(0, 1), (0, 100), (63, 64), (64, 65), (65, 66), (100, 107), (200, 300), (299, 300)]:
         sight = Sight(last - first, last, True, offset=first)
         some = run(part, q[:, :, first:last], k[:, :, :last], v[:, :, :last], sight=sight)
         assert close(some, whole[:, :, first:last]), f"queries {first} to {last} over a cache"

@@ -119,6 +119,13 @@ class Detached(Written):
         return super().forward(q, k.detach() + 0 * k, v, sight)
 
 
+class Landmarks(Written):
+    """Each query is moved by the mean of all."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+        return super().forward(q + q.mean(2, keepdim=True), k, v, sight)
+
+
 def registered(part: type[Core], **changes: Any) -> Entry[Any]:
     """The part in a family of its own."""
     family: Family[CoreTraits] = Family("core", CoreTraits)
@@ -183,6 +190,8 @@ def test_a_core_that_misses_keys_is_caught() -> None:
     with pytest.raises(AssertionError):
         suite.test_queries_and_keys_may_differ_in_number(registered(ShortSighted), 37, 101)
     suite.test_queries_and_keys_may_differ_in_number(registered(Written), 37, 101)
+    with pytest.raises(AssertionError, match="other queries"):
+        suite.test_queries_and_keys_may_differ_in_number(registered(Landmarks), 37, 101)
 
 
 def test_a_style_that_nothing_checks_is_refused() -> None:

@@ -16,7 +16,7 @@ MEGABYTE = 1 << 20
 
 
 def source(entry: Entry[Any], folder: Path, size: int = 4000) -> Source:
-    made: Source = SOURCES.build(entry.part.example_in(folder, size))
+    made: Source = entry.part(entry.part.example_in(folder, size))
     return made
 
 

@@ -20,7 +20,7 @@ def made(entry: Entry[Any], folder: Path) -> Tokenizer:
     config = example(entry)
     if entry.part.missing(config, folder):
         entry.part.train(config, TEXTS, folder)
-    tokenizer: Tokenizer = TOKENIZERS.build(config, folder)
+    tokenizer: Tokenizer = entry.part(config, folder)
     return tokenizer
 
 

@@ -48,7 +48,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_each_file_damaged(tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_file_damaged(tmp_path: Path, damage: str, count_cases: Callable[[int, str], None]) -> None:
     whole = tmp_path / "whole"
     for step in (1, 2):
         save_step(whole, step)
@@ -74,11 +74,10 @@ def test_each_file_damaged(tmp_path: Path, damage: str, capsys: pytest.CaptureFi
         assert len(restored.reasons) == 1
         assert "set aside as bad-step-00000002-" in restored.reasons[0]
         assert visible(folder) == [1]
-    with capsys.disabled():
-        print(f"\n{len(files)} fault cases: {damage}", end=" ")
+    count_cases(len(files), f"{damage}")
 
 
-def test_each_byte_of_the_small_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_byte_of_the_small_files(tmp_path: Path, count_cases: Callable[[int, str], None]) -> None:
     """Manifest, seal, config and state: no single changed byte passes."""
     path = save_step(tmp_path, 1)
     held = {name: torch.zeros_like(one) for name, one in tensors(0).items()}
@@ -95,5 +94,4 @@ def test_each_byte_of_the_small_files(tmp_path: Path, capsys: pytest.CaptureFixt
         (path / name).write_bytes(content)
     load(path, held)
     assert good(held, 1)
-    with capsys.disabled():
-        print(f"\n{cases} fault cases: each byte of manifest, seal, state and config", end=" ")
+    count_cases(cases, "each byte of manifest, seal, state and config")

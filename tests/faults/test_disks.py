@@ -34,7 +34,7 @@ def in_child(work: Callable[[], None], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1000, 100_000, 2_000_000])
-def test_files_may_not_grow(tmp_path: Path, size: int) -> None:
+def test_files_may_not_grow(tmp_path: Path, size: int, count_cases: Callable[[int, str], None]) -> None:
     """A limit on file sizes stands for a quota: the system takes a part and refuses the rest."""
     folder = tmp_path / "run"
     save_step(folder, 1)
@@ -46,6 +46,7 @@ def test_files_may_not_grow(tmp_path: Path, size: int) -> None:
 
     in_child(limited, tmp_path)
     assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+    count_cases(1, "a limit on file sizes")
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ class Unforeseen(Disk):
         assert size > sum(one.nbytes for one in tensors(1).values())
 
 
-def test_the_disk_is_full(small: Path) -> None:
+def test_the_disk_is_full(small: Path, count_cases: Callable[[int, str], None]) -> None:
     folder = small / "run"
     save_step(folder, 1)
     (small / "other").write_bytes(bytes(4 << 20))
@@ -80,6 +81,7 @@ def test_the_disk_is_full(small: Path) -> None:
     (small / "other").unlink()
     save_step(folder, 2)
     assert good(load_tensors(folder / "step-00000002"), 2)
+    count_cases(2, "the disk is full: seen before, and met in the middle")
 
 
 def full_on_all(folder: Path) -> Callable[[int], None]:
@@ -90,15 +92,16 @@ def full_on_all(folder: Path) -> Callable[[int], None]:
     return work
 
 
-def test_the_disk_is_full_for_two_ranks(small: Path, tmp_path: Path) -> None:
+def test_the_disk_is_full_for_two_ranks(small: Path, tmp_path: Path, count_cases: Callable[[int, str], None]) -> None:
     folder = small / "run"
     save_step(folder, 1)
     (small / "other").write_bytes(bytes(4 << 20))
     assert ranks(2, full_on_all(folder), tmp_path) == [0, 0], (tmp_path / "log.txt").read_text()
     assert visible(folder) == [1]
+    count_cases(1, "the disk is full for two ranks")
 
 
-def test_the_disk_is_read_only(small: Path) -> None:
+def test_the_disk_is_read_only(small: Path, count_cases: Callable[[int, str], None]) -> None:
     save_step(small, 1)
     subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
     expect(small, "Read-only file system. Mount it for writing")
@@ -106,6 +109,7 @@ def test_the_disk_is_read_only(small: Path) -> None:
     restored = restore(small, held)
     assert restored.loaded is not None
     assert restored.loaded.step == 1
+    count_cases(1, "the disk is read-only")
 
 
 class Vanishing(Disk):
@@ -122,8 +126,8 @@ class Vanishing(Disk):
             shutil.rmtree(self.folder)
 
 
-def test_the_folder_vanishes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "run"
+def test_the_folder_vanishes(quick_path: Path, count_cases: Callable[[int, str], None]) -> None:
+    folder = quick_path / "run"
     plain = Vanishing(folder, -1)
     save_step(folder, 2, plain)
     for at in range(1, plain.count + 1):
@@ -136,8 +140,7 @@ def test_the_folder_vanishes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             with pytest.raises(CheckpointError, match=r"No such file or directory\. Put the folder back"):
                 save_step(folder, 2, disk)
         shutil.rmtree(folder, ignore_errors=True)
-    with capsys.disabled():
-        print(f"\n{plain.count} fault cases: the folder vanishes before each change", end=" ")
+    count_cases(plain.count, "the folder vanishes before each change")
 
 
 def test_a_file_stands_where_the_folder_should(tmp_path: Path) -> None:
@@ -166,7 +169,7 @@ class Volatile(Disk):
 
 
 @pytest.mark.parametrize("forgetful", [False, True], ids=["forced", "not forced"])
-def test_a_power_cut(tmp_path: Path, forgetful: bool) -> None:
+def test_a_power_cut(tmp_path: Path, forgetful: bool, count_cases: Callable[[int, str], None]) -> None:
     """What is renamed has been forced out before; the second case is the control, in which it has not."""
     save_step(tmp_path, 1)
     disk = Volatile(forgetful)
@@ -180,3 +183,4 @@ def test_a_power_cut(tmp_path: Path, forgetful: bool) -> None:
     assert restored.loaded is not None
     assert restored.loaded.step == (1 if forgetful else 2)
     assert good(held, restored.loaded.step)
+    count_cases(1, "power cut after the rename, with and without forcing out")

@@ -1,5 +1,6 @@
 """SIGKILL before every change that a save makes on the disk: there is always a good checkpoint, found by itself."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -37,23 +38,22 @@ def check(folder: Path, case: str, steps: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["new", "replacing"])
-def test_killed_before_each_change(tmp_path: Path, again: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    seen = changes(tmp_path / "plain", 3, again)
+def test_killed_before_each_change(quick_path: Path, again: bool, count_cases: Callable[[int, str], None]) -> None:
+    seen = changes(quick_path / "plain", 3, again)
     assert {one.split()[0] for one in seen} == {"mkdir", "open", "write", "sync", "close", "rename", "delete"}
     reached = []
     for at, what in enumerate(seen, 1):
-        folder = tmp_path / str(at)
+        folder = quick_path / str(at)
         for before in (1, 2, *([3] if again else [])):
             save_step(folder, before)
-        child = fork(partial(save_step, folder, 3, Counting(at)), tmp_path / "log.txt")
+        child = fork(partial(save_step, folder, 3, Counting(at)), quick_path / "log.txt")
         assert wait([child]) == [DIED], (at, what)
         reached.append(check(folder, f"killed before change {at}: {what}", (3,) if again else (2, 3)))
     if not again:
         # The save counts from the rename on, and not a moment before.
         renamed = seen.index("rename step-00000003")
         assert reached == [2] * (renamed + 1) + [3] * (len(seen) - renamed - 1)
-    with capsys.disabled():
-        print(f"\n{len(seen)} fault cases: killed before each change of a save on one process", end=" ")
+    count_cases(len(seen), "killed before each change of a save on one process")
 
 
 def changes_of(world: int, folder: Path) -> list[list[str]]:
@@ -69,12 +69,12 @@ def changes_of(world: int, folder: Path) -> list[list[str]]:
     return [(folder / f"seen-{rank}").read_text().splitlines() for rank in range(world)]
 
 
-def test_one_of_two_ranks_killed_before_each_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    seen = changes_of(2, tmp_path / "plain")
+def test_one_of_two_ranks_killed_before_each_change(quick_path: Path, count_cases: Callable[[int, str], None]) -> None:
+    seen = changes_of(2, quick_path / "plain")
     cases = 0
     for killed in (0, 1):
         for at, what in enumerate(seen[killed], 1):
-            folder = tmp_path / f"{killed}-{at}"
+            folder = quick_path / f"{killed}-{at}"
             folder.mkdir()
             save_step(folder / "checkpoints", 2)
 
@@ -87,16 +87,15 @@ def test_one_of_two_ranks_killed_before_each_change(tmp_path: Path, capsys: pyte
             assert statuses[1 - killed] in (RAISED, 0), (killed, at, what, statuses)
             check(folder / "checkpoints", f"rank {killed} killed before change {at}: {what}", (2, 3))
             cases += 1
-    with capsys.disabled():
-        print(f"\n{cases} fault cases: one of two ranks killed before each of its changes", end=" ")
+    count_cases(cases, "one of two ranks killed before each of its changes")
 
 
-def test_a_kill_is_seen_at_all(tmp_path: Path) -> None:
+def test_a_kill_is_seen_at_all(quick_path: Path) -> None:
     """The negative control: were the rename first, a kill would leave what looks like a checkpoint and is none."""
-    path = save_step(tmp_path, 2)
-    save_step(tmp_path, 1)
+    path = save_step(quick_path, 2)
+    save_step(quick_path, 1)
     (path / "manifest.sha256").unlink()
     with pytest.raises(AssertionError):
-        check(tmp_path, "not sealed", (1, 2))
-    assert visible(tmp_path) == [1]
-    assert good(load_tensors(tmp_path / "step-00000001"), 1)
+        check(quick_path, "not sealed", (1, 2))
+    assert visible(quick_path) == [1]
+    assert good(load_tensors(quick_path / "step-00000001"), 1)

@@ -4,6 +4,7 @@ import datetime
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,9 @@ class Stuck(Disk):
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["hangs", "dies"])
-def test_a_rank_that_is_lost_in_the_background(tmp_path: Path, dies: bool) -> None:
+def test_a_rank_that_is_lost_in_the_background(
+    tmp_path: Path, dies: bool, count_cases: Callable[[int, str], None]
+) -> None:
     folder = tmp_path / "checkpoints"
     save_step(folder, 1)
 
@@ -58,3 +61,4 @@ def test_a_rank_that_is_lost_in_the_background(tmp_path: Path, dies: bool) -> No
     held = {name: torch.zeros_like(one) for name, one in tensors(0).items()}
     assert restore(folder, held).loaded is not None
     assert good(held, 1)
+    count_cases(1, "a rank hangs or dies beside a save in the background")

@@ -1,4 +1,7 @@
-"""block_sparse_attention's definition against torch's attention, and its layouts."""
+"""block_sparse_attention's definition against torch's, its CPU path against the definition, and its layouts."""
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +26,78 @@ def test_a_full_layout_is_dense_attention(causal: bool, T: int, S: int) -> None:
     layout = layout_from_mask(torch.ones(1, -(-T // 8), -(-S // 8), dtype=torch.bool), 8)
     mask = torch.ones(T, S, dtype=torch.bool).tril(S - T) if causal else None
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    torch.testing.assert_close(block_sparse_attention(q, k, v, layout, causal=causal), expected)
+    out = block_sparse_attention(q, k, v, layout, causal=causal, implementation="reference")
+    torch.testing.assert_close(out, expected)
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"causal": False},
+    {"causal": True},
+    {"causal": True, "softcap": 2.0, "documents": True},
+    {"causal": False, "softcap": 2.0, "slopes": True, "documents": True},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("T", "S", "heads"), [(37, 37, 4), (37, 37, 1), (20, 50, 1)])
+def test_cpu_path(
+    agree: Callable[..., None],
+    settings: dict[str, Any],
+    dtype: torch.dtype,
+    bound: float,
+    T: int,
+    S: int,
+    heads: int,
+) -> None:
+    mask = torch.rand(heads, -(-T // 16), -(-S // 16)) < 0.6
+    mask[:, 0] = False
+    layout = layout_from_mask(mask, 16)
+    rest = dict(settings)
+    if rest.pop("documents", False):
+        ids = torch.randint(0, 2, (2, S)).sort(1).values
+        rest |= {"query_documents": ids[:, S - T :], "key_documents": ids}
+    if rest.pop("slopes", False):
+        rest["slopes"] = torch.rand(4)
+    q, k, v = torch.randn(2, T, 4, 20), torch.randn(2, S, 2, 20), torch.randn(2, S, 2, 9)
+
+    def run(name: str) -> Callable[..., torch.Tensor]:
+        return lambda *qkv: block_sparse_attention(
+            *(each.transpose(1, 2) for each in qkv), layout, implementation=name, **rest
+        )
+
+    agree(run("cpu"), run("reference"), (q, k, v), dtype, bound)
+
+
+def test_gradcheck_registration_and_compile() -> None:
+    q, k, v = (torch.randn(1, heads, 6, 2, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
+    layout = layout_from_mask(torch.tensor([[[True, False], [True, True]]]), 4)
+
+    def run(*qkv: torch.Tensor) -> torch.Tensor:
+        return block_sparse_attention(*qkv, layout, causal=True)
+
+    assert torch.autograd.gradcheck(run, (q, k, v))
+    lists = [layout.key_starts, layout.key_blocks, layout.query_starts, layout.query_blocks]
+    arguments = (q, k, v, None, None, None, lists, [4, 1, 2, 2], 0.25, True, 0.0, "")
+    torch.library.opcheck(torch.ops.xscale.block_sparse_attention.default, arguments)
+    whole = torch.compile(run, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(whole(q, k, v), run(q, k, v))
+
+
+def test_only_blocks_that_are_there_are_computed() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from xscale_kernels.block_sparse_attention import cpu
+    from xscale_kernels.block_sparse_attention.rule import Rule
+
+    q = torch.randn(1, 1, 64, 8)
+    layout = layout_from_mask(torch.eye(8, dtype=torch.bool)[None], 8)
+    with FlopCounterMode(display=False) as inside:
+        cpu.forward(q, q, q, layout, Rule(1.0, False))
+    assert inside.get_total_flops() == 8 * 2 * 2 * 8 * 8 * 8
+    with FlopCounterMode(display=False) as counted:
+        block_sparse_attention(q, q, q, layout)
+    assert counted.get_total_flops() == inside.get_total_flops()
 
 
 def test_a_query_without_keys_gives_zeros_and_no_gradient() -> None:
@@ -57,3 +131,13 @@ def test_faults_are_named() -> None:
     layout = layout_from_mask(torch.ones(1, 2, 2, dtype=torch.bool), 8)
     with pytest.raises(ValueError, match=r"layout of \[1 or 2, 3, 3\] blocks, this one is \[1, 2, 2\]"):
         block_sparse_attention(q, q, q, layout)
+
+
+def test_the_benchs_flex_has_the_same_blocks() -> None:
+    from xscale_kernels.block_sparse_attention.bench import flex_blocks
+
+    mask = torch.tensor([[[True, False], [True, True]], [[True, False], [False, True]]])
+    blocks = flex_blocks(layout_from_mask(mask, 128), 256)
+    assert torch.equal(blocks.to_dense()[0].bool(), mask)
+    assert blocks.full_kv_num_blocks is not None
+    assert blocks.full_kv_num_blocks[0].tolist() == [[0, 1], [0, 0]]

@@ -1,19 +1,33 @@
-"""The Triton kernels' tests, run in a second process where Triton's interpreter is on from its first import."""
+"""The Triton kernels' tests, run in one more process, where Triton's interpreter is on from its first import."""
 
 import os
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 
 FOLDER = Path(__file__).parent / "triton"
+FILES = sorted(path.stem for path in FOLDER.glob("test_*.py"))
 
 
-@pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("test_*.py")))
-def test_in_the_interpreter(file: str) -> None:
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> ElementTree.Element:
+    """The other process's results, one `testcase` a test."""
+    file = tmp_path_factory.mktemp("triton") / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={file}", str(FOLDER)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(FOLDER / file)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    print(done.stdout[-4000:], done.stderr[-2000:])
-    assert done.returncode == 0
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert file.exists(), done.stdout + done.stderr
+    return ElementTree.parse(file).getroot()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_in_the_interpreter(report: ElementTree.Element, file: str) -> None:
+    cases = [case for case in report.iter("testcase") if case.get("classname", "").split(".")[-1] == file]
+    assert cases, f"{file} was not collected: {ElementTree.tostring(report, encoding='unicode')[:4000]}"
+    for case in cases:
+        wrong = [each.text for kind in ("failure", "error") for each in case.iter(kind)]
+        assert not wrong, f"{case.get('name')}: {wrong[0]}"
+        assert case.find("skipped") is None, f"{case.get('name')} was skipped"

@@ -41,11 +41,13 @@ class Found:
     ended: dict[str, Piece] = field(default_factory=dict)
 
 
-def trained(model: dict[str, Any], parallel: dict[str, Any], without: str = "", **sections: Any) -> Found:
+def trained(
+    model: dict[str, Any], parallel: dict[str, Any], *, without: str = "", steps: int = STEPS, **sections: Any
+) -> Found:
     """Train on this rank of as many as there are; `without` names a collective to leave out, as `module.name`."""
     if without:
         with patch(without, lambda x, *_: x):
-            return trained(model, parallel, **sections)
+            return trained(model, parallel, steps=steps, **sections)
     given: dict[str, Any] = {"precision": DOUBLE, "train": {"clip": 0.5}, **sections}
     settings = recipe(Path("nowhere"), model=model, parallel=parallel, **given)
     here = place()
@@ -74,7 +76,7 @@ def trained(model: dict[str, Any], parallel: dict[str, Any], without: str = "", 
         repeats=mesh.degrees.tp,
         stages=mesh.degrees.pp,
     )
-    for step in range(STEPS):
+    for step in range(steps):
         tally = Tally()
         batches = [
             _batch(objective, step, number, tally) for number in range(mesh.data_rank, BATCH // MICRO, mesh.degrees.dp)
@@ -82,7 +84,7 @@ def trained(model: dict[str, Any], parallel: dict[str, Any], without: str = "", 
         stepped = stepper.step(batches, 0.01)
         found.numbers += [stepped.loss, stepped.gradient_norm, float(stepped.targets)]
     held_out = [
-        (_batch(objective, STEPS, number, None, noisy=False), True)
+        (_batch(objective, steps, number, None, noisy=False), True)
         for number in range(mesh.data_rank, 4, mesh.degrees.dp)
     ]
     bytes_each = torch.ones(VOCABULARY, dtype=torch.long)
@@ -119,7 +121,11 @@ def alone(pool: Pool, model: dict[str, Any], **sections: Any) -> Found:
 
 def same(pool: Pool, one: Found, ranks: int, model: dict[str, Any], parallel: dict[str, Any], **sections: Any) -> None:
     """Train on so many ranks: starts bit-equal to `one`, all numbers and the final weights equal to 1e-9."""
-    everyone = pool.run(trained, ranks, model, parallel, **sections)
+    compare(one, pool.run(trained, ranks, model, parallel, **sections))
+
+
+def compare(one: Found, everyone: list[Found]) -> None:
+    """What every rank saw and held against what one process did."""
     for name, (_, value) in one.started.items():
         pieces = [found.started[name] for found in everyone if name in found.started]
         held = {offset: piece.numel() for offset, piece in pieces if piece.numel()}

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed import Pool, RankError
+from tests.distributed import Pool
 from tests.parallel.against_one import Found, alone, same
 
 DENSE: dict[str, Any] = {

@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 
 from tests.distributed import Pool, RankError
-from tests.parallel.against_one import Found, alone, same
+from tests.families import example
+from tests.parallel.against_one import Found, alone, compare, same, trained
+from xscale.core.config import encode
+from xscale.nn.attention import CORES
 
 DENSE: dict[str, Any] = {
     "kind": "decoder",
@@ -99,8 +102,10 @@ def pair(pool: Pool) -> Found:
         (4, {"mesh": {"tp": 4}}),
         (4, {"mesh": {"tp": 2}, "zero": {"stage": 0}}),
         (4, {"mesh": {"tp": 2}, "zero": {"stage": 3}, "recompute": {"every": 1}}),
+        (2, {"mesh": {"tp": 2}, "tensor": {"sequence": True}, "recompute": {"every": 1}}),
+        (4, {"mesh": {"tp": 2}, "tensor": {"sequence": True}, "zero": {"stage": 3}}),
     ],
-    ids=["tp2", "tp4", "tp2-dp2-zero0", "tp2-dp2-zero3"],
+    ids=["tp2", "tp4", "tp2-dp2-zero0", "tp2-dp2-zero3", "sp2", "sp2-dp2-zero3"],
 )
 def test_a_dense_decoder(ranks: int, parallel: dict[str, Any], dense: Found, pool: Pool) -> None:
     same(pool, dense, ranks, DENSE, parallel)
@@ -113,23 +118,67 @@ def test_a_dense_decoder(ranks: int, parallel: dict[str, Any], dense: Found, poo
         (4, {"mesh": {"tp": 2, "ep": 2}}),
         (4, {"mesh": {"tp": 2, "ep": 2}, "zero": {"stage": 3}}),
         (4, {"mesh": {"tp": 2}, "zero": {"stage": 3}}),
+        (4, {"mesh": {"tp": 2, "ep": 2}, "tensor": {"sequence": True}}),
     ],
-    ids=["tp2", "tp2-ep2-zero1", "tp2-ep2-zero3", "tp2-dp2-zero3"],
+    ids=["tp2", "tp2-ep2-zero1", "tp2-ep2-zero3", "tp2-dp2-zero3", "sp2-ep2"],
 )
 def test_a_mixture_of_experts(ranks: int, parallel: dict[str, Any], mixture: Found, pool: Pool) -> None:
     same(pool, mixture, ranks, MIXTURE, parallel)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "parallel"), [(2, {"mesh": {"tp": 2}}), (4, {"mesh": {"tp": 2}})], ids=["tp2", "tp2-dp2"]
+    ("ranks", "parallel"),
+    [(2, {"mesh": {"tp": 2}}), (4, {"mesh": {"tp": 2}}), (2, {"mesh": {"tp": 2}, "tensor": {"sequence": True}})],
+    ids=["tp2", "tp2-dp2", "sp2"],
 )
 def test_an_encoder_decoder(ranks: int, parallel: dict[str, Any], pair: Found, pool: Pool) -> None:
     same(pool, pair, ranks, PAIR, parallel, objective={"kind": "span"})
 
 
-@pytest.mark.parametrize("name", ["guard.copy_in", "guard.sum_out", "vocabulary.sum_out"])
-def test_the_comparison_fails_without_one_collective(name: str, dense: Found, pool: Pool) -> None:
+def with_core(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A model of one block around that core, and the objective it can learn by."""
+    entry = CORES.get(name)
+    mixer = {"kind": "attention", "heads": 4, "kv_heads": 2, "core": encode(example(entry))}
+    block = {"mixer": mixer, "ffn": {"kind": "dense", "hidden": 16}}
+    model = {
+        "kind": "decoder" if entry.traits.causal else "encoder",
+        "width": 32,
+        "stack": {"depth": 1, "block": block},
+    }
+    return model, {"kind": "causal" if entry.traits.causal else "masked"}
+
+
+def every_core(parallel: dict[str, Any]) -> dict[str, Found]:
+    """Train each core whose heads are computed apart."""
+    models = {name: with_core(name) for name in CORES.able(per_head=True)}
+    return {name: trained(model, parallel, steps=1, objective=objective) for name, (model, objective) in models.items()}
+
+
+def test_every_core_that_promises_heads_apart(pool: Pool) -> None:
+    one = pool.run(every_core, 1, {})[0]
+    ranks = pool.run(every_core, 2, {"mesh": {"tp": 2}})
+    assert len(one) > 5
+    wrong = {}
+    for name, found in one.items():
+        try:
+            compare(found, [rank[name] for rank in ranks])
+        except AssertionError as error:
+            wrong[name] = str(error)[:300]
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "sequence"),
+    [
+        ("guard.copy_in", False),
+        ("guard.sum_out", False),
+        ("vocabulary.sum_out", False),
+        ("sequence.guard_weights", True),
+    ],
+)
+def test_the_comparison_fails_without_one_guard(name: str, sequence: bool, dense: Found, pool: Pool) -> None:
     """Negative control: a guard that lets its input through as it is must not pass."""
+    parallel = {"mesh": {"tp": 2}, "tensor": {"sequence": sequence}}
     with pytest.raises(AssertionError) as caught:
-        same(pool, dense, 2, DENSE, {"mesh": {"tp": 2}}, without=f"xscale.parallel.{name}")
+        same(pool, dense, 2, DENSE, parallel, without=f"xscale.parallel.{name}")
     assert not isinstance(caught.value, RankError)

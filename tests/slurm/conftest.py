@@ -66,7 +66,8 @@ class Lab:
     def step(self, run: Path | None = None) -> int:
         """The last step that rank 0 wrote."""
         metrics = (run or self.run) / "metrics.jsonl"
-        return int(json.loads(metrics.read_text().splitlines()[-1])["step"]) if metrics.exists() else 0
+        lines = metrics.read_text().rpartition("\n")[0].splitlines() if metrics.exists() else []
+        return max((int(json.loads(line)["step"]) for line in lines), default=0)
 
     def wait_step(self, step: int, seconds: float = 60) -> None:
         """Waits until the run is past a step."""

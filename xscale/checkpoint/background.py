@@ -97,16 +97,18 @@ class Background:
         state: dict[str, Any],
         config: dict[str, Any],
         *,
+        must: bool = False,
         still: bool = False,
     ) -> Started:
         """Copy everything and return; the rest goes on behind. Arguments as those of `saving.save`.
 
         With `still` even the copy goes on behind: the caller promises to call `copied` before any of the tensors
         changes, which in training is at the next optimizer step, a forward and a backward away.
+        One that `must` be, as the last of a run, is never left out.
         CheckpointError when more saves in a row failed than may.
         """
         start = time.perf_counter()
-        if self._busy == "skip" and self._in_flight():
+        if self._busy == "skip" and not must and self._in_flight():
             return Started(step, True, time.perf_counter() - start, 0.0)
         self.settle()
         copying = time.perf_counter()

@@ -1,5 +1,7 @@
 """The `checkpoint:` section of a run's config: what is saved when, and how much of it stays."""
 
+from typing import Literal
+
 import pydantic
 
 from xscale.core.config import Config
@@ -14,6 +16,10 @@ class CheckpointConfig(Config):
     """Newest checkpoints that stay; null: all of them."""
     keep_every: int | None = pydantic.Field(default=None, ge=1)
     """Checkpoints whose step is a multiple of this stay for ever; null: none."""
+    asynchronous: bool = True
+    """Go on training while a copy of the state is written; false: wait for the disk."""
+    busy: Literal["wait", "skip"] = "wait"
+    """What a save does that finds the one before still being written: wait for it, or be left out."""
     verify: bool = True
     """Compare the hash of every file with the manifest before a checkpoint is read."""
     failure_limit: int = pydantic.Field(default=3, ge=0)

@@ -30,6 +30,8 @@ class Mesh:
     waits for those of its channel that were begun before it; None for one stage."""
     back: dist.ProcessGroup | None = None
     """The same, for what goes to an earlier one."""
+    background: dist.ProcessGroup | None = None
+    """All ranks over gloo, for what goes on beside training; None for one process."""
     timeout: datetime.timedelta = field(default=datetime.timedelta(minutes=10))
 
     @property
@@ -70,11 +72,12 @@ def lay_out(place: Place, degrees: Degrees, device: torch.device, timeout: datet
     )
     copies = (degrees.pp, degrees.dp, 1, degrees.cp, degrees.tp)
     replicas = init_device_mesh(kind, copies, mesh_dim_names=DENSE)
-    if degrees.pp == 1:
-        return Mesh(place, degrees, device, dense, experts, replicas, timeout=timeout)
-    lines = dense.mesh.flatten(1).t().tolist()
-    forth, back = (dist.new_subgroups_by_enumeration(lines, timeout=timeout)[0] for _ in range(2))
-    return Mesh(place, degrees, device, dense, experts, replicas, forth, back, timeout)
+    background = dist.new_group(backend="gloo", timeout=timeout)
+    forth = back = None
+    if degrees.pp > 1:
+        lines = dense.mesh.flatten(1).t().tolist()
+        forth, back = (dist.new_subgroups_by_enumeration(lines, timeout)[0] for _ in range(2))  # type: ignore[no-untyped-call]
+    return Mesh(place, degrees, device, dense, experts, replicas, forth, back, background, timeout)
 
 
 def leave() -> None:

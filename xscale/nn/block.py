@@ -1,5 +1,6 @@
 """One layer: mixers and a feed-forward part, each on the residual stream, with norms before, after or around them."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -35,6 +36,11 @@ class BlockConfig(Config):
     """Share of each sublayer's output that training drops."""
 
 
+def drop(y: Tensor, share: float, tokens: Tokens) -> Tensor:
+    """The plain way: a share of the numbers dropped, the rest scaled up."""
+    return F.dropout(y, share)
+
+
 class Sublayer(Module):
     """A part on the residual stream."""
 
@@ -45,16 +51,21 @@ class Sublayer(Module):
         self.norm: Norm = NORMS.build(config.norm, width)
         self.after: Norm | None = NORMS.build(config.norm, width) if config.placement == "sandwich" else None
         self.part = part
+        self.drop: Callable[[Tensor, float, Tokens], Tensor] = drop
+        """Dropout of the part's output: a seam, for a piece of the sequence."""
 
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         inner = x if self.placement == "post" else self.norm(x)
+        y: Tensor
         if isinstance(self.part, Mixer):
             y = self.part(inner, tokens, memory, source)
         else:
             y = self.part(inner, tokens)
         if self.after is not None:
             y = self.after(y)
-        y = x + F.dropout(y, self.dropout, self.training and tokens.noise is not None)
+        if self.dropout and self.training and tokens.noise is not None:
+            y = self.drop(y, self.dropout, tokens)
+        y = x + y
         return self.norm(y) if self.placement == "post" else y
 
 

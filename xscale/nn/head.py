@@ -9,6 +9,7 @@ from torch.nn import Parameter
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Embedding
 from xscale.nn.module import Module
+from xscale.nn.tokens import Tokens
 from xscale_kernels.linear_cross_entropy.op import linear_cross_entropy
 
 IGNORED = -100
@@ -29,8 +30,10 @@ class Head(Module):
         self.cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor] = summed_cross_entropy
         """From x [N, D], the weight and targets [N] to the summed loss: a seam, for a part of the vocabulary."""
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor | None = None, tokens: Tokens | None = None) -> Tensor:
         """[B, T, D] -> logits [B, T, V]; with targets [B, T], the sum of their cross-entropy in nats, a float32 scalar.
+
+        `tokens` are those of `x`; nothing here asks, but who guards the head may.
 
         A target of -100 costs 0. The logits of a whole batch never exist at once.
         """

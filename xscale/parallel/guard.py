@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from xscale.mesh.collectives import copy_in, sum_out
+from xscale.mesh.collectives import copy_in, gather_in, padded, scatter_out, sum_out
 from xscale.nn.module import Module
 from xscale.nn.tokens import Tokens
 from xscale.parallel.rules import cut_along
@@ -22,6 +22,8 @@ class Ranks:
     """The ranks that share a region, as one of them sees them."""
 
     group: dist.ProcessGroup
+    sequence: bool = False
+    """Whether each holds a piece of the sequence outside regions (Korthikanti et al. 2022)."""
 
     @property
     def count(self) -> int:
@@ -31,13 +33,17 @@ class Ranks:
     def rank(self) -> int:
         return self.group.rank()
 
-    def enter(self, x: Tensor) -> Tensor:
-        """An activation into a region."""
-        return copy_in(x, self.group)
+    def enter(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """An activation into a region; `tokens` are whole and say how long the sequence is."""
+        return gather_in(x, tokens.ids.shape[1], self.group) if self.sequence else copy_in(x, self.group)
 
     def leave(self, y: Tensor) -> Tensor:
         """A part of a sum out of a region."""
-        return sum_out(y, self.group)
+        return scatter_out(y, self.group) if self.sequence else sum_out(y, self.group)
+
+    def piece(self, x: Tensor) -> Tensor:
+        """Of what is the same on every rank, what this one holds outside regions. No gradient."""
+        return padded(x, 1, self.count).chunk(self.count, 1)[self.rank]
 
 
 def guard_part(part: nn.Module, ranks: Ranks) -> None:
@@ -46,8 +52,9 @@ def guard_part(part: nn.Module, ranks: Ranks) -> None:
     def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         x, tokens, *others = inputs
         if others and others[0] is not None:
-            others[0] = ranks.enter(others[0])
-        return ranks.enter(x), _share(tokens, ranks.count), *others
+            memory, source = others
+            others = [ranks.enter(memory, source), source]
+        return ranks.enter(x, tokens), _share(tokens, ranks.count), *others
 
     def leave(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
         return ranks.leave(y)
@@ -74,18 +81,18 @@ def entering(module: Module, ranks: Ranks) -> Callable[[Tensor], Tensor]:
     A bias behind a product whose terms are spread over ranks is added on the first of them only.
     """
     inner = module.door
-    summed = any(
-        parameter.dim() > 1 and cut_along(parameter, "tp") == parameter.dim() - 1
-        for parameter in module.parameters(recurse=False)
-    )
-    # A factor, not another graph: every rank must join the sum of the gradient.
-    share = 0.0 if summed and ranks.rank else 1.0
+    parameters = module.named_parameters(recurse=False)
+    summed = {module.axes[name][:-1] for name, one in parameters if cut_along(one, "tp") == one.dim() - 1}
+    behind = [name for name, axes in module.axes.items() if axes in summed]
 
     def door(parameter: Tensor) -> Tensor:
         local = parameter if inner is None else inner(parameter)
         if cut_along(parameter, "tp") is not None:
             return local
         entered = copy_in(local, ranks.group)
-        return entered * share if summed else entered
+        if ranks.rank and any(getattr(module, name) is parameter for name in behind):
+            # A factor, not another graph: every rank must join the sum of the gradient.
+            return entered * 0.0
+        return entered
 
     return door

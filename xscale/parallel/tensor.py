@@ -3,6 +3,8 @@
 Each sublayer's part whose parameters tp cuts is a region (see `guard`); the embedding and the head share the words.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from xscale.core.errors import Problem
@@ -14,6 +16,8 @@ from xscale.nn.head import Head
 from xscale.nn.linear import Embedding, Linear
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.module import Module, parameter_axes
+from xscale.nn.tokens import Tokens
+from xscale.parallel import sequence
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.guard import Ranks, guard_part, guard_weights
 from xscale.parallel.rules import RULES, cut_along
@@ -33,6 +37,8 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
             problems += _check_part(module.part, where)
         if isinstance(module, Attention):
             problems += _check_heads(module, tp, where)
+    if config.tensor.sequence:
+        problems += sequence.check(model, f"{path}.tensor.sequence")
     return list({problem.what: problem for problem in problems}.values())
 
 
@@ -99,7 +105,7 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
     """Guard the regions of a model that is cut, and substitute what shares the words. The doors must be there."""
     if mesh.degrees.tp == 1:
         return
-    ranks = Ranks(dense_mesh(mesh, config)["tp"].get_group())
+    ranks = Ranks(dense_mesh(mesh, config)["tp"].get_group(), config.tensor.sequence)
     for module in model.modules():
         if isinstance(module, Sublayer):
             guard_part(module.part, ranks)
@@ -110,6 +116,8 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
             module.look = Lookup(ranks, _first(module.weight, ranks))
         if isinstance(module, Head):
             _share_words(module, ranks)
+    if ranks.sequence:
+        sequence.apply(model, ranks)
 
 
 def _first(table: Tensor, ranks: Ranks) -> int:
@@ -147,12 +155,13 @@ def _share_words(head: Head, ranks: Ranks) -> None:
     words = head.weight.shape[0]
     head.cross_entropy = CrossEntropy(ranks, _first(head.weight, ranks), words)
 
-    def enter(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return ranks.enter(inputs[0]), *inputs[1:]
+    def enter(_: nn.Module, inputs: tuple[Tensor, Tensor | None, Tokens]) -> tuple[Any, ...]:
+        x, targets, tokens = inputs
+        assert tokens is not None, "a head that is shared out must know its tokens"
+        return ranks.enter(x, tokens), targets, tokens
 
-    def leave(_: nn.Module, inputs: tuple[Tensor | None, ...], out: Tensor) -> Tensor:
-        asked = len(inputs) < 2 or inputs[1] is None
-        return join_out(out, words, ranks.group) if asked else out
+    def leave(_: nn.Module, inputs: tuple[Tensor, Tensor | None, Tokens], out: Tensor) -> Tensor:
+        return join_out(out, words, ranks.group) if inputs[1] is None else out
 
     head.register_forward_pre_hook(enter)
     head.register_forward_hook(leave)

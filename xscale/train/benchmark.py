@@ -107,7 +107,7 @@ def collect(parts: Parts, steps: int) -> list[list[Batch]]:
 
 
 def dense_twin(settings: Settings) -> Settings:
-    """The same model with each mixture replaced by one dense layer of equal active FLOPs, without router or dispatch."""
+    """The same model with each mixture replaced by one dense layer of equal active FLOPs, no router, no dispatch."""
     from xscale.core.config import decode, encode
 
     data = encode(settings)

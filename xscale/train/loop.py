@@ -3,13 +3,11 @@
 import math
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from xscale.checkpoint.errors import CheckpointError
-from xscale.checkpoint.saving import save
+from xscale.checkpoint.background import Background
 from xscale.core.config import encode
 from xscale.core.errors import FaultError
 from xscale.data.samples import Samples
@@ -38,11 +36,11 @@ class Loop:
     parts: Parts
     state: State
     observer: Observer
-    folder: Path
     stop: Stop
     began: float
-    failures: int = 0
-    """Saves that failed in a row."""
+    saves: Background
+    stalls: dict[int, float] = field(default_factory=dict)
+    """Seconds that the loop waited for each save that has not ended."""
 
     def run(self) -> str | None:
         """Steps until the last one or until something asks to stop; the cause of stopping, None when done."""
@@ -52,6 +50,7 @@ class Loop:
         stream = self._stream(train.steps - state.step)
         while state.step < train.steps and cause is None:
             self._step(stream)
+            self._tell_saves()
             cause = self._agree(state.step - first)
             last = state.step == train.steps
             every = train.eval_every
@@ -79,7 +78,7 @@ class Loop:
         stepped = parts.stepper.step(batches, lr)
         state.consumed += train.batch_size
         state.tokens += train.batch_size * parts.settings.data.sequence_length
-        means = mean_tensors(tally.means())
+        means = mean_tensors(tally.means(), alike=parts.mesh.degrees.pp == 1)
         if stepped.finite:
             settle(parts.model, means, lay)
         self._count(stepped, means)
@@ -147,25 +146,26 @@ class Loop:
         self.observer.evaluated(EvalReport(state.step, found.loss, found.perplexity, found.bits_per_byte, seconds))
 
     def _save(self, *, must: bool) -> None:
-        """A save that fails is told and training goes on, up to a limit; one that must succeed fails the run."""
+        """Start a save; the last one of a run is waited for and must succeed, others may fail up to a limit."""
         parts, state = self.parts, self.state
-        keep = parts.settings.checkpoint
-        start = time.perf_counter()
-        try:
-            path = save(
-                self.folder / "checkpoints",
-                state.step,
-                tensors(parts.rests, parts.optimizer),
-                state.encode(parts.optimizer),
-                encode(parts.settings),
-                keep_last=keep.keep_last,
-                keep_every=keep.keep_every,
-            )
-        except CheckpointError as error:
-            self.failures += 1
-            if must or self.failures > keep.failure_limit:
-                raise
-            self.observer.message(f"step {state.step} could not be saved: {error}; training goes on")
+        held = tensors(parts.rests, parts.optimizer)
+        started = self.saves.save(state.step, held, state.encode(parts.optimizer), encode(parts.settings), must=must)
+        if started.skipped:
+            self.observer.message(f"step {state.step} is not saved: the save before is still being written")
             return
-        self.failures = 0
-        self.observer.saved(state.step, path, time.perf_counter() - start)
+        self.stalls[state.step] = started.stall_seconds
+        begin = time.perf_counter()
+        if must:
+            self.saves.finish()
+        elif not parts.settings.checkpoint.asynchronous:
+            self.saves.settle()
+        self.stalls[state.step] += time.perf_counter() - begin
+        self._tell_saves()
+
+    def _tell_saves(self) -> None:
+        for ended in self.saves.ended():
+            stall = self.stalls.pop(ended.step, 0.0)
+            if ended.path is not None:
+                self.observer.saved(ended.step, ended.path, stall)
+            else:
+                self.observer.message(f"step {ended.step} could not be saved: {ended.error}; training goes on")

@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 
 from xscale.checkpoint import loading
+from xscale.checkpoint.background import Background
+from xscale.checkpoint.lock import Lock
 from xscale.core.config import encode
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE
 from xscale.mesh.collectives import barrier
@@ -37,6 +39,25 @@ def train(settings: Settings) -> int:
 def _train(settings: Settings, here: Place, stop: Stop, began: float) -> int:
     folder = open_folder(settings)
     parts = set_up(settings, here)
+    with Lock(folder), saves_of(parts, folder) as saves:
+        return _run(parts, folder, saves, stop, began)
+
+
+def saves_of(parts: Parts, folder: Path) -> Background:
+    """The run's saves."""
+    config = parts.settings.checkpoint
+    return Background(
+        folder / "checkpoints",
+        group=parts.mesh.background,
+        busy=config.busy,
+        keep_last=config.keep_last,
+        keep_every=config.keep_every,
+        failure_limit=config.failure_limit,
+    )
+
+
+def _run(parts: Parts, folder: Path, saves: Background, stop: Stop, began: float) -> int:
+    settings, here = parts.settings, parts.mesh.place
     restored = loading.restore(
         folder / "checkpoints", tensors(parts.rests, parts.optimizer), verify=settings.checkpoint.verify
     )
@@ -52,7 +73,7 @@ def _train(settings: Settings, here: Place, stop: Stop, began: float) -> int:
     watching.start(facts(parts, folder, state, resumed))
     for sentence in restored.reasons:
         watching.message(sentence)
-    loop = Loop(parts, state, watching, folder, stop, began)
+    loop = Loop(parts, state, watching, stop, began, saves)
     reason, message = "failed", ""
     compared = None
     try:

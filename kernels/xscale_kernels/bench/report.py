@@ -32,6 +32,7 @@ OPERATORS = (
     "rmsnorm",
     "rope",
     "router",
+    "squared_norm",
 )
 ROOT = Path(__file__).parents[3]
 

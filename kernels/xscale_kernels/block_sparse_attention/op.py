@@ -28,6 +28,7 @@ def _triton(q: Tensor, v: Tensor, layout: BlockLayout) -> str | None:
 
 _HERE = "xscale_kernels.block_sparse_attention"
 IMPLEMENTATIONS = (
+    Implementation("cpu", f"{_HERE}.cpu", refusals.unless_cpu),
     Implementation("triton", f"{_HERE}.triton", _triton),
     Implementation("reference", f"{_HERE}.reference", refusals.never),
 )
@@ -51,11 +52,12 @@ def _forward(
     scale: float,
     causal: bool,
     softcap: float,
+    implementation: str,
 ) -> tuple[Tensor, Tensor]:
-    from xscale_kernels.block_sparse_attention import triton
-
-    rule = Rule(scale, causal, softcap, slopes, query_documents, key_documents)
-    return triton.forward(q, k, v, _parts(numbers, lists), rule)
+    rule, layout = Rule(scale, causal, softcap, slopes, query_documents, key_documents), _parts(numbers, lists)
+    choice = choose("block_sparse_attention", IMPLEMENTATIONS, implementation, q, v, layout)
+    out: tuple[Tensor, Tensor] = choice.implementation.load().forward(q, k, v, layout, rule)
+    return out
 
 
 @_forward.register_fake
@@ -80,11 +82,13 @@ def _back(
     scale: float,
     causal: bool,
     softcap: float,
+    implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from xscale_kernels.block_sparse_attention import triton
-
-    rule = Rule(scale, causal, softcap, slopes, query_documents, key_documents)
-    return triton.backward(q, k, v, out, lse, dout, _parts(numbers, lists), rule)
+    rule, layout = Rule(scale, causal, softcap, slopes, query_documents, key_documents), _parts(numbers, lists)
+    choice = choose("block_sparse_attention (backward)", IMPLEMENTATIONS, implementation, q, v, layout)
+    found: tuple[Tensor, Tensor, Tensor]
+    found = choice.implementation.load().backward(q, k, v, out, lse, dout, layout, rule)
+    return found
 
 
 @_back.register_fake
@@ -101,7 +105,7 @@ def _backward(ctx: Any, dout: Tensor, _: Any) -> tuple[Any, ...]:
     q, k, v, out, lse, slopes, query_documents, key_documents, *lists = ctx.saved_tensors
     found = _back(q, k, v, out, lse, dout, slopes, query_documents, key_documents, lists, *ctx.settings)
     # The lists are one argument, whose gradients are a list.
-    return *found, None, None, None, [None] * len(lists), None, None, None, None
+    return *found, None, None, None, [None] * len(lists), None, None, None, None, None
 
 
 _forward.register_autograd(_backward, setup_context=_keep)
@@ -188,12 +192,22 @@ def block_sparse_attention(
         None if query_documents is None else query_documents.to(torch.int32).contiguous(),
         None if key_documents is None else key_documents.to(torch.int32).contiguous(),
     )
-    choice = choose("block_sparse_attention", IMPLEMENTATIONS, implementation, q, v, layout)
-    if choice.implementation.name == "reference":
+    if implementation == "reference":
         return reference.block_sparse_attention(q, k, v, layout, rule)
     lists = [layout.key_starts, layout.key_blocks, layout.query_starts, layout.query_blocks]
     numbers = [layout.block, layout.heads, layout.rows, layout.columns]
     out: Tensor = _forward(
-        q, k, v, rule.slopes, rule.query_documents, rule.key_documents, lists, numbers, rule.scale, causal, rule.softcap
+        q,
+        k,
+        v,
+        rule.slopes,
+        rule.query_documents,
+        rule.key_documents,
+        lists,
+        numbers,
+        rule.scale,
+        causal,
+        rule.softcap,
+        implementation or "",
     )[0]
     return out

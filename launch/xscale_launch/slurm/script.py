@@ -35,9 +35,9 @@ fi
 """
 
 MEETING = """
-# Ranks meet on the job's first node, at a port that follows from the job's id.
+# Ranks meet on the job's first node, at a port that follows from the job's id and is another in each attempt.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-MASTER_PORT=$(({base} + 2 * SLURM_JOB_ID % {span}))
+MASTER_PORT=$(({base} + 2 * (SLURM_JOB_ID + 7 * ${{SLURM_RESTART_COUNT:-0}}) % {span}))
 export MASTER_ADDR MASTER_PORT
 say "attempt ${{SLURM_RESTART_COUNT:-0}} on $SLURM_JOB_NODELIST, meeting at $MASTER_ADDR:$MASTER_PORT"
 """

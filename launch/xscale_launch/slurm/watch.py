@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from xscale_launch import status
+from xscale_launch.columns import columns
 from xscale_launch.errors import LaunchError
 from xscale_launch.local import say
 from xscale_launch.slurm import queue, record, submit
@@ -54,7 +55,7 @@ def show_status(options: argparse.Namespace) -> int:
     rows += [
         [str(job[key]) for key in ("id", "state", "reason", "nodes", "run_time", "limit", "restarts")] for job in jobs
     ]
-    print(table(rows) if jobs else "Slurm knows none of this run's jobs any more")
+    print(columns(rows) if jobs else "Slurm knows none of this run's jobs any more")
     for one in runs:
         ended = f", over: {status.describe(one.status)}" if one.status is not None else ""
         reached = f"step {one.step}, loss {one.loss:.4f}" if one.step is not None else "no step yet"
@@ -107,13 +108,6 @@ def folders(run: Path) -> list[Path]:
     """The run's folder, or those of a sweep's members."""
     members = run / "launch" / "members.txt"
     return [Path(line) for line in members.read_text().splitlines()] if members.is_file() else [run]
-
-
-def table(rows: list[list[str]]) -> str:
-    """Rows in columns."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(lines)
 
 
 def show_logs(options: argparse.Namespace) -> int:
@@ -180,6 +174,11 @@ def requeue(options: argparse.Namespace) -> int:
     live = [job for job in queue.known([one.id for one in record.read(run)]) if job["JobState"] == "RUNNING"]
     if not live:
         raise LaunchError(f"no job of {run} is running; `xscale launch resume {run}` submits it again")
+    if any(job.get("Requeue") == "0" for job in live):
+        raise LaunchError(
+            f"jobs of {run} were submitted never to be put back (a chain, or requeue = false): "
+            f"`xscale launch cancel {run}`, then `xscale launch resume {run}`"
+        )
     for job in live:
         # Only asked to save: the batch script itself puts the job back when all have saved, whatever KillWait is.
         queue.ask("scancel", "--signal=USR1", job["JobId"])

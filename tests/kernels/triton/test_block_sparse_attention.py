@@ -67,5 +67,5 @@ def test_registration(device: str) -> None:
     q, k, v = (torch.randn(1, 2, 20, 16, device=device, requires_grad=True) for _ in range(3))
     layout = layout_from_mask(torch.ones(1, 2, 2, dtype=torch.bool, device=device), 16)
     lists = [layout.key_starts, layout.key_blocks, layout.query_starts, layout.query_blocks]
-    arguments = (q, k, v, None, None, None, lists, [16, 1, 2, 2], 0.25, True, 0.0)
+    arguments = (q, k, v, None, None, None, lists, [16, 1, 2, 2], 0.25, True, 0.0, "triton")
     torch.library.opcheck(torch.ops.xscale.block_sparse_attention.default, arguments)

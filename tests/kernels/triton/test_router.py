@@ -7,7 +7,7 @@ from xscale_kernels.router import route
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-@pytest.mark.parametrize(("N", "E", "k"), [(7, 5, 2), (1, 1, 1), (0, 4, 2), (33, 64, 8)])
+@pytest.mark.parametrize(("N", "E", "k"), [(7, 5, 2), (1, 1, 1), (0, 4, 2), (9, 33, 5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_forward_and_gradient(device: str, score: str, N: int, E: int, k: int, dtype: torch.dtype) -> None:
     # Distinct values in every row, so that there is one right order even in bfloat16.

@@ -73,16 +73,24 @@ from xscale.nn.attention import (  # noqa: E402
     adaptive,  # noqa: F401
     area,  # noqa: F401
     block_sparse,  # noqa: F401
+    cluster_former,  # noqa: F401
+    clustered,  # noqa: F401
     delta,  # noqa: F401
     efficient,  # noqa: F401
     fmmformer,  # noqa: F401
+    informer,  # noqa: F401
     linear,  # noqa: F401
     linformer,  # noqa: F401
     luna,  # noqa: F401
     memory_compressed,  # noqa: F401
+    moba,  # noqa: F401
+    nsa,  # noqa: F401
     nystrom,  # noqa: F401
     performer,  # noqa: F401
+    reformer,  # noqa: F401
     rfa,  # noqa: F401
+    routing,  # noqa: F401
+    sinkhorn,  # noqa: F401
     skyformer,  # noqa: F401
     softmax,  # noqa: F401
     transformer_ls,  # noqa: F401

@@ -60,6 +60,10 @@ class BlockSparse(Core):
         self._plans: dict[tuple[Grid, torch.device], tuple[Plan, Ways]] = {}
 
     @classmethod
+    def example(cls) -> Config:
+        return cls.Config(block=16)
+
+    @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         entry = PATTERNS.of(config.pattern)
         problems = list(entry.part.check(config.pattern, dims, f"{path}.pattern"))

@@ -25,7 +25,8 @@ from xscale.nn.init import Init
     traits=CoreTraits(
         causal=False,
         bidirectional=True,
-        cross=True,
+        # Landmarks are means of all queries: a written token would know those after it.
+        cross=False,
         per_head=True,
         cost="2 * landmarks * (T + S) * K + 2 * landmarks**2 * K + 24 * landmarks**3",
         context=("ulysses",),

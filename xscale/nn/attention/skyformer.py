@@ -22,7 +22,8 @@ from xscale.nn.dims import Dims
     traits=CoreTraits(
         causal=False,
         bidirectional=True,
-        cross=True,
+        # Landmarks are means of all queries: a written token would know those after it.
+        cross=False,
         per_head=True,
         cost="2 * landmarks * (T + S) * K + landmarks**2 * (2 * K + 22 * landmarks)",
         context=("ulysses",),

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from xscale.core.errors import Problem
 from xscale.nn.attention import CORES, Core, CoreTraits
+from xscale.nn.attention.runs import beside
 from xscale.nn.attention.scan import chunks, wide
 from xscale.nn.attention.sight import Sight
 from xscale.nn.attention.weights import softmax_rows, spread
@@ -64,7 +65,7 @@ class TransformerLs(Core):
         k, v = spread(wide(k), q.shape[1]), spread(wide(v), q.shape[1])
         length = k.shape[2]
         slot_k, slot_v = self._slots(k, v)
-        near_k, near_v = (_beside(chunks(x, 2, size), self.causal) for x in (self._norm(k, 0), self._norm(v, 1)))
+        near_k, near_v = (beside(chunks(x, 2, size), 2, not self.causal) for x in (self._norm(k, 0), self._norm(v, 1)))
         rows = chunks(q, 2, size)  # [B, H, N, C, K]
         near = rows @ near_k.mT  # [B, H, N, C, W]
         hidden = self._hidden(rows.shape[2], length, near.shape[-1], slot_k.shape[2], q.device)  # [N, C, W + R]
@@ -110,11 +111,3 @@ class TransformerLs(Core):
             return float(heads * head_width * (3 * keys * slots + 2 * padded * (3 * size + slots)))
         kept = keys // size * slots
         return float(heads * head_width * ((keys + 2 * (keys // size * size)) * slots + 2 * padded * (2 * size + kept)))
-
-
-def _beside(x: Tensor, causal: bool) -> Tensor:
-    """Each segment with the one before, and both ways with the one after: [B, H, N, C, K] -> [B, H, N, 2C or 3C, K]."""
-    before = F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1]
-    if causal:
-        return torch.cat((before, x), 3)
-    return torch.cat((before, x, F.pad(x, (0, 0, 0, 0, 0, 1))[:, :, 1:]), 3)

@@ -29,7 +29,7 @@ def grouped(x: Tensor, y: Tensor) -> Tensor:
     batch, heads, rows, inner = x.shape
     if y.shape[1] == heads:
         return x @ y
-    product = x.reshape(batch, y.shape[1], -1, inner) @ y
+    product = x.reshape(batch, y.shape[1], heads // y.shape[1] * rows, inner) @ y
     return product.view(batch, heads, rows, y.shape[-1])
 
 

@@ -32,5 +32,5 @@ class Encoder(Model):
         return check_model(config, shared, path) + Stack.check(config.stack, shared, f"{path}.stack")
 
     def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:
-        out: Tensor = self.head(self.stack(self.embed(tokens), tokens), targets)
+        out: Tensor = self.head(self.stack(self.embed(tokens), tokens), targets, tokens)
         return out

@@ -55,5 +55,5 @@ class EncoderDecoder(Model):
             if "memory" not in tokens.cache:
                 tokens.cache["memory"] = self.encode(source)
             memory = tokens.cache["memory"]
-        out: Tensor = self.head(self.decoder(self.target(tokens), tokens, memory, source), targets)
+        out: Tensor = self.head(self.decoder(self.target(tokens), tokens, memory, source), targets, tokens)
         return out

@@ -34,7 +34,7 @@ def apply(
     line = Line(
         config.pipeline,
         count,
-        width=int(model.get_submodule("head").weight.shape[1]),  # type: ignore[union-attr, arg-type]
+        width=model.get_parameter("head.weight").shape[1],
         reads=[stage.reads for stage in made],
         holders=kept,
         zero=config.zero.stage,

@@ -17,7 +17,8 @@ class Edges:
 
     def __init__(self, mesh: Mesh, dtype: torch.dtype) -> None:
         """`dtype`: of what travels."""
-        assert mesh.forth is not None and mesh.back is not None, "one stage has no edges"
+        assert mesh.forth is not None, "one stage has no edges"
+        assert mesh.back is not None
         self.rank = mesh.forth.rank()
         self.count = mesh.forth.size()
         self.device = mesh.device

@@ -62,7 +62,7 @@ class Line:
 
     def shapes(self, stage: int, tokens: Tokens, source: Tokens | None) -> Shapes:
         """What a stage receives for a micro-batch, and sends back the gradient of."""
-        found = []
+        found: Shapes = []
         for reads in self.reads[stage]:
             read = source if reads else tokens
             assert read is not None
@@ -109,9 +109,8 @@ class Pipeline(Staged):
         outputs = list(out) if isinstance(out, tuple) else [out]
         shapes = self.line.shapes(index + 1, tokens, source)
         for tensor, shape in zip(outputs, shapes, strict=True):
-            assert tensor.dtype == self.edges.dtype and tuple(tensor.shape) == shape, (
-                f"stage {index} gives {tensor.dtype} {tuple(tensor.shape)}, not {self.edges.dtype} {shape}"
-            )
+            given, wanted = (tensor.dtype, tuple(tensor.shape)), (self.edges.dtype, shape)
+            assert given == wanted, f"stage {index} gives {given}, and the next one awaits {wanted}"
         return outputs
 
     def _told(self, out: Any, targets: Tensor | None, tokens: Tokens) -> Tensor:
@@ -209,7 +208,9 @@ class Pipeline(Staged):
                 self.edges.send(rank, ("S", rest.name), [gradient.clone()])
             parts = {rank: self.edges.receive(rank, ("S", rest.name, rank))[0] for rank in others}
             parts[self.edges.rank] = gradient.clone()
-            gradient.copy_(sum(parts[rank] for rank in ranks))
+            gradient.copy_(parts[ranks[0]])
+            for rank in ranks[1:]:
+                gradient += parts[rank]
         self.edges.settle()
 
 

@@ -66,7 +66,7 @@ class Schedule:
 
 def gpipe(pp: int, chunks: int, micros: int) -> Table:
     """All forwards, then all backwards."""
-    return [[Action(kind, rank, micro) for kind in ("F", "B") for micro in range(micros)] for rank in range(pp)]  # type: ignore[arg-type]
+    return [[Action(kind, rank, micro) for kind in ("F", "B") for micro in range(micros)] for rank in range(pp)]
 
 
 def one_f_one_b(pp: int, chunks: int, micros: int) -> Table:
@@ -75,7 +75,7 @@ def one_f_one_b(pp: int, chunks: int, micros: int) -> Table:
 
 
 def interleaved(pp: int, chunks: int, micros: int) -> Table:
-    """Each rank has several stages that are far apart, so the pipeline fills sooner; micro-batches go in rounds of pp."""
+    """Each rank has several stages, far apart, so the pipeline fills sooner; micro-batches go in rounds of pp."""
     total = micros * chunks
     warm = [min(total, 2 * (pp - rank - 1) + (chunks - 1) * pp) for rank in range(pp)]
     return [_steady(pp, chunks, micros, rank, warm[rank]) for rank in range(pp)]

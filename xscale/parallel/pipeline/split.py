@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import nn
 
@@ -50,7 +51,8 @@ def split(model: nn.Module, config: PipelineConfig, stages: int, length: int) ->
     else:
         each, head = costs(model, length)
         sizes = balanced(each, head, stages)
-    assert len(sizes) == stages and sum(sizes) == len(blocks)
+    assert len(sizes) == stages
+    assert sum(sizes) == len(blocks)
     starts = [sum(sizes[:stage]) for stage in range(stages)]
     return [blocks[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
@@ -106,7 +108,7 @@ def balanced(blocks: Sequence[float], head: float, stages: int) -> list[int]:
     for stage in range(stages, 0, -1):
         ends.append(-best[stage][ends[-1]][1])
     ends.reverse()
-    return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    return [end - start for start, end in pairwise(ends)]
 
 
 def holders(model: nn.Module, parts: list[list[str]]) -> dict[str, list[int]]:

@@ -1,0 +1,62 @@
+"""Run while an image is built: imports what the image promises and compares versions with the pins. Fails the build.
+
+python docker/check_imports.py base [deepspeed] [megatron] [mpi] [hf] [dev] [cuda]
+"""
+
+import importlib
+import importlib.metadata
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MODULES = {
+    "base": ["torch", "numpy", "pydantic", "yaml", "typer", "rich", "sentencepiece", "safetensors", "tensorboard",
+             "matplotlib", "zstandard", "xscale", "xscale.cli", "xscale_kernels", "xscale_launch.main"],
+    "deepspeed": ["deepspeed"],
+    "megatron": ["megatron.core"],
+    "mpi": ["mpi4py.MPI"],
+    "hf": ["transformers"],
+    "dev": ["pytest", "hypothesis", "mypy"],
+    "cuda": ["apex", "amp_C", "fused_layer_norm_cuda", "triton"],
+}  # fmt: skip
+
+
+def pins() -> dict[str, str]:
+    """Package (in pip's spelling) to version, out of constraints.txt."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    found = dict(line.split("==") for line in lines if re.match(r"[\w.-]+==", line))
+    return {re.sub(r"[-_.]+", "-", name).lower(): version.strip() for name, version in found.items()}
+
+
+def problems(groups: list[str]) -> list[str]:
+    """What cannot be imported, and what is installed in another version than the pinned one."""
+    found = []
+    for module in (module for group in groups for module in MODULES[group]):
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # whatever a broken build raises, the build has to say which module it was
+            found.append(f"{module}: {type(error).__name__}: {error}")
+    for name, version in pins().items():
+        try:
+            installed = importlib.metadata.version(name).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if installed != version.partition("+")[0]:
+            found.append(f"{name} is {installed}, and {version} is pinned")
+    return found
+
+
+def main(groups: list[str]) -> int:
+    """0 when all is as promised."""
+    unknown = set(groups) - set(MODULES)
+    if unknown or not groups:
+        print(f"name one or more of {', '.join(MODULES)}", file=sys.stderr)
+        return 2
+    found = problems(groups)
+    print("\n".join(found) if found else f"imports of {', '.join(groups)}: as pinned")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

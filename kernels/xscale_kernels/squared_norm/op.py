@@ -1,0 +1,47 @@
+"""squared_norm: the sum of squares over many tensors, what clipping by the global norm needs before any collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from xscale_kernels import refusals
+from xscale_kernels.select import Implementation, choose
+
+
+def _apex(tensors: Sequence[torch.Tensor]) -> str | None:
+    reason = refusals.unless_apex(tensors[0])
+    if reason is None and len({each.dtype for each in tensors}) > 1:
+        return "apex takes tensors of one dtype"
+    return reason
+
+
+def _torch(tensors: Sequence[torch.Tensor]) -> str | None:
+    alike = len({(each.device, each.dtype) for each in tensors}) == 1
+    return None if alike else "the tensors differ in device or dtype"
+
+
+_HERE = "xscale_kernels.squared_norm"
+IMPLEMENTATIONS = (
+    Implementation("torch", f"{_HERE}.builtin", _torch),
+    Implementation("apex", f"{_HERE}.apex", _apex),
+    Implementation("reference", f"{_HERE}.reference", refusals.never),
+)
+
+
+@torch.no_grad()
+def squared_norm(tensors: Sequence[torch.Tensor], *, implementation: str | None = None) -> torch.Tensor:
+    """The sum of squares of all elements of all tensors, a scalar on their device, in float32 at least.
+
+    tensors: local ones (not DTensor), of any shapes, on one device. No tensors give 0 on the CPU. The device is not
+    waited for. Squares of parts add up over ranks, norms do not; so this is what to reduce.
+
+    Raises UnusableError when the named implementation refuses.
+    """
+    tensors = [each for each in tensors if each.numel()]
+    if not tensors:
+        return torch.zeros(())
+    choice = choose("squared_norm", IMPLEMENTATIONS, implementation, tensors)
+    out: torch.Tensor = choice.implementation.load().squared_norm(tensors)
+    return out

@@ -1,0 +1,135 @@
+"""The agent, started as Slurm's tasks would start it, with Slurm's variables and without Slurm."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xscale_launch.ports import free_port
+
+ROOT = Path(__file__).parents[2]
+FAKE = [sys.executable, str(ROOT / "tests/launch/fake_train.py"), "train"]
+
+
+class Job:
+    """A job of some nodes that are all this machine; each agent is one task."""
+
+    def __init__(self, folder: Path, nodes: int) -> None:
+        self.run, self.attempt, self.nodes = folder / "run", folder / "attempt", nodes
+        self.config = folder / "run.yaml"
+        self.config.write_text(f"train.steps: 4\nrun.dir: {self.run}\n")
+        self.attempt.mkdir()
+        self.port = free_port() & ~1
+        self.tools = folder / "bin"
+        self.tools.mkdir()
+
+    def variables(self, task: int) -> dict[str, str]:
+        return {
+            **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
+            "PYTHONPATH": str(ROOT / "launch"),
+            "PATH": f"{self.tools}:{os.environ['PATH']}",
+            "SLURM_PROCID": str(task),
+            "SLURM_NTASKS": str(self.nodes),
+            "SLURM_NNODES": str(self.nodes),
+            "SLURM_LOCALID": "0",
+            "SLURM_NODEID": str(task),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": f"n[1-{self.nodes}]",
+            "SLURMD_NODENAME": f"n{task + 1}",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port),
+        }
+
+    def start(self, task: int, *options: object, trainer: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        words = ["--attempt", self.attempt, "--outputs", self.run / "logs", "--disk", "0", *options, "--", *FAKE]
+        command = [sys.executable, "-m", "xscale_launch.agent", *map(str, words), str(self.config), *trainer]
+        return subprocess.Popen(command, env=self.variables(task), stdout=-1, stderr=-1, text=True)
+
+    def ended(self, *tasks: subprocess.Popen[str]) -> tuple[list[int], str]:
+        """The statuses of the tasks and everything that they said."""
+        said = "".join("".join(task.communicate(timeout=60)) for task in tasks)
+        return [task.returncode for task in tasks], said
+
+    def left(self) -> set[str]:
+        return {path.name for path in self.attempt.iterdir()} - {"bad_nodes"}
+
+
+def test_two_nodes_of_two_workers(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2)
+    statuses, said = job.ended(*[job.start(task, "--processes", 2) for task in range(2)])
+    assert statuses == [0, 0], said
+    assert "rank 0 of 4 starts" in said
+    assert job.left() == {"ended-0", "ended-2"}
+
+
+def test_a_task_that_saved_ends_well_and_leaves_75(tmp_path: Path) -> None:
+    job = Job(tmp_path, 1)
+    statuses, _ = job.ended(job.start(0, "--processes", 2, trainer=("fake.stop_after=2",)))
+    assert statuses == [0]
+    assert (job.attempt / "ended-0").read_text() == "75\n"
+
+
+def test_a_fault_leaves_its_cause(tmp_path: Path) -> None:
+    job = Job(tmp_path, 1)
+    statuses, said = job.ended(job.start(0, "--processes", 2, trainer=("fake.crash_at=1", "fake.crash_rank=1")))
+    assert statuses == [1]
+    first, cause = (job.attempt / "fault").read_text().splitlines()[:2]
+    assert first == "1"
+    assert cause.startswith("n1: rank 1 failed with status 1")
+    assert "the step fell over" in said
+
+
+def test_a_bad_gpu_stops_the_job_before_the_trainer(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2)
+    smi = job.tools / "nvidia-smi"
+    smi.write_text('#!/bin/sh\n[ "$SLURMD_NODENAME" = n2 ] && exit 9\necho "0, H200, 143771, 4, 0, 30"\n')
+    smi.chmod(0o755)
+    statuses, said = job.ended(*[job.start(task, "--gpus", 1) for task in range(2)])
+    assert statuses == [76, 76], said
+    assert "n2: its GPUs cannot be asked" in (job.attempt / "fault").read_text()
+    assert (job.attempt / "bad_nodes").read_text() == "n2\n"
+    assert not job.run.exists()
+
+
+def test_a_port_that_somebody_holds_is_said(tmp_path: Path) -> None:
+    job = Job(tmp_path, 1)
+    with socket.create_server(("", 0)) as taken:
+        job.port = taken.getsockname()[1]
+        statuses, _ = job.ended(job.start(0))
+    assert statuses == [76]
+    assert f"port {job.port} cannot be used on this machine" in (job.attempt / "fault").read_text()
+
+
+def test_outside_slurm_it_says_so(tmp_path: Path) -> None:
+    job = Job(tmp_path, 1)
+    variables = {name: value for name, value in job.variables(0).items() if name != "SLURM_PROCID"}
+    command = [
+        sys.executable,
+        "-m",
+        "xscale_launch.agent",
+        "--attempt",
+        str(job.attempt),
+        "--outputs",
+        "x",
+        "--",
+        "true",
+    ]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "SLURM_PROCID" in (job.attempt / "fault").read_text()
+
+
+@pytest.mark.slow
+def test_torchrun_inside_keeps_the_statuses(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    job = Job(tmp_path, 1)
+    statuses, said = job.ended(job.start(0, "--processes", 2, "--torchrun", trainer=("fake.stop_after=2",)))
+    assert statuses == [0], said
+    assert job.left() == {"ended-0", "go_on"}
+    (job.attempt / "go_on").unlink()
+    statuses, said = job.ended(job.start(0, "--processes", 2, "--torchrun", trainer=("fake.mistake=witdh",)))
+    assert statuses != [0]
+    assert (job.attempt / "fault").read_text().startswith("2\n"), said

@@ -1,0 +1,151 @@
+"""Routing, Cluster-Former, clustered and ProbSparse attention against their definitions, one query at a time."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.nn.attention.literal import agree, build, inputs, packed, sights
+from tests.nn.attention.test_reformer import union
+from xscale.nn.attention.cluster_former import ClusterFormer
+from xscale.nn.attention.clustered import Clustered
+from xscale.nn.attention.informer import Informer
+from xscale.nn.attention.routing import Routing
+from xscale.nn.attention.sight import Sight
+
+
+def unit(x: Tensor) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+def nearness(x: Tensor, centroids: Tensor) -> Tensor:
+    return unit(x) @ (centroids / centroids.norm(dim=-1, keepdim=True)).mT
+
+
+def test_causal_routing_sees_the_last_of_its_cluster() -> None:
+    core = build(Routing.Config(clusters=4, reach=6), causal=True)
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        labels = nearness(k, core.centroids).argmax(-1)[None]
+        shown = union(labels, seen, 6, True, k.shape[2] - q.shape[2])
+        scores = unit(q) @ unit(k).mT / 8**0.5
+        return torch.softmax(scores.masked_fill(~shown, float("-inf")), -1) @ v
+
+    numbers = packed(80, 13, 60)
+    packed_sight = Sight(80, 80, True, query_documents=numbers, key_documents=numbers)
+    for sight in [*sights(80, causal=True, documents=False), packed_sight]:
+        agree(core, sight, reference, tolerance=1e-8)
+
+
+def test_balanced_routing_takes_as_many_for_each_centroid() -> None:
+    core = build(Routing.Config(clusters=4), causal=False)
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        near_q, near_k = nearness(q, core.centroids), nearness(k, core.centroids)
+        out = torch.zeros_like(q)
+        for b in range(2):
+            for h in range(4):
+                found: dict[int, list[Tensor]] = {}
+                for c in range(4):
+                    mine = near_q[b, h, :, c].sort(descending=True).indices[:13]
+                    theirs = near_k[b, h, :, c].sort(descending=True).indices[:13]
+                    weights = torch.softmax(unit(q)[b, h, mine] @ unit(k)[b, h, theirs].mT / 8**0.5, -1)
+                    for at, row in zip(mine.tolist(), weights @ v[b, h, theirs], strict=True):
+                        found.setdefault(at, []).append(row)
+                rows = [sum(found.get(at, [q[b, h, 0] * 0])) / max(1, len(found.get(at, []))) for at in range(50)]
+                out = out.index_put((torch.tensor(b), torch.tensor(h)), torch.stack(rows))
+        return out
+
+    agree(core, Sight(50, 50, False), reference, tolerance=1e-8)
+
+
+def test_clusters_sorted_into_chunks() -> None:
+    core = build(ClusterFormer.Config(clusters=4, chunk=8), causal=False)
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        labels = nearness(k, core.centroids).argmax(-1)
+        shown = torch.zeros(2, 4, 50, 50, dtype=torch.bool)
+        for b in range(2):
+            for h in range(4):
+                pairs = sorted((label, at) for at, label in enumerate(labels[b, h].tolist()))
+                order = [at for _, at in pairs]
+                for start in range(0, 50, 8):
+                    chunk = order[start : start + 8]
+                    for at in chunk:
+                        shown[b, h, at, chunk] = True
+        return torch.softmax((q @ k.mT / 8**0.5).masked_fill(~shown, float("-inf")), -1) @ v
+
+    agree(core, Sight(50, 50, False), reference, tolerance=1e-8)
+
+
+@pytest.mark.parametrize("part", [Routing, ClusterFormer])
+def test_centroids_move_to_the_tokens(part: type) -> None:
+    core = build(part.Config(clusters=4), causal=False).train()
+    q, k, v = inputs(60)
+
+    def distance() -> Tensor:
+        return 2 - 2 * nearness(k, core.centroids[::2]).amax(-1).mean() / 8**0.5
+
+    before = distance()
+    for _ in range(50):
+        (gradient,) = torch.autograd.grad(core(q, k, v, Sight(60, 60, False)).sum(), core.centroids)
+        with torch.no_grad():
+            core.centroids -= 200 * gradient
+    assert distance() < 0.9 * before
+
+
+def test_the_centroids_loss_moves_nothing_else() -> None:
+    core = build(Routing.Config(clusters=4), causal=False)
+    q, k, v = inputs(60)
+    sight = Sight(60, 60, False)
+    still = torch.autograd.grad(core(q, k, v, sight).square().sum(), (q, k, v))
+    for one, two in zip(
+        torch.autograd.grad(core.train()(q, k, v, sight).square().sum(), (q, k, v)), still, strict=True
+    ):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("top", [0, 7])
+def test_clustered_queries_attend_as_their_mean(top: int) -> None:
+    core = build(Clustered.Config(clusters=6, bits=12, steps=3, top=top), causal=False)
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        label = core.label(q.detach(), 6)
+        rows = []
+        for b, h in ((b, h) for b in range(2) for h in range(4)):
+            for at in range(50):
+                members = [j for j in range(50) if label[b, h, j] == label[b, h, at]]
+                weights = torch.softmax(q[b, h, members].mean(0) @ k[b, h].mT / 8**0.5, -1)
+                if top:
+                    best = weights.detach().sort(descending=True).indices[:top]
+                    own = torch.softmax(q[b, h, at] @ k[b, h, best].mT / 8**0.5, -1)
+                    weights = weights.index_copy(0, best, own * weights[best].sum())
+                rows.append(weights @ v[b, h])
+        return torch.stack(rows).view(2, 4, 50, 8)
+
+    agree(core, Sight(50, 50, False), reference, tolerance=1e-8)
+
+
+def test_clusters_of_queries_hold_what_is_near() -> None:
+    core = build(Clustered.Config(clusters=4, bits=63, steps=10), causal=False)
+    centres = 4 * torch.randn(4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    which = torch.arange(40) // 10
+    label = core.label(centres[which][None, None] + 0.1, 4)[0, 0]
+    assert all(len(set(label[which == c].tolist())) == 1 for c in range(4))
+    assert len(set(label.tolist())) == 4
+
+
+def test_informer_lets_few_queries_attend() -> None:
+    core = build(Informer.Config(factor=2), causal=False)
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        count = 2 * 6  # 50 has six bits
+        sample = torch.randperm(50, generator=torch.Generator().manual_seed(core.seed))[:count]
+        scores = (q @ k.mT).detach()
+        judged = scores[..., sample].amax(-1) - scores[..., sample].sum(-1) / 50
+        active = torch.zeros_like(judged, dtype=torch.bool)
+        active.scatter_(-1, judged.sort(-1, descending=True).indices[..., :count], True)
+        dense = torch.softmax(q @ k.mT / 8**0.5, -1) @ v
+        return torch.where(active[..., None], dense, v.mean(2, keepdim=True))
+
+    agree(core, Sight(50, 50, False), reference)

@@ -1,0 +1,61 @@
+"""Reformer against its definition: the softmax over the union of what the rounds show."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.nn.attention.literal import agree, build, inputs, sights
+from xscale.nn.attention.reformer import Reformer
+from xscale.nn.attention.sight import Sight
+
+
+def union(labels: Tensor, seen: Tensor, reach: int, causal: bool, first: int) -> Tensor:
+    """[B, H, T, S]: tokens of one bucket, among those in sight, no more than `reach` of its members apart."""
+    rounds, batch, heads, length = labels.shape
+    shown = torch.zeros(batch, heads, length - first, length, dtype=torch.bool)
+    for r, b, h in ((r, b, h) for r in range(rounds) for b in range(batch) for h in range(heads)):
+        label = labels[r, b, h].tolist()
+        for at in range(first, length):
+            row = seen[min(b, len(seen) - 1), 0, at - first].tolist()
+            run = [j for j in range(length) if label[j] == label[at] and (row[j] or j == at)]
+            middle = run.index(at)
+            ends = middle + 1 if causal else middle + reach
+            for j in run[max(0, middle - reach + 1) : ends]:
+                shown[b, h, at - first, j] = True
+    return shown
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("causal", [True, False])
+def test_it_is_the_softmax_over_the_buckets(causal: bool, rounds: int) -> None:
+    core = build(Reformer.Config(buckets=6, reach=5, rounds=rounds), causal=causal)
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        first = k.shape[2] - q.shape[2]
+        shown = union(core.hash(k), seen, 5, causal, first)
+        own = torch.eye(k.shape[2], dtype=torch.bool)[first:]
+        others = shown & ~own
+        shown = torch.where(others.any(-1, keepdim=True), others, own)
+        scores = q @ (k / k.norm(dim=-1, keepdim=True)).mT
+        return torch.softmax(scores.masked_fill(~shown, float("-inf")), -1) @ v
+
+    for sight in sights(80, causal=causal):
+        agree(core, sight, reference, tolerance=1e-8)
+
+
+def test_near_keys_share_a_bucket_more_often_than_far_ones() -> None:
+    core = build(Reformer.Config(buckets=16, rounds=64), causal=True)
+    _, k, _ = inputs(40)
+    for nudge, least, most in ((0.1, 0.7, 1.0), (10.0, 0.0, 0.3)):
+        other = k + nudge * torch.randn(k.shape, generator=torch.Generator().manual_seed(3), dtype=k.dtype)
+        same = (core.hash(k) == core.hash(other)).double().mean()
+        assert least < same < most
+
+
+def test_training_hashes_anew() -> None:
+    core = build(Reformer.Config(buckets=6, reach=5, rounds=1), causal=True)
+    q, k, v = inputs(50)
+    sight = Sight(50, 50, True)
+    assert torch.equal(core(q, k, v, sight), core(q, k, v, sight))
+    core.train()
+    assert not torch.equal(core(q, k, v, sight), core(q, k, v, sight))
