@@ -6,9 +6,14 @@ from collections.abc import Iterator
 # Before torch is imported: the tests' tensors are small, and more threads than that fight over the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
 
 from tests.distributed import Pool
+
+# An example's time is the machine's, which others use too; a test that hangs is seen without it.
+hypothesis.settings.register_profile("house", deadline=None)
+hypothesis.settings.load_profile("house")
 
 
 @pytest.fixture(scope="session")

@@ -130,6 +130,19 @@ def test_precisions(dtype: torch.dtype, bound: float) -> None:
         assert (a.double() - b).norm() <= bound * b.norm()
 
 
+def test_ignored_tokens_may_also_be_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where leaving them out would make the device wait."""
+    from xscale_kernels.linear_cross_entropy import chunked
+
+    hidden, weight, bias, targets = draw(13, 5, 9)
+    with torch.no_grad():
+        hidden[1] = torch.nan
+    given: dict[str, Any] = {"bias": bias, "chunk": 4, "reduction": "none"}
+    wanted = linear_cross_entropy(hidden, weight, targets, **given)
+    monkeypatch.setattr(chunked, "kept_tokens", lambda targets, terms: None)
+    torch.testing.assert_close(linear_cross_entropy(hidden, weight, targets, **given), wanted)
+
+
 def test_no_logits_exist_at_once() -> None:
     hidden, weight, _, targets = draw(64, 4, 32, torch.float32)
     largest = 0

@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.distributed import Pool
 from tests.train.tiny import recipe
@@ -22,11 +22,13 @@ from xscale.optim.optimizer import OPTIMIZERS
 from xscale.parallel.plan import Plan
 from xscale.parallel.rest import at_rest, place_in_whole
 from xscale.train.evaluate import evaluate
+from xscale.train.settings import Settings
 from xscale.train.setup import build_meta
 from xscale.train.step import Stepper, weights_of
 
 DOUBLE = {"compute": "float64", "master": "float64"}
 VOCABULARY, LENGTH, BATCH, MICRO, STEPS, SEED = 67, 23, 8, 2, 3, 5
+SPECIALS = Specials(VOCABULARY, pad=0, eos=1, mask=2, sentinels=range(3, 19))
 Piece = tuple[tuple[int, ...], Tensor]
 """Where in the whole it begins, and what it is."""
 
@@ -41,6 +43,24 @@ class Found:
     ended: dict[str, Piece] = field(default_factory=dict)
 
 
+def built(model: dict[str, Any], parallel: dict[str, Any], **sections: Any) -> tuple[Settings, Mesh, nn.Module, Plan]:
+    """This rank's part of the model of a checked recipe."""
+    given: dict[str, Any] = {
+        "precision": DOUBLE,
+        "train": {"clip": 0.5},
+        "data": {"sequence_length": LENGTH},
+        **sections,
+    }
+    settings = recipe(Path("nowhere"), model=model, parallel=parallel, **given)
+    here = place()
+    problems = settings.check(here.world)
+    assert not problems, problems
+    mesh = _mesh(settings.parallel.mesh, here)
+    network = build_meta(settings, VOCABULARY)
+    plan = Plan(settings.parallel, settings.precision)
+    return settings, mesh, plan.apply(network, mesh, SEED), plan
+
+
 def trained(
     model: dict[str, Any], parallel: dict[str, Any], *, without: str = "", steps: int = STEPS, **sections: Any
 ) -> Found:
@@ -48,34 +68,14 @@ def trained(
     if without:
         with patch(without, lambda x, *_: x):
             return trained(model, parallel, steps=steps, **sections)
-    given: dict[str, Any] = {"precision": DOUBLE, "train": {"clip": 0.5}, **sections}
-    settings = recipe(Path("nowhere"), model=model, parallel=parallel, **given)
-    here = place()
-    problems = settings.check(here.world)
-    assert not problems, problems
-    mesh = _mesh(settings.parallel.mesh, here)
-    specials = Specials(VOCABULARY, pad=0, eos=1, mask=2, sentinels=range(3, 19))
-    network = build_meta(
-        settings.model_copy(update={"data": settings.data.model_copy(update={"sequence_length": LENGTH})}), VOCABULARY
-    )
-    plan = Plan(settings.parallel, settings.precision)
-    network = plan.apply(network, mesh, SEED)
+    settings, mesh, network, plan = built(model, parallel, **sections)
     rests = at_rest(network)
     found = Found(started=_pieces(rests))
-    objective: Objective = OBJECTIVES.build(settings.objective, specials, LENGTH, SEED)
+    objective: Objective = OBJECTIVES.build(settings.objective, SPECIALS, LENGTH, SEED)
     optimizer = OPTIMIZERS.build(settings.optimizer, weights_of(rests))
-    stepper = Stepper(
-        network,
-        plan,
-        objective,
-        optimizer,
-        rests,
-        mesh.device,
-        here.world,
-        settings.train.clip,
-        repeats=mesh.degrees.tp,
-        stages=mesh.degrees.pp,
-    )
+    world, clip, degrees = mesh.place.world, settings.train.clip, mesh.degrees
+    many = {"repeats": degrees.tp, "stages": degrees.pp}
+    stepper = Stepper(network, plan, objective, optimizer, rests, mesh.device, world, clip, **many)
     for step in range(steps):
         tally = Tally()
         batches = [

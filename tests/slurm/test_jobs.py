@@ -1,6 +1,7 @@
 """Jobs on a real Slurm: they finish, save and come back, stay away, and stop coming back, each for its own reason."""
 
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ def test_two_nodes_train_together(lab: Any, start: str) -> None:
 def test_usr1_saves_and_the_job_comes_back_and_goes_on_bitwise(lab: Any) -> None:
     job = lab.submit("train.steps=80")
     lab.wait_step(3)
-    lab.cluster.run("scancel", "--signal=USR1", job)
+    said = lab.launch("requeue", lab.run)  # which sends SIGUSR1, as the time limit does
+    assert said.returncode == 0, said.stderr
     assert lab.cluster.wait_state(job, ENDED, 90)["JobState"] == "COMPLETED", lab.log()
     assert lab.cluster.job(job)["Restarts"] == "1"
     assert "status 75: back into the queue" in lab.log()
@@ -128,3 +130,37 @@ def test_a_chain_that_is_done_early_does_no_more(lab: Any) -> None:
     assert lab.cluster.wait_state(jobs[1], ENDED)["JobState"] == "COMPLETED"
     assert "the run is over (status 0)" in lab.log()
     assert lab.log().count("starts at step") == 1
+
+
+def test_a_container_is_entered_with_what_it_needs(lab: Any, tmp_path: Path) -> None:
+    """A stand-in for apptainer that notes its options and runs what it is given."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    apptainer = tools / "apptainer"
+    apptainer.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nwhile [ "$1" != /images/x.sif ]; do shift; done; shift; exec "$@"\n'
+    )
+    apptainer.chmod(0o755)
+    clusters = tmp_path / "clusters.toml"
+    clusters.write_text(
+        f'[lab]\nsetup = ["export PATH={tools}:$PATH"]\n'
+        f'[lab.container]\nimage = "/images/x.sif"\nmounts = ["/data"]\npython = "{sys.executable}"\n'
+    )
+    job = lab.submit("--clusters", clusters, "--cluster", "lab")
+    assert lab.cluster.wait_state(job, ENDED)["JobState"] == "COMPLETED", lab.log()
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == 2
+    assert all(f"--bind {lab.run}," in call and ",/data " in call for call in calls)
+    assert lab.states() == lab.expected(4)
+
+
+def test_a_job_that_may_not_come_back_says_how_to_go_on(lab: Any) -> None:
+    job = lab.submit("--no-requeue", "train.steps=100000", "--nodes", 1)
+    lab.wait_step(3)
+    refused = lab.launch("requeue", lab.run)
+    assert refused.returncode == 2
+    assert "xscale launch resume" in refused.stderr
+    lab.cluster.run("scancel", "--signal=USR1", job)
+    told = lab.cluster.wait_state(job, ENDED)
+    assert (told["JobState"], told["ExitCode"]) == ("FAILED", "75:0")
+    assert "go on with `xscale launch resume" in lab.log()

@@ -33,7 +33,7 @@ CONFIG: dict[str, Any] = {
         "validation": 0.0,
         "workers": 1,
     },
-    "train": {"steps": 150, "batch_size": 8, "micro_batch_size": 2, "eval_every": 0, "baseline": False},
+    "train": {"steps": 80, "batch_size": 8, "micro_batch_size": 2, "eval_every": 0, "baseline": False},
     "schedule": {"kind": "cosine", "warmup_steps": 2},
     "checkpoint": {"every_steps": 0},
     "observe": {"progress": False, "tensorboard": False, "report": False},
@@ -71,7 +71,7 @@ def test_saved_put_back_and_bitwise(lab: Any, config: Path, tmp_path: Path) -> N
     lab.cluster.run("scancel", "--signal=USR1", job)
     lab.cluster.wait(lambda: "back into the queue" in lab.log(), 120, f"the workers to save\n{lab.log()}")
     saved, reached = time.time(), lab.step()
-    assert reached < 150, "the run was over before it could be interrupted"
+    assert reached < 80, "the run was over before it could be interrupted"
     lab.wait_step(reached + 1, 200)
     again = time.time() - saved
     ended = lab.cluster.wait_state(job, ("COMPLETED", "FAILED", "TIMEOUT"), 200)
@@ -81,7 +81,7 @@ def test_saved_put_back_and_bitwise(lab: Any, config: Path, tmp_path: Path) -> N
     done = lab.launch("local", "--processes", 4, config, f"run.dir={whole}", xscale=XSCALE)
     assert done.returncode == 0, done.stderr
     assert losses(lab.run) == losses(whole)
-    assert [step for step, _ in losses(lab.run)] == list(range(1, 151))
+    assert [step for step, _ in losses(lab.run)] == list(range(1, 81))
 
 
 @pytest.mark.slow

@@ -9,6 +9,9 @@ from xscale.core.errors import Problem
 DENSE = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Rank order, outermost first: tp neighbours are next to each other."""
 
+EXPERTS = ("pp", "dp_replicate", "expert_shard", "ep", "tp")
+"""The same ranks as expert layers see them."""
+
 
 class MeshConfig(Config):
     pp: int = 1
@@ -22,7 +25,9 @@ class MeshConfig(Config):
     tp: int = 1
     """Ranks that share one layer's heads, hidden units and vocabulary."""
     ep: int = 1
-    """Ranks that share one layer's experts; folded over dp_shard x cp."""
+    """Ranks that share one layer's experts; folded over dp_shard x cp, and x tp where tp stays out of experts."""
+    tp_in_experts: bool = True
+    """Whether tp cuts inside experts too; otherwise experts are whole, and tp ranks share out the rows they compute."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Degrees:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    tp_in_experts: bool = True
 
     @property
     def world(self) -> int:
@@ -47,8 +53,23 @@ class Degrees:
 
     @property
     def expert_shard(self) -> int:
-        """Ranks that hold the same experts, within one dp_replicate group."""
-        return self.dp_shard * self.cp // self.ep
+        """Ranks that hold the same experts, or the same part of them, within one dp_replicate group."""
+        return self.folded // self.ep
+
+    @property
+    def folded(self) -> int:
+        """Ranks over which ep is folded."""
+        return self.dp_shard * self.cp * (1 if self.tp_in_experts else self.tp)
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that share one expert."""
+        return self.tp if self.tp_in_experts else 1
+
+    @property
+    def experts_apart(self) -> bool:
+        """Whether expert layers are spread otherwise than the rest."""
+        return self.ep > 1 or self.expert_tp != self.tp
 
     def coordinate(self, rank: int, axis: Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]) -> int:
         """The rank's place on an axis."""
@@ -65,7 +86,7 @@ def fill(mesh: MeshConfig, world: int) -> Degrees:
     """The degrees for `world` ranks; -1 takes what is left. Call `check` first: this asserts."""
     rest = mesh.pp * mesh.dp_replicate * mesh.cp * mesh.tp
     shard = world // rest if mesh.dp_shard == -1 else mesh.dp_shard
-    degrees = Degrees(mesh.pp, mesh.dp_replicate, shard, mesh.cp, mesh.tp, mesh.ep)
+    degrees = Degrees(mesh.pp, mesh.dp_replicate, shard, mesh.cp, mesh.tp, mesh.ep, mesh.tp_in_experts)
     assert degrees.world == world, f"{degrees} does not make {world} ranks"
     return degrees
 
@@ -90,10 +111,11 @@ def check(mesh: MeshConfig, world: int, path: str = "parallel.mesh") -> list[Pro
         problems.append(Problem(path, what, f"Start {rest * mesh.dp_shard} processes, or let dp_shard be -1."))
     else:
         degrees = fill(replace_shard(mesh, world // rest), world)
-        folded = degrees.dp_shard * degrees.cp
+        folded = degrees.folded
         if folded % mesh.ep:
             fits = ", ".join(str(ep) for ep in range(1, folded + 1) if folded % ep == 0)
-            what = f"{mesh.ep} does not divide dp_shard x cp = {folded}, over which experts are folded"
+            over = "dp_shard x cp" if mesh.tp_in_experts else "dp_shard x cp x tp"
+            what = f"{mesh.ep} does not divide {over} = {folded}, over which experts are folded"
             problems.append(Problem(f"{path}.ep", what, f"With {world} ranks take ep among {fits}."))
     return problems
 
@@ -103,4 +125,4 @@ def replace_shard(mesh: MeshConfig, shard: int) -> MeshConfig:
     return mesh.model_copy(update={"dp_shard": shard})
 
 
-__all__ = ["DENSE", "Degrees", "MeshConfig", "check", "fill", "replace_shard"]
+__all__ = ["DENSE", "EXPERTS", "Degrees", "MeshConfig", "check", "fill", "replace_shard"]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from xscale.core.errors import ConfigError
-from xscale.mesh.axes import DENSE, Degrees
+from xscale.mesh.axes import DENSE, EXPERTS, Degrees
 from xscale.mesh.environment import Place
 
 
@@ -22,17 +22,20 @@ class Mesh:
     dense: DeviceMesh | None = None
     """Axes pp, dp_replicate, dp_shard, cp, tp; None for one process."""
     experts: DeviceMesh | None = None
-    """The same ranks for expert layers: pp, dp_replicate, expert_shard, ep, tp; None for one process."""
+    """The same ranks for expert layers: pp, dp_replicate, expert_shard, ep, tp; None for one process. Its tp has one
+    rank where tp stays out of experts."""
     replicas: DeviceMesh | None = None
     """As `dense`, with all data-parallel ranks on dp_replicate: for keeping whole copies (ZeRO stage 0)."""
+    expert_replicas: DeviceMesh | None = None
+    """As `experts`, with all ranks of expert_shard on dp_replicate."""
+    background: dist.ProcessGroup | None = None
+    """All ranks over gloo, for what goes on beside training; None for one process."""
+    timeout: datetime.timedelta = field(default=datetime.timedelta(minutes=10))
     forth: dist.ProcessGroup | None = None
     """The ranks of pp, for what goes to a later one. A channel of its own for each way, because on NCCL a message
     waits for those of its channel that were begun before it; None for one stage."""
     back: dist.ProcessGroup | None = None
     """The same, for what goes to an earlier one."""
-    background: dist.ProcessGroup | None = None
-    """All ranks over gloo, for what goes on beside training; None for one process."""
-    timeout: datetime.timedelta = field(default=datetime.timedelta(minutes=10))
 
     @property
     def data_rank(self) -> int:
@@ -65,19 +68,20 @@ def lay_out(place: Place, degrees: Degrees, device: torch.device, timeout: datet
     """The axes over a process group that is already there."""
     kind = device.type
     dense = init_device_mesh(kind, tuple(getattr(degrees, axis) for axis in DENSE), mesh_dim_names=DENSE)
-    experts = init_device_mesh(
-        kind,
-        (degrees.pp, degrees.dp_replicate, degrees.expert_shard, degrees.ep, degrees.tp),
-        mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep", "tp"),
-    )
     copies = (degrees.pp, degrees.dp, 1, degrees.cp, degrees.tp)
     replicas = init_device_mesh(kind, copies, mesh_dim_names=DENSE)
+    last = (degrees.ep, degrees.expert_tp)
+    experts = init_device_mesh(
+        kind, (degrees.pp, degrees.dp_replicate, degrees.expert_shard, *last), mesh_dim_names=EXPERTS
+    )
+    kept = degrees.dp_replicate * degrees.expert_shard
+    expert_replicas = init_device_mesh(kind, (degrees.pp, kept, 1, *last), mesh_dim_names=EXPERTS)
     background = dist.new_group(backend="gloo", timeout=timeout)
     forth = back = None
     if degrees.pp > 1:
         lines = dense.mesh.flatten(1).t().tolist()
         forth, back = (dist.new_subgroups_by_enumeration(lines, timeout)[0] for _ in range(2))  # type: ignore[no-untyped-call]
-    return Mesh(place, degrees, device, dense, experts, replicas, forth, back, background, timeout)
+    return Mesh(place, degrees, device, dense, experts, replicas, expert_replicas, background, timeout, forth, back)
 
 
 def leave() -> None:

@@ -16,7 +16,7 @@ from xscale.nn.init import replace_parameters
 from xscale.nn.module import parameter_axes
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.rules import placements
-from xscale.parallel.zero import dense_mesh
+from xscale.parallel.zero import dense_mesh, expert_mesh
 
 
 def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig, whole: Collection[str] = ()) -> None:
@@ -26,8 +26,9 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig, whole: Collectio
     degrees = mesh.degrees
     dense = dense_mesh(mesh, config)["tp"] if degrees.tp > 1 else None
     experts = dense
-    if degrees.ep > 1:
-        experts = mesh.experts["ep", "tp"] if degrees.tp > 1 else mesh.experts["ep"]
+    if degrees.experts_apart:
+        among = tuple(name for name, degree in (("ep", degrees.ep), ("tp", degrees.expert_tp)) if degree > 1)
+        experts = expert_mesh(mesh, config)[among] if among else None
     cut(model, dense, experts, whole)
 
 

@@ -1,15 +1,15 @@
 """Expert parallelism (Lepikhin et al. 2021): each rank holds some experts, and rows travel to theirs and back."""
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xscale.core.errors import Problem
 from xscale.mesh.collectives import exchange, exchange_counts
 from xscale.mesh.mesh import Mesh
 from xscale.nn.module import Module, parameter_axes
+from xscale.nn.moe.dispatch import Dispatch, RowsToRows
 
 
 def check(model: nn.Module, ep: int, path: str) -> list[Problem]:
@@ -40,13 +40,30 @@ def apply(model: nn.Module, mesh: Mesh) -> None:
             setattr(module, "dispatch", AllToAll(group))  # noqa: B010  (a seam, not a submodule)
 
 
+class Share:
+    """The dispatch of a mixture whose rows are known to every rank of a group: each sends on a share of them."""
+
+    def __init__(self, dispatch: Dispatch, group: dist.ProcessGroup) -> None:
+        self.dispatch = dispatch
+        self.group = group
+
+    def __call__(self, rows: Tensor, counts: Tensor, experts: RowsToRows) -> Tensor:
+        """Rows [M, D] sorted by expert, counts [E] -> the outputs of this rank's rows, zeros for the others: [M, D]."""
+        rank, ranks, total = self.group.rank(), self.group.size(), len(rows)
+        first, end = total * rank // ranks, total * (rank + 1) // ranks
+        ends = counts.cumsum(0)
+        mine = ends.clamp(first, end) - (ends - counts).clamp(first, end)
+        made = self.dispatch(rows[first:end], mine, experts)
+        return F.pad(made, (0, 0, first, total - end))
+
+
 class AllToAll:
     """The dispatch of a mixture whose experts are spread over a group: rows go to their ranks and come back."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
-    def __call__(self, rows: Tensor, counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def __call__(self, rows: Tensor, counts: Tensor, experts: RowsToRows) -> Tensor:
         """Rows [M, D] sorted by expert, and how many each of all E experts gets -> the experts' outputs [M, D]."""
         ranks = self.group.size()
         sent = counts.view(ranks, -1)  # [R, E/R]

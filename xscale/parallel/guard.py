@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from xscale.mesh.collectives import copy_in, gather_in, padded, scatter_out, sum_out
 from xscale.nn.module import Module
 from xscale.nn.tokens import Tokens
-from xscale.parallel.rules import cut_along
+from xscale.parallel.rules import cut_along, of_experts
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Ranks:
     group: dist.ProcessGroup
     sequence: bool = False
     """Whether each holds a piece of the sequence outside regions (Korthikanti et al. 2022)."""
+    experts_whole: bool = False
+    """Whether experts are whole inside regions."""
 
     @property
     def count(self) -> int:
@@ -71,7 +73,8 @@ def _share(tokens: Tokens, ranks: int) -> Tokens:
 def guard_weights(part: nn.Module, ranks: Ranks) -> None:
     """Let every whole parameter inside a region enter it."""
     for module in part.modules():
-        if isinstance(module, Module) and module.axes:
+        # Experts that tp does not cut are spread over its ranks, and their gradients summed with those of ZeRO.
+        if isinstance(module, Module) and module.axes and not (ranks.experts_whole and of_experts(module)):
             module.door = entering(module, ranks)
 
 

@@ -4,7 +4,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from xscale.nn.module import Axis
+from xscale.nn.module import Axis, Module
 
 RULES: dict[Axis, str] = {"heads": "tp", "kv_heads": "tp", "ffn": "tp", "vocab": "tp", "experts": "ep"}
 """An axis that is not here is never cut by a layout; ZeRO shards whatever it finds, by size and not by name."""
@@ -15,6 +15,11 @@ def placements(axes: tuple[Axis, ...], mesh: DeviceMesh) -> tuple[Placement, ...
     assert mesh.mesh_dim_names is not None
     wanted = [RULES.get(axis) for axis in axes]
     return tuple(Shard(wanted.index(name)) if name in wanted else Replicate() for name in mesh.mesh_dim_names)
+
+
+def of_experts(module: Module) -> bool:
+    """Whether it holds the parameters of experts."""
+    return any("experts" in axes for axes in module.axes.values())
 
 
 def cut_along(parameter: torch.Tensor, axis: str) -> int | None:

@@ -11,15 +11,20 @@ from xscale.core.errors import Problem
 from xscale.mesh.collectives import join_out
 from xscale.mesh.mesh import Mesh
 from xscale.nn.attention import CORES
+from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.block import Sublayer
+from xscale.nn.ffn.moe import Moe
 from xscale.nn.head import Head
 from xscale.nn.linear import Embedding, Linear
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.module import Module, parameter_axes
+from xscale.nn.moe.experts import Experts
 from xscale.nn.tokens import Tokens
 from xscale.parallel import sequence
 from xscale.parallel.config import ParallelConfig
+from xscale.parallel.expert import Share
 from xscale.parallel.guard import Ranks, guard_part, guard_weights
+from xscale.parallel.noise import Cut, draw_whole
 from xscale.parallel.rules import RULES, cut_along
 from xscale.parallel.vocabulary import CrossEntropy, Lookup
 from xscale.parallel.zero import dense_mesh
@@ -31,23 +36,25 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
     if tp == 1:
         return []
     where = f"{path}.mesh.tp"
-    problems = _check_sizes(model, tp, where)
+    problems = _check_sizes(model, config, where)
     for module in model.modules():
         if isinstance(module, Sublayer):
             problems += _check_part(module.part, where)
         if isinstance(module, Attention):
             problems += _check_heads(module, tp, where)
+        problems += _check_noise(module, config, where)
     if config.tensor.sequence:
         problems += sequence.check(model, f"{path}.tensor.sequence")
     return list({problem.what: problem for problem in problems}.values())
 
 
-def _check_sizes(model: nn.Module, tp: int, where: str) -> list[Problem]:
-    problems = []
+def _check_sizes(model: nn.Module, config: ParallelConfig, where: str) -> list[Problem]:
+    problems, tp = [], config.mesh.tp
     axes = parameter_axes(model)
     for name, parameter in model.named_parameters():
         for axis, size in zip(axes[name], parameter.shape, strict=True):
-            if axis == "ffn" and size % tp:
+            inside = config.mesh.tp_in_experts or "experts" not in axes[name]
+            if axis == "ffn" and inside and size % tp:
                 what = f"{size} hidden units of an ffn cannot be dealt evenly to tp = {tp}"
                 fix = f"Take a hidden width that {tp} divides, such as {-(-size // tp) * tp}."
                 problems.append(Problem(where, what, fix))
@@ -86,6 +93,17 @@ def _check_heads(attention: Attention, tp: int, where: str) -> list[Problem]:
     return problems
 
 
+def _check_noise(module: nn.Module, config: ParallelConfig, where: str) -> list[Problem]:
+    """Dropout whose noise cannot be drawn as one process draws it."""
+    if isinstance(module, Attention) and module.dropout and isinstance(module.core, BlockSparse):
+        what = "core 'block_sparse' draws the noise of its dropout for all heads together"
+        return [Problem(where, what, "Take tp=1, or that attention's dropout 0.")]
+    if isinstance(module, Experts) and module.dropout and not config.mesh.tp_in_experts:
+        what = "the rows of experts are shared out over tp, and expert_dropout draws its noise for all rows together"
+        return [Problem(where, what, "Take tp_in_experts=true, or expert_dropout 0.")]
+    return []
+
+
 def _heads(attention: Attention) -> tuple[int, int]:
     """Query heads and key heads of the whole."""
     return tuple(one.weight.shape[0] // attention.head_width for one in (attention.q, attention.k))  # type: ignore[return-value]
@@ -105,13 +123,19 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
     """Guard the regions of a model that is cut, and substitute what shares the words. The doors must be there."""
     if mesh.degrees.tp == 1:
         return
-    ranks = Ranks(dense_mesh(mesh, config)["tp"].get_group(), config.tensor.sequence)
+    experts_whole = mesh.degrees.expert_tp == 1
+    ranks = Ranks(dense_mesh(mesh, config)["tp"].get_group(), config.tensor.sequence, experts_whole)
     for module in model.modules():
         if isinstance(module, Sublayer):
             guard_part(module.part, ranks)
             guard_weights(module.part, ranks)
         if isinstance(module, Attention):
             _share_heads(module, ranks)
+        if isinstance(module, Moe) and experts_whole:
+            module.dispatch = Share(module.dispatch, ranks.group)
+        if isinstance(module, Experts) and module.dropout:
+            hidden = module.up.shape[1]
+            draw_whole(module, Cut(1, ranks.rank * hidden // ranks.count, hidden))
         if isinstance(module, Embedding):
             module.look = Lookup(ranks, _first(module.weight, ranks))
         if isinstance(module, Head):
@@ -129,6 +153,8 @@ def _first(table: Tensor, ranks: Ranks) -> int:
 def _share_heads(attention: Attention, ranks: Ranks) -> None:
     heads, groups = _heads(attention)
     attention.core.first_head = ranks.rank * heads // ranks.count
+    if attention.dropout:
+        draw_whole(attention.core, Cut(1, attention.core.first_head, heads))
     if groups < ranks.count:
         at = ranks.rank * groups // ranks.count
         for one in (attention.k, attention.v):

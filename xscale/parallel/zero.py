@@ -20,13 +20,11 @@ from xscale.mesh.mesh import Mesh
 from xscale.nn.block import Block
 from xscale.nn.module import Module
 from xscale.parallel.config import ParallelConfig
+from xscale.parallel.rules import of_experts
 
 
 def check(config: ParallelConfig, degrees: Degrees, path: str) -> list[Problem]:
     """Combinations that the engine does not do."""
-    if config.zero.stage == 0 and degrees.ep > 1 and degrees.expert_shard * degrees.dp_replicate > 1:
-        what = "stage 0 keeps whole copies, and experts that are spread over ep have copies on some ranks only"
-        return [Problem(f"{path}.zero.stage", what, "Take stage 1, 2 or 3, or ep = dp_shard, or ep = 1.")]
     return []
 
 
@@ -38,16 +36,16 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig, compute: torch.d
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master, cast_forward_inputs=False)
     reshard = config.zero.stage == 3
     cut: set[nn.Parameter] = set()
-    for module in _experts(model) if mesh.degrees.ep > 1 else []:
+    for module in _experts(model) if mesh.degrees.experts_apart else []:
         own = {parameter for name, parameter in module.named_parameters(recurse=False) if _of_experts(module, name)}
         if mesh.degrees.expert_shard * mesh.degrees.dp_replicate > 1:
-            among = _data(mesh.experts, "dp_replicate", "expert_shard")
+            among = _data(expert_mesh(mesh, config), "dp_replicate", "expert_shard")
             fully_shard(
                 module,
                 mesh=among,
                 mp_policy=policy,
                 reshard_after_forward=reshard,
-                shard_placement_fn=beside(mesh.degrees.expert_shard),
+                shard_placement_fn=beside(among.size(among.ndim - 1)),
             )
         else:
             cut |= own
@@ -86,8 +84,15 @@ def beside(shards: int) -> Callable[[nn.Parameter], Shard | None]:
 
 
 def dense_mesh(mesh: Mesh, config: ParallelConfig) -> DeviceMesh:
-    """The axes on which everything but spread experts lies."""
+    """The axes on which everything lies but experts that are spread otherwise."""
     found = mesh.replicas if config.zero.stage == 0 else mesh.dense
+    assert found is not None, "one process alone has no mesh"
+    return found
+
+
+def expert_mesh(mesh: Mesh, config: ParallelConfig) -> DeviceMesh:
+    """The axes on which those experts lie."""
+    found = mesh.expert_replicas if config.zero.stage == 0 else mesh.experts
     assert found is not None, "one process alone has no mesh"
     return found
 
@@ -106,11 +111,7 @@ def _data(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
 
 
 def _experts(model: nn.Module) -> list[Module]:
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, Module) and any("experts" in axes for axes in module.axes.values())
-    ]
+    return [module for module in model.modules() if isinstance(module, Module) and of_experts(module)]
 
 
 def _of_experts(module: Module, name: str) -> bool:

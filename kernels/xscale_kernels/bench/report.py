@@ -7,7 +7,7 @@ import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -49,7 +49,7 @@ class Row:
     case: str
     way: str
     milliseconds: float | None
-    """Median of a forward and backward; None where this way refused."""
+    """One forward and backward; None where this way refused."""
     against: str
     """The baseline's name."""
     speedup: float | None
@@ -84,15 +84,16 @@ def _bench(operator: str) -> ModuleType:
 
 
 def _rows(operator: str, case: Case, device: str, against: str, limits: tuple[float, float]) -> list[Row]:
-    times: dict[str, float] = {}
+    able: dict[str, Callable[[], object]] = {}
     memory: dict[str, float] = {}
     refused: dict[str, str] = {}
     for name, way in case.ways.items():
         try:
-            times[name] = milliseconds(way, device)
             memory[name] = peak_bytes(way, device) / 2**20
+            able[name] = way
         except UnusableError as reason:
             refused[name] = str(reason).partition(": ")[2]
+    times = milliseconds(able, device)
     least = max(case.flops / limits[0], case.bytes / limits[1]) * 1e3
     base = times.get(against)
     return [

@@ -21,3 +21,12 @@ def test_one_launch(device: str, grad_dtype: torch.dtype, scaled: bool) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         for a, b in zip(mine, other, strict=True):
             torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+def test_nothing_past_a_tensors_end_is_touched(device: str) -> None:
+    buffers = [torch.ones(8, device=device) for _ in range(4)]
+    roles = [[buffer[:5]] for buffer in buffers]
+    adamw_step_(*roles, step=1, lr=0.1, implementation="triton")
+    for buffer in buffers:
+        assert torch.equal(buffer[5:], torch.ones(3, device=device))
+    assert not torch.equal(buffers[0][:5], torch.ones(5, device=device))

@@ -11,6 +11,7 @@ from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.sight import Sight
 from xscale.nn.dims import Dims
 from xscale.nn.pattern import PATTERNS, Pattern
+from xscale.nn.pattern.band import Band
 from xscale.nn.pattern.bigbird import BigBird
 from xscale.nn.pattern.fixed import Fixed
 from xscale.nn.pattern.grid import Grid
@@ -180,6 +181,37 @@ def test_flex_agrees_with_gather(pattern: Pattern.Config, causal: bool) -> None:
         flex = core_of(pattern, causal=causal, implementation="flex", soft_cap=3.0)(q, k, v, sight)
         gather = core_of(pattern, causal=causal, implementation="gather", soft_cap=3.0)(q, k, v, sight)
     torch.testing.assert_close(flex, gather, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("pattern", [BigBird.Config(), Fixed.Config()])
+def test_the_fused_operator_agrees_with_gather(pattern: Pattern.Config, causal: bool) -> None:
+    documents = torch.arange(77)[None].expand(2, -1) // 50
+    inputs_ = inputs(77, 77)
+    for sight in (Sight(77, 77, causal), Sight(77, 77, causal, query_documents=documents, key_documents=documents)):
+        outs = [
+            core_of(pattern, causal=causal, implementation=name, soft_cap=3.0)(*inputs_, sight)
+            for name in ("kernel", "gather")
+        ]
+        torch.testing.assert_close(outs[0], outs[1])
+        above = torch.randn_like(outs[0])
+        for one, two in zip(*(torch.autograd.grad(out, inputs_, above) for out in outs), strict=True):
+            torch.testing.assert_close(one, two)
+
+
+def test_which_implementation_runs() -> None:
+    q, _, _ = inputs(77, 77)
+    biased = Sight(77, 77, True, bias=torch.zeros(1, 4, 77, 77))
+    for name, sight, dropout, pattern, runs in [
+        ("auto", Sight(77, 77, True), 0.0, Fixed.Config(), "gather"),
+        ("kernel", Sight(77, 77, True), 0.0, Fixed.Config(), "kernel"),
+        ("kernel", Sight(77, 77, True), 0.0, Band.Config(), "flex"),
+        ("kernel", Sight(77, 77, True), 0.1, Fixed.Config(), "gather"),
+        ("kernel", Sight(5, 77, True, offset=72), 0.0, Fixed.Config(), "gather"),
+        ("flex", biased, 0.0, Fixed.Config(), "gather"),
+    ]:
+        core = core_of(pattern, implementation=name)
+        assert core._implementation(q, sight, dropout, core._grid(sight, 4, 0)) == runs
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -20,6 +20,8 @@ from xscale.nn.dims import Dims
 from xscale.nn.pattern import PATTERNS, Pattern, layout_of
 from xscale.nn.pattern.fixed import Fixed
 from xscale.nn.pattern.grid import Grid, TokenRule
+from xscale_kernels.block_sparse_attention import IMPLEMENTATIONS, BlockLayout, block_sparse_attention, layout_from_mask
+from xscale_kernels.select import choose
 
 Ways = tuple[tuple[Tensor, TokenRule | None], ...]
 
@@ -47,9 +49,10 @@ class BlockSparse(Core):
         """Tokens in a block; the unit of the pattern's sizes."""
         soft_cap: float | None = None
         """Scores become cap * tanh(score / cap) (Gemma team 2024); null: as they are."""
-        implementation: Literal["auto", "gather", "flex"] = "auto"
-        """gather: torch operators on the blocks that are there; flex: FlexAttention; auto: flex on CUDA, else gather.
-        With dropout or a bias it is gather."""
+        implementation: Literal["auto", "gather", "kernel", "flex"] = "auto"
+        """gather: torch operators on the blocks that are there; kernel: the fused operator; flex: FlexAttention; auto:
+        on CUDA kernel, or flex where a pattern has token rules, else gather. While decoding, and with dropout or a
+        bias, which the other two have not, it is gather."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)
@@ -57,6 +60,7 @@ class BlockSparse(Core):
         self.layer = dims.layer
         self.pattern: Pattern = PATTERNS.build(config.pattern)
         self._flex = Flex(config.block, config.soft_cap)
+        self._layouts: dict[tuple[Grid, torch.device], BlockLayout | None] = {}
         self._plans: dict[tuple[Grid, torch.device], tuple[Plan, Ways]] = {}
 
     @classmethod
@@ -81,8 +85,11 @@ class BlockSparse(Core):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
         assert sight.causal or sight.queries == sight.keys, "a pattern over two sequences of different lengths"
         dropout = sight.dropout if self.training else 0.0
-        if self._flexible(q, sight, dropout):
-            grid = self._grid(sight, q.shape[1], 0)
+        grid = self._grid(sight, q.shape[1], 0)
+        chosen = self._implementation(q, sight, dropout, grid)
+        if chosen == "kernel":
+            return self._fused(q, k, v, sight, grid)
+        if chosen == "flex":
             return self._flex.attend(q, k, v, partial(self.pattern.ways, grid), grid, sight)
         return self._gather(q, k, v, sight, dropout)
 
@@ -90,11 +97,46 @@ class BlockSparse(Core):
         config = self.config
         return layout_of(config.pattern, length, heads, self.causal, self.layer, config.block)
 
-    def _flexible(self, q: Tensor, sight: Sight, dropout: float) -> bool:
+    def _implementation(self, q: Tensor, sight: Sight, dropout: float, grid: Grid) -> str:
         wanted = self.config.implementation
-        if wanted == "gather" or (wanted == "auto" and not q.is_cuda):
-            return False
-        return sight.bias is None and dropout == 0.0 and sight.queries == sight.keys
+        if sight.bias is not None or dropout or sight.queries != sight.keys or (wanted == "auto" and not q.is_cuda):
+            return "gather"
+        if wanted in ("auto", "kernel"):
+            layout = self._kernel_layout(grid, q.device)
+            if (
+                layout is None
+                or choose("block sparse", IMPLEMENTATIONS, None, q, q, layout).implementation.name == "reference"
+            ):
+                return "flex"
+            return "kernel"
+        return wanted
+
+    def _kernel_layout(self, grid: Grid, device: torch.device) -> BlockLayout | None:
+        """The layout as the fused operator wants it; None where token rules cut into blocks."""
+        key = (grid, device)
+        if key not in self._layouts:
+            if len(self._layouts) >= 4:
+                del self._layouts[next(iter(self._layouts))]
+            ways = self.pattern.ways(grid)
+            self._layouts[key] = None
+            if all(rule is None for _, rule in ways):
+                mask = torch.from_numpy(np.logical_or.reduce([layout for layout, _ in ways]))
+                self._layouts[key] = layout_from_mask(mask.to(device), self.config.block)
+        return self._layouts[key]
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight, grid: Grid) -> Tensor:
+        layout = self._kernel_layout(grid, q.device)
+        assert layout is not None
+        return block_sparse_attention(
+            q,
+            k,
+            v,
+            layout,
+            causal=sight.causal,
+            softcap=self.config.soft_cap,
+            query_documents=sight.query_documents,
+            key_documents=sight.key_documents,
+        )
 
     def _gather(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight, dropout: float) -> Tensor:
         block = self.config.block

@@ -1,0 +1,141 @@
+"""Patterns and cores against the attention of `transformers`, with its weights: code that nobody here wrote."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from xscale.nn.attention import CORES
+from xscale.nn.attention.block_sparse import BlockSparse
+from xscale.nn.attention.sight import Sight
+from xscale.nn.dims import Dims
+from xscale.nn.pattern import Pattern
+from xscale.nn.pattern.band import Band
+from xscale.nn.pattern.bigbird import BigBird
+from xscale.nn.pattern.grid import Grid
+from xscale.nn.pattern.hub import Hub
+from xscale.nn.pattern.union import Union
+
+HEADS, WIDTH = 4, 32
+
+
+def core_of(pattern: Pattern.Config, block: int) -> BlockSparse:
+    dims = Dims(width=WIDTH, depth=1, vocabulary=9, length=256, causal=False)
+    core: BlockSparse = CORES.build(BlockSparse.Config(pattern=pattern, block=block), dims, HEADS, WIDTH // HEADS)
+    return core
+
+
+def drawn(length: int) -> Tensor:
+    return torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def by_head(x: Tensor) -> Tensor:
+    return x.view(*x.shape[:2], HEADS, -1).transpose(1, 2)
+
+
+def attended(core: BlockSparse, part: nn.Module, x: Tensor, names: tuple[str, str, str], scale: float = 1.0) -> Tensor:
+    q, k, v = (by_head(getattr(part, name)(x)) for name in names)
+    out = core(q * scale, k, v, Sight(x.shape[1], x.shape[1], False))
+    return out.transpose(1, 2).flatten(2)
+
+
+def test_longformers_window() -> None:
+    part, theirs = longformer(window=16)
+    x = drawn(64)
+    found = attended(core_of(Band.Config(left=8, right=8), 16), part, x, ("query", "key", "value"))
+    torch.testing.assert_close(found, theirs(x, ()), rtol=1e-4, atol=1e-4)
+
+
+def test_longformers_global_tokens() -> None:
+    part, theirs = longformer(window=16)
+    x = drawn(64)
+    # Blocks of one token, so that a token is global and not its neighbours.
+    pattern = Union.Config(parts=(Band.Config(left=8, right=8), Hub.Config(places=(0, 21))))
+    found = attended(core_of(pattern, 1), part, x, ("query", "key", "value"))
+    torch.testing.assert_close(found, theirs(x, (0, 21)), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(found, theirs(x, (0, 22)), rtol=1e-4, atol=1e-4)
+
+
+def longformer(window: int) -> tuple[Any, Any]:
+    """Their self-attention, its global projections those of the window, and how to call it."""
+    from transformers import LongformerConfig
+    from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
+
+    config = LongformerConfig(
+        hidden_size=WIDTH, num_attention_heads=HEADS, attention_window=[window], attention_probs_dropout_prob=0.0
+    )
+    torch.manual_seed(0)
+    part = LongformerSelfAttention(config, 0).eval()
+    for name in ("query", "key", "value"):
+        getattr(part, f"{name}_global").load_state_dict(getattr(part, name).state_dict())
+
+    @torch.no_grad()
+    def run(x: Tensor, places: tuple[int, ...]) -> Tensor:
+        mask = torch.zeros(x.shape[:2])
+        mask[:, list(places)] = 10000.0
+        out: Tensor = part(
+            x,
+            attention_mask=mask,
+            is_index_masked=mask < 0,
+            is_index_global_attn=mask > 0,
+            is_global_attn=bool(places),
+        )[0]
+        return out
+
+    return part, run
+
+
+def test_longt5s_local_attention() -> None:
+    from transformers import LongT5Config
+    from transformers.models.longt5.modeling_longt5 import LongT5LocalAttention, _get_local_attention_mask
+
+    config = LongT5Config(d_model=WIDTH, d_kv=WIDTH // HEADS, num_heads=HEADS, local_radius=15, dropout_rate=0.0)
+    torch.manual_seed(0)
+    part = LongT5LocalAttention(config).eval()
+    for projection in (part.q, part.k, part.v):
+        nn.init.normal_(projection.weight, std=0.3)
+    x = drawn(64)
+    mask = _get_local_attention_mask(torch.ones(2, 64), part.block_len, x.device)
+    with torch.no_grad():
+        wanted = part(x, mask=mask)[0]
+        # T5 does not scale its scores.
+        found = attended(core_of(Band.Config(left=15, right=15), 16), part, x, ("q", "k", "v"), (WIDTH / HEADS) ** 0.5)
+        torch.testing.assert_close(part.o(found), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_bigbirds_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import BigBirdConfig
+    from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention, BigBirdModel
+
+    block, blocks = 8, 14
+    config = BigBirdConfig(hidden_size=WIDTH, num_attention_heads=HEADS, block_size=block, num_random_blocks=2)
+    torch.manual_seed(0)
+    part = BigBirdBlockSparseAttention(config, seed=3).train()
+    drawn_blocks: list[Any] = []
+    draw = part._bigbird_block_rand_mask_with_head
+
+    def overheard(**arguments: Any) -> Any:
+        drawn_blocks.append(draw(**arguments))
+        return drawn_blocks[-1]
+
+    monkeypatch.setattr(part, "_bigbird_block_rand_mask_with_head", overheard)
+    x = drawn(block * blocks)
+    masks = BigBirdModel.create_masks_for_block_sparse_attn(torch.ones(x.shape[:2]), block)
+    blocked, band, row, column = masks
+    with torch.no_grad():
+        wanted = part(
+            x, band_mask=band, from_mask=row, to_mask=column, from_blocked_mask=blocked, to_blocked_mask=blocked
+        )[0]
+    core = core_of(BigBird.Config(random_blocks=0, global_end=1), block)
+    plain = core.pattern.layout(Grid(blocks, HEADS, causal=False, block=block))
+    # Window and global blocks are ours, the random ones are those that they drew.
+    layout = np.repeat(plain, HEADS, 0)
+    for head, rows in enumerate(drawn_blocks[0]):
+        for at, columns in enumerate(rows):
+            layout[head, at + 1, columns] = True
+    monkeypatch.setattr(core.pattern, "layout", lambda grid: layout)
+    with torch.no_grad():
+        found = attended(core, part, x, ("query", "key", "value"))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
