@@ -1,0 +1,79 @@
+"""FLOPs as counted from the modules against FLOPs as torch counts them while they are done."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from xscale.core.config import decode
+from xscale.measure.flops import size, training_flops
+from xscale.measure.memory import at_rest
+from xscale.mesh.axes import Degrees
+from xscale.nn.init import materialize
+from xscale.nn.mixer.attention import Attention
+from xscale.nn.model import MODELS
+from xscale.nn.tokens import Tokens
+from xscale.train.settings import Settings
+
+V, T = 96, 32
+BLOCK = {"mixer": {"kind": "attention", "heads": 4, "kv_heads": 2}, "ffn": {"kind": "gated", "hidden": 48}}
+EXPERTS = {
+    "kind": "moe",
+    "experts": 4,
+    "router": {"kind": "topk", "top_k": 2},
+    "expert": {"kind": "dense", "hidden": 64},
+}
+
+
+def model_of(model: dict[str, Any]) -> nn.Module:
+    with torch.device("meta"):
+        built: nn.Module = MODELS.build(decode(Settings, {"model": model}).model, V, T)
+    return built
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder", "encoder_decoder"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_against_what_torch_counts(kind: str, tied: bool) -> None:
+    stack = {"depth": 2, "block": BLOCK}
+    parts = {"encoder": stack, "decoder": stack} if kind == "encoder_decoder" else {"stack": stack}
+    model = model_of({"kind": kind, "width": 32, "tied": tied, "position": "sinusoidal", **parts})
+    materialize(model, 0)
+    tokens = Tokens.of(torch.randint(V, (1, T)))
+    # The fused attention of the CPU is not counted by torch; the plain one is, masked scores included.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(tokens, tokens.ids, tokens).backward()
+    masked = sum(6 * one.multiply_adds(T, T) for one in model.modules() if isinstance(one, Attention) and one.causal)
+    assert training_flops(model, T, T) + masked == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_experts_count_by_the_share_that_a_token_visits() -> None:
+    stack = {"depth": 1, "block": {**BLOCK, "ffn": EXPERTS}}
+    model = model_of({"kind": "decoder", "width": 32, "stack": stack})
+    counted = size(model)
+    experts = 4 * 2 * 32 * 64
+    assert counted.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert counted.parameters - counted.active == experts // 2
+
+
+def test_a_table_that_is_only_looked_up_is_not_multiplied() -> None:
+    tied = size(model_of({"kind": "decoder", "width": 32, "tied": True}))
+    apart = size(model_of({"kind": "decoder", "width": 32, "tied": False}))
+    assert apart.parameters - tied.parameters == V * 32
+    assert apart.multiplied == tied.multiplied
+
+
+def test_memory_at_rest_is_what_each_stage_shares_out() -> None:
+    model = model_of({"kind": "decoder", "width": 32, "stack": {"depth": 1, "block": {**BLOCK, "ffn": EXPERTS}}})
+    whole = size(model).parameters * 4
+    four = Degrees(dp_shard=4)
+    alone = at_rest(model, Degrees(), 1, 2, 4)
+    assert (alone.parameters, alone.gradients, alone.optimizer) == (whole, whole, 2 * whole)
+    assert at_rest(model, four, 0, 2, 4).total == alone.total
+    shared = at_rest(model, four, 3, 2, 4)
+    assert shared.total == pytest.approx(alone.total / 4, rel=0.01)
+    assert at_rest(model, four, 1, 2, 4).gradients == whole
+    spread = at_rest(model, Degrees(dp_shard=4, ep=4), 1, 2, 4)
+    assert spread.gradients < whole

@@ -1,0 +1,95 @@
+"""Writing over the caches equals writing without them; the draw obeys its settings."""
+
+import pytest
+import torch
+from torch import nn
+
+from xscale.core.config import decode
+from xscale.nn.init import materialize
+from xscale.nn.model import MODELS
+from xscale.train.generate import generate, incremental, pick
+from xscale.train.settings import Settings
+
+V, T = 40, 24
+
+
+def model_of(model: dict[str, object]) -> nn.Module:
+    # Small tied weights would only ever repeat the last token.
+    settings = decode(Settings, {"model": {"init_std": 0.4, "tied": False, **model}})
+    with torch.device("meta"):
+        built: nn.Module = MODELS.build(settings.model, V, T)
+    materialize(built, 1, dtype=torch.float64)
+    return built
+
+
+BLOCK = {"mixer": {"kind": "attention", "heads": 4, "kv_heads": 2}, "ffn": {"kind": "gated", "hidden": 32}}
+SPARSE = {"kind": "attention", "heads": 4, "core": {"kind": "block_sparse", "block": 4, "pattern": "fixed"}}
+MODELS_THAT_WRITE = {
+    "softmax": {"kind": "decoder", "width": 32, "stack": {"depth": 2, "block": BLOCK}},
+    "alibi": {"kind": "decoder", "width": 32, "position": "alibi", "stack": {"depth": 2, "block": BLOCK}},
+    "learned": {"kind": "decoder", "width": 32, "position": "learned", "stack": {"depth": 1, "block": BLOCK}},
+    "sparse": {"kind": "decoder", "width": 32, "stack": {"depth": 2, "block": {**BLOCK, "mixer": SPARSE}}},
+    "experts": {
+        "kind": "decoder",
+        "width": 32,
+        "stack": {"depth": 2, "block": {**BLOCK, "ffn": {"kind": "moe", "experts": 4, "capacity_factor": 1.0}}},
+    },
+}
+
+
+def without_cache(model: nn.Module, prompt: torch.Tensor, length: int) -> list[int]:
+    """The likeliest continuation by whole forwards."""
+    from xscale.nn.tokens import Tokens
+
+    ids = prompt
+    for _ in range(length):
+        logits = model(Tokens.of(ids[None], cache={}))
+        ids = torch.cat((ids, logits[0, -1].argmax()[None]))
+    return ids[len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", MODELS_THAT_WRITE)
+@torch.no_grad()
+def test_with_a_cache_as_without(name: str) -> None:
+    model = model_of(MODELS_THAT_WRITE[name]).eval()
+    assert incremental(model)
+    prompt = torch.randint(V, (5,), generator=torch.Generator().manual_seed(0))
+    written = generate(model, prompt, 12, end=-1, temperature=0)
+    assert written.tolist() == without_cache(model, prompt, 12)
+    assert len(set(written.tolist())) > 3
+
+
+def test_an_encoder_decoder_reads_its_source_once() -> None:
+    stack = {"depth": 1, "block": BLOCK}
+    model = model_of({"kind": "encoder_decoder", "width": 32, "encoder": stack, "decoder": stack})
+    reads = []
+    model.encoder.register_forward_hook(lambda *_: reads.append(1))  # type: ignore[union-attr]
+    source = torch.arange(6)
+    first = generate(model, torch.tensor([0]), 8, end=-1, temperature=0, source=source)
+    assert len(first) == 8
+    assert len(reads) == 1
+    other = generate(model, torch.tensor([0]), 8, end=-1, temperature=0, source=source.flip(0))
+    assert first.tolist() != other.tolist()
+
+
+def test_it_ends_at_the_end_token_and_at_the_window() -> None:
+    model = model_of(MODELS_THAT_WRITE["softmax"])
+    prompt = torch.tensor([1, 2, 3])
+    free = generate(model, prompt, 10, end=-1, temperature=0).tolist()
+    stop = free[4]
+    assert generate(model, prompt, 10, end=stop, temperature=0).tolist() == free[: free.index(stop)]
+    assert len(generate(model, prompt, 100, end=-1, window=T)) == T - len(prompt)
+
+
+def test_the_draw_is_decided_by_its_seed() -> None:
+    model = model_of(MODELS_THAT_WRITE["softmax"])
+    drawn = [generate(model, torch.tensor([1]), 16, end=-1, temperature=2.0, seed=seed).tolist() for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_pick_keeps_to_the_likeliest() -> None:
+    logits = torch.tensor([0.0, 3.0, 2.0, 1.0])
+    generator = torch.Generator().manual_seed(0)
+    assert pick(logits, 0, None, generator) == 1
+    assert {pick(logits, 5.0, 2, generator) for _ in range(100)} == {1, 2}
+    assert {pick(logits, 50.0, None, generator) for _ in range(200)} == {0, 1, 2, 3}
