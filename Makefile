@@ -14,7 +14,8 @@ BIN := $(VENV)/bin
 .PHONY: train test test-cluster lint bench clean
 
 train: $(VENV)/.base
-	$(BIN)/xscale launch local --processes $(PROCESSES) configs/run/quickstart.yaml $(ARGS)
+	$(BIN)/xscale launch local --processes $(PROCESSES) configs/run/quickstart.yaml \
+		parallel.mesh.ep=$(PROCESSES) $(ARGS)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slurm and not gpu" $(ARGS)

@@ -11,17 +11,14 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import xscale_launch
-from xscale_launch import devices, preflight, rollcall, status, verdict
+from xscale_launch import devices, status, verdict
 from xscale_launch.env import Place, environment, slurm_places, whole
 from xscale_launch.errors import LaunchError
-from xscale_launch.hostlist import expand
+from xscale_launch.inspection import inspect
 from xscale_launch.local import worker_environment
-from xscale_launch.ports import require_free
 from xscale_launch.supervise import Patience, Supervisor, Worker, last_lines
 from xscale_launch.torchrun import torchrun_worker
 
-ROLL_CALL_SECONDS = 90.0
 MISTAKE_SECONDS = 3.0
 """How long a node whose workers refuse the config leaves rank 0, on another node, to say the same on the job's log."""
 PREFLIGHT_FAILED = 76
@@ -69,40 +66,13 @@ def placed(variables: Mapping[str, str]) -> Place:
 
 
 def inspected(options: argparse.Namespace, place: Place, variables: Mapping[str, str], node: str) -> bool:
-    """The preflight of this task's node; False, with the problems said and left as `fault`, when a node is bad."""
-    tasks = whole(variables, "SLURM_NTASKS")
-    folder, code = options.attempt, Path(xscale_launch.__file__).parents[1]
-    gpus = options.gpus if place.local_rank == 0 else 0
-    interface = variables.get("GLOO_SOCKET_IFNAME", "")
-    word = preflight.as_data(preflight.facts(node, place.master_addr, folder, code, gpus, interface))
-    word["task"] = whole(variables, "SLURM_PROCID")
-    wanted = expand(variables.get("SLURM_STEP_NODELIST") or variables["SLURM_JOB_NODELIST"])
-
-    def judge(words: Sequence[rollcall.Word]) -> list[str]:
-        first: dict[str, preflight.Facts] = {}
-        for said in sorted(words, key=lambda said: int(said["task"])):
-            first.setdefault(said["node"], preflight.Facts(**{k: v for k, v in said.items() if k != "task"}))
-        found = preflight.judge(list(first.values()), wanted, options.gpus, options.disk)
-        (folder / "bad_nodes").write_text("".join(f"{name}\n" for name in sorted({p.node for p in found})))
-        return [str(problem) for problem in found]
-
-    port = place.master_port + 1
-    if word["task"] == 0:
-        try:
-            require_free(place.master_port)
-            found = rollcall.hold(port, word, tasks, ROLL_CALL_SECONDS, judge)
-        except LaunchError as error:
-            found = [f"{node}: {error}"]
-        except OSError as error:
-            found = [f"{node}: port {port}, which follows from the job's id, cannot be used ({error.strerror})"]
-    else:
-        try:
-            found = rollcall.answer(place.master_addr, port, word, ROLL_CALL_SECONDS)
-        except TimeoutError as error:
-            found = [f"{node}: {error}"]
-    if found:
-        verdict.leave(options.attempt, None, PREFLIGHT_FAILED, "preflight: " + "; ".join(found))
-    return not found
+    """The preflight of this task's node; False, with the problems left as `fault`, when a node is bad."""
+    findings = inspect(node, place, variables, options.attempt, options.gpus, options.disk)
+    if findings.bad_nodes:
+        (options.attempt / "bad_nodes").write_text("".join(f"{name}\n" for name in findings.bad_nodes))
+    if findings.problems:
+        verdict.leave(options.attempt, None, PREFLIGHT_FAILED, "preflight: " + "; ".join(findings.problems))
+    return not findings.problems
 
 
 def run_workers(options: argparse.Namespace, places: list[Place], variables: dict[str, str], node: str) -> int:

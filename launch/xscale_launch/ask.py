@@ -19,7 +19,12 @@ from typing import Any
 from xscale_launch import status
 from xscale_launch.errors import LaunchError
 
-RUN_DIR = re.compile(r"""^run:[ ]*(?:#.*)?\n(?:[ ]+.*\n)*?[ ]+dir:[ ]+(?P<dir>'[^']*'|"[^"]*"|[^\s#]+)""", re.MULTILINE)
+RUN_DIR = re.compile(
+    r"""^run:[ ]*(?:\#.*)?\n  # the section, which may say where it came from
+    (?:[ ]+.*\n)*?           # its other keys
+    [ ]+dir:[ ]+(?P<dir>'[^']*'|"[^"]*"|.+?)(?=[ ]+\#|[ ]*$)""",
+    re.MULTILINE | re.VERBOSE,
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,11 @@ class Plan:
     """The run folder, absolute."""
     answer: dict[str, Any]
     """What `xscale plan --json` says."""
+
+    @property
+    def gigabytes(self) -> float:
+        """What one process keeps in memory between steps; 0 where plan does not say."""
+        return float(self.answer.get("memory_at_rest_bytes", {}).get("total", 0)) / 1e9
 
 
 def xscale(given: str | None, python: str | None = None) -> tuple[str, ...]:
@@ -63,12 +73,6 @@ def _asked(argv: Sequence[str], config: Path, variables: Mapping[str, str]) -> s
         done = subprocess.run(argv, env=dict(variables), capture_output=True, text=True, check=False)
     except OSError as error:
         raise LaunchError(f"{argv[0]} cannot be started: {error.strerror}") from None
-    if "No such command 'plan'" in done.stderr:
-        # An xscale without the planner still trains: the trainer itself checks the layout, and exits with 2.
-        print(
-            "xscale launch: this xscale has no `plan`: layout and memory are checked in the job only", file=sys.stderr
-        )
-        return "{}"
     if done.returncode == status.USER_MISTAKE:
         raise LaunchError(f"{config} is refused:\n{done.stderr.strip()}")
     if done.returncode:

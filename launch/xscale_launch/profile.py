@@ -57,6 +57,8 @@ class Profile:
     """Workers on a node: one for each GPU as a rule."""
     gpus_per_node: int = 0
     """GPUs of a node; 0 asks for none."""
+    gpu_memory_gigabytes: float = 0.0
+    """Memory of one GPU, against which the plan is held; 0 leaves that out."""
     cpus_per_process: int = 0
     """Processors for each worker; 0 leaves it to the cluster."""
     memory: str | None = None

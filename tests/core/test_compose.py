@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xscale.core.compose import compose, dump, parse
@@ -98,14 +98,20 @@ def test_values_are_what_they_look_like(text: str, value: Any) -> None:
     assert type(found) is type(value)
 
 
+KEYS = st.from_regex(r"key_[a-z_]{0,8}", fullmatch=True)
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec="utf-8")),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), inner),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.from_regex(r"key_[a-z_]{0,8}", fullmatch=True), inner)
+    ),
     max_leaves=12,
 )
 
 
-@given(data=st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), PLAIN, min_size=1))
+@example(data={"a": "\x85"})
+@example(data={"a": "\xa0"})
+@example(data={"a": "x\u2028y"})
+@given(data=st.dictionaries(KEYS, PLAIN, min_size=1))
 def test_what_is_dumped_reads_back(data: dict[str, Any]) -> None:
     assert parse(dump(data), "dumped") == data
     assert parse(dump(data, {}), "dumped with origins") == data

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 import pytest
 
+from xscale.core import config as schema
 from xscale.core.config import Config, Slot, decode, encode
 from xscale.core.errors import ConfigError
 from xscale.core.registry import Family
@@ -14,7 +15,7 @@ LAYERS: Family[Any] = Family("layer", dict)
 
 
 class Part:
-    class Config(Config):
+    class Config(schema.Config):
         pass
 
 

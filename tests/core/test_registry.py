@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from xscale.core.config import Config
+from xscale.core import config as schema
 from xscale.core.errors import ConfigError
 from xscale.core.registry import Family
 
@@ -17,7 +17,7 @@ class Traits:
 
 
 class Part:
-    class Config(Config):
+    class Config(schema.Config):
         width: int = 2
         """Width."""
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import pytest
 
 from tests.core.fits import fits
+from xscale.core import config as schema
 from xscale.core.config import Config, Slot
 from xscale.core.registry import Family
 from xscale.core.schema import families_of, json_schema
@@ -13,7 +14,7 @@ SHAPES: Family[Any] = Family("shape", dict)
 
 
 class Shape:
-    class Config(Config):
+    class Config(schema.Config):
         pass
 
 

@@ -3,7 +3,7 @@
 `python fake_train.py train CONFIG [key=value ...]`, `--print-config`, and `plan ... --world N --json`.
 Keys: run.dir, train.steps, and under fake.: step_seconds, stop_after (steps, with + between), mistake, crash_at,
 crash_rank, kill_self (a signal's number instead of an exception), once (crash in the first attempt only),
-ignore_signals, divides. Its state is a number drawn on from step to step, so that a resumed run is bitwise
+ignore_signals, divides, gigabytes. Its state is a number drawn on from step to step, so that a resumed run is bitwise
 equal to one that never stopped, or is not.
 """
 
@@ -68,7 +68,8 @@ def plan(values: dict[str, str], processes: int) -> int:
     if processes % int(values.get("fake.divides", "1")):
         print(f"parallel.mesh: {values['fake.divides']} does not divide {processes} processes", file=sys.stderr)
         return 2
-    print(json.dumps({"world": processes}))
+    memory = {"total": float(values.get("fake.gigabytes", "0")) * 1e9 / processes}
+    print(json.dumps({"world": processes, "memory_at_rest_bytes": memory}))
     return 0
 
 

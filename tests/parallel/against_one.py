@@ -19,11 +19,13 @@ from xscale.nn.init import seed_of
 from xscale.nn.tokens import Tally
 from xscale.objective import OBJECTIVES, Batch, Objective, Specials
 from xscale.optim.optimizer import OPTIMIZERS
+from xscale.parallel import context
 from xscale.parallel.plan import Plan
 from xscale.parallel.rest import at_rest, place_in_whole
 from xscale.train.evaluate import evaluate
 from xscale.train.settings import Settings
 from xscale.train.setup import build_meta
+from xscale.train.share import share
 from xscale.train.step import Stepper, weights_of
 
 DOUBLE = {"compute": "float64", "master": "float64"}
@@ -69,6 +71,7 @@ def trained(
         with patch(without, lambda x, *_: x):
             return trained(model, parallel, steps=steps, **sections)
     settings, mesh, network, plan = built(model, parallel, **sections)
+    spread = context.spread_of(network, mesh, settings.parallel)
     rests = at_rest(network)
     found = Found(started=_pieces(rests))
     objective: Objective = OBJECTIVES.build(settings.objective, SPECIALS, LENGTH, SEED)
@@ -79,12 +82,13 @@ def trained(
     for step in range(steps):
         tally = Tally()
         batches = [
-            _batch(objective, step, number, tally) for number in range(mesh.data_rank, BATCH // MICRO, mesh.degrees.dp)
+            share(_batch(objective, step, number, tally), spread)
+            for number in range(mesh.data_rank, BATCH // MICRO, mesh.degrees.dp)
         ]
         stepped = stepper.step(batches, 0.01)
         found.numbers += [stepped.loss, stepped.gradient_norm, float(stepped.targets)]
     held_out = [
-        (_batch(objective, steps, number, None, noisy=False), True)
+        (share(_batch(objective, steps, number, None, noisy=False), spread), True)
         for number in range(mesh.data_rank, 4, mesh.degrees.dp)
     ]
     bytes_each = torch.ones(VOCABULARY, dtype=torch.long)

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,17 @@ def test_refused_before_the_queue(lab: Any, arguments: list[object], said: str) 
     assert said in done.stderr
     assert not lab.run.exists()
     assert not lab.cluster.run("squeue", "-h").strip()
+
+
+def test_what_does_not_fit_is_refused(lab: Any, tmp_path: Path) -> None:
+    clusters = tmp_path / "clusters.toml"
+    clusters.write_text("[lab]\ngpu_memory_gigabytes = 80\n")
+    arguments = ("--clusters", clusters, "--cluster", "lab", f"run.dir={lab.run}", "fake.gigabytes=300", "--dry-run")
+    done = lab.launch("slurm", lab.config, *arguments, "--nodes", 3)
+    assert done.returncode == 2
+    assert "one process keeps 100.0 GB" in done.stderr
+    done = lab.launch("slurm", lab.config, *arguments, "--nodes", 3, "--processes-per-node", 2)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_slurm_alone_knows_is_refused_with_its_words(lab: Any) -> None:
@@ -173,3 +186,12 @@ def test_a_bad_node_is_named_and_left_out(lab: Any, tmp_path: Path) -> None:
     assert told["ExcNodeList"] == "xn2"
     assert lab.cluster.wait_state(second, ("COMPLETED", "FAILED"))["NodeList"] == "xn[1,3]", lab.log()
     assert lab.states(ranks=2) == lab.expected(4, 2)
+
+
+def test_the_doctor_sees_every_node_of_an_allocation(lab: Any, tmp_path: Path) -> None:
+    words = ["salloc", "-N3", "--quiet", sys.executable, "-m", "xscale_launch.doctor", "--folder", str(tmp_path)]
+    environment = {**lab.cluster.environment(), "PYTHONPATH": str(Path(__file__).parents[2] / "launch")}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:4]] == ["xn1", "xn2", "xn3"]
+    assert done.stdout.splitlines()[-1] == "nothing is wrong"

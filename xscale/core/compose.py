@@ -45,7 +45,14 @@ class _Dumper(yaml.SafeDumper):
     """Quotes what the loader would not read as text: to plain YAML 1.1 the text 1e-3 is no number and needs none."""
 
 
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # Unicode's own line ends are folded away unless they are quoted and escaped.
+    style = '"' if not text.isascii() and len(text.splitlines()) > text.count("\n") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
 _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+_Dumper.add_representer(str, _represent_text)
 
 
 @dataclass
@@ -185,7 +192,7 @@ def _annotated(data: dict[str, Any], origin: dict[str, str], path: str, depth: i
             lines += _annotated(value, origin, f"{here}.", depth + 1)
             continue
         leaf = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10_000, allow_unicode=True)
-        first = f"{key}: {leaf.removesuffix(DOCUMENT_END).rstrip()}"
+        first = f"{key}: {leaf.removesuffix(DOCUMENT_END)[:-1]}"
         source = origin.get(here, next((origin[up] for up in _above(here) if up in origin), "default"))
         lines.append(f"{'  ' * depth}{first:<{max(1, 56 - 2 * depth)}}  # {source}")
     return lines

@@ -20,7 +20,8 @@ class Mesh:
     degrees: Degrees
     device: torch.device
     dense: DeviceMesh | None = None
-    """Axes pp, dp_replicate, dp_shard, cp, tp; None for one process."""
+    """Axes pp, dp_replicate, dp_shard, cp, tp; None for one process. Parameters know of a sequence's ranks as copies
+    only, so that those of cp stand on dp_shard and cp has one place."""
     experts: DeviceMesh | None = None
     """The same ranks for expert layers: pp, dp_replicate, expert_shard, ep, tp; None for one process. Its tp has one
     rank where tp stays out of experts."""
@@ -30,6 +31,8 @@ class Mesh:
     """As `experts`, with all ranks of expert_shard on dp_replicate."""
     background: dist.ProcessGroup | None = None
     """All ranks over gloo, for what goes on beside training; None for one process."""
+    context: dist.ProcessGroup | None = None
+    """The ranks that share this one's sequences; None where each has its own."""
     timeout: datetime.timedelta = field(default=datetime.timedelta(minutes=10))
     forth: dist.ProcessGroup | None = None
     """The ranks of pp, for what goes to a later one. A channel of its own for each way, because on NCCL a message
@@ -67,8 +70,9 @@ def start(place: Place, degrees: Degrees, device: torch.device, timeout_seconds:
 def lay_out(place: Place, degrees: Degrees, device: torch.device, timeout: datetime.timedelta) -> Mesh:
     """The axes over a process group that is already there."""
     kind = device.type
-    dense = init_device_mesh(kind, tuple(getattr(degrees, axis) for axis in DENSE), mesh_dim_names=DENSE)
-    copies = (degrees.pp, degrees.dp, 1, degrees.cp, degrees.tp)
+    shape = (degrees.pp, degrees.dp_replicate, degrees.dp_shard * degrees.cp, 1, degrees.tp)
+    dense = init_device_mesh(kind, shape, mesh_dim_names=DENSE)
+    copies = (degrees.pp, degrees.dp * degrees.cp, 1, 1, degrees.tp)
     replicas = init_device_mesh(kind, copies, mesh_dim_names=DENSE)
     last = (degrees.ep, degrees.expert_tp)
     experts = init_device_mesh(
@@ -77,11 +81,16 @@ def lay_out(place: Place, degrees: Degrees, device: torch.device, timeout: datet
     kept = degrees.dp_replicate * degrees.expert_shard
     expert_replicas = init_device_mesh(kind, (degrees.pp, kept, 1, *last), mesh_dim_names=EXPERTS)
     background = dist.new_group(backend="gloo", timeout=timeout)
+    context = None
+    if degrees.cp > 1:
+        lines = torch.arange(degrees.world).view(-1, degrees.cp, degrees.tp).transpose(1, 2).flatten(0, 1).tolist()
+        context = dist.new_subgroups_by_enumeration(lines, timeout=timeout)[0]  # type: ignore[no-untyped-call]
     forth = back = None
     if degrees.pp > 1:
         lines = dense.mesh.flatten(1).t().tolist()
         forth, back = (dist.new_subgroups_by_enumeration(lines, timeout)[0] for _ in range(2))  # type: ignore[no-untyped-call]
-    return Mesh(place, degrees, device, dense, experts, replicas, expert_replicas, background, timeout, forth, back)
+    meshes = (dense, experts, replicas, expert_replicas)
+    return Mesh(place, degrees, device, *meshes, background, context, timeout, forth, back)
 
 
 def leave() -> None:

@@ -25,6 +25,12 @@ class PipelineConfig(Config):
     """Blocks of each stage, first to last (an encoder's before its decoder's); null: stages of like cost."""
 
 
+class ContextConfig(Config):
+    style: Literal["auto", "ulysses"] = "auto"
+    """How attention sees a sequence that is spread over the ranks of cp. ulysses: it is traded for heads; auto: as each
+    core can."""
+
+
 class RecomputeConfig(Config):
     every: int = 0
     """Forget the activations of every k-th block and compute them again in backward; 0: keep all."""
@@ -39,6 +45,8 @@ class ParallelConfig(Config):
     """How the ranks of tp share a layer."""
     pipeline: PipelineConfig = PipelineConfig()
     """How the ranks of pp share the depth."""
+    context: ContextConfig = ContextConfig()
+    """How the ranks of cp share a sequence."""
     recompute: RecomputeConfig = RecomputeConfig()
     """Which activations are computed again instead of kept."""
     compile: bool = False

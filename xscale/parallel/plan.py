@@ -11,7 +11,7 @@ from xscale.mesh.mesh import Mesh
 from xscale.nn.block import Block
 from xscale.nn.module import Module
 from xscale.nn.moe.router.evened import Evened
-from xscale.parallel import cut, expert, materialize, pipeline, precision, recompute, tensor, zero
+from xscale.parallel import context, cut, expert, materialize, pipeline, precision, recompute, tensor, zero
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -37,14 +37,12 @@ class Plan:
     def check(self, model: nn.Module | None, world: int) -> list[Problem]:
         """Every problem on `world` ranks; `model` is on meta, or None when it could not be built."""
         problems = axes.check(self.parallel.mesh, world)
-        if self.parallel.mesh.cp > 1:
-            what = "this axis is not there yet"
-            problems.append(Problem("parallel.mesh.cp", what, "Use pp, dp_shard, dp_replicate, tp and ep."))
         problems += recompute.check(self.parallel.recompute, "parallel.recompute")
         if not problems:
             problems += zero.check(self.parallel, axes.fill(self.parallel.mesh, world), "parallel")
         if model is not None and not problems:
             problems += pipeline.check(model, self.parallel, "parallel")
+            problems += context.check(model, self.parallel, "parallel")
             problems += expert.check(model, self.parallel.mesh.ep, "parallel.mesh")
             problems += tensor.check(model, self.parallel, "parallel")
         if model is not None:
@@ -65,6 +63,7 @@ class Plan:
     def _apply(self, model: nn.Module, mesh: Mesh, seed: int) -> nn.Module:
         precision.apply(model, self.compute, self.master)
         cut.apply(model, mesh, self.parallel, tensor.whole(model, mesh.degrees.tp))
+        context.apply(model, mesh, self.parallel)
         expert.apply(model, mesh)
         tensor.apply(model, mesh, self.parallel)
         recompute.apply(model, self.parallel.recompute)

@@ -6,7 +6,6 @@ process draws. A sequence that the ranks do not divide is padded behind its end;
 
 from collections.abc import Callable
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xscale.core.errors import Problem
@@ -49,14 +48,17 @@ def apply(model: nn.Module, ranks: Ranks) -> None:
         if isinstance(module, Embed):
             module.register_forward_hook(lambda _, __, x: keep_piece(x, ranks.group))
         if isinstance(module, Sublayer):
-            module.drop = _drop(ranks)
+            module.drop = _drop(ranks, module.drop)
     for norm in outside(model):
         guard_weights(norm, ranks)
 
 
-def _drop(ranks: Ranks) -> Callable[[Tensor, float, Tokens], Tensor]:
+Drop = Callable[[Tensor, float, Tokens], Tensor]
+
+
+def _drop(ranks: Ranks, inner: Drop) -> Drop:
     def drop(y: Tensor, share: float, tokens: Tokens) -> Tensor:
         whole = y.new_ones(y.shape[0], tokens.ids.shape[1], *y.shape[2:])
-        return y * ranks.piece(F.dropout(whole, share))
+        return y * ranks.piece(inner(whole, share, tokens))
 
     return drop

@@ -11,6 +11,8 @@ from xscale.data.samples import Samples
 from xscale.nn.init import seed_of
 from xscale.nn.tokens import Tally
 from xscale.objective import Batch, Objective
+from xscale.parallel.context import Spread
+from xscale.train.share import share
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Feed:
     separate: bool
     """Whether documents are kept apart."""
     device: torch.device
+    spread: Spread | None = None
+    """How a sequence lies over the ranks that read the same samples."""
 
     def requests(self, first: int, batch: int, steps: int) -> Iterator[tuple[int, int]]:
         """(first sample, count) of each micro-batch of this rank, for `steps` steps from sample `first` on."""
@@ -41,12 +45,13 @@ class Feed:
 
     def training(self, samples: Samples, step: int, batch: int, tally: Tally | None) -> Batch:
         """A micro-batch with its noise and its share of the auxiliary losses."""
-        return self.objective.batch(
+        made = self.objective.batch(
             *self._tensors(samples),
             noise=seed_of(self.seed, "noise", step, int(samples.index[0])),
             auxiliary=self.micro_batch / batch,
             tally=tally,
-        ).to(self.device)
+        )
+        return share(made.to(self.device), self.spread)
 
     def evaluation(self, sequences: int) -> Iterator[tuple[Batch, bool]]:
         """This rank's share of the first `sequences` samples; ranks that run out repeat one that does not count."""
@@ -57,7 +62,7 @@ class Feed:
             first = number * self.micro_batch if counts else 0
             count = min(self.micro_batch, sequences - first)
             batch = self.objective.batch(*self._tensors(self.loader.samples(first, count)))
-            yield batch.to(self.device), counts
+            yield share(batch.to(self.device), self.spread), counts
 
     def _tensors(self, samples: Samples) -> tuple[Tensor, Tensor | None, Tensor]:
         return samples.tokens, samples.documents if self.separate else None, samples.index

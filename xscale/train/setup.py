@@ -20,6 +20,7 @@ from xscale.nn.model import MODELS
 from xscale.objective import OBJECTIVES, Objective, Specials
 from xscale.optim.optimizer import OPTIMIZERS, Optimizer
 from xscale.optim.schedule import SCHEDULES, Schedule
+from xscale.parallel import context
 from xscale.parallel.plan import Plan
 from xscale.parallel.rest import Rest, at_rest
 from xscale.train.feed import Feed
@@ -104,6 +105,7 @@ def set_up(settings: Settings, place: Place) -> Parts:
     if problems:
         raise ConfigError(problems)
     counted, flops = size(model), training_flops(model, length, length)
+    spread = context.spread_of(model, mesh, settings.parallel)
     model = plan.apply(model, mesh, settings.run.seed)
     rests = at_rest(model)
     objective: Objective = OBJECTIVES.build(settings.objective, specials, length, settings.run.seed)
@@ -132,8 +134,8 @@ def set_up(settings: Settings, place: Place) -> Parts:
             repeats=degrees.tp,
             stages=degrees.pp,
         ),
-        feed=feed_of(settings, corpus.train, objective, mesh),
-        validation=None if held_out is None else feed_of(settings, held_out, objective, mesh),
+        feed=feed_of(settings, corpus.train, objective, mesh, spread),
+        validation=None if held_out is None else feed_of(settings, held_out, objective, mesh, spread),
         evaluated=0 if held_out is None else evaluated(len(held_out.data), settings.train.eval_sequences),
         token_bytes=torch.from_numpy(tokenizer.byte_lengths()).to(device),
         size=counted,
@@ -155,7 +157,9 @@ def evaluated(available: int, wanted: int | None) -> int:
     return available if wanted is None else min(available, wanted)
 
 
-def feed_of(settings: Settings, loader: Loader, objective: Objective, mesh: Mesh) -> Feed:
+def feed_of(
+    settings: Settings, loader: Loader, objective: Objective, mesh: Mesh, spread: context.Spread | None = None
+) -> Feed:
     return Feed(
         loader=loader,
         objective=objective,
@@ -165,4 +169,5 @@ def feed_of(settings: Settings, loader: Loader, objective: Objective, mesh: Mesh
         seed=settings.run.seed,
         separate=not settings.data.cross_documents,
         device=mesh.device,
+        spread=spread,
     )

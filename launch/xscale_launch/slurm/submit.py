@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     plans = planned(options, config, found, processes)
     top = plans[0].run_dir.parent if found else plans[0].run_dir
     job = checked(made(options, site, top, len(found)))
-    complaints = against_cluster(job, options.dry_run)
+    complaints = [*against_memory(plans, site), *against_cluster(job, options.dry_run)]
     if complaints:
         raise LaunchError("not submitted:\n" + "\n".join(f"  - {line}" for line in complaints))
     text = script.render(job)
@@ -145,6 +145,17 @@ def made(options: argparse.Namespace, site: profile.Profile, top: Path, members:
         at_once=options.at_once,
         chain=options.chain > 1,
     )
+
+
+def against_memory(plans: Sequence[xscale.Plan], site: profile.Profile) -> list[str]:
+    """What will not fit, as far as the plan and the profile know: at rest, so before any activation."""
+    most, room = max(plan.gigabytes for plan in plans), site.gpu_memory_gigabytes
+    if not room or most <= room:
+        return []
+    return [
+        f"one process keeps {most:.1f} GB of parameters, gradients and optimizer, and a GPU has {room:g} GB: "
+        "shard over more processes, or raise parallel.zero.stage (see xscale plan)"
+    ]
 
 
 def against_cluster(job: Job, dry_run: bool) -> list[str]:

@@ -81,17 +81,22 @@ from xscale.nn.attention import (  # noqa: E402
     informer,  # noqa: F401
     linear,  # noqa: F401
     linformer,  # noqa: F401
+    longt5,  # noqa: F401
     luna,  # noqa: F401
     memory_compressed,  # noqa: F401
     moba,  # noqa: F401
+    nprf,  # noqa: F401
     nsa,  # noqa: F401
     nystrom,  # noqa: F401
     performer,  # noqa: F401
+    poolingformer,  # noqa: F401
     reformer,  # noqa: F401
     rfa,  # noqa: F401
     routing,  # noqa: F401
+    scatterbrain,  # noqa: F401
     sinkhorn,  # noqa: F401
     skyformer,  # noqa: F401
     softmax,  # noqa: F401
     transformer_ls,  # noqa: F401
+    yoso,  # noqa: F401
 )

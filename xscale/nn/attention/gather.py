@@ -14,7 +14,7 @@ from torch import Tensor
 from xscale.nn.attention.blocks import Bucket, Plan
 from xscale.nn.pattern.grid import TokenRule
 
-CHUNK_SCORES = 1 << 18
+CHUNK_SCORES = 3 << 16
 """Scores of a chunk: few enough to stay in a CPU's cache from one pass over them to the next."""
 CHUNK_SCORES_CUDA = 1 << 27
 

@@ -4,6 +4,7 @@ Router, experts, and what every token passes besides. Assignments that are dropp
 """
 
 import math
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.ffn import FFNS, Ffn, FfnTraits
 from xscale.nn.ffn.gated import Gated
 from xscale.nn.linear import Linear
-from xscale.nn.moe.arrange import Drop, arrange
+from xscale.nn.moe.arrange import Arrangement, Drop, arrange
 from xscale.nn.moe.dispatch import Dispatch, Local
 from xscale.nn.moe.experts import Experts
 from xscale.nn.moe.router import ROUTERS, Router, RouterDims
@@ -61,6 +62,8 @@ class Moe(Ffn):
         self.router: Router = ROUTERS.build(config.router, router_dims(config, dims))
         self.experts = Experts(config.expert, dims, config.experts, config.expert_dropout)
         self.dispatch: Dispatch = Local()
+        self.assign: Callable[[Tensor, Tokens], tuple[Arrangement, Tensor | None]] = self.arranged
+        """How tokens are arranged for the experts: a seam, for a piece of the micro-batch."""
         self.shared: Ffn | None = None if config.shared is None else FFNS.build(config.shared, dims)
         self.mix: Linear | None = None
         if config.shared is not None and config.mix != "sum":
@@ -111,18 +114,24 @@ class Moe(Ffn):
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         flat = x.flatten(0, 1)  # [N, D]
+        arrangement, loss = self.assign(x, tokens)
+        rows = permute(flat, arrangement.tokens)  # [M, D]
+        rows = self.dispatch(rows, arrangement.counts, lambda here, counts: self.experts(here, counts, tokens))
+        y = unpermute(rows, arrangement.tokens, arrangement.weights, len(flat)).view(x.shape)  # [B, T, D]
+        if loss is not None:
+            y = attach(y, loss, tokens.auxiliary)
+        return y if self.shared is None else self._join(x, y, self.shared(x, tokens))
+
+    def arranged(self, x: Tensor, tokens: Tokens) -> tuple[Arrangement, Tensor | None]:
+        """Which rows of x [B, T, D], flattened, reach which experts, and the auxiliary loss."""
+        flat = x.flatten(0, 1)
         routing = self.router(flat, tokens)
         # Generation sees other micro-batches than training did, so a capacity would drop other tokens.
         capacity = self.capacity(len(flat)) if tokens.cache is None else None
         arrangement = arrange(routing, self.config.experts, capacity, self.config.drop, self.config.groups)
-        rows = permute(flat, arrangement.tokens)  # [M, D]
-        rows = self.dispatch(rows, arrangement.counts, lambda here, counts: self.experts(here, counts, tokens))
-        y = unpermute(rows, arrangement.tokens, arrangement.weights, len(flat)).view(x.shape)  # [B, T, D]
-        if routing.loss is not None:
-            y = attach(y, routing.loss, tokens.auxiliary)
         if tokens.tally is not None:
             observe(tokens.tally, self.path, routing, arrangement)
-        return y if self.shared is None else self._join(x, y, self.shared(x, tokens))
+        return arrangement, routing.loss
 
     def _join(self, x: Tensor, routed: Tensor, shared: Tensor) -> Tensor:
         if self.mix is None:

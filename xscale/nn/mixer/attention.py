@@ -1,5 +1,6 @@
 """Vaswani et al. 2017: multi-head attention around any core, with grouped queries (Ainslie et al. 2023)."""
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from torch import Tensor
@@ -54,6 +55,10 @@ class Attention(Mixer):
         self.q_norm: Norm | None = None if norm is None else NORMS.build(norm, self.head_width)
         self.k_norm: Norm | None = None if norm is None else NORMS.build(norm, self.head_width)
         self.core: Core = CORES.build(config.core, dims, heads, self.head_width)
+        self.attend: Callable[[Tensor, Tensor, Tensor, Sight], Tensor] | None = None
+        """In the place of the core's own call: a seam, for a piece of the sequence."""
+        self.view: Callable[[Tensor, Tensor, Tokens, Tokens], Sight] = self.sight
+        """From q, k and the tokens of both to who sees whom: a seam, as `attend`."""
         # Positions of two sequences cannot be compared, so cross attention has none.
         self.position: Position | None = None
         if dims.position is not None and not dims.cross:
@@ -111,7 +116,8 @@ class Attention(Mixer):
                 q, k = self.position.turn(q, tokens), self.position.turn(k, tokens)
             if tokens.cache is not None:
                 k, v = tokens.cache.setdefault(self.path, KeyValues()).append(k, v)
-        o = self.core(q, k, v, self._sight(q, k, tokens, key_tokens))
+        sight = self.view(q, k, tokens, key_tokens)
+        o = self.core(q, k, v, sight) if self.attend is None else self.attend(q, k, v, sight)
         out: Tensor = self.o(o.transpose(1, 2).flatten(2))  # [B, T, D]
         return out
 
@@ -131,7 +137,8 @@ class Attention(Mixer):
         kept: tuple[Tensor, Tensor] = tokens.cache[self.path]
         return kept
 
-    def _sight(self, q: Tensor, k: Tensor, tokens: Tokens, key_tokens: Tokens) -> Sight:
+    def sight(self, q: Tensor, k: Tensor, tokens: Tokens, key_tokens: Tokens) -> Sight:
+        """The plain view of the queries' tokens on the keys'."""
         documents = None not in (tokens.documents, key_tokens.documents)
         biased = self.position is not None and self.position.biases
         key = f"sight/{self.causal}/{q.shape[2]}/{k.shape[2]}/{self.dropout}/{self.cross}"

@@ -1,9 +1,11 @@
 """The way into a model: token embeddings, with positions where these act on the input."""
 
+from collections.abc import Callable
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from xscale.nn.block import drop
 from xscale.nn.dims import Dims
 from xscale.nn.init import seed_of
 from xscale.nn.linear import Embedding
@@ -21,6 +23,8 @@ class Embed(Module):
         super().__init__()
         self.table = table or Embedding(dims.vocabulary, dims.width, dims.start)
         self.dropout = config.dropout
+        self.drop: Callable[[Tensor, float, Tokens], Tensor] = drop
+        """Dropout: a seam, as a sublayer's."""
         at_input = POSITIONS.of(config.position).traits.where == "input"
         self.position: Position | None = POSITIONS.build(config.position, dims) if at_input else None
 
@@ -32,4 +36,4 @@ class Embed(Module):
             return x
         # As in a stack: noise by name, so that neither the layout nor a restart changes it.
         torch.manual_seed(seed_of(tokens.noise, self.path))
-        return F.dropout(x, self.dropout)
+        return self.drop(x, self.dropout, tokens)

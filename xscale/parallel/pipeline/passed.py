@@ -21,8 +21,10 @@ class Kept:
     """What was received, as leaves."""
     outputs: list[Tensor]
     """What was given, or the loss."""
+    seeds: list[Tensor | None] | None = None
+    """The outputs' gradients, of a split backward whose second part begins at the outputs again."""
     groups: list[dict[str, Any]] | None = None
-    """What a split backward left to be done for the weights."""
+    """What another split backward left to be done for the weights."""
 
 
 class Passed:
@@ -79,30 +81,39 @@ class Passed:
             else:
                 # What a stage only passes on takes the gradient along.
                 through.grad = gradient
-        split = action.kind == "I"
-        if split and not stage.first:
-            # Torch cuts the outputs off in place, which views refuse.
-            roots = [root.clone() for root in roots]
-            ready = [torch.ones_like(root) if seed is None else seed for root, seed in zip(roots, seeds, strict=True)]
-            _, kept.groups = stage_backward_input(roots, ready, kept.inputs, stage.model.parameters())
-            kept.outputs = []
-        elif split:
-            # Nothing is before the first stage: its whole backward is for the weights.
-            kept.groups, kept.outputs, kept.inputs = None, roots, [seed for seed in seeds if seed is not None]
-            return []
-        else:
+        kept.outputs, kept.seeds = roots, seeds
+        if action.kind == "B":
             torch.autograd.backward(roots, seeds)
             del self.kept[stage.index, action.micro]
-        back = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in kept.inputs]
-        kept.inputs = []
+        elif not stage.first:
+            self._to_inputs(stage, kept)
+        # Nothing is before the first stage: its whole backward is for the weights.
+        back = []
+        for leaf in kept.inputs:
+            back.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+            # What is sent must not grow when the second part meets the leaf again.
+            leaf.grad = None
         return back
+
+    def _to_inputs(self, stage: Stage, kept: Kept) -> None:
+        """The first part of a split backward."""
+        # Torch cuts the outputs off in place, which views refuse.
+        roots = [root.clone() for root in kept.outputs]
+        given = kept.seeds or [None] * len(roots)
+        seeds = [torch.ones_like(root) if seed is None else seed for root, seed in zip(roots, given, strict=True)]
+        _, groups = stage_backward_input(roots, seeds, kept.inputs, stage.model.parameters())
+        # A weight that reaches what depends on the inputs at several places, as a decoder's beginning reaches the
+        # memory, is not trusted to torch's groups: it loses gradients. The second part then begins at the outputs.
+        if all(len(group["intermediates"]) == 1 for group in groups):
+            kept.groups, kept.outputs = groups, []
 
     def _weights(self, stage: Stage, action: Action) -> None:
         kept = self.kept.pop((stage.index, action.micro))
         last = action == self.final[stage.index]
         if kept.groups is None:
             _mark(stage.model, self.zero, last=last, split=True)
-            torch.autograd.backward(kept.outputs, kept.inputs or None)
+            weights = [weight for weight in stage.model.parameters() if weight.requires_grad]
+            torch.autograd.backward(kept.outputs, kept.seeds, inputs=weights)
         else:
             stage_backward_weight(stage.model.parameters(), kept.groups)
         if last or self.zero >= 2:

@@ -1,0 +1,65 @@
+"""`xscale doctor`, the part that needs no torch: looks at this machine, or at every node of an allocation."""
+
+import argparse
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import xscale_launch
+from xscale_launch import command, devices, preflight, status
+from xscale_launch.env import environment, slurm_places
+from xscale_launch.inspection import inspect
+from xscale_launch.local import say
+
+FAULTY = 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints what the nodes say and what is wrong with them; 1 when something is."""
+    parser = argparse.ArgumentParser(prog="xscale doctor", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--folder", type=Path, default=Path(), help="where runs will be written; here by default")
+    parser.add_argument("--gpus", type=int, help="GPUs that every node must have; as many as are seen here by default")
+    parser.add_argument("--disk", type=float, default=1.0, help="gigabytes that must be free")
+    parser.add_argument("--task", action="store_true", help=argparse.SUPPRESS)
+    try:
+        options = parser.parse_args(list(argv))
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else status.USER_MISTAKE
+    if not options.folder.is_dir():
+        say(f"there is no folder {options.folder}")
+        return status.USER_MISTAKE
+    variables = environment()
+    gpus = devices.gpus(variables) if options.gpus is None else options.gpus
+    if options.task:
+        return _task(options, gpus)
+    if "SLURM_JOB_ID" in variables:
+        ask = ["srun", "--export=ALL", "--ntasks-per-node=1", command.PYTHON, "-m", "xscale_launch.doctor", "--task"]
+        return subprocess.run([*ask, *argv], check=False).returncode
+    name = socket.gethostname()
+    known = preflight.facts(name, name, options.folder, Path(xscale_launch.__file__).parents[1], gpus)
+    return _told([known], [str(problem) for problem in preflight.judge([known], [name], gpus, options.disk)])
+
+
+def _task(options: argparse.Namespace, gpus: int) -> int:
+    """One node's part; the head node speaks for all, and the others end well so that srun adds nothing."""
+    variables = environment()
+    node = variables.get("SLURMD_NODENAME", socket.gethostname())
+    place = slurm_places(variables, 1)[0]
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix=".doctor-") as folder:
+        findings = inspect(node, place, variables, Path(folder), gpus, options.disk)
+    if place.rank > 0:
+        return status.DONE
+    return _told(findings.nodes, findings.problems)
+
+
+def _told(nodes: Sequence[preflight.Facts], problems: Sequence[str]) -> int:
+    print(preflight.table(nodes))
+    print("\n".join(problems) if problems else "nothing is wrong")
+    return FAULTY if problems else status.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,22 @@
+"""The doctor on this machine."""
+
+from pathlib import Path
+
+import pytest
+
+from xscale_launch.doctor import main
+
+
+def test_a_well_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--folder", str(tmp_path), "--gpus", "0", "--disk", "0"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("NODE")
+    assert "nothing is wrong" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--folder", str(tmp_path), "--gpus", "0", "--disk", "1e9"]) == 1
+    assert "GB wanted; make room" in capsys.readouterr().out
+    assert main(["--folder", str(tmp_path / "nowhere")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
