@@ -24,7 +24,7 @@ class Lines(Source):
     @classmethod
     def example_in(cls, folder: Path, size: int) -> Source.Config:
         for number in range(4):
-            line = f"A line of file {number}.\n"
+            line = 50 * f"A line of file {number}. " + "\n"
             (folder / f"{number}.txt").write_text(line * (size // 4 // len(line) + 1), encoding="utf-8")
         return cls.Config(folder=str(folder))
 
@@ -39,8 +39,8 @@ class Lines(Source):
 
 
 class Hoarder(Lines):
-    def read(self, portion: Portion) -> Iterator[Document]:
-        return iter(list(super().read(portion)))
+    def documents(self, shard: int = 0, shards: int = 1) -> Iterator[Document]:
+        return iter(list(super().documents(shard, shards)))
 
 
 class Shuffled(Lines):

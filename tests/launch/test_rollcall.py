@@ -38,14 +38,18 @@ def test_who_does_not_come_is_missing_from_the_words() -> None:
 
 
 def test_clocks_are_compared_at_the_moment_of_sending() -> None:
-    port, words = free_port(), []
+    port, words = free_port(), list[dict[str, Any]]()
+
+    def judge(said: Sequence[dict[str, Any]]) -> list[str]:
+        words.extend(said)
+        return []
 
     def other() -> None:
         rollcall.answer("127.0.0.1", port, {"node": "n2", "clock": 0.0}, 20)
 
     thread = threading.Thread(target=other)
     thread.start()
-    rollcall.hold(port, {"node": "n1"}, 2, 20, lambda said: words.extend(said) or [])
+    rollcall.hold(port, {"node": "n1"}, 2, 20, judge)
     thread.join(20)
     assert abs(words[1]["heard"] - words[1]["clock"]) < 5
 

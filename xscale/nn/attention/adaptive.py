@@ -30,6 +30,7 @@ STEPS = 10
         per_head=True,
         cost="2*T*S*K",
         context=("ulysses",),
+        dropout=True,
         bias=True,
         documents=True,
         decode=True,

@@ -35,6 +35,7 @@ Ways = tuple[tuple[Tensor, TokenRule | None], ...]
         per_head=True,
         cost="2*T*w*K",
         context=("ulysses",),
+        dropout=True,
         bias=True,
         documents=True,
         anchored=True,
