@@ -66,16 +66,34 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received
 
 
-def mean_tensors(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each value averaged over all ranks; every rank must hold the same names and shapes."""
-    if not dist.is_initialized() or not values:
+def mean_tensors(values: dict[str, Tensor], *, alike: bool = True) -> dict[str, Tensor]:
+    """Each value averaged over all ranks. Every rank must hold the same names and shapes unless `alike` is false: then
+    the average is over those that hold the name, and all of them get it."""
+    if not dist.is_initialized() or not (values or not alike):
         return values
+    if not alike:
+        return _mean_of_some(values)
     names = sorted(values)
     flat = torch.cat([values[name].flatten() for name in names])
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
     parts = flat.split([values[name].numel() for name in names])  # type: ignore[no-untyped-call]
     return {name: part.view(values[name].shape) for name, part in zip(names, parts, strict=True)}
+
+
+def _mean_of_some(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    shapes = {name: tuple(value.shape) for name, value in values.items()}
+    everyone: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, shapes)
+    merged = {name: shape for found in everyone for name, shape in sorted(found.items())}
+    if not merged:
+        return {}
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    held = {
+        name: values[name] if name in values else torch.zeros(shape, device=device) for name, shape in merged.items()
+    }
+    means = mean_tensors(held)
+    return {name: value * (len(everyone) / sum(name in one for one in everyone)) for name, value in means.items()}
 
 
 class _CopyIn(torch.autograd.Function):

@@ -58,6 +58,7 @@ class Adaptive(Core):
         return 2.0 * heads * queries * keys * head_width
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def entmax(z: Tensor, alpha: Tensor) -> Tensor:
     """alpha-entmax over the last axis; alpha, above 1, broadcasts against z. A row of -inf gives zeros."""
     weights: Tensor = _Entmax.apply(z, alpha)  # type: ignore[no-untyped-call]
