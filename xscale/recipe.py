@@ -11,6 +11,7 @@ from xscale.mesh import axes
 from xscale.nn.model import MODELS
 from xscale.objective import OBJECTIVES
 from xscale.optim.schedule import SCHEDULES
+from xscale.parallel.pipeline.check import check_micro_batches
 from xscale.parallel.plan import Plan
 from xscale.train.observe.config import check as check_observers
 from xscale.train.settings import Settings
@@ -28,9 +29,11 @@ class Recipe(Settings):
         problems += check_observers(self.observe)
         # The vocabulary is known once there is a tokenizer; nothing that is checked here depends on its size.
         model = build_meta(self, 64) if not problems else None
-        found = Plan(self.parallel, self.precision).check(model, world)
+        found = Plan(self.parallel, self.precision, self.data.sequence_length).check(model, world)
         if not axes.check(self.parallel.mesh, world):
-            found += check_batch(self, axes.fill(self.parallel.mesh, world).dp)
+            dp = axes.fill(self.parallel.mesh, world).dp
+            here = self.train.batch_size // (self.train.micro_batch_size * dp)
+            found += check_batch(self, dp) or check_micro_batches(self.parallel, here, "parallel")
         return problems + found
 
     def _check_model(self) -> list[Problem]:

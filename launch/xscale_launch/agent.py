@@ -7,7 +7,6 @@ ended (see `verdict`), where the batch script reads it.
 import argparse
 import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,8 +18,6 @@ from xscale_launch.local import worker_environment
 from xscale_launch.supervise import Patience, Supervisor, Worker, last_lines
 from xscale_launch.torchrun import torchrun_worker
 
-MISTAKE_SECONDS = 3.0
-"""How long a node whose workers refuse the config leaves rank 0, on another node, to say the same on the job's log."""
 PREFLIGHT_FAILED = 76
 """Exit status of an attempt that ended before training because a node was found bad."""
 
@@ -96,10 +93,7 @@ def run_workers(options: argparse.Namespace, places: list[Place], variables: dic
     words = f"{node}: {outcome.cause}"
     ends = [last_lines(w.log) for w in workers if outcome.cause and w.rank == outcome.rank and w.log is not None]
     if outcome.status == status.USER_MISTAKE:
-        if outcome.statuses.get(0) == status.USER_MISTAKE:
-            (options.attempt / "said").touch()  # rank 0's words are in the job's log
-        elif places[0].rank > 0:
-            time.sleep(MISTAKE_SECONDS)
+        verdict.refused(options.attempt, outcome.statuses.get(0) == outcome.status, places[0].rank == 0)
         words = "\n".join([words, *ends])
     elif outcome.cause:
         say("\n".join([words, *ends]))

@@ -13,12 +13,11 @@ import ctypes
 import signal
 import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from xscale_launch import devices, status, verdict
-from xscale_launch.agent import MISTAKE_SECONDS, say
+from xscale_launch.agent import say
 from xscale_launch.env import Place, environment, mpi_ranks
 from xscale_launch.errors import LaunchError
 from xscale_launch.local import worker_environment
@@ -55,10 +54,7 @@ def main(argv: Sequence[str]) -> int:
     if outcome.cause and log is not None:
         words += f"\nthe end of {log}:\n{last_lines(log)}"
     if outcome.status == status.USER_MISTAKE:
-        if place.rank == 0:
-            (options.attempt / "said").touch()
-        else:
-            time.sleep(MISTAKE_SECONDS)
+        verdict.refused(options.attempt, place.rank == 0, place.rank == 0)
     return verdict.leave(options.attempt, place.rank, outcome.status, words)
 
 

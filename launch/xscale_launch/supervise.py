@@ -39,8 +39,8 @@ class Patience:
     """After a signal, for every worker to finish its step and save."""
     settle: float = 1.0
     """After a worker's fault, for the others to end by themselves (their messages may say more)."""
-    mistake: float = 5.0
-    """After a worker refused the config, for the others to refuse it too."""
+    mistake: float = 30.0
+    """After a worker refused the config, for the others to refuse it too: rank 0 says why, and may be slow to start."""
     failure: float = 15.0
     """From SIGTERM to SIGKILL for those that are left when one died: they often hang in a collective."""
     straggler: float = 600.0

@@ -5,12 +5,28 @@
 
 import contextlib
 import os
+import time
 from pathlib import Path
 
 from xscale_launch import status
 
+PATIENCE_SECONDS = 30.0
 LOST = 1
 """The status of an attempt some of whose tasks left no word."""
+
+
+def refused(attempt: Path, rank_0_refused: bool, has_rank_0: bool) -> None:
+    """To be called where workers refused the config: rank 0's words are in the job's log, and are enough.
+
+    A task without rank 0 waits for them up to `PATIENCE_SECONDS`, because its own end would end rank 0's.
+    """
+    attempt.mkdir(parents=True, exist_ok=True)
+    said = attempt / "said"
+    if rank_0_refused:
+        said.touch()
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not has_rank_0 and not said.exists() and time.monotonic() < end:
+        time.sleep(0.2)
 
 
 def leave(attempt: Path, task: int | None, code: int, words: str) -> int:

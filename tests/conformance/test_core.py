@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.conformance.made import HEAD_WIDTH, LENGTH, close, core, numbered, other_from, qkv, run, slope_fits
+from tests.conformance.made import HEAD_WIDTH, HEADS, LENGTH, close, core, numbered, other_from, qkv, run, slope_fits
 from tests.families import each, example
 from xscale.core.registry import Entry
 from xscale.nn.attention import CORES
@@ -223,8 +223,29 @@ def test_a_sequence_can_be_spread_as_declared(entry: Entry[Any]) -> None:
             assert entry.traits.per_head, "ulysses gives each rank some heads of the whole sequence"
         elif style == "ring":
             assert entry.traits.exact, "a ring adds up the softmax over each rank's keys"
+        elif style == "halo":
+            part = core(entry)
+            assert part.picture(LENGTH, HEADS) is not None, "a halo is fetched by the layout's blocks"
+            assert entry.traits.decode, "a rank's queries stand behind the keys of the ranks before it"
+        elif style == "scan":
+            _scans(entry)
         else:
             pytest.fail(f"nothing here checks the context style '{style}'")
+
+
+def _scans(entry: Entry[Any]) -> None:
+    """A piece gives what it gives in the whole when the states before it are added up and given to it."""
+    part, (q, k, v) = core(entry), qkv(groups=2)
+    whole, left, outs = run(part, q, k, v), list[Tensor](), []
+    for first, last in [(0, 100), (100, 101), (101, 300)]:
+
+        def before(state: Tensor) -> Tensor:
+            left.append(state)
+            return sum(left[:-1], torch.zeros_like(state))
+
+        some = [x[:, :, first:last] for x in (q, k, v)]
+        outs.append(run(part, *some, sight=Sight(last - first, last - first, True, before=before)))
+    assert close(torch.cat(outs, 2), whole)
 
 
 @each(entry for entry in CORES if not entry.traits.random)

@@ -1,5 +1,6 @@
 """How an attempt ended: the same out of its files, whoever wrote them first."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,16 @@ def test_a_starter_that_fails_without_a_word(tmp_path: Path, code: int, said: st
 def test_a_task_that_left_no_word_is_a_fault(tmp_path: Path) -> None:
     verdict.leave(tmp_path, 0, 0, "")
     assert verdict.read(tmp_path, 2, 0) == (verdict.LOST, "only 1 of 2 tasks said that they ended")
+
+
+def test_who_refuses_lets_rank_0_speak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict, "PATIENCE_SECONDS", 0.5)
+    begun = time.monotonic()
+    verdict.refused(tmp_path, rank_0_refused=False, has_rank_0=False)
+    assert time.monotonic() - begun >= 0.5
+    verdict.refused(tmp_path, rank_0_refused=True, has_rank_0=True)
+    assert (tmp_path / "said").exists()
+    monkeypatch.setattr(verdict, "PATIENCE_SECONDS", 60)
+    begun = time.monotonic()
+    verdict.refused(tmp_path, rank_0_refused=False, has_rank_0=False)
+    assert time.monotonic() - begun < 30

@@ -76,8 +76,9 @@ def trained(
     found = Found(started=_pieces(rests))
     objective: Objective = OBJECTIVES.build(settings.objective, SPECIALS, LENGTH, SEED)
     optimizer = OPTIMIZERS.build(settings.optimizer, weights_of(rests))
-    world, clip = mesh.place.world, settings.train.clip
-    stepper = Stepper(network, plan, objective, optimizer, rests, mesh.device, world, clip, repeats=mesh.degrees.tp)
+    world, clip, degrees = mesh.place.world, settings.train.clip, mesh.degrees
+    many = {"repeats": degrees.tp, "stages": degrees.pp}
+    stepper = Stepper(network, plan, objective, optimizer, rests, mesh.device, world, clip, **many)
     for step in range(steps):
         tally = Tally()
         batches = [
@@ -90,7 +91,8 @@ def trained(
         (share(_batch(objective, steps, number, None, noisy=False), spread), True)
         for number in range(mesh.data_rank, 4, mesh.degrees.dp)
     ]
-    found.numbers.append(evaluate(network, objective, held_out, torch.ones(VOCABULARY, dtype=torch.long)).loss)
+    bytes_each = torch.ones(VOCABULARY, dtype=torch.long)
+    found.numbers.append(evaluate(network, objective, held_out, bytes_each, stages=mesh.degrees.pp).loss)
     found.ended = _pieces(rests)
     return found
 
@@ -129,10 +131,11 @@ def same(pool: Pool, one: Found, ranks: int, model: dict[str, Any], parallel: di
 def compare(one: Found, everyone: list[Found]) -> None:
     """What every rank saw and held against what one process did."""
     for name, (_, value) in one.started.items():
-        held = {offset: piece.numel() for found in everyone for offset, piece in [found.started[name]] if piece.numel()}
+        pieces = [found.started[name] for found in everyone if name in found.started]
+        held = {offset: piece.numel() for offset, piece in pieces if piece.numel()}
         assert sum(held.values()) == value.numel(), (name, held)
     for rank, found in enumerate(everyone):
-        assert found.started.keys() == one.started.keys()
+        assert found.ended.keys() == found.started.keys() <= one.started.keys()
         for name, (offset, piece) in found.started.items():
             assert torch.equal(piece, within(one.started[name][1], offset, piece)), (rank, name)
         for number, expected in zip(found.numbers, one.numbers, strict=True):

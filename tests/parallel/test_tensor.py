@@ -1,9 +1,11 @@
 """Tensor parallelism gives the numbers of one process: losses, gradients' norms, evaluations and final weights."""
 
 import math
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,8 +17,12 @@ from tests.train.test_layouts import one_rank
 from tests.train.tiny import metrics, recipe
 from xscale.core.config import encode
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE
+from xscale.mesh import collectives
 from xscale.nn.attention import CORES
+from xscale.nn.tokens import Tokens
+from xscale.parallel import tensor, vocabulary
 from xscale.train.generate import generate
+from xscale.train.setup import build_meta
 
 DENSE: dict[str, Any] = {
     "kind": "decoder",
@@ -225,6 +231,52 @@ def test_a_checkpoint_of_two_ranks_goes_on_alone(tmp_path: Path, pool: Pool) -> 
     for line, expected in zip(metrics(tmp_path, "moved"), metrics(tmp_path, "alone"), strict=True):
         for key in line.keys() & {"loss", "grad_norm", "eval_loss"}:
             assert math.isclose(line[key], expected[key], rel_tol=1e-9), (key, line, expected)
+
+
+def counted(model: dict[str, Any], parallel: dict[str, Any]) -> float:
+    """Numbers sent over tp in a forward of one sequence, as seen by who sends them."""
+    _, mesh, network, _ = built(model, parallel)
+    ranks = mesh.degrees.tp
+    sent = []
+
+    def counting(true: Any, times: float) -> Any:
+        def call(x: torch.Tensor, *others: Any) -> Any:
+            sent.append(times * x.numel())
+            return true(x, *others)
+
+        return call
+
+    tokens = torch.randint(19, 60, (1, 24))
+    share = (ranks - 1) / ranks
+    with ExitStack() as stack:
+        for where, name, times in (
+            (collectives, "summed", 2 * share),
+            (collectives, "scattered", share),
+            (collectives, "joined", ranks - 1),
+            (vocabulary, "joined", ranks - 1),
+        ):
+            stack.enter_context(patch.object(where, name, counting(getattr(where, name), times)))
+        with torch.no_grad():
+            network.eval()(Tokens.of(tokens), tokens)
+    return sum(sent)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_is_sent_is_what_was_estimated(sequence: bool, pool: Pool) -> None:
+    parallel = {"mesh": {"tp": 2}, "tensor": {"sequence": sequence}}
+    one = recipe(Path("x"), model=DENSE, parallel=parallel)
+    expected = sum(tensor.estimate(build_meta(one, 67), one.parallel, 24).values())
+    assert pool.run(counted, 2, DENSE, parallel) == [expected] * 2
+
+
+@pytest.mark.slow
+def test_compiled_blocks_draw_the_same_noise(pool: Pool) -> None:
+    """What a rank's graph looks like must not decide what it drops: ranks of tp would drift apart."""
+    model = one_block(mixer={"kind": "attention", "heads": 4, "bias": True}, dropout=0.1)
+    one = pool.run(trained, 1, model, {}, steps=2)[0]
+    for sequence in (False, True):
+        parallel = {"mesh": {"tp": 2}, "tensor": {"sequence": sequence}, "compile": True}
+        compare(one, pool.run(trained, 2, model, parallel, steps=2, timeout_seconds=400))
 
 
 def refused(model: dict[str, Any], world: int, **parallel: Any) -> list[str]:

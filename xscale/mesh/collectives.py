@@ -1,5 +1,6 @@
 """Collectives, named by what they do to the forward value; those on activations carry gradients."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,16 +66,34 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received
 
 
-def mean_tensors(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each value averaged over all ranks; every rank must hold the same names and shapes."""
-    if not dist.is_initialized() or not values:
+def mean_tensors(values: dict[str, Tensor], *, alike: bool = True) -> dict[str, Tensor]:
+    """Each value averaged over all ranks. Every rank must hold the same names and shapes unless `alike` is false: then
+    the average is over those that hold the name, and all of them get it."""
+    if not dist.is_initialized() or not (values or not alike):
         return values
+    if not alike:
+        return _mean_of_some(values)
     names = sorted(values)
     flat = torch.cat([values[name].flatten() for name in names])
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
     parts = flat.split([values[name].numel() for name in names])  # type: ignore[no-untyped-call]
     return {name: part.view(values[name].shape) for name, part in zip(names, parts, strict=True)}
+
+
+def _mean_of_some(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    shapes = {name: tuple(value.shape) for name, value in values.items()}
+    everyone: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, shapes)
+    merged = {name: shape for found in everyone for name, shape in sorted(found.items())}
+    if not merged:
+        return {}
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    held = {
+        name: values[name] if name in values else torch.zeros(shape, device=device) for name, shape in merged.items()
+    }
+    means = mean_tensors(held)
+    return {name: value * (len(everyone) / sum(name in one for one in everyone)) for name, value in means.items()}
 
 
 class _CopyIn(torch.autograd.Function):
@@ -217,3 +236,33 @@ def padded(x: Tensor, dim: int, multiple: int) -> Tensor:
     shape = list(x.shape)
     shape[dim] = missing
     return torch.cat((x, x.new_zeros(shape)), dim)
+
+
+@dataclass
+class Passing:
+    """A tensor on its way round a group."""
+
+    arriving: Tensor
+    works: list[dist.Work]
+    leaving: Tensor
+    """Kept until it is sent."""
+
+    def wait(self) -> Tensor:
+        """What came from the rank before."""
+        for work in self.works:
+            work.wait()
+        return self.arriving
+
+
+def pass_on(x: Tensor, group: dist.ProcessGroup) -> Passing:
+    """Begin to send `x` to the next rank of the group, the last one to the first, and to receive as much. No gradient.
+
+    What is begun first arrives first; every rank of the group must begin the same in the same order.
+    """
+    rank, ranks = group.rank(), group.size()
+    leaving, arriving = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    ways = [
+        dist.P2POp(dist.isend, leaving, group=group, group_peer=(rank + 1) % ranks),
+        dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - 1) % ranks),
+    ]
+    return Passing(arriving, dist.batch_isend_irecv(ways), leaving)

@@ -34,6 +34,11 @@ class Mesh:
     context: dist.ProcessGroup | None = None
     """The ranks that share this one's sequences; None where each has its own."""
     timeout: datetime.timedelta = field(default=datetime.timedelta(minutes=10))
+    forth: dist.ProcessGroup | None = None
+    """The ranks of pp, for what goes to a later one. A channel of its own for each way, because on NCCL a message
+    waits for those of its channel that were begun before it; None for one stage."""
+    back: dist.ProcessGroup | None = None
+    """The same, for what goes to an earlier one."""
 
     @property
     def data_rank(self) -> int:
@@ -80,7 +85,12 @@ def lay_out(place: Place, degrees: Degrees, device: torch.device, timeout: datet
     if degrees.cp > 1:
         lines = torch.arange(degrees.world).view(-1, degrees.cp, degrees.tp).transpose(1, 2).flatten(0, 1).tolist()
         context = dist.new_subgroups_by_enumeration(lines, timeout=timeout)[0]  # type: ignore[no-untyped-call]
-    return Mesh(place, degrees, device, dense, experts, replicas, expert_replicas, background, context, timeout)
+    forth = back = None
+    if degrees.pp > 1:
+        lines = dense.mesh.flatten(1).t().tolist()
+        forth, back = (dist.new_subgroups_by_enumeration(lines, timeout)[0] for _ in range(2))  # type: ignore[no-untyped-call]
+    meshes = (dense, experts, replicas, expert_replicas)
+    return Mesh(place, degrees, device, *meshes, background, context, timeout, forth, back)
 
 
 def leave() -> None:

@@ -16,10 +16,20 @@ class TensorConfig(Config):
     """Cut the sequence over the tp ranks between the regions that tp cuts (Korthikanti et al. 2022)."""
 
 
+class PipelineConfig(Config):
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipe_v"] = "1f1b"
+    """In which order the ranks of pp run the step's micro-batches through their stages."""
+    chunks: int = 2
+    """Stages of each rank, with schedule interleaved_1f1b."""
+    stages_by_hand: tuple[int, ...] | None = None
+    """Blocks of each stage, first to last (an encoder's before its decoder's); null: stages of like cost."""
+
+
 class ContextConfig(Config):
-    style: Literal["auto", "ulysses"] = "auto"
-    """How attention sees a sequence that is spread over the ranks of cp. ulysses: it is traded for heads; auto: as each
-    core can."""
+    style: Literal["auto", "ulysses", "ring", "halo", "scan"] = "auto"
+    """How attention sees a sequence that is spread over the ranks of cp. ulysses: it is traded for heads; ring: keys go
+    round; halo: the key blocks in sight are fetched; scan: a state is passed on; auto: the first of scan, ulysses, ring
+    and halo that each core can."""
 
 
 class RecomputeConfig(Config):
@@ -34,6 +44,8 @@ class ParallelConfig(Config):
     """What data-parallel ranks share out."""
     tensor: TensorConfig = TensorConfig()
     """How the ranks of tp share a layer."""
+    pipeline: PipelineConfig = PipelineConfig()
+    """How the ranks of pp share the depth."""
     context: ContextConfig = ContextConfig()
     """How the ranks of cp share a sequence."""
     recompute: RecomputeConfig = RecomputeConfig()

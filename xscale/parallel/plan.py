@@ -11,7 +11,7 @@ from xscale.mesh.mesh import Mesh
 from xscale.nn.block import Block
 from xscale.nn.module import Module
 from xscale.nn.moe.router.evened import Evened
-from xscale.parallel import context, cut, expert, materialize, precision, recompute, tensor, zero
+from xscale.parallel import context, cut, expert, materialize, pipeline, precision, recompute, tensor, zero
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -23,6 +23,8 @@ class Plan:
 
     parallel: ParallelConfig
     precision: PrecisionConfig
+    length: int = 0
+    """Of a sequence: what stages of a pipeline cost. 0: not known."""
 
     @property
     def compute(self) -> torch.dtype:
@@ -35,12 +37,11 @@ class Plan:
     def check(self, model: nn.Module | None, world: int) -> list[Problem]:
         """Every problem on `world` ranks; `model` is on meta, or None when it could not be built."""
         problems = axes.check(self.parallel.mesh, world)
-        if self.parallel.mesh.pp > 1:
-            problems.append(Problem("parallel.mesh.pp", "this axis is not there yet", "Use the other axes."))
         problems += recompute.check(self.parallel.recompute, "parallel.recompute")
         if not problems:
             problems += zero.check(self.parallel, axes.fill(self.parallel.mesh, world), "parallel")
         if model is not None and not problems:
+            problems += pipeline.check(model, self.parallel, "parallel")
             problems += context.check(model, self.parallel, "parallel")
             problems += expert.check(model, self.parallel.mesh.ep, "parallel.mesh")
             problems += tensor.check(model, self.parallel, "parallel")
@@ -52,7 +53,14 @@ class Plan:
         return problems
 
     def apply(self, model: nn.Module, mesh: Mesh, seed: int) -> nn.Module:
-        """Cut, guard and substitute; the model is then on the mesh's device, with its initial weights."""
+        """Cut, guard and substitute; what is returned is on the mesh's device, with its initial weights."""
+        if mesh.degrees.pp == 1:
+            return self._apply(model, mesh, seed)
+        return pipeline.apply(
+            model, mesh, self.parallel, self.compute, self.length, lambda stage: self._apply(stage, mesh, seed)
+        )
+
+    def _apply(self, model: nn.Module, mesh: Mesh, seed: int) -> nn.Module:
         precision.apply(model, self.compute, self.master)
         cut.apply(model, mesh, self.parallel, tensor.whole(model, mesh.degrees.tp))
         context.apply(model, mesh, self.parallel)
@@ -79,10 +87,13 @@ def _check_routers(model: nn.Module) -> list[Problem]:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """torch.compile each block in place: names stay, and blocks alike share the compiled code."""
+    """torch.compile each block in place: names stay, and blocks alike share the compiled code.
+
+    Noise is drawn as without compilation: it must not depend on what a rank's graph happens to look like.
+    """
     for module in model.modules():
         if isinstance(module, Block):
-            module.compile(dynamic=False)
+            module.compile(dynamic=False, options={"fallback_random": True})
 
 
 __all__ = ["DTYPES", "Module", "Plan", "compile_blocks"]

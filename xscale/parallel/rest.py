@@ -1,7 +1,7 @@
 """A parameter at rest: its name, its local part, and how the whole is spread, read off the parameter itself."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ class Rest:
     name: str
     parameter: nn.Parameter
     axes: tuple[str, ...]
+    held: int = 1
+    """How many stages of a pipeline keep a copy of it."""
 
     @property
     def local(self) -> Tensor:
@@ -52,8 +54,21 @@ class Rest:
         )
 
 
+class Staged(nn.Module):
+    """A model of which this rank has some stages, each a model with the whole one's names."""
+
+    def __init__(self, models: list[nn.Module], held: dict[str, int]) -> None:
+        """`held`: name of each parameter that several stages keep -> how many."""
+        super().__init__()
+        self.models = nn.ModuleList(models)
+        self.held = held
+
+
 def at_rest(model: nn.Module) -> list[Rest]:
-    """Every parameter once, in the model's order."""
+    """Every parameter of this rank once, in the model's order."""
+    if isinstance(model, Staged):
+        rests = [rest for one in model.models for rest in at_rest(one)]
+        return [replace(rest, held=model.held.get(rest.name, 1)) for rest in rests]
     axes = parameter_axes(model)
     return [Rest(name, parameter, axes[name]) for name, parameter in model.named_parameters()]
 

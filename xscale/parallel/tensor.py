@@ -17,6 +17,7 @@ from xscale.nn.ffn.moe import Moe
 from xscale.nn.head import Head
 from xscale.nn.linear import Embedding, Linear
 from xscale.nn.mixer.attention import Attention
+from xscale.nn.model.embed import Embed
 from xscale.nn.module import Module, parameter_axes
 from xscale.nn.moe.experts import Experts
 from xscale.nn.tokens import Tokens
@@ -107,6 +108,30 @@ def _check_noise(module: nn.Module, config: ParallelConfig, where: str) -> list[
 def _heads(attention: Attention) -> tuple[int, int]:
     """Query heads and key heads of the whole."""
     return tuple(one.weight.shape[0] // attention.head_width for one in (attention.q, attention.k))  # type: ignore[return-value]
+
+
+def estimate(model: nn.Module, config: ParallelConfig, length: int, source: int = 0) -> dict[str, float]:
+    """Numbers that a rank sends over tp in a forward of one sequence, by what sends them; a backward sends as many.
+
+    `length` and `source` are the lengths of the two sequences. A sum sends each number twice, all but a rank's own
+    share; cutting the sequence sends it once into a region and once out of it.
+    """
+    tp, cut = config.mesh.tp, config.tensor.sequence
+    share = (tp - 1) / tp
+    sent = {"regions": 0.0, "words": 0.0}
+    width = next(module.weight.shape[1] for module in model.modules() if isinstance(module, Head))
+    for path, module in model.named_modules() if tp > 1 else ():
+        tokens = source if path.split(".")[0] in ("encoder", "source") else length
+        if isinstance(module, Sublayer):
+            sent["regions"] += 2 * share * width * tokens
+            if cut and isinstance(module.part, Attention) and module.part.cross:
+                sent["regions"] += share * width * source
+        elif isinstance(module, Embed):
+            sent["words"] += 2 * share * width * tokens
+        elif isinstance(module, Head):
+            # Two numbers a token go to every other rank for the loss, and logits to none.
+            sent["words"] += share * width * tokens * cut + 2 * (tp - 1) * tokens
+    return sent
 
 
 def whole(model: nn.Module, tp: int) -> set[str]:

@@ -25,11 +25,16 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, objective: Objective, batches: Iterable[tuple[Batch, bool]], token_bytes: Tensor
+    model: nn.Module,
+    objective: Objective,
+    batches: Iterable[tuple[Batch, bool]],
+    token_bytes: Tensor,
+    stages: int = 1,
 ) -> Evaluation:
     """Collective over all ranks. A batch whose flag is false only keeps the ranks in step and does not count.
 
-    `token_bytes` [V] is how many bytes of text each token stands for.
+    `token_bytes` [V] is how many bytes of text each token stands for. `stages`: ranks that share the depth, of which
+    the last one finds the loss and the others 0.
     """
     model.eval()
     nats = torch.zeros((), dtype=torch.float64, device=token_bytes.device)
@@ -41,7 +46,8 @@ def evaluate(
             said = batch.targets[batch.targets != IGNORED]
             targets += said.numel()
             size += int(token_bytes[said].sum())
-    total, count, length = sum_scalars([float(nats), float(targets), float(size)], token_bytes.device)
+    here = [float(nats), targets / stages, size / stages]
+    total, count, length = sum_scalars(here, token_bytes.device)
     loss_value = total / max(count, 1)
     perplexity = math.exp(loss_value) if loss_value < 700 else math.inf
     return Evaluation(loss_value, perplexity, total / math.log(2) / max(length, 1))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from xscale.core.registry import Family
+from xscale.mesh.collectives import sum_scalars
 from xscale.nn.attention import CORES
 from xscale.nn.init import seed_of
 from xscale.nn.mixer import MIXERS, Mixer
@@ -36,7 +37,9 @@ def generate(
     generator = torch.Generator().manual_seed(seed_of(seed, "generate"))
     device = prompt.device
     read = Tokens.of(source[None]) if source is not None else None
-    cache: dict[str, object] | None = {} if incremental(model) else None
+    # A rank may have only some of the model's blocks, and all ranks must go the same way.
+    able = sum_scalars([float(not incremental(model))], device)[0] == 0
+    cache: dict[str, object] | None = {} if able else None
     ids = prompt
     written: list[int] = []
     done = 0

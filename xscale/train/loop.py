@@ -78,7 +78,7 @@ class Loop:
         stepped = parts.stepper.step(batches, lr)
         state.consumed += train.batch_size
         state.tokens += train.batch_size * parts.settings.data.sequence_length
-        means = mean_tensors(tally.means())
+        means = mean_tensors(tally.means(), alike=parts.mesh.degrees.pp == 1)
         if stepped.finite:
             settle(parts.model, means, lay)
         self._count(stepped, means)
@@ -137,7 +137,8 @@ class Loop:
         parts, state = self.parts, self.state
         assert parts.validation is not None
         start = time.perf_counter()
-        found = evaluate(parts.model, parts.objective, parts.validation.evaluation(parts.evaluated), parts.token_bytes)
+        batches, stages = parts.validation.evaluation(parts.evaluated), parts.mesh.degrees.pp
+        found = evaluate(parts.model, parts.objective, batches, parts.token_bytes, stages)
         best = state.best_bits_per_byte
         if math.isfinite(found.bits_per_byte) and (best is None or found.bits_per_byte < best):
             state.best_bits_per_byte, state.best_step = found.bits_per_byte, state.step

@@ -99,14 +99,14 @@ def set_up(settings: Settings, place: Place) -> Parts:
     specials = specials_of(tokenizer)
     length = settings.data.sequence_length
     model = build_meta(settings, tokenizer.vocabulary)
-    plan = Plan(settings.parallel, settings.precision)
+    plan = Plan(settings.parallel, settings.precision, length)
     objective_type = OBJECTIVES.of(settings.objective).part
     problems = plan.check(model, place.world) + objective_type.check(settings.objective, specials, length, "objective")
     if problems:
         raise ConfigError(problems)
     counted, flops = size(model), training_flops(model, length, length)
     spread = context.spread_of(model, mesh, settings.parallel)
-    plan.apply(model, mesh, settings.run.seed)
+    model = plan.apply(model, mesh, settings.run.seed)
     rests = at_rest(model)
     objective: Objective = OBJECTIVES.build(settings.objective, specials, length, settings.run.seed)
     # What no gradient reaches, such as a router's balancing bias, is kept and saved but not the optimizer's.
@@ -123,7 +123,16 @@ def set_up(settings: Settings, place: Place) -> Parts:
         optimizer=optimizer,
         schedule=SCHEDULES.build(settings.schedule, settings.train.steps),
         stepper=Stepper(
-            model, plan, objective, optimizer, trained, device, place.world, settings.train.clip, repeats=degrees.tp
+            model,
+            plan,
+            objective,
+            optimizer,
+            trained,
+            device,
+            place.world,
+            settings.train.clip,
+            repeats=degrees.tp,
+            stages=degrees.pp,
         ),
         feed=feed_of(settings, corpus.train, objective, mesh, spread),
         validation=None if held_out is None else feed_of(settings, held_out, objective, mesh, spread),

@@ -59,7 +59,8 @@ class _Problem:
         H, T, G, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
         self.layout, self.rule, self.T, self.S, self.G, self.share = layout, rule, T, S, G, H // G
         self.compute = wide(q.dtype)
-        self.q, self.k, self.v = self.queries(q), self.keys(k), self.keys(v)
+        # Scaled once here, and not every score.
+        self.q, self.k, self.v = self.queries(q.to(self.compute) * rule.scale), self.keys(k), self.keys(v)
 
     def steps(self) -> Iterator[_Rows]:
         return _steps(self.layout, self.q.shape[0], self.G, self.share)
@@ -124,7 +125,7 @@ class _Problem:
     def scores(self, at: _Rows, query: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[B, g, r, h * block, n * block] with -inf where hidden, and the cap's derivative where there is a cap."""
         rule = self.rule
-        score = torch.matmul(query, keys.transpose(3, 4)).mul_(rule.scale)
+        score = torch.matmul(query, keys.transpose(3, 4))
         bend = None
         if rule.softcap:
             score.div_(rule.softcap).tanh_()
@@ -191,6 +192,6 @@ def backward(
         problem.add(dk, at, torch.matmul(change.transpose(3, 4), query))
     return (
         dq.mul_(rule.scale).view(B, H, -1, K)[:, :, :T].to(q.dtype).contiguous(),
-        dk.mul_(rule.scale).flatten(2, 3)[:, :, : k.shape[2]].to(k.dtype).contiguous(),
+        dk.flatten(2, 3)[:, :, : k.shape[2]].to(k.dtype).contiguous(),
         dv.flatten(2, 3)[:, :, : v.shape[2]].to(v.dtype).contiguous(),
     )

@@ -10,7 +10,6 @@ from xscale_kernels.select import Implementation, choose, plain
 
 _HERE = "xscale_kernels.gated_activation"
 IMPLEMENTATIONS = (
-    Implementation("cpu", f"{_HERE}.cpu", refusals.unless_large_on_cpu),
     Implementation("triton", f"{_HERE}.triton", refusals.unless_triton),
     Implementation("reference", f"{_HERE}.reference", refusals.never),
 )

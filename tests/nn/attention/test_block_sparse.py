@@ -255,3 +255,15 @@ def test_heads_spread_over_ranks_keep_their_patterns() -> None:
         part.first_head = first
         here = slice(first, first + 2)
         torch.testing.assert_close(part(q[:, here], k[:, here], v[:, here], sight), out[:, here])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_core_gives_the_same() -> None:
+    core = core_of(BigBird.Config(), implementation="gather")
+    q, k, v = inputs(77, 77)
+    sight = Sight(77, 77, causal=True)
+    whole, compiled = core(q, k, v, sight), torch.compile(core, backend="aot_eager")(q, k, v, sight)
+    above = torch.randn_like(whole)
+    assert torch.equal(whole, compiled)
+    for one, two in zip(*(torch.autograd.grad(out, (q, k, v), above) for out in (whole, compiled)), strict=True):
+        assert torch.equal(one, two)

@@ -36,6 +36,8 @@ class CoreTraits:
     anchored: bool = False
     """What a query sees depends on its place in the row: a packed document sees nothing of the others, but not
     what it would see if it stood alone at the row's start."""
+    dropout: bool = False
+    """Has attention weights of its own, and drops a share of them in training when asked to."""
     exact: bool = False
     """Equals softmax attention over the keys in sight."""
     random: bool = False

@@ -30,6 +30,7 @@ STEPS = 10
         per_head=True,
         cost="2*T*S*K",
         context=("ulysses",),
+        dropout=True,
         bias=True,
         documents=True,
         decode=True,
@@ -57,6 +58,7 @@ class Adaptive(Core):
         return 2.0 * heads * queries * keys * head_width
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def entmax(z: Tensor, alpha: Tensor) -> Tensor:
     """alpha-entmax over the last axis; alpha, above 1, broadcasts against z. A row of -inf gives zeros."""
     weights: Tensor = _Entmax.apply(z, alpha)  # type: ignore[no-untyped-call]

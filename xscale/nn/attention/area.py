@@ -21,6 +21,7 @@ from xscale.nn.dims import Dims
         per_head=True,
         cost="2 * T * S * longest * K",
         context=("ulysses",),
+        dropout=True,
         documents=True,
         decode=True,
     ),

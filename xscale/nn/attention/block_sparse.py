@@ -34,7 +34,8 @@ Ways = tuple[tuple[Tensor, TokenRule | None], ...]
         cross=False,
         per_head=True,
         cost="2*T*w*K",
-        context=("ulysses",),
+        context=("ulysses", "halo"),
+        dropout=True,
         bias=True,
         documents=True,
         anchored=True,
@@ -157,7 +158,7 @@ class BlockSparse(Core):
         # The seed comes from torch's own stream, so that noise is a function of where the trainer put it.
         seed = int(torch.randint(1 << 62, ())) if dropout else 0
         rule = Rule(q.shape[-1] ** -0.5, self.config.soft_cap, dropout, seed)
-        out = attend(queries, keys, values, plan, hidden, rule, bias)
+        out: Tensor = attend(queries, keys, values, plan, hidden, rule, bias)
         return out.flatten(2, 3)[:, :, before : before + sight.queries]  # [B, H, T, K]
 
     def _grid(self, sight: Sight, heads: int, first_row: int) -> Grid:

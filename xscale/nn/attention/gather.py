@@ -50,12 +50,14 @@ class Rule:
     """Of the dropout."""
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, hidden: Hidden, rule: Rule, bias: Tensor | None = None
 ) -> Tensor:
     """q [B, H, rows, Q, K], k and v [B, G, columns, b, K] -> [B, H, rows, Q, K]; a query that sees nothing gets zero.
 
-    `bias` [B or 1, H or 1, rows, Q, columns, b] is added to the scores.
+    `bias` [B or 1, H or 1, rows, Q, columns, b] is added to the scores. A compiler stops here: it would unroll the loop
+    over chunks into one graph.
     """
     out: Tensor = _Attend.apply(q, k, v, bias, plan, hidden, rule)  # type: ignore[no-untyped-call]
     return out

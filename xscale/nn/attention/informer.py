@@ -26,6 +26,7 @@ from xscale.nn.dims import Dims
         per_head=True,
         cost="3 * T * min(T, factor * T.bit_length()) * K",
         context=("ulysses",),
+        dropout=True,
     ),
 )
 class Informer(Core):

@@ -25,7 +25,7 @@ from xscale.nn.dims import Dims
         cross=True,
         per_head=True,
         cost="(T + S) * K * (K + 1) * (2 * order if features == 'dpfp' else 1)",
-        context=("ulysses",),
+        context=("ulysses", "scan"),
         documents=True,
         decode=True,
     ),

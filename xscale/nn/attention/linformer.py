@@ -25,6 +25,7 @@ from xscale.nn.init import Init
         per_head=True,
         cost="2 * rows * (T + S) * K",
         context=("ulysses",),
+        dropout=True,
     ),
 )
 class Linformer(Core):

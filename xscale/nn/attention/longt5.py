@@ -30,6 +30,7 @@ from xscale.nn.init import ONES
         per_head=True,
         cost="2 * T * (3 * (radius + 1) + T // block) * K",
         context=("ulysses",),
+        dropout=True,
     ),
 )
 class LongT5(Core):

@@ -27,6 +27,7 @@ from xscale.nn.init import Init
         per_head=True,
         cost="2 * S * K * K + 2 * T * (S // ratio + 1) * K",
         context=("ulysses",),
+        dropout=True,
         decode=True,
     ),
 )

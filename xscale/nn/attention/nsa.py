@@ -6,6 +6,7 @@ gates are logistic in the query. The paper gives each branch its own projections
 choose together; here the branches share keys and values, and each head chooses.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class Nsa(Core):
         rows = wide(q) * q.shape[-1] ** -0.5
         compressed, weights = self._compressed(rows, wide(k), wide(v), sight)
         selected = self._selected(rows, wide(k), wide(v), weights.detach(), sight)
-        near = self.near(q, k, v, sight)
+        near = self.near(q, k, v, replace(sight, dropout=0.0))
         gates = torch.sigmoid(wide(q) @ self.use(self.gates).to(rows.dtype).mT)  # [B, H, T, 3]
         branches = torch.stack((compressed, selected, wide(near)), -1)  # [B, H, T, K, 3]
         return (branches * gates[..., None, :]).sum(-1).to(v.dtype)

@@ -25,7 +25,7 @@ from xscale.nn.dims import Dims
         cross=True,
         per_head=True,
         cost="(T + S) * (features * K + (2 if estimator == 'trigonometric' else 1) * features * (K + 1))",
-        context=("ulysses",),
+        context=("ulysses", "scan"),
         documents=True,
         decode=True,
     ),

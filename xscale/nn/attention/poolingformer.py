@@ -7,6 +7,7 @@ it; o = y + z. The second level's maps are each head's own.
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -31,6 +32,7 @@ from xscale.nn.pattern.band import Band
         per_head=True,
         cost="2 * K * (3 * near * T - 2 * near**2) + 3 * T * K * K + 2 * T * (3 * far // pool) * K",
         context=("ulysses",),
+        dropout=True,
     ),
 )
 class Poolingformer(Core):
@@ -82,7 +84,8 @@ class Poolingformer(Core):
             for x in (key, value)
         )
         empty = beside(counts, 2, True).mT == 0  # [1, 1, N, 1, W]
-        z = softmax_rows(rows @ keys.mT, empty) @ values
+        weights = softmax_rows(rows @ keys.mT, empty)
+        z = F.dropout(weights, sight.dropout if self.training else 0.0) @ values
         return (y + z.flatten(2, 3)[:, :, :length]).to(v.dtype)
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:

@@ -29,7 +29,7 @@ from xscale.nn.init import ONES, ZEROS
         cross=True,
         per_head=True,
         cost="(T + S) * (features * K + 2 * features * (K + 1))",
-        context=("ulysses",),
+        context=("ulysses", "scan"),
         documents=True,
         decode=True,
     ),

@@ -4,6 +4,9 @@ Inside a chunk the products are masked, between chunks a state of [F, K] carries
 state is kept for each token.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,6 +15,16 @@ from xscale.nn.attention.sight import Sight
 
 CHUNK = 64
 """Tokens of a chunk."""
+
+
+@dataclass(frozen=True)
+class Past:
+    """What stands before a piece of a sequence."""
+
+    states: Callable[[Tensor], Tensor]
+    """As a sight's `before`."""
+    document: Tensor | None
+    """[B], of the token before the piece."""
 
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, sight: Sight, floor: float = 1e-6) -> Tensor:
@@ -36,7 +49,8 @@ def linear_sums(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
     shape = (batch, groups, heads // groups, queries)
     q = q.reshape(*shape, features)
     if sight.causal:
-        sums = _causal(q, k, v, sight.offset, sight.query_documents, sight.key_documents)
+        earlier = None if sight.before is None else Past(sight.before, sight.document_before)
+        sums = _causal(q, k, v, sight.offset, sight.query_documents, sight.key_documents, earlier)
     elif sight.query_documents is None:
         sums = (q.flatten(2, 3) @ (k.mT @ v)).view(*shape, v.shape[-1])
     else:
@@ -52,7 +66,13 @@ def linear_sums(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
 
 
 def _causal(
-    q: Tensor, k: Tensor, v: Tensor, offset: int, query_documents: Tensor | None, key_documents: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offset: int,
+    query_documents: Tensor | None,
+    key_documents: Tensor | None,
+    earlier: Past | None = None,
 ) -> Tensor:
     """q [B, G, R, T, F], k and v [B, G, S, ...] with S = offset + T -> [B, G, R, T, K]."""
     repeats, queries = q.shape[2:4]
@@ -67,6 +87,9 @@ def _causal(
             last = key_documents[:, offset - 1]  # [B]
             before = before * (key_documents[:, :offset] == last[:, None])[:, None, :, None]
     state = before.mT @ v[:, :, :offset]  # [B, G, F, K]
+    if earlier is not None:
+        assert offset == 0, "a piece knows the past as a state"
+        state, last = earlier.states(_left(k, key_documents).mT @ v), earlier.document
     keys, values = (chunks(x[:, :, offset:], 2, chunk) for x in (k, v))  # [B, G, N, C, ...]
     rows = chunks(q, 3, chunk).transpose(2, 3).flatten(3, 4)  # [B, G, N, R*C, F]
     within = rows @ keys.mT  # [B, G, N, R*C, C]
@@ -82,6 +105,11 @@ def _causal(
     sums = within.masked_fill(hidden, 0) @ values + carried @ past  # [B, G, N, R*C, K]
     sums = sums.view(*sums.shape[:3], repeats, chunk, -1).transpose(2, 3).flatten(3, 4)
     return sums[:, :, :, :queries]
+
+
+def _left(keys: Tensor, documents: Tensor | None) -> Tensor:
+    """The keys [B, G, S, F] of each sequence's last document, zeros for the others."""
+    return keys if documents is None else keys * (documents == documents[:, -1:])[:, None, :, None]
 
 
 def _states(keys: Tensor, values: Tensor, first: Tensor, documents: Tensor | None, last: Tensor | None) -> Tensor:

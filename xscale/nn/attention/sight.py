@@ -1,5 +1,6 @@
 """Which keys a query may see: the causal order, documents, and what is added to the scores."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +25,12 @@ class Sight:
     """[B or 1, H, T, S] added to the scores."""
     dropout: float = 0.0
     """Share of the attention weights that training drops."""
+
+    before: Callable[[Tensor], Tensor] | None = None
+    """From the state that these keys leave [B, G, F, K], of their last document, to the one that all before them left:
+    a seam, for a piece of a causal sequence, asked by the cores that keep no more of the past than a state."""
+    document_before: Tensor | None = None
+    """[B], the document of the token before the piece; None where there are no documents."""
 
     @property
     def plain(self) -> bool:

@@ -17,6 +17,7 @@ from xscale.nn.attention.sight import Sight
         per_head=True,
         cost="2*T*S*K",
         context=("ring", "ulysses"),
+        dropout=True,
         bias=True,
         documents=True,
         exact=True,

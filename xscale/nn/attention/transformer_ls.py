@@ -31,6 +31,7 @@ from xscale.nn.init import ONES, Init
         per_head=True,
         cost="3 * T * slots * K + 2 * T * (3 * segment + slots) * K",
         context=("ulysses",),
+        dropout=True,
         decode=True,
     ),
 )

@@ -28,6 +28,7 @@ from xscale.nn.dims import Dims
         per_head=True,
         cost="2*T*S*K",
         context=("ulysses",),
+        dropout=True,
         documents=True,
         decode=True,
     ),

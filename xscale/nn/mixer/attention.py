@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from torch import Tensor
 
 from xscale.core.config import Slot
-from xscale.core.errors import Problem
+from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention import CORES, Core
 from xscale.nn.attention.sight import Sight
 from xscale.nn.attention.softmax import Softmax
@@ -49,6 +49,7 @@ class Attention(Mixer):
         self.cross = dims.cross
         self.causal = dims.causal and not dims.cross
         self.dropout = config.dropout
+        self.separate: bool = CORES.of(config.core).traits.documents
         self.q = Linear(dims.width, inner, ("heads", "width"), dims.start, bias=config.bias)
         self.k = Linear(dims.width, outer, ("kv_heads", "width"), dims.start, bias=config.bias)
         self.v = Linear(dims.width, outer, ("kv_heads", "width"), dims.start, bias=config.bias)
@@ -98,6 +99,8 @@ class Attention(Mixer):
         if biased and not dims.cross and not able.bias:
             assert dims.position is not None
             wanted.append(("bias", f"takes no bias on the scores, and position '{dims.position.kind}' is one"))
+        if config.dropout and not able.dropout:
+            wanted.append(("dropout", f"has no attention weights to drop, and {path}.dropout is {config.dropout}"))
         for trait, what in wanted:
             can = ", ".join(CORES.able(**{trait: True}))
             problems.append(Problem(f"{path}.core", f"'{entry.name}' {what}", f"These can: {can}."))
@@ -143,6 +146,10 @@ class Attention(Mixer):
     def sight(self, q: Tensor, k: Tensor, tokens: Tokens, key_tokens: Tokens) -> Sight:
         """The plain view of the queries' tokens on the keys'."""
         documents = None not in (tokens.documents, key_tokens.documents)
+        if documents and not self.separate:
+            able = ", ".join(CORES.able(documents=True))
+            what = f"the core of {self.path} lets packed documents see each other"
+            raise ConfigError("data.cross_documents", what, f"Set it to true, or take one of: {able}.")
         biased = self.position is not None and self.position.biases
         key = f"sight/{self.causal}/{q.shape[2]}/{k.shape[2]}/{self.dropout}/{self.cross}"
         if biased or key not in tokens.memo:

@@ -23,15 +23,23 @@ from xscale.nn.model.embed import Embed
 from xscale.nn.module import Part
 from xscale.nn.norm import NORMS
 from xscale.parallel.config import ParallelConfig
-from xscale.parallel.context import ulysses
+from xscale.parallel.context import halo, ring, scan, ulysses
+from xscale.parallel.context.halo import Halo
 from xscale.parallel.context.mixture import Whole
 from xscale.parallel.context.noise import spread_drop
+from xscale.parallel.context.ring import Ring
+from xscale.parallel.context.scan import Scan
 from xscale.parallel.context.sight import View
 from xscale.parallel.context.spread import Piece, Spread, cut
 from xscale.parallel.context.ulysses import Ulysses
 from xscale.parallel.sequence import outside
 
-STYLES: dict[ContextStyle, tuple[ModuleType, Callable[[Any, Spread], Any]]] = {"ulysses": (ulysses, Ulysses)}
+STYLES: dict[ContextStyle, tuple[ModuleType, Callable[[Any, Spread], Any]]] = {
+    "scan": (scan, Scan),
+    "ulysses": (ulysses, Ulysses),
+    "ring": (ring, Ring),
+    "halo": (halo, Halo),
+}
 """In the order in which `auto` tries them."""
 
 
