@@ -271,6 +271,10 @@ def checkpoint_import(
 def _only_hf(option: str, given: str) -> None:
     if given != "hf":
         raise ConfigError(option, f"there is no conversion for '{given}'", "There is one for hf.")
+    from importlib.util import find_spec
+
+    if find_spec("transformers") is None:
+        raise ConfigError(option, "the transformers library is not installed", "pip install 'xscale[hf]'")
 
 
 def _checkpoints(path: Path) -> Path:
