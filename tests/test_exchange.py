@@ -66,6 +66,9 @@ def test_without_a_config(tmp_path: Path) -> None:
     assert call("checkpoint", "export", tmp_path / "run", tmp_path / "out")[0] == 0
     status, said = call("checkpoint", "import", tmp_path / "out", tmp_path / "plain")
     assert status == 0, said
+    assert "tokenizer:" not in said
+    (tmp_path / "out" / "xscale_tokenizer.json").unlink()
+    assert "of 384 ids" in call("checkpoint", "import", tmp_path / "out", tmp_path / "other")[1].replace("\n", " ")
     text = (tmp_path / "plain" / "config.yaml").read_text()
     assert "kind: byte" in text
     assert "sequence_length: 32" in text

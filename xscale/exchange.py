@@ -11,7 +11,7 @@ from xscale.checkpoint.saving import save
 from xscale.convert.choose import model_of
 from xscale.convert.compare import BAR
 from xscale.convert.read import Converted, convert
-from xscale.convert.tokenizer import copy_tokenizer
+from xscale.convert.tokenizer import OURS, copy_tokenizer
 from xscale.core.config import decode, encode
 from xscale.core.errors import EXIT_DONE, EXIT_FAULT, ConfigError
 from xscale.nn.init import replace_parameters
@@ -58,6 +58,11 @@ def import_run(
         say(f"{run}: not written, since the two implementations do not agree")
         return EXIT_FAULT
     settings = _settings(converted, source, run, config, overrides)
+    if not (source / OURS).is_file():
+        say(
+            f"tokenizer: theirs is not read; the run can be opened with a data.tokenizer, or data.prepared, of "
+            f"{converted.sizes.vocabulary} ids"
+        )
     path = _save(settings, converted, run)
     say(f"{path}: written; `xscale train {run}/config.yaml` goes on from there")
     return EXIT_DONE
