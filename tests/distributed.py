@@ -172,10 +172,12 @@ class Pool:
                 why = "it did not end after another rank failed" if failed else f"not done in {timeout_seconds:g} s"
                 for rank in waiting.values():
                     answers[rank] = Answer(error=f"{why}, killed. It stood at:{workers[rank].stacks()}")
-        for worker in workers.values():
+        for rank, worker in workers.items():
             if worker.connection.closed or worker.process.poll() is not None:
-                self._workers.remove(worker)
                 worker.end()
+                # In the same place: a process keeps its rank, because torch keeps meshes, with the coordinates of the
+                # rank it had, in caches that outlive process groups.
+                self._workers[rank] = Worker(Path(self._folder.name), rank)
         return answers
 
     def close(self) -> None:

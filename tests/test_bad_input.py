@@ -33,6 +33,11 @@ MISTAKES = {
         "'linformer' lets a token see what comes after it",
         "These can:",
     ),
+    "documents that a mixer cannot keep apart": (
+        ["model={kind: encoder, stack: {block: {mixer: fourier}}}", "objective=masked"],
+        "mixer 'fourier' cannot keep apart the documents",
+        "data.cross_documents=true",
+    ),
     "heads that do not divide": (["model.stack.block.mixer.heads=7"], "7 heads do not divide the width 256", "Take"),
     "key heads that do not divide": (["model.stack.block.mixer.kv_heads=3"], "3 key heads do not divide 4", "1, 2, 4"),
     "ep that does not divide": (["parallel.mesh.ep=2"], "parallel.mesh.ep: 2 does not divide", "take ep among 1"),

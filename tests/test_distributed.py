@@ -101,3 +101,30 @@ def test_a_hung_rank_is_killed_with_its_stack(pool: Pool) -> None:
         pool.run(oversleep, 1, timeout_seconds=1)
     assert "not done in 1 s" in caught.value.texts[0]
     assert pool.run(rank_squared, 1, 5) == [5]
+
+
+def leave_at_once(rank: int) -> int:
+    """Its process, unless it is the one that ends."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == rank:
+        os._exit(3)
+    return os.getpid()
+
+
+def own_process(_: int = 0) -> int:
+    return os.getpid()
+
+
+def test_a_process_keeps_its_rank_when_another_is_replaced() -> None:
+    """Torch's caches hold meshes by what they look like, with the coordinates of the rank that made them."""
+    pool = Pool()
+    try:
+        before = pool.run(own_process, 3)
+        with pytest.raises(RankError):
+            pool.run(leave_at_once, 3, 0)
+        after = pool.run(own_process, 3)
+    finally:
+        pool.close()
+    assert after[1:] == before[1:]
+    assert after[0] != before[0]

@@ -4,11 +4,18 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from xscale.core.compose import Composed, compose
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.registry import Family
 from xscale.mesh import axes
+from xscale.nn.attention import CORES
+from xscale.nn.mixer import MIXERS, Mixer
+from xscale.nn.mixer.attention import Attention
 from xscale.nn.model import MODELS
+from xscale.nn.module import Part
 from xscale.objective import OBJECTIVES
 from xscale.optim.schedule import SCHEDULES
 from xscale.parallel.pipeline.check import check_micro_batches
@@ -29,6 +36,8 @@ class Recipe(Settings):
         problems += check_observers(self.observe)
         # The vocabulary is known once there is a tokenizer; nothing that is checked here depends on its size.
         model = build_meta(self, 64) if not problems else None
+        if model is not None and not self.data.cross_documents:
+            problems += _check_documents(model)
         found = Plan(self.parallel, self.precision, self.data.sequence_length).check(model, world)
         if not axes.check(self.parallel.mesh, world):
             dp = axes.fill(self.parallel.mesh, world).dp
@@ -54,6 +63,26 @@ class Recipe(Settings):
             fix = f"It goes with {models}; '{model.name}' goes with {others}."
             problems.append(Problem("objective", what, fix))
         return problems
+
+
+def _check_documents(model: nn.Module) -> list[Problem]:
+    """Mixers and cores that cannot keep apart the documents that share a sample."""
+    kinds: dict[str, list[str]] = {}
+    for module in model.modules():
+        part = module.core if isinstance(module, Attention) else module
+        family: Family[Any] = CORES if isinstance(module, Attention) else MIXERS
+        if not isinstance(module, Mixer) or not isinstance(part, Part) or part.Config.kind is None:
+            continue
+        if not family.get(part.Config.kind).traits.documents:
+            kinds[f"{family.name} '{part.Config.kind}'"] = family.able(documents=True)
+    return [
+        Problem(
+            "data.cross_documents",
+            f"{kind} cannot keep apart the documents that share a sample",
+            f"Take data.cross_documents=true, or one of: {', '.join(able)}.",
+        )
+        for kind, able in kinds.items()
+    ]
 
 
 def read(file: Path, overrides: list[str]) -> tuple[Recipe, Composed]:
