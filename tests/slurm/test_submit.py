@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -91,14 +92,18 @@ def test_the_scripts_pass_slurms_own_test(lab: Any, tmp_path: Path) -> None:
 
 
 def test_submitting_takes_less_than_a_second(lab: Any) -> None:
-    # On a machine that others use the fastest of a few is what the launcher takes.
-    seconds = []
+    # The machine may be busy with others' work, which the processor's time leaves out and the clock does not.
+    walls, works = [], []
     for attempt in range(4):
-        begun = time.monotonic()
+        begun, before = time.monotonic(), os.times()
         done = lab.launch("slurm", lab.config, f"run.dir={lab.run.with_name(f'run{attempt}')}")
-        seconds.append(time.monotonic() - begun)
+        after = os.times()
+        walls.append(time.monotonic() - begun)
+        works.append(after.children_user - before.children_user + after.children_system - before.children_system)
         assert done.returncode == 0, done.stderr
-    assert min(seconds) < 1.0, seconds
+    busy = max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+    assert min(works) < 1.0, works
+    assert min(walls) < busy, walls
     lab.cluster.wait(lambda: not lab.cluster.run("squeue", "-h").strip(), 60, "the jobs to end")
 
 
