@@ -50,8 +50,8 @@ def built(model: dict[str, Any], parallel: dict[str, Any], **sections: Any) -> t
     given: dict[str, Any] = {
         "precision": DOUBLE,
         "train": {"clip": 0.5},
-        "data": {"sequence_length": LENGTH},
         **sections,
+        "data": {"sequence_length": LENGTH, **sections.get("data", {})},
     }
     settings = recipe(Path("nowhere"), model=model, parallel=parallel, **given)
     here = place()
@@ -79,16 +79,17 @@ def trained(
     world, clip, degrees = mesh.place.world, settings.train.clip, mesh.degrees
     many = {"repeats": degrees.tp, "stages": degrees.pp}
     stepper = Stepper(network, plan, objective, optimizer, rests, mesh.device, world, clip, **many)
+    apart = not settings.data.cross_documents
     for step in range(steps):
         tally = Tally()
         batches = [
-            share(_batch(objective, step, number, tally), spread)
+            share(_batch(objective, step, number, tally, apart), spread)
             for number in range(mesh.data_rank, BATCH // MICRO, mesh.degrees.dp)
         ]
         stepped = stepper.step(batches, 0.01)
         found.numbers += [stepped.loss, stepped.gradient_norm, float(stepped.targets)]
     held_out = [
-        (share(_batch(objective, steps, number, None, noisy=False), spread), True)
+        (share(_batch(objective, steps, number, None, apart, noisy=False), spread), True)
         for number in range(mesh.data_rank, 4, mesh.degrees.dp)
     ]
     bytes_each = torch.ones(VOCABULARY, dtype=torch.long)
@@ -103,14 +104,16 @@ def _mesh(config: axes.MeshConfig, here: Place) -> Mesh:
     return Mesh(here, degrees, device) if here.alone else lay_out(here, degrees, device, datetime.timedelta(seconds=60))
 
 
-def _batch(objective: Objective, step: int, number: int, tally: Tally | None, *, noisy: bool = True) -> Batch:
-    """Micro-batch `number` of a step: the same samples, documents and noise whoever reads it."""
+def _batch(
+    objective: Objective, step: int, number: int, tally: Tally | None, apart: bool, *, noisy: bool = True
+) -> Batch:
+    """Micro-batch `number` of a step: the same samples, documents (if kept `apart`) and noise whoever reads it."""
     generator = torch.Generator().manual_seed(seed_of(SEED, step, number))
     tokens = torch.randint(19, VOCABULARY, (MICRO, LENGTH + 1), generator=generator)
     documents = (torch.rand(tokens.shape, generator=generator) < 0.1).long().cumsum(1)
     index = torch.arange(MICRO) + (step * BATCH + number * MICRO)
     noise = {"noise": seed_of(SEED, "noise", step, number), "auxiliary": MICRO / BATCH, "tally": tally} if noisy else {}
-    return objective.batch(tokens, documents, index, **noise)
+    return objective.batch(tokens, documents if apart else None, index, **noise)
 
 
 def _pieces(rests: list[Any]) -> dict[str, Piece]:

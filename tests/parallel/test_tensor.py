@@ -171,8 +171,8 @@ def test_dropout_inside_experts(pool: Pool) -> None:
     same(pool, alone(pool, model), 2, model, {"mesh": {"tp": 2}})
 
 
-def with_core(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A model of one block around that core, and the objective it can learn by."""
+def with_core(name: str) -> dict[str, Any]:
+    """A model of one block around that core, and the objective and data it can learn by: sections of a recipe."""
     entry = CORES.get(name)
     mixer = {"kind": "attention", "heads": 4, "kv_heads": 2, "core": encode(example(entry))}
     block = {"mixer": mixer, "ffn": {"kind": "dense", "hidden": 16}}
@@ -181,13 +181,14 @@ def with_core(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         "width": 32,
         "stack": {"depth": 1, "block": block},
     }
-    return model, {"kind": "causal" if entry.traits.causal else "masked"}
+    objective = {"kind": "causal" if entry.traits.causal else "masked"}
+    return {"model": model, "objective": objective, "data": {"cross_documents": not entry.traits.documents}}
 
 
 def every_core(parallel: dict[str, Any]) -> dict[str, Found]:
     """Train each core whose heads are computed apart."""
-    models = {name: with_core(name) for name in CORES.able(per_head=True)}
-    return {name: trained(model, parallel, steps=1, objective=objective) for name, (model, objective) in models.items()}
+    recipes = {name: with_core(name) for name in CORES.able(per_head=True)}
+    return {name: trained(parallel=parallel, steps=1, **sections) for name, sections in recipes.items()}
 
 
 def test_every_core_that_promises_heads_apart(pool: Pool) -> None:

@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
+
+OPERATORS = torch.ops._c10d_functional
+"""The collectives as operators, which `torch.compile` keeps in its graphs."""
 
 
 def sum_scalars(values: list[float], device: torch.device) -> list[float]:
@@ -206,25 +208,26 @@ def join_out(x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
 
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the group, bit for bit the same on every rank. No gradient."""
-    total: Tensor = _arrived(functional.all_reduce(x.contiguous(), "sum", group))
-    return total
+    return _arrived(OPERATORS.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
 def joined(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The ranks' tensors of one shape, one behind the other along `dim`. No gradient."""
-    dim %= x.dim()
-    whole: Tensor = _arrived(functional.all_gather_tensor(x.contiguous(), dim, group))
-    return whole
+    dim, ranks = dim % x.dim(), group.size()
+    pieces = _arrived(OPERATORS.all_gather_into_tensor(x.contiguous(), ranks, group.group_name))
+    return pieces.view(ranks, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's equal piece, along `dim`, of the sum over the group. No gradient."""
-    piece: Tensor = _arrived(functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
-    return piece
+    dim, ranks = dim % x.dim(), group.size()
+    shape = (*x.shape[:dim], ranks, x.shape[dim] // ranks, *x.shape[dim + 1 :])
+    pieces = x.reshape(shape).movedim(dim, 0).flatten(0, 1)
+    return _arrived(OPERATORS.reduce_scatter_tensor(pieces.contiguous(), "sum", ranks, group.group_name))
 
 
 def _arrived(pending: Tensor) -> Tensor:
-    arrived: Tensor = functional.wait_tensor(pending)  # type: ignore[no-untyped-call]
+    arrived: Tensor = OPERATORS.wait_tensor(pending)
     return arrived
 
 
