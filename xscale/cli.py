@@ -237,6 +237,42 @@ def checkpoint_consolidate(path: Folder, out: Annotated[Path, typer.Argument(hel
     raise typer.Exit(consolidate(_checkpoints(path), out))
 
 
+@checkpoint_app.command("export")
+def checkpoint_export(
+    path: Folder,
+    out: Annotated[Path, typer.Argument(help="The folder to write; it is not there yet.")],
+    to: Annotated[str, typer.Option("--to", help="hf: what the transformers library loads.")] = "hf",
+    architecture: Annotated[str | None, typer.Option(help="Such as mistral; none: the first that maps.")] = None,
+    bar: Annotated[float, typer.Option(help="Largest logit difference that is called good.")] = 1e-5,
+) -> None:
+    """Write a checkpoint for another library, once both have given the same logits; status 1 when they do not."""
+    _only_hf("--to", to)
+    from xscale.convert.write import export
+
+    raise typer.Exit(export(_checkpoints(path), out, architecture=architecture, bar=bar))
+
+
+@checkpoint_app.command("import")
+def checkpoint_import(
+    source: Annotated[Path, typer.Argument(help="A folder with config.json and safetensors.")],
+    run: Annotated[Path, typer.Argument(help="The run folder to make.")],
+    config: Annotated[Path | None, typer.Argument(help="A config for everything but the model.")] = None,
+    overrides: Overrides = None,
+    origin: Annotated[str, typer.Option("--from", help="hf: what the transformers library saved.")] = "hf",
+    bar: Annotated[float, typer.Option(help="Largest logit difference that is called good.")] = 1e-5,
+) -> None:
+    """Make a run of another library's checkpoint, once both have given the same logits; status 1 when they do not."""
+    _only_hf("--from", origin)
+    from xscale.exchange import import_run
+
+    raise typer.Exit(import_run(source, run, config, overrides or [], bar=bar))
+
+
+def _only_hf(option: str, given: str) -> None:
+    if given != "hf":
+        raise ConfigError(option, f"there is no conversion for '{given}'", "There is one for hf.")
+
+
 def _checkpoints(path: Path) -> Path:
     """A run folder's checkpoints; another path is taken as it is."""
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path

@@ -24,8 +24,9 @@ MAY: dict[str, frozenset[str]] = {
     "measure": frozenset({"core", "nn", "mesh"}),
     "parallel": LOW | {"mesh", "nn"},
     "checkpoint": frozenset({"core", "mesh"}),
+    "convert": frozenset({"core", "nn", "data", "checkpoint"}),
     "train": ALL | {"xscale_launch"},
-    "top": ALL | {"xscale_launch", "train"},
+    "top": ALL | {"xscale_launch", "train", "convert"},
 }
 """`top` are the files that stand in xscale/ itself: cli.py, recipe.py and what the commands are made of."""
 NEVER: dict[str, tuple[str, ...]] = {

@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.nn.dims import Dims
+from xscale.nn.init import ZEROS
 from xscale.nn.linear import Embedding
 from xscale.nn.module import Module
 from xscale.nn.tokens import Tokens
+from xscale.nn.transform import Transform
 from xscale_kernels.linear_cross_entropy.op import linear_cross_entropy
 
 IGNORED = -100
@@ -21,8 +24,17 @@ class Head(Module):
 
     weight: Parameter
 
-    def __init__(self, dims: Dims, tied: Embedding | None) -> None:
+    def __init__(
+        self, dims: Dims, tied: Embedding | None, *, bias: bool = False, transform: Transform | None = None
+    ) -> None:
         super().__init__()
+        self.transform = transform
+        """What the hidden states pass first; None: nothing."""
+        self.bias: Tensor | None
+        if bias:
+            self.declare("bias", (dims.vocabulary,), ("vocab",), ZEROS)
+        else:
+            self.register_parameter("bias", None)
         if tied is None:
             self.declare("weight", (dims.vocabulary, dims.width), ("vocab", "width"), dims.start)
         else:
@@ -37,7 +49,13 @@ class Head(Module):
 
         A target of -100 costs 0. The logits of a whole batch never exist at once.
         """
+        if self.transform is not None:
+            x = self.transform(x)
         weight = self.use(self.weight)
+        if self.bias is not None:
+            # As one more column, so that the loss needs to know of no bias, whole or of a part of the vocabulary.
+            weight = torch.cat((weight, self.use(self.bias)[:, None]), 1)  # [V, D + 1]
+            x = F.pad(x, (0, 1), value=1.0)
         if targets is None:
             return F.linear(x, weight)
         return self.cross_entropy(x.flatten(0, 1), weight, targets.flatten())

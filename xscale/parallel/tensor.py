@@ -165,6 +165,8 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
             module.look = Lookup(ranks, _first(module.weight, ranks))
         if isinstance(module, Head):
             _share_words(module, ranks)
+            if module.transform is not None:
+                guard_weights(module.transform, ranks)
     if ranks.sequence:
         sequence.apply(model, ranks)
 

@@ -33,7 +33,9 @@ class Attention(Mixer):
         core: Annotated[Core.Config, Slot(CORES)] = Softmax.Config()
         """What is computed from q, k and v."""
         bias: bool = False
-        """Whether the four projections have biases."""
+        """Whether the projections have biases."""
+        output_bias: bool | None = None
+        """Whether the last of them, of the output, has one; null: as the others."""
         qk_norm: Annotated[Norm.Config, Slot(NORMS)] | None = None
         """Norm of each query and key before their product (Henry et al. 2020); null: none."""
         dropout: float = 0.0
@@ -51,7 +53,8 @@ class Attention(Mixer):
         self.q = Linear(dims.width, inner, ("heads", "width"), dims.start, bias=config.bias)
         self.k = Linear(dims.width, outer, ("kv_heads", "width"), dims.start, bias=config.bias)
         self.v = Linear(dims.width, outer, ("kv_heads", "width"), dims.start, bias=config.bias)
-        self.o = Linear(inner, dims.width, ("width", "heads"), dims.residual_start, bias=config.bias)
+        output_bias = config.bias if config.output_bias is None else config.output_bias
+        self.o = Linear(inner, dims.width, ("width", "heads"), dims.residual_start, bias=output_bias)
         norm = config.qk_norm
         self.q_norm: Norm | None = None if norm is None else NORMS.build(norm, self.head_width)
         self.k_norm: Norm | None = None if norm is None else NORMS.build(norm, self.head_width)

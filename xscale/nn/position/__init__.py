@@ -45,4 +45,4 @@ class Position(Part):
 
 POSITIONS = Family("position", PositionTraits)
 
-from xscale.nn.position import alibi, learned, none, rope, sinusoidal  # noqa: E402, F401
+from xscale.nn.position import alibi, learned, none, relative, rope, sinusoidal  # noqa: E402, F401

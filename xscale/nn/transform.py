@@ -1,0 +1,23 @@
+"""What BERT has between its blocks and its head (Devlin et al. 2019): a dense layer, an activation and a norm."""
+
+from torch import Tensor
+
+from xscale.nn.dims import Dims
+from xscale.nn.ffn import Activation, activation
+from xscale.nn.linear import Linear
+from xscale.nn.module import Module
+from xscale.nn.norm import NORMS, Norm
+
+
+class Transform(Module):
+    """[B, T, D] -> [B, T, D]."""
+
+    def __init__(self, name: Activation, norm: Norm.Config, dims: Dims) -> None:
+        super().__init__()
+        self.activation = activation(name)
+        self.dense = Linear(dims.width, dims.width, ("state", "width"), dims.start, bias=True)
+        self.norm: Norm = NORMS.build(norm, dims.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.activation(self.dense(x)))
+        return out
