@@ -9,6 +9,7 @@ from xscale.measure.flops import size, training_flops
 from xscale.measure.memory import at_rest
 from xscale.mesh import axes
 from xscale.optim.optimizer import OPTIMIZERS
+from xscale.parallel import pipeline
 from xscale.parallel.plan import DTYPES
 from xscale.recipe import Recipe
 from xscale.train.setup import build_meta
@@ -25,6 +26,8 @@ def plan(recipe: Recipe, world: int) -> dict[str, Any]:
     states = OPTIMIZERS.of(recipe.optimizer).traits.states_per_parameter
     memory = at_rest(model, degrees, recipe.parallel.zero.stage, states, DTYPES[recipe.precision.master].itemsize)
     batch, micro = recipe.train.batch_size, recipe.train.micro_batch_size
+    micros, pp = batch // (micro * degrees.dp), degrees.pp
+    stages = pipeline.estimate(model, recipe.parallel.pipeline, pp, micros, length) if pp > 1 else None
     return {
         "world": world,
         "degrees": asdict(degrees),
@@ -33,7 +36,8 @@ def plan(recipe: Recipe, world: int) -> dict[str, Any]:
         "vocabulary": vocabulary,
         "flops_per_token": training_flops(model, length, length) / length,
         "tokens_per_step": batch * length,
-        "micro_batches_per_rank": batch // (micro * degrees.dp),
+        "micro_batches_per_rank": micros,
+        "pipeline": stages,
         "memory_at_rest_bytes": {**asdict(memory), "total": memory.total},
         "parallel": encode(recipe.parallel),
     }
@@ -55,5 +59,10 @@ def show(found: dict[str, Any], *, as_json: bool) -> None:
     print(
         f"step       {found['tokens_per_step']:,} tokens, {found['micro_batches_per_rank']} micro-batches on each rank"
     )
+    if found["pipeline"] is not None:
+        stages = found["pipeline"]
+        shares = ", ".join(f"{share:.0%}" for share in stages["cost_shares"])
+        print(f"pipeline   {stages['schedule']}, stages of {stages['blocks']} blocks ({shares} of the work)")
+        print(f"bubble     {stages['bubble']:.1%} of the ranks' time\n{stages['drawing']}")
     parts = ", ".join(f"{name} {size / GIGABYTE:.3f} GB" for name, size in memory.items())
     print(f"at rest    {parts} on each rank; activations come on top")

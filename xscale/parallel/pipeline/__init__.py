@@ -2,5 +2,6 @@
 
 from xscale.parallel.pipeline.build import apply
 from xscale.parallel.pipeline.check import check, check_micro_batches
+from xscale.parallel.pipeline.estimate import estimate
 
-__all__ = ["apply", "check", "check_micro_batches"]
+__all__ = ["apply", "check", "check_micro_batches", "estimate"]

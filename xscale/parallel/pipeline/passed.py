@@ -22,7 +22,7 @@ class Kept:
     outputs: list[Tensor]
     """What was given, or the loss."""
     seeds: list[Tensor | None] | None = None
-    """The outputs' gradients, of a split backward whose second part begins at the outputs again."""
+    """The outputs' gradients, of a split backward whose second part begins at the outputs."""
     groups: list[dict[str, Any]] | None = None
     """What another split backward left to be done for the weights."""
 
@@ -102,8 +102,8 @@ class Passed:
         given = kept.seeds or [None] * len(roots)
         seeds = [torch.ones_like(root) if seed is None else seed for root, seed in zip(roots, given, strict=True)]
         _, groups = stage_backward_input(roots, seeds, kept.inputs, stage.model.parameters())
-        # A weight that reaches what depends on the inputs at several places, as a decoder's beginning reaches the
-        # memory, is not trusted to torch's groups: it loses gradients. The second part then begins at the outputs.
+        # A weight in several places, such as a table that is looked up and is the head's too, puts torch's groups into
+        # each other's way, which it refuses: the second part then begins at the outputs.
         if all(len(group["intermediates"]) == 1 for group in groups):
             kept.groups, kept.outputs = groups, []
 
@@ -137,4 +137,9 @@ def _reduce(model: nn.Module, *, last: bool) -> None:
     model.set_is_last_backward(last)
     model.set_requires_gradient_sync(True)
     model.set_reshard_after_backward(last)
-    fully_shard.state(model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+    root = fully_shard.state(model)  # type: ignore[attr-defined]
+    for state in root._state_ctx.all_states:
+        for group in state._fsdp_param_groups:
+            # Said outright: what ran backwards for the weights may have passed the hook that marks a group as done.
+            group.post_backward()
+    root._root_post_backward_final_callback()
