@@ -9,15 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.conformance.made import core, numbered, qkv, run, tokens
+from tests.conformance.made import core, dims, numbered, qkv, ready, run, tokens
 from tests.distributed import Pool, RankError, distributed
 from tests.parallel.against_one import DOUBLE, Found, alone, compare, same, trained
 from tests.train.test_layouts import one_rank
 from tests.train.test_layouts import same as same_run
 from tests.train.tiny import recipe
+from xscale.core.errors import ConfigError
 from xscale.nn.attention import CORES
+from xscale.nn.mixer.attention import Attention
 from xscale.parallel.context import STYLES
-from xscale.parallel.context.sight import PieceSight
+from xscale.parallel.context.sight import PieceSight, View
 from xscale.parallel.context.spread import Spread, cut
 
 DENSE: dict[str, Any] = {
@@ -279,6 +281,16 @@ def test_what_cannot_be_spread_is_refused(changes: dict[str, Any], parallel: dic
     model = {"kind": "decoder", "width": 32, "stack": {"depth": 1, "block": block}}
     problems = recipe(Path("nowhere"), model=model, parallel=parallel).check(2)
     assert any(says in problem.what and problem.fix for problem in problems), problems
+
+
+@distributed(ranks=2)
+def test_a_core_that_mixes_documents_refuses_them_in_pieces_too() -> None:
+    assert dist.group.WORLD is not None
+    around = dims()
+    attention = ready(Attention(Attention.Config(heads=4, core=CORES.get("delta").part.Config()), around))
+    piece = cut(tokens(documents=numbered(100, 200)), Spread(dist.group.WORLD))
+    with pytest.raises(ConfigError, match="see each other"):
+        View(attention)(torch.zeros(2, 4, 150, 8), torch.zeros(2, 4, 150, 8), piece, piece)
 
 
 def test_auto_finds_a_style_for_heads_that_cannot_be_dealt() -> None:

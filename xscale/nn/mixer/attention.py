@@ -143,13 +143,18 @@ class Attention(Mixer):
         kept: tuple[Tensor, Tensor] = tokens.cache[self.path]
         return kept
 
-    def sight(self, q: Tensor, k: Tensor, tokens: Tokens, key_tokens: Tokens) -> Sight:
-        """The plain view of the queries' tokens on the keys'."""
+    def apart(self, tokens: Tokens, key_tokens: Tokens) -> bool:
+        """Whether there are documents to keep apart; ConfigError where the core would not."""
         documents = None not in (tokens.documents, key_tokens.documents)
         if documents and not self.separate:
             able = ", ".join(CORES.able(documents=True))
             what = f"the core of {self.path} lets packed documents see each other"
             raise ConfigError("data.cross_documents", what, f"Set it to true, or take one of: {able}.")
+        return documents
+
+    def sight(self, q: Tensor, k: Tensor, tokens: Tokens, key_tokens: Tokens) -> Sight:
+        """The plain view of the queries' tokens on the keys'."""
+        documents = self.apart(tokens, key_tokens)
         biased = self.position is not None and self.position.biases
         key = f"sight/{self.causal}/{q.shape[2]}/{k.shape[2]}/{self.dropout}/{self.cross}"
         if biased or key not in tokens.memo:

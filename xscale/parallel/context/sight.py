@@ -55,6 +55,7 @@ class View:
         if not isinstance(tokens, Piece):
             return attention.sight(q, k, tokens, key_tokens)
         assert isinstance(key_tokens, Piece), "both sequences are spread"
+        attention.apart(tokens, key_tokens)
         biased = attention.position is not None and attention.position.biases
         return PieceSight(
             queries=q.shape[2],
