@@ -152,6 +152,17 @@ def launch(context: typer.Context) -> None:
     raise typer.Exit(launcher(context.args))
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def doctor(context: typer.Context) -> None:
+    """Look at this machine, or at every node of the allocation around it, before a run needs it."""
+    from xscale_launch.doctor import main as look
+
+    raise typer.Exit(look(context.args))
+
+
 @data_app.command("tokenizer")
 def data_tokenizer(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train the tokenizer of a config on its source."""
