@@ -7,7 +7,6 @@ from torch import nn
 from xscale.mesh.axes import Degrees
 from xscale.nn.module import parameter_axes
 
-
 SPREAD = {"heads", "kv_heads", "ffn", "vocab"}
 """Axes of parameters that tensor parallelism cuts."""
 
