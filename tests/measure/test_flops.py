@@ -75,5 +75,9 @@ def test_memory_at_rest_is_what_each_stage_shares_out() -> None:
     shared = at_rest(model, four, 3, 2, 4)
     assert shared.total == pytest.approx(alone.total / 4, rel=0.01)
     assert at_rest(model, four, 1, 2, 4).gradients == whole
+    cut = at_rest(model, Degrees(tp=4), 1, 2, 4)
+    assert alone.total / 4 < cut.total < alone.total / 2
+    staged = at_rest(model, Degrees(pp=2), 1, 2, 4)
+    assert alone.total / 2 < staged.total < alone.total
     spread = at_rest(model, Degrees(dp_shard=4, ep=4), 1, 2, 4)
     assert spread.gradients < whole
