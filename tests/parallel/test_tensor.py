@@ -283,9 +283,9 @@ def test_compiled_blocks_draw_the_same_noise(pool: Pool) -> None:
 def refused(model: dict[str, Any], world: int, **parallel: Any) -> list[str]:
     """What `check` says on so many ranks."""
     objective = {"kind": "masked" if model["kind"] == "encoder" else "causal"}
-    return [
-        str(problem) for problem in recipe(Path("x"), model=model, objective=objective, parallel=parallel).check(world)
-    ]
+    data = {"cross_documents": True}
+    asked = recipe(Path("x"), model=model, objective=objective, data=data, parallel=parallel)
+    return [str(problem) for problem in asked.check(world)]
 
 
 def one_block(kind: str = "decoder", **block: Any) -> dict[str, Any]:
