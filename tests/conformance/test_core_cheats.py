@@ -196,4 +196,9 @@ def test_a_core_that_misses_keys_is_caught() -> None:
 
 def test_a_style_that_nothing_checks_is_refused() -> None:
     with pytest.raises(pytest.fail.Exception):
+        suite.test_a_sequence_can_be_spread_as_declared(registered(Written, context=("spiral",)))
+
+
+def test_a_halo_without_blocks_is_caught() -> None:
+    with pytest.raises(AssertionError, match="blocks"):
         suite.test_a_sequence_can_be_spread_as_declared(registered(Written, context=("halo",)))
