@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from xscale.core.config import Config
+from xscale.core import config as schema
 from xscale.core.errors import Problem
 from xscale.nn.init import Init
 
@@ -46,7 +46,7 @@ class Module(nn.Module):
 class Part(Module):
     """A module that is chosen by a config; `check` refuses, before anything is built, what it cannot do."""
 
-    class Config(Config):
+    class Config(schema.Config):
         pass
 
     @classmethod

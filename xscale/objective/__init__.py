@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xscale.core.config import Config
+from xscale.core import config as schema
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
 from xscale.nn.head import IGNORED
@@ -59,7 +59,7 @@ class Batch:
 class Objective:
     """Built as `Objective(config, specials, length, seed)`."""
 
-    class Config(Config):
+    class Config(schema.Config):
         pass
 
     def __init__(self, config: Any, specials: Specials, length: int, seed: int) -> None:

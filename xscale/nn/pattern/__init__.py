@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xscale.core.config import Config
+from xscale.core import config as schema
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
 from xscale.nn.pattern.grid import Grid, TokenRule
@@ -36,7 +36,7 @@ class PatternTraits:
 class Pattern:
     """Built as `Pattern(config)`; holds no tensor and no parameter."""
 
-    class Config(Config):
+    class Config(schema.Config):
         pass
 
     def __init__(self, config: Any) -> None:
@@ -79,13 +79,15 @@ class Pattern:
 PATTERNS = Family("pattern", PatternTraits)
 
 
-def layout_of(config: Config, length: int, heads: int, causal: bool, layer: int = 0, block: int = 64) -> Layout:
+def layout_of(config: schema.Config, length: int, heads: int, causal: bool, layer: int = 0, block: int = 64) -> Layout:
     """The layout [H or 1, N, N] over `length` tokens in blocks of `block`: what the report draws."""
     pattern: Pattern = PATTERNS.build(config)
     return pattern.layout(Grid(blocks=-(-length // block), heads=heads, causal=causal, layer=layer, block=block))
 
 
-def density_of(config: Config, length: int, causal: bool, heads: int = 1, layer: int = 0, block: int = 64) -> float:
+def density_of(
+    config: schema.Config, length: int, causal: bool, heads: int = 1, layer: int = 0, block: int = 64
+) -> float:
     """Share of the block pairs that are seen, out of those that the order allows."""
     layout = layout_of(config, length, heads, causal, layer, block)
     blocks = layout.shape[-1]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xscale.core.config import Config
+from xscale.core import config as schema
 from xscale.core.registry import Family
 
 
@@ -34,7 +34,7 @@ class Weight:
 class Optimizer:
     """Built as `Optimizer(config, weights)`; states start at zero, so that a checkpoint always finds their places."""
 
-    class Config(Config):
+    class Config(schema.Config):
         lr: float = 1e-3
         """Peak learning rate; the schedule scales it."""
         weight_decay: float = 0.1

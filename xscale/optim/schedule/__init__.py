@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from xscale.core.config import Config
+from xscale.core import config as schema
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
 
@@ -19,7 +19,7 @@ class ScheduleTraits:
 class Schedule:
     """Built as `Schedule(config, steps)`."""
 
-    class Config(Config):
+    class Config(schema.Config):
         warmup_steps: int = 100
         """Steps over which the rate rises linearly from zero."""
 
