@@ -65,16 +65,15 @@ def markdown() -> str:
 
 
 def _print(family: Family[Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+    """A part takes a line for what it is and one for what it promises, which any width of terminal can show."""
     traits = [field.name for field in dataclasses.fields(family.traits)]
-    table = Table(title=f"{family.name}: {len(family)} parts", title_justify="left", title_style="bold")
-    for column in ("name", *traits, "what it is"):
-        table.add_column(column)
+    print(f"{family.name}: {len(family)} parts")
+    wide = max(len(name) for name in family.names())
     for row in family.table():
-        table.add_row(row["name"], *(word(row[trait]) for trait in traits), row["summary"])
-    Console(width=None).print(table)
+        print(f"  {row['name']:<{wide}}  {row['summary']}")
+        promises = [trait if row[trait] is True else f"{trait}={word(row[trait])}" for trait in traits if row[trait]]
+        print(f"  {'':<{wide}}  {'; '.join(promises)}")
+    print()
 
 
 def word(value: Any) -> str:
