@@ -87,6 +87,7 @@ class NormRows(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, centred: bool
     ) -> torch.Tensor:
         x = x if x.stride(1) == 1 else x.contiguous()
+        weight, bias = (None if each is None else each.contiguous() for each in (weight, bias))
         N, D = x.shape
         compute = wide(x.dtype)
         y = x.new_empty(N, D)

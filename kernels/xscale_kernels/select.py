@@ -26,7 +26,16 @@ class Implementation:
     module: str
     """Dotted path of the module that computes it; imported only when it is chosen."""
     usable: Callable[..., str | None]
-    """Takes the operator's arguments; returns None, or the reason to refuse this call."""
+    """Takes the operator's arguments; returns None, or the reason why it cannot serve this call."""
+    worthwhile: Callable[..., str | None] | None = None
+    """As `usable`, for calls that it could serve but not well; who names it gets it all the same."""
+
+    def refusal(self, named: bool, *args: object, **kwargs: object) -> str | None:
+        """Why it is not taken for this call, or None."""
+        reason = self.usable(*args, **kwargs)
+        if reason is None and not named and self.worthwhile is not None:
+            reason = self.worthwhile(*args, **kwargs)
+        return reason
 
     def load(self) -> Any:
         """The module that computes it."""
@@ -86,7 +95,7 @@ def choose(
     for each in implementations:
         if named and each.name != named:
             continue
-        reason = each.usable(*args, **kwargs)
+        reason = each.refusal(bool(named), *args, **kwargs)
         if reason is None:
             choice = Choice(operator, each, bool(named), tuple(refused))
             if not torch.compiler.is_compiling() and LOG.isEnabledFor(logging.INFO):

@@ -7,6 +7,9 @@ import importlib.util
 import sys
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+EMPTY = "the tensors hold no numbers"
 
 
 @functools.lru_cache(maxsize=1)
@@ -23,6 +26,8 @@ def interpreting() -> bool:
 
 def refusal(tensor: torch.Tensor) -> str | None:
     """Why no Triton kernel can run on `tensor`, or None."""
+    if isinstance(tensor, FakeTensor):
+        return EMPTY
     if not tensor.is_cuda:
         return None if interpreting() else f"the tensors are on {tensor.device.type}, Triton needs a GPU"
     return None if importable() else "triton is not installed (pip install triton)"

@@ -51,7 +51,8 @@ def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
     )
     products = kernel.asm["ptx"].count("wgmma.mma_async")
     print(
-        f"{self.__name__} shared={kernel.metadata.shared} spilled={spilled(kernel.asm['ptx'])} wgmma={products}",
+        f"{self.fn.__module__}.{self.__name__} shared={kernel.metadata.shared} "
+        f"spilled={spilled(kernel.asm['ptx'])} wgmma={products}",
         flush=True,
     )
     return kernel
@@ -120,6 +121,8 @@ def router() -> None:
     for score in ("softmax", "sigmoid"):
         scores, weights, _ = kernels.route(draw(64, 128, dtype=torch.float32), 8, torch.zeros(128), score)
         (scores.sum() + weights.sum()).backward()
+    for order in ("choice", "token"):
+        kernels.slots(torch.zeros(512, 2, dtype=torch.int64), 8, order=order)
 
 
 def adamw() -> None:
@@ -128,6 +131,13 @@ def adamw() -> None:
 
     roles = [[draw(5000, dtype=dtype)] for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.float32)]
     kernels.step_(*roles, torch.ones(1), Hyper(1, 1e-3, 0.9, 0.95, 1e-8, 0.1))
+
+
+def squared_norm() -> None:
+    from xscale_kernels.squared_norm import triton as kernels
+
+    for dtype in (torch.float32, torch.bfloat16):
+        kernels.squared_norm([draw(5000, dtype=dtype), draw(3, 7, dtype=dtype)])
 
 
 def block_sparse_attention() -> None:
@@ -160,7 +170,8 @@ def linear_attention() -> None:
 
 
 CASES: tuple[Callable[[], None], ...] = (
-    grouped_gemm, permute, cross_entropy, norms, pointwise, router, adamw, block_sparse_attention, linear_attention
+    grouped_gemm, permute, cross_entropy, norms, pointwise, router, adamw, squared_norm, block_sparse_attention,
+    linear_attention,
 )  # fmt: skip
 
 if __name__ == "__main__":

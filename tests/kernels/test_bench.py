@@ -1,37 +1,79 @@
 """The benchmark's gate, rows and files; times themselves are not tested."""
 
+import importlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from xscale_kernels.bench import OPERATORS, Case, NotGreenError, record, report, run, table
+from xscale.bench_cli import bench_app
+from xscale_kernels.bench import Case, NotGreenError, Row, record, report, run, table
+from xscale_kernels.bench.__main__ import main
 from xscale_kernels.bench.measure import peak_bytes
+from xscale_kernels.bench.plot import axes_of, plot
+from xscale_kernels.operators import implementations, operators
+
+HERE = Path(__file__).parent
 
 
-def test_every_operator_has_a_bench_with_tests_that_exist() -> None:
-    import importlib
-
-    here = Path(__file__).parent
-    kernels = Path(report.__file__).parents[1]
-    folders = {path.parent.name for path in kernels.glob("*/op.py")} - {"vocab_cross_entropy"}
-    assert folders == set(OPERATORS)
-    for operator in OPERATORS:
-        bench = importlib.import_module(f"xscale_kernels.{operator}.bench")
-        assert all((here / f"{name}.py").exists() for name in bench.TESTS)
-        assert (kernels / operator / "README.md").exists()
+@pytest.mark.parametrize("operator", operators())
+def test_every_operator_has_a_bench_with_tests_that_exist(operator: str) -> None:
+    bench = importlib.import_module(f"xscale_kernels.{operator}.bench")
+    assert all((HERE / f"{name}.py").exists() for name in bench.TESTS)
+    text = (Path(report.__file__).parents[1] / operator / "README.md").read_text(encoding="utf-8")
+    for each in implementations(operator):
+        assert f"| `{each.name}` |" in text, f"the README of {operator} is silent on {each.name}"
 
 
-def test_a_red_test_gives_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    import xscale_kernels.rmsnorm.bench as bench
+def test_a_red_test_gives_no_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import xscale_kernels.squared_norm.bench as bench
 
     monkeypatch.setattr(bench, "TESTS", ("no_such_test",))
     with pytest.raises(NotGreenError, match="are not here"):
-        run("rmsnorm")
+        run("squared_norm")
     monkeypatch.setattr(bench, "TESTS", ("../kernels/conftest",))
     with pytest.raises(NotGreenError, match="are red"):
-        run("rmsnorm")
+        run("squared_norm")
+    assert main(["squared_norm"]) == 1
+    assert "are red" in capsys.readouterr().err
+
+
+def test_what_cannot_be_asked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["rmsnorm", "--against", "liger"]) == 2
+    assert "rmsnorm is not measured against 'liger'; there are: apex, cpu, eager" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["ops", "--device", "cuda"]) == 2
+    assert "no GPU that torch can use" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["rmsnrm"])
+
+
+def test_an_operators_name_is_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[list[str]] = []
+    monkeypatch.setattr("xscale_kernels.bench.__main__.main", lambda arguments: said.append(arguments) or 0)
+    for words in (["rmsnorm", "--against", "torch"], ["op", "rope"], ["ops", "--record"]):
+        assert CliRunner().invoke(bench_app, words).exit_code == 0
+    assert said == [["rmsnorm", "--against", "torch"], ["rope"], ["ops", "--record"]]
+    assert CliRunner().invoke(bench_app, ["rmsnrm"]).exit_code == 2
+
+
+def row(way: str, **changes: Any) -> Row:
+    values = {"operator": "x", "case": "a", "way": way, "milliseconds": 1.0, "against": "eager", "speedup": 1.0}
+    return Row(**{**values, "megabytes": 2.0, "of_ceiling": 0.5, **changes})
+
+
+def test_plots_for_each_axis_that_varies(tmp_path: Path) -> None:
+    rows = [row(way, at={"length": length, "density": 0.1}) for way in ("eager", "fast") for length in (1024, 4096)]
+    assert axes_of(rows) == ["length"]
+    files = plot([*rows, row("apex", milliseconds=None, megabytes=None, of_ceiling=None)], tmp_path, "cpu")
+    assert [file.name for file in files] == ["x-cpu-length.png"]
+    assert files[0].read_bytes().startswith(b"\x89PNG")
+    # Two rows differ on no axis that is a number: they stand side by side.
+    assert axes_of([row("a", at={"width": 8}), row("b", at={"width": 8})]) == ["case"]
+    assert plot([row("a")], tmp_path, "A B")[0].name == "x-a-b-case.png"
 
 
 def test_rows_and_the_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,55 +2,16 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from xscale_kernels.grouped_gemm import grouped_gemm, reference
+from xscale_kernels.gated_activation import gated_activation
+from xscale_kernels.grouped_gemm import gated, grouped_gemm
 from xscale_kernels.select import UnusableError
-
-COUNTS = [[3, 0, 5, 2], [0, 0, 0], [7], [0, 1, 0, 63]]
 
 
 def draw(counts: list[int], D: int, F: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x = torch.randn(sum(counts), D, dtype=torch.float64)
     w = torch.randn(len(counts), F, D, dtype=torch.float64)
     return x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_(), torch.randn(sum(counts), F, dtype=dtype)
-
-
-def compare(counts: list[int], D: int, F: int, dtype: torch.dtype, implementation: str | None, bound: float) -> None:
-    x, w, dy = draw(counts, D, F, dtype)
-    y = grouped_gemm(x, w, torch.tensor(counts), implementation=implementation)
-    got = (y, *torch.autograd.grad(y, (x, w), dy))
-    x64, w64 = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
-    y64 = reference.grouped_gemm(x64, w64, torch.tensor(counts))
-    wanted = (y64, *torch.autograd.grad(y64, (x64, w64), dy.double()))
-    for ours, theirs in zip(got, wanted, strict=True):
-        assert ours.dtype == dtype
-        assert (ours.double() - theirs).norm() <= bound * max(1.0, theirs.norm().item())
-
-
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize("implementation", [None, "cpu", "reference"])
-def test_equals_the_reference_in_float64(counts: list[int], implementation: str | None) -> None:
-    compare(counts, 5, 3, torch.float64, implementation, 1e-13)
-
-
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3)])
-@pytest.mark.parametrize("implementation", ["cpu", "torch"])
-def test_precisions(dtype: torch.dtype, bound: float, implementation: str) -> None:
-    compare([3, 0, 5, 24], 16, 8, dtype, implementation, bound)
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 9), st.integers(1, 9))
-def test_drawn_shapes(counts: list[int], D: int, F: int) -> None:
-    compare(counts, D, F, torch.float64, None, 1e-13)
-
-
-def test_gradcheck_and_registration() -> None:
-    x, w, _ = draw([2, 0, 3], 3, 2, torch.float64)
-    assert torch.autograd.gradcheck(lambda a, b: grouped_gemm(a, b, [2, 0, 3]), (x, w))
-    torch.library.opcheck(torch.ops.xscale.grouped_gemm.default, (x, w, torch.tensor([2, 0, 3]), ""))
 
 
 def test_strided_operands() -> None:
@@ -86,3 +47,50 @@ def test_faults_are_named() -> None:
         grouped_gemm(x.float(), w, [2, 0, 3])
     with pytest.raises(UnusableError, match=r"Triton needs a GPU.*These can: cpu, reference"):
         grouped_gemm(x, w, [2, 0, 3], implementation="triton")
+
+
+KINDS = ("glu", "bilinear", "reglu", "geglu", "swiglu")
+
+
+def gated_case(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    """x [31, 6], three weights of 4 experts with hidden 5, and counts with an empty group and one of a single row."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((31, 6), (4, 5, 6), (4, 5, 6), (4, 6, 5))
+    drawn = [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+    return (*drawn, torch.tensor([20, 0, 10, 1]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block", [gated.LEAST_ROWS, 4])
+def test_gated_experts_in_one_operator(kind: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and gradients against the products and the activation one by one, in one block and in several."""
+    monkeypatch.setattr(gated, "LEAST_ROWS", block)
+    monkeypatch.setattr(gated, "BLOCK_BYTES", 1)
+    x, gate, up, down, counts = gated_case()
+    middle = gated_activation(grouped_gemm(x, gate, counts), grouped_gemm(x, up, counts), kind)
+    wanted = grouped_gemm(middle, down, counts)
+    got = gated.grouped_gated(x, gate, up, down, counts, kind)
+    torch.testing.assert_close(got, wanted)
+    seed = torch.randn(wanted.shape, dtype=wanted.dtype)
+    for ours, theirs in zip(*(torch.autograd.grad(y, (x, gate, up, down), seed) for y in (got, wanted)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_gated_experts_by_differences_and_by_torch() -> None:
+    x, gate, up, down, counts = gated_case()
+    assert torch.autograd.gradcheck(
+        lambda *given: gated.grouped_gated(*given, counts, "swiglu"), (x, gate, up, down), fast_mode=True
+    )
+    torch.library.opcheck(torch.ops.xscale.grouped_gated.default, (x, gate, up, down, counts, "geglu"))
+
+
+def test_gated_experts_refuse_counts_that_are_not_the_rows() -> None:
+    x, gate, up, down, counts = gated_case()
+    with pytest.raises(ValueError, match="the counts sum to 30, x has 31 rows"):
+        gated.grouped_gated(x, gate, up, down, counts - torch.tensor([1, 0, 0, 0]), "swiglu")
+    wide = torch.zeros(4, 64, 6, dtype=x.dtype)
+    assert gated.serves(x, wide, "swiglu")
+    assert not gated.serves(x, wide, "geglu_tanh")
+    assert not gated.serves(x, wide.float(), "swiglu")
+    assert not gated.serves(x, gate, "swiglu")
+    assert not gated.serves(x.to("meta"), wide, "swiglu")

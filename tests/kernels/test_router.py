@@ -57,14 +57,6 @@ def test_capacity_drops_the_last_and_their_gradient() -> None:
     assert not gradient[4:].any()
 
 
-def test_compiles_whole() -> None:
-    def both(x: torch.Tensor) -> torch.Tensor:
-        return route(x, 2, capacity=3).weights
-
-    logits = torch.randn(9, 5)
-    torch.testing.assert_close(torch.compile(both, fullgraph=True, backend="aot_eager")(logits), both(logits))
-
-
 def test_faults_are_named() -> None:
     with pytest.raises(ValueError, match="k from 1 to E"):
         route(torch.zeros(3, 2), 3)

@@ -12,8 +12,12 @@ def step_(
     params: Tensors, grads: Tensors, means: Tensors, squares: Tensors, scale: torch.Tensor | None, hyper: Hyper
 ) -> None:
     """As reference.step_, but the gradients are scaled in place."""
-    # torch divides by its grad_scale; it is float32 there by contract.
-    inverse = None if scale is None else scale.float().reciprocal()
+    inverse = None
+    if scale is not None and params[0].dtype is torch.float64:
+        grads = torch._foreach_mul(list(grads), scale.double())
+    elif scale is not None:
+        # torch divides by its grad_scale; it is float32 there by contract, too coarse for float64.
+        inverse = scale.float().reciprocal()
     count = torch.tensor(float(hyper.step), device=params[0].device)
     torch._fused_adamw_(
         list(params),

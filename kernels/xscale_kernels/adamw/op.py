@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from xscale_kernels import refusals
+from xscale_kernels import cuda_library, refusals
+from xscale_kernels.adamw.cuda import launch as cuda
 from xscale_kernels.adamw.hyper import Hyper
 from xscale_kernels.select import Implementation, choose
 
@@ -35,7 +36,7 @@ def _foreach(roles: Roles) -> str | None:
 
 
 def _apex(roles: Roles) -> str | None:
-    reason = refusals.unless_apex(roles[0][0]) or _uneven(roles)
+    reason = refusals.unless_apex("amp_C", roles[0][0]) or _uneven(roles)
     if reason is None and roles[2][0].dtype is not torch.float32:
         return "apex keeps its state in float32"
     return reason
@@ -45,11 +46,21 @@ def _triton(roles: Roles) -> str | None:
     return refusals.unless_triton(roles[0][0]) or _uneven(roles)
 
 
+def _cuda(roles: Roles) -> str | None:
+    reason = _uneven(roles)
+    if reason is None and not {roles[0][0].dtype, roles[1][0].dtype} <= set(cuda.TYPES):
+        return "parameters and gradients are float32, bfloat16 or float16 there"
+    if reason is None and {roles[2][0].dtype, roles[3][0].dtype} != {torch.float32}:
+        return "the moments are float32 there"
+    return reason or cuda_library.refusal(cuda.SOURCE, roles[0][0])
+
+
 _HERE = "xscale_kernels.adamw"
 IMPLEMENTATIONS = (
     Implementation("triton", f"{_HERE}.triton", _triton),
     Implementation("torch", f"{_HERE}.builtin", _torch),
     Implementation("apex", f"{_HERE}.apex", _apex),
+    Implementation("cuda", f"{_HERE}.cuda.launch", _cuda),
     Implementation("foreach", f"{_HERE}.foreach", _foreach),
     Implementation("reference", f"{_HERE}.reference", refusals.never),
 )

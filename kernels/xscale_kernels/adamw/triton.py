@@ -10,6 +10,8 @@ import triton.language as tl
 
 from xscale_kernels.adamw.hyper import Hyper
 from xscale_kernels.adamw.reference import Tensors
+from xscale_kernels.tensor_table import Table
+from xscale_kernels.triton_types import element
 
 BLOCK = 4096
 
@@ -42,30 +44,17 @@ def _kernel(
     tl.store(square, v.to(V), mask=mask)
 
 
-def _element(dtype: torch.dtype) -> object:
-    return {
-        torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16
-    }[dtype]  # fmt: skip
-
-
 def step_(
     params: Tensors, grads: Tensors, means: Tensors, squares: Tensors, scale: torch.Tensor | None, hyper: Hyper
 ) -> None:
     """As reference.step_."""
-    device = params[0].device
-    sizes = torch.tensor([each.numel() for each in params])
-    blocks = (sizes + BLOCK - 1) // BLOCK
-    tensor_of = torch.repeat_interleave(torch.arange(len(params)), blocks)
-    first_of = (torch.arange(int(blocks.sum())) - (blocks.cumsum(0) - blocks)[tensor_of]) * BLOCK
-    roles = (params, grads, means, squares)
-    table = torch.cat([torch.tensor([each.data_ptr() for each in role]) for role in roles] + [sizes])
-    table, tensor_of, first_of = (each.to(device) for each in (table, tensor_of, first_of))
-    if not tensor_of.numel():
+    table = Table.of((params, grads, means, squares), BLOCK)
+    if not table.blocks:
         return
-    _kernel[(tensor_of.numel(),)](
-        table, tensor_of, first_of, table if scale is None else scale, len(params),
+    _kernel[(table.blocks,)](
+        table.numbers, table.tensor_of, table.first_of, table.numbers if scale is None else scale, table.tensors,
         hyper.lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay, hyper.correction1, hyper.correction2,
         SCALED=scale is not None, ACC=tl.float64 if params[0].dtype is torch.float64 else tl.float32,
-        P=_element(params[0].dtype), G=_element(grads[0].dtype), M=_element(means[0].dtype),
-        V=_element(squares[0].dtype), BN=BLOCK, num_warps=8,
+        P=element(params[0].dtype), G=element(grads[0].dtype), M=element(means[0].dtype),
+        V=element(squares[0].dtype), BN=BLOCK, num_warps=8,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -23,6 +23,8 @@ class Case:
     """Operations that any way must do, forward and backward; 0 where bytes decide."""
     bytes: float = 0.0
     """Bytes that any way must move: each input and output once, forward and backward."""
+    at: Mapping[str, float] = field(default_factory=dict)
+    """Where the case stands on the axes of plots: length, density, vocabulary ..."""
 
 
 class BothWays:

@@ -7,8 +7,9 @@ import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -16,25 +17,14 @@ import torch
 
 from xscale_kernels.bench.case import Case
 from xscale_kernels.bench.measure import ceilings, milliseconds, peak_bytes
+from xscale_kernels.operators import operators
 from xscale_kernels.select import UnusableError
 
-OPERATORS = (
-    "adamw",
-    "bias_dropout_residual",
-    "block_sparse_attention",
-    "cross_entropy",
-    "gated_activation",
-    "grouped_gemm",
-    "layernorm",
-    "linear_attention",
-    "linear_cross_entropy",
-    "permute",
-    "rmsnorm",
-    "rope",
-    "router",
-    "squared_norm",
-)
 ROOT = Path(__file__).parents[3]
+
+
+BASELINES = {"eager", "torch", "apex", "sdpa", "flex"}
+"""What may be asked of any operator; where a case has none of those asked for, eager stands in."""
 
 
 class NotGreenError(RuntimeError):
@@ -60,26 +50,36 @@ class Row:
     """The least possible time (work over this device's measured rates) over the measured one."""
     refused: str = ""
     """Why there is no number."""
+    at: Mapping[str, float] = field(default_factory=dict)
+    """Where the case stands on the axes of plots."""
 
 
 def gate(operator: str) -> None:
-    """Runs the operator's tests. Raises NotGreenError unless they pass."""
-    files = [ROOT / "tests/kernels" / f"{name}.py" for name in _bench(operator).TESTS]
-    if not all(file.exists() for file in files):
-        raise NotGreenError(f"the tests of {operator} are not here ({files[0]}); run in a checkout of the repository")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *map(str, files)]
+    """Runs the operator's own tests and what the suite of all operators says of it. Raises NotGreenError when red."""
+    folder = ROOT / "tests/kernels"
+    own = [folder / f"{name}.py" for name in _bench(operator).TESTS]
+    suites = [folder / "test_conformance.py"]
     if torch.cuda.is_available():
-        command += [
-            str(file.parent / "triton" / file.name) for file in files if (file.parent / "triton" / file.name).exists()
-        ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise NotGreenError(f"the tests of {operator} are red:\n{done.stdout[-2000:]}")
+        suites += [folder / "test_on_gpu.py", folder / "triton/test_conformance.py"]
+        own += [folder / "triton" / file.name for file in own if (folder / "triton" / file.name).exists()]
+    absent = [file for file in (*suites, *own) if not file.exists()]
+    if absent:
+        raise NotGreenError(f"the tests of {operator} are not here ({absent[0]}); run in a checkout of the repository")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    words = f"[{operator}- or [{operator}]"
+    for files, selection in ((suites, ["-k", words]), (own, [])):
+        if not files:
+            continue
+        done = subprocess.run(
+            [*command, *selection, *map(str, files)], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        if done.returncode != 0:
+            raise NotGreenError(f"the tests of {operator} are red:\n{done.stdout[-2000:]}")
 
 
 def _bench(operator: str) -> ModuleType:
-    if operator not in OPERATORS:
-        raise ValueError(f"there is no operator '{operator}'; there are: {', '.join(OPERATORS)}")
+    if operator not in operators():
+        raise ValueError(f"there is no operator '{operator}'; there are: {', '.join(operators())}")
     return importlib.import_module(f"xscale_kernels.{operator}.bench")
 
 
@@ -105,10 +105,11 @@ def _rows(operator: str, case: Case, device: str, against: str, limits: tuple[fl
             against,
             base and base / times[name],
             memory[name],
-            least / times[name],
+            least / times[name] if least else None,
+            at=case.at,
         )
         if name in times
-        else Row(operator, case.label, name, None, against, None, None, None, refused[name])
+        else Row(operator, case.label, name, None, against, None, None, None, refused[name], case.at)
         for name in case.ways
     ]
 
@@ -117,13 +118,17 @@ def run(operator: str, device: str = "cpu", against: Sequence[str] = ("eager",))
     """Times every way through every case of `operator`, forward and backward, after its tests.
 
     against: baselines, the first of which speed-ups are given over; where it is not a way of a case, "eager" stands in.
-    Raises NotGreenError where the tests are red, ValueError for an unknown operator.
+    Raises NotGreenError where the tests are red, ValueError for an unknown operator or baseline.
     """
     bench = _bench(operator)
+    cases: list[Case] = bench.cases(device)
+    ways = {name for case in cases for name in case.ways} | BASELINES
+    if wrong := [name for name in against if name not in ways]:
+        raise ValueError(f"{operator} is not measured against '{wrong[0]}'; there are: {', '.join(sorted(ways))}")
     gate(operator)
     limits = ceilings(device, torch.bfloat16 if device == "cuda" else torch.float32)
     rows: list[Row] = []
-    for case in bench.cases(device):
+    for case in cases:
         base = next((name for name in against if name in case.ways), "eager")
         rows += _rows(operator, case, device, base, limits)
     return rows
@@ -144,9 +149,22 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def name_of(device: str) -> str:
+    """What the device is called in files."""
+    return torch.cuda.get_device_name() if device == "cuda" else "cpu"
+
+
+def version(package: str) -> str | None:
+    """What is installed of a package."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def record(rows: Sequence[Row], device: str, folder: Path = ROOT / "kernels/results") -> Path:
     """Writes the rows with device, versions, commit and date; returns the file."""
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    name = name_of(device)
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.strip()
@@ -155,6 +173,8 @@ def record(rows: Sequence[Row], device: str, folder: Path = ROOT / "kernels/resu
         "device": name,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "triton": version("triton"),
+        "cuda": torch.version.cuda,
         "python": sys.version.split()[0],
         "commit": commit,
         "date": date,

@@ -26,5 +26,7 @@ def cases(device: str) -> list[Case]:
             (x, residual, bias),
         )
         moved = 3.0 if p == 0 else 5.0
-        found.append(Case(f"p={p} {N} x {D} {dtype}", ways, bytes=moved * x.numel() * x.element_size()))
+        found.append(
+            Case(f"p={p} {N} x {D} {dtype}", ways, bytes=moved * x.numel() * x.element_size(), at={"dropout": p})
+        )
     return found

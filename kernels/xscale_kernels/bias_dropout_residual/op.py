@@ -9,19 +9,23 @@ from xscale_kernels.bias_dropout_residual import reference
 from xscale_kernels.select import Implementation, choose, plain
 
 
-def _cpu(x: torch.Tensor, p: float) -> str | None:
-    return refusals.unless_large_on_cpu(x) or (None if p else "without dropout plain torch is as quick")
+def _large(x: torch.Tensor, p: float, bias: torch.Tensor | None) -> str | None:
+    return refusals.unless_large(x) or (None if p else "without dropout plain torch is as quick")
 
 
-def _triton(x: torch.Tensor, p: float) -> str | None:
+def _several(x: torch.Tensor, p: float, bias: torch.Tensor | None) -> str | None:
+    return None if p or bias is not None else "without bias and dropout it is one sum, which torch does in one pass"
+
+
+def _triton(x: torch.Tensor, *_: object) -> str | None:
     # The mask's counter has 32 bits.
     return refusals.unless_triton(x) or (None if x.numel() < 2**31 else "more than 2^31 elements")
 
 
 _HERE = "xscale_kernels.bias_dropout_residual"
 IMPLEMENTATIONS = (
-    Implementation("cpu", f"{_HERE}.cpu", _cpu),
-    Implementation("triton", f"{_HERE}.triton", _triton),
+    Implementation("cpu", f"{_HERE}.cpu", refusals.unless_cpu, _large),
+    Implementation("triton", f"{_HERE}.triton", _triton, _several),
     Implementation("reference", f"{_HERE}.reference", refusals.never),
 )
 
@@ -51,6 +55,6 @@ def bias_dropout_residual(
         raise ValueError(f"the chance p must be in [0, 1), got {p}")
     if plain(implementation):
         return reference.bias_dropout_residual(x, residual, bias, p)
-    choice = choose("bias_dropout_residual", IMPLEMENTATIONS, implementation, x, p)
+    choice = choose("bias_dropout_residual", IMPLEMENTATIONS, implementation, x, p, bias)
     out: torch.Tensor = choice.implementation.load().bias_dropout_residual(x, residual, bias, p)
     return out

@@ -50,6 +50,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None, p: float) -> torch.Tensor:
         x, residual = _even(x), _even(residual)
+        bias = None if bias is None else bias.contiguous()
         N, D = x.shape
         out = residual.new_empty(N, D)
         # Drawn on the device from torch's generator: no wait, and recomputation under a restored generator agrees.

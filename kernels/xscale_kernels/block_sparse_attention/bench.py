@@ -68,5 +68,5 @@ def cases(device: str) -> list[Case]:
             ways["flex"] = BothWays(partial(torch.compile(flex_attention), block_mask=blocks), qkv)
         pairs = layout.key_blocks.numel() * block * block
         label = f"B={B} H={H} T={T} K={K} density={layout.density:.3f} {dtype}"
-        found.append(Case(label, ways, flops=14.0 * B * H * pairs * K))
+        found.append(Case(label, ways, flops=14.0 * B * H * pairs * K, at={"length": T, "density": layout.density}))
     return found

@@ -27,5 +27,7 @@ def cases(device: str) -> list[Case]:
             (logits, targets),
         )
         ways["F"] = BothWays(lambda x, t: F.cross_entropy(x.float(), t, reduction="none"), (logits, targets))
-        found.append(Case(f"N={N} V={V} {dtype}", ways, bytes=3.0 * logits.numel() * logits.element_size()))
+        found.append(
+            Case(f"N={N} V={V} {dtype}", ways, bytes=3.0 * logits.numel() * logits.element_size(), at={"vocabulary": V})
+        )
     return found

@@ -6,21 +6,16 @@ from typing import Any, Literal
 
 import torch
 
-from xscale_kernels import triton_runtime
+from xscale_kernels import refusals
 from xscale_kernels.cross_entropy import reference
 from xscale_kernels.cross_entropy.terms import Terms
 from xscale_kernels.select import Implementation, choose
 
-
-def _always(_: torch.Tensor) -> str | None:
-    return None
-
-
 _HERE = "xscale_kernels.cross_entropy"
 IMPLEMENTATIONS = (
-    Implementation("triton", f"{_HERE}.triton", triton_runtime.refusal),
-    Implementation("torch", f"{_HERE}.builtin", _always),
-    Implementation("reference", f"{_HERE}.reference", _always),
+    Implementation("triton", f"{_HERE}.triton", refusals.unless_triton),
+    Implementation("torch", f"{_HERE}.builtin", refusals.never),
+    Implementation("reference", f"{_HERE}.reference", refusals.never),
 )
 
 

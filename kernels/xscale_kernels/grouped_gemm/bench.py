@@ -31,5 +31,5 @@ def cases(device: str) -> list[Case]:
             IMPLEMENTATIONS,
             (x, weights, counts.to(device)),
         )
-        found.append(Case(f"M={M} D={D} F={F} E={E} {dtype}", ways, flops=6.0 * M * D * F))
+        found.append(Case(f"M={M} D={D} F={F} E={E} {dtype}", ways, flops=6.0 * M * D * F, at={"experts": E}))
     return found

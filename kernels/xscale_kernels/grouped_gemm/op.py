@@ -8,14 +8,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from xscale_kernels import triton_runtime
+from xscale_kernels import refusals
 from xscale_kernels.select import Implementation, choose
-
-HALF = (torch.bfloat16, torch.float16)
-
-
-def _cpu(x: torch.Tensor, *_: torch.Tensor) -> str | None:
-    return None if x.device.type == "cpu" else f"the tensors are on {x.device.type}"
 
 
 def _builtin(x: torch.Tensor, other: torch.Tensor, counts: torch.Tensor) -> str | None:
@@ -34,23 +28,12 @@ def _builtin(x: torch.Tensor, other: torch.Tensor, counts: torch.Tensor) -> str 
     return None
 
 
-def _triton(x: torch.Tensor, *_: torch.Tensor) -> str | None:
-    reason = triton_runtime.refusal(x)
-    if reason is None and x.is_cuda and x.dtype is torch.float64:
-        return "the kernel has no float64 on CUDA"
-    return reason
-
-
-def _reference(*_: torch.Tensor) -> str | None:
-    return None
-
-
 _HERE = "xscale_kernels.grouped_gemm"
 IMPLEMENTATIONS = (
-    Implementation("cpu", f"{_HERE}.cpu", _cpu),
+    Implementation("cpu", f"{_HERE}.cpu", refusals.unless_cpu),
     Implementation("torch", f"{_HERE}.builtin", _builtin),
-    Implementation("triton", f"{_HERE}.triton", _triton),
-    Implementation("reference", f"{_HERE}.reference", _reference),
+    Implementation("triton", f"{_HERE}.triton", refusals.unless_triton),
+    Implementation("reference", f"{_HERE}.reference", refusals.never),
 )
 
 

@@ -24,5 +24,5 @@ def cases(device: str) -> list[Case]:
             IMPLEMENTATIONS,
             (x, w, b),
         )
-        found.append(Case(f"{N} x {D} {dtype}", ways, bytes=5.0 * x.numel() * x.element_size()))
+        found.append(Case(f"{N} x {D} {dtype}", ways, bytes=5.0 * x.numel() * x.element_size(), at={"width": D}))
     return found

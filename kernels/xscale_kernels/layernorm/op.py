@@ -14,7 +14,7 @@ def _triton(x: torch.Tensor, *_: object) -> str | None:
 
 
 def _apex(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, *_: object) -> str | None:
-    reason = refusals.unless_apex(x)
+    reason = refusals.unless_apex("fused_layer_norm_cuda", x)
     return reason or (None if (weight is None) == (bias is None) else "apex takes weight and bias, or neither")
 
 

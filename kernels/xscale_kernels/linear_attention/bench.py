@@ -31,5 +31,5 @@ def cases(device: str) -> list[Case]:
         ways["sdpa"] = BothWays(_softmax, qkv)
         # A scan forward and three for the gradients, each of 4 K^2 and what the chunks add.
         flops = 4.0 * B * H * T * (4 * K * K + 4 * 64 * K)
-        found.append(Case(f"B={B} H={H} T={T} K={K} {dtype}", ways, flops=flops))
+        found.append(Case(f"B={B} H={H} T={T} K={K} {dtype}", ways, flops=flops, at={"length": T}))
     return found

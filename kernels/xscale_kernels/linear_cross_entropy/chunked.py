@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from xscale_kernels.cross_entropy.inplace import Folded, fold_, gradient_, refold_
+from xscale_kernels.cross_entropy.inplace import fold_, gradient_, refold_
 from xscale_kernels.cross_entropy.terms import Terms
 from xscale_kernels.linear_cross_entropy.result import Gradients
 
@@ -25,12 +25,13 @@ class Head:
         self.dbias: torch.Tensor | None = None
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """In the block's memory, of the dtype that is computed in."""
         block = self.block[: rows.shape[0]]
         if self.bias is None:
             torch.mm(rows, self.weight.t(), out=block)
         else:
             torch.addmm(self.bias, rows, self.weight.t(), out=block)
-        return block.to(self.wide)
+        return block
 
     def back(self, dlogits: torch.Tensor, rows: torch.Tensor, drows: torch.Tensor) -> None:
         """Writes the rows' gradient and adds to the weight's and the bias's."""
@@ -41,14 +42,14 @@ class Head:
             drows.copy_(torch.mm(narrow, self.weight))
         if self.dweight is None:
             self.dweight = torch.mm(narrow.t(), rows).to(self.wide)
-            self.dbias = None if self.bias is None else dlogits.sum(0)
+            self.dbias = None if self.bias is None else dlogits.sum(0, dtype=self.wide)
             return
         if self.compute == self.wide:
             self.dweight.addmm_(narrow.t(), rows)
         else:
             self.dweight.add_(torch.mm(narrow.t(), rows))
         if self.dbias is not None:
-            self.dbias.add_(dlogits.sum(0))
+            self.dbias.add_(dlogits.sum(0, dtype=self.wide))
 
     def gradients(self, drows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Gradients:
         if self.dweight is None:
@@ -69,26 +70,21 @@ def spans(N: int, chunk: int) -> Iterator[slice]:
     return (slice(start, min(start + chunk, N)) for start in range(0, N, chunk))
 
 
-Fold = Callable[[torch.Tensor, slice], Folded]
+Turn = Callable[[torch.Tensor, slice], torch.Tensor | None]
+"""From a block of logits and its tokens to the block's gradient, perhaps in its memory; None where none is wanted."""
 
 
-def sweep(
-    head: Head,
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    seed: torch.Tensor | None,
-    terms: Terms,
-    chunk: int,
-    fold: Fold,
-) -> torch.Tensor:
-    """Folds each chunk of tokens and, with a seed, goes back through it at once. Returns hidden's gradient."""
-    drows = torch.empty_like(hidden) if seed is not None else hidden.new_empty(0)
+def sweep(head: Head, hidden: torch.Tensor, chunk: int, turn: Turn) -> torch.Tensor:
+    """Turns each chunk of tokens' logits and goes back through it at once. Returns hidden's gradient.
+
+    What every implementation is made of: they differ in `turn` alone.
+    """
+    drows = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     for span in spans(hidden.shape[0], chunk):
         rows = hidden[span].to(head.compute)
-        logits = head.logits(rows)
-        folded = fold(logits, span)
-        if seed is not None:
-            head.back(gradient_(logits, folded, targets[span], seed[span], terms), rows, drows[span])
+        dlogits = turn(head.logits(rows), span)
+        if dlogits is not None:
+            head.back(dlogits, rows, drows[span])
     return drows
 
 
@@ -117,12 +113,13 @@ def forward(
     seed = None if seed is None else seed.to(head.wide) * mask
     loss, lse = (hidden.new_empty(hidden.shape[0], dtype=head.wide) for _ in range(2))
 
-    def fold(logits: torch.Tensor, span: slice) -> Folded:
-        folded = fold_(logits, safe[span], terms)
+    def turn(logits: torch.Tensor, span: slice) -> torch.Tensor | None:
+        block = logits.to(head.wide)
+        folded = fold_(block, safe[span], terms)
         loss[span], lse[span] = folded.loss, folded.lse
-        return folded
+        return None if seed is None else gradient_(block, folded, safe[span], seed[span], terms)
 
-    drows = sweep(head, hidden, safe, seed, terms, chunk, fold)
+    drows = sweep(head, hidden, chunk, turn)
     loss = placed(loss.where(mask, 0.0), kept, N)
     lse = placed(lse, kept, N)
     found = None if seed is None else head.gradients(placed(drows, kept, N), weight, bias)
@@ -145,13 +142,11 @@ def backward(
         hidden, targets, lse, seed = (t.index_select(0, kept) for t in (hidden, targets, lse, seed))
     mask = targets != terms.ignore_index
     head = Head(weight, bias, min(chunk, max(hidden.shape[0], 1)))
-    drows = sweep(
-        head,
-        hidden,
-        targets.where(mask, 0),
-        seed.to(head.wide) * mask,
-        terms,
-        chunk,
-        lambda logits, span: refold_(logits, lse[span], terms),
-    )
+    safe, seed = targets.where(mask, 0), seed.to(head.wide) * mask
+
+    def turn(logits: torch.Tensor, span: slice) -> torch.Tensor:
+        block = logits.to(head.wide)
+        return gradient_(block, refold_(block, lse[span], terms), safe[span], seed[span], terms)
+
+    drows = sweep(head, hidden, chunk, turn)
     return head.gradients(placed(drows, kept, N), weight, bias)

@@ -7,28 +7,16 @@ from typing import Any, Literal
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from xscale_kernels import triton_runtime
+from xscale_kernels import refusals
 from xscale_kernels.cross_entropy.terms import Terms
 from xscale_kernels.linear_cross_entropy import reference
 from xscale_kernels.select import Implementation, choose
 
-
-def _always(*_: torch.Tensor) -> str | None:
-    return None
-
-
-def _triton(hidden: torch.Tensor, weight: torch.Tensor) -> str | None:
-    reason = triton_runtime.refusal(hidden)
-    if reason is None and hidden.is_cuda and hidden.dtype is torch.float64:
-        return "float64 is left to torch on CUDA"
-    return reason
-
-
 _HERE = "xscale_kernels.linear_cross_entropy"
 IMPLEMENTATIONS = (
-    Implementation("triton", f"{_HERE}.triton", _triton),
-    Implementation("torch", f"{_HERE}.chunked", _always),
-    Implementation("reference", f"{_HERE}.reference", _always),
+    Implementation("triton", f"{_HERE}.triton", refusals.unless_triton),
+    Implementation("torch", f"{_HERE}.chunked", refusals.never),
+    Implementation("reference", f"{_HERE}.reference", refusals.never),
 )
 Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -29,5 +29,12 @@ def cases(device: str) -> list[Case]:
             (x, tokens, weights),
         )
         # Rows once in, k times out, k times in, once out; the backward reads the k copies twice and writes them once.
-        found.append(Case(f"N={N} D={D} k={k} {dtype}", ways, bytes=(4.0 + 6 * k) * x.numel() * x.element_size()))
+        found.append(
+            Case(
+                f"N={N} D={D} k={k} {dtype}",
+                ways,
+                bytes=(4.0 + 6 * k) * x.numel() * x.element_size(),
+                at={"choices": k},
+            )
+        )
     return found

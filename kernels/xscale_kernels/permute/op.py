@@ -6,23 +6,14 @@ from typing import Any
 
 import torch
 
-from xscale_kernels import triton_runtime
+from xscale_kernels import refusals
 from xscale_kernels.select import Implementation, choose
-
-
-def _cpu(y: torch.Tensor) -> str | None:
-    return None if y.device.type == "cpu" else f"the tensors are on {y.device.type}"
-
-
-def _always(y: torch.Tensor) -> str | None:
-    return None
-
 
 _HERE = "xscale_kernels.permute"
 IMPLEMENTATIONS = (
-    Implementation("cpu", f"{_HERE}.cpu", _cpu),
-    Implementation("triton", f"{_HERE}.triton", triton_runtime.refusal),
-    Implementation("reference", f"{_HERE}.reference", _always),
+    Implementation("cpu", f"{_HERE}.cpu", refusals.unless_cpu),
+    Implementation("triton", f"{_HERE}.triton", refusals.unless_triton),
+    Implementation("reference", f"{_HERE}.reference", refusals.never),
 )
 
 
@@ -41,7 +32,9 @@ def _unpermute(
     y: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor | None, N: int, implementation: str
 ) -> torch.Tensor:
     out: torch.Tensor = (
-        choose("unpermute", IMPLEMENTATIONS, implementation, y).implementation.load().unpermute(y, tokens, weights, N)
+        choose("permute (back)", IMPLEMENTATIONS, implementation, y)
+        .implementation.load()
+        .unpermute(y, tokens, weights, N)
     )
     return out
 
@@ -55,7 +48,7 @@ def _(y: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor | None, N: in
 def _spread(
     dout: torch.Tensor, y: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, implementation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen = choose("unpermute (backward)", IMPLEMENTATIONS, implementation, y).implementation.load()
+    chosen = choose("permute (back, gradient)", IMPLEMENTATIONS, implementation, y).implementation.load()
     out: tuple[torch.Tensor, torch.Tensor] = chosen.spread(dout, y, tokens, weights)
     return out
 

@@ -51,6 +51,7 @@ def unpermute(y: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor | Non
     out = y.new_empty(N, D)
     if out.numel() == 0:
         return out
+    weights = None if weights is None else weights.contiguous()
     ordered, order = tokens.sort(stable=True)
     starts = torch.searchsorted(ordered, torch.arange(N + 1, device=y.device))
     BD = min(1024, triton.next_power_of_2(D))
@@ -66,6 +67,7 @@ def spread(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As reference.spread."""
     M, D = y.shape
+    weights = weights.contiguous()
     dy, dweights = torch.empty_like(y, memory_format=torch.contiguous_format), torch.empty_like(weights)
     if M:
         _spread_kernel[(M,)](

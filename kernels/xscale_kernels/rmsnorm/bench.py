@@ -25,5 +25,5 @@ def cases(device: str) -> list[Case]:
             (x, w),
         )
         # Forward reads and writes a row; backward reads two and writes one.
-        found.append(Case(f"{N} x {D} {dtype}", ways, bytes=5.0 * x.numel() * x.element_size()))
+        found.append(Case(f"{N} x {D} {dtype}", ways, bytes=5.0 * x.numel() * x.element_size(), at={"width": D}))
     return found

@@ -13,11 +13,15 @@ def _triton(x: torch.Tensor, *_: object) -> str | None:
     return refusals.unless_triton(x) or (None if x.shape[-1] <= 65536 else "rows are wider than 65536")
 
 
+def _apex(x: torch.Tensor, *_: object) -> str | None:
+    return refusals.unless_apex("fused_layer_norm_cuda", x)
+
+
 _HERE = "xscale_kernels.rmsnorm"
 IMPLEMENTATIONS = (
-    Implementation("cpu", f"{_HERE}.cpu", refusals.unless_large_on_cpu),
+    Implementation("cpu", f"{_HERE}.cpu", refusals.unless_cpu, refusals.unless_large),
     Implementation("triton", f"{_HERE}.triton", _triton),
-    Implementation("apex", f"{_HERE}.apex", refusals.unless_apex),
+    Implementation("apex", f"{_HERE}.apex", _apex),
     Implementation("torch", f"{_HERE}.builtin", refusals.never),
     Implementation("reference", f"{_HERE}.reference", refusals.never),
 )

@@ -10,7 +10,7 @@ from xscale_kernels.select import Implementation, choose, plain
 
 _HERE = "xscale_kernels.rope"
 IMPLEMENTATIONS = (
-    Implementation("cpu", f"{_HERE}.cpu", refusals.unless_large_on_cpu),
+    Implementation("cpu", f"{_HERE}.cpu", refusals.unless_cpu, refusals.unless_large),
     Implementation("triton", f"{_HERE}.triton", refusals.unless_triton),
     Implementation("reference", f"{_HERE}.reference", refusals.never),
 )

@@ -27,5 +27,5 @@ def cases(device: str) -> list[Case]:
             IMPLEMENTATIONS,
             (logits,),
         )
-        found.append(Case(f"N={N} E={E} k={k}", ways, bytes=5.0 * logits.numel() * 4))
+        found.append(Case(f"N={N} E={E} k={k}", ways, bytes=5.0 * logits.numel() * 4, at={"experts": E}))
     return found

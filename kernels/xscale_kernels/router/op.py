@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from xscale_kernels import refusals
 from xscale_kernels.router import reference
-from xscale_kernels.router.slots import slots
 from xscale_kernels.select import Implementation, choose, plain
 
 
@@ -61,14 +60,13 @@ def route(
         raise ValueError(f"route takes logits [N, E] and k from 1 to E, got {[*logits.shape]} and k = {k}")
     if score not in reference.SCORES:
         raise ValueError(f"route has no score '{score}'; there are: {', '.join(reference.SCORES)}")
-    if plain(implementation):
-        scores, weights, experts = reference.route(logits, k, bias, score)
-    else:
-        choice = choose("route", IMPLEMENTATIONS, implementation, logits, k)
-        scores, weights, experts = choice.implementation.load().route(logits, k, bias, score)
+    chosen: Any = reference
+    if not plain(implementation):
+        chosen = choose("router", IMPLEMENTATIONS, implementation, logits, k).implementation.load()
+    scores, weights, experts = chosen.route(logits, k, bias, score)
     if renormalise:
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
     if capacity is None:
         return Routed(scores, weights, experts, None, None)
-    places, counts = slots(experts, logits.shape[1], order=order)
+    places, counts = chosen.slots(experts, logits.shape[1], order=order)
     return Routed(scores, weights * (places < capacity), experts, places, counts)

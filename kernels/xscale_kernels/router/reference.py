@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from xscale_kernels.router.slots import slots
 from xscale_kernels.rows import wide
+
+__all__ = ["SCORES", "route", "slots"]
 
 SCORES = ("softmax", "sigmoid")
 
@@ -16,5 +19,6 @@ def route(
     rows = logits.to(wide(logits.dtype))
     scores = rows.softmax(-1) if score == "softmax" else rows.sigmoid()
     ranked = scores.detach() if bias is None else scores.detach() + bias
-    experts = ranked.topk(k, dim=-1).indices
+    # Of equal scores the maximum is the first; topk does not say which it takes.
+    experts = ranked.max(-1, keepdim=True).indices if k == 1 else ranked.topk(k, dim=-1).indices
     return scores, scores.gather(-1, experts), experts

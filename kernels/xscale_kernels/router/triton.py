@@ -4,15 +4,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
 import triton.language as tl
 
+from xscale_kernels.router.slots import slots as sorted_slots
 from xscale_kernels.rows import wide
 
 MAX_EXPERTS = 4096
+MAX_WALKS = 256
 
 
 @triton.jit
@@ -74,6 +76,37 @@ def _blocks(N: int, E: int) -> dict[str, int]:
     return {"BE": BE, "BN": max(1, min(4096 // BE, triton.next_power_of_2(max(N, 1))))}
 
 
+@triton.jit
+def _slots_kernel(experts, places, counts, N, M, k: tl.constexpr, CHOICE: tl.constexpr, BM: tl.constexpr):
+    # One program walks all assignments for its expert, so places come in order and repeat; no sort, no atomics.
+    expert = tl.program_id(0)
+    before = tl.zeros((1,), dtype=tl.int64)
+    for start in range(0, M, BM):
+        at = start + tl.arange(0, BM)
+        mask = at < M
+        # By choice: all tokens' first choices, then all second ones; in memory a token's choices are neighbours.
+        place = (at % N) * k + at // N if CHOICE else at
+        mine = (tl.load(experts + place, mask=mask, other=-1) == expert) & mask
+        rank = tl.cumsum(mine.to(tl.int64), 0)
+        tl.store(places + place, before + rank - 1, mask=mine)
+        before += tl.sum(mine.to(tl.int64), 0)
+    tl.store(counts + expert + tl.arange(0, 1), before)
+
+
+def slots(experts: torch.Tensor, E: int, *, order: Literal["choice", "token"]) -> tuple[torch.Tensor, torch.Tensor]:
+    """As slots.slots, in one launch where experts are few; many would read the assignments too often."""
+    (N, k), M = experts.shape, experts.numel()
+    if E > MAX_WALKS or not M:
+        return sorted_slots(experts, E, order=order)
+    experts = experts.contiguous()
+    places, counts = torch.empty_like(experts), experts.new_empty(E)
+    _slots_kernel[(E,)](
+        experts, places, counts, N, M, k=k, CHOICE=order == "choice", BM=min(4096, triton.next_power_of_2(M)),
+        num_warps=8,
+    )  # fmt: skip
+    return places, counts
+
+
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -83,7 +116,7 @@ class _Route(torch.autograd.Function):
         compute = wide(logits.dtype)
         scores, weights = logits.new_empty(N, E, dtype=compute), logits.new_empty(N, k, dtype=compute)
         experts = logits.new_empty(N, k, dtype=torch.int64)
-        blocks = _blocks(N, E)
+        blocks, bias = _blocks(N, E), None if bias is None else bias.contiguous()
         if N:
             _forward_kernel[(triton.cdiv(N, blocks["BN"]),)](
                 logits, logits if bias is None else bias, scores, weights, experts, N, E, *logits.stride(),

@@ -17,4 +17,4 @@ def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     overflow = torch.zeros(1, dtype=torch.int32, device=tensors[0].device)
     kernel = importlib.import_module("amp_C").multi_tensor_l2norm
     norm: torch.Tensor = multi_tensor_applier(kernel, overflow, [list(tensors)], False)[0]
-    return norm.square().sum()
+    return norm.double().square().sum()

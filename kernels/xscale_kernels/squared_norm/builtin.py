@@ -13,4 +13,4 @@ def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """As reference.squared_norm."""
     compute = wide(tensors[0].dtype)
     norms = torch._foreach_norm([each.detach() for each in tensors], 2.0, dtype=compute)
-    return torch.stack([each.to(compute) for each in norms]).square().sum()
+    return torch.stack(list(norms)).double().square().sum()

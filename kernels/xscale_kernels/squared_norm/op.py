@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from xscale_kernels import refusals
+from xscale_kernels import cuda_library, refusals
 from xscale_kernels.select import Implementation, choose
+from xscale_kernels.squared_norm.cuda import launch as cuda
 
 
 def _apex(tensors: Sequence[torch.Tensor]) -> str | None:
-    reason = refusals.unless_apex(tensors[0])
+    reason = refusals.unless_apex("amp_C", tensors[0])
     if reason is None and len({each.dtype for each in tensors}) > 1:
         return "apex takes tensors of one dtype"
     return reason
@@ -22,17 +23,32 @@ def _torch(tensors: Sequence[torch.Tensor]) -> str | None:
     return None if alike else "the tensors differ in device or dtype"
 
 
+def _triton(tensors: Sequence[torch.Tensor]) -> str | None:
+    return refusals.unless_triton(tensors[0]) or _torch(tensors)
+
+
+def _cuda(tensors: Sequence[torch.Tensor]) -> str | None:
+    reason = _torch(tensors)
+    if reason is None and tensors[0].dtype not in cuda.TYPES:
+        return f"the kernel is for float32, bfloat16 and float16, not {tensors[0].dtype}"
+    return reason or cuda_library.refusal(cuda.SOURCE, tensors[0])
+
+
 _HERE = "xscale_kernels.squared_norm"
 IMPLEMENTATIONS = (
     Implementation("torch", f"{_HERE}.builtin", _torch),
+    Implementation("triton", f"{_HERE}.triton", _triton),
     Implementation("apex", f"{_HERE}.apex", _apex),
+    Implementation("cuda", f"{_HERE}.cuda.launch", _cuda),
     Implementation("reference", f"{_HERE}.reference", refusals.never),
 )
 
 
 @torch.no_grad()
 def squared_norm(tensors: Sequence[torch.Tensor], *, implementation: str | None = None) -> torch.Tensor:
-    """The sum of squares of all elements of all tensors, a scalar on their device, in float32 at least.
+    """The sum of squares of all elements of all tensors, a float64 scalar on their device.
+
+    A tensor's own sum is made in float32 at least, the sum over tensors in float64.
 
     tensors: local ones (not DTensor), of any shapes, on one device. No tensors give 0 on the CPU. The device is not
     waited for. Squares of parts add up over ranks, norms do not; so this is what to reduce.
@@ -41,7 +57,7 @@ def squared_norm(tensors: Sequence[torch.Tensor], *, implementation: str | None 
     """
     tensors = [each for each in tensors if each.numel()]
     if not tensors:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float64)
     choice = choose("squared_norm", IMPLEMENTATIONS, implementation, tensors)
     out: torch.Tensor = choice.implementation.load().squared_norm(tensors)
     return out

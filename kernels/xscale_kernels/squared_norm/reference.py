@@ -10,8 +10,8 @@ from xscale_kernels.rows import wide
 
 
 def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of squares of all elements, in float32 at least."""
-    total = torch.zeros((), dtype=wide(tensors[0].dtype), device=tensors[0].device)
+    """The sum of squares of all elements: of each tensor in float32 at least, over the tensors in float64."""
+    total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
     for each in tensors:
-        total = total + each.to(total.dtype).square().sum()
+        total = total + each.to(wide(each.dtype)).square().sum()
     return total

@@ -19,6 +19,12 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not INTERPRETED and Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+
+
 @pytest.fixture
 def device() -> str:
     return "cpu" if INTERPRETED else "cuda"

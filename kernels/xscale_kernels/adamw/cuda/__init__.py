@@ -1,0 +1,1 @@
+"""AdamW in CUDA C++."""

@@ -1,0 +1,160 @@
+"""Gated experts on the CPU in one operator: each block of rows passes all three products while it is in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+aten = torch.ops.aten
+BLOCK_BYTES = 2**20
+"""Of one hidden array of a block: a backward works on six of them."""
+LEAST_ROWS = 256
+"""Of a block: fewer would read the weights too often."""
+ACTIVATIONS: dict[
+    str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
+] = {
+    "glu": (torch.sigmoid, lambda grad, gate: aten.sigmoid_backward(grad, torch.sigmoid(gate))),
+    "bilinear": (lambda gate: gate, lambda grad, gate: grad),
+    "reglu": (torch.relu, lambda grad, gate: aten.threshold_backward(grad, gate, 0)),
+    "geglu": (aten.gelu, lambda grad, gate: aten.gelu_backward(grad, gate)),
+    "swiglu": (aten.silu, lambda grad, gate: aten.silu_backward(grad, gate)),
+}
+"""Kind -> the gate's function, and the gradient of its input from that of its output."""
+
+
+LANES = 32
+"""Torch computes what is left of so many elements one by one, and rounds it otherwise than the rest."""
+
+
+def serves(x: torch.Tensor, gate: torch.Tensor, kind: str) -> bool:
+    """Whether this way is there for the call, and gives a row the same bits wherever in its group it stands."""
+    return x.device.type == "cpu" and x.dtype == gate.dtype and kind in ACTIVATIONS and gate.shape[1] % LANES == 0
+
+
+def _blocks(counts: torch.Tensor, hidden: torch.Tensor) -> Iterator[tuple[int, slice, bool]]:
+    """(group, rows, whether it is the group's first block) for all groups that have rows."""
+    most = max(LEAST_ROWS, BLOCK_BYTES // max(1, hidden.shape[1] * hidden.element_size()))
+    start = 0
+    for group, count in enumerate(counts.tolist()):
+        for at in range(start, start + count, most):
+            yield group, slice(at, min(at + most, start + count)), at == start
+        start += count
+    if start != hidden.shape[0]:
+        raise ValueError(f"the counts sum to {start}, x has {hidden.shape[0]} rows")
+
+
+@torch.library.custom_op("xscale::grouped_gated", mutates_args=())
+def _forward(
+    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, counts: torch.Tensor, kind: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    act = ACTIVATIONS[kind][0]
+    g, u = x.new_empty(x.shape[0], gate.shape[1]), x.new_empty(x.shape[0], gate.shape[1])  # [M, F]
+    y = x.new_empty(x.shape[0], down.shape[1])  # [M, D]
+    for group, rows, _ in _blocks(counts, g):
+        torch.mm(x[rows], gate[group].t(), out=g[rows])
+        torch.mm(x[rows], up[group].t(), out=u[rows])
+        torch.mm(act(g[rows]) * u[rows], down[group].t(), out=y[rows])
+    return y, g, u
+
+
+@_forward.register_fake
+def _(
+    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, counts: torch.Tensor, kind: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden = x.new_empty(x.shape[0], gate.shape[1])
+    return x.new_empty(x.shape[0], down.shape[1]), hidden, torch.empty_like(hidden)
+
+
+@torch.library.custom_op("xscale::grouped_gated_backward", mutates_args=())
+def _backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    g: torch.Tensor,
+    u: torch.Tensor,
+    counts: torch.Tensor,
+    kind: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    act, act_backward = ACTIVATIONS[kind]
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dgate, dup, ddown = (torch.empty_like(one, memory_format=torch.contiguous_format) for one in (gate, up, down))
+    for group in (counts == 0).nonzero().flatten().tolist():
+        for one in (dgate, dup, ddown):
+            one[group].zero_()
+    for group, rows, first in _blocks(counts, g):
+        grows, urows, xrows, dyrows = g[rows], u[rows], x[rows], dy[rows]
+        keep = 0 if first else 1
+        activated = act(grows)
+        dhidden = dyrows @ down[group]  # [R, F]
+        ddown[group].addmm_(dyrows.t(), activated * urows, beta=keep)
+        du = dhidden * activated
+        dg = act_backward(dhidden.mul_(urows), grows)
+        torch.mm(dg, gate[group], out=dx[rows])
+        dx[rows].addmm_(du, up[group])
+        dgate[group].addmm_(dg.t(), xrows, beta=keep)
+        dup[group].addmm_(du.t(), xrows, beta=keep)
+    return dx, dgate, dup, ddown
+
+
+@_backward.register_fake
+def _(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    g: torch.Tensor,
+    u: torch.Tensor,
+    counts: torch.Tensor,
+    kind: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    dx, dgate, dup, ddown = (
+        torch.empty_like(one, memory_format=torch.contiguous_format) for one in (x, gate, up, down)
+    )
+    return dx, dgate, dup, ddown
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, gate, up, down, counts, ctx.kind = inputs
+    ctx.save_for_backward(x, gate, up, down, output[1], output[2], counts)
+    ctx.mark_non_differentiable(output[1], output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dy: torch.Tensor | None, *_: object) -> tuple[torch.Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 6
+    x, gate, up, down, g, u, counts = ctx.saved_tensors
+    return (*_backward(dy.contiguous(), x, gate, up, down, g, u, counts, ctx.kind), None, None)
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.xscale.grouped_gated)
+def _forward_flops(x_shape: Any, gate_shape: Any, *_: object, **__: object) -> int:
+    return 6 * int(x_shape[0]) * int(gate_shape[1]) * int(gate_shape[2])
+
+
+@register_flop_formula(torch.ops.xscale.grouped_gated_backward)
+def _backward_flops(dy_shape: Any, x_shape: Any, gate_shape: Any, *_: object, **__: object) -> int:
+    return 12 * int(x_shape[0]) * int(gate_shape[1]) * int(gate_shape[2])
+
+
+def grouped_gated(
+    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, counts: torch.Tensor, kind: str
+) -> torch.Tensor:
+    """(activation(x_e gate_e^T) * x_e up_e^T) down_e^T for each group e of rows, where `serves` says so.
+
+    x: [M, D], rows sorted by group. gate, up: [E, F, D], down: [E, D, F], of x's dtype. counts: [E], which sum to M.
+    kind: as of gated_activation. Returns [M, D]. Gradients reach x and the weights; an empty group's get zeros.
+
+    Raises ValueError for counts that do not sum to M.
+    """
+    y: torch.Tensor = _forward(x, gate, up, down, counts, kind)[0]
+    return y

@@ -1,0 +1,1 @@
+"""squared_norm in CUDA C++."""
