@@ -5,17 +5,19 @@ ended (see `verdict`), where the batch script reads it.
 """
 
 import argparse
+import shlex
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from xscale_launch import devices, status, verdict
+from xscale_launch import devices, links, status, verdict
 from xscale_launch.env import Place, environment, slurm_places, whole
 from xscale_launch.errors import LaunchError
 from xscale_launch.inspection import inspect
 from xscale_launch.local import worker_environment
-from xscale_launch.supervise import Patience, Supervisor, Worker, last_lines
+from xscale_launch.supervise import Patience, Supervisor, Worker, hold, last_lines
 from xscale_launch.torchrun import torchrun_worker
 
 PREFLIGHT_FAILED = 76
@@ -33,19 +35,22 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--gpus", type=int, default=0, help="GPUs that the preflight must see")
     parser.add_argument("--disk", type=float, default=1.0, help="gigabytes that the preflight must find free")
     parser.add_argument("--no-preflight", action="store_true")
+    parser.add_argument("--links", help="the command that measures the links between the nodes")
+    parser.add_argument("--slowest-link", type=float, default=0.0, help="gigabytes a second that a link must reach")
     parser.add_argument("--stop-seconds", type=float, default=300.0)
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(list(argv))
     node = socket.gethostname()
+    noted = hold(signal.SIGUSR1)
     try:
         variables = environment()
         if options.placed:
-            return run_workers(options, [placed(variables)], variables, variables.get("SLURMD_NODENAME", node))
+            return run_workers(options, [placed(variables)], variables, variables.get("SLURMD_NODENAME", node), noted)
         node = variables.get("SLURMD_NODENAME", node)
         places = slurm_places(variables, options.processes)
         if not options.no_preflight and not inspected(options, places[0], variables, node):
             return PREFLIGHT_FAILED
-        return run_workers(options, places, variables, node)
+        return run_workers(options, places, variables, node, noted)
     except LaunchError as error:
         return verdict.leave(options.attempt, None, status.USER_MISTAKE, f"{node}: {error}")
 
@@ -65,14 +70,30 @@ def placed(variables: Mapping[str, str]) -> Place:
 def inspected(options: argparse.Namespace, place: Place, variables: Mapping[str, str], node: str) -> bool:
     """The preflight of this task's node; False, with the problems left as `fault`, when a node is bad."""
     findings = inspect(node, place, variables, options.attempt, options.gpus, options.disk)
-    if findings.bad_nodes:
-        (options.attempt / "bad_nodes").write_text("".join(f"{name}\n" for name in findings.bad_nodes))
-    if findings.problems:
-        verdict.leave(options.attempt, None, PREFLIGHT_FAILED, "preflight: " + "; ".join(findings.problems))
-    return not findings.problems
+    problems, bad = list(findings.problems), set(findings.bad_nodes)
+    if not problems and options.links and links.wanted(place, variables):
+        slow = links.measure(shlex.split(options.links), place, node, variables, options.attempt)
+        problems += map(str, slow)
+        if not slow and place.rank == 0:
+            pairs = links.found(options.attempt)
+            say(links.described(pairs))
+            slow = links.judge(pairs, options.slowest_link)
+            problems += map(str, slow)
+            bad |= {problem.node for problem in slow}
+    if bad:
+        (options.attempt / "bad_nodes").write_text("".join(f"{name}\n" for name in sorted(bad)))
+    if problems:
+        verdict.leave(options.attempt, None, PREFLIGHT_FAILED, "preflight: " + "; ".join(problems))
+    return not problems
 
 
-def run_workers(options: argparse.Namespace, places: list[Place], variables: dict[str, str], node: str) -> int:
+def run_workers(
+    options: argparse.Namespace,
+    places: list[Place],
+    variables: dict[str, str],
+    node: str,
+    noted: list[signal.Signals],
+) -> int:
     """Starts the workers, waits for them, and leaves the verdict."""
     if "OMP_NUM_THREADS" not in variables and not options.placed:
         cpus = int(variables.get("SLURM_CPUS_PER_TASK", "0")) or devices.cores()
@@ -89,7 +110,7 @@ def run_workers(options: argparse.Namespace, places: list[Place], variables: dic
             )
             for place in places
         ]
-    outcome = Supervisor(workers, say, Patience(stop=options.stop_seconds), deputy=options.torchrun).run()
+    outcome = Supervisor(workers, say, Patience(stop=options.stop_seconds), deputy=options.torchrun, noted=noted).run()
     words = f"{node}: {outcome.cause}"
     ends = [last_lines(w.log) for w in workers if outcome.cause and w.rank == outcome.rank and w.log is not None]
     if outcome.status == status.USER_MISTAKE:

@@ -1,22 +1,21 @@
-"""Asks xscale, in processes of its own, what a config comes to: the launcher itself never imports it.
+"""Asks xscale, in a process of its own, what a config comes to: the launcher itself never imports it.
 
-`xscale train CONFIG key=value ... --print-config` gives the resolved config; `xscale plan CONFIG key=value ... --world
-N --json` says whether the layout divides N processes and the model fits. Both exit with 2 and sentences on stderr when
-they refuse. They are asked at the same time, because most of theirs is the time to import a library.
+`xscale plan CONFIG key=value ... --world N --json` gives the resolved config, or exits with 2 and sentences on stderr
+when the layout does not divide N processes, the model does not fit, or anything else is wrong. What it said before of
+the same config and the same code is not asked again, see `remembered`.
 """
 
-import concurrent.futures
 import json
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xscale_launch import status
+from xscale_launch import remembered, status
 from xscale_launch.errors import LaunchError
 
 RUN_DIR = re.compile(
@@ -40,8 +39,16 @@ class Plan:
 
     @property
     def gigabytes(self) -> float:
-        """What one process keeps in memory between steps; 0 where plan does not say."""
-        return float(self.answer.get("memory_at_rest_bytes", {}).get("total", 0)) / 1e9
+        """What one process needs at its peak; where plan does not say that, what it keeps between steps; else 0."""
+        said = self.answer.get("memory_bytes") or self.answer.get("memory_at_rest_bytes") or {}
+        return float(said.get("total", 0)) / 1e9
+
+    @property
+    def problems(self) -> list[str]:
+        """What plan found wrong without refusing: sentences."""
+        return [
+            f"{one['path']}: {one['what']}. {one.get('fix', '')}".strip() for one in self.answer.get("problems") or []
+        ]
 
 
 def xscale(given: str | None, python: str | None = None) -> tuple[str, ...]:
@@ -50,21 +57,54 @@ def xscale(given: str | None, python: str | None = None) -> tuple[str, ...]:
 
 
 def plan(
-    command: Sequence[str], config: Path, overrides: Sequence[str], processes: int, variables: Mapping[str, str]
+    command: Sequence[str],
+    config: Path,
+    overrides: Sequence[str],
+    processes: int,
+    variables: Mapping[str, str],
+    told: Callable[[str], None] = lambda sentence: None,
 ) -> Plan:
-    """What xscale says about the config on so many processes; raises `LaunchError` with its words when it refuses."""
+    """What xscale says about the config on so many processes; raises `LaunchError` with its words when it refuses.
+
+    `told` gets a sentence when the answer is one from before.
+    """
+    question = [*command, "plan", str(config), *overrides, "--world", str(processes), "--json"]
+    own = tuple(command) == xscale(None)
+    place, name = remembered.folder(variables), remembered.key(question, variables) if own else ""
+    before = remembered.recall(place, name) if own else None
+    if before is not None:
+        told(f"this config and code were checked {_ago(before.seconds_ago)} ago ({place / name}.json)")
+        return _read(question, json.dumps(before.answer))
+    answer = _asked(question, config, variables)
+    found = _read(question, answer)
+    if own:
+        remembered.keep(place, name, found.answer)
+    return found
+
+
+def run_dir(command: Sequence[str], config: Path, overrides: Sequence[str], variables: Mapping[str, str]) -> Path:
+    """The run folder of a config that is not going to be trained now, whatever its layout."""
     shown = [*command, "train", str(config), *overrides, "--print-config"]
-    judged = [*command, "plan", str(config), *overrides, "--world", str(processes), "--json"]
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        text, answer = pool.map(lambda argv: _asked(argv, config, variables), (shown, judged))
+    text = _asked(shown, config, variables)
     found = RUN_DIR.search(text)
     if found is None:
         raise LaunchError(f"`{shlex.join(shown)}` shows no run.dir; it printed:\n{text[-500:]}")
+    return Path(found["dir"].strip("'\"")).absolute()
+
+
+def _read(question: Sequence[str], answer: str) -> Plan:
     try:
         said = json.loads(answer)
-    except ValueError:
-        raise LaunchError(f"`{shlex.join(judged)}` gave no plan; it printed:\n{answer[-500:]}") from None
-    return Plan(text, Path(found["dir"].strip("'\"")).absolute(), said)
+        return Plan(str(said["config"]), Path(said["run_dir"]).absolute(), said)
+    except (ValueError, KeyError, TypeError):
+        raise LaunchError(f"`{shlex.join(question)}` gave no plan; it printed:\n{answer[-500:]}") from None
+
+
+def _ago(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _asked(argv: Sequence[str], config: Path, variables: Mapping[str, str]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import xscale_launch
-from xscale_launch import command, devices, preflight, status
+from xscale_launch import command, devices, links, preflight, status
 from xscale_launch.env import environment, slurm_places
 from xscale_launch.inspection import inspect
 from xscale_launch.local import say
@@ -50,9 +50,20 @@ def _task(options: argparse.Namespace, gpus: int) -> int:
     place = slurm_places(variables, 1)[0]
     with tempfile.TemporaryDirectory(dir=options.folder, prefix=".doctor-") as folder:
         findings = inspect(node, place, variables, Path(folder), gpus, options.disk)
-    if place.rank > 0:
-        return status.DONE
-    return _told(findings.nodes, findings.problems)
+        problems = list(findings.problems)
+        measured = not problems and links.wanted(place, variables)
+        if measured:
+            # All agree on one folder only where it is shared; the head node alone needs what is left there.
+            ask = (command.PYTHON, "-m", "xscale.cli", "bench", "links")
+            problems += map(str, links.measure(ask, place, node, variables, Path(folder)))
+        if place.rank > 0:
+            return status.DONE
+        if measured and not problems:
+            pairs = links.found(Path(folder))
+            for (one, other), speed in pairs.items():
+                print(f"{one} - {other}: {speed:.2f} GB/s")
+            problems += map(str, links.judge(pairs, 0.0))
+    return _told(findings.nodes, problems)
 
 
 def _told(nodes: Sequence[preflight.Facts], problems: Sequence[str]) -> int:

@@ -41,6 +41,17 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def add(variables: Mapping[str, str]) -> None:
+    """Puts variables into this process's environment, for the libraries that it is going to use."""
+    os.environ.update(variables)
+
+
+def take_out(beginnings: tuple[str, ...]) -> None:
+    """Removes the variables whose names begin so from this process's environment."""
+    for name in [name for name in os.environ if name.startswith(beginnings)]:
+        os.environ.pop(name)
+
+
 def for_submission(variables: Mapping[str, str]) -> dict[str, str]:
     """An environment to call sbatch in: without what an allocation around us has set, which would leak into the job."""
     return {name: value for name, value in variables.items() if name == "SLURM_CONF" or not name.startswith("SLURM_")}

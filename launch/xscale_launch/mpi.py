@@ -44,7 +44,10 @@ def run(options: argparse.Namespace) -> int:
     site = profile.load(profile.find(options.clusters, Path.home(), Path.cwd()), options.cluster)
     starter = srun(options, site) if options.srun else mpirun(options)
     asked, variables = xscale.xscale(options.xscale), environment()
-    folder = xscale.plan(asked, config, options.overrides, options.processes, variables).run_dir
+    if options.work == "train":
+        folder = xscale.plan(asked, config, options.overrides, options.processes, variables, say).run_dir
+    else:
+        folder = xscale.run_dir(asked, config, options.overrides, variables)
     attempt = folder / "launch" / "attempts" / f"mpi-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     meeting = [] if options.hosts or options.srun else ["--meet", f"{HOST}:{ports.free_port(HOST)}"]
     rank = (

@@ -22,7 +22,7 @@ from xscale_launch.env import Place, environment, mpi_ranks
 from xscale_launch.errors import LaunchError
 from xscale_launch.local import worker_environment
 from xscale_launch.ports import free_port
-from xscale_launch.supervise import PR_SET_PDEATHSIG, Patience, Supervisor, Worker, last_lines
+from xscale_launch.supervise import PR_SET_PDEATHSIG, Patience, Supervisor, Worker, hold, last_lines
 
 OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PMI2_", "PRTE_", "MPI_LOCAL", "HYDRA_", "HYDI_")
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(list(argv))
     if sys.platform == "linux":  # mpirun may die without a word
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    variables = environment()
+    variables, noted = environment(), hold(signal.SIGUSR1)
     try:
         place = over_mpi() or from_variables(variables, options.meet)
     except LaunchError as error:
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         kept["OMP_NUM_THREADS"] = str(devices.threads(place.local_world_size))
     log = None if place.rank == 0 else options.outputs / f"rank-{place.rank}.log"
     worker = Worker(place.rank, tuple(options.command), worker_environment(kept, place), log)
-    outcome = Supervisor([worker], say, Patience(stop=options.stop_seconds)).run()
+    outcome = Supervisor([worker], say, Patience(stop=options.stop_seconds), noted=noted).run()
     words = f"{socket.gethostname()}: {outcome.cause}"
     if outcome.cause and log is not None:
         words += f"\nthe end of {log}:\n{last_lines(log)}"

@@ -84,7 +84,7 @@ def facts(node: str, head: str, folder: Path, code: Path, gpus_wanted: int, inte
         disk_free_gigabytes=shutil.disk_usage(folder).free / 1e9,
         write_megabytes_per_second=write_speed(folder, node),
         python=platform.python_version(),
-        packages=_packages(),
+        packages=packages(),
         code=digest(code),
         gpus=rows,
         gpu_fault=fault,
@@ -233,7 +233,8 @@ def _resolve(name: str) -> str:
         return ""
 
 
-def _packages() -> dict[str, str]:
+def packages() -> dict[str, str]:
+    """The versions of those of `PACKAGES` that are installed here."""
     found: dict[str, str] = {}
     for name in PACKAGES:
         try:

@@ -1,24 +1,28 @@
 """Profiles of clusters: what a site wants said with every job, kept in one file instead of in every command.
 
-The file is TOML (`clusters.toml`), not YAML: the launcher has to run on a login node's bare Python, whose standard
-library reads TOML and not YAML. Looked for in this order: `--clusters FILE`, `clusters.toml` and
-`configs/clusters.toml` in the working directory, `~/.config/xscale/clusters.toml`. `configs/clusters.example.toml`
-shows every key.
+The file is `clusters.toml` or `clusters.yaml` with the same keys: the launcher runs on a login node's bare Python too,
+whose standard library reads TOML and not YAML. Looked for in this order: `--clusters FILE`, the working directory,
+`configs` in it, `~/.config/xscale`. `configs/clusters.example.toml` shows every key.
 """
 
 import dataclasses
 import difflib
 import tomllib
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from xscale_launch import profile_yaml
 from xscale_launch.errors import LaunchError
 
 CONTAINER_KINDS = ("apptainer", "pyxis")
 STARTS = ("node", "task", "torchrun")
+YAML = (".yaml", ".yml")
+NAMES = ("clusters.toml", "clusters.yaml")
+Typed = Callable[[Any, Any], Any]
+"""Makes of a value what its field wants, where the file's language does not tell."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,10 @@ class Profile:
     """A node that fails the preflight is excluded and the job submitted again; otherwise it is only named."""
     preflight: bool = True
     """Look at every node before the model is built."""
+    links: bool = True
+    """With the preflight, measure an all-reduce between each two nodes; takes some seconds."""
+    minimum_link_gigabytes: float = 0.0
+    """Gigabytes a second that each two nodes must reach; 0 only holds them against each other."""
     minimum_disk_gigabytes: float = 1.0
     """Free space that the run folder's disk must have for the preflight to pass."""
     start: str = "node"
@@ -102,16 +110,19 @@ class Profile:
 
 
 def find(given: str | None, home: Path, here: Path) -> Path | None:
-    """The profiles' file, or None when there is none; raises `LaunchError` when the given one is missing or is YAML."""
+    """The profiles' file, or None when there is none; raises `LaunchError` when the given one is missing."""
     if given is not None:
         path = Path(given)
-        if path.suffix in (".yaml", ".yml"):
-            raise LaunchError(f"{given}: clusters are described in TOML; configs/clusters.example.toml shows every key")
         if not path.is_file():
             raise LaunchError(f"there is no file {given} with clusters; start from configs/clusters.example.toml")
         return path
-    places = [here / "clusters.toml", here / "configs" / "clusters.toml", home / ".config" / "xscale" / "clusters.toml"]
-    return next((path for path in places if path.is_file()), None)
+    for folder in (here, here / "configs", home / ".config" / "xscale"):
+        there = [path for name in NAMES if (path := folder / name).is_file()]
+        if len(there) > 1:
+            raise LaunchError(f"{folder} has {' and '.join(path.name for path in there)}: keep one of them")
+        if there:
+            return there[0]
+    return None
 
 
 def load(path: Path | None, name: str | None) -> Profile:
@@ -120,17 +131,15 @@ def load(path: Path | None, name: str | None) -> Profile:
         if name is not None:
             raise LaunchError(f"there is no clusters.toml that could hold {name!r}; see configs/clusters.example.toml")
         return Profile()
-    try:
-        content = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
-        raise LaunchError(f"{path} is no TOML: {error}") from None
+    content = _content(path)
     default = content.pop("default", None)
     if name is None and default is None:
         return Profile()
     chosen = str(name if name is not None else default)
     if chosen not in content:
         raise LaunchError(f"{path} has no cluster {chosen!r}; it has {', '.join(sorted(content)) or 'none'}")
-    profile: Profile = _build(Profile, content[chosen], f"{path}: {chosen}")
+    typed = profile_yaml.as_typed if path.suffix in YAML else _as_it_is
+    profile: Profile = _build(Profile, content[chosen], f"{path}: {chosen}", typed)
     if profile.start not in STARTS:
         raise LaunchError(f"{path}: {chosen}.start is {profile.start!r}; it can be {', '.join(STARTS)}")
     if profile.container and profile.container.kind not in CONTAINER_KINDS:
@@ -139,7 +148,20 @@ def load(path: Path | None, name: str | None) -> Profile:
     return profile
 
 
-def _build(kind: Any, content: object, where: str) -> Any:
+def _content(path: Path) -> dict[str, Any]:
+    """What the file says, by its name's ending."""
+    if path.suffix in YAML:
+        content = profile_yaml.read(path)
+        if not isinstance(content, dict):
+            raise LaunchError(f"{path} should hold clusters by name, and is {content!r}")
+        return content
+    try:
+        return tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise LaunchError(f"{path} is no TOML: {error}") from None
+
+
+def _build(kind: Any, content: object, where: str, typed: Typed) -> Any:
     """One table as a dataclass; unknown keys and wrong types are refused with the key's name."""
     if not isinstance(content, dict):
         raise LaunchError(f"{where} should be a table of settings, and is {content!r}")
@@ -150,15 +172,16 @@ def _build(kind: Any, content: object, where: str) -> Any:
             near = difflib.get_close_matches(key, hints, n=1)
             meant = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(hints)}"
             raise LaunchError(f"{where}.{key} is no setting of a cluster{meant}")
-        values[key] = _value(hints[key], value, f"{where}.{key}")
+        values[key] = _value(hints[key], value, f"{where}.{key}", typed)
     return kind(**values)
 
 
-def _value(hint: Any, value: object, where: str) -> object:
+def _value(hint: Any, value: object, where: str, typed: Typed) -> object:
+    value = typed(hint, value)
     options = get_args(hint) if get_origin(hint) in (types.UnionType,) else (hint,)
     wanted = next(option for option in options if option is not type(None))
     if dataclasses.is_dataclass(wanted):
-        return _build(wanted, value, where)
+        return _build(wanted, value, where, typed)
     if get_origin(wanted) is tuple:
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             return tuple(value)
@@ -169,6 +192,10 @@ def _value(hint: Any, value: object, where: str) -> object:
         return float(value)
     if type(value) is not wanted:
         raise LaunchError(f"{where} should be {_words(wanted)}, and is {value!r}")
+    return value
+
+
+def _as_it_is(hint: Any, value: Any) -> Any:
     return value
 
 

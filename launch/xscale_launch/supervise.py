@@ -16,7 +16,7 @@ from xscale_launch import processes, status
 from xscale_launch.errors import LaunchError
 
 TICK_SECONDS = 0.05
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1
 
 
@@ -62,6 +62,7 @@ class Outcome:
 class Supervisor:
     """Runs `workers` to their end; `run()` may be called once, from the main thread (it takes over signals).
 
+    `noted`: signals that came before there were workers, see `hold`; they are passed on as soon as there are.
     `deputy`: the workers (torchrun) are themselves supervisors that would die of a signal instead of passing it on, so
     signals go to their children. `stop_signal`: what a worker gets to save and stop, when we are asked to.
     """
@@ -73,6 +74,7 @@ class Supervisor:
         patience: Patience | None = None,
         deputy: bool = False,
         stop_signal: signal.Signals = signal.SIGTERM,
+        noted: list[signal.Signals] | None = None,
     ) -> None:
         self._workers = list(workers)
         self._say = say
@@ -81,7 +83,7 @@ class Supervisor:
         self._patience = patience or Patience()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._codes: dict[int, int] = {}
-        self._signals: list[signal.Signals] = []
+        self._signals = [] if noted is None else noted
         self._asked = False
         self._culprit: int | None = None
         self._killed: set[int] = set()
@@ -147,7 +149,7 @@ class Supervisor:
                 more = "; Ctrl-C again ends them now" if number == signal.SIGINT else ""
                 self._say(f"{number.name}: asked {len(self._running())} worker(s) to save and stop{more}")
                 self._send(sent)
-            elif number != signal.SIGUSR1:
+            elif number not in (signal.SIGUSR1, signal.SIGUSR2):
                 self._kill_at = time.monotonic()
 
     def _enforce(self) -> None:
@@ -204,6 +206,16 @@ class Supervisor:
             return Outcome(status.GO_ON if self._asked and len(left) < len(self._codes) else total)
         rank = next(rank for rank, code in left.items() if code == total)
         return Outcome(total, f"rank {rank} {status.describe(total)}", rank)
+
+
+def hold(number: signal.Signals) -> list[signal.Signals]:
+    """From now on this process does not die of `number` but notes it in the returned list, for a `Supervisor`.
+
+    Who asks a job to save while its nodes are still being looked at does not want that to count as a crash.
+    """
+    noted: list[signal.Signals] = []
+    signal.signal(number, lambda came, frame: noted.append(signal.Signals(came)))
+    return noted
 
 
 def start(worker: Worker, deaf: bool = False) -> subprocess.Popen[bytes]:

@@ -14,7 +14,10 @@ import signal
 import socket
 import sys
 import time
+from itertools import combinations
 from pathlib import Path
+
+from xscale_launch.hostlist import expand
 
 DEFAULTS = {"run.dir": "run", "train.steps": "5", "fake.step_seconds": "0.02"}
 
@@ -69,25 +72,38 @@ def plan(values: dict[str, str], processes: int) -> int:
         print(f"parallel.mesh: {values['fake.divides']} does not divide {processes} processes", file=sys.stderr)
         return 2
     memory = {"total": float(values.get("fake.gigabytes", "0")) * 1e9 / processes}
-    print(json.dumps({"world": processes, "memory_at_rest_bytes": memory}))
+    answer = {"world": processes, "memory_at_rest_bytes": memory, "run_dir": values["run.dir"], "files": []}
+    print(json.dumps({**answer, "plugins": [], "config": shown(values)}))
     return 0
 
 
-def show(values: dict[str, str]) -> int:
-    """What `xscale train --print-config` does: a config that this program reads, and the run folder."""
-    print(f"run:  # default\n  seed: 0\n  dir: {values.pop('run.dir')}   # command line")
-    print("\n".join(f"{key}: {value}" for key, value in values.items()))
-    return 0
+def shown(values: dict[str, str]) -> str:
+    """What `xscale train --print-config` prints: a config that this program reads, and the run folder."""
+    run = f"run:  # default\n  seed: 0\n  dir: {values['run.dir']}   # command line\n"
+    return run + "".join(f"{key}: {value}\n" for key, value in values.items() if key != "run.dir")
+
+
+def links(out: Path) -> int:
+    """What `xscale bench links` does: 10 GB/s between each two nodes, 1 where FAKE_SLOW is one of them."""
+    if os.environ["RANK"] == "0":
+        nodes = expand(os.environ["SLURM_JOB_NODELIST"])
+        slow = os.environ.get("FAKE_SLOW")
+        pairs = [(one, other, 1.0 if slow in (one, other) else 10.0) for one, other in combinations(nodes, 2)]
+        out.write_text(json.dumps({"gigabytes_per_second": pairs}))
+    return int(os.environ.get("FAKE_LINKS_STATUS", "0"))
 
 
 def main() -> int:
     """Trains, saves after each step, stops where it is asked to."""
+    if sys.argv[1:3] == ["bench", "links"]:
+        return links(Path(sys.argv[sys.argv.index("--out") + 1]))
     verb, config, rest = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     values = settings(config, [text for text in rest if "=" in text])
     if verb == "plan":
         return plan(values, int(rest[rest.index("--world") + 1]))
     if "--print-config" in rest:
-        return show(values)
+        print(shown(values), end="")
+        return 0
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if "fake.mistake" in values:
         print(f"config: unknown key {values['fake.mistake']!r}", file=sys.stderr)

@@ -1,13 +1,16 @@
 """The agent, started as Slurm's tasks would start it, with Slurm's variables and without Slurm."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from xscale_launch import preflight, rollcall, status, verdict
 from xscale_launch.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -123,6 +126,47 @@ def test_outside_slurm_it_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("slow", "status", "said"),
+    [("", "0", ""), ("n1", "0", "n1: its link to n2 gives 1.00 GB/s of the 5 wanted"), ("", "1", "cannot be measured")],
+)
+def test_links_are_measured_before_any_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str, status: str, said: str
+) -> None:
+    monkeypatch.setenv("FAKE_SLOW", slow)
+    monkeypatch.setenv("FAKE_LINKS_STATUS", status)
+    job = Job(tmp_path, 2)
+    words = ("--links", f"{' '.join(FAKE[:-1])} bench links", "--slowest-link", "5", "--stop-seconds", "2")
+    first, second = [job.start(task, *words) for task in range(2)]
+    if said and first.wait(timeout=60):  # srun ends the others when one task fails
+        second.terminate()
+    statuses, output = job.ended(first, second)
+    if not said:
+        assert statuses == [0, 0], output
+        assert "1 link(s) between nodes: 10.00 GB/s" in output
+        return
+    assert statuses[0] == 76, output
+    assert said in (job.attempt / "fault").read_text()
+    assert (job.attempt / "bad_nodes").exists() == (slow == "n1")
+    assert "rank 0 of 2 starts" not in output
+
+
+def test_a_signal_during_the_preflight_is_no_crash(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2)
+    first = job.start(0)
+    wanted = f":{job.port + 1:04X} "  # the head node listens for the other one
+    while not any(wanted in line for line in Path("/proc/net/tcp").read_text().splitlines()):
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.05)
+    first.send_signal(signal.SIGUSR1)
+    other = preflight.facts("n2", "127.0.0.1", tmp_path, ROOT / "launch", 0)
+    assert rollcall.answer("127.0.0.1", job.port + 1, {**preflight.as_data(other), "task": 1}, 20) == []
+    statuses, said = job.ended(first)
+    assert statuses == [0], said
+    assert "SIGUSR1: asked 1 worker(s) to save and stop" in said
+    assert verdict.read(job.attempt, 1, 0) == (status.GO_ON, "")
+
+
 def test_torchrun_inside_keeps_the_statuses(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     job = Job(tmp_path, 1)

@@ -41,6 +41,16 @@ def test_an_answer(tmp_path: Path) -> None:
     assert plan.run_dir == Path.cwd() / "runs/x"
     assert "train.steps: 3" in plan.config
     assert plan.gigabytes == 2.0
+    assert ask.run_dir(FAKE, config, ["run.dir=runs/x"], os.environ) == plan.run_dir
+
+
+def test_the_peak_counts_where_plan_tells_it() -> None:
+    rest = {"memory_at_rest_bytes": {"total": 2e9}}
+    assert ask.Plan("", Path(), rest).gigabytes == 2.0
+    assert ask.Plan("", Path(), {**rest, "memory_bytes": {"total": 5e9}}).gigabytes == 5.0
+    said = {"problems": [{"path": "train.micro_batch_size", "what": "rank 0 needs 90 GB", "fix": "Take 2."}]}
+    assert ask.Plan("", Path(), said).problems == ["train.micro_batch_size: rank 0 needs 90 GB. Take 2."]
+    assert ask.Plan("", Path(), rest).problems == []
 
 
 def test_refusals_and_failures_come_with_xscales_words(tmp_path: Path) -> None:
@@ -50,15 +60,18 @@ def test_refusals_and_failures_come_with_xscales_words(tmp_path: Path) -> None:
         ask.plan(FAKE, config, ["fake.divides=3"], 4, os.environ)
     with pytest.raises(LaunchError, match="failed with status 1"):
         ask.plan((sys.executable, "-c", "raise OSError('no disk')"), config, [], 4, os.environ)
-    with pytest.raises(LaunchError, match=r"shows no run\.dir"):
+    with pytest.raises(LaunchError, match="gave no plan"):
         ask.plan((sys.executable, "-c", "print('{}')"), config, [], 4, os.environ)
+    with pytest.raises(LaunchError, match=r"shows no run\.dir"):
+        ask.run_dir((sys.executable, "-c", "print('{}')"), config, [], os.environ)
     with pytest.raises(LaunchError, match="cannot be started"):
         ask.plan(("/nowhere/xscale",), config, [], 4, os.environ)
 
 
 @pytest.mark.slow
 def test_xscale_itself_keeps_the_contract(tmp_path: Path) -> None:
-    variables = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'launch'}"}
+    path = f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'launch'}"
+    variables = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     plan = ask.plan(ask.xscale(None), QUICKSTART, [f"run.dir={tmp_path / 'a b'}"], 2, variables)
     assert plan.run_dir == tmp_path / "a b"
     assert plan.gigabytes > 0

@@ -83,7 +83,7 @@ def test_a_mistake_is_said_once_and_is_status_2(config: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_saves_and_a_second_start_goes_on(config: Path, tmp_path: Path, number: signal.Signals) -> None:
     arguments = ("--processes", 2, config, "train.steps=60", f"run.dir={tmp_path / 'r'}")
     process = started(*arguments)

@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,10 +16,6 @@ from xscale_launch.errors import LaunchError
 
 ROOT = Path(__file__).parents[2]
 FAKE = f"{sys.executable} {ROOT / 'tests/launch/fake_train.py'}"
-MPIRUN = shutil.which("mpirun") or shutil.which("mpirun", path=str(Path(sys.executable).parent))
-needs_mpirun = pytest.mark.skipif(
-    MPIRUN is None, reason="no mpirun on PATH or beside this Python: apt-get install openmpi-bin, or pip install mpich"
-)
 
 
 @pytest.fixture
@@ -30,8 +25,8 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def command(*arguments: object) -> list[str]:
-    more = ["--mpirun", str(MPIRUN), "--xscale", FAKE]
+def command(mpirun: str, *arguments: object) -> list[str]:
+    more = ["--mpirun", mpirun, "--xscale", FAKE]
     return [sys.executable, "-m", "xscale_launch", "mpi", *more, *map(str, arguments)]
 
 
@@ -39,16 +34,15 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT / "launch")}
 
 
-def launch(*arguments: object) -> subprocess.CompletedProcess[str]:
+def launch(mpirun: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(*arguments), env=environment(), capture_output=True, text=True, timeout=120, check=False
+        command(mpirun, *arguments), env=environment(), capture_output=True, text=True, timeout=120, check=False
     )
 
 
-@needs_mpirun
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_meet_and_train(config: Path, tmp_path: Path, ranks: int) -> None:
-    done = launch("--processes", ranks, config)
+def test_ranks_meet_and_train(mpirun: str, config: Path, tmp_path: Path, ranks: int) -> None:
+    done = launch(mpirun, "--processes", ranks, config)
     assert done.returncode == 0, done.stderr
     assert f"rank 0 of {ranks} starts at step 0" in done.stdout
     states = [(tmp_path / "run/state" / f"rank-{rank}.json").read_text() for rank in range(ranks)]
@@ -56,8 +50,7 @@ def test_ranks_meet_and_train(config: Path, tmp_path: Path, ranks: int) -> None:
     assert all(state.startswith("[4, ") for state in states)
 
 
-@needs_mpirun
-def test_the_ranks_come_from_mpi_itself(tmp_path: Path) -> None:
+def test_the_ranks_come_from_mpi_itself(mpirun: str, tmp_path: Path) -> None:
     pytest.importorskip("mpi4py", reason="mpi4py is not installed: pip install 'xscale[mpi]'")
     program = (
         "import json, os, socket\n"
@@ -65,18 +58,17 @@ def test_the_ranks_come_from_mpi_itself(tmp_path: Path) -> None:
         "place = over_mpi()\n"
         f"open('{tmp_path}/' + str(place.rank), 'w').write(json.dumps(place.variables()))\n"
     )
-    flags = mpi.flags(subprocess.check_output([str(MPIRUN), "--version"], text=True), 2, {}, os.getuid() == 0)
-    subprocess.run([str(MPIRUN), *flags, sys.executable, "-c", program], env=environment(), check=True, timeout=60)
+    flags = mpi.flags(subprocess.check_output([mpirun, "--version"], text=True), 2, {}, os.getuid() == 0)
+    subprocess.run([mpirun, *flags, sys.executable, "-c", program], env=environment(), check=True, timeout=60)
     first, second = (json.loads((tmp_path / str(rank)).read_text()) for rank in range(2))
     assert (first["RANK"], second["RANK"], first["LOCAL_RANK"], second["LOCAL_RANK"]) == ("0", "1", "0", "1")
     assert first["MASTER_PORT"] == second["MASTER_PORT"]
     assert first["MASTER_ADDR"] == second["MASTER_ADDR"] == "127.0.0.1"
 
 
-@needs_mpirun
-def test_a_signal_saves_and_status_is_75(config: Path) -> None:
+def test_a_signal_saves_and_status_is_75(mpirun: str, config: Path) -> None:
     arguments = ("--processes", 2, config, "train.steps=100000", "fake.step_seconds=0.05")
-    process = subprocess.Popen(command(*arguments), env=environment(), stdout=-1, stderr=-1, text=True)
+    process = subprocess.Popen(command(mpirun, *arguments), env=environment(), stdout=-1, stderr=-1, text=True)
     assert process.stdout is not None
     assert "starts at step 0" in process.stdout.readline()
     process.send_signal(signal.SIGTERM)
@@ -85,20 +77,18 @@ def test_a_signal_saves_and_status_is_75(config: Path) -> None:
     assert "rank 0 saved at step" in out
 
 
-@needs_mpirun
-def test_faults_and_mistakes_keep_their_status(config: Path) -> None:
-    done = launch("--processes", 2, config, "fake.crash_at=2", "fake.crash_rank=1")
+def test_faults_and_mistakes_keep_their_status(mpirun: str, config: Path) -> None:
+    done = launch(mpirun, "--processes", 2, config, "fake.crash_at=2", "fake.crash_rank=1")
     assert done.returncode == 1
     assert "the step fell over" in done.stderr
     assert "rank 1 failed with status 1" in done.stderr
-    done = launch("--processes", 2, config, "fake.mistake=witdh")
+    done = launch(mpirun, "--processes", 2, config, "fake.mistake=witdh")
     assert done.returncode == 2
     assert done.stderr.count("unknown key 'witdh'") == 1
 
 
-@needs_mpirun
-def test_a_layout_that_does_not_fit_starts_nothing(config: Path, tmp_path: Path) -> None:
-    done = launch("--processes", 2, config, "fake.divides=3")
+def test_a_layout_that_does_not_fit_starts_nothing(mpirun: str, config: Path, tmp_path: Path) -> None:
+    done = launch(mpirun, "--processes", 2, config, "fake.divides=3")
     assert done.returncode == 2
     assert "3 does not divide 2 processes" in done.stderr
     assert not (tmp_path / "run").exists()

@@ -67,7 +67,60 @@ def test_where_the_file_is_looked_for(tmp_path: Path) -> None:
         assert profile.find(None, home, here) == path / "clusters.toml"
     with pytest.raises(LaunchError, match="there is no file"):
         profile.find("nowhere.toml", home, here)
-    with pytest.raises(LaunchError, match="in TOML"):
-        profile.find("clusters.yaml", home, here)
+    (here / "clusters.yaml").touch()
+    with pytest.raises(LaunchError, match=r"has clusters\.toml and clusters\.yaml: keep one"):
+        profile.find(None, home, here)
+    (here / "clusters.toml").unlink()
+    assert profile.find(None, home, here) == here / "clusters.yaml"
     with pytest.raises(LaunchError, match=r"no clusters\.toml that could hold 'juno'"):
         profile.load(None, "juno")
+
+
+def test_yaml_says_the_same(tmp_path: Path) -> None:
+    import dataclasses
+
+    def plain(value: object) -> object:
+        return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+
+    import tomllib
+
+    import yaml
+
+    path = tmp_path / "clusters.yaml"
+    path.write_text(yaml.safe_dump(tomllib.loads(EXAMPLE.read_text())))
+    for name in ("gpu", "gpu-container", None):
+        assert plain(profile.load(path, name)) == plain(profile.load(EXAMPLE, name))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: {nodes: many}", "a.nodes should be a whole number, and is 'many'"),
+        ("a: {exclusive: maybe}", "a.exclusive should be true or false"),
+        ("a: {partiton: x}", "did you mean partition"),
+        ("a: [", "is no YAML"),
+        ("- a", "should hold clusters by name"),
+    ],
+)
+def test_mistakes_in_yaml_are_named(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "clusters.yaml"
+    path.write_text(text)
+    with pytest.raises(LaunchError, match=said):
+        profile.load(path, "a")
+
+
+def test_a_time_limit_needs_no_quotes(tmp_path: Path) -> None:
+    path = tmp_path / "clusters.yaml"
+    path.write_text("default: a\na: {time: 12:00:00, partition: on, nodes: 2, gpu_memory_gigabytes: 80}\n")
+    found = profile.load(path, None)
+    assert (found.time, found.partition, found.nodes, found.gpu_memory_gigabytes) == ("12:00:00", "on", 2, 80.0)
+
+
+def test_without_pyyaml_toml_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    path = tmp_path / "clusters.yaml"
+    path.write_text("a: {}")
+    with pytest.raises(LaunchError, match=r"write the same as clusters\.toml"):
+        profile.load(path, "a")

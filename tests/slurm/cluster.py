@@ -16,15 +16,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.packages import MissingError, provide
+
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 HOSTS = Path("/etc/hosts")
 MARK = "# xscale test cluster"
 CPUS, GPUS = 4, 4
-
-
-class MissingError(Exception):
-    """This machine forbids or lacks what the cluster needs; the text says what."""
 
 
 class Cluster:
@@ -252,21 +250,7 @@ def install() -> None:
         raise MissingError(
             "a Slurm cluster needs root on this machine (daemons, /etc/hosts); run the tests as root or by sudo"
         )
-    absent = [program for program in PROGRAMS if shutil.which(program) is None]
-    if not absent:
-        return
-    if shutil.which("apt-get") is None:
-        raise MissingError(
-            f"{', '.join(absent)} is not installed, and there is no apt-get to install {' '.join(PACKAGES)} with"
-        )
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in (
-        ["apt-get", "update", "-qq"],
-        ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES],
-    ):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise MissingError(f"{' '.join(command)} failed: {done.stderr.strip().splitlines()[-1:]}")
+    provide(PROGRAMS, PACKAGES)
 
 
 def _free_ports(count: int) -> list[int]:

@@ -1,32 +1,25 @@
 """One Slurm cluster for all tests of this folder; where the machine forbids it, the skip says what is missing."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tests.packages import MissingError
+from tests.slurm.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
 FAKE = f"{sys.executable} {ROOT / 'tests/launch/fake_train.py'}"
 
 
-def _module(name: str) -> ModuleType:
-    """A file of this folder as a module: tests are imported without packages."""
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """For CI on a machine where a cluster can be had: then a skip would hide that nothing was tested."""
+    parser.addoption("--cluster-required", action="store_true", help="fail where no Slurm cluster can be brought up")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,21 +29,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slurm)
 
 
+FIGURES = pytest.StashKey[list[str]]()
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """What the tests have measured, printed even when all is well."""
+    if figures := config.stash.get(FIGURES, []):
+        terminalreporter.section("how long it took")
+        terminalreporter.write_line("\n".join(figures))
+
+
 class Lab:
     """The cluster, and the launcher called against it as a user would."""
 
-    def __init__(self, cluster: Any, folder: Path) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, figures: list[str]) -> None:
         self.cluster = cluster
+        self.figure = figures.append
         self.config = folder / "run.yaml"
         self.config.write_text("train.steps: 4\nfake.step_seconds: 0.05\n")
         self.run = folder / "run"
 
     def launch(self, *arguments: object, xscale: str = FAKE) -> subprocess.CompletedProcess[str]:
-        """`xscale launch ...`, from the repository's root."""
+        """`xscale launch ...`, from the repository's root; `xscale` is the stand-in, or empty for xscale itself."""
         words = [str(word) for word in arguments]
-        if words[0] in ("slurm", "mpi", "local"):
+        path = str(ROOT / "launch")
+        if words[0] in ("slurm", "mpi", "local") and xscale:
             words[1:1] = ["--xscale", xscale]
-        environment = {**self.cluster.environment(), "PYTHONPATH": str(ROOT / "launch")}
+        elif not xscale:
+            path = f"{ROOT}:{ROOT / 'kernels'}:{path}"
+        kept = str(self.config.parent / "cache")
+        environment = {**self.cluster.environment(), "PYTHONPATH": path, "XDG_CACHE_HOME": kept}
         command = [sys.executable, "-m", "xscale_launch", *words]
         return subprocess.run(
             command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
@@ -91,15 +99,17 @@ class Lab:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Any]:
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """Three virtual nodes, up for the whole session."""
-    module = _module("cluster")
     with tempfile.TemporaryDirectory(prefix="xscale-slurm-") as folder:
-        one = module.Cluster(Path(folder), nodes=3)
+        one = Cluster(Path(folder), nodes=3)
         try:
             one.up()
-        except module.MissingError as missing:
-            pytest.skip(f"no Slurm cluster on this machine: {missing}")
+        except MissingError as missing:
+            reason = f"no Slurm cluster on this machine: {missing}"
+            if request.config.getoption("--cluster-required", default=False):
+                pytest.exit(reason, returncode=1)
+            pytest.skip(reason)
         try:
             yield one
         finally:
@@ -107,10 +117,10 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.fixture
-def lab(cluster: Any, tmp_path: Path) -> Iterator[Lab]:
+def lab(cluster: Cluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Lab]:
     """The cluster for one test; its jobs are gone afterwards."""
     cluster.mend()
-    lab = Lab(cluster, tmp_path)
+    lab = Lab(cluster, tmp_path, request.config.stash.setdefault(FIGURES, []))
     yield lab
     if (lab.run / "launch/jobs.jsonl").exists():
         lab.launch("cancel", lab.run)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parents[1] / "launch/slurm/golden"
 
 
@@ -43,7 +44,7 @@ def test_what_does_not_fit_is_refused(lab: Any, tmp_path: Path) -> None:
     arguments = ("--clusters", clusters, "--cluster", "lab", f"run.dir={lab.run}", "fake.gigabytes=300", "--dry-run")
     done = lab.launch("slurm", lab.config, *arguments, "--nodes", 3)
     assert done.returncode == 2
-    assert "one process keeps 100.0 GB" in done.stderr
+    assert "one process needs 100.0 GB" in done.stderr
     done = lab.launch("slurm", lab.config, *arguments, "--nodes", 3, "--processes-per-node", 2)
     assert done.returncode == 0, done.stderr
 
@@ -91,29 +92,41 @@ def test_the_scripts_pass_slurms_own_test(lab: Any, tmp_path: Path) -> None:
         lab.cluster.run("sbatch", "--test-only", str(path))
 
 
-def test_submitting_takes_less_than_a_second(lab: Any) -> None:
-    # The machine may be busy with others' work, which the processor's time leaves out and the clock does not.
+def block(lab: Any) -> str:
+    """A job that takes all nodes."""
+    words = ("sbatch", "--parsable", "-N3", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 60")
+    return str(lab.cluster.run(*words).strip())
+
+
+def test_submitting_takes_less_than_a_second(lab: Any, tmp_path: Path) -> None:
+    """Of a config that was checked before (by --dry-run, by an earlier submission); the first check imports torch."""
+    config = Path(__file__).parents[2] / "configs/run/quickstart.yaml"
+    blocker = block(lab)  # so that the jobs wait, and can be cancelled at once
     walls, works = [], []
     for attempt in range(4):
+        words = ("slurm", config, "train.steps=1", f"run.dir={tmp_path / 'run'}")
         begun, before = time.monotonic(), os.times()
-        done = lab.launch("slurm", lab.config, f"run.dir={lab.run.with_name(f'run{attempt}')}")
+        done = lab.launch(*words, xscale="")
         after = os.times()
         walls.append(time.monotonic() - begun)
         works.append(after.children_user - before.children_user + after.children_system - before.children_system)
         assert done.returncode == 0, done.stderr
+        assert ("were checked" in done.stderr) == (attempt > 0)
+        assert lab.launch("cancel", tmp_path / "run").returncode == 0
+    lab.cluster.run("scancel", blocker)
+    said = ", ".join(f"{wall:.2f} s ({work:.2f} s of a processor)" for wall, work in zip(walls, works, strict=True))
+    lab.figure(f"submitting the quickstart: {said}; the first one had to check it")
+    # The machine may be busy with others' work, which the processor's time leaves out and the clock does not.
     busy = max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
-    assert min(works) < 1.0, works
-    assert min(walls) < busy, walls
-    lab.cluster.wait(lambda: not lab.cluster.run("squeue", "-h").strip(), 60, "the jobs to end")
+    assert min(works[1:]) < 1.0, works
+    assert min(walls[1:]) < busy, walls
 
 
 def test_a_later_edit_changes_no_queued_job(lab: Any, tmp_path: Path) -> None:
     trainer = tmp_path / "mine" / "trainer.py"
     trainer.parent.mkdir()
     shutil.copy(Path(__file__).parents[1] / "launch/fake_train.py", trainer)
-    blocker = lab.cluster.run(
-        "sbatch", "--parsable", "-N3", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 60"
-    ).strip()
+    blocker = block(lab)
     done = lab.launch("slurm", lab.config, f"run.dir={lab.run}", "--with-code", trainer, xscale=f"{trainer}-none")
     assert done.returncode == 2  # a trainer that is not there is noticed here
     job = lab.submit("--with-code", trainer)
@@ -193,10 +206,31 @@ def test_a_bad_node_is_named_and_left_out(lab: Any, tmp_path: Path) -> None:
     assert lab.states(ranks=2) == lab.expected(4, 2)
 
 
+def test_a_slow_node_is_named_and_left_out(lab: Any, tmp_path: Path) -> None:
+    clusters = tmp_path / "clusters.toml"
+    clusters.write_text(
+        'default = "lab"\n[lab]\nexclude_bad_nodes = true\nminimum_link_gigabytes = 5.0\n'
+        '[lab.environment]\nFAKE_SLOW = "xn1"\n'
+    )
+    lab.submit("--clusters", clusters, "--nodes", 2, "--processes-per-node", 1)
+    jobs = lab.run / "launch/jobs.jsonl"
+    lab.cluster.wait(lambda: len(jobs.read_text().splitlines()) == 2, 60, f"the second submission: {lab.log()}")
+    assert "xn1: its link to xn2 gives 1.00 GB/s of the 5 wanted" in lab.log()
+    second = json.loads(jobs.read_text().splitlines()[1])["id"]
+    assert lab.cluster.wait_state(second, ("COMPLETED", "FAILED"))["NodeList"] == "xn[2-3]", lab.log()
+    assert lab.states(ranks=2) == lab.expected(4, 2)
+
+
 def test_the_doctor_sees_every_node_of_an_allocation(lab: Any, tmp_path: Path) -> None:
     words = ["salloc", "-N3", "--quiet", sys.executable, "-m", "xscale_launch.doctor", "--folder", str(tmp_path)]
-    environment = {**lab.cluster.environment(), "PYTHONPATH": str(Path(__file__).parents[2] / "launch")}
+    environment = {**lab.cluster.environment(), "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'launch'}"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()[1:4]] == ["xn1", "xn2", "xn3"]
-    assert done.stdout.splitlines()[-1] == "nothing is wrong"
+    assert done.returncode in (0, 1), done.stderr
+    lines = done.stdout.splitlines()
+    links = dict(line.split(": ") for line in lines if " - " in line)
+    assert set(links) == {"xn1 - xn2", "xn1 - xn3", "xn2 - xn3"}
+    assert all(float(speed.removesuffix(" GB/s")) > 0 for speed in links.values())
+    lab.figure(f"gloo all-reduce between virtual nodes: {', '.join(links.values())}")
+    assert [line.split()[0] for line in lines[4:7]] == ["xn1", "xn2", "xn3"]
+    # On a busy machine one of three links may well be half as fast as the others; nothing else can be wrong.
+    assert lines[7:] == ["nothing is wrong"] or all("link" in line for line in lines[7:]), done.stdout

@@ -53,20 +53,25 @@ done
 """
 
 VERDICT = """
-# How it ended. The agents leave it in files, because srun tells only the largest exit status.
-ended=$(ls "$attempt" | grep -c "^ended-")
+# How it ended. The agents leave it in files, because srun tells only the largest exit status. Counted without another
+# program, which a cancel or a dead node would end as it ends the job, and which would then have counted nothing.
+status={lost}
+set -- "$attempt"/ended-*
+[ -e "$1" ] || shift
 if [ -s "$attempt/fault" ]; then
   read -r status < "$attempt/fault"
   [ -e "$attempt/said" ] || say "$(tail -n +2 "$attempt/fault")"
 elif [ "$code" -ne 0 ]; then
   status=$code
-elif [ "$ended" -ne "$SLURM_NTASKS" ]; then
-  status={lost}
-  say "only $ended of $SLURM_NTASKS tasks said that they ended"
-elif [ -e "$attempt/go_on" ] || grep -qx {go_on} "$attempt"/ended-*; then
-  status={go_on}
+elif [ $# -ne "$SLURM_NTASKS" ]; then
+  say "only $# of $SLURM_NTASKS tasks said that they ended"
 else
   status={done}
+  [ ! -e "$attempt/go_on" ] || status={go_on}
+  for file in "$@"; do
+    read -r one < "$file"
+    [ "$one" = {done} ] || status=${{one:-{lost}}}
+  done
 fi
 echo "$status" > "$attempt/status"
 
@@ -247,6 +252,9 @@ def _step(job: Job) -> str:
     else:
         agent[0] += f" --gpus {profile.gpus_per_node} --disk {profile.minimum_disk_gigabytes:g}"
     agent[0] += f" --stop-seconds {max(30, profile.signal_seconds - 10)}"
+    if profile.preflight and profile.links and profile.nodes > 1:
+        measuring = shlex.join((*job.trainer[:-1], "bench", "links"))
+        agent.append(f"--links {shlex.quote(measuring)} --slowest-link {profile.minimum_link_gigabytes:g}")
     srun = ["srun --export=ALL --kill-on-bad-exit=1"]
     python = shlex.quote(job.python)
     inside = _container(job)
@@ -257,7 +265,7 @@ def _step(job: Job) -> str:
     trainer = " ".join(shlex.quote(word) for word in job.trainer)
     words = [
         *srun,
-        f"{python} -m xscale_launch.agent {agent[0]} --",
+        " \\\n  ".join([f"{python} -m xscale_launch.agent {agent[0]}", *agent[1:]]) + " --",
         f'{trainer} "$notes/config.yaml" run.dir="$run" &',
     ]
     return " \\\n  ".join(words)

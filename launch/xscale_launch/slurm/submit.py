@@ -119,7 +119,7 @@ def planned(
     """xscale's plan of the run, or of each member of a sweep, whose run folders lie below the sweep's own."""
     asked, variables = xscale.xscale(options.xscale), environment()
     if not found:
-        return [xscale.plan(asked, config, options.overrides, processes, variables)]
+        return [xscale.plan(asked, config, options.overrides, processes, variables, say)]
     top = xscale.plan(asked, config, [*options.overrides, *found[0].overrides], processes, variables).run_dir
 
     def one(member: sweep.Member) -> xscale.Plan:
@@ -148,12 +148,13 @@ def made(options: argparse.Namespace, site: profile.Profile, top: Path, members:
 
 
 def against_memory(plans: Sequence[xscale.Plan], site: profile.Profile) -> list[str]:
-    """What will not fit, as far as the plan and the profile know: at rest, so before any activation."""
-    most, room = max(plan.gigabytes for plan in plans), site.gpu_memory_gigabytes
-    if not room or most <= room:
-        return []
+    """What will not fit, as far as the plan and the profile know."""
+    worst, room = max(plans, key=lambda plan: plan.gigabytes), site.gpu_memory_gigabytes
+    if not room or worst.gigabytes <= room:
+        return list(dict.fromkeys(problem for plan in plans for problem in plan.problems))
+    when = "at its peak" if "memory_bytes" in worst.answer else "of parameters, gradients and optimizer alone"
     return [
-        f"one process keeps {most:.1f} GB of parameters, gradients and optimizer, and a GPU has {room:g} GB: "
+        f"one process needs {worst.gigabytes:.1f} GB {when}, and a GPU has {room:g} GB: "
         "shard over more processes, or raise parallel.zero.stage (see xscale plan)"
     ]
 

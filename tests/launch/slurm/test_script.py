@@ -66,6 +66,31 @@ def test_bash_can_read_it(name: str) -> None:
     assert (read.returncode, read.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("left", "code", "status"),
+    [
+        ({"ended-0": "0", "ended-1": "0"}, 0, "0"),
+        ({"ended-0": "0", "ended-1": "75"}, 0, "75"),
+        ({"ended-0": "0", "ended-1": "0", "go_on": ""}, 0, "75"),
+        ({"ended-0": "0"}, 0, "1"),  # the other node died: not finished, although srun says 0
+        ({"ended-0": "0", "ended-1": ""}, 0, "1"),
+        ({}, 0, "1"),
+        ({"ended-0": "0", "ended-1": "0"}, 137, "137"),
+        ({"ended-0": "0", "fault": "2\nunknown key"}, 2, "2"),
+    ],
+)
+def test_the_verdict_needs_no_program_that_could_be_killed(
+    tmp_path: Path, left: dict[str, str], code: int, status: str
+) -> None:
+    text = render(JOBS["plain"])
+    verdict = text[text.index("# How it ended.") : text.index("case $status in")]
+    for name, content in left.items():
+        (tmp_path / name).write_text(f"{content}\n" if content else "")
+    given = f'set -u; SLURM_NTASKS=2 code={code} attempt={tmp_path}; PATH=/nowhere; say() {{ echo "$*"; }}\n'
+    subprocess.run(["/bin/bash", "-c", given + verdict], check=True, timeout=20)
+    assert (tmp_path / "status").read_text().strip() == status
+
+
 def test_there_is_no_golden_text_without_a_job() -> None:
     assert {path.stem for path in GOLDEN.iterdir()} == set(JOBS)
 
