@@ -112,6 +112,17 @@ def test_what_it_saved_goes_on_bitwise(entry: Entry[Any]) -> None:
 
 
 @each(OPTIMIZERS)
+def test_a_scaled_step_is_a_step_on_scaled_gradients(entry: Entry[Any]) -> None:
+    scaled, plain = weights(), weights()
+    first, second = built(entry, scaled), built(entry, plain)
+    for step in range(3):
+        first.scaled_step(gradients(step), 1e-2, 0.3)
+        second.step([gradient * 0.3 for gradient in gradients(step)], 1e-2)
+    for one, two in zip(scaled, plain, strict=True):
+        assert torch.allclose(one.value, two.value, rtol=1e-12, atol=1e-12)
+
+
+@each(OPTIMIZERS)
 def test_it_is_deterministic(entry: Entry[Any]) -> None:
     torch.manual_seed(7)
     one, _ = stepped(entry)

@@ -42,3 +42,9 @@ def test_a_seed_depends_on_every_word_and_where_words_part() -> None:
 
 
 WRITTEN = 7459830867130521059
+
+
+def test_a_rank_without_any_slice_draws_nothing() -> None:
+    """As where more ranks share experts than there are."""
+    init = Init("normal", 0.02, slices=True)
+    assert draw(init, (2, 3, 4), 1, "experts.up", range(2, 2)).shape == (0, 3, 4)

@@ -18,6 +18,7 @@ from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm
 from xscale.nn.norm.rms import Rms
 from xscale.nn.tokens import Tokens
+from xscale_kernels.bias_dropout_residual.op import bias_dropout_residual
 
 
 class BlockConfig(Config):
@@ -51,8 +52,8 @@ class Sublayer(Module):
         self.norm: Norm = NORMS.build(config.norm, width)
         self.after: Norm | None = NORMS.build(config.norm, width) if config.placement == "sandwich" else None
         self.part = part
-        self.drop: Callable[[Tensor, float, Tokens], Tensor] = drop
-        """Dropout of the part's output: a seam, for a piece of the sequence."""
+        self.join: Callable[[Tensor, Tensor, float, Tokens], Tensor] = self.joined
+        """From the stream and the part's output to the stream: a seam, for a piece of the sequence."""
 
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         inner = x if self.placement == "post" else self.norm(x)
@@ -63,10 +64,13 @@ class Sublayer(Module):
             y = self.part(inner, tokens)
         if self.after is not None:
             y = self.after(y)
-        if self.dropout and self.training and tokens.noise is not None:
-            y = self.drop(y, self.dropout, tokens)
-        y = x + y
+        noisy = self.training and tokens.noise is not None
+        y = self.join(x, y, self.dropout if noisy else 0.0, tokens)
         return self.norm(y) if self.placement == "post" else y
+
+    def joined(self, x: Tensor, y: Tensor, share: float, tokens: Tokens) -> Tensor:
+        """x + dropout(y)."""
+        return bias_dropout_residual(y, x, p=share, implementation=self.named.get("bias_dropout_residual"))
 
 
 class Block(Module):

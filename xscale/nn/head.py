@@ -39,7 +39,7 @@ class Head(Module):
             self.declare("weight", (dims.vocabulary, dims.width), ("vocab", "width"), dims.start)
         else:
             self.weight = tied.weight
-        self.cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor] = summed_cross_entropy
+        self.cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor] = self.summed
         """From x [N, D], the weight and targets [N] to the summed loss: a seam, for a part of the vocabulary."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None, tokens: Tokens | None = None) -> Tensor:
@@ -60,7 +60,7 @@ class Head(Module):
             return F.linear(x, weight)
         return self.cross_entropy(x.flatten(0, 1), weight, targets.flatten())
 
-
-def summed_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """x [N, D], weight [V, D], targets [N] -> the sum of their cross-entropy, a scalar of float32 or wider."""
-    return linear_cross_entropy(x, weight, targets, ignore_index=IGNORED)
+    def summed(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """x [N, D], weight [V, D], targets [N] -> the sum of their cross-entropy, a scalar of float32 or wider."""
+        kernel = self.named.get("linear_cross_entropy")
+        return linear_cross_entropy(x, weight, targets, ignore_index=IGNORED, implementation=kernel)

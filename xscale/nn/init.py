@@ -37,6 +37,9 @@ def draw(init: Init, shape: tuple[int, ...], seed: int, name: str, rows: range |
         return torch.zeros(len(rows), *shape[1:])
     if init.kind == "ones":
         return torch.ones(len(rows), *shape[1:])
+    if init.slices and not rows:
+        # More ranks share the experts than there are.
+        return torch.empty(0, *shape[1:])
     if init.slices:
         return torch.stack([_normal(init.std, shape[1:], seed_of(seed, name, row)) for row in rows])
     return _normal(init.std, shape, seed_of(seed, name))[rows.start : rows.stop]

@@ -1,6 +1,6 @@
 """The base of every module: parameters with named axes and a start, and the door through which they are used."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,6 +13,13 @@ from xscale.nn.init import Init
 Axis = Literal["vocab", "heads", "kv_heads", "ffn", "experts", "width", "depth", "tokens", "batch", "state"]
 """What a dimension of a parameter means. Closed: a plan maps each of these to an axis of the mesh, or to none."""
 AXES: tuple[str, ...] = get_args(Axis)
+
+
+NAMED = (
+    "adamw", "bias_dropout_residual", "gated_activation", "grouped_gemm", "layernorm", "linear_cross_entropy",
+    "permute", "rmsnorm", "rope", "router", "squared_norm", "vocab_cross_entropy",
+)  # fmt: skip
+"""Operators whose implementation a recipe may name: those that a run calls with what it names."""
 
 
 class Module(nn.Module):
@@ -29,6 +36,8 @@ class Module(nn.Module):
         self.axes: dict[str, tuple[Axis, ...]] = {}
         self.init: dict[str, Init] = {}
         self.door: Callable[[Tensor], Tensor] | None = None
+        self.named: Mapping[str, str] = {}
+        """Operator -> the implementation that the recipe names; set by `name_kernels`."""
 
     def declare(self, name: str, shape: tuple[int, ...], axes: tuple[Axis, ...], init: Init) -> None:
         """Register the parameter `name`, unfilled: `nn.init.materialize` or the engine fills it by its name."""
@@ -65,6 +74,13 @@ def name_modules(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if isinstance(module, Module):
             module.path = path
+
+
+def name_kernels(model: nn.Module, kernels: Mapping[str, str]) -> None:
+    """Tell every Module which implementations of operators the recipe names."""
+    for module in model.modules():
+        if isinstance(module, Module):
+            module.named = kernels
 
 
 def parameter_axes(model: nn.Module) -> dict[str, tuple[Axis, ...]]:

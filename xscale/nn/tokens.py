@@ -16,7 +16,8 @@ class Tally:
 
     def add(self, name: str, value: Tensor) -> None:
         """Add one observation (a fraction or a mean over the tokens of this forward) of `name`."""
-        value = value.detach().float()
+        # Exactly the same sums however the micro-batches are dealt out.
+        value = value.detach().double()
         self._sums[name] = self._sums[name] + value if name in self._sums else value
         self._counts[name] = self._counts.get(name, 0) + 1
 

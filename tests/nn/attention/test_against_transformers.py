@@ -9,8 +9,12 @@ from torch import Tensor, nn
 
 from xscale.nn.attention import CORES
 from xscale.nn.attention.block_sparse import BlockSparse
+from xscale.nn.attention.informer import Informer
+from xscale.nn.attention.longt5 import LongT5
+from xscale.nn.attention.reformer import Reformer
 from xscale.nn.attention.sight import Sight
 from xscale.nn.dims import Dims
+from xscale.nn.init import materialize
 from xscale.nn.pattern import Pattern
 from xscale.nn.pattern.band import Band
 from xscale.nn.pattern.bigbird import BigBird
@@ -139,3 +143,89 @@ def test_bigbirds_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         found = attended(core, part, x, ("query", "key", "value"))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def plain(config: Any, heads: int = HEADS) -> Any:
+    """A core of that config, its parameters at their start."""
+    core = CORES.build(
+        config, Dims(width=WIDTH, depth=1, vocabulary=9, length=256, causal=False), heads, WIDTH // heads
+    )
+    materialize(core, 0)
+    return core.eval()
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize(("length", "chunk"), [(64, 16), (64, 8), (96, 32)])
+def test_reformers_hashing(length: int, chunk: int, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import ReformerConfig
+    from transformers.models.reformer.modeling_reformer import LSHSelfAttention
+
+    config = ReformerConfig(
+        hidden_size=WIDTH,
+        num_attention_heads=HEADS,
+        attention_head_size=WIDTH // HEADS,
+        lsh_attn_chunk_length=chunk,
+        num_hashes=rounds,
+        num_buckets=8,
+        hash_seed=3,
+        is_decoder=False,
+        lsh_attention_probs_dropout_prob=0.0,
+    )
+    torch.manual_seed(0)
+    part = LSHSelfAttention(config).eval()
+    x = drawn(length)
+    with torch.no_grad():
+        wanted = part(x)
+        core = plain(Reformer.Config(buckets=8, reach=chunk, rounds=rounds, scope="chunk"))
+        # Heads are turned each in its own way there: their buckets, without the number of the round.
+        buckets = wanted.buckets.movedim(2, 0) % 8
+        monkeypatch.setattr(core, "hash", lambda keys: buckets)
+        found = attended(core, part, x, ("query_key", "query_key", "value"))
+        torch.testing.assert_close(found, wanted.hidden_states, rtol=1e-4, atol=1e-4)
+        monkeypatch.setattr(core, "hash", lambda keys: buckets.flip(-1))
+        other = attended(core, part, x, ("query_key", "query_key", "value"))
+    assert not torch.allclose(other, wanted.hidden_states, rtol=1e-4, atol=1e-4)
+
+
+def test_informers_chosen_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.informer import modeling_informer
+
+    # As many queries attend: 7 for each of ceil(ln 65) there, 5 for each bit of 64 here.
+    torch.manual_seed(0)
+    part = modeling_informer.InformerProbSparseAttention(WIDTH, HEADS, sampling_factor=7).eval()
+    core = plain(Informer.Config(factor=5))
+    sample = torch.randperm(64, generator=torch.Generator().manual_seed(core.seed))[:35]
+    monkeypatch.setattr(modeling_informer.torch, "randint", lambda *_: sample)
+    x = drawn(64)
+    with torch.no_grad():
+        wanted = part(x)[0]
+        found = part.out_proj(attended(core, part, x, ("q_proj", "k_proj", "v_proj")))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        core.seed += 1
+        other = part.out_proj(attended(core, part, x, ("q_proj", "k_proj", "v_proj")))
+    assert not torch.allclose(other, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [64, 70])
+def test_longt5s_transient_global_attention(length: int) -> None:
+    """One head with orthogonal projections: there the norm of a projected sum is the projection of the normed sum."""
+    from transformers import LongT5Config
+    from transformers.models.longt5.modeling_longt5 import LongT5TransientGlobalAttention
+
+    config = LongT5Config(
+        d_model=WIDTH, d_kv=WIDTH, num_heads=1, local_radius=15, global_block_size=8, dropout_rate=0.0
+    )
+    torch.manual_seed(0)
+    part = LongT5TransientGlobalAttention(config, has_relative_attention_bias=True).eval()
+    for bias in (part.relative_attention_bias, part.global_relative_attention_bias):
+        nn.init.zeros_(bias.weight)
+    for projection in (part.q, part.k, part.v):
+        nn.init.orthogonal_(projection.weight)
+    core = plain(LongT5.Config(radius=15, block=8), heads=1)
+    x = drawn(length)
+    with torch.no_grad():
+        wanted = part(x, mask=torch.ones(2, length))[0]
+        q, k, v = (getattr(part, name)(x)[:, None] for name in ("q", "k", "v"))
+        # T5 does not scale its scores.
+        found = core(q * WIDTH**0.5, k, v, Sight(length, length, False))[:, 0]
+    torch.testing.assert_close(part.o(found), wanted, rtol=1e-4, atol=1e-4)

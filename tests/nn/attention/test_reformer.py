@@ -7,6 +7,7 @@ from torch import Tensor
 from tests.nn.attention.literal import agree, build, inputs, sights
 from xscale.nn.attention.reformer import Reformer
 from xscale.nn.attention.sight import Sight
+from xscale.nn.dims import Dims
 
 
 def union(labels: Tensor, seen: Tensor, reach: int, causal: bool, first: int) -> Tensor:
@@ -59,3 +60,44 @@ def test_training_hashes_anew() -> None:
     assert torch.equal(core(q, k, v, sight), core(q, k, v, sight))
     core.train()
     assert not torch.equal(core(q, k, v, sight), core(q, k, v, sight))
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("length", [5, 80, 83])
+def test_chunks_see_themselves_and_the_one_before(length: int, rounds: int) -> None:
+    """Written out token by token, with documents and lengths that fill no chunk."""
+    core = build(Reformer.Config(buckets=6, reach=8, rounds=rounds, scope="chunk"), causal=False)
+    numbers = (torch.arange(length) >= 37).long().expand(2, -1)
+    for sight in (Sight(length, length, False), Sight(length, length, False, 0, numbers, numbers)):
+
+        def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sight: Sight = sight) -> Tensor:
+            labels = core.hash(k)
+            if sight.key_documents is not None:
+                labels = labels + 100 * sight.key_documents[:, None]
+            size = min(8, length)
+            order = labels.argsort(dim=-1, stable=True)
+            whole = []
+            for b, h in ((b, h) for b in range(2) for h in range(4)):
+                ring = [chunk for one in order[:, b, h] for chunk in one.split(size)]
+                found: dict[int, list[tuple[Tensor, Tensor]]] = {}
+                for index, chunk in enumerate(ring):
+                    keys = torch.cat([ring[index - 1], chunk]) if length > size else chunk
+                    for i in chunk.tolist():
+                        score = (q[b, h, i] * k[b, h, keys]).sum(-1) / k[b, h, keys].norm(dim=-1)
+                        score = torch.where(keys == i, -1e5, score)
+                        here = seen[min(b, len(seen) - 1), 0, i][keys]
+                        score = score.masked_fill(~here, torch.finfo(score.dtype).min)
+                        found.setdefault(i, []).append((score.logsumexp(0), score.softmax(0) @ v[b, h, keys]))
+                rows = []
+                for i in range(length):
+                    totals, values = (torch.stack(each) for each in zip(*found[i], strict=True))
+                    rows.append(totals.softmax(0) @ values)
+                whole.append(torch.stack(rows))
+            return torch.stack(whole).view_as(q)
+
+        agree(core, sight, reference, tolerance=1e-8)
+
+
+def test_chunks_are_refused_where_they_would_tell_of_the_future() -> None:
+    dims = Dims(width=32, depth=1, vocabulary=9, length=64, causal=True)
+    assert [one.path for one in Reformer.check(Reformer.Config(scope="chunk"), dims, "c")] == ["c.scope"]

@@ -38,6 +38,20 @@ def test_heads_are_the_projections_in_turn(kv_heads: int) -> None:
     assert torch.allclose(part(x, tokens(7)), wanted)
 
 
+def test_queries_can_be_projected_as_keys() -> None:
+    x = drawn(2, 7, 16)
+    whole, tied = (attention(dims(width=16), heads=2, shared_qk=shared) for shared in (False, True))
+    names = {name for name, _ in whole.named_parameters()} - {name for name, _ in tied.named_parameters()}
+    assert names == {"k.weight"}
+    with torch.no_grad():
+        for name, parameter in whole.named_parameters():
+            parameter.copy_(tied.get_parameter("q.weight" if name == "k.weight" else name))
+    assert torch.allclose(tied(x, tokens(7)), whole(x, tokens(7)))
+    for about, kv_heads in ((dims(width=16), 1), (dims(width=16, cross=True), None)):
+        config = Attention.Config(heads=2, kv_heads=kv_heads, shared_qk=True)
+        assert [one.path for one in Attention.check(config, about, "m")] == ["m.shared_qk"]
+
+
 def test_the_head_width_can_be_chosen() -> None:
     part = attention(dims(width=16), heads=3, head_width=8)
     assert part.q.weight.shape == (24, 16)

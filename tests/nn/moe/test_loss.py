@@ -1,10 +1,14 @@
 """What the balancing loss is taken over: micro-batch, groups, sequences, and loads of all ranks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from tests.nn.moe.mixture import router, sample
+from tests.nn.moe.mixture import mixture, router, sample
 from xscale.nn.moe.loss import balance, cv_squared, z_loss
+from xscale.nn.moe.settle import settle
+from xscale.nn.tokens import Tally
 
 
 def by_hand(probabilities: torch.Tensor, experts: torch.Tensor) -> float:
@@ -29,17 +33,23 @@ def test_scopes(scope: str, groups: int, pieces: int) -> None:
         assert wanted != pytest.approx(by_hand(routing.probabilities, experts))
 
 
-def test_global_batch_is_the_loss_of_the_whole_batch() -> None:
-    """The mean over ranks of E f P with f averaged over ranks is that of one rank with all tokens."""
+@pytest.mark.parametrize("kind", ["topk", "gshard", "switch"])
+def test_global_batch_is_the_loss_of_the_whole_batch(kind: str) -> None:
+    """The mean over micro-batches of E f P, f of the whole batch, is the loss of one micro-batch of all tokens."""
     x, tokens = sample()
-    part = router("topk", scope="global_batch")
-    whole = part(x.flatten(0, 1), tokens)
-    halves = [part(half, tokens) for half in x]
-    loads = [half.expert.bincount(minlength=4) / half.expert.numel() for half in halves]
-    part.pool = lambda load: torch.stack(loads).mean(0, keepdim=True).to(load.dtype)
-    pooled = [part(half, tokens).measured["aux"].item() for half in x]
-    assert sum(pooled) / 2 == pytest.approx(whole.measured["aux"].item())
-    assert pooled[0] != pytest.approx(halves[0].measured["aux"].item())
+    moe = mixture(router={"kind": kind, "scope": "global_batch"})
+    moe.path, moe.router.path = "moe", "moe.router"
+    tallies = [Tally(), Tally()]
+    for half, tally in zip(x, tallies, strict=True):
+        assert moe.router(half, replace(tokens, tally=tally)).measured["aux"].item() == 0, "no step was before"
+        moe(half[None], replace(tokens, ids=tokens.ids[:1], tally=tally))
+    seen = [tally.means() for tally in tallies]
+    settle(moe, {name: sum(one[name] for one in seen) / 2 for name in seen[0]})
+    together = mixture(router={"kind": kind}).router(x.flatten(0, 1), tokens).measured["aux"].item()
+    apart = [moe.router(half, tokens).measured["aux"].item() for half in x]
+    assert sum(apart) / 2 == pytest.approx(together, rel=1e-12)
+    alone = [mixture(router={"kind": kind}).router(half, tokens).measured["aux"].item() for half in x]
+    assert sum(alone) / 2 != pytest.approx(together, rel=1e-3), "balance of the parts is another thing"
 
 
 def test_an_even_load_costs_one_and_a_skewed_one_more() -> None:

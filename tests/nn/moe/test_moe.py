@@ -146,9 +146,11 @@ def test_evaluation_has_its_own_capacity_and_generation_none() -> None:
     assert torch.equal(moe(x, replace(tokens, cache={})), free(x, tokens))
 
 
-def test_permutation_of_the_batch_permutes_the_output_bitwise() -> None:
+@pytest.mark.parametrize("hidden", [8, 64])
+def test_permutation_of_the_batch_permutes_the_output_bitwise(hidden: int) -> None:
     x, tokens = sample(rows=4)
-    moe = mixture(router={"kind": "topk", "top_k": 3}, dtype=torch.float32)
+    expert = {"kind": "gated", "hidden": hidden}
+    moe = mixture(router={"kind": "topk", "top_k": 3}, expert=expert, dtype=torch.float32)
     x = x.float()
     order = torch.randperm(4 * LENGTH, generator=torch.Generator().manual_seed(2))
     moved = x.flatten(0, 1)[order].view_as(x)

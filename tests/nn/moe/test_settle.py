@@ -39,6 +39,29 @@ def test_bias_chooses_and_does_not_weigh() -> None:
     torch.testing.assert_close(moe(x, tokens), plain(x, tokens))
 
 
+def test_balance_of_the_global_batch_evens_a_skewed_load() -> None:
+    x, tokens = sample(rows=8)
+    x = x + 2 * torch.randn(D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    moe = mixture(experts=8, router={"kind": "topk", "scope": "global_batch"})
+    moe.path, moe.router.path = "moe", "moe.router"
+    optimizer = torch.optim.Adam([moe.router.weight], lr=0.03)
+    spread = []
+    for _ in range(100):
+        tally = Tally()
+        for half in x.chunk(2):
+            optimizer.zero_grad()
+            loss = moe.router(half.flatten(0, 1), tokens).loss
+            assert loss is not None
+            loss.backward()
+            optimizer.step()
+            moe(half, replace(tokens, ids=tokens.ids[:4], tally=tally))
+        settle(moe, tally.means())
+        spread.append(tally.means()["moe/load"].std().item())
+    assert spread[-1] < 0.5 * spread[0]
+    assert abs(moe.router.load.sum().item() - 1) < 1e-12
+    assert moe.router.load.grad is None
+
+
 def test_no_gradient_moves_it() -> None:
     x, tokens = sample()
     moe = mixture(router={"kind": "topk", "bias_rate": 0.1})

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.nn.moe.mixture import mixture, sample
-from xscale.nn.moe.statistics import evenness, faulty
+from xscale.nn.moe.statistics import evenness, faulty, unevenness
 from xscale.nn.tokens import Tally
 
 
@@ -16,7 +16,7 @@ def test_observations() -> None:
     seen = tokens.tally.means()
     probabilities = (x.flatten(0, 1) @ moe.router.weight.t()).softmax(1)
     load = probabilities.topk(2).indices.flatten().bincount(minlength=4)
-    torch.testing.assert_close(seen["here/load"], (load / 96).float())
+    torch.testing.assert_close(seen["here/load"], load.double() / 96)
     assert seen["here/dropped"].item() == pytest.approx(1 - load.clamp(max=18).sum().item() / 96)
     entropy = -(probabilities * probabilities.log()).sum(1).mean()
     assert seen["here/entropy"].item() == pytest.approx(entropy.item(), rel=1e-6)
@@ -31,6 +31,13 @@ def test_evenness() -> None:
     assert skewed["max"] == pytest.approx(3.88)
     assert skewed["cv"] == pytest.approx(3 * 0.5543, rel=1e-3)
     assert skewed["starved"] == 3
+
+
+def test_unevenness_is_told_by_layer() -> None:
+    told = unevenness({"a/load": torch.tensor([0.7, 0.1, 0.1, 0.1]), "a/dropped": torch.tensor(0.1)})
+    assert told.keys() == {"a/load_cv", "a/load_p50", "a/load_p95", "a/load_max"}
+    assert told["a/load_max"] == pytest.approx(2.8)
+    assert told["a/load_p50"] == pytest.approx(0.4)
 
 
 def test_faulty_names_the_layer() -> None:

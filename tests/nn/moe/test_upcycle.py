@@ -7,7 +7,7 @@ from xscale.core.config import decode
 from xscale.core.errors import ConfigError
 from xscale.nn.init import materialize
 from xscale.nn.model.decoder import Decoder
-from xscale.nn.moe.upcycle import continues, upcycle
+from xscale.nn.moe.upcycle import departures, upcycle
 from xscale.nn.tokens import Tokens
 
 IDS = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -37,6 +37,15 @@ def moe(hidden: int, **others: object) -> Decoder:
     return model(**{"kind": "moe", "expert": {"kind": "gated", "hidden": hidden, "bias": True}, **others})
 
 
+def both() -> Decoder:
+    """Both layers are mixtures."""
+    ffn = {"kind": "moe", "experts": 4, "expert": {"kind": "gated", "hidden": 24, "bias": True}}
+    block = {"mixer": {"kind": "attention", "heads": 2}, "ffn": ffn}
+    config = decode(Decoder.Config, {"width": 16, "init_std": 0.3, "stack": {"depth": 2, "block": block}})
+    with torch.device("meta"):
+        return Decoder(config, 50, 16)
+
+
 @pytest.mark.parametrize(
     ("hidden", "others", "same"),
     [
@@ -50,7 +59,7 @@ def moe(hidden: int, **others: object) -> Decoder:
 )
 def test_output_continues(hidden: int, others: dict[str, object], same: bool) -> None:
     old, new = dense(), moe(hidden, **others)
-    assert continues(new.stack.blocks["1"].ffn.part, 24) == same
+    assert (not departures(new.stack.blocks["1"].ffn.part, 24)) == same
     weights = upcycle(new, old.state_dict(), 1)
     materialize(new, 0, dtype=torch.float64)
     assert not new.load_state_dict(weights, strict=False).unexpected_keys
@@ -67,6 +76,17 @@ def test_experts_are_copies_and_routers_are_drawn() -> None:
         assert torch.equal(weights[f"{path}.experts.down"][expert], old.state_dict()[f"{path}.down.weight"])
     assert weights[f"{path}.router.weight"].std() > 0
     assert weights[f"{path}.router.weight"].dtype == torch.float64
+
+
+def test_a_mixture_that_is_there_stays() -> None:
+    old = moe(24, experts=4)
+    materialize(old, 3, dtype=torch.float64)
+    new = both()
+    weights = upcycle(new, old.state_dict(), 1)
+    assert torch.equal(weights["stack.blocks.1.ffn.part.router.weight"], old.stack.blocks["1"].ffn.part.router.weight)
+    materialize(new, 0, dtype=torch.float64)
+    new.load_state_dict(weights, strict=False)
+    assert (new(Tokens.of(IDS)) - old(Tokens.of(IDS))).abs().max().item() < 1e-12
 
 
 def test_what_does_not_fit_is_refused() -> None:

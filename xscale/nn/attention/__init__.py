@@ -79,6 +79,7 @@ from xscale.nn.attention import (  # noqa: E402
     clustered,  # noqa: F401
     delta,  # noqa: F401
     efficient,  # noqa: F401
+    etc,  # noqa: F401
     fmmformer,  # noqa: F401
     informer,  # noqa: F401
     linear,  # noqa: F401

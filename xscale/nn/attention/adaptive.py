@@ -16,6 +16,7 @@ from xscale.nn.attention.scan import wide
 from xscale.nn.attention.sight import Sight
 from xscale.nn.attention.weights import grouped
 from xscale.nn.dims import Dims
+from xscale.nn.eager import eager
 from xscale.nn.init import ZEROS
 
 STEPS = 10
@@ -58,7 +59,7 @@ class Adaptive(Core):
         return 2.0 * heads * queries * keys * head_width
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@eager
 def entmax(z: Tensor, alpha: Tensor) -> Tensor:
     """alpha-entmax over the last axis; alpha, above 1, broadcasts against z. A row of -inf gives zeros."""
     weights: Tensor = _Entmax.apply(z, alpha)  # type: ignore[no-untyped-call]

@@ -10,20 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xscale.core.config import Slot
-from xscale.core.errors import Problem
+from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention import CORES, Core, CoreTraits
-from xscale.nn.attention.blocks import Plan, plan_of
+from xscale.nn.attention.blocks import Plan, Ways, plan_of
 from xscale.nn.attention.flex import Flex
-from xscale.nn.attention.gather import Hidden, Rule, attend
+from xscale.nn.attention.gather import NOBODY, Documents, Hidden, Rule, attend
 from xscale.nn.attention.sight import Sight
 from xscale.nn.dims import Dims
 from xscale.nn.pattern import PATTERNS, Pattern, layout_of
 from xscale.nn.pattern.fixed import Fixed
-from xscale.nn.pattern.grid import Grid, TokenRule
+from xscale.nn.pattern.grid import Grid
 from xscale_kernels.block_sparse_attention import IMPLEMENTATIONS, BlockLayout, block_sparse_attention, layout_from_mask
 from xscale_kernels.select import choose
-
-Ways = tuple[tuple[Tensor, TokenRule | None], ...]
 
 
 @CORES.register(
@@ -62,7 +60,7 @@ class BlockSparse(Core):
         self.pattern: Pattern = PATTERNS.build(config.pattern)
         self._flex = Flex(config.block, config.soft_cap)
         self._layouts: dict[tuple[Grid, torch.device], BlockLayout | None] = {}
-        self._plans: dict[tuple[Grid, torch.device], tuple[Plan, Ways]] = {}
+        self._plans: dict[tuple[Grid, torch.device, bool], tuple[Plan, Ways]] = {}
 
     @classmethod
     def example(cls) -> Config:
@@ -102,13 +100,16 @@ class BlockSparse(Core):
         wanted = self.config.implementation
         if sight.bias is not None or dropout or sight.queries != sight.keys or (wanted == "auto" and not q.is_cuda):
             return "gather"
+        if wanted == "flex" and (reason := self._flex.refusal(q)):
+            fix = "Take auto, or gather."
+            raise ConfigError("core.implementation", f"flex cannot serve this call: {reason}", fix)
         if wanted in ("auto", "kernel"):
             layout = self._kernel_layout(grid, q.device)
             if (
                 layout is None
                 or choose("block sparse", IMPLEMENTATIONS, None, q, q, layout).implementation.name == "reference"
             ):
-                return "flex"
+                return "gather" if self._flex.refusal(q) else "flex"
             return "kernel"
         return wanted
 
@@ -149,7 +150,7 @@ class BlockSparse(Core):
         grid = self._grid(sight, q.shape[1], first_row)
         queries = _split(_pad(q, 2, before, size), 2, size)  # [B, H, rows, Q, K]
         keys, values = (_split(_pad(x, 2, 0, block), 2, block) for x in (k, v))  # [B, G, N, b, K]
-        plan, ways = self._plan(grid, q.device)
+        plan, ways = self._plan(grid, q.device, single)
         hidden = replace(_hidden(q, sight, block, size, before), ways=ways, first_query=sight.offset - before)
         bias = None
         if sight.bias is not None:
@@ -174,18 +175,25 @@ class BlockSparse(Core):
             row_count=rows,
         )
 
-    def _plan(self, grid: Grid, device: torch.device) -> tuple[Plan, Ways]:
-        """The layout as index tensors, and its token rules if it has any; those of the shapes met last are kept."""
-        key = (grid, device)
+    def _plan(self, grid: Grid, device: torch.device, single: bool = False) -> tuple[Plan, Ways]:
+        """The layout as index tensors, those of the shapes met last kept; and what a `single` query has to ask.
+
+        A single query, whose place in its block is new each time, asks the token rules; whole blocks have asked.
+        """
+        key = (grid, device, single)
         if key not in self._plans:
             if len(self._plans) >= 8:
                 del self._plans[next(iter(self._plans))]
             ways = self.pattern.ways(grid)
-            plan = plan_of(np.logical_or.reduce([layout for layout, _ in ways]), device)
+            layout = np.logical_or.reduce([layout for layout, _ in ways])
             # Only where a token rule stands must the blocks be told apart by the way that shows them.
             ruled = any(rule is not None for _, rule in ways)
-            shown = tuple((torch.from_numpy(layout.copy()).to(device), rule) for layout, rule in ways)
-            self._plans[key] = plan, shown if ruled else ()
+            shown = tuple((torch.from_numpy(one.copy()), rule) for one, rule in ways) if ruled else ()
+            if single:
+                asked = tuple((one.to(device), rule) for one, rule in shown)
+                self._plans[key] = plan_of(layout, device), asked
+            else:
+                self._plans[key] = plan_of(layout, device, shown, self.config.block, grid.first_row), ()
         return self._plans[key]
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
@@ -214,14 +222,12 @@ def _hidden(q: Tensor, sight: Sight, block: int, size: int, before: int) -> Hidd
     order = None
     if sight.causal:
         place = torch.arange(size, device=q.device) if size == block else q.new_full((1,), sight.offset % block)
-        order = torch.arange(block, device=q.device)[None, :] > place[:, None]  # [Q, b]
+        late = torch.arange(block, device=q.device)[None, :] > place[:, None]  # [Q, b]
+        wide = torch.promote_types(q.dtype, torch.float32)
+        order = torch.zeros(late.shape, dtype=wide, device=q.device).masked_fill_(late, float("-inf"))
     if sight.query_documents is None:
         return Hidden(order, 0 if sight.causal else sight.keys % block)
     assert sight.key_documents is not None
-    # Padded keys belong to a document that no query is in.
-    nobody = torch.iinfo(sight.key_documents.dtype).min
-    return Hidden(
-        order,
-        query_documents=_split(_pad(sight.query_documents, 1, before, size), 1, size),
-        key_documents=_split(_pad(sight.key_documents, 1, 0, block, nobody), 1, block),
-    )
+    queries = _split(_pad(sight.query_documents.long(), 1, before, size), 1, size)
+    keys = _split(_pad(sight.key_documents.long(), 1, 0, block, NOBODY), 1, block)
+    return Hidden(order, documents=Documents.of(queries, keys, torch.promote_types(q.dtype, torch.float32)))

@@ -4,13 +4,20 @@ A unit is one block of queries of one head, with the key blocks it sees. Units w
 bucket, so that a bucket is a few batched products without padding, and exactly the blocks that are there are computed.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from xscale.nn.pattern import Layout
+from xscale.nn.pattern.grid import TokenRule
+
+Ways = tuple[tuple[Tensor, TokenRule | None], ...]
+"""Layouts [H or 1, rows, columns] and their token rules, any one of which shows a key."""
+PAIRS = 1 << 22
+"""Pairs of tokens that are asked about at a time."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +30,35 @@ class Bucket:
     """[U] query block of each unit, from the first row of the layout."""
     columns: Tensor
     """[U, degree] key blocks, ascending."""
+    tiles: Tensor | None = None
+    """[U, degree] the plan's tile that lies on each block; 0 is one that hides nothing. None: nowhere is any."""
 
     @property
     def degree(self) -> int:
         return self.columns.shape[1]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """As many units of a bucket as are worked on at a time."""
+
+    number: int
+    batch: Tensor
+    """[U]."""
+    heads: Tensor
+    """[U]."""
+    rows: Tensor
+    """[U]."""
+    columns: Tensor
+    """[U, d]."""
+    units: Tensor
+    """[U] place among the B*H*rows query blocks."""
+    keys: Tensor
+    """[U * d] places among the B*G*columns key blocks."""
+    tiles: tuple[tuple[int, Tensor], ...]
+    """Which of the d blocks are seen in part, and their tiles [1 or U]."""
+    ends: bool
+    """Whether the last block of any unit is the last there is."""
 
 
 @dataclass(frozen=True)
@@ -41,26 +73,106 @@ class Plan:
     """Of degree >= 1; blocks that see nothing are in none."""
     full: bool
     """Whether every unit is in a bucket."""
+    tiles: Tensor | None = None
+    """[P, Q, b]: 0 where a token of a block is seen, -inf where it is not; the different ones."""
+    kept: dict[tuple[int, int, int, int], tuple[Chunk, ...]] = field(default_factory=dict, compare=False, repr=False)
+    """The chunks of the shapes met last."""
+
+    def chunks(self, batch: int, heads: int, groups: int, scores: int) -> tuple[Chunk, ...]:
+        """The units of each bucket, as many at a time as `scores` blocks of scores allow; made once for a shape."""
+        key = (batch, heads, groups, scores)
+        if key not in self.kept:
+            if len(self.kept) >= 2:
+                del self.kept[next(iter(self.kept))]
+            self.kept[key] = tuple(self._chunks(*key))
+        return self.kept[key]
+
+    def _chunks(self, batch: int, heads: int, groups: int, scores: int) -> Iterator[Chunk]:
+        number = 0
+        for bucket in self.buckets:
+            repeats = heads if bucket.heads is None else 1
+            units = batch * repeats * len(bucket.rows)
+            size = max(1, scores // bucket.degree)
+            # Pieces of nearly the same size, so that none is a small rest.
+            size = -(-units // -(-units // size))
+            for first in range(0, units, size):
+                index = torch.arange(first, min(units, first + size), device=bucket.rows.device)
+                yield self._chunk(bucket, index, (heads, repeats, groups), number)
+                number += 1
+
+    def _chunk(self, bucket: Bucket, index: Tensor, shape: tuple[int, int, int], number: int) -> Chunk:
+        heads, repeats, groups = shape
+        unit, outer = index % len(bucket.rows), index // len(bucket.rows)
+        batch = outer // repeats
+        head = outer % repeats if bucket.heads is None else bucket.heads[unit]
+        rows, columns = bucket.rows[unit], bucket.columns[unit]
+        group = batch * groups + head // (heads // groups)
+        return Chunk(
+            number=number,
+            batch=batch,
+            heads=head,
+            rows=rows,
+            columns=columns,
+            units=(batch * heads + head) * self.rows + rows,
+            keys=(group[:, None] * self.columns + columns).flatten(),
+            tiles=() if bucket.tiles is None else tuple(_marked(bucket.tiles[unit])),
+            ends=bool((columns[:, -1] == self.columns - 1).any()),
+        )
 
 
-def plan_of(layout: Layout, device: torch.device) -> Plan:
-    """The plan of a layout [H or 1, rows, columns]."""
+def _marked(tiles: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The columns of tiles [U, d] that hide anything; where all units have the same tile it is given once."""
+    for place, column in enumerate(tiles.unbind(1)):
+        if bool(column.any()):
+            yield place, column[:1] if bool((column == column[0]).all()) else column
+
+
+def plan_of(layout: Layout, device: torch.device, ways: Ways = (), block: int = 0, first_row: int = 0) -> Plan:
+    """The plan of a layout [H or 1, rows, columns]; with `ways`, of what they show inside its blocks of `block`."""
     heads, rows, columns = layout.shape
     degrees = layout.sum(-1).reshape(-1)  # [H * rows]
-    unit, column = np.nonzero(layout.reshape(-1, columns))
+    column = np.flatnonzero(layout.reshape(-1)) % columns
     starts = np.concatenate(([0], np.cumsum(degrees)))
-    assert len(unit) == starts[-1]
+    assert len(column) == starts[-1]
+    known: dict[bytes, int] = {bytes(-(-block * block // 8)): 0}
     buckets = []
     for degree in np.unique(degrees):
         if degree == 0:
             continue
         units = np.flatnonzero(degrees == degree)  # [U]
         places = column[starts[units][:, None] + np.arange(degree)]  # [U, degree]
-        buckets.append(
-            Bucket(
-                heads=None if heads == 1 else torch.from_numpy(units // rows).to(device),
-                rows=torch.from_numpy(units % rows).to(device),
-                columns=torch.from_numpy(places).to(device),
-            )
-        )
-    return Plan(rows=rows, columns=columns, buckets=tuple(buckets), full=bool((degrees > 0).all()))
+        head, row, at = (torch.from_numpy(x) for x in (units // rows, units % rows, places))
+        tiles = _tiles(head, row, at, ways, block, first_row, known).to(device) if ways else None
+        shared = None if heads == 1 else head.to(device)
+        buckets.append(Bucket(heads=shared, rows=row.to(device), columns=at.to(device), tiles=tiles))
+    full = bool((degrees > 0).all())
+    return Plan(rows, columns, tuple(buckets), full, _drawn(known, block).to(device) if ways else None)
+
+
+def _tiles(
+    heads: Tensor, rows: Tensor, columns: Tensor, ways: Ways, block: int, first_row: int, known: dict[bytes, int]
+) -> Tensor:
+    """The number of the tile on each block of columns [U, d]; `known` has what each hides, as bits, and grows."""
+    found = torch.zeros(columns.numel(), dtype=torch.int64)
+    inside = torch.arange(block)
+    each = [x[:, None].expand_as(columns).flatten() for x in (heads, rows)] + [columns.flatten()]
+    size = max(1, PAIRS // block**2)
+    for start in range(0, len(found), size):
+        head, row, column = (x[start : start + size] for x in each)
+        i = ((first_row + row)[:, None] * block + inside)[:, :, None]
+        j = (column[:, None] * block + inside)[:, None, :]
+        shown = torch.zeros(len(row), block, block, dtype=torch.bool)
+        for layout, rule in ways:
+            seen = layout[head if layout.shape[0] > 1 else 0, row, column][:, None, None]
+            shown |= seen if rule is None else seen & rule(i, j)
+        bits = np.packbits(~shown.flatten(1).numpy(), axis=1)
+        numbers = [known.setdefault(line.tobytes(), len(known)) for line in bits]
+        found[start : start + size] = torch.tensor(numbers)
+    return found.view_as(columns)
+
+
+def _drawn(known: dict[bytes, int], block: int) -> Tensor:
+    """What each tile hides, from bits to -inf: [P, b, b]."""
+    bits = np.frombuffer(b"".join(known), dtype=np.uint8).reshape(len(known), -1)
+    hidden = np.unpackbits(bits, axis=1, count=block * block).reshape(-1, block, block)
+    return torch.zeros(hidden.shape).masked_fill_(torch.from_numpy(hidden).bool(), float("-inf"))

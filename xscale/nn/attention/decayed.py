@@ -37,11 +37,13 @@ def decayed_sums(q: Tensor, k: Tensor, v: Tensor, log_keep: Tensor, sight: Sight
     state = torch.zeros_like(sums[:, :, 0])
     states, ended = [], run[:, :, 0, 0]
     met = []
-    for at in range(sums.shape[2]):
+    # Unbound at once: the backward of each index would fill the whole anew.
+    kept = decay[..., -1].exp().unbind(2)  # [B, H]
+    for at, added in enumerate(sums.unbind(2)):
         states.append(state)
         met.append(run[:, :, at] == ended[..., None])  # [B, 1, C]
         goes_on = (run[:, :, at, -1] == ended)[..., None, None]
-        state = state * decay[:, :, at, -1].exp()[..., None, None] * goes_on + sums[:, :, at]
+        state = state * kept[at][..., None, None] * goes_on + added
         ended = run[:, :, at, -1]
     carried = q * (decay.exp() * torch.stack(met, 2))[..., None]
     total = within + carried @ torch.stack(states, 2)

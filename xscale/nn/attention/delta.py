@@ -87,8 +87,9 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, strength: Tensor) -> Tensor:
     within = (q @ k.mT).tril()
     state = k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
     out = []
-    for at in range(q.shape[2]):
-        written = writes[:, :, at] - reads[:, :, at] @ state  # [B, H, C, K]
-        out.append(q[:, :, at] @ state + within[:, :, at] @ written)
-        state = state + k[:, :, at].mT @ written
+    # Unbound at once: the backward of each index would fill the whole anew, in time that grows with the square.
+    for row, key, write, read, inside in zip(*(x.unbind(2) for x in (q, k, writes, reads, within)), strict=True):
+        written = write - read @ state  # [B, H, C, K]
+        out.append(row @ state + inside @ written)
+        state = state + key.mT @ written
     return torch.cat(out, 2)[:, :, :length]

@@ -24,6 +24,13 @@ class Flex:
         self._compiled: Any = None
         self._layouts: dict[tuple[Grid, torch.device], Indices] = {}
 
+    @staticmethod
+    def refusal(q: Tensor) -> str | None:
+        """Why FlexAttention cannot serve queries like these; None where it can."""
+        if not q.is_cuda and q.requires_grad:
+            return "FlexAttention has no gradients on a CPU"
+        return None
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, ways: Callable[[], tuple[Way, ...]], grid: Grid, sight: Sight
     ) -> Tensor:

@@ -1,11 +1,12 @@
 """Kitaev et al. 2020 (Reformer): a token sees those whose keys hash to its bucket, in one or more rounds.
 
 h(x) = argmax [x R, -x R] with R random; scores q . k / |k|; a token sees itself only if it has nobody else. The
-paper's queries are its keys; here a token is hashed by its key, so that with tied projections it is the paper's.
-Which tokens of its bucket it sees is told in `runs`.
+paper's queries are its keys; here a token is hashed by its key, so that with the mixer's `shared_qk` it is the paper's.
+Which tokens of its bucket it sees is told in `runs`, and in `hashed` for the paper's
+chunks.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from xscale.core.errors import Problem
 from xscale.nn.attention import CORES, Core, CoreTraits
+from xscale.nn.attention.hashed import attend_hashed
 from xscale.nn.attention.runs import attend_runs, self_aligned
 from xscale.nn.attention.scan import wide
 from xscale.nn.attention.sight import Sight
@@ -41,6 +43,9 @@ class Reformer(Core):
         """Tokens of its bucket that a token sees on each side, its own included; causal, on one side."""
         rounds: int = 2
         """Hashes: a token sees its buckets in all of them."""
+        scope: Literal["bucket", "chunk"] = "bucket"
+        """bucket: a token sees the nearest of its bucket; chunk: as in the paper, its chunk of `reach` tokens in the
+        order of buckets and the chunk before, which later tokens may cut elsewhere: both ways only."""
         redraw: bool = True
         """Whether training hashes anew at every call, as the paper does; evaluation has fixed hashes."""
         seed: int = 0
@@ -61,6 +66,9 @@ class Reformer(Core):
         if config.buckets < 2 or config.buckets % 2:
             what = f"buckets come in pairs, x and -x, and {config.buckets} do not"
             problems.append(Problem(f"{path}.buckets", what, "Take an even number."))
+        if config.scope == "chunk" and dims is not None and dims.causal and not dims.cross:
+            what = "where chunks are cut depends on later tokens, so a causal model would know of them"
+            problems.append(Problem(f"{path}.scope", what, "Take bucket."))
         return problems
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
@@ -68,6 +76,8 @@ class Reformer(Core):
         labels = self.hash(k)  # [R, B, G, S]
         labels = labels.repeat_interleave(q.shape[1] // k.shape[1], 2)
         k, values = spread(F.normalize(k, dim=-1), q.shape[1]), spread(wide(v), q.shape[1])
+        if self.config.scope == "chunk":
+            return attend_hashed(q, k, values, labels, self.config.reach, sight).to(v.dtype)
         out = attend_runs(q, k, values, labels, self.config.reach, sight, alone=True)
         return out[:, :, sight.offset :].to(v.dtype)
 
@@ -82,5 +92,7 @@ class Reformer(Core):
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         reach, rounds = self.config.reach, self.config.rounds
-        seen = (2 if self.causal else 3) * reach * (-(-keys // reach) * reach)
+        reach = min(reach, keys) if self.config.scope == "chunk" else reach
+        beside = 1 if reach == keys and self.config.scope == "chunk" else 2
+        seen = (beside if self.causal or self.config.scope == "chunk" else 3) * reach * (-(-keys // reach) * reach)
         return float(heads * rounds * head_width * (2 * seen + keys * self.config.buckets // 2))

@@ -121,10 +121,11 @@ def _states(keys: Tensor, values: Tensor, first: Tensor, documents: Tensor | Non
     own = documents == ends[:, :, None]  # [B, N, C]
     sums = (keys * own[:, None, :, :, None]).mT @ values
     states, state = [first], first
-    for at in range(sums.shape[2] - 1):
+    # Unbound at once: the backward of each index would fill the whole anew.
+    for at, added in enumerate(sums.unbind(2)[:-1]):
         previous = last if at == 0 else ends[:, at - 1]
         same = torch.ones_like(ends[:, 0]) if previous is None else (previous == ends[:, at])
-        state = state * same[:, None, None, None] + sums[:, :, at]
+        state = state * same[:, None, None, None] + added
         states.append(state)
     return torch.stack(states, 2)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from xscale.core.registry import Family
 from xscale.nn.module import Part
@@ -27,6 +27,20 @@ class Ffn(Part):
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         raise NotImplementedError
+
+    def shares(self) -> dict[str, float]:
+        """The share that one token meets of each parameter that it does not meet whole, by its name in this module."""
+        return {}
+
+
+def shares_met(model: nn.Module) -> dict[str, float]:
+    """Full name of each parameter that a token meets only in part -> the share it meets, in the mean."""
+    return {
+        f"{path}.{name}" if path else name: share
+        for path, module in model.named_modules()
+        if isinstance(module, Ffn)
+        for name, share in module.shares().items()
+    }
 
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "swish", "sigmoid", "identity"]

@@ -1,22 +1,17 @@
 """Shazeer 2020: GLU and its variants, a linear map gated element-wise by another."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
 from xscale.nn.dims import Dims
-from xscale.nn.ffn import FFNS, Activation, Ffn, FfnTraits, activation
+from xscale.nn.ffn import FFNS, Ffn, FfnTraits
 from xscale.nn.linear import Linear
 from xscale.nn.tokens import Tokens
+from xscale_kernels.gated_activation.op import gated_activation
 
 Gate = Literal["glu", "bilinear", "reglu", "geglu", "swiglu"]
-GATES: dict[Gate, Activation] = {
-    "glu": "sigmoid",
-    "bilinear": "identity",
-    "reglu": "relu",
-    "geglu": "gelu",
-    "swiglu": "swish",
-}
+GATES: tuple[Gate, ...] = get_args(Gate)
 
 
 def gated_hidden(hidden: int | None, width: int) -> int:
@@ -37,11 +32,12 @@ class Gated(Ffn):
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
         hidden = gated_hidden(config.hidden, dims.width)
-        self.activation = activation(GATES[config.gate])
+        self.kind = config.gate
         self.gate = Linear(dims.width, hidden, ("ffn", "width"), dims.start, bias=config.bias)
         self.up = Linear(dims.width, hidden, ("ffn", "width"), dims.start, bias=config.bias)
         self.down = Linear(hidden, dims.width, ("width", "ffn"), dims.residual_start, bias=config.bias)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
-        down: Tensor = self.down(self.activation(self.gate(x)) * self.up(x))
+        kernel = self.named.get("gated_activation")
+        down: Tensor = self.down(gated_activation(self.gate(x), self.up(x), self.kind, implementation=kernel))
         return down

@@ -112,12 +112,17 @@ class Moe(Ffn):
         """Share of the experts' parameters that a token uses."""
         return self.chosen() / self.config.experts
 
+    def shares(self) -> dict[str, float]:
+        return {f"experts.{name}": self.active_share() for name, _ in self.experts.named_parameters()}
+
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         flat = x.flatten(0, 1)  # [N, D]
         arrangement, loss = self.assign(x, tokens)
-        rows = permute(flat, arrangement.tokens)  # [M, D]
+        kernel = self.named.get("permute")
+        rows = permute(flat, arrangement.tokens, implementation=kernel)  # [M, D]
         rows = self.dispatch(rows, arrangement.counts, lambda here, counts: self.experts(here, counts, tokens))
-        y = unpermute(rows, arrangement.tokens, arrangement.weights, len(flat)).view(x.shape)  # [B, T, D]
+        y = unpermute(rows, arrangement.tokens, arrangement.weights, len(flat), implementation=kernel)
+        y = y.view(x.shape)  # [B, T, D]
         if loss is not None:
             y = attach(y, loss, tokens.auxiliary)
         return y if self.shared is None else self._join(x, y, self.shared(x, tokens))

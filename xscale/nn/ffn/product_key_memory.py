@@ -71,6 +71,9 @@ class ProductKeyMemory(Ffn):
         """Share of the values that a token reads, at most."""
         return min(1.0, self.config.heads * self.config.top_k / self.config.subkeys**2)
 
+    def shares(self) -> dict[str, float]:
+        return {"values": self.active_share()}
+
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         flat = x.flatten(0, 1)  # [N, D]
         scores, index = self.nearest(flat)  # [N, H, k]

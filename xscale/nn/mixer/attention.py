@@ -32,6 +32,8 @@ class Attention(Mixer):
         """K, width of a head; null: the model's width over the heads."""
         core: Annotated[Core.Config, Slot(CORES)] = Softmax.Config()
         """What is computed from q, k and v."""
+        shared_qk: bool = False
+        """Whether queries are projected as keys are, by one weight (Kitaev et al. 2020, for hashing)."""
         bias: bool = False
         """Whether the projections have biases."""
         output_bias: bool | None = None
@@ -51,7 +53,9 @@ class Attention(Mixer):
         self.dropout = config.dropout
         self.separate: bool = CORES.of(config.core).traits.documents
         self.q = Linear(dims.width, inner, ("heads", "width"), dims.start, bias=config.bias)
-        self.k = Linear(dims.width, outer, ("kv_heads", "width"), dims.start, bias=config.bias)
+        self.k: Linear | None = None
+        if not config.shared_qk:
+            self.k = Linear(dims.width, outer, ("kv_heads", "width"), dims.start, bias=config.bias)
         self.v = Linear(dims.width, outer, ("kv_heads", "width"), dims.start, bias=config.bias)
         output_bias = config.bias if config.output_bias is None else config.output_bias
         self.o = Linear(inner, dims.width, ("width", "heads"), dims.residual_start, bias=output_bias)
@@ -82,6 +86,10 @@ class Attention(Mixer):
             )
             what = f"{config.kv_heads} key heads do not divide {config.heads} query heads"
             problems.append(Problem(f"{path}.kv_heads", what, f"{fix}."))
+        if config.shared_qk and (dims.cross or (config.kv_heads or config.heads) != config.heads):
+            what = "keys of another sequence are no queries" if dims.cross else "there are fewer key heads than heads"
+            fix = "Take false." if dims.cross else f"Take kv_heads={config.heads}, or null."
+            problems.append(Problem(f"{path}.shared_qk", what, fix))
         return problems + cls._check_core(config, dims, path)
 
     @classmethod
@@ -107,7 +115,7 @@ class Attention(Mixer):
         return problems
 
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
-        q = self._heads(self.q(x))  # [B, H, T, K]
+        q = shared = self._heads(self.q(x))  # [B, H, T, K]
         if self.q_norm is not None:
             q = self.q_norm(q)
         if self.cross:
@@ -116,7 +124,7 @@ class Attention(Mixer):
             k, v = self._memory(memory, tokens)
             key_tokens = source
         else:
-            k, v = self._keys(x)
+            k, v = self._keys(x, shared)
             key_tokens = tokens
             if self.position is not None:
                 q, k = self.position.turn(q, tokens), self.position.turn(k, tokens)
@@ -127,11 +135,17 @@ class Attention(Mixer):
         out: Tensor = self.o(o.transpose(1, 2).flatten(2))  # [B, T, D]
         return out
 
+    @property
+    def key(self) -> Linear:
+        """What projects the keys."""
+        return self.q if self.k is None else self.k
+
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], -1, self.head_width).transpose(1, 2)  # [B, H, T, K]
 
-    def _keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        k = self._heads(self.k(x))  # [B, G, S, K]
+    def _keys(self, x: Tensor, shared: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        k = self._heads(self.k(x)) if self.k is not None else shared  # [B, G, S, K]
+        assert k is not None
         return (k if self.k_norm is None else self.k_norm(k)), self._heads(self.v(x))
 
     def _memory(self, memory: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:

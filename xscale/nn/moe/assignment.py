@@ -10,12 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from xscale.nn.eager import eager
+
 Array = NDArray[Any]
 SWEEPS = 12
 """Rounds of setting prices one by one; more make less to correct, and cost more themselves."""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@eager
 def assign(scores: Tensor) -> Tensor:
     """Experts [N] that maximise the sum of `scores` [N, E] over tokens, no expert with more than ceil(N / E) of them.
 

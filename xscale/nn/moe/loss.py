@@ -1,7 +1,5 @@
 """Auxiliary losses of routers, as pure functions. All are 1, or 0, where the load is even."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -23,17 +21,12 @@ def balance(
     token: Tensor,
     expert: Tensor,
     segments: int = 1,
-    pool: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """E sum_e f_e P_e (Fedus et al. 2021, equation 4), mean over segments; f counts assignments [M], P is the mean of
     `probabilities` [N, E]. With k choices f still sums to 1, so an even load gives 1 for every k.
-
-    `pool` averages f over more than this micro-batch.
     """
     tokens, experts = probabilities.shape
     fraction = shares(token, expert, probabilities, segments)
-    if pool is not None:
-        fraction = pool(fraction)
     if segments == 1:
         mean = probabilities.mean(0, keepdim=True)
     elif tokens % segments == 0:
@@ -43,6 +36,11 @@ def balance(
         fraction = fraction[: len(pieces)]
         mean = torch.stack([piece.mean(0) for piece in pieces])  # [segments, E]
     return experts * (fraction.to(mean.dtype) * mean).sum(1).mean()
+
+
+def balance_to(probabilities: Tensor, fraction: Tensor) -> Tensor:
+    """E sum_e f_e P_e with `fraction` [E] taken from elsewhere (Qiu et al. 2025: from more than a micro-batch)."""
+    return probabilities.shape[1] * (fraction.to(probabilities.dtype) * probabilities.mean(0)).sum()
 
 
 def z_loss(logits: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ def observe(tally: Tally, path: str, routing: Routing, arrangement: Arrangement)
         total = arrangement.load.sum().clamp(min=1)
         share = routing.probabilities
         share = share / share.sum(1, keepdim=True)
-        tally.add(f"{path}/load", arrangement.load / total)
-        tally.add(f"{path}/dropped", 1 - arrangement.counts.sum() / total)
+        tally.add(f"{path}/load", arrangement.load.double() / total)
+        tally.add(f"{path}/dropped", 1 - arrangement.counts.sum().double() / total)
         tally.add(f"{path}/entropy", -torch.xlogy(share, share).sum(1).mean())
         tally.add(f"{path}/confidence", share.amax(1).mean())
         for name, value in routing.measured.items():
@@ -27,7 +27,7 @@ def evenness(load: Tensor) -> dict[str, float]:
     """Of a load [E]: `cv` (standard deviation over mean), `p50`, `p95`, `max` and `min` over the mean, and `starved`,
     the number of experts with less than a tenth of the mean."""
     relative = load.double() / load.double().mean()
-    half, most = relative.quantile(torch.tensor([0.5, 0.95], dtype=torch.float64)).tolist()
+    half, most = relative.quantile(torch.tensor([0.5, 0.95], dtype=torch.float64, device=load.device)).tolist()
     return {
         "cv": float(relative.std(correction=0)),
         "p50": half,
@@ -35,6 +35,17 @@ def evenness(load: Tensor) -> dict[str, float]:
         "max": float(relative.max()),
         "min": float(relative.min()),
         "starved": int((relative < 0.1).sum()),
+    }
+
+
+def unevenness(means: dict[str, Tensor]) -> dict[str, float]:
+    """Of each mixture's load among `means`: `<path>/load_cv`, and `load_p50`, `load_p95`, `load_max` over the mean."""
+    return {
+        f"{name}_{word}": value
+        for name, load in means.items()
+        if name.endswith("/load")
+        for word, value in evenness(load).items()
+        if word in ("cv", "p50", "p95", "max")
     }
 
 

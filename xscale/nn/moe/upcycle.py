@@ -21,10 +21,15 @@ def upcycle(model: nn.Module, dense: Mapping[str, Tensor], seed: int) -> dict[st
     one. Shared ffns start as the dense model has them if it has them; else their last map is zero.
 
     The loss continues where the dense model's stood if nothing is dropped, the router is `topk` with `normalise`, and
-    top_k is a multiple of g (`continues`). ConfigError if a weight is missing or does not fit.
+    top_k is a multiple of g (`departures`). ConfigError if a weight is missing or does not fit.
     """
     weights: dict[str, Tensor] = {}
-    mixtures = {path: module for path, module in model.named_modules() if isinstance(module, Moe)}
+    # A mixture that is there already stays as it is.
+    mixtures = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, Moe) and f"{path}.experts.up" not in dense
+    }
     for path, moe in mixtures.items():
         weights |= _experts(path, moe, dense)
     for name, parameter, init in parameter_inits(model):
@@ -46,22 +51,45 @@ def upcycle(model: nn.Module, dense: Mapping[str, Tensor], seed: int) -> dict[st
         elif rest.startswith("shared.down."):
             drawn = torch.zeros_like(drawn)
         weights[name] = drawn.to(next(iter(dense.values())).dtype)
+    _check_all_used(dense, model, mixtures)
     return weights
 
 
-def continues(moe: Moe, dense_hidden: int) -> bool:
-    """Whether `upcycle` leaves the output of this mixture what the dense ffn's of that hidden width was."""
-    config, hidden = moe.config, moe.experts.up.shape[1]
+def _check_all_used(dense: Mapping[str, Tensor], model: nn.Module, mixtures: Mapping[str, Moe]) -> None:
+    """ConfigError for a dense weight that went nowhere: the experts would lack a gate or a bias, the model a block."""
+    # A tied weight goes by two names.
+    used = set(model.state_dict())
+    for path, moe in mixtures.items():
+        for name, _ in moe.experts.named_parameters():
+            used.add(f"{path}.{name.removesuffix('_bias')}.{'bias' if name.endswith('_bias') else 'weight'}")
+    for name in dense:
+        if name not in used:
+            raise ConfigError(
+                name, "nothing in the mixture comes of this dense weight", "Only ffns may differ from it."
+            )
+
+
+def departures(moe: Moe, dense_hidden: int) -> list[str]:
+    """Why `upcycle` does not leave the output of this mixture what the dense ffn's of that hidden width was; empty
+    when it does."""
+    config, pieces = moe.config, dense_hidden // moe.experts.up.shape[1]
     router = config.router
-    return (
-        isinstance(router, TopK.Config)
-        and router.normalise
-        and router.scale == 1
-        and dense_hidden % hidden == 0
-        and router.top_k % (dense_hidden // hidden) == 0
-        and config.capacity_factor is None
-        and config.mix != "softmax"
-    )
+    found = []
+    if not isinstance(router, TopK.Config):
+        found.append(f"the weights that the router {router.kind} gives a token do not sum to 1; those of topk do")
+    else:
+        if not router.normalise or router.scale != 1:
+            found.append("the weights do not sum to 1 without normalise: true and scale: 1")
+        if router.top_k % pieces:
+            found.append(f"top_k {router.top_k} is not a multiple of the {pieces} experts that make up one dense ffn")
+        per_group = moe.config.experts // getattr(router, "expert_groups", 1)
+        if per_group % pieces:
+            found.append(f"the {pieces} experts that make up one dense ffn are not in one group of {per_group}")
+    if config.capacity_factor is not None:
+        found.append("capacity_factor drops tokens")
+    if config.mix == "softmax":
+        found.append("mix: softmax shares out what the experts had alone")
+    return found
 
 
 def _pieces(path: str, moe: Moe, dense: Mapping[str, Tensor]) -> int:

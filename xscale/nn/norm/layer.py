@@ -1,11 +1,11 @@
 """Ba et al. 2016: layer normalisation over the width."""
 
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.nn.init import ONES, ZEROS
 from xscale.nn.norm import NORMS, Norm, NormTraits
+from xscale_kernels.layernorm.op import layernorm
 
 
 @NORMS.register("layer", traits=NormTraits(per_token=True, centred=True))
@@ -30,4 +30,4 @@ class Layer(Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.use(self.bias)
-        return F.layer_norm(x, x.shape[-1:], self.use(self.weight), bias, self.eps)
+        return layernorm(x, self.use(self.weight), bias, self.eps, implementation=self.named.get("layernorm"))

@@ -1,11 +1,11 @@
 """Zhang and Sennrich 2019: division by the root mean square over the width, no centring."""
 
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.nn.init import ONES
 from xscale.nn.norm import NORMS, Norm, NormTraits
+from xscale_kernels.rmsnorm.op import rmsnorm
 
 
 @NORMS.register("rms", traits=NormTraits(per_token=True, centred=False))
@@ -22,4 +22,4 @@ class Rms(Norm):
         self.declare("weight", (width,), ("width",), ONES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.use(self.weight), self.eps)
+        return rmsnorm(x, self.use(self.weight), self.eps, implementation=self.named.get("rmsnorm"))

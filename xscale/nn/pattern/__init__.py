@@ -115,5 +115,6 @@ from xscale.nn.pattern import (  # noqa: E402
     star,  # noqa: F401
     strided,  # noqa: F401
     union,  # noqa: F401
+    variable,  # noqa: F401
     window,  # noqa: F401
 )

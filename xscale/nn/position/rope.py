@@ -7,6 +7,7 @@ from xscale.core.errors import Problem
 from xscale.nn.dims import Dims
 from xscale.nn.position import POSITIONS, Position, PositionTraits
 from xscale.nn.tokens import Tokens
+from xscale_kernels.rope.op import rope
 
 
 @POSITIONS.register("rope", traits=PositionTraits(where="qk", relative=True, extrapolates=True, cost="T*H*K"))
@@ -30,9 +31,8 @@ class Rope(Position):
 
     def turn(self, x: Tensor, tokens: Tokens) -> Tensor:
         cos, sin = self._rotation(tokens, x.dtype)
-        half = self.turned // 2
-        a, b, rest = x[..., :half], x[..., half : self.turned], x[..., self.turned :]
-        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)  # [B, H, T, K]
+        turned = rope(x.transpose(1, 2), cos, sin, implementation=self.named.get("rope"))  # [B, T, H, K]
+        return turned.transpose(1, 2)  # [B, H, T, K]
 
     def _rotation(self, tokens: Tokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         key = f"rope/{self.base}/{self.turned}/{dtype}"
@@ -41,7 +41,8 @@ class Rope(Position):
             half = self.turned // 2
             # Angles of position 100k need more than float32's 24 bits to be right to 1e-3, hence the double.
             steps = torch.arange(half, device=positions.device, dtype=torch.float64)
-            angles = positions[:, None, :, None].double() * self.base ** (-steps / half)  # [B, 1, T, K/2]
-            tokens.memo[key] = (angles.cos().to(dtype), angles.sin().to(dtype))
+            angles = positions[..., None].double() * self.base ** (-steps / half)  # [B, T, K/2]
+            wide = torch.promote_types(dtype, torch.float32)
+            tokens.memo[key] = (angles.cos().to(wide), angles.sin().to(wide))
         rotation: tuple[Tensor, Tensor] = tokens.memo[key]
         return rotation

@@ -32,7 +32,10 @@ class Forced(TopK):
             problems.append(Problem(f"{path}.used", what, f"Take {config.top_k} (top_k) to {dims.experts} (experts)."))
         return problems
 
-    def choose(self, gates: Tensor) -> Tensor:
+    def routed(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # The usual choice is made too, so that this costs what `topk` costs.
+        gates, _, _ = super().routed(logits)
         tokens, experts = gates.shape
         dealt = torch.arange(tokens * self.config.top_k, device=gates.device).view(tokens, -1)  # [N, k]
-        return dealt % (self.config.used or experts)
+        chosen = dealt % (self.config.used or experts)
+        return gates, gates.gather(1, chosen), chosen

@@ -42,10 +42,16 @@ class GroupLimited(TopK):
             problems.append(Problem(f"{path}.group_score", what, "Take max, or fewer expert_groups."))
         return problems
 
-    def choose(self, gates: Tensor) -> Tensor:
+    def routed(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gates = self.gates(logits)
+        experts = self._choose(gates if self.bias is None else gates + self.use(self.bias).to(gates.dtype))
+        return gates, gates.gather(1, experts), experts
+
+    def _choose(self, wanted: Tensor) -> Tensor:
         groups, limit = self.config.expert_groups, self.config.limit
-        grouped = gates.view(len(gates), groups, -1)  # [N, groups, E / groups]
+        grouped = wanted.view(len(wanted), groups, -1)  # [N, groups, E / groups]
         two = self.config.group_score == "top2"
         worth = grouped.topk(2, dim=2).values.sum(2) if two else grouped.amax(2)
         allowed = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, worth.topk(limit, dim=1).indices, True)
-        return super().choose(grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(1))
+        open_ones = grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(1)  # [N, E]
+        return open_ones.topk(self.config.top_k, dim=1).indices

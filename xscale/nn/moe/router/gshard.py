@@ -40,8 +40,7 @@ class Gshard(Evened):
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
         logits = self.logits(x, tokens)
-        gates = logits.softmax(1)  # [N, E]
-        best, experts = gates.topk(2, dim=1)  # [N, 2]
+        gates, best, experts = self.best(logits, 2)  # [N, E], [N, 2], [N, 2]
         weights = best / best.sum(1, keepdim=True)
         sent = None
         if self.config.second == "random" and self.noisy(tokens):

@@ -42,9 +42,10 @@ class Prototype(Evened):
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
         logits = self.logits(x, tokens)
         count = self.config.prototypes
-        grouped = logits.view(len(x), count, -1).softmax(2)  # [N, k, E / k]
-        weights, within = grouped.max(2)  # [N, k]
-        experts = within + torch.arange(count, device=x.device) * grouped.shape[2]
-        probabilities = grouped.flatten(1) / count  # [N, E], rows sum to 1
+        each = logits.shape[1] // count
+        gates, weights, within = self.best(logits.view(-1, each), 1)  # [N * k, E / k], [N * k, 1], [N * k, 1]
+        weights = weights.view(len(x), count)  # [N, k]
+        experts = within.view(len(x), count) + torch.arange(count, device=x.device) * each
+        probabilities = gates.view(len(x), -1) / count  # [N, E], rows sum to 1
         total, measured = self.losses(tokens, logits, probabilities, experts)
         return Routing.of(experts, weights, probabilities, loss=total, measured=measured)

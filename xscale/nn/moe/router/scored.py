@@ -11,6 +11,7 @@ from xscale.core.errors import Problem
 from xscale.nn.moe.loss import z_loss
 from xscale.nn.moe.router import Router, RouterDims
 from xscale.nn.tokens import Tokens
+from xscale_kernels.router.op import route
 
 
 class Scored(Router):
@@ -55,6 +56,16 @@ class Scored(Router):
         if self.config.jitter and self.noisy(tokens):
             x = x * torch.empty_like(x).uniform_(1 - self.config.jitter, 1 + self.config.jitter)
         return F.linear(x, self.use(self.weight).to(x.dtype))
+
+    def best(
+        self, logits: Tensor, k: int, score: Literal["softmax", "sigmoid"] = "softmax", bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gates [N, E] of logits [N, E], those of each token's k best [N, k] and which these are, best first.
+
+        `bias` [E] is added to the gates for the choice only.
+        """
+        routed = route(logits, k, score=score, bias=bias, implementation=self.named.get("router"))
+        return routed.scores, routed.weights, routed.experts
 
     def losses(
         self, tokens: Tokens, logits: Tensor, probabilities: Tensor, experts: Tensor

@@ -28,7 +28,6 @@ class Switch(Evened):
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
         logits = self.logits(x, tokens)
-        probabilities = logits.softmax(1)  # [N, E]
-        weights, experts = probabilities.max(1, keepdim=True)  # [N, 1]
+        probabilities, weights, experts = self.best(logits, 1)  # [N, E], [N, 1], [N, 1]
         total, measured = self.losses(tokens, logits, probabilities, experts)
         return Routing.of(experts, weights, probabilities, loss=total, measured=measured)

@@ -55,19 +55,18 @@ class TopK(Evened):
     def chosen(cls, config: Any, experts: int) -> float:
         return float(config.top_k)
 
-    def gates(self, logits: Tensor) -> Tensor:
-        """[N, E] -> [N, E]."""
-        return logits.softmax(1) if self.config.score == "softmax" else logits.sigmoid()
+    def routed(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gates [N, E], those of each token's experts [N, k], and the experts [N, k]."""
+        bias = None if self.bias is None else self.use(self.bias)
+        return self.best(logits, self.config.top_k, self.config.score, bias)
 
-    def choose(self, gates: Tensor) -> Tensor:
-        """Gates with the bias added [N, E] -> experts [N, k], best first."""
-        return gates.topk(self.config.top_k, dim=1).indices
+    def gates(self, logits: Tensor) -> Tensor:
+        """[N, E] -> [N, E], where the operator's choice of the k best is not wanted."""
+        return logits.softmax(1) if self.config.score == "softmax" else logits.sigmoid()
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
         logits = self.logits(x, tokens)
-        gates = self.gates(logits)  # [N, E]
-        experts = self.choose(gates if self.bias is None else gates + self.use(self.bias).to(gates.dtype))
-        weights = gates.gather(1, experts)  # [N, k]
+        gates, weights, experts = self.routed(logits)  # [N, E], [N, k], [N, k]
         if self.config.normalise:
             # Without an epsilon: gates that are all zero must show as a step that is not finite.
             weights = weights / weights.sum(1, keepdim=True)

@@ -1,0 +1,100 @@
+"""Block-sparse attention on a CPU over drawn shapes: whatever may meet, against the dense definition in float64."""
+
+from typing import Any
+
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as some
+from torch import Tensor
+
+from xscale.nn.attention import CORES
+from xscale.nn.attention.block_sparse import BlockSparse
+from xscale.nn.attention.sight import Sight
+from xscale.nn.dims import Dims
+from xscale.nn.init import materialize
+from xscale.nn.pattern import PATTERNS
+from xscale.nn.pattern.grid import Grid
+from xscale.nn.position.alibi import slopes
+from xscale.nn.position.relative import Relative
+
+NAMES = PATTERNS.names()
+
+
+def positions(kind: str, heads: int, length: int, causal: bool) -> Tensor | None:
+    """[1, H, T, T]: none, ALiBi's slopes, or T5's buckets with drawn numbers."""
+    place = torch.arange(length)
+    if kind == "none":
+        return None
+    if kind == "alibi":
+        distance = (place[:, None] - place[None]).abs()
+        return -torch.tensor(slopes(heads), dtype=torch.float64)[None, :, None, None] * distance
+    dims = Dims(width=8, depth=1, vocabulary=2, length=length, causal=causal, std=1.0)
+    part = Relative(Relative.Config(), dims, heads)
+    materialize(part, 0, dtype=torch.float64)
+    return part.bias(place[None], place[None])
+
+
+def seen_by(core: BlockSparse, sight: Sight, heads: int, block: int) -> Tensor:
+    """Bool [B or 1, H, T, T]."""
+    length, place = sight.keys, torch.arange(sight.keys)
+    seen = torch.zeros(heads, length, length, dtype=torch.bool)
+    for layout, rule in core.pattern.ways(Grid(-(-length // block), heads, sight.causal, block, layer=1)):
+        blocks = torch.from_numpy(layout.copy()).repeat_interleave(block, 1).repeat_interleave(block, 2)
+        blocks = blocks[:, :length, :length]
+        seen |= blocks if rule is None else blocks & rule(place[:, None], place[None])
+    return seen[None] if sight.mask is None else seen[None] & sight.mask
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    name=some.sampled_from(NAMES),
+    length=some.integers(1, 90),
+    width=some.sampled_from([1, 3, 16, 40, 256]),
+    block=some.sampled_from([1, 4, 16, 24]),
+    groups=some.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3)]),
+    causal=some.booleans(),
+    cap=some.sampled_from([None, 2.0]),
+    bias=some.sampled_from(["none", "alibi", "buckets"]),
+    starts=some.lists(some.integers(1, 89), max_size=3),
+    seed=some.integers(0, 99),
+)
+@example("bigbird", 77, 256, 16, (4, 2), True, 2.0, "buckets", [13, 40], 1)
+@example("band", 90, 40, 24, (4, 2), False, None, "alibi", [7], 2)
+def test_it_is_the_dense_softmax_over_what_is_seen(
+    name: str,
+    length: int,
+    width: int,
+    block: int,
+    groups: tuple[int, int],
+    causal: bool,
+    cap: float | None,
+    bias: str,
+    starts: list[int],
+    seed: int,
+) -> None:
+    traits = PATTERNS.get(name).traits
+    causal = traits.causal and (causal or not traits.bidirectional)
+    heads, keys = groups
+    dims = Dims(width=8, depth=2, vocabulary=2, length=length, causal=causal, layer=1)
+    config = BlockSparse.Config(pattern=PATTERNS.get(name).part.Config(), block=block, soft_cap=cap)
+    core: BlockSparse = CORES.build(config, dims, heads, width)
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(2, heads, length, width), (2, keys, length, width), (2, keys, length, width)]
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes)
+    documents = sum(((torch.arange(length) >= start).long() for start in starts), torch.zeros(length).long())
+    documents = documents.expand(2, -1)
+    extra: dict[str, Any] = {"query_documents": documents, "key_documents": documents} if starts else {}
+    sight = Sight(length, length, causal, bias=positions(bias, heads, length, causal), **extra)
+    out = core(q, k, v, sight)
+    spread_k, spread_v = (x.repeat_interleave(heads // keys, 1) for x in (k, v))
+    scores = q @ spread_k.mT * width**-0.5
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    scores = scores if sight.bias is None else scores + sight.bias
+    seen = seen_by(core, sight, heads, block)
+    # A query that sees nothing gets zeros.
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(0.0)
+    wanted = weights @ spread_v
+    torch.testing.assert_close(out, wanted, rtol=1e-9, atol=1e-9)
+    above = torch.randn(out.shape, generator=generator, dtype=out.dtype)
+    for one, two in zip(*(torch.autograd.grad(x, (q, k, v), above) for x in (out, wanted)), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-8, atol=1e-9)
