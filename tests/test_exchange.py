@@ -93,6 +93,9 @@ def test_mistakes_are_sentences(
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == 2
-    assert "--from: there is no conversion for 'megatron'. There is one for hf." in capsys.readouterr().err
+    assert (
+        "--from: there is no conversion for 'megatron'. There is one for hf and deepspeed-universal."
+        in capsys.readouterr().err
+    )
     with pytest.raises(ConfigError, match=r"there is no config.json in it"):
         call("checkpoint", "import", tmp_path, tmp_path / "run")

@@ -4,26 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from xscale.checkpoint.saving import save
 from xscale.convert.choose import model_of
 from xscale.convert.compare import BAR
 from xscale.convert.read import Converted, convert
 from xscale.convert.tokenizer import OURS, copy_tokenizer
 from xscale.core.config import decode, encode
 from xscale.core.errors import EXIT_DONE, EXIT_FAULT, ConfigError
-from xscale.nn.init import replace_parameters
-from xscale.optim.optimizer import OPTIMIZERS, Optimizer
-from xscale.parallel.plan import DTYPES
-from xscale.parallel.rest import at_rest
 from xscale.recipe import Recipe, read
-from xscale.train.folder import write_config
+from xscale.train.begin import begin, filled, refuse_run
 from xscale.train.settings import Settings
-from xscale.train.setup import build_meta
-from xscale.train.state import State, tensors
-from xscale.train.step import weights_of
 
 OBJECTIVE = {"decoder": "causal", "encoder": "masked", "encoder_decoder": "span"}
 """What a run trains where no config says it."""
@@ -43,8 +32,7 @@ def import_run(
     Everything but the model comes from `config` and the overrides. Nothing is written unless both implementations
     agree within `bar`. ConfigError when something does not map, or there is a run already.
     """
-    if (run / "config.yaml").exists() or (run / "checkpoints").exists():
-        raise ConfigError(str(run), "there is a run in it", "Give another folder.")
+    refuse_run(run)
     converted = convert(source)
     compared = converted.compared
     for name in converted.left:
@@ -63,7 +51,7 @@ def import_run(
             f"tokenizer: theirs is not read; the run can be opened with a data.tokenizer, or data.prepared, of "
             f"{converted.sizes.vocabulary} ids"
         )
-    path = _save(settings, converted, run)
+    path = begin(settings, filled(settings, converted.sizes.vocabulary, converted.weights), run)
     say(f"{path}: written; `xscale train {run}/config.yaml` goes on from there")
     return EXIT_DONE
 
@@ -85,22 +73,3 @@ def _settings(converted: Converted, source: Path, run: Path, config: Path | None
         what = f"{settings.data.sequence_length} tokens are more than the {converted.sizes.length} it was made for"
         raise ConfigError("data.sequence_length", what, "Take as many, or fewer.")
     return settings
-
-
-def _save(settings: Settings, converted: Converted, run: Path) -> Path:
-    """The checkpoint of step 0, with an optimizer that has seen nothing yet."""
-    model = build_meta(settings, converted.sizes.vocabulary)
-    master = DTYPES[settings.precision.master]
-
-    def take(name: str, old: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(converted.weights[name].to(master), requires_grad=old.requires_grad)
-
-    replace_parameters(model, take)
-    rests = at_rest(model)
-    trained = [rest for rest in rests if rest.parameter.requires_grad]
-    optimizer: Optimizer = OPTIMIZERS.build(settings.optimizer, weights_of(trained))
-    with torch.no_grad():
-        held = tensors(rests, optimizer)
-    path = save(run / "checkpoints", 0, held, State().encode(optimizer), encode(settings))
-    write_config(settings, run)
-    return path

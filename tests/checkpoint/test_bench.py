@@ -2,12 +2,21 @@
 
 from pathlib import Path
 
-from xscale.checkpoint.bench import stall
+from xscale.checkpoint.bench import Stall, show, stall
 
 
 def test_stall(tmp_path: Path) -> None:
-    found = stall(tmp_path, megabytes=16, repeats=3)
+    found = stall(tmp_path, megabytes=16, repeats=3, work_seconds=0.1)
     assert found.size == 16 << 20
     # A copy of 16 MiB beside writing, hashing and forcing it out; the bench itself is for the figure.
     assert found.ratio > 1.5, found
+    assert found.ratio > found.synchronous / found.at_once, found
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_printed() -> None:
+    text = show(Stall(size=1 << 28, repeats=9, synchronous=2.0, unhashed=1.95, at_once=0.1, background=0.001))
+    assert "256.0 MiB of state" in text
+    assert "hashing is 2.5% of a save" in text
+    assert "20x less" in text
+    assert "2000x less" in text

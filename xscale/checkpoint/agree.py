@@ -120,6 +120,12 @@ class Outcome(Generic[T]):
     result: T | None = None
     failure: Exception | None = None
 
+    def again(self) -> T | None:
+        """The result, or the failure raised: for other ranks to learn of it later."""
+        if self.failure is not None:
+            raise self.failure
+        return self.result
+
     def packed(self) -> "Outcome[T]":
         """Fit to travel: a failure of ours goes as its traceback, because not every exception can be pickled."""
         if self.failure is None or isinstance(self.failure, Failure | RankError):

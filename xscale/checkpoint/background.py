@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -16,12 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xscale.checkpoint.agree import Ranks
+from xscale.checkpoint.agree import Outcome, Ranks, attempt
 from xscale.checkpoint.cut import Cut, cuts
 from xscale.checkpoint.disk import Disk
 from xscale.checkpoint.errors import CheckpointError
 from xscale.checkpoint.layout import folder_of
+from xscale.checkpoint.memory import Memory
 from xscale.checkpoint.plan import Plan, outline, plan
+from xscale.checkpoint.run import Run
 from xscale.checkpoint.saving import Snapshot, encode, write
 from xscale.checkpoint.staging import Staging
 
@@ -55,6 +58,8 @@ class Ended:
     error: CheckpointError | None
     seconds: float
     """From the copy to the rename."""
+    memory: bool = False
+    """Whether it was for memory, not for the disk."""
 
 
 class Background:
@@ -87,13 +92,14 @@ class Background:
         self._last: Ended | BaseException | None = None
         self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         self._failures = 0
+        self._in_memory = False
         self._copied = threading.Event()
         self._copied.set()
 
     def save(
         self,
         step: int,
-        tensors: Mapping[str, Tensor | Cut],
+        tensors: Mapping[str, Tensor | Cut | Run],
         state: dict[str, Any],
         config: dict[str, Any],
         *,
@@ -125,8 +131,18 @@ class Background:
 
         # Copies from a GPU are only queued, and in the right order only by the thread that queues the steps.
         shot = copy if still and not any(cut.piece.is_cuda for cut in held.values()) else _given(copy())
-        self._thread = threading.Thread(target=self._run, args=(shot,), name="checkpoint", daemon=True)
-        self._thread.start()
+        self._begin(partial(self._write, step, shot), memory=False)
+        return Started(step, False, copying - start, time.perf_counter() - copying)
+
+    def keep(
+        self, memory: Memory, step: int, tensors: Mapping[str, Tensor | Cut | Run], state: dict[str, Any]
+    ) -> Started:
+        """Copy everything into memory that outlives this process and return; what else `memory` does goes on behind."""
+        start = time.perf_counter()
+        self.settle()
+        copying = time.perf_counter()
+        copied = attempt(partial(memory.copy, tensors))
+        self._begin(partial(self._commit, memory, step, copied, dict(tensors), state), memory=True)
         return Started(step, False, copying - start, time.perf_counter() - copying)
 
     def copied(self) -> float:
@@ -177,11 +193,11 @@ class Background:
             self._join(ABANDON_SECONDS)
 
     def _in_flight(self) -> bool:
-        """Whether any rank is still writing. The threads may be talking, so this asks through the default group."""
-        mine = self._thread is not None and self._thread.is_alive()
+        """Whether any rank still writes to the disk. Asked through the default group, as the threads may be talking."""
+        mine = self._thread is not None and self._thread.is_alive() and not self._in_memory
         return any(Ranks().every(self._folder, lambda: mine))
 
-    def _planned(self, held: dict[str, Cut], path: Path) -> Plan:
+    def _planned(self, held: dict[str, Cut | Run], path: Path) -> Plan:
         same = self._plan is not None and self._plan.outline == outline(held)
         if self._plan is None or not all(self._ranks.every(path, lambda: same)):
             self._plan = plan(held, path, self._ranks)
@@ -192,22 +208,48 @@ class Background:
             self._thread.join(seconds)
             self._thread = None
 
-    def _run(self, take: Callable[[], Snapshot]) -> None:
+    def _begin(self, work: Callable[[], Ended], *, memory: bool) -> None:
+        self._in_memory = memory
+        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], Ended]) -> None:
+        try:
+            with torch.no_grad():
+                ended = work()
+        except BaseException as fault:
+            self._last = fault
+            return
+        self._last = ended
+        self._ended.put(ended)
+
+    def _write(self, step: int, take: Callable[[], Snapshot]) -> Ended:
         start = time.perf_counter()
         path, error = None, None
         try:
             shot = take()
             self._staging.wait()
-            with torch.no_grad():
-                path = write(self._folder, shot, self._ranks, self._disk, *self._keep)
+            path = write(self._folder, shot, self._ranks, self._disk, *self._keep)
         except CheckpointError as failure:
             error = failure
-        except BaseException as fault:
-            self._last = fault
-            return
-        ended = Ended(shot.step, path, error, time.perf_counter() - start)
-        self._last = ended
-        self._ended.put(ended)
+        return Ended(step, path, error, time.perf_counter() - start)
+
+    def _commit(
+        self,
+        memory: Memory,
+        step: int,
+        copied: Outcome[None],
+        tensors: dict[str, Tensor | Cut | Run],
+        state: dict[str, Any],
+    ) -> Ended:
+        start = time.perf_counter()
+        path, error = None, None
+        try:
+            self._ranks.every(memory.folder, copied.again)
+            path = memory.commit(step, tensors, state)
+        except CheckpointError as failure:
+            error = failure
+        return Ended(step, path, error, time.perf_counter() - start, memory=True)
 
 
 def _given(shot: Snapshot) -> Callable[[], Snapshot]:

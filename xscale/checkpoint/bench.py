@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from xscale.checkpoint.background import Background
-from xscale.checkpoint.disk import Disk, Hashing
+from xscale.checkpoint.disk import Disk, Hashing, readable
 from xscale.checkpoint.saving import save
 
 PIECE = 1 << 20
@@ -38,20 +38,15 @@ class Stall:
     """A save that the loop waits for."""
     unhashed: float
     """The same without hashing."""
+    at_once: float
+    """What the loop waits for when the save goes on behind it, but the copy does not."""
     background: float
-    """What the loop waits for when the save goes on behind."""
-    still: float
-    """The same when it also promises not to change the tensors for a while, so that the copy goes on behind too."""
+    """The same when the copy goes on behind too, while the next step runs forward and backward: what training does."""
 
     @property
     def ratio(self) -> float:
-        """How many times less the loop waits, without the promise."""
+        """How many times less the loop waits."""
         return self.synchronous / self.background
-
-    @property
-    def still_ratio(self) -> float:
-        """How many times less it waits with it."""
-        return self.synchronous / self.still
 
     @property
     def hashing(self) -> float:
@@ -59,12 +54,17 @@ class Stall:
         return 1 - self.unhashed / self.synchronous
 
 
-def stall(folder: Path, *, megabytes: int = 256, repeats: int = 9, device: str = "cpu") -> Stall:
-    """Save float32 tensors of `megabytes` below `folder`, which is made and removed, `repeats` times each way."""
+def stall(
+    folder: Path, *, megabytes: int = 256, repeats: int = 9, work_seconds: float = 0.5, device: str = "cpu"
+) -> Stall:
+    """Save float32 tensors of `megabytes` below `folder`, which is made and removed, `repeats` times each way.
+
+    `work_seconds`: of products of matrices, in the place of a step's forward and backward.
+    """
     count = max(1, (megabytes << 20) // (4 * PIECE))
     tensors = {f"model.{number}": torch.randn(PIECE, device=device) for number in range(count)}
     place = folder / f"bench-{time.time_ns()}"
-    times: dict[str, list[float]] = {"synchronous": [], "unhashed": [], "background": [], "still": []}
+    times: dict[str, list[float]] = {"synchronous": [], "unhashed": [], "at_once": [], "background": []}
     saver = Background(place, keep_last=1)
     try:
         # The first copy meets memory that has never been touched, the first file a disk that sleeps.
@@ -75,12 +75,35 @@ def stall(folder: Path, *, megabytes: int = 256, repeats: int = 9, device: str =
                 start = time.perf_counter()
                 save(place, step, tensors, {}, {}, keep_last=1, disk=disk)
                 times[kind].append(time.perf_counter() - start)
-            for place_of, kind in enumerate(("background", "still"), 2):
-                started = saver.save(step + place_of, tensors, {}, {}, still=kind == "still")
-                times[kind].append(started.stall_seconds)
+            for turn, kind in enumerate(("at_once", "background"), 2):
+                started = saver.save(step + turn, tensors, {}, {}, still=kind == "background")
+                _step(device, work_seconds)
+                times[kind].append(started.stall_seconds + saver.copied())
                 saver.settle()
     finally:
         saver.settle()
         shutil.rmtree(place, ignore_errors=True)
     size = sum(tensor.nbytes for tensor in tensors.values())
     return Stall(size, repeats, **{kind: statistics.median(one) for kind, one in times.items()})
+
+
+def _step(device: str, seconds: float) -> None:
+    weight = torch.randn(512, 512, device=device)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        weight = weight @ weight / 32
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def show(found: Stall) -> str:
+    """The times side by side."""
+    size = f"{readable(found.size)} of state, medians of {found.repeats}"
+    rows = [
+        ("synchronous", found.synchronous, ""),
+        ("  without hashing", found.unhashed, f"hashing is {found.hashing:.1%} of a save"),
+        ("behind, copied at once", found.at_once, f"{found.synchronous / found.at_once:.0f}x less"),
+        ("behind, copied beside the next step", found.background, f"{found.ratio:.0f}x less"),
+    ]
+    lines = [f"{name:<38} {seconds * 1000:>10.1f} ms  {note}".rstrip() for name, seconds, note in rows]
+    return "\n".join([f"how long the loop waits for a save of {size}", *lines])

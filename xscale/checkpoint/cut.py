@@ -2,11 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+if TYPE_CHECKING:
+    from xscale.checkpoint.run import Run
 
 
 @dataclass(frozen=True)
@@ -21,11 +25,11 @@ class Cut:
     """Where the piece begins, along each dim."""
 
 
-def cuts(tensors: Mapping[str, "Tensor | Cut"]) -> dict[str, Cut]:
+def cuts(tensors: Mapping[str, "Tensor | Cut | Run"]) -> dict[str, "Cut | Run"]:
     """This rank's cut of each tensor; a plain tensor is whole on every rank, a rank outside a mesh holds nothing."""
-    found = {}
+    found: dict[str, Cut | Run] = {}
     for name, tensor in tensors.items():
-        if isinstance(tensor, Cut):
+        if not isinstance(tensor, Tensor):
             found[name] = tensor
         elif not isinstance(tensor, DTensor):
             found[name] = Cut(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())

@@ -16,6 +16,7 @@ from xscale.checkpoint.agree import Ranks
 from xscale.checkpoint.errors import DamageError
 from xscale.checkpoint.index import Held, contents, read_index
 from xscale.checkpoint.layout import CONFIG, MANIFEST, STATE, bad
+from xscale.checkpoint.run import Run
 from xscale.checkpoint.search import newest, set_aside
 from xscale.core.errors import ConfigError
 
@@ -35,14 +36,14 @@ class Loaded:
 
 def load(
     path: Path,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor | Run],
     *,
     only: str = "",
     cast_types: bool = False,
     verify: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> Loaded:
-    """Fill `tensors` (plain or DTensors, of any layout) in place from the checkpoint at `path`. Collective.
+    """Fill `tensors` (plain, DTensors or runs, of any layout) in place from the checkpoint at `path`. Collective.
 
     The names of all ranks together must be the checkpoint's, with equal shapes, and with equal dtypes unless
     `cast_types`; with `only`, just its names that begin so. ConfigError when it is of another model or is no
@@ -72,7 +73,7 @@ class Restored:
 
 
 def restore(
-    folder: Path, tensors: Mapping[str, Tensor], *, verify: bool = True, group: dist.ProcessGroup | None = None
+    folder: Path, tensors: Mapping[str, Tensor | Run], *, verify: bool = True, group: dist.ProcessGroup | None = None
 ) -> Restored:
     """Load the newest good checkpoint in `folder` into `tensors`, as `load` does. Collective.
 
@@ -161,7 +162,9 @@ def _state(path: Path) -> tuple[int, dict[str, Any]]:
     return open_manifest(path).step, cast(dict[str, Any], _json(path, STATE))
 
 
-def _compare(path: Path, held: dict[str, Held], tensors: Mapping[str, Tensor], cast_types: bool, ranks: Ranks) -> None:
+def _compare(
+    path: Path, held: dict[str, Held], tensors: Mapping[str, Tensor | Run], cast_types: bool, ranks: Ranks
+) -> None:
     """ConfigError on every rank unless the ranks together ask for just what is there."""
     faults = []
     for name, tensor in tensors.items():

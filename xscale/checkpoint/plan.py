@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from xscale.checkpoint.agree import Ranks
 from xscale.checkpoint.cut import Cut
 from xscale.checkpoint.index import contents
+from xscale.checkpoint.run import Run
 
 BOX = 16 << 20
 """Bytes of a piece that are written at once. Smaller ones spread a replicated tensor more evenly over its ranks, and
@@ -35,12 +36,15 @@ class Plan:
     outline: Outline
 
 
-def outline(cuts: Mapping[str, Cut]) -> Outline:
+def outline(cuts: Mapping[str, Cut | Run]) -> Outline:
     """All of the cuts but their numbers: while it stays the same, so does the plan."""
-    return {name: (one.shape, one.offset, tuple(one.piece.shape), one.piece.dtype) for name, one in cuts.items()}
+    starts = {name: one.first if isinstance(one, Run) else 0 for name, one in cuts.items()}
+    return {
+        name: (one.shape, one.offset, (starts[name], *one.piece.shape), one.piece.dtype) for name, one in cuts.items()
+    }
 
 
-def plan(cuts: Mapping[str, Cut], path: Path, ranks: Ranks) -> Plan:
+def plan(cuts: Mapping[str, Cut | Run], path: Path, ranks: Ranks) -> Plan:
     """Divide the boxes of all ranks among them. Collective."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     items = [item for name, cut in cuts.items() for item in boxes(name, cut)]
@@ -56,8 +60,10 @@ def plan(cuts: Mapping[str, Cut], path: Path, ranks: Ranks) -> Plan:
     return replace(mine, outline=outline(cuts))
 
 
-def boxes(name: str, cut: Cut) -> list[WriteItem]:
-    """The cut as one or more boxes along its first dim."""
+def boxes(name: str, cut: Cut | Run) -> list[WriteItem]:
+    """The cut as one or more boxes along its first dim; a run as those of its cuts."""
+    if isinstance(cut, Run):
+        return [item for one in cut.cuts() for item in boxes(name, one)]
     sizes, offset = tuple(cut.piece.shape), cut.offset
     rows = sizes[0] if sizes else 1
     row_size = cut.piece.nbytes // max(rows, 1)
@@ -73,10 +79,12 @@ def boxes(name: str, cut: Cut) -> list[WriteItem]:
     return found
 
 
-def box_of(cut: Cut, item: WriteItem) -> torch.Tensor:
+def box_of(cut: Cut | Run, item: WriteItem) -> torch.Tensor:
     """The part of the cut that `item` is about: a view."""
     assert item.tensor_data is not None
     chunk = item.tensor_data.chunk
+    if isinstance(cut, Run):
+        return cut.view(chunk.offsets, chunk.sizes)
     if not cut.offset:
         return cut.piece
     return cut.piece.narrow(0, chunk.offsets[0] - cut.offset[0], chunk.sizes[0])

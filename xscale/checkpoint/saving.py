@@ -22,6 +22,7 @@ from xscale.checkpoint.layout import CONFIG, STATE, TENSORS, folder_of, hidden_o
 from xscale.checkpoint.manifest import Manifest
 from xscale.checkpoint.plan import Plan, box_of, plan
 from xscale.checkpoint.retention import retain
+from xscale.checkpoint.run import Run
 
 VISIBLE_SECONDS = 10.0
 """How long a rank waits to see a folder that another rank made (network file systems are late)."""
@@ -30,7 +31,7 @@ VISIBLE_SECONDS = 10.0
 def save(
     folder: Path,
     step: int,
-    tensors: Mapping[str, Tensor | Cut],
+    tensors: Mapping[str, Tensor | Cut | Run],
     state: dict[str, Any],
     config: dict[str, Any],
     *,

@@ -21,6 +21,8 @@ class Found:
 
     path: Path | None
     """The newest good checkpoint; None when there is none."""
+    step: int | None = None
+    """Its step."""
     reasons: tuple[str, ...] = ()
     """A sentence for each thing that was repaired or set aside: to be logged."""
 
@@ -45,11 +47,11 @@ def newest(folder: Path, *, group: dist.ProcessGroup | None = None, hashes: bool
             found = ranks.once(path, partial(_sized, path))
             if hashes:
                 ranks.every(path, partial(manifest.check_hashes, path, found, ranks.rank, ranks.world))
-            return Found(path, tuple(reasons))
+            return Found(path, found.step, tuple(reasons))
         except DamageError as damage:
             passed = f"{damage.path}: {damage.what}; passed over"
             reasons.append(set_aside(path, damage, ranks) if mend else passed)
-    return Found(None, tuple(reasons))
+    return Found(None, None, tuple(reasons))
 
 
 def _sized(path: Path) -> manifest.Manifest:

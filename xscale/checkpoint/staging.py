@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from xscale.checkpoint.cut import Cut
 from xscale.checkpoint.plan import box_of
+from xscale.checkpoint.run import Run
 
 
 class Staging:
@@ -20,7 +21,7 @@ class Staging:
         self._boxes: dict[MetadataIndex, Tensor] = {}
         self._copied: list[torch.cuda.Event] = []
 
-    def take(self, items: Sequence[WriteItem], held: Mapping[str, Cut]) -> Callable[[WriteItem], Tensor]:
+    def take(self, items: Sequence[WriteItem], held: Mapping[str, Cut | Run]) -> Callable[[WriteItem], Tensor]:
         """Copy each item's box and return what looks one up.
 
         From a GPU the copies are only queued, behind the step that made the numbers and before the step that changes
@@ -37,7 +38,7 @@ class Staging:
                 target.copy_(source, non_blocking=True)
                 devices.add(source.device)
             else:
-                _copy(target, source)
+                copy_box(target, source)
             self._boxes[item.index] = target
         self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
         boxes = self._boxes
@@ -49,9 +50,9 @@ class Staging:
             event.synchronize()
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
-    """Between tensors of the CPU: by one thread, for waking several for each box costs more than they bring."""
-    if not source.is_contiguous() or not source.numel():
+def copy_box(target: Tensor, source: Tensor) -> None:
+    """Into a tensor of the CPU; from one of the CPU by one thread, for waking more costs more than they bring."""
+    if source.is_cuda or not source.is_contiguous() or not source.numel():
         target.copy_(source)
         return
     numpy.copyto(_bytes(target), _bytes(source))

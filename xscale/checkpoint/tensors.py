@@ -5,11 +5,10 @@ import copy
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
@@ -20,6 +19,8 @@ from xscale.checkpoint.disk import Disk, Hashing
 from xscale.checkpoint.index import read_index
 from xscale.checkpoint.layout import INDEX, TENSORS
 from xscale.checkpoint.plan import Plan
+from xscale.checkpoint.reading import Planner
+from xscale.checkpoint.run import Run
 
 VERSION = "1.0.0"
 """Of torch distributed checkpoint's format."""
@@ -76,7 +77,7 @@ def _write_box(stream: Hashing, tensor: Tensor) -> None:
     archive.write_end_of_file()
 
 
-def read(path: Path, tensors: Mapping[str, Tensor], ranks: Ranks, index: Metadata | None = None) -> None:
+def read(path: Path, tensors: Mapping[str, Tensor | Run], ranks: Ranks, index: Metadata | None = None) -> None:
     """Fill `tensors` in place, whatever the layout that wrote them. Collective; CheckpointError on every rank.
 
     `index`: the checkpoint's, when it has been read before.
@@ -85,10 +86,9 @@ def read(path: Path, tensors: Mapping[str, Tensor], ranks: Ranks, index: Metadat
     assert not any(tensor.is_meta for tensor in tensors.values()), "there is no place to read into yet: materialise"
 
     def fill() -> None:
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         reader = FileSystemReader(path / TENSORS)
         known = index or read_index(path)
-        planner.set_up_planner(cast(dict[str, Any], dict(tensors)), known, ranks.first)
+        planner = Planner(tensors, known, ranks.first)
         reader.set_up_storage_reader(known, ranks.first)
         reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
 
