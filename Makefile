@@ -1,5 +1,7 @@
 # make train    a virtual environment, the dependencies, then the quickstart on two processes
 # make test     everything that is tested without a cluster
+# make test-cluster    those on a real Slurm, which they bring up themselves (root, Debian)
+# make test-disk       offload to a disk; compiles what reads it for minutes (libaio)
 # make lint     ruff and mypy
 # make bench    a training step beside plain PyTorch
 #
@@ -11,17 +13,20 @@ VENV ?= .venv
 PROCESSES ?= 2
 BIN := $(VENV)/bin
 
-.PHONY: train test test-cluster lint bench clean
+.PHONY: train test test-cluster test-disk lint bench clean
 
 train: $(VENV)/.base
 	$(BIN)/xscale launch local --processes $(PROCESSES) configs/run/quickstart.yaml \
 		parallel.mesh.ep=$(PROCESSES) $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slurm and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not slurm and not gpu and not disk" $(ARGS)
 
 test-cluster: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slurm tests/slurm $(ARGS)
+
+test-disk: $(VENV)/.dev
+	$(BIN)/python -m pytest -m disk tests/parallel $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -27,4 +27,5 @@ if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
         pip install -q "$@" "torch==$version"
     fi
 fi
-pip install -q -c constraints.txt -e ".${extra:+[$extra]}"
+# DeepSpeed comes as source; its operators are built when they are first used, not now.
+DS_BUILD_OPS=0 pip install -q -c constraints.txt -e ".${extra:+[$extra]}"

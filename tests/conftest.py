@@ -1,7 +1,10 @@
 """What every test has: one thread a process, the pool of ranks, and a printed reason where a GPU is missing."""
 
 import os
+import shutil
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before torch is imported: the tests' tensors are small, and more threads than that fight over the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -10,6 +13,7 @@ import hypothesis
 import pytest
 
 from tests.distributed import Pool
+from tests.packages import MissingError, provide
 
 # An example's time is the machine's, which others use too; a test that hangs is seen without it.
 hypothesis.settings.register_profile("house", deadline=None)
@@ -22,6 +26,20 @@ def pool() -> Iterator[Pool]:
     workers = Pool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def mpirun() -> str:
+    """The mpirun on PATH, the one beside this Python, or Debian's Open MPI, installed for the tests that ask for it."""
+    beside = shutil.which("mpirun", path=str(Path(sys.executable).parent))
+    if beside is None:
+        try:
+            provide(("mpirun",), ("openmpi-bin",))
+        except MissingError as missing:
+            pytest.skip(str(missing))
+    found = shutil.which("mpirun") or beside
+    assert found is not None
+    return found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -106,7 +106,7 @@ class Worker:
     def stacks(self) -> str:
         """Where the process stands, then the end of it."""
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGUSR2)
+            self.process.send_signal(signal.SIGQUIT)
             time.sleep(0.3)
         self.end()
         return self.printed()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from xscale.combinations import markdown as combinations
 from xscale.inventory import markdown
 
 ROOT = Path(__file__).parents[1]
@@ -57,14 +58,20 @@ def start(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def shortened(command: str) -> str:
     """The same command on fewer steps of less; what it says itself comes last and wins."""
-    if not re.search(r"configs/run/\S+\.yaml", command) or "--print-config" in command:
+    if " bench moe" in command:
+        return f"{command} --width 64 --tokens 128 --rounds 1"
+    if not re.search(r"configs/(run|compare)/\S+\.yaml", command) or "--print-config" in command:
         return command
     words = list(SHORT)
     text = "" if "data.source" in command else " 'data.source={kind: text, paths: [xscale/core, xscale/nn]}'"
     small = " data.tokenizer.vocabulary=1024"
     if " bench " in command:
         words.append("--steps=1")
-    return re.sub(r"(configs/run/\S+\.yaml)", lambda found: f"{found[1]}{text}{small} {' '.join(words)}", command)
+    if " compare " in command:
+        words = [*(word for word in words if "eval_every" not in word), "train.eval_every=1", "--seed=0", "--steps=1"]
+    return re.sub(
+        r"(configs/(?:run|compare)/\S+\.yaml)", lambda found: f"{found[1]}{text}{small} {' '.join(words)}", command
+    )
 
 
 def test_make_and_ci_run_what_the_readme_says() -> None:
@@ -98,6 +105,15 @@ def test_the_table_of_parts_is_what_the_code_has() -> None:
     assert section("parts") == markdown(), "run: python -m tests.test_readme"
 
 
+def test_the_table_of_combinations_is_what_the_checks_say() -> None:
+    table = combinations()
+    assert section("combinations") == table, "run: python -m tests.test_readme"
+    # Each reason is referred to, and each reference leads to one.
+    numbers = {int(number) for number in re.findall(r"\((\d+)\)", table.split("\n\n")[0])}
+    assert numbers == {int(number) for number in re.findall(r"^(\d+)\. ", table, re.MULTILINE)}
+    assert numbers
+
+
 def test_every_file_the_readme_names_is_there() -> None:
     named = set(re.findall(r"`((?:xscale|configs|kernels|launch|tests)(?:/[\w.]+)*)`", README))
     named |= set(re.findall(r"\]\(([\w/.]+)\)", README))
@@ -106,6 +122,8 @@ def test_every_file_the_readme_names_is_there() -> None:
 
 
 if __name__ == "__main__":
-    table = f"<!-- parts -->\n{markdown()}<!-- /parts -->"
-    text = re.sub(r"<!-- parts -->\n.*?<!-- /parts -->", lambda _: table, README, flags=re.DOTALL)
+    text = README
+    for name, made in {"parts": markdown(), "combinations": combinations()}.items():
+        marked = f"<!-- {name} -->\n{made}<!-- /{name} -->"
+        text = re.sub(rf"<!-- {name} -->\n.*?<!-- /{name} -->", lambda _, marked=marked: marked, text, flags=re.DOTALL)
     (ROOT / "README.md").write_text(text, encoding="utf-8")

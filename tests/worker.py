@@ -76,7 +76,7 @@ def within_group(function: Any, call: Call) -> Any:
 
 def main() -> None:
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    faulthandler.register(signal.SIGQUIT, all_threads=True)
     connection = Connection(int(sys.argv[1]))
     while True:
         try:

@@ -7,7 +7,10 @@ from typing import Annotated, Any
 import typer
 
 from xscale import __version__
+from xscale.bench_cli import bench_app
 from xscale.core.errors import EXIT_FAULT, EXIT_USER, ConfigError, FaultError
+from xscale.formats import UNIVERSAL, format_of
+from xscale.plan_cli import plan
 
 app = typer.Typer(
     name="xscale",
@@ -19,7 +22,8 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Tokenizers and tokenised data.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
-bench_app = typer.Typer(help="Speed, always beside a baseline in the same run.", no_args_is_help=True)
+plot_app = typer.Typer(help="Pictures of what a config means.", no_args_is_help=True)
+app.add_typer(plot_app, name="plot")
 app.add_typer(bench_app, name="bench")
 
 checkpoint_app = typer.Typer(help="Look at, verify, compare and thin out checkpoints.", no_args_is_help=True)
@@ -57,6 +61,8 @@ def train(
     from xscale.mesh.environment import place
     from xscale.recipe import read
 
+    if not print_config:
+        _adopt_rank()
     try:
         recipe, composed = read(config, overrides or [])
         if print_config:
@@ -75,33 +81,50 @@ def train(
     raise typer.Exit(run(recipe))
 
 
-@app.command()
-def plan(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    world: Annotated[int, typer.Option(help="Processes to plan for.")] = 1,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """What a run would be on so many processes: sizes, layout, memory at rest; or every reason why it cannot be."""
-    from xscale.planning import plan as work_out
-    from xscale.planning import show
-    from xscale.recipe import read
-
-    recipe, _ = read(config, overrides or [])
-    if problems := recipe.check(world):
-        raise ConfigError(problems)
-    show(work_out(recipe, world), as_json=json)
+app.command()(plan)
 
 
 @app.command("list")
 def list_parts(
     family: Annotated[str | None, typer.Argument(help="A family, such as core; none: all families.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    tokens: Annotated[int | None, typer.Option(help="Patterns: the density of each over so many tokens.")] = None,
 ) -> None:
     """The parts of each family with what they promise."""
     from xscale.inventory import show
 
-    show(family, as_json=json)
+    show(family, as_json=json, tokens=tokens)
+
+
+@plot_app.command("pattern")
+def plot_pattern(
+    what: Annotated[str, typer.Argument(help="A kind of pattern, or a run's YAML config.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings of the pattern, or of the run: k=v.")] = None,
+    tokens: Annotated[int, typer.Option(help="Length of the sequence.")] = 4096,
+    heads: Annotated[int, typer.Option(help="Heads of the kind's layout.")] = 4,
+    both: Annotated[bool, typer.Option("--both", help="A kind's layout that looks both ways, not the causal.")] = False,
+    layers: Annotated[int, typer.Option(help="Layers of the kind, the first ones.")] = 1,
+    block: Annotated[int, typer.Option(help="Tokens in a block, for a kind.")] = 64,
+    out: Annotated[Path | None, typer.Option(help="A .png, .svg or .pdf to write; none: the terminal.")] = None,
+) -> None:
+    """Which blocks of keys each block of queries sees, head by head."""
+    from xscale.plotting import plot
+
+    plot(what, overrides or [], out, tokens=tokens, heads=heads, both=both, layers=layers, block=block)
+
+
+@app.command()
+def compare(
+    file: Annotated[Path, typer.Argument(help="A comparison, such as configs/compare/experts.yaml.")],
+    overrides: Overrides = None,
+    seed: Annotated[list[int] | None, typer.Option(help="In place of the file's seeds.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each variant that are timed, in turns.")] = 20,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Train variants of one run with several seeds; tokens and time that each takes to the reference's loss."""
+    from xscale.comparing import compare as run
+
+    raise typer.Exit(run(file, overrides or [], steps, tuple(seed or ()), as_json=json))
 
 
 @app.command()
@@ -173,10 +196,14 @@ def data_tokenizer(config: ConfigFile, overrides: Overrides = None) -> None:
 
 @data_app.command("prepare")
 def data_prepare(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Tokenise a config's source into Megatron .bin/.idx; done work is kept."""
-    from xscale.data.prepare import prepare
+    """Tokenise a config's source into Megatron .bin/.idx; done work is kept. Alone, or on many nodes over MPI."""
+    from xscale.mesh.environment import place
+    from xscale.preparing import prepare
 
-    prepared = prepare(_data(config, overrides))
+    _adopt_rank()
+    prepared = prepare(_data(config, overrides), here := place())
+    if not here.first:
+        return
     for split in (prepared.train, prepared.validation):
         if split is not None:
             print(f"{split.name}: {split.documents} documents, {len(split.tokens)} tokens in {split.indexed.bin}")
@@ -252,12 +279,15 @@ def checkpoint_consolidate(path: Folder, out: Annotated[Path, typer.Argument(hel
 def checkpoint_export(
     path: Folder,
     out: Annotated[Path, typer.Argument(help="The folder to write; it is not there yet.")],
-    to: Annotated[str, typer.Option("--to", help="hf: what the transformers library loads.")] = "hf",
+    to: Annotated[str, typer.Option("--to", help="hf (transformers), or deepspeed-universal.")] = "hf",
     architecture: Annotated[str | None, typer.Option(help="Such as mistral; none: the first that maps.")] = None,
     bar: Annotated[float, typer.Option(help="Largest logit difference that is called good.")] = 1e-5,
 ) -> None:
     """Write a checkpoint for another library, once both have given the same logits; status 1 when they do not."""
-    _only_hf("--to", to)
+    if format_of("--to", to) == UNIVERSAL:
+        from xscale.convert.universal import export_universal
+
+        raise typer.Exit(export_universal(_checkpoints(path), out))
     from xscale.convert.write import export
 
     raise typer.Exit(export(_checkpoints(path), out, architecture=architecture, bar=bar))
@@ -269,23 +299,30 @@ def checkpoint_import(
     run: Annotated[Path, typer.Argument(help="The run folder to make.")],
     config: Annotated[Path | None, typer.Argument(help="A config for everything but the model.")] = None,
     overrides: Overrides = None,
-    origin: Annotated[str, typer.Option("--from", help="hf: what the transformers library saved.")] = "hf",
+    origin: Annotated[str, typer.Option("--from", help="hf (transformers), or deepspeed-universal.")] = "hf",
     bar: Annotated[float, typer.Option(help="Largest logit difference that is called good.")] = 1e-5,
 ) -> None:
     """Make a run of another library's checkpoint, once both have given the same logits; status 1 when they do not."""
-    _only_hf("--from", origin)
+    if format_of("--from", origin) == UNIVERSAL:
+        from xscale.universal import import_universal
+
+        raise typer.Exit(import_universal(source, run, config, overrides or []))
     from xscale.exchange import import_run
 
     raise typer.Exit(import_run(source, run, config, overrides or [], bar=bar))
 
 
-def _only_hf(option: str, given: str) -> None:
-    if given != "hf":
-        raise ConfigError(option, f"there is no conversion for '{given}'", "There is one for hf.")
-    from importlib.util import find_spec
+@checkpoint_app.command("upcycle")
+def checkpoint_upcycle(
+    dense: Annotated[Path, typer.Argument(help="The run folder of a dense model.")],
+    run: Annotated[Path, typer.Argument(help="The run folder to make.")],
+    overrides: Overrides = None,
+    sequences: Annotated[int, typer.Option(min=1, help="Validation sequences of the two losses.")] = 64,
+) -> None:
+    """Make a run with mixtures of experts of a dense run; the overrides say which ffns become mixtures."""
+    from xscale.upcycling import upcycle_run
 
-    if find_spec("transformers") is None:
-        raise ConfigError(option, "the transformers library is not installed", "pip install 'xscale[hf]'")
+    raise typer.Exit(upcycle_run(dense, run, overrides or [], sequences))
 
 
 def _checkpoints(path: Path) -> Path:
@@ -293,46 +330,15 @@ def _checkpoints(path: Path) -> Path:
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
-@bench_app.command(
-    "op",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    add_help_option=False,
-)
-def bench_op(context: typer.Context) -> None:
-    """A fused operator beside its baselines, tests first: OPERATOR [--device D] [--against A,B] [--record]."""
-    from xscale_kernels.bench.__main__ import main as bench
+def _adopt_rank() -> None:
+    """The rank that mpirun or srun gave this process, where one of them started the command itself."""
+    from xscale_launch.adopt import adopt
+    from xscale_launch.errors import LaunchError
 
-    raise typer.Exit(bench(context.args))
-
-
-@bench_app.command("train")
-def bench_train(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    steps: Annotated[int, typer.Option(help="Measured steps of each contestant.")] = 12,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """A training step beside a plain PyTorch loop over the same modules, and beside the dense twin of a mixture."""
-    from xscale.recipe import read
-    from xscale.train.benchmark import bench_train as run
-
-    recipe, _ = read(config, overrides or [])
-    if problems := recipe.check(1):
-        raise ConfigError(problems)
-    found = run(recipe, steps)
-    if json:
-        import json as text
-
-        print(text.dumps(found))
-        return
-    for row in found["rows"]:
-        mfu = "" if row["mfu"] is None else f"  MFU {row['mfu']:.1%}"
-        split = "  ".join(f"{phase} {seconds:.3f}s" for phase, seconds in row["split"].items())
-        print(f"{row['name']:<16} {row['tokens_per_second']:>10,.0f} tokens/s{mfu}  {row['step_seconds']:.3f}s a step")
-        if split:
-            print(f"{'':<16} {split}")
-    for name, value in found["tokens_per_second_ratios"].items():
-        print(f"{name}: {value:.3f} of its tokens/s")
+    try:
+        adopt()
+    except LaunchError as error:
+        raise ConfigError("", str(error)) from None
 
 
 def _data(config: Path, overrides: list[str] | None) -> Any:

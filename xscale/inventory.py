@@ -42,18 +42,22 @@ def families() -> dict[str, Family[Any]]:
     return {family.name: family for family in known}
 
 
-def show(name: str | None, *, as_json: bool) -> None:
-    """Print one family's parts with their traits, or every family's."""
+def show(name: str | None, *, as_json: bool, tokens: int | None = None) -> None:
+    """Print one family's parts with their traits, or every family's; of patterns also what they are over `tokens`."""
     known = families()
     if name is not None and name not in known:
         raise ConfigError(name, "there is no such family", nearest(name, known))
+    if tokens is not None and (name != "pattern" or tokens < 1):
+        raise ConfigError("--tokens", "patterns alone have a density over a sequence", "xscale list pattern --tokens N")
     chosen = known if name is None else {name: known[name]}
+    tables = {family: one.table() for family, one in chosen.items()}
+    if tokens is not None:
+        tables["pattern"] = [row | _over(row["name"], tokens) for row in tables["pattern"]]
     if as_json:
-        tables = {family: one.table() for family, one in chosen.items()}
         print(json.dumps(tables if name is None else tables[name], indent=2))
         return
-    for one in chosen.values():
-        _print(one)
+    for family, one in chosen.items():
+        _print(one, tables[family])
 
 
 def markdown() -> str:
@@ -64,15 +68,34 @@ def markdown() -> str:
     return "\n".join(["| family | parts |", "|---|---|", *rows]) + "\n"
 
 
-def _print(family: Family[Any]) -> None:
+def _over(name: str, tokens: int) -> dict[str, Any]:
+    """A pattern's density over so many tokens, in blocks of 64, with its defaults, and the time a layout takes."""
+    import time
+
+    from xscale.nn.pattern import PATTERNS, density_of
+
+    entry = PATTERNS.get(name)
+    found: dict[str, Any] = {}
+    began = time.perf_counter()
+    for way, causal in (("causal", True), ("both_ways", False)):
+        if entry.traits.causal if causal else entry.traits.bidirectional:
+            found[f"density_{way}"] = round(density_of(entry.part.Config(), tokens, causal, heads=8), 6)
+    return found | {"build_seconds": round((time.perf_counter() - began) / len(found), 4)}
+
+
+def _print(family: Family[Any], rows: list[dict[str, Any]]) -> None:
     """A part takes a line for what it is and one for what it promises, which any width of terminal can show."""
     traits = [field.name for field in dataclasses.fields(family.traits)]
     print(f"{family.name}: {len(family)} parts")
     wide = max(len(name) for name in family.names())
-    for row in family.table():
+    for row in rows:
         print(f"  {row['name']:<{wide}}  {row['summary']}")
         promises = [trait if row[trait] is True else f"{trait}={word(row[trait])}" for trait in traits if row[trait]]
         print(f"  {'':<{wide}}  {'; '.join(promises)}")
+        ways = {"density_causal": "causal", "density_both_ways": "both ways"}
+        dense = [f"{row[key]:.2%} of the blocks {way}" for key, way in ways.items() if key in row]
+        if dense:
+            print(f"  {'':<{wide}}  {', '.join(dense)}; a layout in {row['build_seconds'] * 1e3:.1f} ms")
     print()
 
 

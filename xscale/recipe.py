@@ -15,14 +15,16 @@ from xscale.nn.attention import CORES
 from xscale.nn.mixer import MIXERS, Mixer
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.model import MODELS
-from xscale.nn.module import Part
+from xscale.nn.module import NAMED, Part
 from xscale.objective import OBJECTIVES
+from xscale.optim.optimizer import OPTIMIZERS
 from xscale.optim.schedule import SCHEDULES
 from xscale.parallel.pipeline.check import check_micro_batches
 from xscale.parallel.plan import Plan
 from xscale.train.observe.config import check as check_observers
 from xscale.train.settings import Settings
 from xscale.train.setup import build_meta, check_batch
+from xscale_kernels.operators import unknown
 
 
 class Recipe(Settings):
@@ -34,6 +36,7 @@ class Recipe(Settings):
         schedule = SCHEDULES.of(self.schedule).part
         problems += schedule.check(self.schedule, self.train.steps, "schedule")
         problems += check_observers(self.observe)
+        problems += self._check_kernels() + self._check_optimizer()
         # The vocabulary is known once there is a tokenizer; nothing that is checked here depends on its size.
         model = build_meta(self, 64) if not problems else None
         if model is not None and not self.data.cross_documents:
@@ -44,6 +47,21 @@ class Recipe(Settings):
             here = self.train.batch_size // (self.train.micro_batch_size * dp)
             found += check_batch(self, dp) or check_micro_batches(self.parallel, here, "parallel")
         return problems + found
+
+    def _check_optimizer(self) -> list[Problem]:
+        entry = OPTIMIZERS.of(self.optimizer)
+        if self.parallel.zero.engine == "torch" or entry.traits.elementwise:
+            return []
+        what = f"'{entry.name}' steps whole matrices, and DeepSpeed deals out their elements in a row"
+        able = ", ".join(OPTIMIZERS.able(elementwise=True))
+        return [Problem("optimizer.kind", what, f"Take one of {able}, or parallel.zero.engine=torch.")]
+
+    def _check_kernels(self) -> list[Problem]:
+        wrong = unknown(self.kernels)
+        for operator in self.kernels.keys() - wrong.keys() - set(NAMED):
+            what = f"a run does not name the implementation of '{operator}' here"
+            wrong[operator] = (what, f"It does of {', '.join(NAMED)}.")
+        return [Problem(f"kernels.{at}", what, fix) for at, (what, fix) in wrong.items()]
 
     def _check_model(self) -> list[Problem]:
         entry = MODELS.of(self.model)

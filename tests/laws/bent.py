@@ -3,11 +3,19 @@
 import re
 
 MPI = "MPI's library alone knows the ranks that mpirun started; imported when that is asked for, and not needed else"
+DEEPSPEED = "DeepSpeed has no argument for it, and reads a global"
 BENT: dict[str, dict[str, str]] = {
     # law -> {path, `path: what` or `path:function`: the reason}
     "imports": {
         "launch/xscale_launch/mpi_rank.py: mpi4py": MPI,
         "launch/xscale_launch/mpi_rank.py: mpi4py.MPI": MPI,
+        "launch/xscale_launch/profile_yaml.py: yaml": "for who writes profiles as YAML; without it TOML is asked for",
+    },
+    "nothing global": {
+        "xscale/mesh/environment.py: os.environ": f"{DEEPSPEED}: a variable says on what it computes",
+        "xscale/parallel/deepspeed/engine.py: deepspeed.ops.__compatible_ops__": f"{DEEPSPEED}: what to build",
+        "xscale/measure/storage.py: torch.UntypedStorage.resize_": "torch tells nobody of storages that fully_shard "
+        "resizes; put back when the meter is done",
     },
     "names": {
         "xscale/nn/moe/router/base.py": "BASE is what its authors call it, and a part's file bears the part's name",

@@ -26,7 +26,8 @@ MAY: dict[str, frozenset[str]] = {
     "checkpoint": frozenset({"core", "mesh"}),
     "convert": frozenset({"core", "nn", "data", "checkpoint"}),
     "train": ALL | {"xscale_launch"},
-    "top": ALL | {"xscale_launch", "train", "convert"},
+    "planning": ALL | {"train"},
+    "top": ALL | {"xscale_launch", "train", "convert", "planning"},
 }
 """`top` are the files that stand in xscale/ itself: cli.py, recipe.py and what the commands are made of."""
 NEVER: dict[str, tuple[str, ...]] = {

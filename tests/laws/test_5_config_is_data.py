@@ -16,7 +16,9 @@ from xscale.core.registry import Entry
 from xscale.recipe import read
 
 RUNS = sorted((ROOT / "configs/run").glob("*.y*ml"))
-PARTIAL = sorted(path for path in (ROOT / "configs").rglob("*.y*ml") if path not in RUNS)
+# A comparison is a list of variants, and no part of a run.
+COMPARED = set((ROOT / "configs" / "compare").rglob("*.y*ml"))
+PARTIAL = sorted(path for path in (ROOT / "configs").rglob("*.y*ml") if path not in {*RUNS, *COMPARED})
 
 
 def only_data(value: Any) -> bool:

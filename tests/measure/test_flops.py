@@ -58,6 +58,21 @@ def test_experts_count_by_the_share_that_a_token_visits() -> None:
     assert counted.parameters - counted.active == experts // 2
 
 
+def test_a_memory_counts_the_values_that_a_token_reads() -> None:
+    memory = {"kind": "product_key_memory", "subkeys": 16, "top_k": 4, "heads": 2, "query_width": 8}
+    model = model_of({"kind": "decoder", "width": 32, "stack": {"depth": 1, "block": {**BLOCK, "ffn": memory}}})
+    counted = size(model)
+    assert counted.parameters - counted.active == (256 - 2 * 4) * 32
+    materialize(model, 0)
+    tokens = Tokens.of(torch.randint(V, (1, T)))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(tokens, tokens.ids).backward()
+    masked = sum(6 * one.multiply_adds(T, T) for one in model.modules() if isinstance(one, Attention) and one.causal)
+    # Torch does not count the weighted sum of the values that were read.
+    read = 6 * T * 2 * 4 * 32
+    assert training_flops(model, T, T) + masked - read == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
 def test_a_table_that_is_only_looked_up_is_not_multiplied() -> None:
     tied = size(model_of({"kind": "decoder", "width": 32, "tied": True}))
     apart = size(model_of({"kind": "decoder", "width": 32, "tied": False}))

@@ -2,34 +2,40 @@
 
 import datetime
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from tests.distributed import Pool
+from tests.parallel.models import OBJECTIVES as LEARNS
 from tests.train.tiny import recipe
 from xscale.mesh import axes
+from xscale.mesh.collectives import mean_tensors
 from xscale.mesh.environment import Place, place
 from xscale.mesh.mesh import Mesh, lay_out
 from xscale.nn.init import seed_of
+from xscale.nn.moe.settle import settle
 from xscale.nn.tokens import Tally
 from xscale.objective import OBJECTIVES, Batch, Objective, Specials
-from xscale.optim.optimizer import OPTIMIZERS
+from xscale.optim.optimizer import Optimizer
 from xscale.parallel import context
 from xscale.parallel.plan import Plan
-from xscale.parallel.rest import at_rest, place_in_whole
+from xscale.parallel.rest import Rest, at_rest, lay, place_in_whole
+from xscale.recipe import Recipe
 from xscale.train.evaluate import evaluate
 from xscale.train.settings import Settings
-from xscale.train.setup import build_meta
+from xscale.train.setup import build_meta, engine_of
+from xscale.train.sharded import Sharded
 from xscale.train.share import share
-from xscale.train.step import Stepper, weights_of
+from xscale.train.step import Stepper, finite
 
+TOLERANCE = 1e-9
 DOUBLE = {"compute": "float64", "master": "float64"}
-VOCABULARY, LENGTH, BATCH, MICRO, STEPS, SEED = 67, 23, 8, 2, 3, 5
+VOCABULARY, LENGTH, BATCH, STEPS, SEED = 67, 23, 8, 3, 5
 SPECIALS = Specials(VOCABULARY, pad=0, eos=1, mask=2, sentinels=range(3, 19))
 Piece = tuple[tuple[int, ...], Tensor]
 """Where in the whole it begins, and what it is."""
@@ -40,62 +46,85 @@ class Found:
     """What a rank saw and held."""
 
     numbers: list[float] = field(default_factory=list)
-    """Each step's loss, gradient norm and statistics, then the loss of an evaluation."""
+    """Each step's loss, gradient norm and targets, then the loss of an evaluation."""
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+    """Of mixtures, over the last step."""
     started: dict[str, Piece] = field(default_factory=dict)
+    gradients: dict[str, Piece] = field(default_factory=dict)
+    """Of the first step, not yet clipped."""
     ended: dict[str, Piece] = field(default_factory=dict)
+
+
+def asked(model: dict[str, Any], parallel: dict[str, Any], **sections: Any) -> Recipe:
+    """A recipe in double precision; it learns by what its kind of model learns by."""
+    given: dict[str, Any] = {"precision": DOUBLE, "objective": {"kind": LEARNS[model["kind"]]}, **sections}
+    given["train"] = {"clip": 0.5, "batch_size": BATCH, **given.get("train", {})}
+    given["data"] = {"sequence_length": LENGTH, **given.get("data", {})}
+    return recipe(Path("nowhere"), model=model, parallel=parallel, **given)
 
 
 def built(model: dict[str, Any], parallel: dict[str, Any], **sections: Any) -> tuple[Settings, Mesh, nn.Module, Plan]:
     """This rank's part of the model of a checked recipe."""
-    given: dict[str, Any] = {
-        "precision": DOUBLE,
-        "train": {"clip": 0.5},
-        **sections,
-        "data": {"sequence_length": LENGTH, **sections.get("data", {})},
-    }
-    settings = recipe(Path("nowhere"), model=model, parallel=parallel, **given)
+    settings = asked(model, parallel, **sections)
     here = place()
     problems = settings.check(here.world)
     assert not problems, problems
     mesh = _mesh(settings.parallel.mesh, here)
     network = build_meta(settings, VOCABULARY)
-    plan = Plan(settings.parallel, settings.precision)
+    plan = Plan(settings.parallel, settings.precision, LENGTH)
     return settings, mesh, plan.apply(network, mesh, SEED), plan
 
 
-def trained(
-    model: dict[str, Any], parallel: dict[str, Any], *, without: str = "", steps: int = STEPS, **sections: Any
-) -> Found:
-    """Train on this rank of as many as there are; `without` names a collective to leave out, as `module.name`."""
-    if without:
-        with patch(without, lambda x, *_: x):
-            return trained(model, parallel, steps=steps, **sections)
+def trained(model: dict[str, Any], parallel: dict[str, Any], *, steps: int = STEPS, **sections: Any) -> Found:
+    """Train on this rank of as many as there are."""
     settings, mesh, network, plan = built(model, parallel, **sections)
     spread = context.spread_of(network, mesh, settings.parallel)
-    rests = at_rest(network)
-    found = Found(started=_pieces(rests))
+    every = at_rest(network)
+    rests = [rest for rest in every if rest.parameter.requires_grad]
+    found = Found(started=_pieces(every))
     objective: Objective = OBJECTIVES.build(settings.objective, SPECIALS, LENGTH, SEED)
-    optimizer = OPTIMIZERS.build(settings.optimizer, weights_of(rests))
-    world, clip, degrees = mesh.place.world, settings.train.clip, mesh.degrees
-    many = {"repeats": degrees.tp, "stages": degrees.pp}
-    stepper = Stepper(network, plan, objective, optimizer, rests, mesh.device, world, clip, **many)
-    apart = not settings.data.cross_documents
+    engine = engine_of(settings, network, plan, every, mesh)
+    assert isinstance(engine, Sharded)
+    optimizer = _Watched(engine.optimizer)
+    engine.optimizer = cast(Optimizer, optimizer)
+    degrees = mesh.degrees
+    stepper = Stepper(engine, objective, mesh.device, repeats=degrees.tp * degrees.pp)
+    apart, micro = not settings.data.cross_documents, settings.train.micro_batch_size
     for step in range(steps):
         tally = Tally()
         batches = [
-            share(_batch(objective, step, number, tally, apart), spread)
-            for number in range(mesh.data_rank, BATCH // MICRO, mesh.degrees.dp)
+            share(batch_of(objective, micro, step, number, tally, apart), spread)
+            for number in range(mesh.data_rank, settings.train.batch_size // micro, mesh.degrees.dp)
         ]
-        stepped = stepper.step(batches, 0.01)
+        stepped = stepper.step(batches, 0.01, finite)
         found.numbers += [stepped.loss, stepped.gradient_norm, float(stepped.targets)]
+        found.statistics = mean_tensors(tally.means(), alike=degrees.pp == 1)
+        settle(network, found.statistics, lay)
+    found.gradients = {rest.name: (_at(rest), given) for rest, given in zip(rests, optimizer.first, strict=True)}
     held_out = [
-        (share(_batch(objective, steps, number, None, apart, noisy=False), spread), True)
+        (share(batch_of(objective, micro, steps, number, None, apart, noisy=False), spread), True)
         for number in range(mesh.data_rank, 4, mesh.degrees.dp)
     ]
     bytes_each = torch.ones(VOCABULARY, dtype=torch.long)
     found.numbers.append(evaluate(network, objective, held_out, bytes_each, stages=mesh.degrees.pp).loss)
-    found.ended = _pieces(rests)
+    found.ended = _pieces(every)
     return found
+
+
+class _Watched:
+    """An optimizer that keeps the first gradients that it is given."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.first: list[Tensor] = []
+
+    def step(self, gradients: Sequence[Tensor], lr: float) -> None:
+        self.first = self.first or [one.clone() for one in gradients]
+        self.optimizer.step(gradients, lr)
+
+    def scaled_step(self, gradients: Sequence[Tensor], lr: float, scale: float) -> None:
+        self.first = self.first or [one.clone() for one in gradients]
+        self.optimizer.scaled_step(gradients, lr, scale)
 
 
 def _mesh(config: axes.MeshConfig, here: Place) -> Mesh:
@@ -104,20 +133,24 @@ def _mesh(config: axes.MeshConfig, here: Place) -> Mesh:
     return Mesh(here, degrees, device) if here.alone else lay_out(here, degrees, device, datetime.timedelta(seconds=60))
 
 
-def _batch(
-    objective: Objective, step: int, number: int, tally: Tally | None, apart: bool, *, noisy: bool = True
+def batch_of(
+    objective: Objective, micro: int, step: int, number: int, tally: Tally | None, apart: bool, *, noisy: bool = True
 ) -> Batch:
     """Micro-batch `number` of a step: the same samples, documents (if kept `apart`) and noise whoever reads it."""
     generator = torch.Generator().manual_seed(seed_of(SEED, step, number))
-    tokens = torch.randint(19, VOCABULARY, (MICRO, LENGTH + 1), generator=generator)
+    tokens = torch.randint(19, VOCABULARY, (micro, LENGTH + 1), generator=generator)
     documents = (torch.rand(tokens.shape, generator=generator) < 0.1).long().cumsum(1)
-    index = torch.arange(MICRO) + (step * BATCH + number * MICRO)
-    noise = {"noise": seed_of(SEED, "noise", step, number), "auxiliary": MICRO / BATCH, "tally": tally} if noisy else {}
+    index = torch.arange(micro) + (step * BATCH + number * micro)
+    noise = {"noise": seed_of(SEED, "noise", step, number), "auxiliary": micro / BATCH, "tally": tally} if noisy else {}
     return objective.batch(tokens, documents if apart else None, index, **noise)
 
 
-def _pieces(rests: list[Any]) -> dict[str, Piece]:
-    return {rest.name: (place_in_whole(rest.parameter)[1], rest.local.clone()) for rest in rests}
+def _pieces(rests: list[Rest]) -> dict[str, Piece]:
+    return {rest.name: (_at(rest), rest.local.clone()) for rest in rests}
+
+
+def _at(rest: Rest) -> tuple[int, ...]:
+    return place_in_whole(rest.parameter)[1]
 
 
 def alone(pool: Pool, model: dict[str, Any], **sections: Any) -> Found:
@@ -142,11 +175,24 @@ def compare(one: Found, everyone: list[Found]) -> None:
         for name, (offset, piece) in found.started.items():
             assert torch.equal(piece, within(one.started[name][1], offset, piece)), (rank, name)
         for number, expected in zip(found.numbers, one.numbers, strict=True):
-            assert math.isclose(number, expected, rel_tol=1e-9), (rank, found.numbers, one.numbers)
+            assert math.isclose(number, expected, rel_tol=TOLERANCE), (rank, found.numbers, one.numbers)
+        assert found.statistics.keys() == one.statistics.keys()
+        for name, value in found.statistics.items():
+            # They are kept in single precision.
+            assert torch.allclose(value, one.statistics[name], rtol=1e-5, atol=1e-6), (rank, name)
+        for name, (offset, piece) in found.gradients.items():
+            wanted = one.gradients[name][1]
+            scale = max(wanted.abs().max().item(), 1e-5)
+            assert _apart(piece, within(wanted, offset, piece)) <= TOLERANCE * scale, (rank, "gradient", name)
         for name, (offset, piece) in found.ended.items():
-            wanted = within(one.ended[name][1], offset, piece)
-            difference = (piece - wanted).abs().max().item() if piece.numel() else 0.0
-            assert difference <= 1e-9 * max(1.0, one.ended[name][1].abs().max().item()), (rank, name, difference)
+            wanted = one.ended[name][1]
+            scale = max(wanted.abs().max().item(), 1.0)
+            difference = _apart(piece, within(wanted, offset, piece))
+            assert difference <= TOLERANCE * scale, (rank, name, difference)
+
+
+def _apart(piece: Tensor, wanted: Tensor) -> float:
+    return (piece - wanted).abs().max().item() if piece.numel() else 0.0
 
 
 def within(whole: Tensor, offset: tuple[int, ...], piece: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.conformance.made import core, dims, numbered, qkv, ready, run, tokens
-from tests.distributed import Pool, RankError, distributed
-from tests.parallel.against_one import DOUBLE, Found, alone, compare, same, trained
+from tests.distributed import Pool, distributed
+from tests.parallel.against_one import DOUBLE, Found, alone, same
+from tests.parallel.models import DENSE, SPARSE
 from tests.train.test_layouts import one_rank
 from tests.train.test_layouts import same as same_run
 from tests.train.tiny import recipe
@@ -22,70 +22,6 @@ from xscale.parallel.context import STYLES
 from xscale.parallel.context.sight import PieceSight, View
 from xscale.parallel.context.spread import Spread, cut
 
-DENSE: dict[str, Any] = {
-    "kind": "decoder",
-    "width": 32,
-    "dropout": 0.1,
-    "stack": {
-        "depth": 2,
-        "block": {
-            "mixer": {"kind": "attention", "heads": 4, "kv_heads": 1, "bias": True, "qk_norm": {"kind": "rms"}},
-            "ffn": {"kind": "gated", "hidden": 48},
-            "dropout": 0.1,
-        },
-    },
-}
-MIXTURE: dict[str, Any] = {
-    "kind": "decoder",
-    "width": 32,
-    "tied": False,
-    "position": {"kind": "learned"},
-    "stack": {
-        "depth": 2,
-        "block": {
-            "mixer": {"kind": "attention", "heads": 4, "kv_heads": 2},
-            "ffn": {"kind": "gated", "hidden": 48},
-            "placement": "sandwich",
-            "dropout": 0.1,
-        },
-        "rules": [
-            {
-                "every": 2,
-                "at": 1,
-                "mixer": {
-                    "kind": "attention",
-                    "heads": 4,
-                    "core": {"kind": "block_sparse", "block": 4, "pattern": {"kind": "bigbird"}},
-                },
-                "ffn": {
-                    "kind": "moe",
-                    "experts": 4,
-                    "capacity_factor": 1.25,
-                    "router": {"kind": "topk", "jitter": 0.05, "z": 0.01, "balance": 0.1},
-                    "expert": {"kind": "dense", "hidden": 16, "bias": True},
-                    "shared": {"kind": "gated", "hidden": 16},
-                    "mix": "softmax",
-                },
-            }
-        ],
-    },
-}
-PAIR: dict[str, Any] = {
-    "kind": "encoder_decoder",
-    "width": 32,
-    "position": {"kind": "alibi"},
-    "encoder": {"depth": 1, "block": {"mixer": {"kind": "attention", "heads": 4}, "ffn": {"kind": "dense"}}},
-    "decoder": {
-        "depth": 1,
-        "block": {
-            "mixer": {"kind": "attention", "heads": 4, "kv_heads": 2},
-            "cross": {"kind": "attention", "heads": 4, "bias": True},
-            "ffn": {"kind": "dense"},
-            "placement": "post",
-        },
-    },
-}
-
 
 @pytest.fixture(scope="module")
 def dense(pool: Pool) -> Found:
@@ -95,14 +31,8 @@ def dense(pool: Pool) -> Found:
 
 @pytest.fixture(scope="module")
 def mixture(pool: Pool) -> Found:
-    """A mixture of experts on one process."""
-    return alone(pool, MIXTURE)
-
-
-@pytest.fixture(scope="module")
-def pair(pool: Pool) -> Found:
-    """An encoder-decoder on one process."""
-    return alone(pool, PAIR, objective={"kind": "span"})
+    """A mixture of experts on one process, with patterns."""
+    return alone(pool, SPARSE)
 
 
 def layout(style: str = "auto", **others: Any) -> dict[str, Any]:
@@ -111,55 +41,13 @@ def layout(style: str = "auto", **others: Any) -> dict[str, Any]:
     return {"mesh": mesh, "context": {"style": style}, **others}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "parallel"),
-    [
-        (2, layout("ring", recompute={"every": 1})),
-        (4, layout("ring", mesh={"cp": 4})),
-        (4, layout("ring", mesh={"tp": 2}, tensor={"sequence": True})),
-        (4, layout("ring", zero={"stage": 3})),
-        (2, layout("ulysses", recompute={"every": 1})),
-        (4, layout("ulysses", mesh={"cp": 4})),
-        (4, layout("ulysses", zero={"stage": 0})),
-        (4, layout("ulysses", zero={"stage": 3})),
-        (4, layout("ulysses", mesh={"tp": 2}, tensor={"sequence": True})),
-    ],
-    ids=[
-        "ring2",
-        "ring4",
-        "ring2-sp2",
-        "ring2-dp2-zero3",
-        "ulysses2",
-        "ulysses4",
-        "ulysses2-dp2-zero0",
-        "ulysses2-dp2-zero3",
-        "ulysses2-sp2",
-    ],
-)
-def test_a_dense_decoder(ranks: int, parallel: dict[str, Any], dense: Found, pool: Pool) -> None:
-    same(pool, dense, ranks, DENSE, parallel)
+@pytest.mark.parametrize("style", ["ring", "ulysses"])
+def test_four_ranks_of_one_sequence(style: str, dense: Found, pool: Pool) -> None:
+    same(pool, dense, 4, DENSE, layout(style, mesh={"cp": 4}))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "parallel"),
-    [
-        (2, layout("ulysses", mesh={"ep": 2})),
-        (4, layout("ulysses", mesh={"ep": 2}, zero={"stage": 3})),
-        (4, layout("ulysses", mesh={"tp": 2, "ep": 2})),
-    ],
-    ids=["ulysses2-ep2", "ulysses2-ep2-dp2-zero3", "ulysses2-tp2-ep2"],
-)
-def test_a_mixture_of_experts(ranks: int, parallel: dict[str, Any], mixture: Found, pool: Pool) -> None:
-    same(pool, mixture, ranks, MIXTURE, parallel)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "parallel"),
-    [(2, layout("ulysses")), (2, layout("ring")), (4, layout("ring", mesh={"tp": 2}))],
-    ids=["ulysses2", "ring2", "ring2-tp2"],
-)
-def test_an_encoder_decoder(ranks: int, parallel: dict[str, Any], pair: Found, pool: Pool) -> None:
-    same(pool, pair, ranks, PAIR, parallel, objective={"kind": "span"})
+def test_patterns_by_heads(mixture: Found, pool: Pool) -> None:
+    same(pool, mixture, 4, SPARSE, layout("ulysses", mesh={"tp": 2, "ep": 2}))
 
 
 def of_core(core: dict[str, Any]) -> dict[str, Any]:
@@ -184,41 +72,6 @@ def test_a_style_of_its_own(style: str, core: dict[str, Any], pool: Pool) -> Non
     same(pool, one, 2, model, layout(style))
     same(pool, one, 4, model, layout(style, mesh={"cp": 4}))
     same(pool, one, 4, model, layout(style, mesh={"tp": 2}, zero={"stage": 3}))
-
-
-@pytest.mark.parametrize("name", ["ulysses.exchange", "ring.pass_on", "mixture", "noise"])
-def test_the_comparison_fails_without_one_collective(name: str, mixture: Found, dense: Found, pool: Pool) -> None:
-    """Negative control: what does not leave its rank, or noise drawn for the piece, must not pass for the same."""
-    style = name.partition(".")[0] if "." in name else "ulysses"
-    one, model = (dense, DENSE) if style == "ring" else (mixture, MIXTURE)
-    with pytest.raises(RankError) as caught:
-        pool.run(without, 2, name, one, model, layout(style))
-    for text in caught.value.texts.values():
-        assert "in compare" in text, text
-
-
-class Stays:
-    """In the place of what goes round: it does not."""
-
-    def __init__(self, x: Tensor, group: object) -> None:
-        self.x = x
-
-    def wait(self) -> Tensor:
-        return self.x
-
-
-def without(name: str, one: Found, model: dict[str, Any], parallel: dict[str, Any]) -> None:
-    """Train with one collective replaced, and compare."""
-    steads: dict[str, tuple[str, Any]] = {
-        "ulysses.exchange": ("ulysses.exchange", lambda rows, *_: rows),
-        "ring.pass_on": ("ring.pass_on", Stays),
-        "mixture": ("spread.gather_in", lambda x, length, group: x.repeat(1, group.size(), 1)),
-        "noise": ("spread_drop", lambda drop: drop),
-    }
-    target, stead = steads[name]
-    with patch(f"xscale.parallel.context.{target}", stead):
-        found = trained(model, parallel)
-    compare(one, [found])
 
 
 @distributed(ranks=2)

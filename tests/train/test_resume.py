@@ -36,9 +36,9 @@ def stopped_by_signal(folder: Path, name: str, at: int) -> int:
         Loop._count = before  # type: ignore[method-assign]
 
 
-def equal(folder: Path, ours: str, theirs: str) -> None:
+def equal(folder: Path, ours: str, theirs: str, last: int = 6) -> None:
     assert losses(folder, ours) == losses(folder, theirs)
-    mine, other = (load_tensors(folder / name / "checkpoints" / "step-00000006") for name in (ours, theirs))
+    mine, other = (load_tensors(folder / name / "checkpoints" / f"step-{last:08d}") for name in (ours, theirs))
     assert mine.keys() == other.keys()
     assert all(torch.equal(mine[name], other[name]) for name in mine)
 

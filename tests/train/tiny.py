@@ -63,7 +63,7 @@ def recipe(folder: Path, name: str = "run", **sections: dict[str, Any]) -> Recip
     }
     data["train"]["baseline"] = False
     for key, section in sections.items():
-        data[key] = section if key == "model" else {**data.get(key, {}), **section}
+        data[key] = section if key in ("model", "plugins") else {**data.get(key, {}), **section}
     return decode(Recipe, data)
 
 

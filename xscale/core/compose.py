@@ -61,6 +61,8 @@ class Composed:
 
     data: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, str] = field(default_factory=dict)
+    files: list[Path] = field(default_factory=list)
+    """Every file that was read, or looked for and not there: while none changes, the rest does not."""
 
 
 def parse(text: str, name: str) -> Any:
@@ -97,6 +99,7 @@ def _add_file(composed: Composed, file: Path, above: tuple[Path, ...]) -> None:
     if file in above:
         chain = " -> ".join(str(one) for one in (*above, file))
         raise ConfigError(str(file), f"`use` goes in a circle: {chain}", "Remove one of them.")
+    composed.files.append(file.absolute())
     try:
         data = parse(file.read_text(encoding="utf-8"), str(file))
     except OSError as error:
@@ -113,11 +116,11 @@ def _add_file(composed: Composed, file: Path, above: tuple[Path, ...]) -> None:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{file}: use", "this names no configs", "For example use: [model/switch_tiny, data/stdlib].")
     for name in names:
-        _add_file(composed, _find(name, file), (*above, file))
+        _add_file(composed, _find(composed, name, file), (*above, file))
     _merge(composed, composed.data, data, "", str(file))
 
 
-def _find(name: str, user: Path) -> Path:
+def _find(composed: Composed, name: str, user: Path) -> Path:
     """`use: [model/tiny]` means `configs/model/tiny.yaml`: looked for beside the file and in the folders above it."""
     wanted = Path(name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
     if wanted.is_absolute():
@@ -127,6 +130,7 @@ def _find(name: str, user: Path) -> Path:
         for root in (folder, folder / "configs"):
             if (root / wanted).is_file():
                 return root / wanted
+            composed.files.append(root / wanted)
     raise ConfigError(
         f"{user}: use",
         f"'{name}' is in none of the folders above this file",

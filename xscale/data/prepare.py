@@ -41,31 +41,41 @@ def prepare(config: DataConfig, *, processes: int | None = None, progress: bool 
     if not (folder / MANIFEST).exists():
         # Fail on a corpus that is not there before anything is written.
         shards = plan(config)
-        with _alone(folder, progress):
+        with alone(folder, progress):
             if not (folder / MANIFEST).exists():
                 _make(config, shards, processes, progress)
     else:
-        _unchanged(config, folder)
+        unchanged(config, folder)
     return open_prepared(config)
 
 
 def _make(config: DataConfig, shards: list[list], processes: int | None, progress: bool) -> None:  # type: ignore[type-arg]
-    folder = folder_of(config)
-    for leftover in folder.glob("*.part"):
-        leftover.unlink()
-    if TOKENIZERS.of(config.tokenizer).part.missing(config.tokenizer, folder):
-        train_tokenizer(config, progress=progress)
+    begin(config, progress)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = processes or config.workers or cores
     total = sum(one.size for portions in shards for one in portions)
     with Progress(f"tokenising with {processes} processes", total, shown=progress) as bar:
         for size in spread(prepare_shard, [(config, number, one) for number, one in enumerate(shards)], processes):
             bar.advance(size)
+    finish(config)
+
+
+def begin(config: DataConfig, progress: bool) -> None:
+    """What comes before the shards: the folder rid of halves, the tokenizer trained. The lock is held."""
+    folder = folder_of(config)
+    for leftover in folder.glob("*.part"):
+        leftover.unlink()
+    if TOKENIZERS.of(config.tokenizer).part.missing(config.tokenizer, folder):
+        train_tokenizer(config, progress=progress)
+
+
+def finish(config: DataConfig) -> None:
+    """What comes after all shards: the merged set with its manifest. The lock is held."""
     merge(config)
-    shutil.rmtree(folder / "shards")
+    shutil.rmtree(folder_of(config) / "shards")
 
 
-def _unchanged(config: DataConfig, folder: Path) -> None:
+def unchanged(config: DataConfig, folder: Path) -> None:
     """ConfigError when the corpus is there and is not the one that was prepared. One that is gone is not needed."""
     manifest = open_prepared(config).manifest
     assert manifest is not None
@@ -80,7 +90,7 @@ def _unchanged(config: DataConfig, folder: Path) -> None:
 
 
 @contextmanager
-def _alone(folder: Path, progress: bool) -> Iterator[None]:
+def alone(folder: Path, progress: bool) -> Iterator[None]:
     """Hold the folder's lock, which a dead process lets go of by itself."""
     with disk(folder):
         folder.mkdir(parents=True, exist_ok=True)

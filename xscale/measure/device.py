@@ -1,6 +1,8 @@
-"""The most floating-point operations a second that a device can do: what MFU is a share of."""
+"""What devices can do: floating-point operations a second (what MFU is a share of), memory, and links between them."""
 
+import os
 import time
+from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +17,71 @@ PEAKS = {
     "L40S": 362e12,
     "V100": 125e12,
 }
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device among others of its kind. Bytes, bytes a second in one direction, FLOP/s in bfloat16."""
+
+    name: str
+    flops: float
+    memory: float
+    bandwidth: float
+    """Between the device and its memory."""
+    link: float
+    """To the devices of the same node."""
+    network: float
+    """To those of another node."""
+    node: int
+    """Devices of a node."""
+    runtime: float = 0.0
+    """Memory that the driver, its libraries and their communicators take: a habitual figure, not a measured one."""
+    slack: float = 0.0
+    """Share of the peak that an allocator holds on top because of how it divides memory: habitual as well."""
+    reach: float = 1.0
+    """Share of `flops` that large products reach."""
+    source: str = ""
+
+    def flops_in(self, dtype: torch.dtype) -> float:
+        """FLOP/s in a number format."""
+        return self.flops / (1 if dtype == torch.bfloat16 or self.name == "cpu" else _NARROWER.get(dtype, 15))
+
+
+_NARROWER = {torch.float32: 2, torch.float64: 15}
+
+
+def _gpu(name: str, flops: float, memory: float, bandwidth: float, link: float, network: float, source: str) -> Device:
+    return Device(name, flops, memory, bandwidth, link, network, 8, runtime=2e9, slack=0.05, reach=0.7, source=source)
+
+
+DEVICES: dict[str, Device] = {
+    "h100": _gpu("h100", 989e12, 80e9, 3.35e12, 450e9, 50e9, "NVIDIA H100 SXM and DGX H100 data sheets"),
+    "h200": _gpu("h200", 989e12, 141e9, 4.8e12, 450e9, 50e9, "NVIDIA H200 SXM and DGX H200 data sheets"),
+    "a100": _gpu("a100", 312e12, 80e9, 2.039e12, 300e9, 25e9, "NVIDIA A100 80GB SXM and DGX A100 data sheets"),
+}
+"""Those that a plan can be made for, beside `cpu`, which is the one that plans."""
+
+
+def device_named(name: str, dtype: torch.dtype) -> Device:
+    """A device by its name; `cpu` is measured here. KeyError for one that is not known."""
+    if name != "cpu":
+        return DEVICES[name]
+    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    bandwidth = _copied()
+    # Processes of one machine speak through its memory, copying several times.
+    speed = bandwidth / 4
+    return Device("cpu", _measured(dtype), memory, bandwidth, speed, speed, 1, source="measured on this machine")
+
+
+def _copied() -> float:
+    """Bytes a second, read and written, of the best of a few copies of 64 MB."""
+    a, b = torch.ones(1 << 24), torch.empty(1 << 24)
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        b.copy_(a)
+        best = min(best, time.perf_counter() - start)
+    return 2 * 4 * (1 << 24) / best
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

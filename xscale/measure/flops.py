@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from xscale.nn.ffn import shares_met
 from xscale.nn.head import Head
 from xscale.nn.linear import Embedding
 from xscale.nn.mixer import Mixer
@@ -17,7 +18,7 @@ class Size:
 
     parameters: int
     active: int
-    """Parameters that one token meets: a mixture's experts count by the share of them a token visits."""
+    """Parameters that one token meets: experts and the values of a memory count by the share that a token uses."""
     multiplied: int
     """Active parameters that are multiplied with activations: tables that are only looked up do not count."""
 
@@ -55,20 +56,18 @@ class _Count:
 
 
 def _counts(model: nn.Module) -> Iterator[_Count]:
-    shares = {
-        path: float(module.active_share()) for path, module in model.named_modules() if hasattr(module, "active_share")
-    }
+    shares = shares_met(model)
     heads = {id(module.weight) for module in model.modules() if isinstance(module, Head)}
     tables = {id(module.weight) for module in model.modules() if isinstance(module, Embedding)} - heads
     axes = parameter_axes(model)
     for name, parameter in model.named_parameters():
-        share = 1.0
-        if "experts" in axes[name]:
-            share = next(share for path, share in shares.items() if name.startswith(f"{path}."))
         multiplied = id(parameter) not in tables and "tokens" not in axes[name]
         # A tied table is used by the head, which writes the target.
         yield _Count(
-            parameter.numel(), parameter.numel() * share, multiplied, _reads(name) and id(parameter) not in heads
+            parameter.numel(),
+            parameter.numel() * shares.get(name, 1.0),
+            multiplied,
+            _reads(name) and id(parameter) not in heads,
         )
 
 

@@ -1,13 +1,16 @@
 """The axes of the mesh as pure arithmetic: degrees, rank order, and experts folded over the same ranks."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from xscale.core.config import Config
 from xscale.core.errors import Problem
 
-DENSE = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Rank order, outermost first: tp neighbours are next to each other."""
+Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
+DENSE: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""The usual rank order, outermost first: tp neighbours are next to each other."""
 
 EXPERTS = ("pp", "dp_replicate", "expert_shard", "ep", "tp")
 """The same ranks as expert layers see them."""
@@ -28,6 +31,9 @@ class MeshConfig(Config):
     """Ranks that share one layer's experts; folded over dp_shard x cp, and x tp where tp stays out of experts."""
     tp_in_experts: bool = True
     """Whether tp cuts inside experts too; otherwise experts are whole, and tp ranks share out the rows they compute."""
+    order: tuple[Axis, ...] = DENSE
+    """Which ranks are neighbours: along the last axis those next to each other, along the first those farthest apart.
+    Put last what talks most, so that it stays within a node."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class Degrees:
     tp: int = 1
     ep: int = 1
     tp_in_experts: bool = True
+    order: tuple[Axis, ...] = DENSE
 
     @property
     def world(self) -> int:
@@ -71,22 +78,43 @@ class Degrees:
         """Whether expert layers are spread otherwise than the rest."""
         return self.ep > 1 or self.expert_tp != self.tp
 
-    def coordinate(self, rank: int, axis: Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]) -> int:
+    def coordinate(self, rank: int, axis: Axis) -> int:
         """The rank's place on an axis."""
         below = 1
-        for name in reversed(DENSE):
-            size = getattr(self, name)
+        for name in reversed(self.order):
+            size = int(getattr(self, name))
             if name == axis:
-                return rank // below % int(size)
+                return rank // below % size
             below *= size
         raise AssertionError(axis)
+
+    def rank(self, **places: int) -> int:
+        """Who is at these places, one for each axis."""
+        found = 0
+        for name in self.order:
+            found = found * int(getattr(self, name)) + places[name]
+        return found
+
+    def lines(self, *axes: Axis) -> list[list[int]]:
+        """Ranks that differ on these axes alone, in ascending order; a line for each place on the others, in the
+        order of DENSE."""
+        others = [axis for axis in DENSE if axis not in axes]
+        return [
+            sorted(self.rank(**dict(place), **dict(along)) for along in self._places(axes))
+            for place in self._places(others)
+        ]
+
+    def _places(self, axes: Iterable[Axis]) -> list[list[tuple[str, int]]]:
+        """Every place on some axes, as pairs of axis and place."""
+        ranges = [[(axis, place) for place in range(getattr(self, axis))] for axis in axes]
+        return [list(place) for place in product(*ranges)]
 
 
 def fill(mesh: MeshConfig, world: int) -> Degrees:
     """The degrees for `world` ranks; -1 takes what is left. Call `check` first: this asserts."""
     rest = mesh.pp * mesh.dp_replicate * mesh.cp * mesh.tp
     shard = world // rest if mesh.dp_shard == -1 else mesh.dp_shard
-    degrees = Degrees(mesh.pp, mesh.dp_replicate, shard, mesh.cp, mesh.tp, mesh.ep, mesh.tp_in_experts)
+    degrees = Degrees(mesh.pp, mesh.dp_replicate, shard, mesh.cp, mesh.tp, mesh.ep, mesh.tp_in_experts, mesh.order)
     assert degrees.world == world, f"{degrees} does not make {world} ranks"
     return degrees
 
@@ -94,6 +122,9 @@ def fill(mesh: MeshConfig, world: int) -> Degrees:
 def check(mesh: MeshConfig, world: int, path: str = "parallel.mesh") -> list[Problem]:
     """What keeps the axes from making `world` ranks, each with what would."""
     problems = []
+    if sorted(mesh.order) != sorted(DENSE):
+        what = f"{', '.join(mesh.order) or 'nothing'} is no order of the axes, each once"
+        problems.append(Problem(f"{path}.order", what, f"Such as {', '.join(DENSE)}."))
     for axis in (*DENSE, "ep"):
         degree = getattr(mesh, axis)
         if degree < 1 and not (axis == "dp_shard" and degree == -1):
@@ -125,4 +156,4 @@ def replace_shard(mesh: MeshConfig, shard: int) -> MeshConfig:
     return mesh.model_copy(update={"dp_shard": shard})
 
 
-__all__ = ["DENSE", "EXPERTS", "Degrees", "MeshConfig", "check", "fill", "replace_shard"]
+__all__ = ["DENSE", "EXPERTS", "Axis", "Degrees", "MeshConfig", "check", "fill", "replace_shard"]

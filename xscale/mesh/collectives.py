@@ -35,6 +35,15 @@ def barrier() -> None:
         dist.barrier()
 
 
+def gather(word: Any) -> list[Any]:
+    """What every rank says, in their order: plain data, pickled. A rank that is gone makes it raise."""
+    if not dist.is_initialized():
+        return [word]
+    words: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(words, word)
+    return words
+
+
 class _Exchange(torch.autograd.Function):
     """All-to-all of rows; its gradient is the exchange the other way."""
 
@@ -69,8 +78,8 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def mean_tensors(values: dict[str, Tensor], *, alike: bool = True) -> dict[str, Tensor]:
-    """Each value averaged over all ranks. Every rank must hold the same names and shapes unless `alike` is false: then
-    the average is over those that hold the name, and all of them get it."""
+    """Each value (float64) averaged over all ranks. Every rank must hold the same names and shapes unless `alike` is
+    false: then the average is over those that hold the name, and all of them get it."""
     if not dist.is_initialized() or not (values or not alike):
         return values
     if not alike:
@@ -92,7 +101,8 @@ def _mean_of_some(values: dict[str, Tensor]) -> dict[str, Tensor]:
         return {}
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     held = {
-        name: values[name] if name in values else torch.zeros(shape, device=device) for name, shape in merged.items()
+        name: values[name] if name in values else torch.zeros(shape, dtype=torch.float64, device=device)
+        for name, shape in merged.items()
     }
     means = mean_tensors(held)
     return {name: value * (len(everyone) / sum(name in one for one in everyone)) for name, value in means.items()}

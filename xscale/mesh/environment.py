@@ -1,4 +1,4 @@
-"""The one place outside the launcher that reads the process environment: which rank of how many this process is."""
+"""The one place outside the launcher that reads and writes the process environment: which rank of how many this is."""
 
 import os
 from dataclasses import dataclass
@@ -30,3 +30,8 @@ def place() -> Place:
         return Place()
     rank, world, local_rank, local_world = (int(os.environ.get(name, "0" if "RANK" in name else "1")) for name in names)
     return Place(rank, world, local_rank, local_world)
+
+
+def choose_accelerator(kind: str) -> None:
+    """Tell DeepSpeed, which reads it when it is first imported, whether to compute on `cpu` or `cuda`."""
+    os.environ["DS_ACCELERATOR"] = kind

@@ -1,15 +1,20 @@
 """The mesh of processes: the one file that makes process groups."""
 
+import contextlib
 import datetime
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from xscale.core.errors import ConfigError
 from xscale.mesh.axes import DENSE, EXPERTS, Degrees
 from xscale.mesh.environment import Place
+from xscale.mesh.meeting import apart
 
 
 @dataclass(frozen=True)
@@ -48,49 +53,111 @@ class Mesh:
         return replica * self.degrees.dp_shard + self.degrees.coordinate(rank, "dp_shard")
 
 
-def start(place: Place, degrees: Degrees, device: torch.device, timeout_seconds: float) -> Mesh:
-    """Join the run's process group and lay out its axes. Collective; ConfigError when the port is taken."""
+LATER_SECONDS = 30.0
+"""How much later than the watchdog, which knows more, a collective itself gives up."""
+
+
+def start(
+    place: Place, degrees: Degrees, device: torch.device, timeout_seconds: float, met: Callable[[], None] = lambda: None
+) -> Mesh:
+    """Join the run's process group and lay out its axes. Collective; ConfigError when the port is taken.
+
+    `met` is called once the ranks can talk, before any further group is made.
+    """
     if place.alone:
         return Mesh(place, degrees, device)
-    timeout = datetime.timedelta(seconds=timeout_seconds)
+    timeout = datetime.timedelta(seconds=timeout_seconds + LATER_SECONDS)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        try:
-            dist.init_process_group(backend, rank=place.rank, world_size=place.world, timeout=timeout)
-        except (dist.DistNetworkError, RuntimeError) as error:
-            if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
-                raise
-            fix = "Choose another with torchrun's --master-port, or leave it out and let the launcher find a free one."
-            raise ConfigError("MASTER_PORT", "the port is in use by another program", fix) from None
+    meet(place, backend, timeout)
+    met()
     return lay_out(place, degrees, device, timeout)
 
 
-def lay_out(place: Place, degrees: Degrees, device: torch.device, timeout: datetime.timedelta) -> Mesh:
+def meet(place: Place, backend: str, timeout: datetime.timedelta) -> None:
+    """Join the process group of all ranks, at MASTER_ADDR and MASTER_PORT; ConfigError when the port is taken."""
+    if dist.is_initialized():
+        return
+    try:
+        found = dist.rendezvous("env://", place.rank, place.world, timeout=timeout)  # type: ignore[attr-defined]
+        store, rank, world = next(found)
+        own = apart(store, rank, world, timeout)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=timeout)
+    except (dist.DistNetworkError, RuntimeError) as error:
+        if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+            raise
+        fix = "Choose another with torchrun's --master-port, or leave it out and let the launcher find a free one."
+        raise ConfigError("MASTER_PORT", "the port is in use by another program", fix) from None
+
+
+@contextlib.contextmanager
+def among(ranks: Sequence[int], backend: str, timeout: datetime.timedelta) -> Iterator[dist.ProcessGroup]:
+    """A group of some of the ranks, made by them alone, for a while.
+
+    Torch names such a group by its ranks and by how many groups there are, so that two ranks agree on the name only if
+    both hold as many: a group of two that stayed would make its ranks miss others later.
+    """
+    group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
+@contextmanager
+def pretend(place: Place, degrees: Degrees) -> Iterator[Mesh]:
+    """The mesh as one of its ranks sees it, without any other: collectives do nothing (torch's fake backend)."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    assert not dist.is_initialized(), "a real run is going on here"
+    device, timeout = torch.device("cpu"), datetime.timedelta(minutes=10)
+    if place.alone:
+        yield Mesh(place, degrees, device)
+        return
+    dist.init_process_group("fake", rank=place.rank, world_size=place.world, store=FakeStore())
+    try:
+        yield lay_out(place, degrees, device, timeout, "fake")
+    finally:
+        leave()
+
+
+def lay_out(
+    place: Place, degrees: Degrees, device: torch.device, timeout: datetime.timedelta, background_by: str = "gloo"
+) -> Mesh:
     """The axes over a process group that is already there."""
-    kind = device.type
-    shape = (degrees.pp, degrees.dp_replicate, degrees.dp_shard * degrees.cp, 1, degrees.tp)
-    dense = init_device_mesh(kind, shape, mesh_dim_names=DENSE)
-    copies = (degrees.pp, degrees.dp * degrees.cp, 1, 1, degrees.tp)
-    replicas = init_device_mesh(kind, copies, mesh_dim_names=DENSE)
-    last = (degrees.ep, degrees.expert_tp)
-    experts = init_device_mesh(
-        kind, (degrees.pp, degrees.dp_replicate, degrees.expert_shard, *last), mesh_dim_names=EXPERTS
+    dense, experts, replicas, expert_replicas = grids(degrees)
+    meshes = (
+        DeviceMesh(device.type, dense, mesh_dim_names=DENSE),
+        DeviceMesh(device.type, experts, mesh_dim_names=EXPERTS),
+        DeviceMesh(device.type, replicas, mesh_dim_names=DENSE),
+        DeviceMesh(device.type, expert_replicas, mesh_dim_names=EXPERTS),
     )
-    kept = degrees.dp_replicate * degrees.expert_shard
-    expert_replicas = init_device_mesh(kind, (degrees.pp, kept, 1, *last), mesh_dim_names=EXPERTS)
-    background = dist.new_group(backend="gloo", timeout=timeout)
+    background = dist.new_group(backend=background_by, timeout=timeout)
     context = None
     if degrees.cp > 1:
-        lines = torch.arange(degrees.world).view(-1, degrees.cp, degrees.tp).transpose(1, 2).flatten(0, 1).tolist()
-        context = dist.new_subgroups_by_enumeration(lines, timeout=timeout)[0]  # type: ignore[no-untyped-call]
+        context = dist.new_subgroups_by_enumeration(degrees.lines("cp"), timeout=timeout)[0]  # type: ignore[no-untyped-call]
     forth = back = None
     if degrees.pp > 1:
-        lines = dense.mesh.flatten(1).t().tolist()
+        lines = degrees.lines("pp")
         forth, back = (dist.new_subgroups_by_enumeration(lines, timeout)[0] for _ in range(2))  # type: ignore[no-untyped-call]
-    meshes = (dense, experts, replicas, expert_replicas)
     return Mesh(place, degrees, device, *meshes, background, context, timeout, forth, back)
+
+
+def grids(degrees: Degrees) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The ranks along the axes of `dense`, `experts`, `replicas` and `expert_replicas`.
+
+    Where axes are joined, ranks ascend along the joint one, as they do within a process group.
+    """
+    pp, copies, tp, ep = degrees.pp, degrees.dp_replicate, degrees.tp, degrees.ep
+    shards = torch.tensor(degrees.lines("dp_shard", "cp")).view(pp, copies, tp, -1)
+    dense = shards.transpose(2, 3).unsqueeze(3)
+    folded = shards if degrees.tp_in_experts else torch.tensor(degrees.lines("dp_shard", "cp", "tp"))
+    experts = folded.view(pp, copies, degrees.expert_tp, degrees.expert_shard, ep).permute(0, 1, 3, 4, 2)
+    every = torch.tensor(degrees.lines("dp_replicate", "dp_shard", "cp")).view(pp, tp, -1)
+    replicas = every.transpose(1, 2)[:, :, None, None]
+    joint = experts.flatten(1, 2).sort(1).values
+    return dense, experts, replicas, joint.unsqueeze(2)
 
 
 def leave() -> None:

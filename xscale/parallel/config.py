@@ -6,9 +6,22 @@ from xscale.core.config import Config
 from xscale.mesh.axes import MeshConfig
 
 
+class OffloadConfig(Config):
+    optimizer: Literal["none", "cpu", "nvme"] = "none"
+    """Where optimizer states and parameters at rest are kept instead of on the device, and stepped (deepspeed)."""
+    parameters: Literal["none", "cpu", "nvme"] = "none"
+    """Where each rank's part of the parameters waits until it is used (deepspeed, stage 3)."""
+    folder: str | None = None
+    """A folder on the disk that nvme means."""
+
+
 class ZeroConfig(Config):
+    engine: Literal["torch", "deepspeed"] = "torch"
+    """Who shares out: torch's fully_shard, or DeepSpeed, which can offload (over data and tensor parallelism)."""
     stage: Literal[0, 1, 2, 3] = 1
     """What data-parallel ranks share out: nothing (0), optimizer states (1), gradients too (2), parameters too (3)."""
+    offload: OffloadConfig = OffloadConfig()
+    """What leaves the device."""
 
 
 class TensorConfig(Config):
@@ -53,7 +66,7 @@ class ParallelConfig(Config):
     compile: bool = False
     """Compile each block with torch.compile."""
     timeout_seconds: float = 600.0
-    """A collective that waits longer ends the run with its name."""
+    """A run that gets on no more for so long ends, and names the rank that hangs and the collective it is missed in."""
 
 
 class PrecisionConfig(Config):
@@ -61,3 +74,6 @@ class PrecisionConfig(Config):
     """Number format of activations and of parameters in use."""
     master: Literal["float64", "float32"] = "float32"
     """Number format of parameters at rest, gradients and optimizer states."""
+    float8: Literal["tensor", "row"] | None = None
+    """Multiply linear maps, but not experts and the head, in float8 with a scale for each tensor or for each row; null:
+    in `compute`. Needs a GPU of compute capability 8.9 (row: 9.0). A rank of tp scales its own part of a weight."""

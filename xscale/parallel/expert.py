@@ -68,18 +68,24 @@ class AllToAll:
         ranks = self.group.size()
         sent = counts.view(ranks, -1)  # [R, E/R]
         came = exchange_counts(sent, self.group)
-        outgoing, incoming = torch.stack((sent.sum(1), came.sum(1))).tolist()
+        outgoing, incoming = self.sizes(sent, came)
         arrived = exchange(rows, outgoing, incoming, self.group)
         # Arrived by (rank, expert); the experts want (expert, rank).
-        order, back = _by_expert(came)
+        order, back = _by_expert(came, len(arrived))
         made = experts(arrived[order], came.sum(0))
         return exchange(made[back], incoming, outgoing, self.group)
 
+    def sizes(self, sent: Tensor, came: Tensor) -> tuple[list[int], list[int]]:
+        """Rows to each rank and from each; the one place that waits for counts [R, E/R]."""
+        outgoing, incoming = torch.stack((sent.sum(1), came.sum(1))).tolist()
+        return outgoing, incoming
 
-def _by_expert(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """From rows ordered by (rank, expert) to rows ordered by (expert, rank), and back; counts [R, E]."""
+
+def _by_expert(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """From rows ordered by (rank, expert) to rows ordered by (expert, rank), and back; counts [R, E] sum to `rows`."""
     ranks, experts = counts.shape
-    label = torch.arange(experts, device=counts.device).repeat(ranks).repeat_interleave(counts.flatten())
+    label = torch.arange(experts, device=counts.device).repeat(ranks)
+    label = label.repeat_interleave(counts.flatten(), output_size=rows)
     order = label.argsort(stable=True)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)

@@ -1,5 +1,6 @@
 """The plan: which steps turn a single-device model on meta into this rank's part, in which order."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +11,10 @@ from xscale.mesh import axes
 from xscale.mesh.mesh import Mesh
 from xscale.nn.block import Block
 from xscale.nn.module import Module
-from xscale.nn.moe.router.evened import Evened
-from xscale.parallel import context, cut, expert, materialize, pipeline, precision, recompute, tensor, zero
+from xscale.parallel import context, cut, expert, float8, materialize, pipeline, precision, recompute, tensor, zero
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
+from xscale.parallel.deepspeed import check as deepspeed
+from xscale.parallel.deepspeed.plain import make_plain
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -39,14 +41,17 @@ class Plan:
         problems = axes.check(self.parallel.mesh, world)
         problems += recompute.check(self.parallel.recompute, "parallel.recompute")
         if not problems:
-            problems += zero.check(self.parallel, axes.fill(self.parallel.mesh, world), "parallel")
+            degrees = axes.fill(self.parallel.mesh, world)
+            problems += zero.check(self.parallel, degrees, "parallel")
+            problems += deepspeed.check(self.parallel, self.precision, degrees, "parallel")
         if model is not None and not problems:
+            problems += deepspeed.check_model(model, self.parallel, "parallel")
             problems += pipeline.check(model, self.parallel, "parallel")
             problems += context.check(model, self.parallel, "parallel")
             problems += expert.check(model, self.parallel.mesh.ep, "parallel.mesh")
             problems += tensor.check(model, self.parallel, "parallel")
         if model is not None:
-            problems += _check_routers(model)
+            problems += float8.check(model, self.precision, "precision")
         if self.precision.compute == "float64" and self.precision.master != "float64":
             what = "parameters at rest would be narrower than in use"
             problems.append(Problem("precision.master", what, "Take master=float64 with compute=float64."))
@@ -54,36 +59,36 @@ class Plan:
 
     def apply(self, model: nn.Module, mesh: Mesh, seed: int) -> nn.Module:
         """Cut, guard and substitute; what is returned is on the mesh's device, with its initial weights."""
+        return self.cut(model, mesh, lambda stage: materialize.materialize(stage, seed, mesh.device, self.master))
+
+    def cut(self, model: nn.Module, mesh: Mesh, fill: Callable[[nn.Module], None]) -> nn.Module:
+        """The same with `fill` as the last step, which gives each stage's parameters their storage."""
         if mesh.degrees.pp == 1:
-            return self._apply(model, mesh, seed)
+            return self._apply(model, mesh, fill)
         return pipeline.apply(
-            model, mesh, self.parallel, self.compute, self.length, lambda stage: self._apply(stage, mesh, seed)
+            model, mesh, self.parallel, self.compute, self.length, lambda stage: self._apply(stage, mesh, fill)
         )
 
-    def _apply(self, model: nn.Module, mesh: Mesh, seed: int) -> nn.Module:
+    def _apply(self, model: nn.Module, mesh: Mesh, fill: Callable[[nn.Module], None]) -> nn.Module:
         precision.apply(model, self.compute, self.master)
         cut.apply(model, mesh, self.parallel, tensor.whole(model, mesh.degrees.tp))
         context.apply(model, mesh, self.parallel)
         expert.apply(model, mesh)
         tensor.apply(model, mesh, self.parallel)
+        float8.apply(model, self.precision)
         recompute.apply(model, self.parallel.recompute)
         if self.parallel.compile:
             compile_blocks(model)
-        zero.apply(model, mesh, self.parallel, self.compute, self.master)
-        materialize.materialize(model, seed, mesh.device, self.master)
+        if self.parallel.zero.engine == "torch":
+            zero.apply(model, mesh, self.parallel, self.compute, self.master)
+        fill(model)
+        if self.parallel.zero.engine == "deepspeed":
+            make_plain(model)
         return model
 
     def micro_batch(self, model: nn.Module, *, last: bool) -> None:
         """Say before each micro-batch whether it is the step's last."""
         zero.micro_batch(model, self.parallel, last=last)
-
-
-def _check_routers(model: nn.Module) -> list[Problem]:
-    """Balancing over the global batch is not there: a micro-batch's loss would depend on the layout."""
-    wanted = [module.path for module in model.modules() if isinstance(module, Evened) and module.is_global]
-    what = "scope: global_batch is not there yet"
-    fix = "Take micro_batch or sequence, or bias_rate for balance over the whole step without a loss."
-    return [Problem(f"model ({path})", what, fix) for path in wanted]
 
 
 def compile_blocks(model: nn.Module) -> None:

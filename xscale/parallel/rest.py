@@ -25,14 +25,13 @@ class Rest:
     @property
     def local(self) -> Tensor:
         """This rank's part; writing to it writes the parameter."""
-        value = self.parameter.detach()
-        return value.to_local() if isinstance(value, DTensor) else value
+        return local_of(self.parameter.detach())
 
     @property
     def gradient(self) -> Tensor | None:
         """This rank's part of the gradient."""
         gradient = self.parameter.grad
-        return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        return None if gradient is None else local_of(gradient)
 
     @property
     def parts(self) -> int:
@@ -52,6 +51,11 @@ class Rest:
         return DTensor.from_local(
             local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
         )
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that is spread; another tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Staged(nn.Module):

@@ -24,6 +24,8 @@ def of_experts(module: Module) -> bool:
 
 def cut_along(parameter: torch.Tensor, axis: str) -> int | None:
     """The dim along which `parameter` is cut by that axis of the mesh; None when it is whole there."""
+    # An engine that wants plain parameters leaves on them how they are spread.
+    parameter = getattr(parameter, "spread", parameter)
     if not isinstance(parameter, DTensor):
         return None
     names = parameter.device_mesh.mesh_dim_names or ()

@@ -6,6 +6,7 @@ process draws. A sequence that the ranks do not divide is padded behind its end;
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from xscale.core.errors import Problem
@@ -48,17 +49,19 @@ def apply(model: nn.Module, ranks: Ranks) -> None:
         if isinstance(module, Embed):
             module.register_forward_hook(lambda _, __, x: keep_piece(x, ranks.group))
         if isinstance(module, Sublayer):
-            module.drop = _drop(ranks, module.drop)
+            module.join = _join(ranks, module.join)
     for norm in outside(model):
         guard_weights(norm, ranks)
 
 
-Drop = Callable[[Tensor, float, Tokens], Tensor]
+Join = Callable[[Tensor, Tensor, float, Tokens], Tensor]
 
 
-def _drop(ranks: Ranks, inner: Drop) -> Drop:
-    def drop(y: Tensor, share: float, tokens: Tokens) -> Tensor:
+def _join(ranks: Ranks, inner: Join) -> Join:
+    def join(x: Tensor, y: Tensor, share: float, tokens: Tokens) -> Tensor:
+        if not share:
+            return inner(x, y, share, tokens)
         whole = y.new_ones(y.shape[0], tokens.ids.shape[1], *y.shape[2:])
-        return y * ranks.piece(inner(whole, share, tokens))
+        return x + y * ranks.piece(inner(torch.zeros_like(whole), whole, share, tokens))
 
-    return drop
+    return join

@@ -107,7 +107,7 @@ def _check_noise(module: nn.Module, config: ParallelConfig, where: str) -> list[
 
 def _heads(attention: Attention) -> tuple[int, int]:
     """Query heads and key heads of the whole."""
-    return tuple(one.weight.shape[0] // attention.head_width for one in (attention.q, attention.k))  # type: ignore[return-value]
+    return tuple(one.weight.shape[0] // attention.head_width for one in (attention.q, attention.key))  # type: ignore[return-value]
 
 
 def estimate(model: nn.Module, config: ParallelConfig, length: int, source: int = 0) -> dict[str, float]:
@@ -139,7 +139,7 @@ def whole(model: nn.Module, tp: int) -> set[str]:
     names = set()
     for module in model.modules():
         if isinstance(module, Attention) and _heads(module)[1] < tp:
-            for one in (module.k, module.v):
+            for one in (module.key, module.v):
                 names |= {f"{one.path}.{name}" for name in one.axes}
     return names
 
@@ -184,7 +184,7 @@ def _share_heads(attention: Attention, ranks: Ranks) -> None:
         draw_whole(attention.core, Cut(1, attention.core.first_head, heads))
     if groups < ranks.count:
         at = ranks.rank * groups // ranks.count
-        for one in (attention.k, attention.v):
+        for one in (attention.key, attention.v):
             _narrow(one, at * attention.head_width, attention.head_width)
     position = attention.position
     if position is not None and position.biases and not any(True for _ in position.parameters()):
@@ -206,7 +206,7 @@ def _narrow(linear: Linear, first: int, rows: int) -> None:
 
 def _share_words(head: Head, ranks: Ranks) -> None:
     words = head.weight.shape[0]
-    head.cross_entropy = CrossEntropy(ranks, _first(head.weight, ranks), words)
+    head.cross_entropy = CrossEntropy(ranks, _first(head.weight, ranks), words, head.named.get("vocab_cross_entropy"))
 
     def enter(_: nn.Module, inputs: tuple[Tensor, Tensor | None, Tokens]) -> tuple[Any, ...]:
         x, targets, tokens = inputs

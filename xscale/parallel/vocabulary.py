@@ -38,6 +38,8 @@ class CrossEntropy:
     first: int
     words: int
     """Of the whole vocabulary."""
+    kernel: str | None = None
+    """The implementation that the recipe names."""
 
     def __call__(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """x [N, D] as it enters the region, this rank's rows of the weight, targets [N] -> the summed loss.
@@ -52,7 +54,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, targets: Tensor, whole: CrossEntropy) -> Tensor:
         terms = Terms(IGNORED)
-        here = vocab_statistics(x, weight, targets, whole.first, terms=terms)
+        here = vocab_statistics(x, weight, targets, whole.first, terms=terms, implementation=whole.kernel)
         # Log-sums and target logits of all ranks in one exchange: 2 numbers a token.
         every = joined(torch.stack((here.lse, here.picked))[None], 0, whole.ranks.group)  # [R, 2, N]
         combined = Statistics(every[:, 0].logsumexp(0), every[:, 1].sum(0), here.total)
@@ -66,5 +68,7 @@ class _Loss(torch.autograd.Function):
         x, weight, targets, lse = context.saved_tensors
         whole: CrossEntropy = context.whole
         seed = gradient.expand(len(targets))
-        found = vocab_gradients(x, weight, targets, whole.first, lse, seed, whole.words, terms=Terms(IGNORED))
+        found = vocab_gradients(
+            x, weight, targets, whole.first, lse, seed, whole.words, terms=Terms(IGNORED), implementation=whole.kernel
+        )
         return found.hidden, found.weight, None, None

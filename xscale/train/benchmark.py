@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from xscale.parallel import precision
 from xscale.parallel.plan import DTYPES
 from xscale.train.settings import Settings
 from xscale.train.setup import Parts, build_meta, set_up
+from xscale.train.step import finite
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,19 @@ def bench_train(settings: Settings, steps: int, *, dense: bool = True) -> dict[s
     rows = [timing.row(parts.peak) for timing in timings]
     ratios = {f"xscale / {other.name}": ratio(timings[0], other) for other in timings[1:]}
     return {"rows": rows, "tokens_per_second_ratios": ratios, "steps": steps, "device": str(parts.mesh.device)}
+
+
+def tokens_per_second(variants: Mapping[str, Settings], steps: int) -> dict[str, float]:
+    """Of training, by variant: from the median of steps in which all take turns."""
+    contestants = []
+    try:
+        for name, settings in variants.items():
+            parts = set_up(settings, place())
+            contestants.append(_ours(name, parts, collect(parts, steps + 1)))
+        timings = race(contestants, steps)
+    finally:
+        leave()
+    return {timing.name: timing.tokens / timing.median for timing in timings}
 
 
 @dataclass(frozen=True)
@@ -135,7 +149,7 @@ def _widened(moe: dict[str, Any]) -> dict[str, Any]:
 
 def _ours(name: str, parts: Parts, batches: list[list[Batch]]) -> Contestant:
     def step(number: int) -> dict[str, float]:
-        parts.stepper.step(batches[number], parts.settings.optimizer.lr)
+        parts.stepper.step(batches[number], parts.settings.optimizer.lr, finite)
         return parts.stepper.clock.take()
 
     return _contestant(name, parts, step)

@@ -1,7 +1,7 @@
 """Where a step's time goes."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,11 +12,14 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.began: Callable[[str], object] = str
+        """Told the name of each phase as it begins."""
         self.split: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time what is inside under `name`."""
+        self.began(name)
         start = time.perf_counter()
         try:
             yield

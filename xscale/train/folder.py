@@ -1,5 +1,6 @@
 """The run folder: what is in it, and whether this run may go on in it."""
 
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,16 @@ def write_config(settings: Settings, folder: Path) -> None:
     part = file.with_suffix(".part")
     part.write_text(dump(encode(settings)), encoding="utf-8")
     part.replace(file)
+
+
+def run_name(folder: Path) -> str:
+    """A name that no other run folder has; one that takes the place of this folder has another."""
+    file = folder / "name"
+    if not file.exists():
+        part = file.with_suffix(".part")
+        part.write_text(uuid.uuid4().hex, encoding="utf-8")
+        part.replace(file)
+    return file.read_text(encoding="utf-8")
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:

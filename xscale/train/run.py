@@ -1,28 +1,35 @@
 """A run from start to end: set up, go on from the newest checkpoint, loop, and what is said at the end."""
 
+import os
 import time
 from pathlib import Path
 
 import torch
 
 from xscale.checkpoint import loading
+from xscale.checkpoint.agree import Ranks
 from xscale.checkpoint.background import Background
 from xscale.checkpoint.lock import Lock
+from xscale.checkpoint.memory import Memory
+from xscale.checkpoint.search import newest
 from xscale.core.config import encode
-from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE
+from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from xscale.mesh.collectives import barrier
 from xscale.mesh.environment import Place, place
 from xscale.mesh.mesh import leave
 from xscale.nn.model import MODELS
 from xscale.train.finish import baseline, layouts, write_samples
-from xscale.train.folder import open_folder, write_config
+from xscale.train.folder import open_folder, run_name, write_config
+from xscale.train.incident import Incidents
 from xscale.train.loop import Loop
 from xscale.train.observe import Audience, EndReport, Observer, RunFacts, observers
 from xscale.train.observe.versions import versions
 from xscale.train.settings import Settings
-from xscale.train.setup import Parts, set_up
-from xscale.train.state import State, tensors
+from xscale.train.setup import Parts, build_meta, set_up
+from xscale.train.state import State, saved
 from xscale.train.stop import Stop
+from xscale.train.watch import Watch
+from xscale_kernels.select import UnusableError
 
 
 def train(settings: Settings) -> int:
@@ -32,6 +39,8 @@ def train(settings: Settings) -> int:
     with Stop() as stop:
         try:
             return _train(settings, here, stop, began)
+        except UnusableError as error:
+            raise ConfigError("kernels", str(error), "Name one that can, or none.") from error
         finally:
             leave()
 
@@ -56,29 +65,68 @@ def saves_of(parts: Parts, folder: Path) -> Background:
     )
 
 
+def watch_of(parts: Parts, folder: Path, stop: Stop) -> Watch:
+    """The watchdog of the loop. Collective."""
+    settings, here = parts.settings, parts.mesh.place
+    attempt = Ranks().once(folder, lambda: f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}")
+    incidents = Incidents(folder / "faults" / attempt, here.rank, here.world)
+    return Watch(incidents, settings.parallel.timeout_seconds, stop, settings.checkpoint.deadline_seconds)
+
+
+def memory_of(parts: Parts, folder: Path) -> Memory | None:
+    """Where the run keeps its state in memory, by a name that goes with the run folder. Collective."""
+    config, here = parts.settings.checkpoint, parts.mesh.place
+    if not config.memory_every_steps:
+        return None
+    ranks = Ranks(parts.mesh.background, "kept in memory")
+    name, where = ranks.once(folder, lambda: run_name(folder)), Path(config.memory_folder)
+    if not all(ranks.every(where, where.is_dir)):
+        fix = "Give a file system in memory that each machine has, or take checkpoint.memory_every_steps=0."
+        raise ConfigError("checkpoint.memory_folder", f"there is no folder {where} on some machine", fix)
+    return Memory(where / f"xscale-{os.getuid()}-{name}", ranks, here.local_world)
+
+
 def _run(parts: Parts, folder: Path, saves: Background, stop: Stop, began: float) -> int:
     settings, here = parts.settings, parts.mesh.place
-    restored = loading.restore(
-        folder / "checkpoints", tensors(parts.rests, parts.optimizer), verify=settings.checkpoint.verify
-    )
-    state, resumed = State(), None
-    if restored.loaded is not None:
-        state = State.decode(restored.loaded.state, parts.optimizer)
-        resumed = state.step
+    engine = parts.stepper.engine
+    memory = memory_of(parts, folder)
+    held = saved(engine.held())
+    state, resumed, sentences = State(), None, list[str]()
+    found = newest(folder / "checkpoints", mend=True)
+    kept = None
+    if memory is not None:
+        kept, sentences = memory.restore(held, -1 if found.step is None else found.step)
+    if kept is not None:
+        state, resumed = State.decode(kept.state, engine), kept.step
+        sentences = [f"step {kept.step} is gone on from, as the memory of the machines has it"]
+    else:
+        restored = loading.restore(folder / "checkpoints", held, verify=settings.checkpoint.verify)
+        sentences += restored.reasons
+        if restored.loaded is not None:
+            state, resumed = State.decode(restored.loaded.state, engine), restored.loaded.step
+    if resumed is not None:
+        engine.loaded()
     # What another rank finds wrong must be known before anything is written.
     barrier()
     if here.first:
         write_config(settings, folder)
     watching: Observer = Audience(observers(settings.observe, folder)) if here.first else Observer()
     watching.start(facts(parts, folder, state, resumed))
-    for sentence in restored.reasons:
+    for sentence in (*found.reasons, *sentences):
         watching.message(sentence)
-    loop = Loop(parts, state, watching, stop, began, saves)
+    watch = watch_of(parts, folder, stop)
+    loop = Loop(parts, state, watching, stop, began, saves, watch, memory)
     reason, message = "failed", ""
     compared = None
     try:
-        cause = loop.run()
-        reason, message = ("done", "") if cause is None else ("stopped", f"stopped by {cause}; run it again to go on")
+        with watch:
+            cause = loop.run()
+        after = f", saved {stop.seconds:.1f} s after it" if stop.cause else ""
+        reason, message = (
+            ("done", "") if cause is None else ("stopped", f"stopped by {cause}{after}; run it again to go on")
+        )
+        if memory is not None:
+            memory.clear()
         if cause is None:
             compared = baseline(parts) if here.first else None
             write_samples(parts, watching, state.step)
@@ -108,7 +156,8 @@ def facts(parts: Parts, folder: Path, state: State, resumed: int | None) -> RunF
         tokens_per_step=tokens,
         devices=parts.mesh.place.world,
         device=name,
-        layouts=layouts(parts.model, settings.data.sequence_length),
+        # Of the whole model: a rank of a pipeline has some of its blocks.
+        layouts=layouts(build_meta(settings, parts.corpus.tokenizer.vocabulary), settings.data.sequence_length),
         notes=(f"model {MODELS.of(settings.model).summary}",),
         versions=versions(),
     )

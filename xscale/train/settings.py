@@ -1,6 +1,6 @@
 """Every section of a run's config."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pydantic
 
@@ -41,6 +41,18 @@ class SampleConfig(Config):
     """Only the k likeliest tokens are drawn from; null: all."""
 
 
+class SpikeConfig(Config):
+    policy: Literal["none", "skip", "rollback", "stop"] = "none"
+    """What is done about a step whose loss jumps: nothing; its update is left out; the run goes back to its last good
+    checkpoint and leaves out the data from there to here; the run ends."""
+    window: int = pydantic.Field(default=100, ge=4)
+    """Losses before that one is compared with; until half of them are known there are no spikes."""
+    deviations: float = pydantic.Field(default=8.0, gt=0)
+    """A spike is further above their median than this many median deviations (8 are about 5 standard ones) ..."""
+    floor: float = pydantic.Field(default=0.05, ge=0)
+    """... and than this share of the median."""
+
+
 class TrainConfig(Config):
     steps: int = pydantic.Field(default=1000, ge=1)
     """Optimizer steps of the whole run."""
@@ -52,8 +64,14 @@ class TrainConfig(Config):
     """Sequences in one forward of one rank; capacity and auxiliary losses are those of a micro-batch."""
     clip: float | None = pydantic.Field(default=1.0, gt=0)
     """Largest norm of the whole gradient; null: no clipping."""
-    nonfinite_limit: int = pydantic.Field(default=10, ge=0)
-    """Steps in a row with a loss or gradient that is not finite, each skipped, after which the run ends."""
+    nonfinite: Literal["skip", "rollback", "stop"] = "skip"
+    """What is done about a step whose loss or gradient is not finite; the words are those of spike.policy."""
+    spike: SpikeConfig = SpikeConfig()
+    """What is done about a loss that jumps."""
+    skip_limit: int = pydantic.Field(default=10, ge=0)
+    """Steps in a row that may be skipped; one more ends the run."""
+    rollback_limit: int = pydantic.Field(default=3, ge=1)
+    """Times that the run may go back to the same checkpoint; once more ends it."""
     eval_every: int = pydantic.Field(default=100, ge=0)
     """Steps between evaluations on the validation documents; there is one more at the end. 0: none at all."""
     eval_sequences: int | None = pydantic.Field(default=64, ge=1)
@@ -87,6 +105,8 @@ class Settings(Config):
     """Number formats."""
     parallel: ParallelConfig = ParallelConfig()
     """How the work is spread."""
+    kernels: dict[str, str] = {}
+    """Operator -> implementation, such as `rmsnorm: triton`; the first usable one is taken for operators not named."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What is saved when."""
     observe: ObserveConfig = ObserveConfig()

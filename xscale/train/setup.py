@@ -17,15 +17,19 @@ from xscale.mesh.collectives import barrier
 from xscale.mesh.environment import Place
 from xscale.mesh.mesh import Mesh, start
 from xscale.nn.model import MODELS
+from xscale.nn.module import name_kernels
 from xscale.objective import OBJECTIVES, Objective, Specials
-from xscale.optim.optimizer import OPTIMIZERS, Optimizer
+from xscale.optim.optimizer import OPTIMIZERS, Optimizer, Weight
 from xscale.optim.schedule import SCHEDULES, Schedule
-from xscale.parallel import context
+from xscale.parallel import context, float8
+from xscale.parallel.engine import Engine
 from xscale.parallel.plan import Plan
 from xscale.parallel.rest import Rest, at_rest
+from xscale.train.alike import check_alike
 from xscale.train.feed import Feed
 from xscale.train.settings import Settings
-from xscale.train.step import Stepper, weights_of
+from xscale.train.sharded import Sharded, weights_of
+from xscale.train.step import Stepper
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,6 @@ class Parts:
     objective: Objective
     model: nn.Module
     rests: list[Rest]
-    optimizer: Optimizer
     schedule: Schedule
     stepper: Stepper
     feed: Feed
@@ -74,6 +77,7 @@ def build_meta(settings: Settings, vocabulary: int) -> nn.Module:
     """The model without storage."""
     with torch.device("meta"):
         model: nn.Module = MODELS.build(settings.model, vocabulary, settings.data.sequence_length)
+    name_kernels(model, settings.kernels)
     return model
 
 
@@ -92,8 +96,10 @@ def check_batch(settings: Settings, dp: int) -> list[Problem]:
 def set_up(settings: Settings, place: Place) -> Parts:
     """Collective over all ranks. ConfigError for what only the data or the machine can tell."""
     device = device_of(settings, place)
+    if refused := float8.refusal(settings.precision, device):
+        raise ConfigError(refused)
     degrees = axes.fill(settings.parallel.mesh, place.world)
-    mesh = start(place, degrees, device, settings.parallel.timeout_seconds)
+    mesh = start(place, degrees, device, settings.parallel.timeout_seconds, lambda: check_alike(settings))
     corpus = ready_data(settings, place)
     tokenizer = corpus.tokenizer
     specials = specials_of(tokenizer)
@@ -109,9 +115,7 @@ def set_up(settings: Settings, place: Place) -> Parts:
     model = plan.apply(model, mesh, settings.run.seed)
     rests = at_rest(model)
     objective: Objective = OBJECTIVES.build(settings.objective, specials, length, settings.run.seed)
-    # What no gradient reaches, such as a router's balancing bias, is kept and saved but not the optimizer's.
-    trained = [rest for rest in rests if rest.parameter.requires_grad]
-    optimizer: Optimizer = OPTIMIZERS.build(settings.optimizer, weights_of(trained))
+    engine = engine_of(settings, model, plan, rests, mesh)
     held_out = corpus.validation
     return Parts(
         settings=settings,
@@ -120,20 +124,8 @@ def set_up(settings: Settings, place: Place) -> Parts:
         objective=objective,
         model=model,
         rests=rests,
-        optimizer=optimizer,
         schedule=SCHEDULES.build(settings.schedule, settings.train.steps),
-        stepper=Stepper(
-            model,
-            plan,
-            objective,
-            optimizer,
-            trained,
-            device,
-            place.world,
-            settings.train.clip,
-            repeats=degrees.tp,
-            stages=degrees.pp,
-        ),
+        stepper=Stepper(engine, objective, device, repeats=degrees.tp * degrees.pp),
         feed=feed_of(settings, corpus.train, objective, mesh, spread),
         validation=None if held_out is None else feed_of(settings, held_out, objective, mesh, spread),
         evaluated=0 if held_out is None else evaluated(len(held_out.data), settings.train.eval_sequences),
@@ -142,6 +134,28 @@ def set_up(settings: Settings, place: Place) -> Parts:
         flops_per_sample=flops,
         peak=peak_flops(device, plan.compute),
     )
+
+
+def engine_of(settings: Settings, model: nn.Module, plan: Plan, rests: list[Rest], mesh: Mesh) -> Engine:
+    """Who keeps what is at rest and updates it."""
+    clip, degrees = settings.train.clip, mesh.degrees
+    if settings.parallel.zero.engine == "deepspeed":
+        from xscale.parallel.deepspeed.engine import DeepSpeed
+
+        def build(flat: Tensor, decays: bool) -> Optimizer:
+            made: Optimizer = OPTIMIZERS.build(settings.optimizer, [Weight("", flat, decays)])
+            made.named = settings.kernels
+            return made
+
+        micro = settings.train.micro_batch_size
+        here = settings.train.batch_size // (micro * degrees.dp)
+        return DeepSpeed(model, mesh, settings.parallel, build, clip=clip, micro_batch=micro, micro_batches=here)
+    # What no gradient reaches, such as a router's balancing bias, is kept and saved but not the optimizer's.
+    trained = [rest for rest in rests if rest.parameter.requires_grad]
+    optimizer: Optimizer = OPTIMIZERS.build(settings.optimizer, weights_of(trained))
+    optimizer.named = settings.kernels
+    many = {"repeats": degrees.tp, "stages": degrees.pp}
+    return Sharded(model, plan, optimizer, rests, mesh.device, mesh.place.world, clip, **many, named=settings.kernels)
 
 
 def ready_data(settings: Settings, place: Place) -> Corpus:

@@ -1,12 +1,23 @@
 """What a run is at a step, beside its tensors: enough to go on as if nothing had happened."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from xscale.checkpoint.run import Run
 from xscale.optim.optimizer import Optimizer
+from xscale.parallel.engine import Flat
 from xscale.parallel.rest import Rest
+
+
+class Counting(Protocol):
+    """An optimizer or an engine, which has one."""
+
+    def counters(self) -> dict[str, int]: ...
+
+    def set_counters(self, counters: dict[str, int]) -> None: ...
 
 
 @dataclass
@@ -20,20 +31,29 @@ class State:
     tokens: int = 0
     """Tokens read."""
     skipped: int = 0
-    """Steps whose loss or gradient was not finite."""
+    """Steps whose update was left out, as their loss or gradient was not finite or was a spike."""
     skipped_in_a_row: int = 0
+    losses: list[float] = field(default_factory=list)
+    """Of the last steps that were taken, oldest first, where spikes are looked for."""
+    left_out: list[list[int]] = field(default_factory=list)
+    """[first, end) of the samples that a rollback passed over."""
     best_bits_per_byte: float | None = None
     best_step: int | None = None
 
-    def encode(self, optimizer: Optimizer) -> dict[str, Any]:
+    def encode(self, optimizer: Counting) -> dict[str, Any]:
         return {**asdict(self), "optimizer": optimizer.counters()}
 
     @staticmethod
-    def decode(data: dict[str, Any], optimizer: Optimizer) -> "State":
+    def decode(data: dict[str, Any], optimizer: Counting) -> "State":
         """Take back what `encode` gave; the optimizer's counters go to it."""
         rest = dict(data)
         optimizer.set_counters(rest.pop("optimizer"))
         return State(**rest)
+
+    def take_over(self, other: "State") -> None:
+        """Be as the other is."""
+        for name, value in vars(other).items():
+            setattr(self, name, value)
 
 
 def tensors(rests: list[Rest], optimizer: Optimizer) -> dict[str, Tensor]:
@@ -44,3 +64,11 @@ def tensors(rests: list[Rest], optimizer: Optimizer) -> dict[str, Tensor]:
         pairs = zip(trained, states, strict=True)
         held |= {f"optimizer.{kind}.{rest.name}": rest.like(state) for rest, state in pairs}
     return held
+
+
+def saved(held: Mapping[str, Tensor | Flat]) -> dict[str, Tensor | Run]:
+    """What an engine holds, as checkpoints take it."""
+    return {
+        name: Run(one.values, one.shape, one.offset, one.box, one.first) if isinstance(one, Flat) else one
+        for name, one in held.items()
+    }

@@ -1,9 +1,10 @@
 """Ctrl-C and the cluster's signals: the step is finished, the state saved, and the process leaves by itself."""
 
 import signal
+import time
 from types import FrameType, TracebackType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Stop:
@@ -11,7 +12,13 @@ class Stop:
 
     def __init__(self) -> None:
         self.cause: str | None = None
+        self._at: float | None = None
         self._before: dict[signal.Signals, object] = {}
+
+    @property
+    def seconds(self) -> float:
+        """Since the first signal; 0 before it."""
+        return 0.0 if self._at is None else time.monotonic() - self._at
 
     def __enter__(self) -> "Stop":
         for one in SIGNALS:
@@ -22,9 +29,10 @@ class Stop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for one, handler in self._before.items():
-            signal.signal(one, handler)  # type: ignore[arg-type]
+            signal.signal(one, handler or signal.SIG_DFL)  # type: ignore[arg-type]
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         if self.cause is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
+        self._at = self._at or time.monotonic()
         self.cause = self.cause or signal.Signals(number).name

@@ -1,5 +1,6 @@
 """Optimizers: what one step does to the local part of each parameter."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,10 +44,17 @@ class Optimizer:
     def __init__(self, config: Any, weights: list[Weight]) -> None:
         self.config = config
         self.weights = weights
+        self.named: Mapping[str, str] = {}
+        """Operator -> the implementation that the recipe names."""
 
     def step(self, gradients: list[Tensor], lr: float) -> None:
         """One update of every weight, in place. `gradients` are in the order of the weights."""
         raise NotImplementedError
+
+    def scaled_step(self, gradients: list[Tensor], lr: float, scale: float) -> None:
+        """As `step` on the gradients times `scale`; they may be left scaled."""
+        torch._foreach_mul_(gradients, scale)
+        self.step(gradients, lr)
 
     def states(self) -> dict[str, list[Tensor]]:
         """State name -> one tensor a weight, shaped as the weight; written in place on loading."""

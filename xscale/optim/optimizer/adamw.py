@@ -1,9 +1,9 @@
-"""Loshchilov and Hutter 2019: Adam with decoupled weight decay, by torch's fused implementation where there is one."""
+"""Loshchilov and Hutter 2019: Adam with decoupled weight decay, all tensors in one launch where there is one."""
 
-import torch
 from torch import Tensor
 
 from xscale.optim.optimizer import OPTIMIZERS, Optimizer, OptimizerTraits, Weight, zeros
+from xscale_kernels.adamw.op import adamw_step_
 
 
 @OPTIMIZERS.register("adamw", traits=OptimizerTraits(states_per_parameter=2, elementwise=True))
@@ -18,37 +18,41 @@ class AdamW(Optimizer):
 
     def __init__(self, config: Config, weights: list[Weight]) -> None:
         super().__init__(config, weights)
-        groups = [
-            {"params": [w.value for w in weights if w.decays], "weight_decay": config.weight_decay},
-            {"params": [w.value for w in weights if not w.decays], "weight_decay": 0.0},
-        ]
-        self.torch = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            fused=True,
-        )
+        self.config: AdamW.Config = config
         self.mean, self.square = zeros(weights), zeros(weights)
-        self.steps = [torch.zeros((), dtype=torch.float32, device=weight.value.device) for weight in weights]
-        for weight, mean, square, count in zip(weights, self.mean, self.square, self.steps, strict=True):
-            self.torch.state[weight.value] = {"step": count, "exp_avg": mean, "exp_avg_sq": square}
+        self.steps = 0
 
     def step(self, gradients: list[Tensor], lr: float) -> None:
-        for group in self.torch.param_groups:
-            group["lr"] = lr
-        for weight, gradient in zip(self.weights, gradients, strict=True):
-            weight.value.grad = gradient
-        self.torch.step()
-        for weight in self.weights:
-            weight.value.grad = None
+        self._step(gradients, lr, None)
+
+    def scaled_step(self, gradients: list[Tensor], lr: float, scale: float) -> None:
+        self._step(gradients, lr, scale)
+
+    def _step(self, gradients: list[Tensor], lr: float, scale: float | None) -> None:
+        config = self.config
+        self.steps += 1
+        for decays in (True, False):
+            here = [place for place, weight in enumerate(self.weights) if weight.decays == decays]
+            if not here:
+                continue
+            params = [self.weights[place].value for place in here]
+            adamw_step_(
+                params,
+                *([role[place] for place in here] for role in (gradients, self.mean, self.square)),
+                step=self.steps,
+                lr=lr,
+                betas=(config.beta1, config.beta2),
+                eps=config.eps,
+                weight_decay=config.weight_decay if decays else 0.0,
+                scale=None if scale is None else params[0].new_full((), scale),
+                implementation=self.named.get("adamw"),
+            )
 
     def states(self) -> dict[str, list[Tensor]]:
         return {"mean": self.mean, "square": self.square}
 
     def counters(self) -> dict[str, int]:
-        return {"step": int(self.steps[0].item()) if self.steps else 0}
+        return {"step": self.steps}
 
     def set_counters(self, counters: dict[str, int]) -> None:
-        for count in self.steps:
-            count.fill_(counters["step"])
+        self.steps = counters["step"]

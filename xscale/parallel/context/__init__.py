@@ -26,7 +26,7 @@ from xscale.parallel.config import ParallelConfig
 from xscale.parallel.context import halo, ring, scan, ulysses
 from xscale.parallel.context.halo import Halo
 from xscale.parallel.context.mixture import Whole
-from xscale.parallel.context.noise import spread_drop
+from xscale.parallel.context.noise import spread_drop, spread_join
 from xscale.parallel.context.ring import Ring
 from xscale.parallel.context.scan import Scan
 from xscale.parallel.context.sight import View
@@ -159,7 +159,9 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> Spread | None
             assert isinstance(style, str), "check comes first"
             module.attend = STYLES[style][1](module.core, spread)
             module.view = View(module)
-        if isinstance(module, Sublayer | Embed):
+        if isinstance(module, Sublayer):
+            module.join = spread_join(module.join)
+        if isinstance(module, Embed):
             module.drop = spread_drop(module.drop)
         if isinstance(module, Moe):
             module.assign = Whole(module)

@@ -28,7 +28,7 @@ def refuses(attention: Attention, cp: int, tp: int) -> str | None:
 def traffic(attention: Attention, cp: int, tp: int, length: int) -> float:
     """Numbers that a rank sends in a forward of one sequence, in the mean: the keys and values that others fetch."""
     heads = attention.q.weight.shape[0] // attention.head_width
-    groups = max(1, attention.k.weight.shape[0] // attention.head_width // tp)
+    groups = max(1, attention.key.weight.shape[0] // attention.head_width // tp)
     needs = needed(attention.core, length, heads, -(-length // (2 * cp)) * 2, cp)
     fetched = sum(
         len(places) for rank, owners in enumerate(needs) for owner, places in enumerate(owners) if owner != rank

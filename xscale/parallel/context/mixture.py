@@ -4,7 +4,8 @@ Capacity, drops, auxiliary losses, groups and noise are functions of all tokens 
 all: the layer's input is gathered for it. Rows travel to experts from where they are.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ class Whole:
     """In the place of a mixture's own arrangement."""
 
     mixture: Moe
+    keep: Callable[[Arrangement, Piece], Arrangement] = field(default=lambda whole, tokens: own(whole, tokens))
+    """From the arrangement of all tokens to that of this rank's."""
 
     def __call__(self, x: Tensor, tokens: Tokens) -> tuple[Arrangement, Tensor | None]:
         """x [B, P, D] -> the rows of this rank, and its share of a loss that every rank finds whole."""
@@ -27,7 +30,7 @@ class Whole:
             return self.mixture.arranged(x, tokens)
         every = replace(tokens.whole, noise=tokens.noise, auxiliary=tokens.auxiliary, tally=tokens.tally)
         arrangement, loss = self.mixture.arranged(tokens.spread.gathered(x, tokens.length), every)
-        return own(arrangement, tokens), None if loss is None else loss / tokens.spread.count
+        return self.keep(arrangement, tokens), None if loss is None else loss / tokens.spread.count
 
 
 def own(whole: Arrangement, tokens: Piece) -> Arrangement:

@@ -33,7 +33,7 @@ def refuses(attention: Attention, cp: int, tp: int) -> str | None:
 
 def traffic(attention: Attention, cp: int, tp: int, length: int) -> float:
     """Numbers that a rank sends in a forward of one sequence: k and v of all ranks but the next."""
-    groups = max(1, attention.k.weight.shape[0] // attention.head_width // tp)
+    groups = max(1, attention.key.weight.shape[0] // attention.head_width // tp)
     return 2 * groups * attention.head_width * (length / cp) * (cp - 1)
 
 

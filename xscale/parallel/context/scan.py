@@ -29,7 +29,7 @@ def refuses(attention: Attention, cp: int, tp: int) -> str | None:
 
 def traffic(attention: Attention, cp: int, tp: int, length: int) -> float:
     """Numbers that a rank sends in a forward of one sequence: a state a key head, taken for K features."""
-    groups = max(1, attention.k.weight.shape[0] // attention.head_width // tp)
+    groups = max(1, attention.key.weight.shape[0] // attention.head_width // tp)
     return groups * attention.head_width * (attention.head_width + 1) * (cp - 1)
 
 

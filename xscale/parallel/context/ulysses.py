@@ -25,7 +25,7 @@ def refuses(attention: Attention, cp: int, tp: int) -> str | None:
 def traffic(attention: Attention, cp: int, tp: int, length: int) -> float:
     """Numbers that a rank sends in a forward of one sequence: q, k, v and o, all but its own part."""
     heads = attention.q.weight.shape[0] // attention.head_width // tp
-    groups = max(1, attention.k.weight.shape[0] // attention.head_width // tp)
+    groups = max(1, attention.key.weight.shape[0] // attention.head_width // tp)
     return (2 * heads + 2 * math.lcm(groups, cp)) * attention.head_width * (length / cp) * (cp - 1) / cp
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from xscale.parallel.pipeline.schedule import Action
 from xscale.parallel.pipeline.stage import Stage
@@ -101,6 +100,9 @@ class Passed:
         roots = [root.clone() for root in kept.outputs]
         given = kept.seeds or [None] * len(roots)
         seeds = [torch.ones_like(root) if seed is None else seed for root, seed in zip(roots, given, strict=True)]
+        # Imported where used: it loads the compiler, which a check of a config can do without.
+        from torch.distributed.pipelining._backward import stage_backward_input
+
         _, groups = stage_backward_input(roots, seeds, kept.inputs, stage.model.parameters())
         # A weight in several places, such as a table that is looked up and is the head's too, puts torch's groups into
         # each other's way, which it refuses: the second part then begins at the outputs.
@@ -115,6 +117,8 @@ class Passed:
             weights = [weight for weight in stage.model.parameters() if weight.requires_grad]
             torch.autograd.backward(kept.outputs, kept.seeds, inputs=weights)
         else:
+            from torch.distributed.pipelining._backward import stage_backward_weight
+
             stage_backward_weight(stage.model.parameters(), kept.groups)
         if last or self.zero >= 2:
             _reduce(stage.model, last=last)

@@ -6,10 +6,11 @@ from itertools import pairwise
 
 from torch import nn
 
+from xscale.nn.ffn import shares_met
 from xscale.nn.head import Head
 from xscale.nn.mixer import Mixer
 from xscale.nn.model.embed import Embed
-from xscale.nn.module import Module, parameter_axes
+from xscale.nn.module import Module
 from xscale.nn.stack import Stack
 from xscale.parallel.config import PipelineConfig
 
@@ -65,17 +66,8 @@ def costs(model: nn.Module, length: int) -> tuple[list[float], float]:
 
 
 def _cost(block: nn.Module, length: int) -> float:
-    shares = {
-        f"{path}.": float(module.active_share())
-        for path, module in block.named_modules()
-        if hasattr(module, "active_share")
-    }
-    axes = parameter_axes(block)
-    total = 0.0
-    for name, parameter in block.named_parameters():
-        spread = "experts" in axes[name]
-        share = next((share for path, share in shares.items() if name.startswith(path)), 1.0) if spread else 1.0
-        total += parameter.numel() * share
+    shares = shares_met(block)
+    total = sum(parameter.numel() * shares.get(name, 1.0) for name, parameter in block.named_parameters())
     if length:
         for module in block.modules():
             if isinstance(module, Mixer):

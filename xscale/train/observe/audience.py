@@ -47,8 +47,14 @@ class Audience(Observer):
     def message(self, text: str) -> None:
         self._each(lambda observer: observer.message(text))
 
+    def noted(self, text: str) -> None:
+        self._each(lambda observer: observer.noted(text))
+
     def saved(self, step: int, path: Path, seconds: float) -> None:
         self._each(lambda observer: observer.saved(step, path, seconds))
+
+    def returned(self, step: int) -> None:
+        self._each(lambda observer: observer.returned(step))
 
     def finish(self, report: EndReport) -> None:
         for warning in self.warnings:

@@ -3,8 +3,8 @@
 import math
 from collections import deque
 from collections.abc import Callable
-from statistics import median
 
+from xscale.core.spike import expected
 from xscale.train.observe.observer import Observer
 from xscale.train.observe.report import EndReport, StepReport
 
@@ -51,16 +51,13 @@ class Health(Observer):
         self._losses.append(report.loss)
 
     def _look_for_spike(self, report: StepReport) -> None:
-        middle = median(self._losses)
-        spread = median(abs(loss - middle) for loss in self._losses)
-        # Eight median deviations are about five standard ones; a loss that hardly moves needs the floor.
-        limit = middle + max(8 * spread, 0.05 * abs(middle))
-        if report.loss > limit and not self._spiking:
+        usual = expected(self._losses, deviations=8.0, floor=0.05)
+        if report.loss > usual.limit and not self._spiking:
             self._tell(
                 f"warning: step {report.step}: the loss jumped to {report.loss:.4f}; "
-                f"the median of the {_steps(len(self._losses))} before is {middle:.4f}"
+                f"the median of the {_steps(len(self._losses))} before is {usual.middle:.4f}"
             )
-        self._spiking = report.loss > limit
+        self._spiking = report.loss > usual.limit
 
     def _look_at_load(self, step: int, name: str, load: list[float]) -> None:
         # Stretch after stretch, not a sliding window: with hundreds of experts that would take longer than some steps.

@@ -48,6 +48,9 @@ class Log(Observer):
     def message(self, text: str) -> None:
         self._write(text)
 
+    def noted(self, text: str) -> None:
+        self._write(text)
+
     def saved(self, step: int, path: Path, seconds: float) -> None:
         self._write(f"step {step}: saved {path} ({duration(seconds)})")
 

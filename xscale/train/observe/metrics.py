@@ -50,6 +50,12 @@ class Metrics(Observer):
             }
         )
 
+    def returned(self, step: int) -> None:
+        assert self._file is not None
+        self._file.close()
+        cut(self._path, step)
+        self._file = Append(self._path)
+
     def finish(self, report: EndReport) -> None:
         if self._file is not None:
             self._file.close()

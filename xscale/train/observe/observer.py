@@ -27,8 +27,14 @@ class Observer:
     def message(self, text: str) -> None:
         """Something that a person should read."""
 
+    def noted(self, text: str) -> None:
+        """Something for the log that nobody needs to read now."""
+
     def saved(self, step: int, path: Path, seconds: float) -> None:
         """A checkpoint of `step` lies at `path`; the loop waited `seconds` for it."""
+
+    def returned(self, step: int) -> None:
+        """The run went back to its checkpoint of `step`: what was told of later steps does not hold any more."""
 
     def finish(self, report: EndReport) -> None:
         """The last call."""

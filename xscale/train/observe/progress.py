@@ -61,6 +61,9 @@ class Progress(Observer):
     def message(self, text: str) -> None:
         self._print(printable(text))
 
+    def returned(self, step: int) -> None:
+        self._first = None
+
     def saved(self, step: int, path: Path, seconds: float) -> None:
         self.message(f"step {step}: saved {path} ({duration(seconds)})")
 

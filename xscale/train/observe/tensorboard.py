@@ -73,6 +73,9 @@ class TensorBoard(Observer):
         )
         self._write(report.step, summary=Summary(value=[value]))
 
+    def returned(self, step: int) -> None:
+        self._write(step + 1, session_log=SessionLog(status=SessionLog.SessionStatus.START))
+
     def finish(self, report: EndReport) -> None:
         if self._file is not None:
             self._file.close()

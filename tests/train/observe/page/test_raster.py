@@ -7,8 +7,9 @@ import math
 import numpy
 from matplotlib.image import imread
 
+from xscale.train.observe.page.drawing import CELLS, cells, ranges
 from xscale.train.observe.page.heat import REACH, STOPS, heat, shares
-from xscale.train.observe.page.layout import CELLS, cells, layouts, ranges, together
+from xscale.train.observe.page.layout import layouts, together
 from xscale.train.observe.page.raster import blend, png, source
 
 

@@ -6,14 +6,11 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from xscale.train.observe.notation import percentage
+from xscale.train.observe.page.drawing import INK, alike, cells, ranges, share
 from xscale.train.observe.page.raster import Colour, source
 
 if TYPE_CHECKING:
     import numpy
-
-CELLS = 256
-"""A larger layout is shown by the density of its parts."""
-INK = (58, 108, 168)
 
 
 def layouts(known: "Mapping[str, numpy.ndarray]") -> str:
@@ -30,13 +27,7 @@ def layouts(known: "Mapping[str, numpy.ndarray]") -> str:
 
 
 def _figure(layout: "numpy.ndarray", layers: Sequence[str]) -> str:
-    heads: list[tuple[numpy.ndarray, list[int]]] = []
-    for head, picture in enumerate(layout):
-        same = next((group for other, group in heads if (other == picture).all()), None)
-        if same is None:
-            heads.append((picture, [head]))
-        else:
-            same.append(head)
+    heads = alike(layout)
     palette: list[Colour] = [(*INK, alpha) for alpha in range(256)]
     pictures = "".join(
         f'<div class="head"><img src="{source(cells(picture), palette)}" alt="blocks attended to"><p class="note">'
@@ -53,30 +44,9 @@ def _figure(layout: "numpy.ndarray", layers: Sequence[str]) -> str:
 
 
 def _density(layout: "numpy.ndarray") -> str:
-    """How much of all blocks [Q, K] is there, or of those that a causal model could have."""
-    import numpy
-
-    lower = numpy.tri(*layout.shape) > 0
-    if layout.shape[0] == layout.shape[1] and not (layout & ~lower).any():
-        return f"{percentage(float(layout[lower].mean()))} of the causal blocks"
-    return f"{percentage(float(layout.mean()))} of the blocks"
-
-
-def cells(layout: "numpy.ndarray") -> "numpy.ndarray":
-    """Darkness, uint8 [rows, columns], of a layout bool [Q, K]; beyond `CELLS` a cell is the mean of several blocks."""
-    import numpy
-
-    size = max(1, -(-max(layout.shape) // CELLS))
-    if size == 1:
-        plain: numpy.ndarray = layout.astype(numpy.uint8) * 255
-        return plain
-    rows, columns = (-(-length // size) for length in layout.shape)
-    padded = numpy.full((rows * size, columns * size), numpy.nan)
-    padded[: layout.shape[0], : layout.shape[1]] = layout
-    mean = numpy.nanmean(padded.reshape(rows, size, columns, size), axis=(1, 3))
-    # What is thinly there must not look absent.
-    grey: numpy.ndarray = numpy.where(mean > 0, 64 + numpy.rint(191 * mean), 0).astype(numpy.uint8)
-    return grey
+    """How much of the blocks [Q, K] is there."""
+    part, which = share(layout)
+    return f"{percentage(part)} {which}"
 
 
 def together(paths: Iterable[str]) -> list[str]:
@@ -92,17 +62,6 @@ def together(paths: Iterable[str]) -> list[str]:
     for (before, after), numbers in found.items():
         alone.append(f"{before}{numbers[0]}{after}" if len(numbers) == 1 else f"{before}{{{ranges(numbers)}}}{after}")
     return alone
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """0, 1, 2, 5 -> '0–2, 5'."""
-    runs: list[list[int]] = []
-    for value in sorted(numbers):
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1].append(value)
-        else:
-            runs.append([value])
-    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _heads(group: Sequence[int], heads: int) -> str:

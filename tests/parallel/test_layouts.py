@@ -1,0 +1,101 @@
+"""Layouts made from the axes give the numbers of one process: start, losses, gradients, weights after three steps."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from tests.distributed import Pool
+from tests.parallel.against_one import Found, alone, compare, same, trained
+from tests.parallel.cases import AXES, HABITS, OPTIONS, Case, cases, every_pair, plain_or_changed, wanted
+from tests.parallel.models import MODELS
+
+Reference = Callable[[Case], Found]
+
+
+@pytest.fixture(scope="module")
+def one(pool: Pool) -> Reference:
+    """The run of one process that a case is compared with; each is made once."""
+    known: dict[object, Found] = {}
+
+    def reference(case: Case) -> Found:
+        key = (case.model, case.tied, case.clip, case.micro)
+        if key not in known:
+            known[key] = alone(pool, case.network, **case.sections)
+        return known[key]
+
+    return reference
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [pytest.param(model, options, id="-".join((model, *options))) for model in MODELS for options in wanted(model)],
+)
+def test_a_layout(model: str, options: tuple[str, ...], one: Reference, pool: Pool) -> None:
+    case = plain_or_changed(model, options)
+    if case is None:
+        assert all("Take" in problem for problem in Case(model, options, tied=False).problems())
+    else:
+        same(pool, one(case), case.ranks, case.network, case.parallel, **case.sections)
+
+
+def test_all_five_axes_at_once(one: Reference, pool: Pool) -> None:
+    """pp 2 x dp 2 x cp 2 x tp 2 with experts over dp x cp: sixteen ranks."""
+    case = Case("mixture", ("1f1b", "zero2", "ulysses", "sequence", "ep"))
+    parallel = {**case.parallel, "mesh": {**case.parallel["mesh"], "ep": 4}}
+    assert case.ranks == 16
+    compare(one(case), pool.run(trained, 16, case.network, parallel, timeout_seconds=400, **case.sections))
+
+
+@pytest.mark.parametrize(
+    ("options", "order"),
+    [
+        (("1f1b", "sequence"), ("tp", "cp", "dp_shard", "dp_replicate", "pp")),
+        (("ulysses", "zero3", "ep"), ("cp", "pp", "dp_replicate", "tp", "dp_shard")),
+        (("copies", "tp", "ep"), ("dp_shard", "tp", "dp_replicate", "cp", "pp")),
+    ],
+    ids=["pp-neighbours", "dp-neighbours", "copies-inside"],
+)
+def test_another_order_of_ranks(options: tuple[str, ...], order: tuple[str, ...], one: Reference, pool: Pool) -> None:
+    case = Case("mixture", options)
+    parallel = {**case.parallel, "mesh": {**case.parallel["mesh"], "order": order}}
+    compare(one(case), pool.run(trained, case.ranks, case.network, parallel, **case.sections))
+
+
+def test_every_option_alone_is_tried_with_every_model() -> None:
+    there = {(case.model, case.options) for case in cases()}
+    for model in MODELS:
+        for option, axis in OPTIONS.items():
+            if axis != "ep" or model == "mixture":
+                assert (model, (option,)) in there, (model, option)
+
+
+def test_every_pair_is_tried_or_refused() -> None:
+    """Each pair of options with a model, each pair of axes with every model."""
+    there = {case.options for case in cases()}
+    for pair in every_pair():
+        if pair not in there:
+            assert all(plain_or_changed(model, pair) is None for model in MODELS), pair
+            assert any("Take" in problem for problem in Case("mixture", pair, tied=False).problems())
+    axes = {(case.model, *(OPTIONS[option] for option in case.options)) for case in cases()}
+    for model in MODELS:
+        for pair in combinations(AXES if model == "mixture" else [axis for axis in AXES if axis != "ep"], 2):
+            assert (model, *pair) in axes
+
+
+def test_every_habit_meets_every_option() -> None:
+    for habit, values in HABITS.items():
+        seen = {(option, getattr(case, habit)) for case in cases() for option in case.options}
+        splits = {"zero_bubble", "zbv", "dualpipe_v"} if habit == "recompute" else set()
+        for option in set(OPTIONS) - splits:
+            assert len({value for at, value in seen if at == option}) >= len(values) - 1, (option, habit)
+
+
+def test_another_start_is_seen(one: Reference, pool: Pool) -> None:
+    """Negative control of the comparison itself: a rank that clips, or accumulates, otherwise is not the same run."""
+    case = plain_or_changed("dense", ("zero1",))
+    assert case is not None
+    for other in (replace(case, clip=0.25), replace(case, micro=1)):
+        with pytest.raises(AssertionError):
+            same(pool, one(other), case.ranks, case.network, case.parallel, **case.sections)

@@ -1,0 +1,94 @@
+"""`xscale plan` as it is typed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from xscale.core.errors import ConfigError
+from xscale.plan import PICTURES, hardware, run
+from xscale.plan_cli import plan
+
+TINY = [
+    "model.stack.depth=2",
+    "model.width=32",
+    "data.sequence_length=32",
+    "data.tokenizer={kind: byte}",
+    "train.batch_size=4",
+    "train.micro_batch_size=1",
+]
+CONFIG = Path("configs/run/quickstart.yaml")
+
+
+def planned(
+    capsys: pytest.CaptureFixture[str], *overrides: str, world: int = 1, device: str | None = None
+) -> dict[str, Any]:
+    run(CONFIG, [*TINY, *overrides], world, hardware(device, None, None, None, None), as_json=True)
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_what_fits_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, device="h100")
+    assert found["fits"] is True
+    assert found["problems"] == []
+    assert found["step_seconds"] > 0
+
+
+def test_what_does_not_fit_is_a_problem_with_a_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    run(CONFIG, TINY, 1, hardware("h100", 1e-3, None, None, None), as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is False
+    assert "h100 has 0.0 GB" in found["problems"][0]["what"]
+    assert "Take " in found["problems"][0]["fix"]
+
+
+def test_without_a_device_there_is_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys)
+    assert found["fits"] is None
+    assert found["step_seconds"] is None
+
+
+def test_every_key_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    text = Path("xscale/planning/README.md").read_text()
+    missing = [key for key in planned(capsys, device="h100") if f"`{key}`" not in text]
+    assert not missing, missing
+
+
+@pytest.mark.parametrize("ending", PICTURES)
+def test_a_schedule_is_drawn(ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / f"schedule{ending}"
+    run(CONFIG, [*TINY, "parallel.mesh.pp=2"], 2, hardware(None, None, None, None, None), draw=file)
+    assert file.stat().st_size > 1000
+    assert "bubble" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("h200x", None, None, None, None), "Take one of"),
+        ((None, 80.0, None, None, None), "--device h100"),
+        (("h100", -1.0, None, None, None), "above 0"),
+    ],
+)
+def test_hardware_that_cannot_be_is_refused(options: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        run(CONFIG, TINY, 1, hardware(*options))
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(("name", "words"), [("a.txt", ".svg"), ("a.png", "parallel.mesh.pp")])
+def test_a_picture_that_cannot_be_is_refused(name: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        run(CONFIG, TINY, 1, hardware(None, None, None, None, None), draw=tmp_path / name)
+    assert words in str(refused.value)
+
+
+def test_help_is_there() -> None:
+    import typer
+
+    app = typer.Typer()
+    app.command()(plan)
+    assert "--device" in CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output

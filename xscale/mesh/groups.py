@@ -1,0 +1,55 @@
+"""Which ranks speak to each other, by the names of their process groups."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+from xscale.mesh.mesh import Mesh
+
+NAMES = {"dp_replicate": "dp", "dp_shard": "dp", "expert_shard": "expert_dp"}
+"""What axes of a mesh are called where ranks that share data count together."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that speak to each other."""
+
+    axis: str
+    ranks: tuple[int, ...]
+
+    def within(self, node: int) -> bool:
+        """Whether all are of one node of so many ranks."""
+        return self.ranks[0] // node == self.ranks[-1] // node
+
+
+def groups_of(mesh: Mesh) -> dict[str, Group]:
+    """Name of each group of this rank -> what it is."""
+    found: dict[str, Group] = {}
+    groups: list[tuple[str, dist.ProcessGroup]] = []
+    for layout in (mesh.dense, mesh.experts, mesh.replicas, mesh.expert_replicas):
+        if layout is not None:
+            groups += [(NAMES.get(axis, axis), layout[axis].get_group()) for axis in layout.mesh_dim_names or ()]
+    for axis, one in (("cp", mesh.context), ("pp", mesh.forth), ("pp", mesh.back)):
+        groups += [(axis, one)] if one is not None else []
+    for axis, group in groups:
+        # Where the ranks of two axes are the same, the group may be too: it bears the first one's name.
+        found.setdefault(group.group_name, Group(axis, tuple(dist.get_process_group_ranks(group))))
+    if dist.is_initialized():
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        found.setdefault(everyone.group_name, Group("all", tuple(range(mesh.degrees.world))))
+    return found
+
+
+def spoken_to(arguments: Sequence[Any]) -> tuple[str, int]:
+    """Name and size of the group among a collective operator's arguments."""
+    for one in arguments:
+        if isinstance(one, torch.ScriptObject) and str(one._type()).endswith(".ProcessGroup"):
+            group = dist.ProcessGroup.unbox(one)
+            return group.group_name, group.size()
+    name = next(one for one in reversed(arguments) if isinstance(one, str))
+    return name, _resolve_process_group(name).size()  # type: ignore[arg-type]

@@ -1,0 +1,73 @@
+"""How fast two nodes are together: an all-reduce between each two, in rounds in which every node has a partner."""
+
+import datetime
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from xscale.core.errors import FaultError
+from xscale.mesh.collectives import gather
+from xscale.mesh.environment import Place
+from xscale.mesh.mesh import among, leave, meet
+
+REPEATS = 3
+
+
+def rounds(count: int) -> list[list[tuple[int, int]]]:
+    """Every two of `count` once: in each round all have a partner, but for one of an odd count."""
+    ring = list(range(count + count % 2))
+    found = []
+    for _ in range(len(ring) - 1):
+        pairs = [(min(pair), max(pair)) for pair in zip(ring, reversed(ring), strict=True)][: len(ring) // 2]
+        found.append([pair for pair in pairs if pair[1] < count])
+        ring[1:] = [ring[-1], *ring[1:-1]]
+    return found
+
+
+def measure(here: Place, name: str, size: int, seconds: float, timeout_seconds: float = 60.0) -> dict[str, Any]:
+    """Gigabytes a second that an all-reduce of `size` bytes moves between each two nodes. Collective, a rank a node.
+
+    `name` is this node's. After `seconds` no further round begins. FaultError names the two that cannot.
+    """
+    cuda = torch.cuda.is_available()
+    backend, device = ("nccl", torch.device("cuda", here.local_rank)) if cuda else ("gloo", torch.device("cpu"))
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    meet(here, "gloo", timeout)
+    try:
+        names: list[str] = gather(name)
+        speeds: list[tuple[str, str, float]] = []
+        begun = time.monotonic()
+        for pairs in rounds(here.world):
+            mine = next((pair for pair in pairs if here.rank in pair), None)
+            found = None
+            if mine is not None:
+                try:
+                    found = (names[mine[0]], names[mine[1]], _speed(mine, backend, device, size, timeout))
+                except RuntimeError as error:
+                    what = f"{backend} all-reduce between {names[mine[0]]} and {names[mine[1]]} fails"
+                    raise FaultError(f"{what}: {str(error).splitlines()[0]}") from None
+            words = gather((found, time.monotonic() - begun))
+            speeds += [words[first][0] for first, _ in pairs]
+            if words[0][1] > seconds:
+                break
+        return {"backend": backend, "bytes": size, "nodes": names, "gigabytes_per_second": sorted(speeds)}
+    finally:
+        leave()
+
+
+def _speed(pair: tuple[int, int], backend: str, device: torch.device, size: int, timeout: datetime.timedelta) -> float:
+    """Of this rank and its partner."""
+    tensor = torch.ones(size // 4, device=device)
+    best = float("inf")
+    with among(pair, backend, timeout) as group:
+        for repeat in range(REPEATS + 1):
+            begun = time.perf_counter()
+            dist.all_reduce(tensor, group=group)
+            # Reading a value waits for the device; the first time connects, and does not count.
+            total = tensor[0].item()
+            if repeat:
+                best = min(best, time.perf_counter() - begun)
+    assert total == 2.0 ** (REPEATS + 1), f"an all-reduce of ones gave {total}"
+    return size / best / 1e9

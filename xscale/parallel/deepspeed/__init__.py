@@ -1,0 +1,1 @@
+"""The second engine of ZeRO: DeepSpeed, which also offloads. Only `engine` imports it, when a run asks for it."""

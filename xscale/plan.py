@@ -1,0 +1,81 @@
+"""`xscale plan`: what a run would be, and a picture of its schedule."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from xscale.core.compose import Composed, dump
+from xscale.core.config import encode
+from xscale.core.errors import ConfigError
+from xscale.mesh import axes
+from xscale.planning import Asked, lines, plan, vocabulary_of
+from xscale.recipe import Recipe, read
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def hardware(
+    device: str | None, memory: float | None, node: int | None, link: float | None, network: float | None
+) -> Asked:
+    """From the command line's words and GB to a device; ConfigError for what says nothing without one."""
+    giga = {"--memory": memory, "--link": link, "--network": network, "--node": node}
+    given = [name for name, value in giga.items() if value is not None]
+    if given and device is None:
+        fix = "Name one with --device, such as --device h100."
+        raise ConfigError(given[0], "it changes a device's figures, and no device is named", fix)
+    for name in given:
+        if giga[name] is not None and not giga[name] > 0:  # type: ignore[operator]
+            raise ConfigError(name, f"{giga[name]} is not a size", "Take a number above 0.")
+    memory, link, network = (None if one is None else one * 1e9 for one in (memory, link, network))
+    return Asked(device, memory, node, link, network)
+
+
+def run(
+    config: Path,
+    overrides: list[str],
+    world: int,
+    asked: Asked,
+    *,
+    draw: Path | None = None,
+    as_json: bool = False,
+) -> None:
+    """Print the plan; ConfigError with every reason why it cannot be."""
+    recipe, composed = read(config, overrides)
+    if problems := recipe.check(world):
+        raise ConfigError(problems)
+    if draw is not None:
+        _draw(recipe, world, draw)
+    found = plan(recipe, world, asked)
+    if as_json:
+        print(json.dumps(found | read_from(recipe, composed), indent=2))
+    else:
+        print("\n".join(lines(found)))
+
+
+def read_from(recipe: Recipe, composed: Composed) -> dict[str, Any]:
+    """What a launcher wants besides: the resolved config, the run folder, and what both depend on."""
+    return {
+        "run_dir": recipe.run.dir,
+        "config": dump(encode(recipe), composed.origin),
+        "files": [str(file) for file in composed.files],
+        "plugins": list(recipe.plugins),
+    }
+
+
+def _draw(recipe: Recipe, world: int, file: Path) -> None:
+    from xscale.parallel.pipeline.draw import picture
+    from xscale.parallel.pipeline.estimate import played
+    from xscale.train.setup import build_meta
+
+    if file.suffix not in PICTURES:
+        what = f"'{file.name}' does not end in the name of a format"
+        raise ConfigError("--draw", what, f"Take one of {', '.join(PICTURES)}.")
+    degrees = axes.fill(recipe.parallel.mesh, world)
+    if degrees.pp == 1:
+        what = "there is one stage, and so no schedule to draw"
+        raise ConfigError("--draw", what, "Give parallel.mesh.pp above 1.")
+    micros = recipe.train.batch_size // (recipe.train.micro_batch_size * degrees.dp)
+    model = build_meta(recipe, vocabulary_of(recipe))
+    config = recipe.parallel.pipeline
+    title = f"{config.schedule}: {degrees.pp} stages' ranks, {micros} micro-batches"
+    picture(played(model, config, degrees.pp, micros, recipe.data.sequence_length), file, title)

@@ -1,0 +1,25 @@
+"""`xscale plan` on the command line. What it needs is imported when it runs, so that help is at once."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def plan(
+    config: Annotated[Path, typer.Argument(help="A YAML config, such as configs/run/quickstart.yaml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Overrides: key.path=value.")] = None,
+    world: Annotated[int, typer.Option(help="Processes to plan for.")] = 1,
+    device: Annotated[str | None, typer.Option(help="h100, h200, a100, cpu: does it fit, how fast?")] = None,
+    draw: Annotated[Path | None, typer.Option(help="Draw the pipeline's schedule into a .png or .svg.")] = None,
+    memory: Annotated[float | None, typer.Option(help="GB of a device, if not the table's.")] = None,
+    node: Annotated[int | None, typer.Option(help="Devices of a node.")] = None,
+    link: Annotated[float | None, typer.Option(help="GB/s between devices of a node, one way.")] = None,
+    network: Annotated[float | None, typer.Option(help="GB/s between nodes, for each device.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What a run would be on so many processes: memory, traffic, time, layout; or every reason why it cannot be."""
+    from xscale.plan import hardware, run
+
+    machine = hardware(device, memory, node, link, network)
+    run(config, overrides or [], world, machine, draw=draw, as_json=json)
