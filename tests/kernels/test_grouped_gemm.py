@@ -17,7 +17,8 @@ def draw(counts: list[int], D: int, F: int, dtype: torch.dtype) -> tuple[torch.T
 def test_strided_operands() -> None:
     x, w, _ = draw([4, 6], 6, 4, torch.float64)
     odd_x, odd_w = x.detach().t().contiguous().t(), w.detach().transpose(1, 2).contiguous().transpose(1, 2)
-    assert torch.equal(grouped_gemm(odd_x, odd_w, [4, 6]), grouped_gemm(x, w, [4, 6]))
+    # Another layout is another path through the BLAS, which may add in another order.
+    torch.testing.assert_close(grouped_gemm(odd_x, odd_w, [4, 6]), grouped_gemm(x, w, [4, 6]), rtol=1e-14, atol=1e-14)
 
 
 def test_compiles_whole_and_runs_on_meta() -> None:
