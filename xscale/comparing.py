@@ -16,9 +16,9 @@ from xscale.train.compare.config import Comparison, read_comparison
 from xscale.train.compare.curves import read_curve
 from xscale.train.compare.outcome import Outcome, figure, outcomes, table
 from xscale.train.folder import differences, read_config
+from xscale.train.meta import build_meta
 from xscale.train.observe.metrics import NAME
 from xscale.train.observe.versions import versions
-from xscale.train.setup import build_meta
 
 
 def compare(

@@ -65,7 +65,7 @@ def read_from(recipe: Recipe, composed: Composed) -> dict[str, Any]:
 def _draw(recipe: Recipe, world: int, file: Path) -> None:
     from xscale.parallel.pipeline.draw import picture
     from xscale.parallel.pipeline.estimate import played
-    from xscale.train.setup import build_meta
+    from xscale.train.meta import build_meta
 
     if file.suffix not in PICTURES:
         what = f"'{file.name}' does not end in the name of a format"

@@ -65,7 +65,7 @@ def _setting(override: str) -> tuple[str, object]:
 def _of_run(file: Path, overrides: list[str], tokens: int) -> dict[str, Layout]:
     from xscale.recipe import read
     from xscale.train.finish import layouts
-    from xscale.train.setup import build_meta
+    from xscale.train.meta import build_meta
 
     recipe, _ = read(file, overrides)
     if problems := recipe.check():

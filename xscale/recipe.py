@@ -21,9 +21,9 @@ from xscale.optim.optimizer import OPTIMIZERS
 from xscale.optim.schedule import SCHEDULES
 from xscale.parallel.pipeline.check import check_micro_batches
 from xscale.parallel.plan import Plan
+from xscale.train.meta import build_meta
 from xscale.train.observe.config import check as check_observers
 from xscale.train.settings import Settings
-from xscale.train.setup import build_meta, check_batch
 from xscale_kernels.operators import unknown
 
 
@@ -45,7 +45,7 @@ class Recipe(Settings):
         if not axes.check(self.parallel.mesh, world):
             dp = axes.fill(self.parallel.mesh, world).dp
             here = self.train.batch_size // (self.train.micro_batch_size * dp)
-            found += check_batch(self, dp) or check_micro_batches(self.parallel, here, "parallel")
+            found += _check_batch(self, dp) or check_micro_batches(self.parallel, here, "parallel")
         return problems + found
 
     def _check_optimizer(self) -> list[Problem]:
@@ -81,6 +81,18 @@ class Recipe(Settings):
             fix = f"It goes with {models}; '{model.name}' goes with {others}."
             problems.append(Problem("objective", what, fix))
         return problems
+
+
+def _check_batch(settings: Settings, dp: int) -> list[Problem]:
+    """Whether the batch can be dealt out."""
+    batch, micro = settings.train.batch_size, settings.train.micro_batch_size
+    if batch % (micro * dp) == 0:
+        return []
+    fits = [one for one in range(1, batch + 1) if batch % (one * dp) == 0]
+    what = f"{batch} sequences cannot be dealt to {dp} data-parallel ranks in micro-batches of {micro}"
+    near = ", ".join(map(str, fits)) if fits else ""
+    fix = f"Take micro_batch_size among {near}." if near else f"Take a batch_size that {dp} divides."
+    return [Problem("train.batch_size", what, fix)]
 
 
 def _check_documents(model: nn.Module) -> list[Problem]:

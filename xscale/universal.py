@@ -10,7 +10,7 @@ from xscale.core.errors import EXIT_DONE, ConfigError
 from xscale.nn.module import parameter_axes
 from xscale.recipe import Recipe, read
 from xscale.train.begin import begin, filled, refuse_run
-from xscale.train.setup import build_meta
+from xscale.train.meta import build_meta
 
 
 def import_universal(

@@ -13,8 +13,9 @@ from xscale.parallel.plan import DTYPES
 from xscale.recipe import Recipe, read
 from xscale.train.begin import begin, filled, refuse_run
 from xscale.train.evaluate import evaluate
+from xscale.train.meta import build_meta
 from xscale.train.reopen import reopen
-from xscale.train.setup import Parts, build_meta
+from xscale.train.setup import Parts
 
 
 def upcycle_run(

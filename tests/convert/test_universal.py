@@ -16,7 +16,7 @@ from xscale.checkpoint.loading import load_tensors, read_state
 from xscale.core.errors import ConfigError
 from xscale.mesh.collectives import barrier
 from xscale.nn.init import materialize
-from xscale.train.setup import build_meta
+from xscale.train.meta import build_meta
 
 MODEL: dict[str, Any] = {
     "kind": "decoder",

@@ -4,6 +4,7 @@ import importlib
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,23 @@ import xscale
 from tests.families import each, entries
 from xscale.core.config import Config
 from xscale.core.registry import Entry
+from xscale.core.sentences import sentences
 
 HEAVY = (
     "torch numpy sentencepiece matplotlib tensorboard transformers deepspeed megatron mpi4py wandb triton safetensors"
 )
+HEAVY_TO_CHECK = (
+    "torch.distributed.tensor torch.distributed.fsdp torch.distributed.checkpoint torch.distributed.pipelining "
+    "torch._dynamo torch._inductor sympy scipy sentencepiece matplotlib tensorboard transformers deepspeed megatron "
+    "mpi4py wandb safetensors xscale.planning xscale.train.setup xscale.train.run"
+)
+"""What a run needs and the check of its config does not: a submission waits for that check."""
+CHECK = f"""
+from pathlib import Path
+from xscale.recipe import read
+recipe, _ = read(Path({str(Path(__file__).parents[2] / "configs/run/quickstart.yaml")!r}), [])
+assert not recipe.check(1)
+"""
 
 
 @each(entries())
@@ -31,10 +45,11 @@ def test_a_part_says_in_a_sentence_what_it_is(entry: Entry[Any]) -> None:
 
 def silent(config: type[Config]) -> list[str]:
     """Fields without a sentence."""
+    said = sentences(config)
     return [
         f"{config.__module__}.{config.__qualname__}.{name}"
-        for name, field in config.model_fields.items()
-        if not (field.description or "").strip()
+        for name in config.model_fields
+        if not said.get(name, "").strip()
     ]
 
 
@@ -56,12 +71,17 @@ def test_a_silent_field_is_seen() -> None:
     class Mute(Config):
         length: int = 1
 
+    class Told(Mute):
+        width: int = 1
+        """Of what is told."""
+
     assert len(silent(Mute)) == 1
+    assert [name.rpartition(".")[2] for name in silent(Told)] == ["length"]
 
 
-def loaded(statement: str) -> set[str]:
+def loaded(statement: str, heavy: str = HEAVY) -> set[str]:
     """Which of the heavy packages a fresh process holds after `statement`."""
-    code = f"{statement}; import sys; print(*[name for name in {HEAVY.split()!r} if name in sys.modules])"
+    code = f"{statement}\nimport sys; print(*[name for name in {heavy.split()!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     return set(done.stdout.split())
 
@@ -69,6 +89,10 @@ def loaded(statement: str) -> set[str]:
 @pytest.mark.parametrize("statement", ["import xscale", "import xscale.core.config", "import xscale.cli"])
 def test_importing_is_light(statement: str) -> None:
     assert loaded(statement) == set()
+
+
+def test_checking_a_config_is_light() -> None:
+    assert loaded(CHECK, HEAVY_TO_CHECK) == set()
 
 
 def test_a_heavy_import_is_seen() -> None:

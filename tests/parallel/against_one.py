@@ -27,8 +27,9 @@ from xscale.parallel.plan import Plan
 from xscale.parallel.rest import Rest, at_rest, lay, place_in_whole
 from xscale.recipe import Recipe
 from xscale.train.evaluate import evaluate
+from xscale.train.meta import build_meta
 from xscale.train.settings import Settings
-from xscale.train.setup import build_meta, engine_of
+from xscale.train.setup import engine_of
 from xscale.train.sharded import Sharded
 from xscale.train.share import share
 from xscale.train.step import Stepper, finite

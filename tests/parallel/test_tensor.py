@@ -23,7 +23,7 @@ from xscale.nn.attention import CORES
 from xscale.nn.tokens import Tokens
 from xscale.parallel import tensor, vocabulary
 from xscale.train.generate import generate
-from xscale.train.setup import build_meta
+from xscale.train.meta import build_meta
 
 NOISY = changed(DENSE, stack__block__mixer__dropout=0.1)
 """Dropout of attention weights, which are cut by heads."""

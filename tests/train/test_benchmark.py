@@ -8,7 +8,7 @@ from tests.train.tiny import MIXTURE, recipe
 from xscale.data.prepare import prepare
 from xscale.measure.flops import size
 from xscale.train.benchmark import Contestant, Timing, bench_train, dense_twin, race, ratio
-from xscale.train.setup import build_meta
+from xscale.train.meta import build_meta
 
 
 def test_ratios_are_of_steps_that_ran_side_by_side() -> None:

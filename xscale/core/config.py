@@ -7,6 +7,7 @@ from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from xscale.core.errors import ConfigError, Problem, nearest
+from xscale.core.sentences import sentences
 
 if TYPE_CHECKING:
     from xscale.core.registry import Family
@@ -20,12 +21,19 @@ FAMILY_MARK = "x-family"
 class Config(pydantic.BaseModel):
     """Data only: frozen, strictly typed, unknown keys refused. `decode(encode(c)) == c`."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, ser_json_inf_nan="constants"
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, ser_json_inf_nan="constants")
     kind: ClassVar[str | None] = None
     """The name under which the part that owns this class is registered."""
     family: ClassVar[str | None] = None
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The schema with each field's sentence."""
+        made = handler(schema)
+        fields = handler.resolve_ref_schema(made).get("properties", {})
+        for name, text in sentences(cls).items():
+            fields[name].setdefault("description", text)
+        return made
 
 
 class Slot:

@@ -11,10 +11,10 @@ from xscale.mesh import axes
 from xscale.mesh.mesh import Mesh
 from xscale.nn.block import Block
 from xscale.nn.module import Module
-from xscale.parallel import context, cut, expert, float8, materialize, pipeline, precision, recompute, tensor, zero
+from xscale.parallel import context, expert, float8, recompute, tensor, zero
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 from xscale.parallel.deepspeed import check as deepspeed
-from xscale.parallel.deepspeed.plain import make_plain
+from xscale.parallel.pipeline import check as pipeline
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -59,17 +59,25 @@ class Plan:
 
     def apply(self, model: nn.Module, mesh: Mesh, seed: int) -> nn.Module:
         """Cut, guard and substitute; what is returned is on the mesh's device, with its initial weights."""
+        from xscale.parallel import materialize
+
         return self.cut(model, mesh, lambda stage: materialize.materialize(stage, seed, mesh.device, self.master))
 
     def cut(self, model: nn.Module, mesh: Mesh, fill: Callable[[nn.Module], None]) -> nn.Module:
         """The same with `fill` as the last step, which gives each stage's parameters their storage."""
         if mesh.degrees.pp == 1:
             return self._apply(model, mesh, fill)
-        return pipeline.apply(
+        from xscale.parallel.pipeline import build
+
+        return build.apply(
             model, mesh, self.parallel, self.compute, self.length, lambda stage: self._apply(stage, mesh, fill)
         )
 
     def _apply(self, model: nn.Module, mesh: Mesh, fill: Callable[[nn.Module], None]) -> nn.Module:
+        # Imported where used: parameters that are spread take as long to import as half of torch.
+        from xscale.parallel import cut, precision
+        from xscale.parallel.deepspeed.plain import make_plain
+
         precision.apply(model, self.compute, self.master)
         cut.apply(model, mesh, self.parallel, tensor.whole(model, mesh.degrees.tp))
         context.apply(model, mesh, self.parallel)

@@ -6,13 +6,11 @@ parameter, so nothing is shared and gradients are summed.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
 
 from xscale.core.errors import Problem
 from xscale.mesh.axes import Degrees
@@ -21,6 +19,9 @@ from xscale.nn.block import Block
 from xscale.nn.module import Module
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.rules import of_experts
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Shard
 
 
 def check(config: ParallelConfig, degrees: Degrees, path: str) -> list[Problem]:
@@ -32,6 +33,9 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig, compute: torch.d
     """Shard every block, the experts over their own ranks, and the rest as one group."""
     if mesh.dense is None or mesh.experts is None:
         return
+    # Imported where used, here and below: it takes as long as half of torch, and a check of a config shards nothing.
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
     dense = _data(dense_mesh(mesh, config), "dp_replicate", "dp_shard")
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master, cast_forward_inputs=False)
     reshard = config.zero.stage == 3
@@ -64,11 +68,12 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig, compute: torch.d
         sharded.set_force_sum_reduction_for_comms(True)
 
 
-def beside(shards: int) -> Callable[[nn.Parameter], Shard | None]:
+def beside(shards: int) -> "Callable[[nn.Parameter], Shard | None]":
     """Along which dim a parameter is sharded: not one that tp or ep cuts, where another can be dealt evenly.
 
     So that what a rank holds is one run of rows, and a layout's pieces lie side by side in the whole.
     """
+    from torch.distributed.tensor import DTensor, Shard
 
     def place(parameter: nn.Parameter) -> Shard | None:
         if not isinstance(parameter, DTensor):
@@ -99,6 +104,8 @@ def expert_mesh(mesh: Mesh, config: ParallelConfig) -> DeviceMesh:
 
 def micro_batch(model: nn.Module, config: ParallelConfig, *, last: bool) -> None:
     """Before each micro-batch: whether it is the step's last. Stages 0 and 1 send gradients once a step."""
+    from torch.distributed.fsdp import FSDPModule
+
     if isinstance(model, FSDPModule) and config.zero.stage < 2:
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)

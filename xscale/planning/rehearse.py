@@ -30,8 +30,9 @@ from xscale.parallel.materialize import fill
 from xscale.parallel.plan import Plan
 from xscale.parallel.rest import at_rest, empty_like_local, local_of
 from xscale.planning.even import make_even
+from xscale.train.meta import build_meta
 from xscale.train.settings import Settings
-from xscale.train.setup import build_meta, engine_of
+from xscale.train.setup import engine_of
 from xscale.train.share import share
 from xscale.train.step import Stepper
 

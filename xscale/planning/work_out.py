@@ -14,13 +14,13 @@ from xscale.measure.memory import at_rest
 from xscale.mesh import axes
 from xscale.mesh.axes import Degrees
 from xscale.optim.optimizer import OPTIMIZERS
-from xscale.parallel import pipeline
+from xscale.parallel.pipeline.estimate import estimate as estimate_pipeline
 from xscale.parallel.plan import DTYPES
 from xscale.planning import speed
 from xscale.planning.memory import KINDS, Stage, stages_of
 from xscale.planning.rehearse import UnknownError
+from xscale.train.meta import build_meta
 from xscale.train.settings import Settings
-from xscale.train.setup import build_meta
 
 ASSUMED = (
     "experts get equally many rows and drop none",
@@ -64,7 +64,7 @@ def plan(settings: Settings, world: int, asked: Asked = Asked()) -> dict[str, An
     device = asked.found(settings)
     schedule = None
     if degrees.pp > 1:
-        schedule = pipeline.estimate(model, settings.parallel.pipeline, degrees.pp, micros, length)
+        schedule = estimate_pipeline(model, settings.parallel.pipeline, degrees.pp, micros, length)
     found: dict[str, Any] = {
         "world": world,
         "degrees": asdict(degrees),

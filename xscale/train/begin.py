@@ -14,8 +14,8 @@ from xscale.optim.optimizer import OPTIMIZERS, Optimizer
 from xscale.parallel.plan import DTYPES
 from xscale.parallel.rest import at_rest
 from xscale.train.folder import write_config
+from xscale.train.meta import build_meta
 from xscale.train.settings import Settings
-from xscale.train.setup import build_meta
 from xscale.train.sharded import weights_of
 from xscale.train.state import State, tensors
 

@@ -18,8 +18,9 @@ from xscale.objective import Batch
 from xscale.optim.optimizer.adamw import AdamW
 from xscale.parallel import precision
 from xscale.parallel.plan import DTYPES
+from xscale.train.meta import build_meta
 from xscale.train.settings import Settings
-from xscale.train.setup import Parts, build_meta, set_up
+from xscale.train.setup import Parts, set_up
 from xscale.train.step import finite
 
 

@@ -22,10 +22,11 @@ from xscale.train.finish import baseline, layouts, write_samples
 from xscale.train.folder import open_folder, run_name, write_config
 from xscale.train.incident import Incidents
 from xscale.train.loop import Loop
+from xscale.train.meta import build_meta
 from xscale.train.observe import Audience, EndReport, Observer, RunFacts, observers
 from xscale.train.observe.versions import versions
 from xscale.train.settings import Settings
-from xscale.train.setup import Parts, build_meta, set_up
+from xscale.train.setup import Parts, set_up
 from xscale.train.state import State, saved
 from xscale.train.stop import Stop
 from xscale.train.watch import Watch

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from xscale.core.errors import ConfigError, Problem
+from xscale.core.errors import ConfigError
 from xscale.data.corpus import Corpus, open_corpus
 from xscale.data.loader import Loader
 from xscale.data.prepare import prepare
@@ -16,8 +16,6 @@ from xscale.mesh import axes
 from xscale.mesh.collectives import barrier
 from xscale.mesh.environment import Place
 from xscale.mesh.mesh import Mesh, start
-from xscale.nn.model import MODELS
-from xscale.nn.module import name_kernels
 from xscale.objective import OBJECTIVES, Objective, Specials
 from xscale.optim.optimizer import OPTIMIZERS, Optimizer, Weight
 from xscale.optim.schedule import SCHEDULES, Schedule
@@ -27,6 +25,7 @@ from xscale.parallel.plan import Plan
 from xscale.parallel.rest import Rest, at_rest
 from xscale.train.alike import check_alike
 from xscale.train.feed import Feed
+from xscale.train.meta import build_meta
 from xscale.train.settings import Settings
 from xscale.train.sharded import Sharded, weights_of
 from xscale.train.step import Stepper
@@ -71,26 +70,6 @@ def device_of(settings: Settings, place: Place) -> torch.device:
 def specials_of(tokenizer: Tokenizer) -> Specials:
     """The ids that objectives need."""
     return Specials(tokenizer.vocabulary, tokenizer.pad, tokenizer.eos, tokenizer.mask, tokenizer.sentinels)
-
-
-def build_meta(settings: Settings, vocabulary: int) -> nn.Module:
-    """The model without storage."""
-    with torch.device("meta"):
-        model: nn.Module = MODELS.build(settings.model, vocabulary, settings.data.sequence_length)
-    name_kernels(model, settings.kernels)
-    return model
-
-
-def check_batch(settings: Settings, dp: int) -> list[Problem]:
-    """Whether the batch can be dealt out."""
-    batch, micro = settings.train.batch_size, settings.train.micro_batch_size
-    if batch % (micro * dp) == 0:
-        return []
-    fits = [one for one in range(1, batch + 1) if batch % (one * dp) == 0]
-    what = f"{batch} sequences cannot be dealt to {dp} data-parallel ranks in micro-batches of {micro}"
-    near = ", ".join(map(str, fits)) if fits else ""
-    fix = f"Take micro_batch_size among {near}." if near else f"Take a batch_size that {dp} divides."
-    return [Problem("train.batch_size", what, fix)]
 
 
 def set_up(settings: Settings, place: Place) -> Parts:
