@@ -2,27 +2,32 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xscale.core.compose import Composed, dump
 from xscale.core.config import encode
 from xscale.core.errors import ConfigError
 from xscale.mesh import axes
-from xscale.planning import Asked, lines, plan, vocabulary_of
 from xscale.recipe import Recipe, read
+
+if TYPE_CHECKING:
+    from xscale.planning import Asked
 
 PICTURES = (".png", ".svg", ".pdf")
 
 
 def hardware(
     device: str | None, memory: float | None, node: int | None, link: float | None, network: float | None
-) -> Asked:
+) -> "Asked":
     """From the command line's words and GB to a device; ConfigError for what says nothing without one."""
+    from xscale.planning import Asked
+
     giga = {"--memory": memory, "--link": link, "--network": network, "--node": node}
     given = [name for name, value in giga.items() if value is not None]
-    if given and device is None:
+    speeds = [name for name in given if name != "--memory"]
+    if speeds and device is None:
         fix = "Name one with --device, such as --device h100."
-        raise ConfigError(given[0], "it changes a device's figures, and no device is named", fix)
+        raise ConfigError(speeds[0], "it changes a device's figures, and no device is named", fix)
     for name in given:
         if giga[name] is not None and not giga[name] > 0:  # type: ignore[operator]
             raise ConfigError(name, f"{giga[name]} is not a size", "Take a number above 0.")
@@ -34,15 +39,15 @@ def run(
     config: Path,
     overrides: list[str],
     world: int,
-    asked: Asked,
+    asked: "Asked",
     *,
     draw: Path | None = None,
     as_json: bool = False,
 ) -> None:
     """Print the plan; ConfigError with every reason why it cannot be."""
-    recipe, composed = read(config, overrides)
-    if problems := recipe.check(world):
-        raise ConfigError(problems)
+    from xscale.planning import lines, plan
+
+    recipe, composed = _checked(config, overrides, world)
     if draw is not None:
         _draw(recipe, world, draw)
     found = plan(recipe, world, asked)
@@ -50,6 +55,22 @@ def run(
         print(json.dumps(found | read_from(recipe, composed), indent=2))
     else:
         print("\n".join(lines(found)))
+
+
+def check(config: Path, overrides: list[str], world: int, *, as_json: bool) -> None:
+    """Say that nothing is wrong; ConfigError with everything that is."""
+    recipe, composed = _checked(config, overrides, world)
+    if as_json:
+        print(json.dumps({"world": world, "problems": [], **read_from(recipe, composed)}, indent=2))
+    else:
+        print(f"nothing is wrong with {config} on {world} processes; memory and time were not looked at")
+
+
+def _checked(config: Path, overrides: list[str], world: int) -> tuple[Recipe, Composed]:
+    recipe, composed = read(config, overrides)
+    if problems := recipe.check(world):
+        raise ConfigError(problems)
+    return recipe, composed
 
 
 def read_from(recipe: Recipe, composed: Composed) -> dict[str, Any]:
@@ -65,6 +86,7 @@ def read_from(recipe: Recipe, composed: Composed) -> dict[str, Any]:
 def _draw(recipe: Recipe, world: int, file: Path) -> None:
     from xscale.parallel.pipeline.draw import picture
     from xscale.parallel.pipeline.estimate import played
+    from xscale.planning import vocabulary_of
     from xscale.train.meta import build_meta
 
     if file.suffix not in PICTURES:

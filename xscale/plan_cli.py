@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from xscale.core.errors import ConfigError
+
 
 def plan(
     config: Annotated[Path, typer.Argument(help="A YAML config, such as configs/run/quickstart.yaml.")],
@@ -12,14 +14,21 @@ def plan(
     world: Annotated[int, typer.Option(help="Processes to plan for.")] = 1,
     device: Annotated[str | None, typer.Option(help="h100, h200, a100, cpu: does it fit, how fast?")] = None,
     draw: Annotated[Path | None, typer.Option(help="Draw the pipeline's schedule into a .png or .svg.")] = None,
-    memory: Annotated[float | None, typer.Option(help="GB of a device, if not the table's.")] = None,
+    memory: Annotated[float | None, typer.Option(help="GB of a device, if not the table's; alone: only fits?")] = None,
     node: Annotated[int | None, typer.Option(help="Devices of a node.")] = None,
     link: Annotated[float | None, typer.Option(help="GB/s between devices of a node, one way.")] = None,
     network: Annotated[float | None, typer.Option(help="GB/s between nodes, for each device.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Only check it: neither memory nor time.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What a run would be on so many processes: memory, traffic, time, layout; or every reason why it cannot be."""
-    from xscale.plan import hardware, run
+    from xscale import plan as planned
 
-    machine = hardware(device, memory, node, link, network)
-    run(config, overrides or [], world, machine, draw=draw, as_json=json)
+    if check:
+        given = {"--device": device, "--draw": draw, "--memory": memory, "--node": node, "--link": link}
+        for name in [name for name, value in {**given, "--network": network}.items() if value is not None]:
+            raise ConfigError(name, "--check looks at no device and draws nothing", f"Leave {name} or --check out.")
+        planned.check(config, overrides or [], world, as_json=json)
+        return
+    machine = planned.hardware(device, memory, node, link, network)
+    planned.run(config, overrides or [], world, machine, draw=draw, as_json=json)

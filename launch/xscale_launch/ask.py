@@ -1,8 +1,9 @@
 """Asks xscale, in a process of its own, what a config comes to: the launcher itself never imports it.
 
-`xscale plan CONFIG key=value ... --world N --json` gives the resolved config, or exits with 2 and sentences on stderr
-when the layout does not divide N processes, the model does not fit, or anything else is wrong. What it said before of
-the same config and the same code is not asked again, see `remembered`.
+`xscale plan CONFIG key=value ... --world N --json` gives the resolved config, and what does not fit into the GPU that
+it is told of; or it exits with 2 and sentences on stderr when the layout does not divide N processes, or anything else
+is wrong. Told of no GPU, it is asked to `--check` only. What it said before of the same config and the same code is not
+asked again, see `remembered`.
 """
 
 import json
@@ -38,14 +39,8 @@ class Plan:
     """What `xscale plan --json` says."""
 
     @property
-    def gigabytes(self) -> float:
-        """What one process needs at its peak; where plan does not say that, what it keeps between steps; else 0."""
-        said = self.answer.get("memory_bytes") or self.answer.get("memory_at_rest_bytes") or {}
-        return float(said.get("total", 0)) / 1e9
-
-    @property
     def problems(self) -> list[str]:
-        """What plan found wrong without refusing: sentences."""
+        """What does not fit, in plan's words."""
         return [
             f"{one['path']}: {one['what']}. {one.get('fix', '')}".strip() for one in self.answer.get("problems") or []
         ]
@@ -63,12 +58,14 @@ def plan(
     processes: int,
     variables: Mapping[str, str],
     told: Callable[[str], None] = lambda sentence: None,
+    gpu: Sequence[str] = (),
 ) -> Plan:
     """What xscale says about the config on so many processes; raises `LaunchError` with its words when it refuses.
 
-    `told` gets a sentence when the answer is one from before.
+    `told` gets a sentence when the answer is one from before. `gpu`: plan's options for a GPU that it has to fit into.
     """
-    question = [*command, "plan", str(config), *overrides, "--world", str(processes), "--json"]
+    looked_at = gpu or ("--check",)
+    question = [*command, "plan", str(config), *overrides, "--world", str(processes), "--json", *looked_at]
     own = tuple(command) == xscale(None)
     place, name = remembered.folder(variables), remembered.key(question, variables) if own else ""
     before = remembered.recall(place, name) if own else None

@@ -61,8 +61,10 @@ class Profile:
     """Workers on a node: one for each GPU as a rule."""
     gpus_per_node: int = 0
     """GPUs of a node; 0 asks for none."""
+    gpu: str | None = None
+    """Kind of the GPUs, as `xscale plan --device` knows it, such as `h100`: what does not fit is refused."""
     gpu_memory_gigabytes: float = 0.0
-    """Memory of one GPU, against which the plan is held; 0 leaves that out."""
+    """Memory of one GPU, where the kind is none that plan knows, or has another size; 0 leaves it to the kind."""
     cpus_per_process: int = 0
     """Processors for each worker; 0 leaves it to the cluster."""
     memory: str | None = None

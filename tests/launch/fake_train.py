@@ -1,6 +1,7 @@
 """A stand-in for the trainer as a launcher sees it: environment, signals, run folder and exit statuses.
 
-`python fake_train.py train CONFIG [key=value ...]`, `--print-config`, and `plan ... --world N --json`.
+`python fake_train.py train CONFIG [key=value ...]`, `--print-config`, and
+`plan ... --world N --json --check | --memory GB`.
 Keys: run.dir, train.steps, and under fake.: step_seconds, stop_after (steps, with + between), mistake, crash_at,
 crash_rank, kill_self (a signal's number instead of an exception), once (crash in the first attempt only),
 ignore_signals, divides, gigabytes. Its state is a number drawn on from step to step, so that a resumed run is bitwise
@@ -66,13 +67,16 @@ def fail(values: dict[str, str], rank: int, attempt_is_first: bool) -> None:
     raise RuntimeError("the step fell over")
 
 
-def plan(values: dict[str, str], processes: int) -> int:
+def plan(values: dict[str, str], processes: int, memory: float | None) -> int:
     """What `xscale plan --json` does for the launcher: it accepts, or refuses with a sentence."""
     if processes % int(values.get("fake.divides", "1")):
         print(f"parallel.mesh: {values['fake.divides']} does not divide {processes} processes", file=sys.stderr)
         return 2
-    memory = {"total": float(values.get("fake.gigabytes", "0")) * 1e9 / processes}
-    answer = {"world": processes, "memory_at_rest_bytes": memory, "run_dir": values["run.dir"], "files": []}
+    needed, problems = float(values.get("fake.gigabytes", "0")) / processes, []
+    if memory is not None and needed > memory:
+        what = f"rank 0 needs {needed:.2f} GB at its peak, and one GPU has {memory:.1f} GB"
+        problems.append({"path": "parallel", "what": what, "fix": "Take more devices."})
+    answer = {"world": processes, "problems": problems, "run_dir": values["run.dir"], "files": []}
     print(json.dumps({**answer, "plugins": [], "config": shown(values)}))
     return 0
 
@@ -100,7 +104,9 @@ def main() -> int:
     verb, config, rest = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     values = settings(config, [text for text in rest if "=" in text])
     if verb == "plan":
-        return plan(values, int(rest[rest.index("--world") + 1]))
+        memory = float(rest[rest.index("--memory") + 1]) if "--memory" in rest else None
+        assert (memory is None) == ("--check" in rest), rest
+        return plan(values, int(rest[rest.index("--world") + 1]), memory)
     if "--print-config" in rest:
         print(shown(values), end="")
         return 0

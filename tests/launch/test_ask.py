@@ -40,17 +40,17 @@ def test_an_answer(tmp_path: Path) -> None:
     plan = ask.plan(FAKE, config, ["run.dir=runs/x", "fake.gigabytes=8"], 4, os.environ)
     assert plan.run_dir == Path.cwd() / "runs/x"
     assert "train.steps: 3" in plan.config
-    assert plan.gigabytes == 2.0
+    assert plan.problems == []
     assert ask.run_dir(FAKE, config, ["run.dir=runs/x"], os.environ) == plan.run_dir
 
 
-def test_the_peak_counts_where_plan_tells_it() -> None:
-    rest = {"memory_at_rest_bytes": {"total": 2e9}}
-    assert ask.Plan("", Path(), rest).gigabytes == 2.0
-    assert ask.Plan("", Path(), {**rest, "memory_bytes": {"total": 5e9}}).gigabytes == 5.0
-    said = {"problems": [{"path": "train.micro_batch_size", "what": "rank 0 needs 90 GB", "fix": "Take 2."}]}
-    assert ask.Plan("", Path(), said).problems == ["train.micro_batch_size: rank 0 needs 90 GB. Take 2."]
-    assert ask.Plan("", Path(), rest).problems == []
+def test_what_does_not_fit_is_said_in_plans_words(tmp_path: Path) -> None:
+    config = tmp_path / "x.yaml"
+    config.write_text("")
+    plan = ask.plan(FAKE, config, ["fake.gigabytes=180"], 2, os.environ, gpu=("--memory", "80"))
+    (problem,) = plan.problems
+    assert problem == "parallel: rank 0 needs 90.00 GB at its peak, and one GPU has 80.0 GB. Take more devices."
+    assert ask.plan(FAKE, config, ["fake.gigabytes=180"], 3, os.environ, gpu=("--memory", "80")).problems == []
 
 
 def test_refusals_and_failures_come_with_xscales_words(tmp_path: Path) -> None:
@@ -74,7 +74,14 @@ def test_xscale_itself_keeps_the_contract(tmp_path: Path) -> None:
     variables = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     plan = ask.plan(ask.xscale(None), QUICKSTART, [f"run.dir={tmp_path / 'a b'}"], 2, variables)
     assert plan.run_dir == tmp_path / "a b"
-    assert plan.gigabytes > 0
+    assert plan.problems == []
+    gpu = ("--device", "h100", "--memory", "0.002")
+    small = ["model.width=32", "model.stack.depth=2", "data.sequence_length=32", "parallel.zero.engine=torch"]
+    (problem,) = ask.plan(ask.xscale(None), QUICKSTART, small, 2, variables, gpu=gpu).problems
+    assert "needs" in problem
+    assert "one h100 has 0.0 GB. Take " in problem
+    with pytest.raises(LaunchError, match="'v9' is not in the table of devices"):
+        ask.plan(ask.xscale(None), QUICKSTART, small, 2, variables, gpu=("--device", "v9"))
     with pytest.raises(LaunchError, match="does not divide the 2 ranks"):
         ask.plan(ask.xscale(None), QUICKSTART, ["parallel.mesh.tp=3"], 2, variables)
 

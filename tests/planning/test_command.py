@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from xscale.core.errors import ConfigError
-from xscale.plan import PICTURES, hardware, run
+from xscale.plan import PICTURES, check, hardware, run
 from xscale.plan_cli import plan
 
 TINY = [
@@ -20,6 +21,13 @@ TINY = [
     "train.micro_batch_size=1",
 ]
 CONFIG = Path("configs/run/quickstart.yaml")
+
+
+def wrapped() -> typer.Typer:
+    """The command as an app of its own."""
+    app = typer.Typer()
+    app.command()(plan)
+    return app
 
 
 def planned(
@@ -51,6 +59,36 @@ def test_without_a_device_there_is_no_time(capsys: pytest.CaptureFixture[str]) -
     assert found["step_seconds"] is None
 
 
+def test_memory_alone_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    for gigabytes, fits in ((80.0, True), (1e-3, False)):
+        run(CONFIG, TINY, 1, hardware(None, gigabytes, None, None, None), as_json=True)
+        found = json.loads(capsys.readouterr().out)
+        assert (found["fits"], found["step_seconds"], len(found["problems"])) == (fits, None, 1 - fits)
+        run(CONFIG, TINY, 1, hardware(None, gigabytes, None, None, None))
+        assert ("DOES NOT FIT" in capsys.readouterr().out) != fits
+
+
+def test_what_cannot_be_rehearsed_is_held_against_what_it_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, "parallel.zero.engine=deepspeed", "parallel.zero.stage=1", world=2, device="h100")
+    assert (found["fits"], found["problems"]) == (None, [])
+    engine = ["parallel.zero.engine=deepspeed", "parallel.zero.stage=1"]
+    run(CONFIG, [*TINY, *engine], 2, hardware("h100", 1e-6, None, None, None), as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is False
+    assert "between two steps, and one h100 has 0.0 GB" in found["problems"][0]["what"]
+
+
+def test_a_check_tells_the_launcher_what_a_plan_does(capsys: pytest.CaptureFixture[str]) -> None:
+    check(CONFIG, TINY, 1, as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert told.items() <= planned(capsys).items()
+    assert told.keys() == {"world", "problems", "run_dir", "config", "files", "plugins"}
+    with pytest.raises(ConfigError, match="3"):
+        check(CONFIG, [*TINY, "parallel.mesh.tp=3"], 1, as_json=True)
+    mixed = CliRunner().invoke(wrapped(), [str(CONFIG), "--check", "--device", "h100"])
+    assert isinstance(mixed.exception, ConfigError)
+
+
 def test_every_key_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
     text = Path("xscale/planning/README.md").read_text()
     missing = [key for key in planned(capsys, device="h100") if f"`{key}`" not in text]
@@ -69,7 +107,7 @@ def test_a_schedule_is_drawn(ending: str, tmp_path: Path, capsys: pytest.Capture
     ("options", "words"),
     [
         (("h200x", None, None, None, None), "Take one of"),
-        ((None, 80.0, None, None, None), "--device h100"),
+        ((None, None, 8, None, None), "--device h100"),
         (("h100", -1.0, None, None, None), "above 0"),
     ],
 )
@@ -87,8 +125,4 @@ def test_a_picture_that_cannot_be_is_refused(name: str, words: str, tmp_path: Pa
 
 
 def test_help_is_there() -> None:
-    import typer
-
-    app = typer.Typer()
-    app.command()(plan)
-    assert "--device" in CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
+    assert "--device" in CliRunner().invoke(wrapped(), ["--help"], env={"COLUMNS": "200"}).output

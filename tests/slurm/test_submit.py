@@ -44,7 +44,7 @@ def test_what_does_not_fit_is_refused(lab: Any, tmp_path: Path) -> None:
     arguments = ("--clusters", clusters, "--cluster", "lab", f"run.dir={lab.run}", "fake.gigabytes=300", "--dry-run")
     done = lab.launch("slurm", lab.config, *arguments, "--nodes", 3)
     assert done.returncode == 2
-    assert "one process needs 100.0 GB" in done.stderr
+    assert "parallel: rank 0 needs 100.00 GB at its peak, and one GPU has 80.0 GB. Take more devices." in done.stderr
     done = lab.launch("slurm", lab.config, *arguments, "--nodes", 3, "--processes-per-node", 2)
     assert done.returncode == 0, done.stderr
 

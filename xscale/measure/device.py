@@ -2,7 +2,7 @@
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -42,6 +42,11 @@ class Device:
     """Share of `flops` that large products reach."""
     source: str = ""
 
+    @property
+    def timed(self) -> bool:
+        """Whether its speed is known."""
+        return self.flops > 0
+
     def flops_in(self, dtype: torch.dtype) -> float:
         """FLOP/s in a number format."""
         return self.flops / (1 if dtype == torch.bfloat16 or self.name == "cpu" else _NARROWER.get(dtype, 15))
@@ -60,6 +65,11 @@ DEVICES: dict[str, Device] = {
     "a100": _gpu("a100", 312e12, 80e9, 2.039e12, 300e9, 25e9, "NVIDIA A100 80GB SXM and DGX A100 data sheets"),
 }
 """Those that a plan can be made for, beside `cpu`, which is the one that plans."""
+
+
+def device_of_memory(memory: float) -> Device:
+    """A GPU that is not in the table, of which only the memory is known: what fits can be told, and no time."""
+    return replace(_gpu("GPU", 0.0, memory, 0.0, 0.0, 0.0, "given"), reach=0.0)
 
 
 def device_named(name: str, dtype: torch.dtype) -> Device:

@@ -46,7 +46,7 @@ def stages_of(settings: Settings, degrees: Degrees, micros: int, vocabulary: int
 
     Of those that share a stage the first is taken, whose parts are never the smaller ones.
     """
-    seconds = None if device is None else roofline(device, DTYPES[settings.precision.compute])
+    seconds = None if device is None or not device.timed else roofline(device, DTYPES[settings.precision.compute])
     pp = degrees.pp
     found = []
     for at in sorted({0, min(1, pp - 1), pp // 2, pp - 1}):

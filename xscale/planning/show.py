@@ -24,7 +24,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
         text.append(f"bubble     {stages['bubble']:.1%} of the ranks' time\n{stages['drawing']}")
     if found["unknown"] is not None:
         text.append(f"memory     not known: {found['unknown']}")
-        return text
+        return [*text, *_problems(found["problems"])]
     return [*text, *_memory(found), *_traffic(found["traffic"]), *_speed(found), *_problems(found["problems"])]
 
 
@@ -62,8 +62,11 @@ def _speed(found: Mapping[str, Any]) -> list[str]:
         return []
     device = found["device"]
     fits = "fits into" if found["fits"] else "DOES NOT FIT into"
+    text = f"device     {device['name']}: {fits} {device['memory'] / GIGABYTE:.1f} GB"
+    if found["step_seconds"] is None:
+        return [text]
     return [
-        f"device     {device['name']}: {fits} {device['memory'] / GIGABYTE:.1f} GB",
+        text,
         f"time       {_time(found['step_seconds'])} a step: {_time(found['compute_seconds'])} of compute, "
         f"{_time(found['exposed_seconds'])} of waiting for traffic, {found['bubble']:.1%} bubble",
         f"speed      {found['tokens_per_second']:,.0f} tokens/s, MFU {found['mfu']:.1%} (predicted by rooflines)",

@@ -8,7 +8,7 @@ from torch import nn
 
 from xscale.core.config import encode
 from xscale.core.errors import ConfigError
-from xscale.measure.device import DEVICES, Device, device_named
+from xscale.measure.device import DEVICES, Device, device_named, device_of_memory
 from xscale.measure.flops import size, training_flops
 from xscale.measure.memory import at_rest
 from xscale.mesh import axes
@@ -45,7 +45,7 @@ class Asked:
     def found(self, settings: Settings) -> Device | None:
         """The device, or None where none was named; ConfigError when it is not known."""
         if self.device is None:
-            return None
+            return None if self.memory is None else device_of_memory(self.memory)
         if self.device != "cpu" and self.device not in DEVICES:
             known = ", ".join([*DEVICES, "cpu"])
             raise ConfigError("--device", f"'{self.device}' is not in the table of devices", f"Take one of {known}.")
@@ -85,7 +85,7 @@ def plan(settings: Settings, world: int, asked: Asked = Asked()) -> dict[str, An
     try:
         stages = stages_of(settings, degrees, micros, vocabulary, device)
     except UnknownError as error:
-        return found | {"unknown": str(error), "device": None if device is None else asdict(device), "fits": None}
+        return found | {"unknown": str(error), **_at_least(found["memory_at_rest_bytes"], settings, degrees, device)}
     return found | _measured(stages, found, settings, degrees, device)
 
 
@@ -111,19 +111,19 @@ def _measured(
     sent = [speed.traffic(one.rehearsal, micros, zero, node) for one in stages]
     figures: dict[str, Any] = {"device": None, "step_seconds": None, "mfu": None, "fits": None}
     if device is not None:
+        figures |= {"device": asdict(device), "fits": _needed(most.total, device, degrees) <= device.memory}
+    if device is not None and device.timed:
         compute = [speed.compute_seconds(one.rehearsal, micros) for one in stages]
         sent = [speed.timed(each, device, seconds, micros, zero) for each, seconds in zip(sent, compute, strict=True)]
         step = speed.step(compute, sent, found["bubble"])
         work = found["flops_per_token"] * found["tokens_per_step"]
         peak = device.flops_in(DTYPES[settings.precision.compute])
-        figures = {
-            "device": asdict(device),
+        figures |= {
             "step_seconds": step.seconds,
             "compute_seconds": step.compute,
             "exposed_seconds": step.exposed,
             "tokens_per_second": found["tokens_per_step"] / step.seconds,
             "mfu": work / (step.seconds * peak * degrees.world),
-            "fits": _needed(most.total, device, degrees) <= device.memory,
         }
     return {
         "parameters_per_rank": {
@@ -138,6 +138,22 @@ def _measured(
         **figures,
         "problems": [] if figures["fits"] is not False else [_too_large(most, device, settings, degrees)],
     }
+
+
+def _at_least(resting: dict[str, int], settings: Settings, degrees: Degrees, device: Device | None) -> dict[str, Any]:
+    """Where nothing can be rehearsed: whether not even what a rank keeps between two steps fits."""
+    if device is None or _needed(resting["total"], device, degrees) <= device.memory:
+        return {"device": None if device is None else asdict(device), "fits": None}
+    where = "the machine" if device.name == "cpu" else f"one {device.name}"
+    what = (
+        f"a rank keeps {resting['total'] / 1e9:.2f} GB of parameters, gradients and optimizer between two steps, "
+        f"and {where} has {device.memory / 1e9:.1f} GB"
+    )
+    stage = settings.parallel.zero.stage
+    able = [f"parallel.zero.stage above {stage}"] if stage < 3 else []
+    fix = f"Take {', or '.join([*able, 'a higher pp, tp or ep', 'more devices'])}."
+    problem = {"path": "parallel", "what": what, "fix": fix}
+    return {"device": asdict(device), "fits": False, "problems": [problem]}
 
 
 def _needed(total: float, device: Device, degrees: Degrees) -> float:

@@ -25,6 +25,8 @@ FIELDS = {
     "nodes": int,
     "processes_per_node": int,
     "gpus_per_node": int,
+    "gpu": str,
+    "gpu_memory_gigabytes": float,
     "cpus_per_process": int,
     "memory": str,
     "time": str,
@@ -73,10 +75,11 @@ def run(options: argparse.Namespace) -> int:
         raise LaunchError("a sweep cannot be chained: leave --chain out, its members go on by themselves")
     found = sweep.members(options.sweep) if options.sweep else []
     processes = site.nodes * site.processes_per_node
-    plans = planned(options, config, found, processes)
+    plans = planned(options, config, found, processes, gpu_of(site))
     top = plans[0].run_dir.parent if found else plans[0].run_dir
     job = checked(made(options, site, top, len(found)))
-    complaints = [*against_memory(plans, site), *against_cluster(job, options.dry_run)]
+    too_large = dict.fromkeys(problem for plan in plans for problem in plan.problems)
+    complaints = [*too_large, *against_cluster(job, options.dry_run)]
     if complaints:
         raise LaunchError("not submitted:\n" + "\n".join(f"  - {line}" for line in complaints))
     text = script.render(job)
@@ -113,18 +116,24 @@ def chosen_profile(options: argparse.Namespace) -> profile.Profile:
     )
 
 
+def gpu_of(site: profile.Profile) -> list[str]:
+    """What `xscale plan` is told of the GPUs; nothing where the profile does not know them."""
+    kind = ["--device", site.gpu] if site.gpu else []
+    return kind + (["--memory", f"{site.gpu_memory_gigabytes:g}"] if site.gpu_memory_gigabytes else [])
+
+
 def planned(
-    options: argparse.Namespace, config: Path, found: Sequence[sweep.Member], processes: int
+    options: argparse.Namespace, config: Path, found: Sequence[sweep.Member], processes: int, gpu: Sequence[str]
 ) -> list[xscale.Plan]:
     """xscale's plan of the run, or of each member of a sweep, whose run folders lie below the sweep's own."""
     asked, variables = xscale.xscale(options.xscale), environment()
     if not found:
-        return [xscale.plan(asked, config, options.overrides, processes, variables, say)]
+        return [xscale.plan(asked, config, options.overrides, processes, variables, say, gpu)]
     top = xscale.plan(asked, config, [*options.overrides, *found[0].overrides], processes, variables).run_dir
 
     def one(member: sweep.Member) -> xscale.Plan:
         overrides = [*options.overrides, *member.overrides, f"run.dir={top / member.name}"]
-        return xscale.plan(asked, config, overrides, processes, variables)
+        return xscale.plan(asked, config, overrides, processes, variables, gpu=gpu)
 
     with concurrent.futures.ThreadPoolExecutor(max_workers=4) as pool:
         return list(pool.map(one, found))
@@ -145,18 +154,6 @@ def made(options: argparse.Namespace, site: profile.Profile, top: Path, members:
         at_once=options.at_once,
         chain=options.chain > 1,
     )
-
-
-def against_memory(plans: Sequence[xscale.Plan], site: profile.Profile) -> list[str]:
-    """What will not fit, as far as the plan and the profile know."""
-    worst, room = max(plans, key=lambda plan: plan.gigabytes), site.gpu_memory_gigabytes
-    if not room or worst.gigabytes <= room:
-        return list(dict.fromkeys(problem for plan in plans for problem in plan.problems))
-    when = "at its peak" if "memory_bytes" in worst.answer else "of parameters, gradients and optimizer alone"
-    return [
-        f"one process needs {worst.gigabytes:.1f} GB {when}, and a GPU has {room:g} GB: "
-        "shard over more processes, or raise parallel.zero.stage (see xscale plan)"
-    ]
 
 
 def against_cluster(job: Job, dry_run: bool) -> list[str]:
