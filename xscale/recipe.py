@@ -15,6 +15,7 @@ from xscale.nn.attention import CORES
 from xscale.nn.mixer import MIXERS, Mixer
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.model import MODELS
+from xscale.nn.model.embed import globals_of
 from xscale.nn.module import NAMED, Part
 from xscale.objective import OBJECTIVES
 from xscale.optim.optimizer import OPTIMIZERS
@@ -105,7 +106,7 @@ def _check_documents(model: nn.Module) -> list[Problem]:
             continue
         if not family.get(part.Config.kind).traits.documents:
             kinds[f"{family.name} '{part.Config.kind}'"] = family.able(documents=True)
-    return [
+    problems = [
         Problem(
             "data.cross_documents",
             f"{kind} cannot keep apart the documents that share a sample",
@@ -113,6 +114,11 @@ def _check_documents(model: nn.Module) -> list[Problem]:
         )
         for kind, able in kinds.items()
     ]
+    if count := globals_of(model):
+        what = f"the {count} global tokens of a sample are seen by all of it, and its documents are to stay apart"
+        fix = "Take data.cross_documents=true, or model.global_tokens=0."
+        problems.append(Problem("data.cross_documents", what, fix))
+    return problems
 
 
 def read(file: Path, overrides: list[str]) -> tuple[Recipe, Composed]:

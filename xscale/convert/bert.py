@@ -37,6 +37,7 @@ class Member:
         mixer, ffn = block.mixer, block.ffn
         wants.one_of(f"{BLOCK}.norm.bias", block.norm.bias, True)
         wants.one_of("model.embedding_norm", config.embedding_norm, block.norm)
+        wants.one_of("model.global_tokens", config.global_tokens, 0)
         wants.one_of("model.head_bias", config.head_bias, True)
         wants.one_of(f"{BLOCK}.mixer.core", mixer.core.kind, "softmax")
         wants.one_of(f"{BLOCK}.mixer.kv_heads", mixer.kv_heads, None, mixer.heads)

@@ -9,6 +9,7 @@ from xscale.nn.ffn import shares_met
 from xscale.nn.head import Head
 from xscale.nn.linear import Embedding
 from xscale.nn.mixer import Mixer
+from xscale.nn.model.embed import globals_of
 from xscale.nn.module import parameter_axes
 
 
@@ -39,10 +40,15 @@ def training_flops(model: nn.Module, targets: int, source: int = 0) -> float:
 
     What recomputation does again is not counted: this is model FLOPs, as MFU has it.
     """
-    total = sum(6.0 * one.active * (source if one.reads else targets) for one in _counts(model) if one.multiplied)
+    ahead = globals_of(model)
+    total = sum(
+        6.0 * one.active * ((source if one.reads else targets) + (ahead if one.inside else 0))
+        for one in _counts(model)
+        if one.multiplied
+    )
     for path, module in model.named_modules():
         if isinstance(module, Mixer):
-            length = source if _reads(path) else targets
+            length = ahead + (source if _reads(path) else targets)
             total += 6.0 * module.multiply_adds(length, source if path.endswith("cross.part") else length)
     return total
 
@@ -53,6 +59,8 @@ class _Count:
     active: float
     multiplied: bool
     reads: bool
+    inside: bool
+    """Whether it is of a block, which the global tokens pass too."""
 
 
 def _counts(model: nn.Module) -> Iterator[_Count]:
@@ -68,6 +76,7 @@ def _counts(model: nn.Module) -> Iterator[_Count]:
             parameter.numel() * shares.get(name, 1.0),
             multiplied,
             _reads(name) and id(parameter) not in heads,
+            ".blocks." in name,
         )
 
 

@@ -25,9 +25,17 @@ class Head(Module):
     weight: Parameter
 
     def __init__(
-        self, dims: Dims, tied: Embedding | None, *, bias: bool = False, transform: Transform | None = None
+        self,
+        dims: Dims,
+        tied: Embedding | None,
+        *,
+        bias: bool = False,
+        transform: Transform | None = None,
+        globals: int = 0,
     ) -> None:
         super().__init__()
+        self.globals = globals
+        """Places before the text, of which nothing is said."""
         self.transform = transform
         """What the hidden states pass first; None: nothing."""
         self.bias: Tensor | None
@@ -43,12 +51,14 @@ class Head(Module):
         """From x [N, D], the weight and targets [N] to the summed loss: a seam, for a part of the vocabulary."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None, tokens: Tokens | None = None) -> Tensor:
-        """[B, T, D] -> logits [B, T, V]; with targets [B, T], the sum of their cross-entropy in nats, a float32 scalar.
+        """[B, M + T, D] -> logits [B, T, V]; with targets [B, T], the sum of their cross-entropy in nats, a float32
+        scalar. M are the global tokens.
 
         `tokens` are those of `x`; nothing here asks, but who guards the head may.
 
         A target of -100 costs 0. The logits of a whole batch never exist at once.
         """
+        x = x[:, self.globals :]
         if self.transform is not None:
             x = self.transform(x)
         weight = self.use(self.weight)

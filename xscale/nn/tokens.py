@@ -58,6 +58,19 @@ class Tokens:
             count = count - starts
         return Tokens(ids=ids, positions=count, documents=documents, **others)
 
+    def behind(self, count: int) -> "Tokens":
+        """The same behind `count` places that hold no words, which count from 0; one document a row."""
+        if not count:
+            return self
+        assert self.documents is None, "what stands before a row belongs to none of its documents"
+        places = torch.arange(count, device=self.ids.device).expand(len(self.ids), -1)
+        return replace(
+            self,
+            ids=torch.cat((torch.zeros_like(places), self.ids), 1),
+            positions=torch.cat((places, self.positions + count), 1),
+            memo={},
+        )
+
     def to(self, device: torch.device) -> "Tokens":
         """The same on a device."""
         documents = None if self.documents is None else self.documents.to(device, non_blocking=True)

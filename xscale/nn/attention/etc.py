@@ -1,8 +1,8 @@
 """Ainslie et al. 2020 (ETC): global tokens that see all and are seen by all, a band of keys, relative-position labels.
 
 A key's score is q . (k + a), a the label's vector: long tokens have one for each distance up to `clip`, and one each
-for what lies between long and global tokens. The global tokens are the first of the sequence, not trainable ones beside
-it.
+for what lies between long and global tokens. The global tokens are the first of the sequence: learned ones where the
+model puts `global_tokens` before the text.
 """
 
 from typing import Any

@@ -1,9 +1,10 @@
-"""The way into a model: token embeddings, with positions where these act on the input."""
+"""The way into a model: token embeddings, with positions where these act on the input, behind global tokens if any."""
 
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import Parameter
 
 from xscale.nn.block import drop
 from xscale.nn.dims import Dims
@@ -17,13 +18,26 @@ from xscale.nn.tokens import Tokens
 
 
 class Embed(Module):
-    """Token ids [B, T] -> [B, T, D]."""
+    """Token ids [B, T] -> [B, M + T, D], M the global tokens."""
+
+    start: Parameter
 
     def __init__(
-        self, config: Model.Config, dims: Dims, table: Embedding | None = None, norm: Norm.Config | None = None
+        self,
+        config: Model.Config,
+        dims: Dims,
+        table: Embedding | None = None,
+        norm: Norm.Config | None = None,
+        globals: int = 0,
+        mean: bool = False,
     ) -> None:
-        """`table` is shared with another Embed, as the two sides of an encoder-decoder share theirs."""
+        """`table` is shared with another Embed, as the two sides of an encoder-decoder share theirs. `mean`: each
+        global token starts from the mean of the text's."""
         super().__init__()
+        self.globals = globals
+        self.mean = mean
+        if globals:
+            self.declare("start", (globals, dims.width), ("tokens", "width"), dims.start)
         self.table = table or Embedding(dims.vocabulary, dims.width, dims.start)
         self.dropout = config.dropout
         self.drop: Callable[[Tensor, float, Tokens], Tensor] = drop
@@ -36,6 +50,9 @@ class Embed(Module):
         x: Tensor = self.table(tokens.ids)
         if self.position is not None:
             x = self.position.embed(x, tokens)
+        if self.globals:
+            start = self.use(self.start).to(x.dtype).expand(len(x), -1, -1)  # [B, M, D]
+            x = torch.cat((start + x.mean(1, keepdim=True) if self.mean else start, x), 1)  # [B, M + T, D]
         if self.norm is not None:
             x = self.norm(x)
         if not self.training or tokens.noise is None or not self.dropout:
@@ -43,3 +60,8 @@ class Embed(Module):
         # As in a stack: noise by name, so that neither the layout nor a restart changes it.
         torch.manual_seed(seed_of(tokens.noise, self.path))
         return self.drop(x, self.dropout, tokens)
+
+
+def globals_of(model: nn.Module) -> int:
+    """Places that a whole model puts before the text."""
+    return sum(module.globals for module in model.modules() if isinstance(module, Embed))

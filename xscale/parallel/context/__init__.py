@@ -19,7 +19,7 @@ from xscale.nn.ffn.moe import Moe
 from xscale.nn.ffn.product_key_memory import ProductKeyMemory
 from xscale.nn.mixer import Mixer
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.model.embed import Embed
+from xscale.nn.model.embed import Embed, globals_of
 from xscale.nn.module import Part
 from xscale.nn.norm import NORMS
 from xscale.parallel.config import ParallelConfig
@@ -50,6 +50,9 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
         return []
     where = f"{path}.mesh.cp"
     problems = []
+    if count := globals_of(model):
+        what = f"the {count} global tokens stand before the text, which is cut into pieces before the model has it"
+        problems.append(Problem(where, what, "Take cp=1, or model.global_tokens=0."))
     for module in model.modules():
         if isinstance(module, Attention):
             problems += _check_attention(module, config, path)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from xscale.mesh.mesh import Mesh
+from xscale.nn.model.embed import globals_of
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.pipeline.edges import Edges
 from xscale.parallel.pipeline.executor import Line, Pipeline
@@ -30,6 +31,7 @@ def apply(
     parts = split(model, config.pipeline, count, length)
     kept = holders(model, parts)
     made = [make_stage(copy.deepcopy(model), parts, index) for index in range(count)]
+    ahead = globals_of(model)
     tp = mesh.degrees.tp if config.tensor.sequence else 1
     line = Line(
         config.pipeline,
@@ -38,7 +40,7 @@ def apply(
         reads=[stage.reads for stage in made],
         holders=kept,
         zero=config.zero.stage,
-        length_of=lambda tokens: -(-tokens // tp),
+        length_of=lambda tokens: -(-(ahead + tokens) // tp),
     )
     here = mesh.degrees.coordinate(mesh.place.rank, "pp")
     mine = [stage for stage in made if how.rank_of(stage.index, pp) == here]

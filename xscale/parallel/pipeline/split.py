@@ -9,7 +9,7 @@ from torch import nn
 from xscale.nn.ffn import shares_met
 from xscale.nn.head import Head
 from xscale.nn.mixer import Mixer
-from xscale.nn.model.embed import Embed
+from xscale.nn.model.embed import Embed, globals_of
 from xscale.nn.module import Module
 from xscale.nn.stack import Stack
 from xscale.parallel.config import PipelineConfig
@@ -60,7 +60,8 @@ def split(model: nn.Module, config: PipelineConfig, stages: int, length: int) ->
 
 def costs(model: nn.Module, length: int) -> tuple[list[float], float]:
     """Multiply-adds for each token of each block, and of the head. Embeddings are looked up and cost nothing."""
-    found = [_cost(model.get_submodule(path), length) for path in blocks_of(model)]
+    every = length and length + globals_of(model)
+    found = [_cost(model.get_submodule(path), every) for path in blocks_of(model)]
     (head,) = [module for module in model.modules() if isinstance(module, Head)]
     return found, float(head.weight.numel())
 
