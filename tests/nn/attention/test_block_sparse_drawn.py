@@ -45,6 +45,24 @@ def seen_by(core: BlockSparse, sight: Sight, heads: int, block: int) -> Tensor:
     return seen[None] if sight.mask is None else seen[None] & sight.mask
 
 
+def kept(core: BlockSparse, q: Tensor, k: Tensor, sight: Sight, weights: Tensor, seed: int) -> Tensor:
+    """What each weight [B, H, T, T] is multiplied by, 0 or 1 / (1 - dropout): read off values that are unit vectors."""
+    width, found = k.shape[-1], []
+    for first in range(0, sight.keys, width):
+        unit = torch.eye(sight.keys, dtype=k.dtype)[:, first : first + width]
+        unit = torch.nn.functional.pad(unit, (0, width - unit.shape[1]))
+        torch.manual_seed(seed)
+        found.append(core(q, k, unit.expand(*k.shape[:2], -1, -1).contiguous(), sight))
+    dropped = torch.cat(found, -1)[..., : sight.keys]
+    factor = dropped.ne(0).to(weights.dtype) / (1 - sight.dropout)
+    torch.testing.assert_close(dropped, weights * factor, rtol=1e-9, atol=1e-9)
+    # A weight that rounds to nothing tells nothing.
+    told = weights > 1e-12
+    share, count = float((dropped == 0)[told].double().mean()), int(told.sum())
+    assert abs(share - sight.dropout) < 5 * (sight.dropout * (1 - sight.dropout) / count) ** 0.5 + 1 / count
+    return factor
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     name=some.sampled_from(NAMES),
@@ -56,10 +74,11 @@ def seen_by(core: BlockSparse, sight: Sight, heads: int, block: int) -> Tensor:
     cap=some.sampled_from([None, 2.0]),
     bias=some.sampled_from(["none", "alibi", "buckets"]),
     starts=some.lists(some.integers(1, 89), max_size=3),
+    dropout=some.sampled_from([0.0, 0.0, 0.4]),
     seed=some.integers(0, 99),
 )
-@example("bigbird", 77, 256, 16, (4, 2), True, 2.0, "buckets", [13, 40], 1)
-@example("band", 90, 40, 24, (4, 2), False, None, "alibi", [7], 2)
+@example("bigbird", 77, 256, 16, (4, 2), True, 2.0, "buckets", [13, 40], 0.4, 1)
+@example("band", 90, 40, 24, (4, 2), False, None, "alibi", [7], 0.4, 2)
 def test_it_is_the_dense_softmax_over_what_is_seen(
     name: str,
     length: int,
@@ -70,6 +89,7 @@ def test_it_is_the_dense_softmax_over_what_is_seen(
     cap: float | None,
     bias: str,
     starts: list[int],
+    dropout: float,
     seed: int,
 ) -> None:
     traits = PATTERNS.get(name).traits
@@ -84,7 +104,8 @@ def test_it_is_the_dense_softmax_over_what_is_seen(
     documents = sum(((torch.arange(length) >= start).long() for start in starts), torch.zeros(length).long())
     documents = documents.expand(2, -1)
     extra: dict[str, Any] = {"query_documents": documents, "key_documents": documents} if starts else {}
-    sight = Sight(length, length, causal, bias=positions(bias, heads, length, causal), **extra)
+    sight = Sight(length, length, causal, bias=positions(bias, heads, length, causal), dropout=dropout, **extra)
+    torch.manual_seed(seed)
     out = core(q, k, v, sight)
     spread_k, spread_v = (x.repeat_interleave(heads // keys, 1) for x in (k, v))
     scores = q @ spread_k.mT * width**-0.5
@@ -93,6 +114,8 @@ def test_it_is_the_dense_softmax_over_what_is_seen(
     seen = seen_by(core, sight, heads, block)
     # A query that sees nothing gets zeros.
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(0.0)
+    if dropout:
+        weights = weights * kept(core, q.detach(), k.detach(), sight, weights.detach(), seed)
     wanted = weights @ spread_v
     torch.testing.assert_close(out, wanted, rtol=1e-9, atol=1e-9)
     above = torch.randn(out.shape, generator=generator, dtype=out.dtype)
