@@ -15,8 +15,9 @@ def test_stall(tmp_path: Path) -> None:
 
 
 def test_what_is_printed() -> None:
-    text = show(Stall(size=1 << 28, repeats=9, synchronous=2.0, unhashed=1.95, at_once=0.1, background=0.001))
+    times = {"synchronous": 2.0, "unhashed": 1.0, "at_once": 0.1, "background": 0.001}
+    text = show(Stall(size=1 << 28, repeats=9, **times, least=1.0, least_unhashed=0.975))
     assert "256.0 MiB of state" in text
-    assert "hashing is 2.5% of a save" in text
+    assert "hashing is 2.5% of it" in text
     assert "20x less" in text
     assert "2000x less" in text

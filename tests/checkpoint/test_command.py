@@ -81,7 +81,7 @@ def test_verify(tmp_path: Path) -> None:
     status, lines = said(command.verify, tmp_path)
     assert status == 1
     assert [("bad" in line) for line in lines] == [False, False, True, False]
-    assert lines[2].endswith("the content of tensors/__0_0.distcp is not what was written (SHA-256 differs)")
+    assert lines[2].endswith("the content of tensors/__0_0.distcp is not what was written (its hash differs)")
     assert said(command.verify, tmp_path / "checkpoints" / "step-00000004")[0] == 0
     with pytest.raises(ConfigError, match="there is no checkpoint in it"):
         command.verify(tmp_path / "checkpoints" / "step-00000004" / "tensors")

@@ -104,12 +104,12 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         load(tmp_path, empty())
     assert newest(tmp_path / "none").path is None
     path = save(tmp_path, 1, model(), {}, {})
-    text = (path / "manifest.json").read_text().replace('"format": 1', '"format": 0')
+    text = (path / "manifest.json").read_text().replace('"format": 2', '"format": 0')
     (path / "manifest.json").write_text(text)
     with (path / "manifest.sha256").open("w") as seal:
         subprocess.run(["sha256sum", "manifest.json"], cwd=path, stdout=seal, check=True)
     with pytest.raises(
-        ConfigError, match=r"it is of format 0, and this xscale reads format 1\. Read it with the version"
+        ConfigError, match=r"it is of format 0, and this xscale reads formats 1, 2\. Read it with the version"
     ):
         load(path, empty())
 

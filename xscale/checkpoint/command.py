@@ -117,7 +117,7 @@ def consolidate(path: Path, out: Path, *, only: str = "model.", keep_prefix: boo
     from xscale.checkpoint import consolidate as consolidation
 
     digest = consolidation.consolidate(path, out, only=only, keep_prefix=keep_prefix)
-    say(f"{out}: {readable(digest.size)}, SHA-256 {digest.sha256}")
+    say(f"{out}: {readable(digest.size)}, SHA-256 {digest.value}")
     return EXIT_DONE
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from xscale.checkpoint.agree import explain
-from xscale.checkpoint.disk import Digest, Disk
+from xscale.checkpoint.digest import Digest
+from xscale.checkpoint.disk import Disk
 from xscale.checkpoint.errors import CheckpointError
 from xscale.checkpoint.index import Held
 from xscale.checkpoint.loading import Opened, read_config
@@ -47,7 +48,7 @@ def consolidate(
         known = sorted({name.split(".")[0] + "." for name in opened.held})
         raise ConfigError(str(path), f"no tensor's name begins with '{only}'", f"They begin with: {', '.join(known)}")
     names = {name: name if keep_prefix else name.removeprefix(only) for name in held}
-    disk, part = Disk(), out.with_name(f".{out.name}.writing")
+    disk, part = Disk("sha256"), out.with_name(f".{out.name}.writing")
     try:
         disk.require(out.parent, sum(one.size for one in held.values()))
         with disk.writing(part) as stream:

@@ -1,48 +1,34 @@
 """Every change that a checkpoint makes on disk passes here: written through a hash, forced out, renamed."""
 
 import errno
-import hashlib
 import io
 import os
-import queue
 import shutil
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from typing_extensions import Buffer
 
-BLOCK = 1 << 20
+from xscale.checkpoint.digest import BLOCK, HASH, Digest, begin
+
 SMALL = 1 << 16
 """Shorter writes are gathered: the format has dozens of a few bytes for each tensor."""
 
 
-@dataclass(frozen=True)
-class Digest:
-    """What a file must be: its size in bytes and the hex SHA-256 of its content."""
-
-    size: int
-    sha256: str
-
-
 class Hashing(io.RawIOBase):
-    """A file opened for writing; a thread hashes behind the writer what the file has taken."""
+    """A file opened for writing; a thread hashes what is written while it is written."""
 
     def __init__(self, path: Path, disk: "Disk") -> None:
-        self._file = path.open("w+b", buffering=0)
+        self._file = path.open("wb", buffering=0)
         self._disk = disk
         self._path = path
         self._small = bytearray()
         self._size = 0
         """Bytes that the file has taken."""
-        self._hash = hashlib.sha256()
-        self._hashed = 0
-        self._block = bytearray(BLOCK)
-        self._ready: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._failure: OSError | None = None
+        self._hash = begin(disk.hash)
+        self._beside = ThreadPoolExecutor(1, "checkpoint-hash")
 
     def write(self, block: Buffer) -> int:
         view = memoryview(block).cast("B")
@@ -61,39 +47,32 @@ class Hashing(io.RawIOBase):
             self._put(memoryview(small))
 
     def _put(self, view: memoryview) -> None:
+        if len(view) <= BLOCK:
+            self._out(view)
+            self._take(view)
+            return
+        taken = self._beside.submit(self._take, view)
+        try:
+            self._out(view)
+        finally:
+            # The caller may change or free what it gave.
+            taken.result()
+
+    def _out(self, view: memoryview) -> None:
         for start in range(0, len(view), BLOCK):
             part = view[start : start + BLOCK]
             self._disk.touch("write", self._path)
             while len(part):
                 # A disk that fills up takes a part of a block before it refuses the next.
                 part = part[self._file.write(part) :]
-            self._size += len(view[start : start + BLOCK])
-            if self._size - self._hashed >= BLOCK:
-                self._follow()
+        self._size += len(view)
 
-    def _follow(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="checkpoint-hash", daemon=True)
-            self._thread.start()
-        self._ready.put(self._size)
+    def _take(self, view: memoryview) -> None:
+        self._hash.update(view)
 
-    def _run(self) -> None:
-        while (until := self._ready.get()) is not None:
-            if self._failure is not None:
-                continue
-            try:
-                self._take(until)
-            except OSError as error:
-                self._failure = error
-
-    def _take(self, until: int) -> None:
-        while self._hashed < until:
-            view = memoryview(self._block)[: min(BLOCK, until - self._hashed)]
-            count = os.preadv(self._file.fileno(), [view], self._hashed)
-            if not count:
-                raise OSError(errno.EIO, "the file is shorter than what was written to it", str(self._path))
-            self._hash.update(view[:count])
-            self._hashed += count
+    def align(self, size: int) -> None:
+        """Go on at a multiple of `size`: the hash is fast for data that begins at a word of the file."""
+        self.write(bytes(-self.tell() % size))
 
     def writable(self) -> bool:
         return True
@@ -102,31 +81,18 @@ class Hashing(io.RawIOBase):
         return self._size + len(self._small)
 
     def sync(self) -> None:
-        """Force the content out; the rest of it is hashed meanwhile."""
+        """Force the content out."""
         self._flush()
-        self._ready.put(self._size)
         os.fsync(self._file.fileno())
 
     def release(self) -> None:
         """End the thread and close the file."""
-        if self._thread is not None:
-            self._ready.put(None)
-            self._thread.join()
-            self._thread = None
+        self._beside.shutdown()
         self._file.close()
 
     def digest(self) -> Digest:
         """What the file must be; after `sync`."""
-        if self._thread is None:
-            self._take(self._size)
-        else:
-            self._ready.put(self._size)
-            self._ready.put(None)
-            self._thread.join()
-            self._thread = None
-        if self._failure is not None:
-            raise self._failure
-        return Digest(self._size, self._hash.hexdigest())
+        return Digest(self._size, self._hash.hexdigest(), self._disk.hash)
 
 
 class Disk:
@@ -135,7 +101,8 @@ class Disk:
     stream = Hashing
     """What files are opened as."""
 
-    def __init__(self) -> None:
+    def __init__(self, hash: str = HASH) -> None:
+        self.hash = hash
         self.written: dict[Path, Digest] = {}
         """Every file written through this object, and what it must be."""
 
@@ -189,13 +156,6 @@ class Disk:
             raise OSError(
                 errno.ENOSPC, f"{readable(size)} are to be written and {readable(free)} are free", str(folder)
             )
-
-
-def digest_of(path: Path) -> Digest:
-    """Read a file and say what it is."""
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256")
-        return Digest(file.tell(), found.hexdigest())
 
 
 def readable(size: float) -> str:

@@ -3,8 +3,10 @@
 import re
 from pathlib import Path
 
-FORMAT = 1
+FORMAT = 2
 """Version of the layout below; it changes when an older xscale could not read a newer checkpoint."""
+FORMATS = (1, 2)
+"""What is read. In the first all files were hashed by SHA-256."""
 
 CONFIG = "config.json"
 STATE = "state.json"

@@ -5,9 +5,11 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from xscale.checkpoint.disk import Digest, Disk, digest_of
+from xscale.checkpoint import digest
+from xscale.checkpoint.digest import Digest
+from xscale.checkpoint.disk import Disk
 from xscale.checkpoint.errors import DamageError
-from xscale.checkpoint.layout import FORMAT, MANIFEST, SEAL
+from xscale.checkpoint.layout import FORMAT, FORMATS, MANIFEST, SEAL
 from xscale.core.errors import ConfigError
 
 FIX = "Take another checkpoint, or copy this one again from where it is whole."
@@ -33,7 +35,7 @@ class Manifest:
 
 def write(path: Path, manifest: Manifest, disk: Disk) -> None:
     """Put manifest and seal into the folder `path`."""
-    data = asdict(manifest) | {"files": {name: asdict(one) for name, one in sorted(manifest.files.items())}}
+    data = asdict(manifest) | {"files": {name: digest.encode(one) for name, one in sorted(manifest.files.items())}}
     text = (json.dumps(data, indent=1) + "\n").encode()
     disk.write(path / MANIFEST, text)
     disk.write(path / SEAL, _seal(text))
@@ -60,11 +62,11 @@ def read(path: Path) -> Manifest:
         known = data["format"]
     except (ValueError, TypeError, KeyError):
         raise DamageError(path, f"{MANIFEST} is not a manifest", FIX, "manifest") from None
-    if known != FORMAT:
-        what = f"it is of format {known}, and this xscale reads format {FORMAT}"
+    if known not in FORMATS:
+        what = f"it is of format {known}, and this xscale reads formats {', '.join(str(one) for one in FORMATS)}"
         raise ConfigError(str(path), what, f"Read it with the version that wrote it ({data.get('written_by')}).")
     try:
-        files = {name: Digest(**one) for name, one in data.pop("files").items()}
+        files = {name: digest.decode(path, one) for name, one in data.pop("files").items()}
         return Manifest(files=files, **data)
     except (TypeError, KeyError, AttributeError):
         raise DamageError(path, f"{MANIFEST} lacks entries", FIX, "manifest") from None
@@ -87,11 +89,11 @@ def check_hashes(path: Path, manifest: Manifest, part: int = 0, parts: int = 1) 
     """DamageError when a file's content changed; with `parts`, only the `part`-th share of the bytes is read."""
     for name in share(manifest, part, parts):
         try:
-            found = digest_of(path / name)
+            found = digest.digest_of(path / name, manifest.files[name].hash)
         except OSError as error:
             raise DamageError(path, f"the file {name} cannot be read: {error.strerror}", FIX, "unreadable") from None
         if found != manifest.files[name]:
-            raise DamageError(path, f"the content of {name} is not what was written (SHA-256 differs)", FIX, "hash")
+            raise DamageError(path, f"the content of {name} is not what was written (its hash differs)", FIX, "hash")
 
 
 def share(manifest: Manifest, part: int, parts: int) -> list[str]:

@@ -16,7 +16,8 @@ from xscale.checkpoint import manifest
 from xscale.checkpoint import tensors as tensors_to_files
 from xscale.checkpoint.agree import Ranks
 from xscale.checkpoint.cut import Cut, cuts
-from xscale.checkpoint.disk import Digest, Disk
+from xscale.checkpoint.digest import Digest
+from xscale.checkpoint.disk import Disk
 from xscale.checkpoint.errors import CheckpointError
 from xscale.checkpoint.layout import CONFIG, STATE, TENSORS, folder_of, hidden_of
 from xscale.checkpoint.manifest import Manifest
