@@ -60,6 +60,8 @@ def shortened(command: str) -> str:
     """The same command on fewer steps of less; what it says itself comes last and wins."""
     if " bench moe" in command:
         return f"{command} --width 64 --tokens 128 --rounds 1"
+    if " bench parallel" in command:
+        return f"{command} --width 64 --length 64 --rounds 1"
     if not re.search(r"configs/(run|compare)/\S+\.yaml", command) or "--print-config" in command:
         return command
     words = list(SHORT)

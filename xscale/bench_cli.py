@@ -130,6 +130,25 @@ def bench_moe(
     raise typer.Exit(bench(width or [512], sizes, rounds, processes, as_json=json, record=record))
 
 
+@bench_app.command("parallel")
+def bench_parallel(
+    only: Annotated[list[str] | None, typer.Argument(help="tp, pp, cp-ring, cp-ulysses, ep; none: all.")] = None,
+    width: Annotated[int, typer.Option(help="D.")] = 256,
+    depth: Annotated[int, typer.Option(help="Blocks.")] = 4,
+    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 256,
+    sequences: Annotated[int, typer.Option(help="Of a step, over both processes.")] = 8,
+    rounds: Annotated[int, typer.Option(help="Measured rounds.")] = 15,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    record: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+) -> None:
+    """Two processes by tp, pp, cp and ep: each beside the same work by torch's own means, equal numbers first."""
+    from xscale.parallel.race.sizes import Sizes
+    from xscale.train.bench_parallel import bench
+
+    sizes = Sizes(width=width, depth=depth, length=length, sequences=sequences)
+    raise typer.Exit(bench(only or [], sizes, rounds, as_json=json, record=record))
+
+
 @bench_app.command("links")
 def bench_links(
     out: Annotated[Path | None, typer.Option(help="A file for the JSON; else it is printed.")] = None,

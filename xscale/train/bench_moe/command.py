@@ -8,6 +8,7 @@ from pathlib import Path
 
 from xscale.core.errors import EXIT_DONE, ConfigError
 from xscale.mesh.environment import place
+from xscale.train.again import again
 from xscale.train.bench_moe.bench import ROOT, bench_moe, table
 from xscale.train.bench_moe.layers import Sizes
 
@@ -27,7 +28,7 @@ def bench(
     if here.alone:
         require_green()
         if processes > 1:
-            return _again(processes)
+            return again(processes)
     found = bench_moe(widths, sizes, rounds)
     if found.pop("first"):
         if record is not None:
@@ -46,12 +47,6 @@ def require_green() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError("bench moe", f"tests are red, so no speed is told:\n{done.stdout[-2000:]}")
-
-
-def _again(processes: int) -> int:
-    """This very command under torchrun."""
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return subprocess.run([*run, "-m", "xscale.cli", *sys.argv[1:]], check=False).returncode
 
 
 def _rest(sizes: Sizes) -> tuple[int | None, int, int, int]:
