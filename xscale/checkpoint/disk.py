@@ -70,10 +70,6 @@ class Hashing(io.RawIOBase):
     def _take(self, view: memoryview) -> None:
         self._hash.update(view)
 
-    def align(self, size: int) -> None:
-        """Go on at a multiple of `size`: the hash is fast for data that begins at a word of the file."""
-        self.write(bytes(-self.tell() % size))
-
     def writable(self) -> bool:
         return True
 

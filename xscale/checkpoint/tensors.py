@@ -55,7 +55,6 @@ def _write_boxes(
         return where
     with disk.writing(folder / name) as stream:
         for item in items:
-            stream.align(ALIGNMENT)
             start = stream.tell()
             _write_box(stream, box(item))
             where[item.index] = _StorageInfo(name, start, stream.tell() - start)
