@@ -18,7 +18,7 @@ from xscale.mesh.collectives import mean_tensors
 from xscale.mesh.environment import Place, place
 from xscale.mesh.mesh import Mesh, lay_out
 from xscale.nn.init import seed_of
-from xscale.nn.moe.settle import settle
+from xscale.nn.settle import settle
 from xscale.nn.tokens import Tally
 from xscale.objective import OBJECTIVES, Batch, Objective, Specials
 from xscale.optim.optimizer import Optimizer
@@ -99,8 +99,10 @@ def trained(model: dict[str, Any], parallel: dict[str, Any], *, steps: int = STE
         ]
         stepped = stepper.step(batches, 0.01, finite)
         found.numbers += [stepped.loss, stepped.gradient_norm, float(stepped.targets)]
-        found.statistics = mean_tensors(tally.means(), alike=degrees.pp == 1)
-        settle(network, found.statistics, lay)
+        means = mean_tensors(tally.means(), alike=degrees.pp == 1)
+        # Those that a report shows; what only `settle` reads is seen in the final weights.
+        found.statistics = {name: value for name, value in means.items() if value.dim() < 2}
+        settle(network, means, lay)
     found.gradients = {rest.name: (_at(rest), given) for rest, given in zip(rests, optimizer.first, strict=True)}
     held_out = [
         (share(batch_of(objective, micro, steps, number, None, apart, noisy=False), spread), True)

@@ -15,8 +15,8 @@ from xscale.checkpoint.memory import Memory
 from xscale.core.config import encode
 from xscale.data.samples import Samples
 from xscale.mesh.collectives import mean_tensors, sum_scalars
-from xscale.nn.moe.settle import settle
 from xscale.nn.moe.statistics import faulty, unevenness
+from xscale.nn.settle import settle
 from xscale.nn.tokens import Tally
 from xscale.objective import Batch
 from xscale.parallel.rest import lay
@@ -191,7 +191,10 @@ class Loop:
                 tokens_per_second=train.batch_size * parts.settings.data.sequence_length / seconds,
                 mfu=None if peak is None else flops / peak,
                 split=parts.stepper.clock.take(),
-                statistics={**{name: value.tolist() for name, value in means.items()}, **unevenness(means)},
+                statistics={
+                    **{name: value.tolist() for name, value in means.items() if value.dim() < 2},
+                    **unevenness(means),
+                },
                 skipped=state.skipped,
             )
         )

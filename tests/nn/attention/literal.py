@@ -69,7 +69,7 @@ def sights(length: int, *, causal: bool, documents: bool = True) -> list[Sight]:
 def agree(core: Core, sight: Sight, reference: Any, groups: int = 2, tolerance: float = 1e-9) -> None:
     """The core against `reference(q, k, v, seen)` with k and v spread over all heads: values, and all gradients."""
     q, k, v = inputs(sight.queries, sight.keys, groups)
-    leaves = [q, k, v, *core.parameters()]
+    leaves = [q, k, v, *(one for one in core.parameters() if one.requires_grad)]
     out = core(q, k, v, sight)
     wanted = reference(q, *(x.repeat_interleave(HEADS // groups, 1) for x in (k, v)), seen(sight))
     torch.testing.assert_close(out, wanted, rtol=tolerance, atol=tolerance)

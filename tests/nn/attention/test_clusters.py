@@ -1,16 +1,20 @@
 """Routing, Cluster-Former, clustered and ProbSparse attention against their definitions, one query at a time."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
 
-from tests.nn.attention.literal import agree, build, inputs, packed, sights
+from tests.nn.attention.literal import agree, build, drawn, inputs, packed, sights
 from tests.nn.attention.test_reformer import union
 from xscale.nn.attention.cluster_former import ClusterFormer
 from xscale.nn.attention.clustered import Clustered
 from xscale.nn.attention.informer import Informer
 from xscale.nn.attention.routing import Routing
 from xscale.nn.attention.sight import Sight
+from xscale.nn.settle import settle
+from xscale.nn.tokens import Tally
 
 
 def unit(x: Tensor) -> Tensor:
@@ -78,9 +82,8 @@ def test_clusters_sorted_into_chunks() -> None:
     agree(core, Sight(50, 50, False), reference, tolerance=1e-8)
 
 
-@pytest.mark.parametrize("part", [Routing, ClusterFormer])
-def test_centroids_move_to_the_tokens(part: type) -> None:
-    core = build(part.Config(clusters=4), causal=False).train()
+def test_centroids_move_to_the_tokens() -> None:
+    core = build(ClusterFormer.Config(clusters=4), causal=False).train()
     q, k, v = inputs(60)
 
     def distance() -> Tensor:
@@ -95,7 +98,7 @@ def test_centroids_move_to_the_tokens(part: type) -> None:
 
 
 def test_the_centroids_loss_moves_nothing_else() -> None:
-    core = build(Routing.Config(clusters=4), causal=False)
+    core = build(ClusterFormer.Config(clusters=4), causal=False)
     q, k, v = inputs(60)
     sight = Sight(60, 60, False)
     still = torch.autograd.grad(core(q, k, v, sight).square().sum(), (q, k, v))
@@ -103,6 +106,33 @@ def test_the_centroids_loss_moves_nothing_else() -> None:
         torch.autograd.grad(core.train()(q, k, v, sight).square().sum(), (q, k, v)), still, strict=True
     ):
         assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_routing_centroids_are_the_papers_running_means(causal: bool) -> None:
+    """Equations 8 to 10 of the survey: two running sums for each centroid, and their quotient."""
+    core = build(Routing.Config(clusters=4, decay=0.9), causal=causal).train()
+    core.path = "core"
+    points = 2 * 2 * 30  # Queries and keys of two sequences.
+    sums, counts = core.centroids.clone() * points / 4, torch.full((4, 4), points / 4, dtype=torch.float64)
+    start = core.centroids.clone()
+    for step in range(5):
+        q, k, v = (x.detach() + step for x in (drawn(2, 4, 30, 8, seed=10 * step + at) for at in range(3)))
+        tally, mean = Tally(), sums / counts[..., None]
+        for half in (slice(0, 1), slice(1, 2)):
+            core(q[half], k[half], v[half], Sight(30, 30, causal, tally=tally))
+        settle(core, tally.means())
+        new_sums, new_counts = 0.9 * sums, 0.9 * counts
+        for x in (unit(q), unit(k)):
+            for b, h, t in product(range(2), range(4), range(30)):
+                near = max(range(4), key=lambda c: float(x[b, h, t] @ mean[h, c] / mean[h, c].norm()))
+                new_sums[h, near] += 0.1 * x[b, h, t]
+                new_counts[h, near] += 0.1
+        sums, counts = new_sums, new_counts
+        torch.testing.assert_close(core.centroids * points / 4, sums, rtol=1e-9, atol=1e-9)
+        direction = (sums / counts[..., None]) / (sums / counts[..., None]).norm(dim=-1, keepdim=True)
+        torch.testing.assert_close(core.centroids / core.centroids.norm(dim=-1, keepdim=True), direction)
+    assert (core.centroids - start).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("top", [0, 7])

@@ -1,5 +1,6 @@
 """Attention cores: q, k, v -> o. Projections, heads and caches are the mixer's; a core is where papers differ."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -44,6 +45,8 @@ class CoreTraits:
     """Draws random numbers in evaluation too."""
     decode: bool = False
     """One query at a time over cached keys gives what the whole sequence at once gives."""
+    follows: bool = False
+    """Has parameters that no gradient moves: after each step `settle` moves them to what the step's tokens were."""
 
 
 class Core(Part):
@@ -63,6 +66,9 @@ class Core(Part):
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         """Multiply-adds of a forward over one sequence, all heads: what MFU counts."""
         raise NotImplementedError
+
+    def settle(self, means: dict[str, Tensor], lay: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Move what follows the tokens by the tally's `means` over the step and all ranks; see `nn.settle`."""
 
     def picture(self, length: int, heads: int) -> Any:
         """The blocks of scores that are computed over `length` tokens, bool [H or 1, blocks, blocks]; None: all."""

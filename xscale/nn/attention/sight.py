@@ -7,6 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from xscale.nn.tokens import Tally
+
 
 @dataclass(frozen=True)
 class Sight:
@@ -25,6 +27,8 @@ class Sight:
     """[B or 1, H, T, S] added to the scores."""
     dropout: float = 0.0
     """Share of the attention weights that training drops."""
+    tally: Tally | None = None
+    """Where cores leave what they found, for those that learn from it without a gradient; None: nobody asks."""
 
     before: Callable[[Tensor], Tensor] | None = None
     """From the state that these keys leave [B, G, F, K], of their last document, to the one that all before them left:

@@ -181,6 +181,7 @@ class Attention(Mixer):
                 key_documents=key_tokens.documents if documents else None,
                 bias=self._bias(k, tokens) if biased else None,
                 dropout=0.0 if tokens.noise is None else self.dropout,
+                tally=tokens.tally,
             )
         sight: Sight = tokens.memo[key]
         return sight

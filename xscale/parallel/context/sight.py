@@ -34,6 +34,7 @@ class PieceSight(Sight):
                 query_documents=self.rows.whole.documents if documents else None,
                 key_documents=self.columns.whole.documents if documents else None,
                 dropout=self.dropout,
+                tally=self.rows.tally,
             )
         plain: Sight = self.rows.memo[key]
         bias = self.bias_of(self.rows.whole.positions, self.columns.whole.positions)

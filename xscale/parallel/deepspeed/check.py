@@ -34,7 +34,8 @@ def check_model(model: nn.Module, config: ParallelConfig, path: str) -> list[Pro
     if config.zero.engine == "torch" or config.zero.stage < 3 or not fixed:
         return []
     what = f"DeepSpeed's stage 3 would cut {fixed[0]} too, which moves without a gradient"
-    return [Problem(f"{path}.zero.stage", what, f"Take stage 1 or 2, a router without bias_rate, or {TORCH.lower()}.")]
+    fix = f"Take stage 1 or 2, a model without it (bias_rate, the core routing), or {TORCH.lower()}."
+    return [Problem(f"{path}.zero.stage", what, fix)]
 
 
 def _layout(config: ParallelConfig, degrees: Degrees, path: str) -> list[Problem]:

@@ -1,0 +1,49 @@
+"""Centroids that follow the tokens by a running mean: on every layout those of one process, after each step."""
+
+from typing import Any
+
+import pytest
+
+from tests.distributed import Pool
+from tests.parallel.against_one import Found, alone, same
+
+SECTIONS: dict[str, Any] = {"data": {"cross_documents": True}}
+MODEL: dict[str, Any] = {
+    "kind": "decoder",
+    "width": 32,
+    "stack": {
+        "depth": 2,
+        "block": {
+            "mixer": {
+                "kind": "attention",
+                "heads": 4,
+                "kv_heads": 2,
+                "core": {"kind": "routing", "clusters": 3, "reach": 8, "decay": 0.5},
+            },
+            "ffn": {"kind": "dense", "hidden": 48},
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def one(pool: Pool) -> Found:
+    """A run of one process, whose centroids move."""
+    found = alone(pool, MODEL, **SECTIONS)
+    name = "stack.blocks.1.mixer.part.core.centroids"
+    assert (found.ended[name][1] - found.started[name][1]).abs().max() > 0.1
+    assert name not in found.gradients
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [
+        (4, {"mesh": {"tp": 2, "cp": 2}, "context": {"style": "ulysses"}}),
+        (4, {"mesh": {"dp_shard": 2, "tp": 2}, "zero": {"stage": 3}}),
+        (2, {"mesh": {"pp": 2}}),
+    ],
+    ids=["tp2-ulysses2", "tp2-zero3", "pp2"],
+)
+def test_a_layout(ranks: int, parallel: dict[str, Any], one: Found, pool: Pool) -> None:
+    same(pool, one, ranks, MODEL, parallel, **SECTIONS)
