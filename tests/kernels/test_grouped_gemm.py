@@ -1,10 +1,13 @@
 """grouped_gemm against a loop of F.linear, forward and gradients."""
 
+from typing import Any, get_args
+
 import pytest
 import torch
 
+from xscale.nn.ffn import Activation, activation
 from xscale_kernels.gated_activation import gated_activation
-from xscale_kernels.grouped_gemm import gated, grouped_gemm
+from xscale_kernels.grouped_gemm import blocks, gated, grouped_gemm, plain
 from xscale_kernels.select import UnusableError
 
 
@@ -62,11 +65,11 @@ def gated_case(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("block", [gated.LEAST_ROWS, 4])
+@pytest.mark.parametrize("block", [blocks.LEAST_ROWS, 4])
 def test_gated_experts_in_one_operator(kind: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and gradients against the products and the activation one by one, in one block and in several."""
-    monkeypatch.setattr(gated, "LEAST_ROWS", block)
-    monkeypatch.setattr(gated, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(blocks, "LEAST_ROWS", block)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1)
     x, gate, up, down, counts = gated_case()
     middle = gated_activation(grouped_gemm(x, gate, counts), grouped_gemm(x, up, counts), kind)
     wanted = grouped_gemm(middle, down, counts)
@@ -95,3 +98,72 @@ def test_gated_experts_refuse_counts_that_are_not_the_rows() -> None:
     assert not gated.serves(x, wide.float(), "swiglu")
     assert not gated.serves(x, gate, "swiglu")
     assert not gated.serves(x.to("meta"), wide, "swiglu")
+
+
+def plain_case(biased: bool) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """x [31, 6], two weights of 4 experts with hidden 5 and, if `biased`, two biases; and the counts."""
+    x, up, _, down, counts = gated_case()
+    biases = [torch.randn(size, dtype=x.dtype).requires_grad_() for size in ((4, 5), (4, 6))]
+    return (x, up, down, *(biases if biased else ())), counts
+
+
+def whole(given: tuple[torch.Tensor, ...], counts: torch.Tensor, kind: str) -> torch.Tensor:
+    """The operator on what `plain_case` gives."""
+    x, up, down, *biases = given
+    up_bias, down_bias = biases or (None, None)
+    return plain.grouped_plain(x, up, down, counts, kind, up_bias=up_bias, down_bias=down_bias)
+
+
+@pytest.mark.parametrize("kind", sorted(plain.ACTIVATIONS))
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("block", [blocks.LEAST_ROWS, 4])
+def test_plain_experts_in_one_operator(kind: Any, biased: bool, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and gradients against the maps and the activation one by one, in one block and in several."""
+    monkeypatch.setattr(blocks, "LEAST_ROWS", block)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1)
+    given, counts = plain_case(biased)
+    x, up, down, *biases = given
+    spread = [bias.repeat_interleave(counts, dim=0) for bias in biases] or [0.0, 0.0]
+    wanted = grouped_gemm(activation(kind)(grouped_gemm(x, up, counts) + spread[0]), down, counts) + spread[1]
+    got = whole(given, counts, kind)
+    torch.testing.assert_close(got, wanted)
+    seed = torch.randn(wanted.shape, dtype=wanted.dtype)
+    for ours, theirs in zip(*(torch.autograd.grad(y, given, seed) for y in (got, wanted)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_plain_experts_have_every_activation() -> None:
+    assert set(plain.ACTIVATIONS) == set(get_args(Activation))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_plain_experts_by_differences_and_by_torch(biased: bool) -> None:
+    given, counts = plain_case(biased)
+    assert torch.autograd.gradcheck(lambda *these: whole(these, counts, "gelu"), given, fast_mode=True)
+    x, up, down, *biases = given
+    torch.library.opcheck(
+        torch.ops.xscale.grouped_plain.default, (x, up, down, *(biases or (None, None)), counts, "relu")
+    )
+
+
+def test_plain_experts_refuse_what_does_not_fit() -> None:
+    (x, up, down, up_bias, _), counts = plain_case(True)
+    with pytest.raises(ValueError, match="the counts sum to 30, x has 31 rows"):
+        plain.grouped_plain(x, up, down, counts - torch.tensor([1, 0, 0, 0]), "relu")
+    with pytest.raises(ValueError, match="both biases or neither"):
+        plain.grouped_plain(x, up, down, counts, "relu", up_bias=up_bias)
+    wide = torch.zeros(4, 64, 6, dtype=x.dtype)
+    assert plain.serves(x, wide, "relu")
+    assert not plain.serves(x, wide, "swiglu")
+    assert not plain.serves(x, wide.float(), "relu")
+    assert not plain.serves(x, up, "relu")
+    assert not plain.serves(x.to("meta"), wide, "relu")
+
+
+def test_flops_of_whole_experts_are_those_of_their_products() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    given, counts = plain_case(False)
+    with FlopCounterMode(display=False) as counter:
+        whole(given, counts, "relu").sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 31 * 2 * 5 * 6

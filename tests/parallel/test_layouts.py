@@ -5,11 +5,13 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
+import torch
 
 from tests.distributed import Pool
 from tests.parallel.against_one import Found, alone, compare, same, trained
 from tests.parallel.cases import AXES, HABITS, OPTIONS, Case, cases, every_pair, plain_or_changed, wanted
-from tests.parallel.models import MODELS
+from tests.parallel.models import MODELS, changed
+from xscale_kernels.grouped_gemm.blocks import even
 
 Reference = Callable[[Case], Found]
 
@@ -46,6 +48,18 @@ def test_all_five_axes_at_once(one: Reference, pool: Pool) -> None:
     parallel = {**case.parallel, "mesh": {**case.parallel["mesh"], "ep": 4}}
     assert case.ranks == 16
     compare(one(case), pool.run(trained, 16, case.network, parallel, timeout_seconds=400, **case.sections))
+
+
+@pytest.mark.parametrize(
+    "expert", [{"kind": "gated", "hidden": 64}, {"kind": "dense", "hidden": 64, "bias": True}], ids=["gated", "dense"]
+)
+@pytest.mark.parametrize("options", [("tp",), ("sequence", "ep")], ids="-".join)
+def test_whole_experts_in_one_operator(expert: dict[str, object], options: tuple[str, ...], pool: Pool) -> None:
+    """As wide as the operators of whole experts want them, cut in two by tp, and computed twice."""
+    assert even(torch.zeros(1, 32), torch.zeros(4, 64 // 2, 32)), "the widths of the cut experts do not suit"
+    network = changed(MODELS["mixture"], stack__rules__0__ffn__expert=expert)
+    case = Case("mixture", options, recompute=1)
+    same(pool, alone(pool, network, **case.sections), case.ranks, network, case.parallel, **case.sections)
 
 
 @pytest.mark.parametrize(

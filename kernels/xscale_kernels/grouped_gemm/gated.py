@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from xscale_kernels.grouped_gemm.blocks import blocks, clear_empty, even
+
 aten = torch.ops.aten
-BLOCK_BYTES = 2**20
-"""Of one hidden array of a block: a backward works on six of them."""
-LEAST_ROWS = 256
-"""Of a block: fewer would read the weights too often."""
 ACTIVATIONS: dict[
     str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
 ] = {
@@ -25,25 +23,9 @@ ACTIVATIONS: dict[
 """Kind -> the gate's function, and the gradient of its input from that of its output."""
 
 
-LANES = 32
-"""Torch computes what is left of so many elements one by one, and rounds it otherwise than the rest."""
-
-
 def serves(x: torch.Tensor, gate: torch.Tensor, kind: str) -> bool:
     """Whether this way is there for the call, and gives a row the same bits wherever in its group it stands."""
-    return x.device.type == "cpu" and x.dtype == gate.dtype and kind in ACTIVATIONS and gate.shape[1] % LANES == 0
-
-
-def _blocks(counts: torch.Tensor, hidden: torch.Tensor) -> Iterator[tuple[int, slice, bool]]:
-    """(group, rows, whether it is the group's first block) for all groups that have rows."""
-    most = max(LEAST_ROWS, BLOCK_BYTES // max(1, hidden.shape[1] * hidden.element_size()))
-    start = 0
-    for group, count in enumerate(counts.tolist()):
-        for at in range(start, start + count, most):
-            yield group, slice(at, min(at + most, start + count)), at == start
-        start += count
-    if start != hidden.shape[0]:
-        raise ValueError(f"the counts sum to {start}, x has {hidden.shape[0]} rows")
+    return kind in ACTIVATIONS and even(x, gate)
 
 
 @torch.library.custom_op("xscale::grouped_gated", mutates_args=())
@@ -53,7 +35,7 @@ def _forward(
     act = ACTIVATIONS[kind][0]
     g, u = x.new_empty(x.shape[0], gate.shape[1]), x.new_empty(x.shape[0], gate.shape[1])  # [M, F]
     y = x.new_empty(x.shape[0], down.shape[1])  # [M, D]
-    for group, rows, _ in _blocks(counts, g):
+    for group, rows, _ in blocks(counts, g):
         torch.mm(x[rows], gate[group].t(), out=g[rows])
         torch.mm(x[rows], up[group].t(), out=u[rows])
         torch.mm(act(g[rows]) * u[rows], down[group].t(), out=y[rows])
@@ -83,10 +65,8 @@ def _backward(
     act, act_backward = ACTIVATIONS[kind]
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     dgate, dup, ddown = (torch.empty_like(one, memory_format=torch.contiguous_format) for one in (gate, up, down))
-    for group in (counts == 0).nonzero().flatten().tolist():
-        for one in (dgate, dup, ddown):
-            one[group].zero_()
-    for group, rows, first in _blocks(counts, g):
+    clear_empty(counts, dgate, dup, ddown)
+    for group, rows, first in blocks(counts, g):
         grows, urows, xrows, dyrows = g[rows], u[rows], x[rows], dy[rows]
         keep = 0 if first else 1
         activated = act(grows)

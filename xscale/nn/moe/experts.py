@@ -15,8 +15,10 @@ from xscale.nn.init import ZEROS
 from xscale.nn.module import Module
 from xscale.nn.tokens import Tokens
 from xscale_kernels.gated_activation.op import gated_activation
-from xscale_kernels.grouped_gemm.gated import grouped_gated, serves
+from xscale_kernels.grouped_gemm import gated, plain
+from xscale_kernels.grouped_gemm.gated import grouped_gated
 from xscale_kernels.grouped_gemm.op import grouped_gemm
+from xscale_kernels.grouped_gemm.plain import grouped_plain
 
 
 class Experts(Module):
@@ -24,17 +26,20 @@ class Experts(Module):
 
     up: Parameter
     down: Parameter
+    kind: str
+    """Of the gate, or of the activation where there is none."""
 
     def __init__(self, config: Ffn.Config, dims: Dims, experts: int, dropout: float = 0.0) -> None:
         """`config` is that of a `dense` or `gated` ffn; `dropout` is the share of its hidden layer dropped."""
         super().__init__()
         assert isinstance(config, Dense.Config | Gated.Config)
-        width, gated = dims.width, isinstance(config, Gated.Config)
+        width, has_gate = dims.width, isinstance(config, Gated.Config)
         if isinstance(config, Gated.Config):
             hidden = gated_hidden(config.hidden, width)
             self.kind = config.gate
         else:
             hidden = config.hidden or 4 * width
+            self.kind = config.activation
             self.activation: Callable[[Tensor], Tensor] = activation(config.activation)
         self.dropout = dropout
         start, residual = replace(dims.start, slices=True), replace(dims.residual_start, slices=True)
@@ -45,12 +50,12 @@ class Experts(Module):
         # [E, F, D], [E, D, F]: each slice is what a Linear of that expert alone would hold.
         self.declare("up", (experts, hidden, width), ("experts", "ffn", "width"), start)
         self.declare("down", (experts, width, hidden), ("experts", "width", "ffn"), residual)
-        if gated:
+        if has_gate:
             self.declare("gate", (experts, hidden, width), ("experts", "ffn", "width"), start)
         else:
             self.register_parameter("gate", None)
         for name, size in (("up_bias", hidden), ("gate_bias", hidden), ("down_bias", width)):
-            if config.bias and (gated or name != "gate_bias"):
+            if config.bias and (has_gate or name != "gate_bias"):
                 self.declare(name, (experts, size), ("experts", "width" if name == "down_bias" else "ffn"), ZEROS)
             else:
                 self.register_parameter(name, None)
@@ -58,10 +63,8 @@ class Experts(Module):
     def forward(self, rows: Tensor, counts: Tensor, tokens: Tokens | None = None) -> Tensor:
         """Rows [M, D] sorted by expert, counts [E] -> [M, D]; `tokens` says whether dropout is on."""
         noisy = self.training and tokens is not None and tokens.noise is not None and self.dropout > 0
-        if self.gate is not None and self.up_bias is None and not noisy and not self.named:
-            first = self.use(self.gate)
-            if serves(rows, first, self.kind):
-                return grouped_gated(rows, first, self.use(self.up), self.use(self.down), counts, self.kind)
+        if rows.is_cpu and not noisy and not self.named and (y := self._at_once(rows, counts)) is not None:
+            return y
         hidden = self._map(rows, self.up, self.up_bias, counts)  # [M, F]
         if self.gate is None:
             hidden = self.activation(hidden)
@@ -72,6 +75,20 @@ class Experts(Module):
         if noisy:
             hidden = F.dropout(hidden, self.dropout)
         return self._map(hidden, self.down, self.down_bias, counts)
+
+    def _at_once(self, rows: Tensor, counts: Tensor) -> Tensor | None:
+        """By the operator of whole experts; None where it does not serve."""
+        up = self.use(self.up)
+        if self.gate is None:
+            if not plain.serves(rows, up, self.kind):
+                return None
+            biases = [None if one is None else self.use(one) for one in (self.up_bias, self.down_bias)]
+            return grouped_plain(
+                rows, up, self.use(self.down), counts, self.kind, up_bias=biases[0], down_bias=biases[1]
+            )
+        if self.up_bias is not None or not gated.serves(rows, up, self.kind):
+            return None
+        return grouped_gated(rows, self.use(self.gate), up, self.use(self.down), counts, self.kind)
 
     def _map(self, rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
         out = grouped_gemm(rows, self.use(weight), counts, implementation=self.named.get("grouped_gemm"))
