@@ -20,6 +20,10 @@ hypothesis.settings.register_profile("house", deadline=None)
 hypothesis.settings.load_profile("house")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kills", type=int, default=8, help="how often the trainer is killed at random (default: 8)")
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Worker processes for tests on several ranks: `pool.run(function, ranks, *arguments)`."""
