@@ -11,6 +11,8 @@ PORT_BASE = 20000
 PORT_SPAN = 10000
 """Ports that follow from a job's id are the even ones in [20000, 30000), below Linux's ephemeral range (from 32768).
 The odd one above a job's port is the launcher's own, for its roll-call."""
+PORT_STRIDE = 1009
+"""How many jobs lie between those that have the ports of two attempts of one job."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,10 @@ def for_submission(variables: Mapping[str, str]) -> dict[str, str]:
 def port_of_job(job_id: int, restart: int = 0) -> int:
     """The rendezvous port of a Slurm job: the same on every node without a message, and another for the next job.
 
-    A job that was put back gets another one, because a port that somebody else holds may be why.
+    A job that was put back gets another one, because a port that somebody else holds may be why; not that of a job
+    submitted about the same time, with which it may share a node.
     """
-    return PORT_BASE + 2 * (job_id + 7 * restart) % PORT_SPAN
+    return PORT_BASE + 2 * (job_id + PORT_STRIDE * restart) % PORT_SPAN
 
 
 def whole(variables: Mapping[str, str], name: str) -> int:

@@ -34,7 +34,7 @@ def meet(rank: int, size: int, run: Path) -> None:
     """Every rank reports to rank 0 and leaves when all have: a wrong address or world size hangs, as it does."""
     port = int(os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens at MASTER_PORT
-        port += 2
+        port -= 10000  # no port of another job
     address = (os.environ["MASTER_ADDR"], port)
     if rank == 0:
         with socket.create_server(("", address[1])) as server:

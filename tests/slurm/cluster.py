@@ -28,9 +28,11 @@ CPUS, GPUS = 4, 4
 class Cluster:
     """The running cluster: commands against it, waiting for states, breaking and mending its nodes."""
 
-    def __init__(self, folder: Path, nodes: int = 2) -> None:
+    def __init__(self, folder: Path, nodes: int = 2, apart: int = 0) -> None:
+        """`apart` nodes more are in a partition of that name, and not seen by what looks at the others."""
         self.folder = folder
         self.nodes = [f"xn{number}" for number in range(1, nodes + 1)]
+        self.apart = [f"xn{number}" for number in range(nodes + 1, nodes + apart + 1)]
         self.conf = folder / "slurm.conf"
         self._own_names = subprocess.run(["unshare", "-u", "true"], capture_output=True, check=False).returncode == 0
         self._controller: subprocess.Popen[bytes] | None = None
@@ -50,10 +52,12 @@ class Cluster:
         self._write_conf()
         self._start_munge()
         self.run("slurmctld")
-        for node in self.nodes:
+        for node in (*self.nodes, *self.apart):
             self.start_node(node)
         try:
             self.wait(lambda: self.states() == ["idle"] * len(self.nodes), 40, "all nodes idle")
+            if self.apart:
+                self.wait(lambda: set(self.states("apart")) == {"idle"}, 40, "the nodes apart idle")
         except AssertionError as error:
             logs = [path.read_text()[-800:] for path in (self.folder / "log").glob("*.log")]
             self.down()
@@ -64,7 +68,7 @@ class Cluster:
         with contextlib.suppress(Exception):
             self.run("scancel", "--user=root", timeout=10)
             self.wait(lambda: not self.run("squeue", "-h").strip(), 20, "an empty queue")
-        for node in self.nodes:
+        for node in (*self.nodes, *self.apart):
             self._stop(self.folder / "run" / f"slurmd.{node}.pid", "slurmd")
         self._stop(self.folder / "run" / "slurmctld.pid", "slurmctld")
         self._stop(self.folder / "munge" / "pid", "munged")
@@ -72,7 +76,7 @@ class Cluster:
         HOSTS.write_text("\n".join(kept) + "\n")
 
     def _write_names(self) -> None:
-        lines = [f"127.0.78.{number} {node} {MARK}" for number, node in enumerate(self.nodes, 1)]
+        lines = [f"127.0.78.{number} {node} {MARK}" for number, node in enumerate((*self.nodes, *self.apart), 1)]
         kept = [line for line in HOSTS.read_text().splitlines() if MARK not in line]
         try:
             HOSTS.write_text("\n".join([*kept, *lines]) + "\n")  # in place: it may be a bind mount
@@ -83,7 +87,7 @@ class Cluster:
 
     def _write_conf(self) -> None:
         folder, host = self.folder, socket.gethostname().partition(".")[0]
-        ports = _free_ports(1 + len(self.nodes))
+        ports = _free_ports(1 + len(self.nodes) + len(self.apart))
         lines = [
             "ClusterName=xscale-test",
             f"SlurmctldHost={host}(127.0.0.1)",
@@ -121,17 +125,19 @@ class Cluster:
             f"NodeName=DEFAULT CPUs={CPUS} RealMemory=2000 Gres=gpu:{GPUS} State=UNKNOWN",
         ]
         gres: list[str] = []
-        for number, node in enumerate(self.nodes, 1):
+        for number, node in enumerate((*self.nodes, *self.apart), 1):
             lines.append(f"NodeName={node} NodeHostname={host} NodeAddr=127.0.78.{number} Port={ports[number]}")
             gres.append(f"NodeName={node} Name=gpu File={folder}/gpu/{node}.[0-{GPUS - 1}]")
             for index in range(GPUS):
                 self._device(folder / "gpu" / f"{node}.{index}")
         lines += [
-            "PartitionName=DEFAULT Nodes=ALL MaxTime=600 DefaultTime=10 State=UP",
+            f"PartitionName=DEFAULT Nodes={','.join(self.nodes)} MaxTime=600 DefaultTime=10 State=UP",
             "PartitionName=low Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=10",
             "PartitionName=high PriorityTier=10 PreemptMode=OFF",
             "PartitionName=paid PriorityTier=1 AllowAccounts=lab MaxNodes=1",
         ]
+        if self.apart:
+            lines.append(f"PartitionName=apart Nodes={','.join(self.apart)} PriorityTier=1")
         self.conf.write_text("\n".join(lines) + "\n")
         (folder / "gres.conf").write_text("\n".join(gres) + "\n")
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=yes\n")
@@ -218,13 +224,17 @@ class Cluster:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
         return done.stdout
 
-    def states(self) -> list[str]:
-        """The state of each node."""
+    def states(self, partition: str = "low") -> list[str]:
+        """The state of each node of a partition."""
         try:
-            lines = self.run("sinfo", "-h", "-N", "-p", "low", "-o", "%N %T").split("\n")
+            lines = self.run("sinfo", "-h", "-N", "-p", partition, "-o", "%N %T").split("\n")
         except RuntimeError:
             return []
         return [line.split()[1] for line in sorted(lines) if line]
+
+    def queue(self) -> str:
+        """The jobs that are not in the partition apart, a line each."""
+        return self.run("squeue", "-h", "-p", "low,high,paid").strip()
 
     def job(self, job_id: str) -> dict[str, str]:
         """What `scontrol show job` says, as a dictionary."""
@@ -238,7 +248,7 @@ class Cluster:
             assert time.monotonic() < end, f"waited {seconds:g} s for {what}"
             time.sleep(0.2)
 
-    def wait_state(self, job_id: str, states: Sequence[str], seconds: float = 60) -> dict[str, str]:
+    def wait_state(self, job_id: str, states: Sequence[str], seconds: float = 120) -> dict[str, str]:
         """The job once it is in one of the states."""
         self.wait(lambda: self.job(job_id)["JobState"] in states, seconds, f"job {job_id} to be {' or '.join(states)}")
         return self.job(job_id)

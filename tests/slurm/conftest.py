@@ -1,10 +1,12 @@
 """One Slurm cluster for all tests of this folder; where the machine forbids it, the skip says what is missing."""
 
+import concurrent.futures
+import inspect
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cluster-required", action="store_true", help="fail where no Slurm cluster can be brought up")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything here needs the cluster."""
+    """Everything here needs the cluster; a file ends with the outcomes of what goes on meanwhile."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.slurm)
+    files = list(dict.fromkeys(item.path for item in items))
+    items.sort(key=lambda item: (files.index(item.path), item.get_closest_marker("meanwhile") is not None))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Of a test that goes on meanwhile only the outcome is awaited."""
+    started = pyfuncitem.config.stash.get(MEANWHILE, {}).get(pyfuncitem.nodeid)
+    if started is None:
+        return None
+    started.result()
+    return True
+
+
+MEANWHILE = pytest.StashKey[dict[str, "concurrent.futures.Future[None]"]]()
+AT_ONCE = 4
+"""Tests that go on meanwhile; each takes up to two nodes."""
 FIGURES = pytest.StashKey[list[str]]()
 
 
@@ -42,8 +60,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 class Lab:
     """The cluster, and the launcher called against it as a user would."""
 
-    def __init__(self, cluster: Cluster, folder: Path, figures: list[str]) -> None:
-        self.cluster = cluster
+    def __init__(self, cluster: Cluster, folder: Path, figures: list[str], usual: tuple[str, ...] = ()) -> None:
+        """`usual`: options of every submission."""
+        self.cluster, self.usual = cluster, usual
         self.figure = figures.append
         self.config = folder / "run.yaml"
         self.config.write_text("train.steps: 4\nfake.step_seconds: 0.05\n")
@@ -66,7 +85,7 @@ class Lab:
 
     def submit(self, *arguments: object) -> str:
         """Submits the stand-in on 2 x 2 processes (`arguments` come later and win); the first job's id."""
-        usual = ("--nodes", 2, "--processes-per-node", 2, "--time", 10, f"run.dir={self.run}")
+        usual = (*self.usual, "--nodes", 2, "--processes-per-node", 2, "--time", 10, f"run.dir={self.run}")
         done = self.launch("slurm", self.config, *usual, *arguments)
         assert done.returncode == 0, done.stderr
         return str(json.loads((self.run / "launch/jobs.jsonl").read_text().splitlines()[0])["id"])
@@ -77,7 +96,7 @@ class Lab:
         lines = metrics.read_text().rpartition("\n")[0].splitlines() if metrics.exists() else []
         return max((int(json.loads(line)["step"]) for line in lines), default=0)
 
-    def wait_step(self, step: int, seconds: float = 60) -> None:
+    def wait_step(self, step: int, seconds: float = 120) -> None:
         """Waits until the run is past a step."""
         self.cluster.wait(lambda: self.step() >= step, seconds, f"step {step} of {self.run}")
 
@@ -100,9 +119,10 @@ class Lab:
 
 @pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """Three virtual nodes, up for the whole session."""
+    """Three virtual nodes, and those of the tests that go on meanwhile, up for the whole session."""
+    later = [item for item in request.session.items if item.get_closest_marker("meanwhile")]
     with tempfile.TemporaryDirectory(prefix="xscale-slurm-") as folder:
-        one = Cluster(Path(folder), nodes=3)
+        one = Cluster(Path(folder), nodes=3, apart=2 * min(AT_ONCE, len(later)))
         try:
             one.up()
         except MissingError as missing:
@@ -110,18 +130,51 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
             if request.config.getoption("--cluster-required", default=False):
                 pytest.exit(reason, returncode=1)
             pytest.skip(reason)
+        pool = concurrent.futures.ThreadPoolExecutor(AT_ONCE)
         try:
+            begin(later, one, Path(folder), pool, request.config)
             yield one
         finally:
+            pool.shutdown(cancel_futures=True)
             one.down()
+
+
+def begin(
+    items: list[pytest.Item],
+    cluster: Cluster,
+    folder: Path,
+    pool: concurrent.futures.Executor,
+    config: pytest.Config,
+) -> None:
+    """Starts the tests that spend their time waiting for Slurm, several at once, on nodes apart."""
+    started = config.stash.setdefault(MEANWHILE, {})
+    for number, item in enumerate(items):
+        assert isinstance(item, pytest.Function)
+        given = {**(item.callspec.params if hasattr(item, "callspec") else {}), "lab": None}
+        assert set(inspect.signature(item.function).parameters) == set(given), f"{item.nodeid} wants more than a lab"
+        started[item.nodeid] = pool.submit(_alone, item.function, given, cluster, folder / f"meanwhile-{number}")
+
+
+def _alone(test: Callable[..., None], given: dict[str, Any], cluster: Cluster, folder: Path) -> None:
+    """One such test in a folder of its own."""
+    folder.mkdir()
+    lab = Lab(cluster, folder, [], ("--partition", "apart"))
+    try:
+        test(**{**given, "lab": lab})
+    finally:
+        if (lab.run / "launch/jobs.jsonl").exists():
+            lab.launch("cancel", lab.run)
 
 
 @pytest.fixture
 def lab(cluster: Cluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Lab]:
     """The cluster for one test; its jobs are gone afterwards."""
-    cluster.mend()
     lab = Lab(cluster, tmp_path, request.config.stash.setdefault(FIGURES, []))
+    if request.node.get_closest_marker("meanwhile"):
+        yield lab
+        return
+    cluster.mend()
     yield lab
     if (lab.run / "launch/jobs.jsonl").exists():
         lab.launch("cancel", lab.run)
-        cluster.wait(lambda: not cluster.run("squeue", "-h").strip(), 40, "the queue to be empty after the test")
+        cluster.wait(lambda: not cluster.queue(), 40, "the queue to be empty after the test")

@@ -20,6 +20,17 @@ def test_two_nodes_train_together(lab: Any, start: str) -> None:
     assert all(f"rank {rank} done at step 4" in text for rank, text in enumerate(ranks, 1))
 
 
+@pytest.mark.meanwhile
+def test_the_time_limit_is_no_end(lab: Any) -> None:
+    # Slurm looks at limits every 30 s: the signal comes between 15 and 45 s after the start, the end after 60.
+    job = lab.submit("--time", 1, "--signal-seconds", 45, "train.steps=100000")
+    lab.cluster.wait(lambda: lab.cluster.job(job).get("Restarts") == "1", 90, lab.log() or "the job to be put back")
+    assert "status 75: back into the queue" in lab.log()
+    lab.cluster.wait(lambda: lab.log().count("rank 0 of 4 starts") == 2, 60, "the second attempt")
+    assert "rank 0 of 4 starts at step 0 " not in lab.log().split("back into the queue")[-1]
+
+
+@pytest.mark.meanwhile
 def test_usr1_saves_and_the_job_comes_back_and_goes_on_bitwise(lab: Any) -> None:
     job = lab.submit("train.steps=80")
     lab.wait_step(3)
@@ -32,15 +43,7 @@ def test_usr1_saves_and_the_job_comes_back_and_goes_on_bitwise(lab: Any) -> None
     assert lab.states() == lab.expected(80)
 
 
-def test_the_time_limit_is_no_end(lab: Any) -> None:
-    # Slurm looks at limits every 30 s: the signal comes between 15 and 45 s after the start, the end after 60.
-    job = lab.submit("--time", 1, "--signal-seconds", 45, "train.steps=100000")
-    lab.cluster.wait(lambda: lab.cluster.job(job).get("Restarts") == "1", 90, lab.log() or "the job to be put back")
-    assert "status 75: back into the queue" in lab.log()
-    lab.cluster.wait(lambda: lab.log().count("rank 0 of 4 starts") == 2, 60, "the second attempt")
-    assert "rank 0 of 4 starts at step 0 " not in lab.log().split("back into the queue")[-1]
-
-
+@pytest.mark.meanwhile
 def test_a_cancelled_job_saves_and_stays_cancelled(lab: Any) -> None:
     job = lab.submit("train.steps=100000")
     lab.wait_step(3)
@@ -80,6 +83,7 @@ def test_a_higher_partition_preempts_and_the_job_comes_back(lab: Any, tmp_path: 
     assert lab.states() == lab.expected(100)
 
 
+@pytest.mark.meanwhile
 def test_a_wrong_config_is_never_put_back(lab: Any) -> None:
     job = lab.submit("fake.mistake=witdh")
     told = lab.cluster.wait_state(job, ENDED)
@@ -87,6 +91,7 @@ def test_a_wrong_config_is_never_put_back(lab: Any) -> None:
     assert lab.log().count("unknown key 'witdh'") == 1
 
 
+@pytest.mark.meanwhile
 def test_a_crash_loop_stops_at_its_limit(lab: Any) -> None:
     job = lab.submit("--crash-limit", 2, "fake.crash_at=2", "fake.crash_rank=3")
     lab.cluster.wait(lambda: "given up" in lab.log(), 90, "the launcher to give up")
@@ -96,6 +101,7 @@ def test_a_crash_loop_stops_at_its_limit(lab: Any) -> None:
     assert "rank 3 failed with status 1" in lab.log()
 
 
+@pytest.mark.meanwhile
 def test_one_crash_is_tried_again(lab: Any) -> None:
     job = lab.submit("fake.crash_at=2", "fake.crash_rank=1", "fake.once=1", f"fake.kill_self={int(signal.SIGKILL)}")
     assert lab.cluster.wait_state(job, ENDED, 90)["JobState"] == "COMPLETED", lab.log()
@@ -103,6 +109,7 @@ def test_one_crash_is_tried_again(lab: Any) -> None:
     assert lab.states() == lab.expected(4)
 
 
+@pytest.mark.meanwhile
 def test_a_sweep_is_an_array(lab: Any) -> None:
     job = lab.submit("--nodes", 1, "--sweep", "train.steps=2,3,5")
     lab.cluster.wait(lambda: not lab.cluster.run("squeue", "-h", "-j", job).strip(), 60, "the array to end")
@@ -115,6 +122,7 @@ def test_a_sweep_is_an_array(lab: Any) -> None:
     assert "rank 0 done at step 3" in lab.launch("logs", lab.run, "--member", "train.steps=3").stdout
 
 
+@pytest.mark.meanwhile
 def test_a_chain_goes_on_where_the_one_before_stopped(lab: Any) -> None:
     lab.submit("--nodes", 1, "--chain", 3, "train.steps=9", "fake.stop_after=3+6")
     jobs = [line.split('"')[3] for line in (lab.run / "launch/jobs.jsonl").read_text().splitlines()]
@@ -124,6 +132,7 @@ def test_a_chain_goes_on_where_the_one_before_stopped(lab: Any) -> None:
     assert lab.states(ranks=2) == lab.expected(9, 2)
 
 
+@pytest.mark.meanwhile
 def test_a_chain_that_is_done_early_does_no_more(lab: Any) -> None:
     lab.submit("--nodes", 1, "--chain", 2)
     jobs = [line.split('"')[3] for line in (lab.run / "launch/jobs.jsonl").read_text().splitlines()]
@@ -154,6 +163,7 @@ def test_a_container_is_entered_with_what_it_needs(lab: Any, tmp_path: Path) -> 
     assert lab.states() == lab.expected(4)
 
 
+@pytest.mark.meanwhile
 def test_a_job_that_may_not_come_back_says_how_to_go_on(lab: Any) -> None:
     job = lab.submit("--no-requeue", "train.steps=100000", "--nodes", 1)
     lab.wait_step(3)

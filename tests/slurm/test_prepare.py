@@ -61,7 +61,10 @@ def test_the_tasks_of_a_step_prepare_together(lab: Any, config: Path, tmp_path: 
     [
         (["parallel.mesh.tp=3"], "does not divide the 4 ranks"),
         (["model.stack.detph=3"], "Did you mean 'depth'?"),
-        (["model.width=4096", "model.stack.depth=32", "train.micro_batch_size=1"], "and a GPU has 1 GB"),
+        (
+            ["model.width=32", "model.stack.depth=2", "data.sequence_length=32", "train.micro_batch_size=1"],
+            "one GPU has 1.0 GB. Take ",
+        ),
     ],
 )
 def test_xscales_own_words_come_before_the_queue(
@@ -73,4 +76,4 @@ def test_xscales_own_words_come_before_the_queue(
     assert done.returncode == 2
     assert said in done.stderr
     assert not lab.run.exists()
-    assert not lab.cluster.run("squeue", "-h").strip()
+    assert not lab.cluster.queue()

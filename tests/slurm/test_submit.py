@@ -35,7 +35,7 @@ def test_refused_before_the_queue(lab: Any, arguments: list[object], said: str) 
     assert done.returncode == 2
     assert said in done.stderr
     assert not lab.run.exists()
-    assert not lab.cluster.run("squeue", "-h").strip()
+    assert not lab.cluster.queue()
 
 
 def test_what_does_not_fit_is_refused(lab: Any, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from xscale_launch import status, verdict
 from xscale_launch.agent import PREFLIGHT_FAILED
-from xscale_launch.env import PORT_BASE, PORT_SPAN
+from xscale_launch.env import PORT_BASE, PORT_SPAN, PORT_STRIDE
 from xscale_launch.slurm.job import Job
 
 HEADER = """
@@ -37,7 +37,7 @@ fi
 MEETING = """
 # Ranks meet on the job's first node, at a port that follows from the job's id and is another in each attempt.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-MASTER_PORT=$(({base} + 2 * (SLURM_JOB_ID + 7 * ${{SLURM_RESTART_COUNT:-0}}) % {span}))
+MASTER_PORT=$(({base} + 2 * (SLURM_JOB_ID + {stride} * ${{SLURM_RESTART_COUNT:-0}}) % {span}))
 export MASTER_ADDR MASTER_PORT
 say "attempt ${{SLURM_RESTART_COUNT:-0}} on $SLURM_JOB_NODELIST, meeting at $MASTER_ADDR:$MASTER_PORT"
 """
@@ -148,7 +148,7 @@ def render(job: Job) -> str:
     parts.append(_folder(job))
     parts.append(FOLDERS)
     parts.append(_site(job))
-    parts.append(MEETING.format(base=PORT_BASE, span=PORT_SPAN))
+    parts.append(MEETING.format(base=PORT_BASE, span=PORT_SPAN, stride=PORT_STRIDE))
     parts.append(
         "\n# SIGTERM comes with a cancel, a preemption, a time limit; the workers get it too and save: wait for them.\n"
     )
