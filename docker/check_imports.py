@@ -1,6 +1,6 @@
 """Run while an image is built: imports what the image promises and compares versions with the pins. Fails the build.
 
-python docker/check_imports.py base [deepspeed] [megatron] [mpi] [hf] [dev] [cuda]
+python docker/check_imports.py base [deepspeed] [megatron] [mpi] [hf] [wandb] [dev] [cuda]
 """
 
 import importlib
@@ -17,7 +17,8 @@ MODULES = {
     "megatron": ["megatron.core"],
     "mpi": ["mpi4py.MPI"],
     "hf": ["transformers"],
-    "dev": ["pytest", "hypothesis", "mypy"],
+    "wandb": ["wandb"],
+    "dev": ["pytest", "hypothesis", "ruff", "mypy", "pre_commit", "psutil", "triton"],
     "cuda": ["apex", "amp_C", "fused_layer_norm_cuda", "triton"],
 }  # fmt: skip
 

@@ -127,6 +127,23 @@ def test_the_import_check_knows_every_base_dependency() -> None:
     assert names <= checked
 
 
+def test_every_extra_of_an_image_is_imported() -> None:
+    modules = checker().MODULES
+    folded = {"cpu": ["deepspeed", "megatron", "mpi", "hf", "dev"]}
+    for path in FILES:
+        text = path.read_text()
+        (groups,) = re.findall(r"check_imports\.py ([\w ]+)$", text, re.MULTILINE)
+        (extras,) = re.findall(r"-e \"\.\[([\w,]+)\]\"", text) or [",".join(folded[path.stem])]
+        assert {"base", *extras.split(",")} <= set(groups.split()) <= set(modules), path.name
+
+
+def test_the_extra_dev_is_imported() -> None:
+    """What it names itself, and through the groups of other extras."""
+    modules = {name.partition(".")[0] for group in checker().MODULES.values() for name in group}
+    names = [re.split(r"[<>=;\[ ]", line)[0].replace("-", "_") for line in PROJECT["optional-dependencies"]["dev"]]
+    assert {name for name in names if not name.startswith("types_")} - {"megatron_core"} <= modules
+
+
 def test_the_import_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     module = checker()
     assert module.main([]) == 2
