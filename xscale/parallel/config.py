@@ -20,6 +20,10 @@ class ZeroConfig(Config):
     """Who shares out: torch's fully_shard, or DeepSpeed, which can offload (over data and tensor parallelism)."""
     stage: Literal[0, 1, 2, 3] = 1
     """What data-parallel ranks share out: nothing (0), optimizer states (1), gradients too (2), parameters too (3)."""
+    prefetch: int = 0
+    """Blocks after the one that computes whose parameters stage 3 already gathers, in forward. With 0 a block's come in
+    its turn, which a GPU sees early unless something waits for it before, as the exchange of rows between experts does.
+    In backward torch is one block ahead whatever is said here."""
     offload: OffloadConfig = OffloadConfig()
     """What leaves the device."""
 
@@ -48,6 +52,9 @@ class ContextConfig(Config):
 class RecomputeConfig(Config):
     every: int = 0
     """Forget the activations of every k-th block and compute them again in backward; 0: keep all."""
+    gathered: bool = False
+    """Keep of what tensor.sequence gathers into the other blocks' regions a rank's own piece, and gather it again in
+    backward (Korthikanti et al. 2022): a third more traffic over tp, and 1/tp of those activations."""
 
 
 class ParallelConfig(Config):

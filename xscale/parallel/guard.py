@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from xscale.mesh.collectives import copy_in, gather_in, padded, scatter_out, sum_out
 from xscale.nn.module import Module
 from xscale.nn.tokens import Tokens
+from xscale.parallel.regather import Piece, Region
 from xscale.parallel.rules import cut_along, of_experts
 
 
@@ -48,20 +50,34 @@ class Ranks:
         return padded(x, 1, self.count).chunk(self.count, 1)[self.rank]
 
 
-def guard_part(part: nn.Module, ranks: Ranks) -> None:
-    """Make a region of a sublayer's part, called as part(x, tokens) or part(x, tokens, memory, source)."""
+def guard_part(part: nn.Module, ranks: Ranks, *, again: bool = False) -> None:
+    """Make a region of a sublayer's part, called as part(x, tokens) or part(x, tokens, memory, source).
+
+    `again`: what it gathers is not kept, but gathered again in backward.
+    """
+    regions: list[Region] = []
 
     def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         x, tokens, *others = inputs
+        pairs = [(x, ranks.enter(x, tokens))]
         if others and others[0] is not None:
             memory, source = others
             others = [ranks.enter(memory, source), source]
-        return ranks.enter(x, tokens), _share(tokens, ranks.count), *others
+            pairs.append((memory, others[0]))
+        if again and torch.is_grad_enabled():
+            regions.append(Region([Piece(piece, whole, ranks.group) for piece, whole in pairs]))
+            regions[-1].enter()
+        return pairs[0][1], _share(tokens, ranks.count), *others
+
+    def close(_: nn.Module, __: tuple[Any, ...], ___: Any) -> None:
+        if regions:
+            regions.pop().leave()
 
     def leave(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
         return ranks.leave(y)
 
     part.register_forward_pre_hook(enter)
+    part.register_forward_hook(close, always_call=True)
     part.register_forward_hook(leave)
 
 

@@ -39,7 +39,7 @@ class Plan:
     def check(self, model: nn.Module | None, world: int) -> list[Problem]:
         """Every problem on `world` ranks; `model` is on meta, or None when it could not be built."""
         problems = axes.check(self.parallel.mesh, world)
-        problems += recompute.check(self.parallel.recompute, "parallel.recompute")
+        problems += recompute.check(self.parallel, "parallel")
         if not problems:
             degrees = axes.fill(self.parallel.mesh, world)
             problems += zero.check(self.parallel, degrees, "parallel")

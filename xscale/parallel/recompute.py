@@ -8,14 +8,35 @@ from torch.utils.checkpoint import checkpoint
 from xscale.core.errors import Problem
 from xscale.nn.block import Block
 from xscale.nn.stack import Stack
-from xscale.parallel.config import RecomputeConfig
+from xscale.parallel.config import ParallelConfig, RecomputeConfig
 
 
-def check(config: RecomputeConfig, path: str) -> list[Problem]:
-    """Problems of the setting."""
+def check(parallel: ParallelConfig, path: str) -> list[Problem]:
+    """Problems of the settings; `path` is that of section `parallel`."""
+    config, where = parallel.recompute, f"{path}.recompute"
     if config.every < 0:
-        return [Problem(f"{path}.every", f"a period is counted from 0, not {config.every}", "0 keeps all activations.")]
-    return []
+        return [
+            Problem(f"{where}.every", f"a period is counted from 0, not {config.every}", "0 keeps all activations.")
+        ]
+    if not config.gathered:
+        return []
+    problems = []
+    if parallel.mesh.tp == 1 or not parallel.tensor.sequence:
+        what = "nothing is gathered where tp does not cut the sequence"
+        problems.append(Problem(f"{where}.gathered", what, "Take false, or tp above 1 with tensor.sequence=true."))
+    if config.every == 1:
+        what = "every block forgets its activations, so none keeps what it gathered"
+        problems.append(Problem(f"{where}.gathered", what, "Take false, or every=0 or a longer period."))
+    if parallel.compile:
+        what = "compiled blocks choose by themselves what is kept for backward"
+        problems.append(Problem(f"{where}.gathered", what, "Take false, or compile=false."))
+    return problems
+
+
+def recomputed(path: str, config: RecomputeConfig) -> bool:
+    """Whether the block that the module at `path` is in, such as stack.blocks.3.mixer, forgets its activations."""
+    layer = int(path.split("blocks.")[1].split(".")[0])
+    return config.every > 0 and layer % config.every == 0
 
 
 def apply(model: nn.Module, config: RecomputeConfig) -> None:
@@ -24,13 +45,12 @@ def apply(model: nn.Module, config: RecomputeConfig) -> None:
         return
     for stack in model.modules():
         if isinstance(stack, Stack):
-            stack.run = _runner(config.every)
+            stack.run = _runner(config)
 
 
-def _runner(every: int) -> Any:
+def _runner(config: RecomputeConfig) -> Any:
     def run(block: Block, *inputs: Any) -> Tensor:
-        layer = int(block.path.rsplit(".", 1)[-1])
-        if layer % every or not block.training:
+        if not recomputed(block.path, config) or not block.training:
             out: Tensor = block(*inputs)
             return out
         again: Tensor = checkpoint(block, *inputs, use_reentrant=False)

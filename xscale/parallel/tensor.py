@@ -26,6 +26,7 @@ from xscale.parallel.config import ParallelConfig
 from xscale.parallel.expert import Share
 from xscale.parallel.guard import Ranks, guard_part, guard_weights
 from xscale.parallel.noise import Cut, draw_whole
+from xscale.parallel.recompute import recomputed
 from xscale.parallel.rules import RULES, cut_along
 from xscale.parallel.vocabulary import CrossEntropy, Lookup
 from xscale.parallel.zero import dense_mesh
@@ -152,7 +153,8 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
     ranks = Ranks(dense_mesh(mesh, config)["tp"].get_group(), config.tensor.sequence, experts_whole)
     for module in model.modules():
         if isinstance(module, Sublayer):
-            guard_part(module.part, ranks)
+            again = config.recompute.gathered and not recomputed(module.path, config.recompute)
+            guard_part(module.part, ranks, again=again)
             guard_weights(module.part, ranks)
         if isinstance(module, Attention):
             _share_heads(module, ranks)

@@ -1,8 +1,8 @@
 """ZeRO (Rajbhandari et al. 2020) by torch's fully_shard: what data-parallel ranks share out of each parameter.
 
 Stage 1 keeps whole gradients over the micro-batches of a step and sends them once; stage 2 sends each micro-batch's
-and keeps its own part; stage 3 also forgets the whole parameters after each use. Stage 0 is a group of one for each
-parameter, so nothing is shared and gradients are summed.
+and keeps its own part, but parameters whole until the step's end; stage 3 forgets those too after each use. Stage 0 is
+a group of one for each parameter, so nothing is shared and gradients are summed.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,14 @@ if TYPE_CHECKING:
 
 
 def check(config: ParallelConfig, degrees: Degrees, path: str) -> list[Problem]:
-    """Combinations that the engine does not do."""
+    """Settings that mean nothing together."""
+    zero, where = config.zero, f"{path}.zero.prefetch"
+    if zero.prefetch < 0:
+        return [Problem(where, f"{zero.prefetch} blocks cannot be ahead", "Take 0 or more.")]
+    if zero.prefetch and (zero.engine, zero.stage) != ("torch", 3):
+        only = "DeepSpeed fetches by itself" if zero.engine != "torch" else "there is nothing to gather before it"
+        what = f"blocks ahead of the one that computes are to be gathered, and at stage {zero.stage} {only}"
+        return [Problem(where, what, "Take prefetch=0, or stage 3 of the torch engine.")]
     return []
 
 
@@ -66,6 +73,11 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig, compute: torch.d
         # Losses are divided by the whole step's targets before backward, so ranks add up and nothing averages.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
+    blocks = [one for one in model.modules() if isinstance(one, Block)]
+    for at, block in enumerate(blocks) if config.zero.prefetch else ():
+        assert isinstance(block, FSDPModule)
+        following = [one for later in blocks[at + 1 : at + 1 + config.zero.prefetch] for one in later.modules()]
+        block.set_modules_to_forward_prefetch([one for one in following if isinstance(one, FSDPModule)])
 
 
 def beside(shards: int) -> "Callable[[nn.Parameter], Shard | None]":
@@ -103,12 +115,15 @@ def expert_mesh(mesh: Mesh, config: ParallelConfig) -> DeviceMesh:
 
 
 def micro_batch(model: nn.Module, config: ParallelConfig, *, last: bool) -> None:
-    """Before each micro-batch: whether it is the step's last. Stages 0 and 1 send gradients once a step."""
+    """Before each micro-batch: whether it is the step's last.
+
+    Stages 0 and 1 send gradients once a step, and only stage 3 gathers parameters more than once a step.
+    """
     from torch.distributed.fsdp import FSDPModule
 
-    if isinstance(model, FSDPModule) and config.zero.stage < 2:
-        model.set_requires_gradient_sync(last)
-        model.set_reshard_after_backward(last)
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last or config.zero.stage >= 2)
+        model.set_reshard_after_backward(last or config.zero.stage == 3)
 
 
 def _data(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:

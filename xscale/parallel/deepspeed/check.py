@@ -56,7 +56,10 @@ def _layout(config: ParallelConfig, degrees: Degrees, path: str) -> list[Problem
             Problem(f"{path}.mesh.dp_replicate", what, f"Take dp_replicate=1. {TORCH} for hybrid sharding.")
         )
     if degrees.experts_apart:
-        what = "DeepSpeed reduces the gradients of experts over all ranks of data, and these are spread otherwise"
+        what = (
+            "DeepSpeed adds up gradients over all ranks of data, and these experts are spread otherwise; "
+            "it knows experts only as its own MoE layers, by private groups, and its stage 3 refuses those"
+        )
         fix = f"Take ep=1, with tp_in_experts=true where tp is above 1. {TORCH} for experts apart."
         problems.append(Problem(f"{path}.mesh.ep", what, fix))
     return problems
