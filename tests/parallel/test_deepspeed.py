@@ -1,6 +1,7 @@
 """DeepSpeed as the engine gives the numbers of one process and of the torch engine, on every layout it takes."""
 
 import copy
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,36 @@ def test_a_run_goes_on_bitwise(parallel: dict[str, Any], pool: Pool, tmp_path: P
     mine, theirs = (load_tensors(tmp_path / name / "checkpoints" / "step-00000006") for name in ("halves", "whole"))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+
+
+def run_and_die(folder: Path, name: str, **sections: Any) -> int:
+    """The same, whose state in memory stays, as after a kill."""
+    from xscale.checkpoint.memory import Memory
+
+    clear = Memory.clear
+    Memory.clear = lambda self: None  # type: ignore[method-assign]
+    try:
+        return run_one(folder, name, **sections)
+    finally:
+        Memory.clear = clear  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("parallel", [zero(1, **CPU), zero(3)], ids=["1-offloaded", "3"])
+def test_a_run_goes_on_from_memory(parallel: dict[str, Any], pool: Pool, tmp_path: Path) -> None:
+    """Step 2 is kept in memory; the disk's step 3 is lost, so that nothing else can be gone on from."""
+    (tmp_path / "memory").mkdir()
+    kept = {"every_steps": 0, "memory_every_steps": 1, "memory_folder": str(tmp_path / "memory")}
+    whole, some = ({"steps": 4, "eval_every": 0, "stop_after": one} for one in (None, 3))
+    assert pool.run(run_one, 2, tmp_path, "whole", parallel=parallel, train=whole) == [EXIT_DONE] * 2
+    answers = pool.run(run_and_die, 2, tmp_path, "kept", parallel=parallel, train=some, checkpoint=kept)
+    assert answers == [EXIT_REQUEUE] * 2
+    shutil.rmtree(tmp_path / "kept" / "checkpoints")
+    assert pool.run(run_one, 2, tmp_path, "kept", parallel=parallel, train=whole, checkpoint=kept) == [EXIT_DONE] * 2
+    assert "step 2 is gone on from, as the memory of the machines has it" in (tmp_path / "kept/log.txt").read_text()
+    assert losses(tmp_path, "kept") == losses(tmp_path, "whole")
+    mine, theirs = (load_tensors(tmp_path / name / "checkpoints" / "step-00000004") for name in ("kept", "whole"))
+    assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+    assert not list((tmp_path / "memory").iterdir())
 
 
 def test_any_engine_goes_on_from_any_other(pool: Pool, tmp_path: Path) -> None:
