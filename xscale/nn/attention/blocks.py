@@ -4,6 +4,7 @@ A unit is one block of queries of one head, with the key blocks it sees. Units w
 bucket, so that a bucket is a few batched products without padding, and exactly the blocks that are there are computed.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from xscale.nn.pattern import Layout
-from xscale.nn.pattern.grid import TokenRule
+from xscale.nn.pattern.grid import Periodic, TokenRule
 
 Ways = tuple[tuple[Tensor, TokenRule | None], ...]
 """Layouts [H or 1, rows, columns] and their token rules, any one of which shows a key."""
@@ -131,18 +132,22 @@ def plan_of(layout: Layout, device: torch.device, ways: Ways = (), block: int = 
     """The plan of a layout [H or 1, rows, columns]; with `ways`, of what they show inside its blocks of `block`."""
     heads, rows, columns = layout.shape
     degrees = layout.sum(-1).reshape(-1)  # [H * rows]
-    column = np.flatnonzero(layout.reshape(-1)) % columns
+    line, column = np.divmod(np.flatnonzero(layout.reshape(-1)), columns)
     starts = np.concatenate(([0], np.cumsum(degrees)))
     assert len(column) == starts[-1]
     known: dict[bytes, int] = {bytes(-(-block * block // 8)): 0}
+    every = None
+    if ways:
+        there = torch.from_numpy(np.stack((line // rows, line % rows, column)))
+        every = _tiles(there[0], there[1], there[2], ways, block, first_row, known)
     buckets = []
     for degree in np.unique(degrees):
         if degree == 0:
             continue
         units = np.flatnonzero(degrees == degree)  # [U]
-        places = column[starts[units][:, None] + np.arange(degree)]  # [U, degree]
-        head, row, at = (torch.from_numpy(x) for x in (units // rows, units % rows, places))
-        tiles = _tiles(head, row, at, ways, block, first_row, known).to(device) if ways else None
+        places = starts[units][:, None] + np.arange(degree)  # [U, degree]
+        head, row, at = (torch.from_numpy(x) for x in (units // rows, units % rows, column[places]))
+        tiles = None if every is None else every[torch.from_numpy(places)].to(device)
         shared = None if heads == 1 else head.to(device)
         buckets.append(Bucket(heads=shared, rows=row.to(device), columns=at.to(device), tiles=tiles))
     full = bool((degrees > 0).all())
@@ -150,25 +155,42 @@ def plan_of(layout: Layout, device: torch.device, ways: Ways = (), block: int = 
 
 
 def _tiles(
-    heads: Tensor, rows: Tensor, columns: Tensor, ways: Ways, block: int, first_row: int, known: dict[bytes, int]
+    head: Tensor, row: Tensor, column: Tensor, ways: Ways, block: int, first_row: int, known: dict[bytes, int]
 ) -> Tensor:
-    """The number of the tile on each block of columns [U, d]; `known` has what each hides, as bits, and grows."""
-    found = torch.zeros(columns.numel(), dtype=torch.int64)
+    """The number of the tile on each block [U * d]; `known` has what each hides, as bits, and grows."""
+    seen = torch.stack([layout[head if layout.shape[0] > 1 else 0, row, column] for layout, _ in ways])  # [W, U * d]
+    row = first_row + row
+    asked, which = _different(row, column, seen, ways, block)
+    found = torch.zeros(len(asked), dtype=torch.int64)
     inside = torch.arange(block)
-    each = [x[:, None].expand_as(columns).flatten() for x in (heads, rows)] + [columns.flatten()]
     size = max(1, PAIRS // block**2)
-    for start in range(0, len(found), size):
-        head, row, column = (x[start : start + size] for x in each)
-        i = ((first_row + row)[:, None] * block + inside)[:, :, None]
-        j = (column[:, None] * block + inside)[:, None, :]
-        shown = torch.zeros(len(row), block, block, dtype=torch.bool)
-        for layout, rule in ways:
-            seen = layout[head if layout.shape[0] > 1 else 0, row, column][:, None, None]
-            shown |= seen if rule is None else seen & rule(i, j)
+    for some in range(0, len(asked), size):
+        at = asked[some : some + size]
+        i = (row[at][:, None] * block + inside)[:, :, None]
+        j = (column[at][:, None] * block + inside)[:, None, :]
+        shown = torch.zeros(len(at), block, block, dtype=torch.bool)
+        for here, (_, rule) in zip(seen[:, at, None, None], ways, strict=True):
+            shown |= here if rule is None else here & rule(i, j)
         bits = np.packbits(~shown.flatten(1).numpy(), axis=1)
         numbers = [known.setdefault(line.tobytes(), len(known)) for line in bits]
-        found[start : start + size] = torch.tensor(numbers)
-    return found.view_as(columns)
+        found[some : some + len(at)] = torch.tensor(numbers)
+    return found[which]
+
+
+def _different(row: Tensor, column: Tensor, seen: Tensor, ways: Ways, block: int) -> tuple[Tensor, Tensor]:
+    """Places of blocks [P] that must be asked, and for each block [U * d] the one of them that is like it."""
+    rules = [rule for _, rule in ways if rule is not None]
+    periods = [rule.period for rule in rules if isinstance(rule, Periodic)]
+    if len(periods) < len(rules):
+        every = torch.arange(len(row))
+        return every, every
+    turn = math.lcm(block, *periods) // block
+    # Alike are blocks equally far apart, at the same place of the period, that the same ways show.
+    key = (row % turn) * (2 * int(column.max()) + 2 * int(row.max()) + 2) + (column - row + int(row.max()))
+    for here in seen:
+        key = 2 * key + here
+    _, first, which = np.unique(key.numpy(), return_index=True, return_inverse=True)
+    return torch.from_numpy(first), torch.from_numpy(which.reshape(-1))
 
 
 def _drawn(known: dict[bytes, int], block: int) -> Tensor:

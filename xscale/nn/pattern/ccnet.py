@@ -5,7 +5,7 @@ from typing import Any
 from xscale.core.errors import Problem
 from xscale.nn.pattern import PATTERNS, Layout, Pattern, PatternTraits
 from xscale.nn.pattern.axial import column_cover, row_cover
-from xscale.nn.pattern.grid import Grid, TokenRule
+from xscale.nn.pattern.grid import Grid, Periodic, TokenRule
 
 
 @PATTERNS.register(
@@ -33,4 +33,4 @@ class CcNet(Pattern):
 
     def tokens(self, grid: Grid) -> TokenRule | None:
         width = self.config.width
-        return lambda i, j: (i // width == j // width) | (i % width == j % width)
+        return Periodic(lambda i, j: (i // width == j // width) | (i % width == j % width), width)

@@ -14,6 +14,17 @@ TokenRule = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
+class Periodic:
+    """A token rule that shows the same when query and key both move on by `period` tokens, so few blocks are asked."""
+
+    rule: TokenRule
+    period: int
+
+    def __call__(self, i: Any, j: Any) -> Any:
+        return self.rule(i, j)
+
+
+@dataclass(frozen=True)
 class Grid:
     """A row for each query block, a column for each key block; both count from the start of the sequence."""
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from xscale.core.errors import Problem
 from xscale.nn.pattern import PATTERNS, Layout, Pattern, PatternTraits
-from xscale.nn.pattern.grid import Grid, TokenRule
+from xscale.nn.pattern.grid import Grid, Periodic, TokenRule
 from xscale.nn.pattern.window import check_window
 
 
@@ -47,4 +47,4 @@ class Neighbours(Pattern):
         def sees(i: Any, j: Any) -> Any:
             return (abs(i // width - j // width) <= reach) & (abs(i % width - j % width) <= reach)
 
-        return sees
+        return Periodic(sees, width)
