@@ -66,6 +66,33 @@ def plain_stack(stack: Any, wants: Demands, path: str) -> Any:
     return block
 
 
+def classic_block(config: Any, placement: str, wants: Demands) -> Any:
+    """The one block of learned positions, layer norm, dense softmax attention and a dense ffn, biases everywhere.
+
+    Of GPT-2, BERT and their kin, which differ in `placement`. None when a part is of another kind.
+    """
+    at = "model.stack.block"
+    block = plain_stack(config.stack, wants, "model.stack")
+    wants.one_of("model.position", config.position.kind, "learned")
+    wants.one_of(f"{at}.placement", block.placement, placement)
+    wants.one_of(f"{at}.norm", block.norm.kind, "layer")
+    wants.one_of(f"{at}.mixer", block.mixer.kind, "attention")
+    wants.one_of(f"{at}.ffn", block.ffn.kind, "dense")
+    if wants.problems:
+        return None
+    mixer, ffn = block.mixer, block.ffn
+    wants.one_of(f"{at}.norm.bias", block.norm.bias, True)
+    wants.one_of(f"{at}.mixer.core", mixer.core.kind, "softmax")
+    wants.one_of(f"{at}.mixer.kv_heads", mixer.kv_heads, None, mixer.heads)
+    wants.one_of(f"{at}.mixer.head_width", mixer.head_width, None, config.width // mixer.heads)
+    wants.one_of(f"{at}.mixer.qk_norm", mixer.qk_norm, None)
+    wants.one_of(f"{at}.mixer.bias", mixer.bias, True)
+    wants.one_of(f"{at}.mixer.output_bias", mixer.output_bias, None, True)
+    wants.one_of(f"{at}.ffn.bias", ffn.bias, True)
+    wants.one_of(f"{at}.ffn.activation", ffn.activation, *ACTIVATIONS)
+    return block
+
+
 def activation_of(theirs: str, wants: Demands, path: str) -> str:
     """Our name of their activation."""
     names = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}

@@ -3,12 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from xscale.convert.architecture import ACTIVATIONS, Architecture, Data, Sizes, activation_of, plain_stack
+from xscale.convert.architecture import ACTIVATIONS, Architecture, Data, Sizes, activation_of, classic_block
 from xscale.convert.demands import Demands
 from xscale.convert.moves import positions_and_types
 from xscale.convert.weights import Weight, biased, each, weight
-
-BLOCK = "model.stack.block"
 
 
 @dataclass(frozen=True)
@@ -25,28 +23,13 @@ class Member:
     types: int
 
     def theirs(self, config: Any, sizes: Sizes, wants: Demands) -> Data:
-        block = plain_stack(config.stack, wants, "model.stack")
-        wants.one_of("model.position", config.position.kind, "learned")
-        wants.one_of(f"{BLOCK}.placement", block.placement, "post")
-        wants.one_of(f"{BLOCK}.norm", block.norm.kind, "layer")
-        wants.one_of(f"{BLOCK}.mixer", block.mixer.kind, "attention")
-        wants.one_of(f"{BLOCK}.ffn", block.ffn.kind, "dense")
+        block = classic_block(config, "post", wants)
         wants.one_of("model.embedding_norm", getattr(config.embedding_norm, "kind", None), "layer")
-        if wants.problems:
+        if block is None or config.embedding_norm is None:
             return {}
-        mixer, ffn = block.mixer, block.ffn
-        wants.one_of(f"{BLOCK}.norm.bias", block.norm.bias, True)
         wants.one_of("model.embedding_norm", config.embedding_norm, block.norm)
-        wants.one_of("model.global_tokens", config.global_tokens, 0)
+        mixer, ffn = block.mixer, block.ffn
         wants.one_of("model.head_bias", config.head_bias, True)
-        wants.one_of(f"{BLOCK}.mixer.core", mixer.core.kind, "softmax")
-        wants.one_of(f"{BLOCK}.mixer.kv_heads", mixer.kv_heads, None, mixer.heads)
-        wants.one_of(f"{BLOCK}.mixer.head_width", mixer.head_width, None, config.width // mixer.heads)
-        wants.one_of(f"{BLOCK}.mixer.qk_norm", mixer.qk_norm, None)
-        wants.one_of(f"{BLOCK}.mixer.bias", mixer.bias, True)
-        wants.one_of(f"{BLOCK}.mixer.output_bias", mixer.output_bias, None, True)
-        wants.one_of(f"{BLOCK}.ffn.bias", ffn.bias, True)
-        wants.one_of(f"{BLOCK}.ffn.activation", ffn.activation, *ACTIVATIONS)
         wants.one_of("model.transform", config.transform, "gelu" if self.first else ffn.activation)
         return {
             "vocab_size": sizes.vocabulary,

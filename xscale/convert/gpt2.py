@@ -2,33 +2,17 @@
 
 from typing import Any
 
-from xscale.convert.architecture import ACTIVATIONS, Architecture, Data, Sizes, activation_of, plain_stack
+from xscale.convert.architecture import ACTIVATIONS, Architecture, Data, Sizes, activation_of, classic_block
 from xscale.convert.demands import Demands
 from xscale.convert.moves import JOINED, JOINED_TRANSPOSED, TRANSPOSED
 from xscale.convert.weights import Weight, biased, each, weight
 
-BLOCK = "model.stack.block"
-
 
 def theirs(config: Any, sizes: Sizes, wants: Demands) -> Data:
-    block = plain_stack(config.stack, wants, "model.stack")
-    wants.one_of("model.position", config.position.kind, "learned")
-    wants.one_of(f"{BLOCK}.placement", block.placement, "pre")
-    wants.one_of(f"{BLOCK}.norm", block.norm.kind, "layer")
-    wants.one_of(f"{BLOCK}.mixer", block.mixer.kind, "attention")
-    wants.one_of(f"{BLOCK}.ffn", block.ffn.kind, "dense")
-    if wants.problems:
+    block = classic_block(config, "pre", wants)
+    if block is None:
         return {}
     mixer, ffn = block.mixer, block.ffn
-    wants.one_of(f"{BLOCK}.norm.bias", block.norm.bias, True)
-    wants.one_of(f"{BLOCK}.mixer.core", mixer.core.kind, "softmax")
-    wants.one_of(f"{BLOCK}.mixer.kv_heads", mixer.kv_heads, None, mixer.heads)
-    wants.one_of(f"{BLOCK}.mixer.head_width", mixer.head_width, None, config.width // mixer.heads)
-    wants.one_of(f"{BLOCK}.mixer.qk_norm", mixer.qk_norm, None)
-    wants.one_of(f"{BLOCK}.mixer.bias", mixer.bias, True)
-    wants.one_of(f"{BLOCK}.mixer.output_bias", mixer.output_bias, None, True)
-    wants.one_of(f"{BLOCK}.ffn.bias", ffn.bias, True)
-    wants.one_of(f"{BLOCK}.ffn.activation", ffn.activation, *ACTIVATIONS)
     return {
         "vocab_size": sizes.vocabulary,
         "n_positions": config.position.length or sizes.length,
