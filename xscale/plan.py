@@ -38,16 +38,16 @@ def hardware(
 def run(
     config: Path,
     overrides: list[str],
-    world: int,
+    world: int | None,
     asked: "Asked",
     *,
     draw: Path | None = None,
     as_json: bool = False,
 ) -> None:
-    """Print the plan; ConfigError with every reason why it cannot be."""
+    """Print the plan; ConfigError with every reason why it cannot be. `world` None: as many as the mesh needs."""
     from xscale.planning import lines, plan
 
-    recipe, composed = _checked(config, overrides, world)
+    recipe, composed, world = _checked(config, overrides, world)
     if draw is not None:
         _draw(recipe, world, draw)
     found = plan(recipe, world, asked)
@@ -57,20 +57,21 @@ def run(
         print("\n".join(lines(found)))
 
 
-def check(config: Path, overrides: list[str], world: int, *, as_json: bool) -> None:
+def check(config: Path, overrides: list[str], world: int | None, *, as_json: bool) -> None:
     """Say that nothing is wrong; ConfigError with everything that is."""
-    recipe, composed = _checked(config, overrides, world)
+    recipe, composed, world = _checked(config, overrides, world)
     if as_json:
         print(json.dumps({"world": world, "problems": [], **read_from(recipe, composed)}, indent=2))
     else:
         print(f"nothing is wrong with {config} on {world} processes; memory and time were not looked at")
 
 
-def _checked(config: Path, overrides: list[str], world: int) -> tuple[Recipe, Composed]:
+def _checked(config: Path, overrides: list[str], world: int | None) -> tuple[Recipe, Composed, int]:
     recipe, composed = read(config, overrides)
+    world = axes.least(recipe.parallel.mesh) if world is None else world
     if problems := recipe.check(world):
         raise ConfigError(problems)
-    return recipe, composed
+    return recipe, composed, world
 
 
 def read_from(recipe: Recipe, composed: Composed) -> dict[str, Any]:

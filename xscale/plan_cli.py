@@ -11,7 +11,9 @@ from xscale.core.errors import ConfigError
 def plan(
     config: Annotated[Path, typer.Argument(help="A YAML config, such as configs/run/quickstart.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Overrides: key.path=value.")] = None,
-    world: Annotated[int, typer.Option(help="Processes to plan for.")] = 1,
+    world: Annotated[
+        int | None, typer.Option(help="Processes; the fewest that make parallel.mesh if not said.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="h100, h200, a100, cpu: does it fit, how fast?")] = None,
     draw: Annotated[Path | None, typer.Option(help="Draw the pipeline's schedule into a .png or .svg.")] = None,
     memory: Annotated[float | None, typer.Option(help="GB of a device, if not the table's; alone: only fits?")] = None,

@@ -22,6 +22,8 @@ from xscale.mesh.groups import spoken_to
 aten = torch.ops.aten
 COLLECTIVES = ("c10d", "_c10d_functional")
 SCALARS = (aten._local_scalar_dense.default, aten.item.default)
+UNTOUCHED = ("aten::new_empty", "aten::empty_like", "aten::new_empty_strided", "aten::_unsafe_view")
+"""Operators that neither read nor write what they are given and give."""
 MANY = 1 << 40
 """What an integer is taken to be that only real numbers could tell: it cuts nothing off."""
 
@@ -221,7 +223,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         formula: Any = FORMULAS.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
         flops = 0.0 if formula is None else float(formula(*args, **named, out_val=out))
         read = [leaf for leaf in tree_leaves((list(args), named)) if isinstance(leaf, Tensor)]
-        if not read or func.is_view or func._schema.name.endswith("new_empty"):
+        if not read or func.is_view or func._schema.name in UNTOUCHED:
             return
         moved = float(sum(tensor.numel() * tensor.itemsize for tensor in (*read, *made)))
         use = self.use[self.phase]

@@ -1,5 +1,6 @@
 """The axes of the mesh as pure arithmetic: degrees, rank order, and experts folded over the same ranks."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
@@ -119,6 +120,14 @@ def fill(mesh: MeshConfig, world: int) -> Degrees:
     return degrees
 
 
+def least(mesh: MeshConfig) -> int:
+    """The fewest ranks that make the mesh: -1 is taken as what `ep` needs. Degrees below that are for `check`."""
+    shard = mesh.dp_shard
+    if shard == -1:
+        shard = mesh.ep // math.gcd(mesh.ep, mesh.cp * (1 if mesh.tp_in_experts else mesh.tp))
+    return max(1, mesh.pp * mesh.dp_replicate * shard * mesh.cp * mesh.tp)
+
+
 def check(mesh: MeshConfig, world: int, path: str = "parallel.mesh") -> list[Problem]:
     """What keeps the axes from making `world` ranks, each with what would."""
     problems = []
@@ -156,4 +165,4 @@ def replace_shard(mesh: MeshConfig, shard: int) -> MeshConfig:
     return mesh.model_copy(update={"dp_shard": shard})
 
 
-__all__ = ["DENSE", "EXPERTS", "Axis", "Degrees", "MeshConfig", "check", "fill", "replace_shard"]
+__all__ = ["DENSE", "EXPERTS", "Axis", "Degrees", "MeshConfig", "check", "fill", "least", "replace_shard"]

@@ -18,8 +18,13 @@ NAMES = {"dp_replicate": "dp", "dp_shard": "dp", "expert_shard": "expert_dp"}
 class Group:
     """Ranks that speak to each other."""
 
-    axis: str
+    axes: tuple[str, ...]
+    """What they are the ranks of: several where the ranks of two axes are the same and share the group."""
     ranks: tuple[int, ...]
+
+    @property
+    def axis(self) -> str:
+        return self.axes[0]
 
     def within(self, node: int) -> bool:
         """Whether all are of one node of so many ranks."""
@@ -36,12 +41,13 @@ def groups_of(mesh: Mesh) -> dict[str, Group]:
     for axis, one in (("cp", mesh.context), ("pp", mesh.forth), ("pp", mesh.back)):
         groups += [(axis, one)] if one is not None else []
     for axis, group in groups:
-        # Where the ranks of two axes are the same, the group may be too: it bears the first one's name.
-        found.setdefault(group.group_name, Group(axis, tuple(dist.get_process_group_ranks(group))))
+        ranks, before = tuple(dist.get_process_group_ranks(group)), found.get(group.group_name)
+        axes = (axis,) if before is None else tuple(dict.fromkeys((*before.axes, axis)))
+        found[group.group_name] = Group(axes, ranks)
     if dist.is_initialized():
         everyone = dist.group.WORLD
         assert everyone is not None
-        found.setdefault(everyone.group_name, Group("all", tuple(range(mesh.degrees.world))))
+        found.setdefault(everyone.group_name, Group(("all",), tuple(range(mesh.degrees.world))))
     return found
 
 

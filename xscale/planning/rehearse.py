@@ -5,7 +5,8 @@ unknown, each expert is taken to get as many rows as any other, and nothing to b
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from xscale.nn.tokens import Tokens
 from xscale.objective import OBJECTIVES, Batch, Objective, Specials
 from xscale.parallel import context
 from xscale.parallel.materialize import fill
-from xscale.parallel.plan import Plan
+from xscale.parallel.plan import DTYPES, Plan
 from xscale.parallel.rest import at_rest, empty_like_local, local_of
 from xscale.planning.even import make_even
 from xscale.train.meta import build_meta
@@ -35,11 +36,14 @@ from xscale.train.settings import Settings
 from xscale.train.setup import engine_of
 from xscale.train.share import share
 from xscale.train.step import Stepper
+from xscale_kernels import rows
 
 GLOO = ("reduce_scatter_base", "reduce_scatter_tensor")
 """What gloo does on a copy."""
 DOCUMENT = 256
 """Tokens of a document in the made-up samples."""
+PASSES = 4
+"""Blocks at most in which a kernel of the CPU passes over a micro-batch: more would cost time and tell nothing."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def rehearse(
         made = [_batch(settings, objective) for _ in range(micro_batches)]
         rests = at_rest(model)
         meter.gradient_shapes = {shape for one in model.parameters() for shape in _shapes(one)}
-        with fake, meter, meter.watching_resizes("gathered_parameters"):
+        with fake, meter, meter.watching_resizes("gathered_parameters"), _few_blocks(settings):
             with meter.labelled(kind="optimizer"):
                 engine = engine_of(settings, model, plan, rests, mesh)
             resting = dict(meter.live)
@@ -135,6 +139,19 @@ def _fill(model: nn.Module, master: torch.dtype, fake: FakeTensorMode, meter: Me
     """As `materialize` does, without the numbers."""
     with fake, meter, meter.labelled(kind="parameters"):
         fill(model, lambda _, parameter: empty_like_local(parameter, torch.device("cpu"), master))
+
+
+@contextmanager
+def _few_blocks(settings: Settings) -> Iterator[None]:
+    """Let kernels take their rows in larger blocks where there are very many; what a block takes stays small."""
+    tokens = settings.train.micro_batch_size * settings.data.sequence_length
+    whole = tokens * settings.model.width * DTYPES[settings.precision.compute].itemsize
+    before = rows.CACHE_BYTES
+    rows.CACHE_BYTES = max(before, whole // PASSES)
+    try:
+        yield
+    finally:
+        rows.CACHE_BYTES = before
 
 
 def _specials(vocabulary: int) -> Specials:

@@ -8,6 +8,7 @@ import torch
 
 from xscale.measure.device import Device
 from xscale.measure.storage import Sent
+from xscale.mesh.groups import Group
 from xscale.planning.rehearse import Rehearsal
 
 BLOCKS = "compute of neighbouring blocks"
@@ -54,11 +55,16 @@ def traffic(one: Rehearsal, micro_batches: int, zero: int, node: int) -> list[Tr
     for sent in one.sent:
         group = one.groups[sent.group]
         if sent.bytes and len(group.ranks) > 1:
-            times = _times(sent, zero, micro_batches / one.micro_batches)
-            entry = totals[group.axis, group.within(node), _overlaps(sent, group.axis)]
+            times, axis = _times(sent, zero, micro_batches / one.micro_batches), _axis(sent, group)
+            entry = totals[axis, group.within(node), _overlaps(sent, axis)]
             entry[0] += sent.bytes * times
             entry[1] += times
     return [Traffic(axis, sizes, count, near, behind) for (axis, near, behind), (sizes, count) in totals.items()]
+
+
+def _axis(sent: Sent, group: Group) -> str:
+    """For which of the axes that the ranks are of it was sent: rows travel to their experts by all-to-all."""
+    return "ep" if sent.operator.startswith("alltoall") and "ep" in group.axes else group.axis
 
 
 def _times(sent: Sent, zero: int, ratio: float) -> float:

@@ -1,0 +1,42 @@
+"""The recipes of published models: their parameters as the papers and their published weights count them."""
+
+from pathlib import Path
+
+import pytest
+
+from xscale.measure.flops import size
+from xscale.mesh import axes
+from xscale.planning import vocabulary_of
+from xscale.recipe import read
+from xscale.train.meta import build_meta
+
+PUBLISHED = {
+    # The weights that were released, to the parameter.
+    "dense_7b": (64, 6_738_415_616, 6_738_415_616),
+    "mixtral_8x7b": (64, 46_702_792_704, 12_879_925_248),
+    # "600B", which is 18 mixtures of 2048 experts of 2 x 1024 x 8192 (618.5B) and the rest; a token visits two.
+    "gshard_600b": (2048, 619_333_738_496, 619_333_738_496 - 18 * 2046 * 2 * 1024 * 8192),
+    # Table 9 says 1571B.
+    "switch_1.6t": (512, pytest.approx(1571e9, rel=1e-3), pytest.approx(1.73e9, rel=0.01)),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_has_its_parameters_and_its_layout_passes_the_checks(name: str) -> None:
+    world, parameters, active = PUBLISHED[name]
+    recipe, _ = read(Path(f"configs/run/{name}.yaml"), [])
+    assert axes.least(recipe.parallel.mesh) == world
+    counted = size(build_meta(recipe, vocabulary_of(recipe)))
+    assert (counted.parameters, counted.active) == (parameters, active)
+    assert not recipe.check(world)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "world"),
+    [({}, 1), ({"ep": 4, "cp": 2}, 4), ({"ep": 4, "tp": 2}, 8), ({"ep": 4, "tp": 2, "tp_in_experts": False}, 4)],
+)
+def test_the_fewest_ranks_that_make_a_mesh_pass_its_check_and_fewer_do_not(mesh: dict[str, int], world: int) -> None:
+    config = axes.MeshConfig(**mesh)
+    assert axes.least(config) == world
+    assert not axes.check(config, world)
+    assert all(axes.check(config, fewer) for fewer in range(1, world))
