@@ -12,6 +12,7 @@ from xscale.cli import app
 from xscale.core.config import encode
 from xscale.core.errors import ConfigError, FaultError
 from xscale.recipe import read
+from xscale.train.benchmark import Speed
 from xscale.train.compare.config import read_comparison, slug
 from xscale.train.compare.curves import Curve, read_curve
 from xscale.train.compare.outcome import outcomes, table
@@ -73,9 +74,11 @@ def test_where_a_curve_is_first_as_low() -> None:
 
 def test_shares_of_tokens_and_of_time() -> None:
     curves = {"a": [Curve([100, 200], [3.0, 2.0])], "b": [Curve([100, 200], [2.0, 1.0])], "c": [Curve([100], [9.0])]}
-    found = outcomes(curves, "a", {"a": 10.0, "b": 5.0, "c": 10.0}, dict.fromkeys("abc", (2, 1)))
+    speeds = {"a": Speed(10.0, 20.0), "b": Speed(5.0, 16.0), "c": Speed(10.0, 20.0)}
+    found = outcomes(curves, "a", speeds, dict.fromkeys("abc", (2, 1)))
     assert [one.tokens_share for one in found] == [[1.0], [0.5], [None]]
     assert [one.time_share for one in found] == [[1.0], [1.0], [None]]
+    assert [one.processor_share for one in found] == [[1.0], [0.625], [None]]
     assert "not reached by 1 of 1" in table(found, "a")
 
 

@@ -11,7 +11,7 @@ from xscale.core.config import encode
 from xscale.core.errors import EXIT_DONE, ConfigError, FaultError, Problem
 from xscale.measure.flops import size
 from xscale.recipe import Recipe, read
-from xscale.train.benchmark import tokens_per_second
+from xscale.train.benchmark import Speed, speeds
 from xscale.train.compare.config import Comparison, read_comparison
 from xscale.train.compare.curves import read_curve
 from xscale.train.compare.outcome import Outcome, figure, outcomes, table
@@ -49,8 +49,7 @@ def compare(
     for seed in comparison.seeds:
         for name in comparison.variants:
             _train(comparison, name, seed, overrides, recipes[name], say)
-    speeds = tokens_per_second(recipes, steps)
-    found = _outcomes(comparison, recipes, speeds)
+    found = _outcomes(comparison, recipes, speeds(recipes, steps))
     folder = Path(comparison.dir)
     result = {"rows": [one.row() for one in found], "steps_timed": steps, **versions()}
     (folder / "comparison.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -98,7 +97,7 @@ def _finished(folder: Path, steps: int) -> bool:
     return any(line["step"] == steps and "eval_loss" in line for line in lines)
 
 
-def _outcomes(comparison: Comparison, recipes: dict[str, Recipe], speeds: dict[str, float]) -> list[Outcome]:
+def _outcomes(comparison: Comparison, recipes: dict[str, Recipe], measured: dict[str, Speed]) -> list[Outcome]:
     curves = {
         name: [read_curve(comparison.folder(name, seed)) for seed in comparison.seeds] for name in comparison.variants
     }
@@ -107,4 +106,4 @@ def _outcomes(comparison: Comparison, recipes: dict[str, Recipe], speeds: dict[s
         vocabulary = getattr(recipe.data.tokenizer, "vocabulary", 256)
         counted = size(build_meta(recipe, vocabulary))
         sizes[name] = (counted.parameters, counted.active)
-    return outcomes(curves, comparison.reference, speeds, sizes)
+    return outcomes(curves, comparison.reference, measured, sizes)

@@ -12,8 +12,8 @@ from xscale.train.meta import build_meta
 
 
 def test_ratios_are_of_steps_that_ran_side_by_side() -> None:
-    ours = Timing("a", [1.0, 2.0, 10.0], 100, 1.0, {})
-    theirs = Timing("b", [2.0, 4.0, 20.0], 100, 1.0, {})
+    ours = Timing("a", [1.0, 2.0, 10.0], 100, 1.0, {}, [])
+    theirs = Timing("b", [2.0, 4.0, 20.0], 100, 1.0, {}, [])
     assert ratio(ours, theirs) == 2.0
     assert ours.row(0.5)["mfu"] == 1.0
     assert ours.row(None)["mfu"] is None

@@ -36,6 +36,8 @@ class Timing:
     """Model FLOPs of a step."""
     split: dict[str, float]
     """Seconds of a step by phase, median run; empty where nothing was measured inside."""
+    processor: list[float]
+    """Seconds of the processor, of all threads, in each measured step: what others on the machine leave alone."""
 
     @property
     def median(self) -> float:
@@ -69,8 +71,17 @@ def bench_train(settings: Settings, steps: int, *, dense: bool = True) -> dict[s
     return {"rows": rows, "tokens_per_second_ratios": ratios, "steps": steps, "device": str(parts.mesh.device)}
 
 
-def tokens_per_second(variants: Mapping[str, Settings], steps: int) -> dict[str, float]:
-    """Of training, by variant: from the median of steps in which all take turns."""
+@dataclass(frozen=True)
+class Speed:
+    """Of training one variant, medians of steps in which all take turns."""
+
+    tokens_per_second: float
+    tokens_per_processor_second: float | None
+    """The same from the seconds of the processor; None on a GPU."""
+
+
+def speeds(variants: Mapping[str, Settings], steps: int) -> dict[str, Speed]:
+    """Of each variant."""
     contestants = []
     try:
         for name, settings in variants.items():
@@ -79,7 +90,11 @@ def tokens_per_second(variants: Mapping[str, Settings], steps: int) -> dict[str,
         timings = race(contestants, steps)
     finally:
         leave()
-    return {timing.name: timing.tokens / timing.median for timing in timings}
+    return {one.name: Speed(one.tokens / one.median, _on_processor(one, parts.mesh.device)) for one in timings}
+
+
+def _on_processor(timing: Timing, device: torch.device) -> float | None:
+    return timing.tokens / statistics.median(timing.processor) if device.type == "cpu" else None
 
 
 @dataclass(frozen=True)
@@ -93,16 +108,20 @@ class Contestant:
 def race(contestants: list[Contestant], steps: int) -> list[Timing]:
     """One step of each in turn, `steps` times after one that is not measured."""
     seconds: list[list[float]] = [[] for _ in contestants]
+    processor: list[list[float]] = [[] for _ in contestants]
     splits: list[list[dict[str, float]]] = [[] for _ in contestants]
     for number in range(steps + 1):
         for index, contestant in enumerate(contestants):
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             split = contestant.step(number)
             if number:
                 seconds[index].append(time.perf_counter() - start)
+                processor[index].append(time.process_time() - busy)
                 splits[index].append(split)
     return [
-        Timing(one.name, seconds[index], one.tokens, one.flops, _middle(splits[index], seconds[index]))
+        Timing(
+            one.name, seconds[index], one.tokens, one.flops, _middle(splits[index], seconds[index]), processor[index]
+        )
         for index, one in enumerate(contestants)
     ]
 
