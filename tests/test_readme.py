@@ -68,7 +68,7 @@ def shortened(command: str) -> str:
         return command
     words = list(SHORT)
     text = "" if "data.source" in command else " 'data.source={kind: text, paths: [xscale/core, xscale/nn]}'"
-    small = " data.tokenizer.vocabulary=1024"
+    small = "" if " compare " in command else " data.tokenizer.vocabulary=1024"
     if " bench " in command:
         words.append("--steps=1")
     if " compare " in command:
