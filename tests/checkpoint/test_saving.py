@@ -1,6 +1,7 @@
 """A checkpoint on one process: what is written, what stays, and what a failure leaves."""
 
 import errno
+import io
 import json
 import os
 import pickle
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
+from xscale.checkpoint import index
 from xscale.checkpoint.disk import Disk
 from xscale.checkpoint.errors import CheckpointError, DamageError
 from xscale.checkpoint.index import contents, read_index
@@ -227,3 +230,24 @@ def test_an_index_from_a_stranger_runs_nothing(tmp_path: Path, monkeypatch: pyte
         read_index(path)
     pickle.loads(pickle.dumps(Evil()))
     assert (tmp_path / "evil").exists(), "the negative control"
+
+
+class Member:
+    """Written as Python before 3.11.4 writes what `name` of `kind` is."""
+
+    def __init__(self, kind: object, name: str) -> None:
+        self.what = kind, name
+
+    def __reduce__(self) -> tuple[object, tuple[object, str]]:
+        return getattr, self.what
+
+
+def test_an_index_of_an_older_python_is_read() -> None:
+    """It names members of enumerations by getattr, which is allowed for these alone."""
+    kind = _MEM_FORMAT_ENCODING
+    assert index._Plain(io.BytesIO(pickle.dumps(Member(kind, "TORCH_CONTIGUOUS_FORMAT")))).load() is (
+        kind.TORCH_CONTIGUOUS_FORMAT
+    )
+    for other, name in ((kind, "mro"), (torch.Size, "numel")):
+        with pytest.raises(pickle.UnpicklingError, match=f"attribute '{name}'"):
+            index._Plain(io.BytesIO(pickle.dumps(Member(other, name)))).load()

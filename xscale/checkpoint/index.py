@@ -3,6 +3,7 @@
 import io
 import pickle
 from dataclasses import dataclass
+from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,14 @@ class Held:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+def _member(kind: Any, name: str) -> Enum:
+    """What the Pythons before 3.11.4 write for a member of an enumeration: getattr(kind, name)."""
+    if isinstance(kind, EnumMeta) and name in kind.__members__:
+        found: Enum = kind[name]
+        return found
+    raise pickle.UnpicklingError(f"an attribute '{name}' of {kind!r} has no place in it")
+
+
 class _Plain(pickle.Unpickler):
     """Reads this index, which is a pickle, and nothing else: a checkpoint from a stranger must not run code."""
 
@@ -53,6 +62,8 @@ class _Plain(pickle.Unpickler):
         kind = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if kind or name in KNOWN.get(module, ()):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
 
 
