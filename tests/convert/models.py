@@ -28,10 +28,10 @@ def decoder(mixer: Any, ffn: Any, norm: Any = "rms", position: Any = "rope", **r
     return {"kind": "decoder", "width": 32, "position": position, "stack": {"depth": 2, "block": block}, **rest}
 
 
-def encoder(**rest: Any) -> dict[str, Any]:
-    ffn = {"kind": "dense", "bias": True, "activation": "gelu"}
-    block = {"mixer": BIASED, "ffn": ffn, "norm": {"kind": "layer", "eps": 1e-12}, "placement": "post"}
-    around = {"embedding_norm": block["norm"], "transform": "gelu", "head_bias": True}
+def encoder(mixer: Any = BIASED, activation: str = "gelu", **rest: Any) -> dict[str, Any]:
+    ffn = {"kind": "dense", "bias": True, "activation": activation}
+    block = {"mixer": mixer, "ffn": ffn, "norm": {"kind": "layer", "eps": 1e-12}, "placement": "post"}
+    around = {"embedding_norm": block["norm"], "transform": activation, "head_bias": True}
     return {
         "kind": "encoder",
         "width": 32,
@@ -61,6 +61,7 @@ SECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bert": ("bert", encoder()),
     "roberta": ("roberta", encoder()),
+    "big_bird": ("big_bird", encoder(activation="gelu_tanh")),
     "t5": ("t5", both(DENSE)),
     "t5 v1.1": ("t5", both({**GATED, "gate": "geglu"}, tied=False)),
     "switch": ("switch_transformers", both(DENSE, 4, [{"every": 2, "at": 1, "ffn": SWITCH}])),

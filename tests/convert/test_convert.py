@@ -19,6 +19,8 @@ from xscale.convert.read import convert
 from xscale.convert.weights import Weight
 from xscale.core.errors import ConfigError
 
+BIG_BIRD = {"kind": "block_sparse", "block": 4, "pattern": "bigbird"}
+
 
 def exported(folder: Path, name: str) -> tuple[Path, dict[str, torch.Tensor], list[str]]:
     architecture, section = SECTIONS[name]
@@ -67,10 +69,11 @@ def test_what_transformers_wrote_itself(name: str, tmp_path: Path) -> None:
 
 
 def test_the_first_that_maps_is_taken(tmp_path: Path) -> None:
+    first = {"mistral": "llama", "roberta": "bert", "big_bird": "bert"}
     for name, (architecture, section) in SECTIONS.items():
         sizes = choose.Sizes(models.VOCABULARY, models.LENGTH)
         found = choose.chosen(choose.model_of(section), sizes)[0].name
-        assert found == {"mistral": "llama", "roberta": "bert"}.get(architecture, architecture), name
+        assert found == first.get(architecture, architecture), name
 
 
 def swapped(architecture: Architecture) -> Architecture:
@@ -79,7 +82,7 @@ def swapped(architecture: Architecture) -> Architecture:
     def weights(config: Any, sizes: Any) -> list[Weight]:
         wrong = []
         for one in architecture.weights(config, sizes):
-            other = {"k_proj": "v_proj", "v_proj": "k_proj"}
+            other = {"k_proj": "v_proj", "v_proj": "k_proj", ".self.key": ".self.value", ".self.value": ".self.key"}
             theirs = tuple(
                 next((name.replace(old, new) for old, new in other.items() if old in name), name) for name in one.theirs
             )
@@ -99,10 +102,26 @@ def incomplete(architecture: Architecture) -> Architecture:
     return replace(architecture, weights=weights)
 
 
-@pytest.mark.parametrize("wrong", [swapped, incomplete])
-def test_a_wrong_mapping_is_caught(wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, _ = checkpoint(tmp_path / "run", SECTIONS["llama"][1])
-    monkeypatch.setattr(choose, "ARCHITECTURES", (wrong(choose.ARCHITECTURES[0]),))
+def nudged(architecture: Architecture) -> Architecture:
+    """A mapping that writes a single number wrongly."""
+
+    def out(ours: list[torch.Tensor]) -> list[torch.Tensor]:
+        changed = ours[0].clone()
+        changed.view(-1)[0] += 0.01
+        return [changed]
+
+    def weights(config: Any, sizes: Any) -> list[Weight]:
+        *kept, last = architecture.weights(config, sizes)
+        return [*kept, replace(last, move=replace(SAME, out=out))]
+
+    return replace(architecture, weights=weights)
+
+
+@pytest.mark.parametrize("name", ["llama", "big_bird"])
+@pytest.mark.parametrize("wrong", [swapped, incomplete, nudged])
+def test_a_wrong_mapping_is_caught(wrong: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = checkpoint(tmp_path / "run", SECTIONS[name][1])
+    monkeypatch.setattr(choose, "ARCHITECTURES", (wrong(choose.named(name, "")),))
     said: list[str] = []
     assert write.export(path, tmp_path / "out", say=said.append) == 1
     assert "do not agree" in said[-1]
@@ -130,6 +149,9 @@ def test_a_bar_that_nothing_meets(tmp_path: Path) -> None:
             "model.stack.block.ffn.capacity_factor",
         ),
         (models.encoder(head_bias=False), None, "model.head_bias"),
+        (models.encoder(global_tokens=4), None, "model.global_tokens"),
+        (models.encoder({**models.BIASED, "shared_qk": True}), None, "model.stack.block.mixer.shared_qk"),
+        (models.encoder({**models.BIASED, "core": BIG_BIRD}), "big_bird", "model.stack.block.mixer.core"),
         (models.both(models.DENSE, position="rope"), None, "model.position"),
         (models.both(models.DENSE, position="relative"), "t5", "model.position"),
         (models.both(models.DENSE, 4, [{"every": 2, "at": 0, "ffn": models.SWITCH}]), "switch_transformers", "rules"),
@@ -177,6 +199,34 @@ def test_what_does_not_map_here_is_refused(tmp_path: Path) -> None:
     change(out, intermediate_size=40)
     with pytest.raises(ConfigError, match=r"not of the sizes in its config\.json"):
         convert(out)
+
+
+def test_bigbirds_sparse_attention(tmp_path: Path) -> None:
+    """Where its library would not use it, it maps; elsewhere the library's own logits are other ones."""
+    import transformers
+
+    out, _, _ = exported(tmp_path, "big_bird")
+    # 24 tokens are no more than (5 + 2 * 1) * 4, and more than (5 + 2 * 1) * 3.
+    change(out, attention_type="block_sparse", num_random_blocks=1, block_size=4)
+    assert convert(out).compared.good(BAR)
+    change(out, block_size=3)
+    with pytest.raises(ConfigError, match=r"attention_type: block_sparse .* beyond 21 tokens.* Write original_full"):
+        convert(out)
+    ids = torch.arange(1, 25)[None]
+    model = transformers.BigBirdForMaskedLM.from_pretrained(str(out)).eval()
+    sparse = model(ids).logits
+    assert model.bert.attention_type == "block_sparse"
+    change(out, attention_type="original_full")
+    assert convert(out).compared.good(BAR)
+    full = transformers.BigBirdForMaskedLM.from_pretrained(str(out)).eval()(ids).logits
+    assert (sparse - full).abs().max() > 100 * BAR
+    change(out, rescale_embeddings=True, use_bias=False)
+    with pytest.raises(ConfigError) as caught:
+        convert(out)
+    assert [one.path for one in caught.value.problems] == [
+        "config.json: use_bias",
+        "config.json: rescale_embeddings",
+    ]
 
 
 def test_tensors_that_are_missing_or_left_over(tmp_path: Path) -> None:

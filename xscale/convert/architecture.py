@@ -85,6 +85,7 @@ def classic_block(config: Any, placement: str, wants: Demands) -> Any:
     wants.one_of(f"{at}.mixer.core", mixer.core.kind, "softmax")
     wants.one_of(f"{at}.mixer.kv_heads", mixer.kv_heads, None, mixer.heads)
     wants.one_of(f"{at}.mixer.head_width", mixer.head_width, None, config.width // mixer.heads)
+    wants.one_of(f"{at}.mixer.shared_qk", mixer.shared_qk, False)
     wants.one_of(f"{at}.mixer.qk_norm", mixer.qk_norm, None)
     wants.one_of(f"{at}.mixer.bias", mixer.bias, True)
     wants.one_of(f"{at}.mixer.output_bias", mixer.output_bias, None, True)

@@ -8,12 +8,17 @@ from xscale.convert.demands import Demands
 from xscale.convert.moves import positions_and_types
 from xscale.convert.weights import Weight, biased, each, weight
 
+TYPES = "token types: every token is of the first, whose vector lies in the table of positions"
+
 
 @dataclass(frozen=True)
 class Member:
-    """What the two do not share."""
+    """What these and their kin do not share."""
 
     name: str
+    """`model_type`."""
+    body: str
+    """The model without its head, as tensors are named."""
     loader: str
     first: int
     """Rows of the table of positions before the one of position 0, beside the padding's id."""
@@ -21,6 +26,8 @@ class Member:
     norm: str
     bias: str
     types: int
+    """Rows of the table of token types."""
+    notes: tuple[str, ...] = ()
 
     def theirs(self, config: Any, sizes: Sizes, wants: Demands) -> Data:
         block = classic_block(config, "post", wants)
@@ -30,6 +37,7 @@ class Member:
         wants.one_of("model.embedding_norm", config.embedding_norm, block.norm)
         mixer, ffn = block.mixer, block.ffn
         wants.one_of("model.head_bias", config.head_bias, True)
+        wants.one_of("model.global_tokens", config.global_tokens, 0)
         wants.one_of("model.transform", config.transform, "gelu" if self.first else ffn.activation)
         return {
             "vocab_size": sizes.vocabulary,
@@ -53,11 +61,9 @@ class Member:
     def ours(self, data: Data, wants: Demands) -> Data:
         wants.one_of("position_embedding_type", data.get("position_embedding_type") or "absolute", "absolute")
         wants.one_of("is_decoder", data.get("is_decoder", False), False)
+        wants.one_of("type_vocab_size", data["type_vocab_size"], self.types)
         if self.first:
-            wants.one_of("type_vocab_size", data["type_vocab_size"], self.types)
             wants.one_of("pad_token_id", data["pad_token_id"], 0, 1)
-        else:
-            wants.one_of("type_vocab_size", data["type_vocab_size"], self.types)
         act = activation_of(data["hidden_act"], wants, "hidden_act")
         norm = {"kind": "layer", "eps": data["layer_norm_eps"]}
         mixer = {
@@ -91,7 +97,7 @@ class Member:
         }
 
     def weights(self, config: Any, sizes: Sizes) -> list[Weight]:
-        here, top = "stack.blocks.{i}", self.name
+        here, top = "stack.blocks.{i}", self.body
         there = f"{top}.encoder.layer.{{i}}"
         layer = [
             weight(f"{here}.mixer.part.{one}.weight", f"{there}.attention.self.{name}.weight")
@@ -133,19 +139,13 @@ class Member:
                 r"cls\.seq_relationship\..*",
                 r"(cls\.predictions|lm_head)\.decoder\.(bias|weight)",
             ),
-            notes=("token types: every token is of the first, whose vector lies in the table of positions",),
+            notes=(TYPES, *self.notes),
         )
 
 
-BERT = Member(
-    "bert",
-    "BertForMaskedLM",
-    0,
-    "cls.predictions.transform.dense",
-    "cls.predictions.transform.LayerNorm",
-    "cls.predictions.bias",
-    2,
-).architecture()
+HEAD = ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.bias")
+"""The tensors of BERT's head."""
+BERT = Member("bert", "bert", "BertForMaskedLM", 0, *HEAD, 2).architecture()
 ROBERTA = Member(
-    "roberta", "RobertaForMaskedLM", 1, "lm_head.dense", "lm_head.layer_norm", "lm_head.bias", 1
+    "roberta", "roberta", "RobertaForMaskedLM", 1, "lm_head.dense", "lm_head.layer_norm", "lm_head.bias", 1
 ).architecture()

@@ -1,5 +1,6 @@
 """The logits of both implementations on random token ids: the proof of a conversion."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,7 @@ def build(config: Model.Config, sizes: Sizes, weights: Mapping[str, Tensor]) -> 
 
 
 def load(architecture: Architecture, folder: Path) -> tuple[Any, tuple[str, ...]]:
-    """The library's model, and what it misses or does not know."""
+    """The library's model, and what it misses or does not know, but for what is no part of the mapping."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -82,7 +83,10 @@ def load(architecture: Architecture, folder: Path) -> tuple[Any, tuple[str, ...]
         str(folder), dtype=torch.float32, output_loading_info=True, local_files_only=True
     )
     faults = [
-        f"{word.replace('_keys', '')}: {name}" for word in ("missing_keys", "mismatched_keys") for name in info[word]
+        f"{word.replace('_keys', '')}: {name}"
+        for word in ("missing_keys", "mismatched_keys")
+        for name in info[word]
+        if not any(re.fullmatch(pattern, name) for pattern in architecture.ignored)
     ]
     return model.eval(), tuple(faults)
 
