@@ -88,13 +88,13 @@ def test_what_is_not_good_leaves_nothing(tmp_path: Path) -> None:
 def test_mistakes_are_sentences(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["xscale", "checkpoint", "import", str(tmp_path), str(tmp_path / "run"), "--from", "megatron"]
+    words = ["xscale", "checkpoint", "import", str(tmp_path), str(tmp_path / "run"), "--from", "onnx"]
     monkeypatch.setattr("sys.argv", words)
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == 2
     assert (
-        "--from: there is no conversion for 'megatron'. There is one for hf and deepspeed-universal."
+        "--from: there is no conversion for 'onnx'. There is one for hf, deepspeed-universal and megatron."
         in capsys.readouterr().err
     )
     with pytest.raises(ConfigError, match=r"there is no config.json in it"):

@@ -9,7 +9,7 @@ import typer
 from xscale import __version__
 from xscale.bench_cli import bench_app
 from xscale.core.errors import EXIT_FAULT, EXIT_USER, ConfigError, FaultError
-from xscale.formats import UNIVERSAL, format_of
+from xscale.formats import HF, MEGATRON, UNIVERSAL, format_of
 from xscale.plan_cli import plan
 
 app = typer.Typer(
@@ -279,15 +279,22 @@ def checkpoint_consolidate(path: Folder, out: Annotated[Path, typer.Argument(hel
 def checkpoint_export(
     path: Folder,
     out: Annotated[Path, typer.Argument(help="The folder to write; it is not there yet.")],
-    to: Annotated[str, typer.Option("--to", help="hf (transformers), or deepspeed-universal.")] = "hf",
+    to: Annotated[str, typer.Option("--to", help="hf (transformers), deepspeed-universal or megatron.")] = "hf",
     architecture: Annotated[str | None, typer.Option(help="Such as mistral; none: the first that maps.")] = None,
     bar: Annotated[float, typer.Option(help="Largest logit difference that is called good.")] = 1e-5,
 ) -> None:
     """Write a checkpoint for another library, once both have given the same logits; status 1 when they do not."""
-    if format_of("--to", to) == UNIVERSAL:
+    chosen = format_of("--to", to)
+    if architecture and chosen != HF:
+        raise ConfigError("--architecture", f"'{chosen}' has one only", f"Leave it out, or take --to {HF}.")
+    if chosen == UNIVERSAL:
         from xscale.convert.universal import export_universal
 
         raise typer.Exit(export_universal(_checkpoints(path), out))
+    if chosen == MEGATRON:
+        from xscale.megatron import export_megatron
+
+        raise typer.Exit(export_megatron(_checkpoints(path), out, bar=bar))
     from xscale.convert.write import export
 
     raise typer.Exit(export(_checkpoints(path), out, architecture=architecture, bar=bar))
@@ -295,18 +302,23 @@ def checkpoint_export(
 
 @checkpoint_app.command("import")
 def checkpoint_import(
-    source: Annotated[Path, typer.Argument(help="A folder with config.json and safetensors.")],
+    source: Annotated[Path, typer.Argument(help="A folder that the other library wrote.")],
     run: Annotated[Path, typer.Argument(help="The run folder to make.")],
     config: Annotated[Path | None, typer.Argument(help="A config for everything but the model.")] = None,
     overrides: Overrides = None,
-    origin: Annotated[str, typer.Option("--from", help="hf (transformers), or deepspeed-universal.")] = "hf",
+    origin: Annotated[str, typer.Option("--from", help="hf (transformers), deepspeed-universal or megatron.")] = "hf",
     bar: Annotated[float, typer.Option(help="Largest logit difference that is called good.")] = 1e-5,
 ) -> None:
     """Make a run of another library's checkpoint, once both have given the same logits; status 1 when they do not."""
-    if format_of("--from", origin) == UNIVERSAL:
+    chosen = format_of("--from", origin)
+    if chosen == UNIVERSAL:
         from xscale.universal import import_universal
 
         raise typer.Exit(import_universal(source, run, config, overrides or []))
+    if chosen == MEGATRON:
+        from xscale.megatron import import_megatron
+
+        raise typer.Exit(import_megatron(source, run, config, overrides or [], bar=bar))
     from xscale.exchange import import_run
 
     raise typer.Exit(import_run(source, run, config, overrides or [], bar=bar))

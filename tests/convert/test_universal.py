@@ -110,6 +110,6 @@ def test_what_does_not_fit_is_said(trained: Path, tmp_path: Path) -> None:
         call("checkpoint", "import", tmp_path / "out", tmp_path / "new", config, *from_it)
     with pytest.raises(ConfigError, match="already there"):
         call("checkpoint", "export", trained / "run", tmp_path / "out", "--to", "deepspeed-universal")
-    with pytest.raises(ConfigError, match="hf and deepspeed-universal"):
+    with pytest.raises(ConfigError, match="hf, deepspeed-universal and megatron"):
         call("checkpoint", "export", trained / "run", tmp_path / "other", "--to", "onnx")
     assert not (tmp_path / "new").exists()

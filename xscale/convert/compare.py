@@ -1,7 +1,7 @@
 """The logits of both implementations on random token ids: the proof of a conversion."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,20 @@ def compare(
         mine = model(Tokens.of(ids), source=Tokens.of(source) if reads else None)
         exact = model.double()(Tokens.of(ids), source=Tokens.of(source) if reads else None)
     return Compared(_apart(mine, other), mine.abs().max().item(), _apart(mine, exact), ids.numel(), faults)
+
+
+def compare_decoder(
+    config: Model.Config, sizes: Sizes, weights: Mapping[str, Tensor], logits: Callable[[Tensor], Tensor]
+) -> Compared:
+    """Our decoder with `weights` against what `logits` makes of ids [B, T], on the CPU in float32."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(sizes.vocabulary, (SEQUENCES, min(sizes.length, LENGTH)), generator=generator)
+    model = build(config, sizes, weights)
+    with torch.no_grad():
+        other = logits(ids)
+        mine = model(Tokens.of(ids))
+        exact = model.double()(Tokens.of(ids))
+    return Compared(_apart(mine, other), mine.abs().max().item(), _apart(mine, exact), ids.numel())
 
 
 def _apart(one: Tensor, other: Tensor) -> float:

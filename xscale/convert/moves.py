@@ -27,6 +27,34 @@ JOINED_TRANSPOSED = Move(lambda ours: [torch.cat(ours).t()], lambda theirs: list
 STACKED = Move(lambda ours: list(ours[0].unbind()), lambda theirs: [torch.stack(theirs)])
 """Experts: one tensor of ours, [E, ...], and E of theirs."""
 
+PAIRED = Move(lambda ours: [torch.cat(ours)], lambda theirs: list(theirs[0].chunk(2)))
+"""Gate and value of a gated unit in one."""
+
+
+def _experts_apart(theirs: Tensors) -> Tensors:
+    return [torch.stack(half) for half in zip(*(one.chunk(2) for one in theirs), strict=True)]
+
+
+PAIRED_EXPERTS = Move(
+    lambda ours: [torch.cat(pair) for pair in zip(ours[0], ours[1], strict=True)],
+    _experts_apart,
+)
+"""Experts: gates and values of ours, two tensors [E, F, D], and E of theirs, [2 * F, D]."""
+
+
+def grouped(groups: int, queries: int) -> Move:
+    """Queries, keys and values in one, group of key heads by group: its `queries` heads, its key, its value."""
+
+    def out(ours: Tensors) -> Tensors:
+        return [torch.cat([one.reshape(groups, -1, *one.shape[1:]) for one in ours], 1).flatten(0, 1)]
+
+    def back(theirs: Tensors) -> Tensors:
+        apart = theirs[0].reshape(groups, -1, *theirs[0].shape[1:])
+        head = apart.shape[1] // (queries + 2)
+        return [one.flatten(0, 1) for one in torch.split(apart, [queries * head, head, head], 1)]
+
+    return Move(out, back)
+
 
 def scaled(factor: float) -> Move:
     """Theirs is ours times `factor`."""

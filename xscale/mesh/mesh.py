@@ -106,6 +106,17 @@ def among(ranks: Sequence[int], backend: str, timeout: datetime.timedelta) -> It
 
 
 @contextmanager
+def by_itself() -> Iterator[None]:
+    """A process group of this process alone, for a library that does nothing without one."""
+    assert not dist.is_initialized(), "a real run is going on here"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        leave()
+
+
+@contextmanager
 def pretend(place: Place, degrees: Degrees) -> Iterator[Mesh]:
     """The mesh as one of its ranks sees it, without any other: collectives do nothing (torch's fake backend)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
