@@ -42,6 +42,18 @@ def encoder(mixer: Any = BIASED, activation: str = "gelu", **rest: Any) -> dict[
     }
 
 
+def windowed(side: int, **rest: Any) -> dict[str, Any]:
+    """Attention to so many tokens on each side, in blocks of which a text has several."""
+    core = {"kind": "block_sparse", "block": 4, "pattern": {"kind": "band", "left": side, "right": side}}
+    return {**BIASED, "core": core | rest}
+
+
+def longformer(*sides: int, **rest: Any) -> dict[str, Any]:
+    made = encoder(windowed(sides[0], **rest))
+    made["stack"]["rules"] = [{"first": at, "mixer": windowed(side)} for at, side in enumerate(sides) if at]
+    return made
+
+
 def both(ffn: Any, depth: int = 2, rules: Any = (), **rest: Any) -> dict[str, Any]:
     stack = {"depth": depth, "block": {"mixer": PLAIN, "ffn": ffn, "norm": "rms"}, "rules": rules}
     return {"kind": "encoder_decoder", "width": 32, "encoder": stack, "decoder": stack, "position": "none", **rest}
@@ -62,6 +74,8 @@ SECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("bert", encoder()),
     "roberta": ("roberta", encoder()),
     "big_bird": ("big_bird", encoder(activation="gelu_tanh")),
+    "longformer": ("longformer", longformer(3)),
+    "longformer of two windows": ("longformer", longformer(2, 4)),
     "t5": ("t5", both(DENSE)),
     "t5 v1.1": ("t5", both({**GATED, "gate": "geglu"}, tied=False)),
     "switch": ("switch_transformers", both(DENSE, 4, [{"every": 2, "at": 1, "ffn": SWITCH}])),

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.convert import models
 from tests.convert.models import GATED, GROUPED, SECTIONS, checkpoint, decoder
-from xscale.convert import choose, write
+from xscale.convert import choose, compare, write
 from xscale.convert.architecture import Architecture
 from xscale.convert.compare import BAR
 from xscale.convert.moves import SAME
@@ -117,7 +117,21 @@ def nudged(architecture: Architecture) -> Architecture:
     return replace(architecture, weights=weights)
 
 
-@pytest.mark.parametrize("name", ["llama", "big_bird"])
+def wider(architecture: Architecture) -> Architecture:
+    """A config of windows that are not the model's."""
+
+    def theirs(config: Any, sizes: Any, wants: Any) -> Any:
+        data = architecture.theirs(config, sizes, wants)
+        return data | {"attention_window": [window + 2 for window in data["attention_window"]]}
+
+    return replace(architecture, theirs=theirs)
+
+
+def test_a_wrong_window_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_a_wrong_mapping_is_caught(wider, "longformer", tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["llama", "big_bird", "longformer"])
 @pytest.mark.parametrize("wrong", [swapped, incomplete, nudged])
 def test_a_wrong_mapping_is_caught(wrong: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = checkpoint(tmp_path / "run", SECTIONS[name][1])
@@ -152,6 +166,12 @@ def test_a_bar_that_nothing_meets(tmp_path: Path) -> None:
         (models.encoder(global_tokens=4), None, "model.global_tokens"),
         (models.encoder({**models.BIASED, "shared_qk": True}), None, "model.stack.block.mixer.shared_qk"),
         (models.encoder({**models.BIASED, "core": BIG_BIRD}), "big_bird", "model.stack.block.mixer.core"),
+        (models.encoder(), "longformer", "model.stack.block.mixer.core"),
+        (models.longformer(3, pattern="longformer"), "longformer", "model.stack.block.mixer.core.pattern"),
+        (models.longformer(3, pattern={"kind": "band", "left": 3, "right": 2}), "longformer", "core.pattern.right"),
+        (models.longformer(1), "longformer", "core.pattern.left"),
+        (models.longformer(3, soft_cap=9.0), "longformer", "core.soft_cap"),
+        (models.longformer(2, 5), "longformer", "model.stack.rules"),
         (models.both(models.DENSE, position="rope"), None, "model.position"),
         (models.both(models.DENSE, position="relative"), "t5", "model.position"),
         (models.both(models.DENSE, 4, [{"every": 2, "at": 0, "ffn": models.SWITCH}]), "switch_transformers", "rules"),
@@ -227,6 +247,34 @@ def test_bigbirds_sparse_attention(tmp_path: Path) -> None:
         "config.json: use_bias",
         "config.json: rescale_embeddings",
     ]
+
+
+def test_longformers_windows_and_global_projections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, weights, _ = exported(tmp_path, "longformer of two windows")
+    assert json.loads((out / "config.json").read_text())["attention_window"] == [4, 8]
+    tensors = load_file(out / "model.safetensors")
+    layer = "longformer.encoder.layer.1.attention.self"
+    for name, mine in (("query", "q"), ("key", "k"), ("value", "v")):
+        assert torch.equal(
+            tensors[f"{layer}.{name}_global.weight"], weights[f"stack.blocks.1.mixer.part.{mine}.weight"]
+        )
+    # Texts that no window spans, however short those that other models are compared on.
+    monkeypatch.setattr(compare, "LENGTH", 4)
+    back = convert(out)
+    assert back.compared.tokens == 2 * 16
+    stack = choose.model_of(back.model).stack
+    assert [stack.layer(at).mixer.core.pattern.left for at in range(2)] == [2, 4]
+    change(out, attention_window=10)
+    assert choose.model_of(convert(out).model).stack.rules == ()
+    for wrong in ([4], 5, [4, 2]):
+        change(out, attention_window=wrong)
+        with pytest.raises(
+            ConfigError, match=r"attention_window: .* not an even count of at least 4 tokens for each of 2 layers"
+        ):
+            convert(out)
+    change(out, attention_window=[4, 10])
+    with pytest.raises(ConfigError, match=r"attention_window: windows of 4 tokens do not divide the largest, of 10"):
+        convert(out)
 
 
 def test_tensors_that_are_missing_or_left_over(tmp_path: Path) -> None:

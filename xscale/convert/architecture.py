@@ -54,6 +54,8 @@ class Architecture:
     """Tensors of theirs that may be missing, each with the one that it then is."""
     notes: tuple[str, ...] = ()
     """What a user of the exported model has to know."""
+    reach: Callable[[Any], int] = lambda config: 0
+    """How far a token sees, for a config of ours, where that is not everywhere: logits are compared beyond it."""
     free: Callable[[Any], Any] = lambda config: config
     """The config that the logits are computed with, where the library has no counterpart of a training-time limit."""
 

@@ -146,6 +146,5 @@ class Member:
 HEAD = ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.bias")
 """The tensors of BERT's head."""
 BERT = Member("bert", "bert", "BertForMaskedLM", 0, *HEAD, 2).architecture()
-ROBERTA = Member(
-    "roberta", "roberta", "RobertaForMaskedLM", 1, "lm_head.dense", "lm_head.layer_norm", "lm_head.bias", 1
-).architecture()
+ROBERTA_HEAD = ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias")
+ROBERTA = Member("roberta", "roberta", "RobertaForMaskedLM", 1, *ROBERTA_HEAD, 1).architecture()

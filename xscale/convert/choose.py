@@ -8,12 +8,27 @@ from xscale.convert.big_bird import BIG_BIRD
 from xscale.convert.demands import Demands
 from xscale.convert.gpt2 import GPT2
 from xscale.convert.llama import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE
+from xscale.convert.longformer import LONGFORMER
 from xscale.convert.t5 import SWITCH, T5
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError, Problem
 from xscale.nn.model import Model
 
-ARCHITECTURES = (LLAMA, GPT2, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, BERT, ROBERTA, BIG_BIRD, T5, SWITCH)
+ARCHITECTURES = (
+    LLAMA,
+    GPT2,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    MIXTRAL,
+    QWEN3_MOE,
+    BERT,
+    ROBERTA,
+    BIG_BIRD,
+    LONGFORMER,
+    T5,
+    SWITCH,
+)
 """In the order in which they are tried."""
 LENGTH = 512
 """Longest sequence of a source that says none."""

@@ -49,7 +49,7 @@ def compare(
     """Our model with `weights` against what the library loads from `folder`, on the CPU in float32."""
     theirs, faults = load(architecture, folder)
     generator = torch.Generator().manual_seed(0)
-    shape = (SEQUENCES, min(sizes.length, LENGTH))
+    shape = (SEQUENCES, min(sizes.length, max(LENGTH, 2 * architecture.reach(config))))
     ids, source = (_ids(shape, sizes.vocabulary, theirs.config.pad_token_id, generator) for _ in range(2))
     reads = architecture.kind == "encoder_decoder"
     model = build(architecture.free(config), sizes, weights)

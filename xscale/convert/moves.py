@@ -18,6 +18,8 @@ class Move:
 
 
 SAME = Move(lambda ours: ours, lambda theirs: theirs)
+TWICE = Move(lambda ours: ours * 2, lambda theirs: theirs[:1])
+"""A weight that they keep in two places, of which the first is ours."""
 TRANSPOSED = Move(lambda ours: [ours[0].t()], lambda theirs: [theirs[0].t()])
 """A weight that they keep as [inputs, outputs]."""
 JOINED = Move(lambda ours: [torch.cat(ours)], lambda theirs: list(theirs[0].chunk(3)))
