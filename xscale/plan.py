@@ -1,6 +1,7 @@
 """`xscale plan`: what a run would be, and a picture of its schedule."""
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,26 @@ def run(
         print(json.dumps(found | read_from(recipe, composed), indent=2))
     else:
         print("\n".join(lines(found)))
+
+
+def search(
+    config: Path, overrides: list[str], world: int | None, asked: "Asked", *, best: int, as_json: bool = False
+) -> None:
+    """Print the quickest layouts that fit; what the overrides say of a layout stays. ConfigError when none does."""
+    from xscale.planning import search as searching
+
+    recipe, _ = read(config, overrides)
+    found = searching.search(
+        lambda more: read(config, [*overrides, *more])[0],
+        frozenset(one.partition("=")[0] for one in overrides),
+        axes.least(recipe.parallel.mesh) if world is None else world,
+        asked,
+        best,
+        lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    print(
+        json.dumps([searching.plain(one) for one in found], indent=2) if as_json else "\n".join(searching.rows(found))
+    )
 
 
 def check(config: Path, overrides: list[str], world: int | None, *, as_json: bool) -> None:

@@ -21,6 +21,8 @@ def plan(
     link: Annotated[float | None, typer.Option(help="GB/s between devices of a node, one way.")] = None,
     network: Annotated[float | None, typer.Option(help="GB/s between nodes, for each device.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Only check it: neither memory nor time.")] = False,
+    search: Annotated[bool, typer.Option("--search", help="The quickest layouts that fit --device instead.")] = False,
+    best: Annotated[int, typer.Option(help="With --search: how many of them.", min=1)] = 4,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What a run would be on so many processes: memory, traffic, time, layout; or every reason why it cannot be."""
@@ -28,9 +30,15 @@ def plan(
 
     if check:
         given = {"--device": device, "--draw": draw, "--memory": memory, "--node": node, "--link": link}
+        given["--search"] = search or None
         for name in [name for name, value in {**given, "--network": network}.items() if value is not None]:
             raise ConfigError(name, "--check looks at no device and draws nothing", f"Leave {name} or --check out.")
         planned.check(config, overrides or [], world, as_json=json)
         return
     machine = planned.hardware(device, memory, node, link, network)
+    if search:
+        if draw is not None:
+            raise ConfigError("--draw", "--search has many schedules and draws none", "Draw one without --search.")
+        planned.search(config, overrides or [], world, machine, best=best, as_json=json)
+        return
     planned.run(config, overrides or [], world, machine, draw=draw, as_json=json)
