@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,17 +66,18 @@ def search(
     from xscale.planning import search as searching
 
     recipe, _ = read(config, overrides)
+    ranks = axes.least(recipe.parallel.mesh) if world is None else world
+
+    def change(more: Sequence[str]) -> Recipe | None:
+        changed, _ = read(config, [*overrides, *more])
+        return None if changed.check(ranks) else changed
+
+    fixed = frozenset(one.partition("=")[0] for one in overrides)
     found = searching.search(
-        lambda more: read(config, [*overrides, *more])[0],
-        frozenset(one.partition("=")[0] for one in overrides),
-        axes.least(recipe.parallel.mesh) if world is None else world,
-        asked,
-        best,
-        lambda line: print(line, file=sys.stderr, flush=True),
+        recipe, change, fixed, ranks, asked, best, lambda line: print(line, file=sys.stderr, flush=True)
     )
-    print(
-        json.dumps([searching.plain(one) for one in found], indent=2) if as_json else "\n".join(searching.rows(found))
-    )
+    text = json.dumps([searching.plain(one) for one in found], indent=2) if as_json else ""
+    print(text or "\n".join(searching.rows(found)))
 
 
 def check(config: Path, overrides: list[str], world: int | None, *, as_json: bool) -> None:

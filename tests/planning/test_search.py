@@ -30,7 +30,12 @@ def tiny(more: Sequence[str]) -> Recipe:
 
 def found(*overrides: str, world: int = 4, asked: Asked = H100, wanted: int = 2) -> list[Ranked]:
     fixed = frozenset(one.partition("=")[0] for one in overrides)
-    return search(lambda more: tiny([*overrides, *more]), fixed, world, asked, wanted, lambda line: None)
+
+    def change(more: Sequence[str]) -> Recipe | None:
+        recipe = tiny([*overrides, *more])
+        return None if recipe.check(world) else recipe
+
+    return search(tiny(overrides), change, fixed, world, asked, wanted, lambda line: None)
 
 
 def seven() -> Shape:

@@ -10,8 +10,8 @@ from xscale.mesh import axes
 from xscale.mesh.axes import Degrees
 from xscale.planning.guess import Choice, Guess, Shape, bubble, guess
 from xscale.planning.work_out import Asked, plan, vocabulary_of
-from xscale.recipe import Recipe
 from xscale.train.meta import build_meta
+from xscale.train.settings import Settings
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble")
 STAGES = (1, 2, 3)
@@ -36,18 +36,20 @@ class Ranked:
 
 
 def search(
-    change: Callable[[Sequence[str]], Recipe],
+    recipe: Settings,
+    change: Callable[[Sequence[str]], Settings | None],
     fixed: frozenset[str],
     world: int,
     asked: Asked,
     wanted: int,
     say: Callable[[str], None],
 ) -> list[Ranked]:
-    """The `wanted` quickest layouts. `change` gives the recipe with overrides; what is `fixed` by the caller stays.
+    """The `wanted` quickest layouts of a recipe; what is `fixed` by the caller stays.
+
+    `change` gives the recipe with overrides, or None when its check refuses them.
 
     ConfigError when nothing fits.
     """
-    recipe = change(())
     device = asked.found(recipe)
     if device is None or not device.timed:
         what = "layouts are ranked by their time, and no device is named whose speed is known"
@@ -62,7 +64,7 @@ def search(
     for values, _ in fitting:
         overrides = changes(recipe, values)
         settings = change(overrides)
-        if settings.check(world):
+        if settings is None:
             continue
         rehearsed += 1
         say(f"rehearsing {' '.join(overrides) or 'the layout of the recipe'}")
@@ -144,7 +146,7 @@ def _sensible(shape: Shape, choice: Choice) -> bool:
     return bubble(choice, choice.micros(shape)) <= 0.5
 
 
-def changes(recipe: Recipe, values: Values) -> tuple[str, ...]:
+def changes(recipe: Settings, values: Values) -> tuple[str, ...]:
     """The overrides that turn the recipe into the layout of these values: those that say something new."""
     text = []
     for key, value in values.items():
