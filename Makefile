@@ -11,6 +11,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PROCESSES ?= 2
+# Files of tests side by side: on two cores two take two thirds of the time of one.
+JOBS ?= 2
 BIN := $(VENV)/bin
 
 .PHONY: train test test-cluster test-disk lint bench clean
@@ -20,7 +22,7 @@ train: $(VENV)/.base
 		parallel.mesh.ep=$(PROCESSES) $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slurm and not gpu and not disk" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slurm and not gpu and not disk" $(ARGS)
 
 test-cluster: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slurm tests/slurm $(ARGS)

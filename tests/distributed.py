@@ -30,8 +30,6 @@ ROOT = Path(__file__).parents[1]
 TIMEOUT_SECONDS = 120.0
 GRACE_SECONDS = 5.0
 """What the other ranks get to end by themselves once one has failed."""
-MOST_THREADS = 400
-"""Of a process, above which another takes its place: hundreds of them that poll take the machine's time."""
 
 
 def distributed(*, ranks: int, timeout_seconds: float = TIMEOUT_SECONDS) -> Callable[[Callable[..., None]], Any]:
@@ -105,13 +103,6 @@ class Worker:
             text = log.read().decode(errors="replace").strip()
         return f"\nIt printed:\n{text[-6000:]}" if text else ""
 
-    def threads(self) -> int:
-        """How many threads it has; 0 where the system does not say."""
-        try:
-            return len(os.listdir(f"/proc/{self.process.pid}/task"))
-        except OSError:
-            return 0
-
     def stacks(self) -> str:
         """Where the process stands, then the end of it."""
         if self.process.poll() is None:
@@ -182,9 +173,7 @@ class Pool:
                 for rank in waiting.values():
                     answers[rank] = Answer(error=f"{why}, killed. It stood at:{workers[rank].stacks()}")
         for rank, worker in workers.items():
-            ended = worker.connection.closed or worker.process.poll() is not None
-            # torch's caches keep gloo's groups, each with three threads, of every layout that a process has had.
-            if ended or worker.threads() > MOST_THREADS:
+            if worker.connection.closed or worker.process.poll() is not None:
                 worker.end()
                 # In the same place: a process keeps its rank, because torch keeps meshes, with the coordinates of the
                 # rank it had, in caches that outlive process groups.

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import Pool, RankError, distributed
+from tests.worker import MANY_THREADS, threads
 
 
 @distributed(ranks=2)
@@ -79,6 +80,28 @@ def test_groups_and_meshes_are_fresh_each_time(pool: Pool) -> None:
     first = pool.run(sharded_norm, 2)
     assert pool.run(sharded_norm, 2) == first
     assert first[0] == first[1]
+
+
+def threads_found(width: int) -> int:
+    """How many threads the process has had since the call before this one."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    found = threads()
+    mesh = init_device_mesh("cpu", (2, 1))
+    weight = distribute_tensor(torch.ones(width, width, requires_grad=True), mesh, [Shard(0), Replicate()])
+    (weight @ weight.redistribute(placements=[Replicate(), Replicate()])).sum().full_tensor().backward()
+    return found
+
+
+def test_groups_are_let_go_of_with_what_torch_caches_of_them() -> None:
+    pool = Pool()
+    try:
+        had = [pool.run(threads_found, 2, width)[0] for width in range(4, 20)]
+    finally:
+        pool.close()
+    assert max(had) < MANY_THREADS + 20, f"{had}"
 
 
 def test_a_failure_is_reported_with_its_rank_and_the_pool_lives_on(pool: Pool) -> None:

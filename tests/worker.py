@@ -1,6 +1,8 @@
 """One rank of the pool in tests/distributed.py: takes calls from a pipe, each in a process group of its own."""
 
 import faulthandler
+import functools
+import gc
 import importlib
 import inspect
 import os
@@ -12,6 +14,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+
+MANY_THREADS = 40
+"""Of this process: above that it lets go of what torch keeps of the tests before."""
 
 
 @dataclass
@@ -72,6 +77,34 @@ def within_group(function: Any, call: Call) -> Any:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        if threads() > MANY_THREADS:
+            let_go_of_meshes()
+
+
+def threads() -> int:
+    """How many threads this process has; 0 where the system does not say."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return 0
+
+
+def let_go_of_meshes() -> None:
+    """Empty DTensor's caches: they hold every mesh a test has had, and so its groups, and so three threads a group.
+
+    gloo's wake a hundred times a second: with a thousand of them after a few hundred layouts a test takes minutes.
+    """
+    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed.tensor."):
+            for value in list(vars(module).values()):
+                if isinstance(value, functools._lru_cache_wrapper):
+                    value.cache_clear()
+    gc.collect()
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """Jobs over processes: results, faults and deaths come home."""
 
+import multiprocessing
 import os
 import signal
 
@@ -59,10 +60,9 @@ def test_a_process_that_dies_ends_it_with_the_cause() -> None:
 
 
 def test_leaving_early_ends_the_processes() -> None:
-    import psutil
-
+    before = set(multiprocessing.active_children())
     results = spread(square, [(number,) for number in range(1000)], 2)
     next(results)
+    assert len(set(multiprocessing.active_children()) - before) == 2
     results.close()  # type: ignore[attr-defined]
-    names = [" ".join(one.cmdline()) for one in psutil.Process().children(recursive=True)]
-    assert not [name for name in names if "spawn_main" in name]
+    assert not set(multiprocessing.active_children()) - before
