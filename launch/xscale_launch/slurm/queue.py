@@ -49,8 +49,15 @@ def ask(*command: str, seconds: float = 60.0) -> str:
     except subprocess.TimeoutExpired:
         raise LaunchError(f"`{' '.join(command)}` did not answer within {seconds:g} s: is slurmctld up?") from None
     if done.returncode:
-        raise LaunchError(f"`{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()}")
+        raise LaunchError(f"`{' '.join(command)}` failed: {said(done.stderr or done.stdout)}")
     return done.stdout
+
+
+def said(text: str) -> str:
+    """What a command of Slurm complains of: when one line is fatal, that one, for the others only led to it."""
+    lines = text.strip().splitlines()
+    fatal = [line for line in lines if ": fatal: " in line]
+    return "\n".join(fatal[-1:] or lines)
 
 
 def fields(line: str) -> dict[str, str]:

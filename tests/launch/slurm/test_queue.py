@@ -57,3 +57,10 @@ def test_jobs_of_an_array() -> None:
 def test_a_machine_without_slurm_is_said() -> None:
     with pytest.raises(LaunchError, match="there is no squeue-of-nowhere here"):
         queue.ask("squeue-of-nowhere")
+
+
+def test_of_several_lines_the_fatal_one_is_said() -> None:
+    text = "scontrol: error: fetch_config: DNS SRV lookup failed\nscontrol: fatal: Could not establish a source\n"
+    assert queue.said(text) == "scontrol: fatal: Could not establish a source"
+    assert queue.said("sbatch: error: no such partition\nsbatch: error: not submitted\n").count("sbatch") == 2
+    assert queue.said("\n") == ""

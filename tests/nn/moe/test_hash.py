@@ -7,7 +7,7 @@ from tests.nn.moe.mixture import D, V, router, sample
 from xscale.nn.moe.router import ROUTERS, RouterDims
 from xscale.nn.tokens import Tokens
 
-FUNCTIONS = ["random", "balanced", "modulo", "bigram", "previous", "position"]
+FUNCTIONS = ["random", "balanced", "rolled", "bigram", "previous", "position"]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -63,10 +63,21 @@ def test_documents_and_generation(function: str) -> None:
     assert torch.equal(torch.cat(steps), whole)
 
 
-def test_seeds_differ() -> None:
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_seeds_differ(function: str) -> None:
     x, tokens = sample()
-    one, two = (router("hash", seed=seed)(x.flatten(0, 1), tokens).expert for seed in (0, 1))
+    one, two = (router("hash", function=function, seed=seed)(x.flatten(0, 1), tokens).expert for seed in (0, 1))
     assert not torch.equal(one, two)
+
+
+def test_rolled_gives_every_id_another_expert_for_as_many_seeds_as_there_are_experts() -> None:
+    x, _ = sample()
+    tokens = Tokens.of(torch.arange(8).view(1, 8))
+    rows = [
+        router("hash", 4, function="rolled", seed=seed)(x[:1, :8].flatten(0, 1), tokens).expert for seed in range(4)
+    ]
+    assert rows[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert torch.stack(rows).sort(0).values.eq(torch.arange(4)[:, None]).all()
 
 
 def test_what_is_refused() -> None:

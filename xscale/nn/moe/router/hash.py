@@ -25,14 +25,14 @@ from xscale.nn.tokens import Tokens
 )
 class Hash(Router):
     class Config(Router.Config):
-        function: Literal["random", "balanced", "modulo", "bigram", "previous", "position"] = "random"
+        function: Literal["random", "balanced", "rolled", "bigram", "previous", "position"] = "random"
         """random: of the id; balanced: ids dealt to experts, the most frequent first, each to the expert with least to
-        do; modulo: id modulo experts; bigram: of the id and the one before; previous: of the one before; position: of
-        the place in the document."""
+        do; rolled: ids dealt to experts in turn, and each seed begins one expert later; bigram: of the id and the one
+        before; previous: of the one before; position: of the place in the document."""
         hashes: int = 1
         """Hash functions, and experts of each token."""
         seed: int = 0
-        """Which of the random hashes. Layers that shall differ take different seeds."""
+        """Which hash of its kind. Layers that shall differ take different seeds."""
         frequencies: tuple[float, ...] | None = None
         """How often each id comes in the data, for function = balanced; null: as 1 / (id + 1) (Zipf's law), which ids
         that a tokenizer ordered by frequency follow."""
@@ -80,8 +80,8 @@ class Hash(Router):
         ids, function, seed = tokens.ids, self.config.function, self.config.seed + hashing
         if function == "balanced":
             return self.table[hashing].to(ids.device)[ids.flatten()]
-        if function == "modulo":
-            return torch.remainder(ids.flatten() + hashing, self.per_hash)
+        if function == "rolled":
+            return torch.remainder(ids.flatten() + seed, self.per_hash)
         if function == "random":
             hashed = scramble(seed, ids)
         elif function == "position":
