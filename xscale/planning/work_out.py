@@ -177,8 +177,8 @@ def _too_large(most: Stage, device: Device | None, settings: Settings, degrees: 
     kind = largest.replace("_", " ")
     where = "the machine" if device.name == "cpu" else f"one {device.name}"
     what = (
-        f"rank {most.rehearsal.rank} needs {most.total / 1e9:.2f} GB at its peak, the largest part of it {kind} "
-        f"({most.kinds[largest] / 1e9:.2f} GB), and {where} has {device.memory / 1e9:.1f} GB"
+        f"rank {most.rehearsal.rank} needs {most.total / 1e9:.2f} GB at its peak ({kind}: "
+        f"{most.kinds[largest] / 1e9:.2f} GB of it), and {where} has {device.memory / 1e9:.1f} GB"
     )
     if device.name == "cpu":
         what += f" for {degrees.world} processes"
