@@ -18,7 +18,7 @@ MODULES = {
     "mpi": ["mpi4py.MPI"],
     "hf": ["transformers"],
     "wandb": ["wandb"],
-    "dev": ["pytest", "hypothesis", "ruff", "mypy", "pre_commit", "psutil", "triton"],
+    "dev": ["pytest", "xdist", "hypothesis", "ruff", "mypy", "pre_commit", "psutil", "triton"],
     "cuda": ["apex", "amp_C", "fused_layer_norm_cuda", "triton"],
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cluster-required", action="store_true", help="fail where no Slurm cluster can be brought up")
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything here needs the cluster; a file ends with the outcomes of what goes on meanwhile."""
     for item in items:

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from xscale.core.errors import Problem
 from xscale.nn.block import Block
 from xscale.nn.stack import Stack
+from xscale.nn.tokens import Tokens
 from xscale.parallel.config import ParallelConfig, RecomputeConfig
 
 
@@ -53,7 +54,18 @@ def _runner(config: RecomputeConfig) -> Any:
         if not recomputed(block.path, config) or not block.training:
             out: Tensor = block(*inputs)
             return out
-        again: Tensor = checkpoint(block, *inputs, use_reentrant=False)
+        # What the block found there: one that was compiled takes another graph, which keeps other things, where what
+        # blocks share is already worked out.
+        found = [(one.memo, dict(one.memo)) for one in inputs if isinstance(one, Tokens)]
+
+        def forward(*inputs: Any) -> Tensor:
+            for memo, before in found:
+                memo.clear()
+                memo.update(before)
+            out: Tensor = block(*inputs)
+            return out
+
+        again: Tensor = checkpoint(forward, *inputs, use_reentrant=False)
         return again
 
     return run
