@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -126,8 +126,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _scalar(args[0])
         if func is aten.index.Tensor and _picks(args[1]):
             out = _all_picked(args[0], args[1][0])
-        elif func.namespace in self.open_operators and not _counted(func):
-            out = self._inside(func, args, named)
+        elif func.namespace in self.open_operators:
+            out = self._inside(func, _dealt(func, args), named)
         elif self._deep and func.namespace == "aten" and _composite(func):
             # Inside an operator nothing takes these apart before they come here.
             with self:
@@ -255,9 +255,18 @@ def _all_picked(x: Tensor, mask: Tensor) -> Tensor:
     return x.new_empty((mask.numel(), *x.shape[mask.dim() :]))
 
 
-def _counted(func: Any) -> bool:
-    """Whether an operator deals its rows by counts, and so works by numbers."""
-    return any(one.name == "counts" for one in func._schema.arguments)
+def _dealt(func: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """The arguments, of an operator that deals its rows by counts with counts that are numbers.
+
+    One group gets all rows: what the operator takes while it works is then the most that it may take.
+    """
+    names = [one.name for one in func._schema.arguments]
+    if "counts" not in names:
+        return args
+    at = names.index("counts")
+    with _disable_current_modes():
+        counts = torch.tensor([args[0].shape[0], *[0] * (args[at].shape[0] - 1)])
+    return (*args[:at], counts, *args[at + 1 :])
 
 
 def _composite(func: Any) -> bool:

@@ -38,7 +38,7 @@ def blocks(counts: torch.Tensor, hidden: torch.Tensor) -> Iterator[tuple[int, sl
 
 def clear_empty(counts: torch.Tensor, *gradients: torch.Tensor | None) -> None:
     """Zeros for the groups that have no rows: no block writes them."""
-    for group in (counts == 0).nonzero().flatten().tolist():
+    for group, count in enumerate(counts.tolist()):
         for one in gradients:
-            if one is not None:
+            if count == 0 and one is not None:
                 one[group].zero_()
