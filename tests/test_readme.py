@@ -51,6 +51,8 @@ def start(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a line of the README in `folder`, with this Python's programs first."""
     tools = Path(sys.executable).parent
     environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    # The folder's own sources are the data of some of them, and what is compiled is no text.
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
     return subprocess.run(
         ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False
     )
