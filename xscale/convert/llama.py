@@ -58,6 +58,7 @@ class Member:
 
     def _attention(self, config: Any, mixer: Any, wants: Demands) -> Data:
         wants.one_of(f"{BLOCK}.mixer.core", mixer.core.kind, "softmax")
+        wants.one_of(f"{BLOCK}.mixer.shared_qk", mixer.shared_qk, False)
         norm = None if mixer.qk_norm is None else mixer.qk_norm.kind
         if wants.one_of(f"{BLOCK}.mixer.qk_norm", norm, "rms" if self.qk_norm else None) and self.qk_norm:
             wants.one_of(f"{BLOCK}.mixer.qk_norm.eps", mixer.qk_norm.eps, config.stack.layer(0).norm.eps)

@@ -80,6 +80,7 @@ class Member:
             return block
         wants.one_of(f"{path}.mixer.core", mixer.core.kind, "softmax")
         wants.one_of(f"{path}.mixer.kv_heads", mixer.kv_heads, None, mixer.heads)
+        wants.one_of(f"{path}.mixer.shared_qk", mixer.shared_qk, False)
         wants.one_of(f"{path}.mixer.qk_norm", mixer.qk_norm, None)
         wants.one_of(f"{path}.mixer.bias", mixer.bias, False)
         wants.one_of(f"{path}.mixer.output_bias", mixer.output_bias, None, False)
