@@ -68,6 +68,9 @@ def test_without_a_config(tmp_path: Path) -> None:
     assert status == 0, said
     assert "tokenizer:" not in said
     (tmp_path / "out" / "xscale_tokenizer.json").unlink()
+    status, said = call("checkpoint", "import", tmp_path / "out", tmp_path / "theirs")
+    assert "tokenizer: theirs, 361 ids of a table of 384" in said.replace("\n", " ")
+    (tmp_path / "out" / "tokenizer.json").unlink()
     assert "of 384 ids" in call("checkpoint", "import", tmp_path / "out", tmp_path / "other")[1].replace("\n", " ")
     text = (tmp_path / "plain" / "config.yaml").read_text()
     assert "kind: byte" in text

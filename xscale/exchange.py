@@ -6,8 +6,9 @@ from typing import Any
 
 from xscale.convert.choose import model_of
 from xscale.convert.compare import BAR
+from xscale.convert.foreign import bring_tokenizer
 from xscale.convert.read import Converted, convert
-from xscale.convert.tokenizer import OURS, copy_tokenizer
+from xscale.convert.tokenizer import copy_tokenizer
 from xscale.core.config import decode, encode
 from xscale.core.errors import EXIT_DONE, EXIT_FAULT, ConfigError
 from xscale.recipe import Recipe, read
@@ -45,31 +46,35 @@ def import_run(
     if not compared.good(bar):
         say(f"{run}: not written, since the two implementations do not agree")
         return EXIT_FAULT
-    settings = _settings(converted, source, run, config, overrides)
-    if not (source / OURS).is_file():
-        say(
-            f"tokenizer: theirs is not read; the run can be opened with a data.tokenizer, or data.prepared, of "
-            f"{converted.sizes.vocabulary} ids"
-        )
+    settings = _settings(converted, source, run, config, overrides, say)
     path = begin(settings, filled(settings, converted.sizes.vocabulary, converted.weights), run)
     say(f"{path}: written; `xscale train {run}/config.yaml` goes on from there")
     return EXIT_DONE
 
 
-def _settings(converted: Converted, source: Path, run: Path, config: Path | None, overrides: list[str]) -> Settings:
+def _settings(
+    converted: Converted,
+    source: Path,
+    run: Path,
+    config: Path | None,
+    overrides: list[str],
+    say: Callable[[str], None],
+) -> Settings:
     model = model_of(converted.model)
     base = Recipe() if config is None else read(config, overrides)[0]
     changes: dict[str, Any] = {"model": model, "run": base.run.model_copy(update={"dir": str(run)})}
     data: dict[str, Any] = {}
     if config is None:
         data["sequence_length"] = converted.sizes.length
+    elif base.data.sequence_length > converted.sizes.length:
+        what = f"{base.data.sequence_length} tokens are more than the {converted.sizes.length} it was made for"
+        raise ConfigError("data.sequence_length", what, "Take as many, or fewer.")
     tokenizer = copy_tokenizer(source, run)
+    if tokenizer is None:
+        tokenizer, said = bring_tokenizer(source, run, converted.sizes.vocabulary)
+        say(said)
     made = encode(base) | {"model": encode(model), "run": encode(changes["run"])}
     made["data"] = made["data"] | data | ({"tokenizer": tokenizer} if tokenizer else {})
     if config is None:
         made["objective"] = {"kind": OBJECTIVE[str(model.kind)]}
-    settings = decode(Recipe, made)
-    if settings.data.sequence_length > converted.sizes.length:
-        what = f"{settings.data.sequence_length} tokens are more than the {converted.sizes.length} it was made for"
-        raise ConfigError("data.sequence_length", what, "Take as many, or fewer.")
-    return settings
+    return decode(Recipe, made)

@@ -123,7 +123,10 @@ def import_megatron(
     if not compared.good(bar):
         say(f"{run}: not written, since the two implementations do not agree")
         return EXIT_FAULT
-    say(f"tokenizer: theirs is not read; the run can be opened with one of {sizes.vocabulary} ids")
+    say(
+        f"tokenizer: such a folder has none; the run can be opened with one of {sizes.vocabulary} ids "
+        "(data.tokenizer.kind=huggingface reads a tokenizer.json)"
+    )
     path = begin(settings, filled(settings, sizes.vocabulary, found), run)
     say(f"{path}: written ({WEIGHTS_ALONE}); `xscale train {run}/config.yaml` goes on from there")
     return EXIT_DONE

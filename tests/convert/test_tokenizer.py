@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 KINDS: dict[str, dict[str, Any]] = {
     "byte": {"kind": "byte", "sentinels": 10},
     "bpe": {"kind": "sentencepiece", "vocabulary": 600, "sentinels": 10},
+    "byte pieces": {"kind": "huggingface", "vocabulary": 600, "sentinels": 10},
     "unigram": {"kind": "sentencepiece", "vocabulary": 600, "sentinels": 10, "model": "unigram"},
 }
 

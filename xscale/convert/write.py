@@ -15,15 +15,13 @@ from xscale.convert.architecture import Architecture, Sizes
 from xscale.convert.choose import chosen, model_of
 from xscale.convert.compare import BAR, compare
 from xscale.convert.source import INDEX, SINGLE
-from xscale.convert.tokenizer import write_tokenizer
+from xscale.convert.tokenizer import special_ids, write_tokenizer
 from xscale.convert.weights import Weight
 from xscale.core.errors import EXIT_DONE, EXIT_FAULT, ConfigError
 from xscale.nn.model import Model
 
 SHARD = 5 << 30
 """Bytes of a file, at most, unless one tensor alone is larger."""
-SPECIAL_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-"""Of every tokenizer of ours."""
 
 
 def export(
@@ -41,13 +39,14 @@ def export(
     config = read_config(path)
     model = model_of(config["model"])
     table = opened.held[f"model.{'source' if model.kind == 'encoder_decoder' else 'embed'}.table.weight"]
-    sizes = Sizes(table.shape[0], config["data"]["sequence_length"])
+    special = special_ids(config["data"])
+    sizes = Sizes(table.shape[0], config["data"]["sequence_length"], special.get("pad_token_id", 0))
     found, data = chosen(model, sizes, architecture)
     part = out.with_name(f".{out.name}.writing")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
-        return _write(opened, found, model, sizes, data, config, part, out, bar, say)
+        return _write(opened, found, model, sizes, special | data, config, part, out, bar, say)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -67,7 +66,7 @@ def _write(
     mapping = architecture.weights(model, sizes)
     check_whole(opened, mapping)
     write_weights(converted(opened, mapping), part)
-    (part / "config.json").write_text(json.dumps(SPECIAL_IDS | data, indent=2) + "\n", encoding="utf-8")
+    (part / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     said = write_tokenizer(config["data"], part)
     weights = {name.removeprefix("model."): one for name, one in opened.tensors(model_names(opened)).items()}
     compared = compare(model, sizes, weights, architecture, part)

@@ -32,7 +32,8 @@ class Specials:
     vocabulary: int
     pad: int
     eos: int
-    mask: int
+    mask: int | None
+    """None: the tokenizer has none."""
     sentinels: range
 
 

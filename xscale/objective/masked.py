@@ -30,6 +30,9 @@ class Masked(Objective):
         if config.hidden < 0 or config.replaced < 0 or config.hidden + config.replaced > 1:
             what = f"hidden {config.hidden} and replaced {config.replaced} are not parts of a whole"
             problems.append(Problem(path, what, "Their sum is at most 1."))
+        if specials is not None and specials.mask is None:
+            what = "the tokenizer has no token that hides another"
+            problems.append(Problem(path, what, "Name one (data.tokenizer.mask), or take another tokenizer."))
         return problems
 
     def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **others: Any) -> Batch:
@@ -38,6 +41,7 @@ class Masked(Objective):
         targets = torch.where(chosen, ids, IGNORED)
         hidden = chosen & (fate < self.config.hidden)
         replaced = chosen & ~hidden & (fate < self.config.hidden + self.config.replaced)
+        assert self.specials.mask is not None
         seen = torch.where(hidden, self.specials.mask, torch.where(replaced, random, ids))
         within = None if documents is None else documents[:, :-1]
         return Batch(Tokens.of(seen, within, **others), targets)

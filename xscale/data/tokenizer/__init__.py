@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")
-"""Always the first ids, in this order; the sentinels `<extra_0>`, `<extra_1>`, ... follow."""
+"""The first ids of what is trained here, in this order; the sentinels `<extra_0>`, `<extra_1>`, ... follow."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,12 @@ class Tokenizer:
     fingerprint: str
     """Hash of everything that decides how text becomes ids."""
     pad = 0
-    bos = 1
+    bos: int | None = 1
+    """None: it has no token that begins a text; nothing here writes one."""
     eos = 2
     unk = 3
-    mask = 4
+    mask: int | None = 4
+    """None: it has no token that hides another."""
 
     @classmethod
     def example(cls) -> Config:
@@ -105,4 +107,4 @@ def special_names(sentinels: int) -> list[str]:
 
 TOKENIZERS = Family("tokenizer", TokenizerTraits)
 
-from xscale.data.tokenizer import byte, sentencepiece  # noqa: E402, F401
+from xscale.data.tokenizer import byte, huggingface, sentencepiece  # noqa: E402, F401

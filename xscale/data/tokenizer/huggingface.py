@@ -1,0 +1,182 @@
+"""Hugging Face's `tokenizers`: byte-level BPE (Radford et al. 2019) of one's own, or any existing tokenizer.json."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from xscale.core.errors import ConfigError
+from xscale.data.disk import disk
+from xscale.data.tokenizer import SPECIALS, TOKENIZERS, Tokenizer, TokenizerTraits, special_names
+from xscale.data.tokenizer.pieces import DecoderError, reader
+
+FILE = "tokenizer.json"
+SENTINELS = ("<extra_{}>", "<extra_id_{}>")
+"""Names of the ids that stand for spans: ours, and T5's."""
+
+
+@TOKENIZERS.register("huggingface", traits=TokenizerTraits(trained=True, lossless=True))
+class HuggingFace(Tokenizer):
+    """What an existing file makes of a text is what the library makes of it, without the tokens that some add around
+    it; one that changes texts (lower case, other spaces) does not give them back, and bits per byte are of what it
+    keeps."""
+
+    class Config(Tokenizer.Config):
+        vocabulary: int = pydantic.Field(default=8192, ge=300, le=1 << 24)
+        """How many ids there are, special ones and the 256 bytes included. With an existing file at least so many: ids
+        past its own stand for nothing, as in models whose table was made larger than their tokenizer."""
+        sample_bytes: int = pydantic.Field(default=16 << 20, ge=1)
+        """Bytes of text, of documents drawn by their hash, that training sees."""
+        file: str | None = None
+        """An existing tokenizer.json to use, in place of training one."""
+        eos: str | None = None
+        """The token of an existing file that ends a document; null: `</s>`."""
+        pad: str | None = None
+        """The token of an existing file that stands for nothing; null: `<pad>`, or where it has none that of `eos`."""
+        mask: str | None = None
+        """The token of an existing file that hides another; null: `<mask>`, or where it has none no token does."""
+
+        bos: str | None = None
+        """The token of an existing file that begins a text, for exports to name; null: `<s>`, or where it has none no
+        token does."""
+
+    @classmethod
+    def example(cls) -> Tokenizer.Config:
+        return cls.Config(vocabulary=400, sentinels=10)
+
+    def __init__(self, config: Any, folder: Path) -> None:
+        super().__init__(config, folder)
+        self.file = Path(config.file) if config.file else folder / FILE
+        self.processor, text = _open(self.file)
+        self.vocabulary = max(self.processor.get_vocab().values(), default=-1) + 1
+        if config.file:
+            self.vocabulary = max(self.vocabulary, config.vocabulary)
+        names = dict(zip(("pad", "bos", "eos", "unk", "mask"), SPECIALS, strict=True))
+        eos = self._named("eos", config.eos, names["eos"])
+        if eos is None:
+            special = [one.content for one in self.processor.get_added_tokens_decoder().values() if one.special]
+            fix = f"Set data.tokenizer.eos; its special tokens: {', '.join(special[:9]) or 'none'}."
+            raise ConfigError(str(self.file), "which of its tokens ends a document is not said", fix)
+        self.eos = eos
+        pad = self._named("pad", config.pad, names["pad"])
+        self.pad = eos if pad is None else pad
+        unk = self._named("unk", None, names["unk"])
+        self.unk = eos if unk is None else unk
+        self.bos = self._named("bos", config.bos, names["bos"])
+        self.mask = self._named("mask", config.mask, names["mask"])
+        self.sentinels = self._sentinels()
+        self.fingerprint = hashlib.blake2b(f"{eos} {text}".encode(), digest_size=16).hexdigest()
+        self.table = self._table(json.loads(text).get("decoder"))
+
+    def _named(self, key: str, given: str | None, usual: str) -> int | None:
+        found: int | None = self.processor.token_to_id(given or usual)
+        if found is None and given is not None:
+            raise ConfigError(f"data.tokenizer.{key}", f"{self.file} has no token '{given}'", "Give one that it has.")
+        return found
+
+    def _sentinels(self) -> range:
+        """Those ids follow each other, one way or the other."""
+        for pattern in SENTINELS:
+            ids: list[int] = []
+            while (found := self.processor.token_to_id(pattern.format(len(ids)))) is not None:
+                ids.append(found)
+            step = -1 if len(ids) > 1 and ids[1] < ids[0] else 1
+            if ids and ids == list(span := range(ids[0], ids[0] + step * len(ids), step)):
+                return span
+        return range(0)
+
+    def _table(self, decoder: Any) -> list[bytes]:
+        try:
+            read = reader(decoder)
+        except DecoderError as error:
+            fix = "Give one that decodes bytes, pieces of words or words."
+            raise ConfigError(str(self.file), f"which text its tokens stand for is not known: {error}", fix) from None
+        table = [b""] * self.vocabulary
+        for piece, token in self.processor.get_vocab(with_added_tokens=False).items():
+            table[token] = read(piece)
+        for token, one in self.processor.get_added_tokens_decoder().items():
+            table[token] = b"" if one.special else one.content.encode("utf-8")
+        return table
+
+    def encode(self, text: str) -> list[int]:
+        found: list[int] = self.processor.encode(text, add_special_tokens=False).ids
+        return found
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        text: str = self.processor.decode([int(token) for token in tokens], skip_special_tokens=True)
+        return text
+
+    def token_bytes(self) -> list[bytes]:
+        return self.table
+
+    def piece(self, token: int) -> str:
+        return self.processor.id_to_token(token) or "<unused>"
+
+    @classmethod
+    def missing(cls, config: Any, folder: Path) -> bool:
+        return not config.file and not (folder / FILE).exists()
+
+    @classmethod
+    def sample_bytes(cls, config: Any) -> int:
+        return 0 if config.file else int(config.sample_bytes)
+
+    @classmethod
+    def train(cls, config: Any, texts: Iterable[str], folder: Path) -> None:
+        if config.file:
+            return
+        tokenizers = _library()
+        names = special_names(config.sentinels)
+        path, fewest = "data.tokenizer.vocabulary", len(names) + 256
+        if config.vocabulary < fewest:
+            what = f"{config.vocabulary} ids are too few"
+            raise ConfigError(path, what, f"The special ones and the bytes alone are {fewest}.")
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+        made = tokenizers.Tokenizer(tokenizers.models.BPE())
+        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=config.vocabulary, special_tokens=names, initial_alphabet=alphabet, show_progress=False
+        )
+        made.train_from_iterator(texts, trainer)
+        if (found := made.get_vocab_size()) < config.vocabulary:
+            what = f"the text is too little for {config.vocabulary} pieces"
+            raise ConfigError(path, what, f"At most {found} would work.")
+        part = folder / f"{FILE}.part"
+        with disk(part):
+            folder.mkdir(parents=True, exist_ok=True)
+            made.save(str(part))
+        part.replace(folder / FILE)
+
+
+def _library() -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        what = "Hugging Face's tokenizers library is not installed"
+        raise ConfigError("data.tokenizer", what, "pip install 'xscale[hf]'") from None
+    return tokenizers
+
+
+def _open(file: Path) -> tuple[Any, str]:
+    """The tokenizer in the file, and the file's text."""
+    tokenizers = _library()
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        what = f"the tokenizer cannot be read: {error.strerror}"
+        raise ConfigError(str(file), what, "Run `xscale data tokenizer`, which trains it.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(str(file), "this is not a tokenizer.json", "Give one, or leave it out.") from None
+    try:
+        processor = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises no narrower kind
+        what = f"this is not a tokenizer.json that tokenizers {tokenizers.__version__} reads: {error}"
+        raise ConfigError(str(file), what, "Give one that it reads; training one needs none.") from None
+    # A file may ask to cut texts short or to fill them up, and to take what spells a special token for one.
+    processor.no_truncation()
+    processor.no_padding()
+    processor.encode_special_tokens = True
+    return processor, text
