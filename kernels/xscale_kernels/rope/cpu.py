@@ -19,16 +19,17 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     """x turned by the angles times `direction` (1 or -1). Shapes as in op.py."""
     R, compute = 2 * cos.shape[-1], wide(x.dtype)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    cos, sin = (each.to(compute)[..., None, :] for each in (cos, sin))
+    cos, sin = (each.to(compute)[..., None, :] for each in (cos, sin))  # [T, 1, R / 2] or [B, T, 1, R / 2]
     sin = sin * direction
-    for batch in range(x.shape[0]):
-        c, s = (cos, sin) if cos.dim() == 3 else (cos[batch], sin[batch])  # [T, 1, R / 2]
-        for span in row_blocks(out[batch].flatten(1)):
-            rows = x[batch, span].to(compute)
+    # Sequences shorter than a block share one: four passes over each by itself are mostly the passes' own cost.
+    for batch in row_blocks(out.flatten(1), least=1):
+        c, s = (cos, sin) if cos.dim() == 3 else (cos[batch], sin[batch])
+        for span in row_blocks(out[0].flatten(1)):
+            rows = x[batch, span].to(compute)  # [b, t, H, K]
             target = out[batch, span] if out.dtype == compute else torch.empty_like(rows)
             (a, b), (to_a, to_b) = _pair(rows, R, interleaved), _pair(target, R, interleaved)
-            torch.mul(a, c[span], out=to_a).addcmul_(b, s[span], value=-1)
-            torch.mul(b, c[span], out=to_b).addcmul_(a, s[span])
+            torch.mul(a, c[..., span, :, :], out=to_a).addcmul_(b, s[..., span, :, :], value=-1)
+            torch.mul(b, c[..., span, :, :], out=to_b).addcmul_(a, s[..., span, :, :])
             target[..., R:] = rows[..., R:]
             if out.dtype != compute:
                 out[batch, span] = target
