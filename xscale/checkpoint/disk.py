@@ -1,11 +1,11 @@
 """Every change that a checkpoint makes on disk passes here: written through a hash, forced out, renamed."""
 
+import contextlib
 import errno
 import io
 import os
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,10 +15,12 @@ from xscale.checkpoint.digest import BLOCK, HASH, Digest, begin
 
 SMALL = 1 << 16
 """Shorter writes are gathered: the format has dozens of a few bytes for each tensor."""
+AHEAD = 16 << 20
+"""Bytes after which the disk begins to take them."""
 
 
 class Hashing(io.RawIOBase):
-    """A file opened for writing; a thread hashes what is written while it is written."""
+    """A file opened for writing, hashed while it is written."""
 
     def __init__(self, path: Path, disk: "Disk") -> None:
         self._file = path.open("wb", buffering=0)
@@ -28,7 +30,8 @@ class Hashing(io.RawIOBase):
         self._size = 0
         """Bytes that the file has taken."""
         self._hash = begin(disk.hash)
-        self._beside = ThreadPoolExecutor(1, "checkpoint-hash")
+        self._begun = 0
+        """Of these the disk has been asked for."""
 
     def write(self, block: Buffer) -> int:
         view = memoryview(block).cast("B")
@@ -47,28 +50,28 @@ class Hashing(io.RawIOBase):
             self._put(memoryview(small))
 
     def _put(self, view: memoryview) -> None:
-        if len(view) <= BLOCK:
-            self._out(view)
-            self._take(view)
-            return
-        taken = self._beside.submit(self._take, view)
-        try:
-            self._out(view)
-        finally:
-            # The caller may change or free what it gave.
-            taken.result()
-
-    def _out(self, view: memoryview) -> None:
         for start in range(0, len(view), BLOCK):
-            part = view[start : start + BLOCK]
+            block = view[start : start + BLOCK]
             self._disk.touch("write", self._path)
+            part = block
             while len(part):
                 # A disk that fills up takes a part of a block before it refuses the next.
                 part = part[self._file.write(part) :]
-        self._size += len(view)
+            # While the block is still in the processor's cache, where hashing it takes half of the time.
+            self._take(block)
+            self._size += len(block)
+            if self._size - self._begun >= AHEAD:
+                self._begin_out()
 
-    def _take(self, view: memoryview) -> None:
-        self._hash.update(view)
+    def _take(self, block: memoryview) -> None:
+        self._hash.update(block)
+
+    def _begin_out(self) -> None:
+        """Let the disk take what there is while the next is copied and hashed, so that less is left to wait for."""
+        with contextlib.suppress(OSError):
+            # To drop pages from the cache the system first has to write them, and begins to.
+            os.posix_fadvise(self._file.fileno(), self._begun, self._size - self._begun, os.POSIX_FADV_DONTNEED)
+        self._begun = self._size
 
     def writable(self) -> bool:
         return True
@@ -82,8 +85,7 @@ class Hashing(io.RawIOBase):
         os.fsync(self._file.fileno())
 
     def release(self) -> None:
-        """End the thread and close the file."""
-        self._beside.shutdown()
+        """Close the file."""
         self._file.close()
 
     def digest(self) -> Digest:
