@@ -3,12 +3,13 @@
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xscale.core.compose import Composed, dump
 from xscale.core.config import encode
-from xscale.core.errors import ConfigError
+from xscale.core.errors import ConfigError, Problem
 from xscale.mesh import axes
 from xscale.recipe import Recipe, read
 
@@ -47,15 +48,15 @@ def run(
     as_json: bool = False,
 ) -> None:
     """Print the plan; ConfigError with every reason why it cannot be. `world` None: as many as the mesh needs."""
-    from xscale.planning import lines, plan
-
     recipe, composed, world = _checked(config, overrides, world)
     if draw is not None:
         _draw(recipe, world, draw)
-    found = plan(recipe, world, asked)
+    found = _answer(recipe, composed, world, asked)
     if as_json:
-        print(json.dumps(found | read_from(recipe, composed), indent=2))
+        print(json.dumps(found, indent=2))
     else:
+        from xscale.planning import lines
+
         print("\n".join(lines(found)))
 
 
@@ -80,11 +81,59 @@ def search(
     print(text or "\n".join(searching.rows(found)))
 
 
+def members(config: Path, overrides: list[str], lists: str, world: int | None, asked: "Asked | None") -> None:
+    """Print a JSON list of plans, one for each of several lists of more overrides; `asked` None: only check them.
+
+    One process for a whole sweep: starting one takes longer than checking a config.
+    """
+    found, wrong = [], dict[Problem, list[str]]()
+    many = _lists(lists)
+    for more in many:
+        try:
+            recipe, composed, ranks = _checked(config, [*overrides, *more], world)
+            found.append(_answer(recipe, composed, ranks, asked))
+        except ConfigError as error:
+            for problem in error.problems:
+                wrong.setdefault(problem, []).append(" ".join(more) or "no more overrides")
+    if wrong:
+        raise ConfigError(_of_members(problem, whose, len(many)) for problem, whose in wrong.items())
+    print(json.dumps(found))
+
+
+def _of_members(problem: Problem, whose: list[str], count: int) -> Problem:
+    """The problem, with the overrides that bring it where others do not."""
+    if len(whose) == count:
+        return problem
+    more = f" and {len(whose) - 1} more" if len(whose) > 1 else ""
+    return replace(problem, what=f"{problem.what} (with {whose[0]}{more})")
+
+
+def _lists(text: str) -> list[list[str]]:
+    """The lists of overrides that a JSON text holds."""
+    what = "this is no JSON list of lists of overrides"
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(one, list) for one in found):
+        raise ConfigError("--members", what, 'Write [["train.steps=1"], ["train.steps=2"]].')
+    return [[str(word) for word in one] for one in found]
+
+
+def _answer(recipe: Recipe, composed: Composed, world: int, asked: "Asked | None") -> dict[str, Any]:
+    """What `--json` prints of one run."""
+    if asked is None:
+        return {"world": world, "problems": [], **read_from(recipe, composed)}
+    from xscale.planning import plan
+
+    return plan(recipe, world, asked) | read_from(recipe, composed)
+
+
 def check(config: Path, overrides: list[str], world: int | None, *, as_json: bool) -> None:
     """Say that nothing is wrong; ConfigError with everything that is."""
     recipe, composed, world = _checked(config, overrides, world)
     if as_json:
-        print(json.dumps({"world": world, "problems": [], **read_from(recipe, composed)}, indent=2))
+        print(json.dumps(_answer(recipe, composed, world, None), indent=2))
     else:
         print(f"nothing is wrong with {config} on {world} processes; memory and time were not looked at")
 

@@ -23,6 +23,9 @@ def plan(
     check: Annotated[bool, typer.Option("--check", help="Only check it: neither memory nor time.")] = False,
     search: Annotated[bool, typer.Option("--search", help="The quickest layouts that fit --device instead.")] = False,
     best: Annotated[int, typer.Option(help="With --search: how many of them.", min=1)] = 4,
+    members: Annotated[
+        typer.FileText | None, typer.Option(help="JSON lists of more overrides (- reads stdin): a JSON list of plans.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What a run would be on so many processes: memory, traffic, time, layout; or every reason why it cannot be."""
@@ -33,9 +36,15 @@ def plan(
         given["--search"] = search or None
         for name in [name for name, value in {**given, "--network": network}.items() if value is not None]:
             raise ConfigError(name, "--check looks at no device and draws nothing", f"Leave {name} or --check out.")
+    machine = None if check else planned.hardware(device, memory, node, link, network)
+    if members is not None:
+        if search or draw is not None:
+            raise ConfigError("--members", "it has many plans", "Leave --search and --draw out.")
+        planned.members(config, overrides or [], members.read(), world, machine)
+        return
+    if machine is None:
         planned.check(config, overrides or [], world, as_json=json)
         return
-    machine = planned.hardware(device, memory, node, link, network)
     if search:
         if draw is not None:
             raise ConfigError("--draw", "--search has many schedules and draws none", "Draw one without --search.")

@@ -20,6 +20,31 @@ KEPT = 500
 """Answers in the folder; beyond that the oldest go."""
 
 
+class Kept:
+    """The answers to the questions of one call of the launcher."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        """Looks at the code and the packages once."""
+        self._place, self._surroundings = folder(variables), surroundings(variables)
+        self.seconds_ago = 0.0
+        """How old the oldest answer is that was recalled."""
+        self.latest = self._place
+        """The file of the last one."""
+
+    def recall(self, question: Sequence[str]) -> dict[str, Any] | None:
+        """The answer to the same question under the same circumstances; None when there is none."""
+        name = key(question, self._surroundings)
+        found = recall(self._place, name)
+        if found is None:
+            return None
+        self.seconds_ago, self.latest = max(self.seconds_ago, found.seconds_ago), self._place / f"{name}.json"
+        return found.answer
+
+    def keep(self, question: Sequence[str], answer: dict[str, Any]) -> None:
+        """Keeps an answer for the next call."""
+        keep(self._place, key(question, self._surroundings), answer)
+
+
 @dataclass(frozen=True)
 class Remembered:
     """One answer, and when it was given."""
@@ -33,18 +58,21 @@ def folder(variables: Mapping[str, str]) -> Path:
     return Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "xscale" / "plans"
 
 
-def key(question: Sequence[str], variables: Mapping[str, str]) -> str:
-    """Stands for everything but the config files that an answer depends on."""
+def surroundings(variables: Mapping[str, str]) -> list[Any]:
+    """What any answer depends on besides its question and the config files."""
     where = [importlib.util.find_spec(name) for name in CODE]
     roots = [Path(one.origin).parent for one in where if one is not None and one.origin is not None]
-    said = [
-        list(question),
+    return [
         str(Path.cwd()),
         variables.get("PYTHONPATH", ""),
         preflight.packages(),
         [preflight.digest(root) for root in roots],
     ]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
+
+
+def key(question: Sequence[str], surroundings: Sequence[Any]) -> str:
+    """Stands for everything but the config files that an answer depends on."""
+    return hashlib.sha256(json.dumps([list(question), *surroundings]).encode()).hexdigest()[:32]
 
 
 def recall(place: Path, name: str) -> Remembered | None:

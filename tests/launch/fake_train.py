@@ -67,18 +67,25 @@ def fail(values: dict[str, str], rank: int, attempt_is_first: bool) -> None:
     raise RuntimeError("the step fell over")
 
 
-def plan(values: dict[str, str], processes: int, memory: float | None) -> int:
+def plan(runs: list[dict[str, str]], processes: int, memory: float | None, several: bool) -> int:
     """What `xscale plan --json` does for the launcher: it accepts, or refuses with a sentence."""
-    if processes % int(values.get("fake.divides", "1")):
-        print(f"parallel.mesh: {values['fake.divides']} does not divide {processes} processes", file=sys.stderr)
-        return 2
+    for values in runs:
+        if processes % int(values.get("fake.divides", "1")):
+            print(f"parallel.mesh: {values['fake.divides']} does not divide {processes} processes", file=sys.stderr)
+            return 2
+    answers = [answer(values, processes, memory) for values in runs]
+    print(json.dumps(answers if several else answers[0]))
+    return 0
+
+
+def answer(values: dict[str, str], processes: int, memory: float | None) -> dict[str, object]:
+    """The answer for one run."""
     needed, problems = float(values.get("fake.gigabytes", "0")) / processes, []
     if memory is not None and needed > memory:
         what = f"rank 0 needs {needed:.2f} GB at its peak, and one GPU has {memory:.1f} GB"
         problems.append({"path": "parallel", "what": what, "fix": "Take more devices."})
-    answer = {"world": processes, "problems": problems, "run_dir": values["run.dir"], "files": []}
-    print(json.dumps({**answer, "plugins": [], "config": shown(values)}))
-    return 0
+    said = {"world": processes, "problems": problems, "run_dir": values["run.dir"], "files": []}
+    return {**said, "plugins": [], "config": shown(values)}
 
 
 def shown(values: dict[str, str]) -> str:
@@ -106,7 +113,11 @@ def main() -> int:
     if verb == "plan":
         memory = float(rest[rest.index("--memory") + 1]) if "--memory" in rest else None
         assert (memory is None) == ("--check" in rest), rest
-        return plan(values, int(rest[rest.index("--world") + 1]), memory)
+        several = "--members" in rest
+        runs = (
+            [values | dict(one.split("=", 1) for one in more) for more in json.load(sys.stdin)] if several else [values]
+        )
+        return plan(runs, int(rest[rest.index("--world") + 1]), memory, several)
     if "--print-config" in rest:
         print(shown(values), end="")
         return 0

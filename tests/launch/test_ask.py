@@ -1,6 +1,7 @@
 """What xscale is asked, with the stand-in and with xscale itself."""
 
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -13,25 +14,6 @@ from xscale_launch.errors import LaunchError
 ROOT = Path(__file__).parents[2]
 FAKE = (sys.executable, str(ROOT / "tests/launch/fake_train.py"))
 QUICKSTART = ROOT / "configs/run/quickstart.yaml"
-
-
-@pytest.mark.parametrize(
-    ("text", "folder"),
-    [
-        ("run:\n  dir: runs/x  # here\n  seed: 0\n", "runs/x"),
-        ("run:   # default\n  seed: 0\n  dir: '/a b/c'\nmodel:\n  dir: no\n", "'/a b/c'"),
-        ("run:\n  dir: /a b/c#1   # command line\n", "/a b/c#1"),
-        ("model:\n  dir: no\nrun:\n  seed: 1\n  dir: yes\n", "yes"),
-    ],
-)
-def test_the_run_folder_is_found_in_the_config(text: str, folder: str) -> None:
-    found = ask.RUN_DIR.search(text)
-    assert found is not None
-    assert found["dir"] == folder
-
-
-def test_a_folder_called_dir_elsewhere_is_not_it() -> None:
-    assert ask.RUN_DIR.search("run:\n  seed: 0\nmodel:\n  dir: no\n") is None
 
 
 def test_an_answer(tmp_path: Path) -> None:
@@ -68,6 +50,26 @@ def test_refusals_and_failures_come_with_xscales_words(tmp_path: Path) -> None:
         ask.plan(("/nowhere/xscale",), config, [], 4, os.environ)
 
 
+def test_several_runs_are_asked_about_at_once(tmp_path: Path) -> None:
+    config = tmp_path / "x.yaml"
+    config.write_text("")
+    calls = tmp_path / "calls"
+    counted = ("sh", "-c", f'echo "$@" >> {calls}; exec {shlex.join(FAKE)} "$@"', "xscale")
+    runs = [["run.dir=runs/x", f"train.steps={steps}", f"run.seed={seed}"] for steps in (1, 2) for seed in (3, 4)]
+    found = ask.plans(counted, config, runs, 4, os.environ)
+    assert len(calls.read_text().splitlines()) == 1
+    assert ["train.steps: 2" in plan.config for plan in found] == [False, False, True, True]
+    assert [re.search(r"^  seed: (\d)", plan.config, re.MULTILINE)[1] for plan in found] == ["3", "4"] * 2  # type: ignore[index]
+    assert {plan.run_dir for plan in found} == {Path.cwd() / "runs/x"}
+    below = found[0].below("a b")
+    assert below.run_dir == Path.cwd() / "runs/x/a b"
+    assert f'  dir: "{below.run_dir}"' in below.config
+    with pytest.raises(LaunchError, match="3 does not divide 4 processes"):
+        ask.plans(counted, config, [[], ["fake.divides=3"]], 4, os.environ)
+    with pytest.raises(LaunchError, match="gave no plan"):
+        ask.plans((sys.executable, "-c", "print('[{}]')"), config, [[], ["a=1"]], 4, os.environ)
+
+
 @pytest.mark.slow
 def test_xscale_itself_keeps_the_contract(tmp_path: Path) -> None:
     path = f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'launch'}"
@@ -82,8 +84,9 @@ def test_xscale_itself_keeps_the_contract(tmp_path: Path) -> None:
     assert "one h100 has 0.0 GB. Take " in problem
     with pytest.raises(LaunchError, match="'v9' is not in the table of devices"):
         ask.plan(ask.xscale(None), QUICKSTART, small, 2, variables, gpu=("--device", "v9"))
-    with pytest.raises(LaunchError, match="does not divide the 2 ranks"):
-        ask.plan(ask.xscale(None), QUICKSTART, ["parallel.mesh.tp=3"], 2, variables)
+    runs = [["train.steps=300"], ["parallel.mesh.tp=3"]]
+    with pytest.raises(LaunchError, match=r"does not divide the 2 ranks .*\(with parallel\.mesh\.tp=3\)"):
+        ask.plans(ask.xscale(None), QUICKSTART, runs, 2, variables)
 
 
 def test_the_command_of_xscale() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -76,15 +77,17 @@ def test_the_question_the_code_and_the_place_make_the_key(tmp_path: Path, monkey
     monkeypatch.setattr(sys, "path", [str(tmp_path / "code")])
     for name in [name for name in sys.modules if name.partition(".")[0] in ("xscale", "xscale_kernels")]:
         monkeypatch.delitem(sys.modules, name)
-    keys = [remembered.key(["plan", "x.yaml"], {})]
-    keys.append(remembered.key(["plan", "x.yaml", "train.steps=3"], {}))
-    keys.append(remembered.key(["plan", "x.yaml"], {"PYTHONPATH": "/elsewhere"}))
+
+    def key(*question: str, **variables: str) -> str:
+        return remembered.key(question, remembered.surroundings(variables))
+
+    keys = [key("plan", "x.yaml"), key("plan", "x.yaml", "train.steps=3"), key("plan", "x.yaml", PYTHONPATH="/else")]
     (tmp_path / "code/xscale_kernels/__init__.py").write_text("one = 2\n")
-    keys.append(remembered.key(["plan", "x.yaml"], {}))
+    keys.append(key("plan", "x.yaml"))
     monkeypatch.chdir(tmp_path)
-    keys.append(remembered.key(["plan", "x.yaml"], {}))
+    keys.append(key("plan", "x.yaml"))
     assert len(set(keys)) == 5
-    assert remembered.key(["plan", "x.yaml"], {}) == keys[-1]
+    assert key("plan", "x.yaml") == keys[-1]
 
 
 @pytest.mark.slow
@@ -106,3 +109,15 @@ def test_xscale_is_asked_once(tmp_path: Path) -> None:
     again = ask.plan(ask.xscale(None), config, [], 2, variables, told.append)
     assert len(told) == 1
     assert again.config != answers[0].config
+    # Under another name and with another seed it is the same question, and so it is in a sweep.
+    named = [["run.dir=runs/other", "run.seed=4"], ["run.dir=runs/another"]]
+    other, another = ask.plans(ask.xscale(None), config, named, 2, variables, told.append)
+    assert len(told) == 2
+    assert (other.run_dir, another.run_dir) == (Path.cwd() / "runs/other", Path.cwd() / "runs/another")
+    assert re.search(r"^  seed: 4 .*# command line$", other.config, re.MULTILINE)
+    # Of a sweep only the members that are new are asked about.
+    sweep = [[], ["train.steps=5"]]
+    ask.plans(ask.xscale(None), config, sweep, 2, variables, told.append)
+    assert len(told) == 2
+    ask.plans(ask.xscale(None), config, sweep, 2, variables, told.append)
+    assert len(told) == 3

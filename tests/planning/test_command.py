@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from xscale.core.errors import ConfigError
-from xscale.plan import PICTURES, check, hardware, run
+from xscale.plan import PICTURES, check, hardware, members, run
 from xscale.plan_cli import plan
 
 TINY = [
@@ -87,6 +87,38 @@ def test_a_check_tells_the_launcher_what_a_plan_does(capsys: pytest.CaptureFixtu
         check(CONFIG, [*TINY, "parallel.mesh.tp=3"], 1, as_json=True)
     mixed = CliRunner().invoke(wrapped(), [str(CONFIG), "--check", "--device", "h100"])
     assert isinstance(mixed.exception, ConfigError)
+
+
+def test_members_are_what_each_would_be_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    lists = [["run.seed=1"], ["run.seed=2", "model.width=64"]]
+    (tmp_path / "lists.json").write_text(json.dumps(lists))
+    words = [str(CONFIG), *TINY, "--world", "2", "--members"]
+    done = CliRunner().invoke(wrapped(), [*words, str(tmp_path / "lists.json"), "--check"])
+    alone = []
+    for more in lists:
+        check(CONFIG, [*TINY, *more], 2, as_json=True)
+        alone.append(json.loads(capsys.readouterr().out))
+    assert json.loads(done.output) == alone
+    done = CliRunner().invoke(wrapped(), [*words, "-", "--memory", "1e-3"], input=json.dumps(lists))
+    assert [one["fits"] for one in json.loads(done.output)] == [False, False]
+
+
+def test_all_that_is_wrong_with_members_is_told_and_with_which() -> None:
+    lists = [["run.seed=1"], ["parallel.mesh.tp=3"], ["train.steps=0"], ["parallel.mesh.tp=3", "run.seed=2"]]
+    with pytest.raises(ConfigError) as refused:
+        members(CONFIG, TINY, json.dumps(lists), 2, None)
+    said = str(refused.value).splitlines()
+    assert any("(with parallel.mesh.tp=3 and 1 more)" in line for line in said)
+    assert any("train.steps" in line and "(with train.steps=0)" in line for line in said)
+    with pytest.raises(ConfigError) as refused:
+        members(CONFIG, [*TINY, "model.widht=3"], json.dumps(lists[:1]), 2, None)
+    assert "(with" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]"])
+def test_what_is_no_list_of_overrides_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--members"):
+        members(CONFIG, TINY, text, 2, None)
 
 
 def test_every_key_is_documented(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -60,6 +58,8 @@ def test_a_dry_run_leaves_nothing_behind(lab: Any) -> None:
     done = lab.launch("slurm", lab.config, f"run.dir={lab.run}", "--nodes", 2, "--dry-run")
     assert done.returncode == 0
     assert done.stdout.startswith("#!/bin/bash\n#SBATCH --job-name=run\n")
+    assert "Slurm says: to start at 2" in done.stderr
+    assert "on nodes xn[1-2] in partition low" in done.stderr
     assert not lab.run.exists()
 
 
@@ -180,57 +180,3 @@ def test_a_run_that_was_never_submitted_is_said(lab: Any, tmp_path: Path) -> Non
         assert (done.returncode, "there is no run folder" in done.stderr) == (2, True)
         done = lab.launch(verb, tmp_path)
         assert (done.returncode, "was not submitted to a cluster" in done.stderr) == (2, True)
-
-
-def test_a_bad_node_is_named_and_left_out(lab: Any, tmp_path: Path) -> None:
-    """A GPU of xn2 has memory errors: the preflight says so, and the job is submitted again without the node."""
-    clusters = tmp_path / "clusters.toml"
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    smi = tools / "nvidia-smi"
-    row = "0, H200, 143771, 4, $errors, 30"
-    smi.write_text(f'#!/bin/sh\nerrors=0\n[ "$SLURMD_NODENAME" = xn2 ] && errors=7\necho "{row}"\n')
-    smi.chmod(0o755)
-    clusters.write_text(
-        f'default = "lab"\n[lab]\nexclude_bad_nodes = true\ngpus_per_node = 1\nsetup = ["export PATH={tools}:$PATH"]\n'
-    )
-    lab.submit("--clusters", clusters, "--nodes", 2, "--processes-per-node", 1)
-    jobs = lab.run / "launch/jobs.jsonl"
-    lab.cluster.wait(lambda: "again, without xn2" in lab.log() or "given up" in lab.log(), 60, "the preflight")
-    lab.cluster.wait(lambda: len(jobs.read_text().splitlines()) == 2, 5, f"the second submission: {lab.log()}")
-    assert "xn2: GPU 0 has 7 uncorrected memory errors" in lab.log()
-    second = json.loads(jobs.read_text().splitlines()[1])["id"]
-    told = lab.cluster.job(second)
-    assert told["ExcNodeList"] == "xn2"
-    assert lab.cluster.wait_state(second, ("COMPLETED", "FAILED"))["NodeList"] == "xn[1,3]", lab.log()
-    assert lab.states(ranks=2) == lab.expected(4, 2)
-
-
-def test_a_slow_node_is_named_and_left_out(lab: Any, tmp_path: Path) -> None:
-    clusters = tmp_path / "clusters.toml"
-    clusters.write_text(
-        'default = "lab"\n[lab]\nexclude_bad_nodes = true\nminimum_link_gigabytes = 5.0\n'
-        '[lab.environment]\nFAKE_SLOW = "xn1"\n'
-    )
-    lab.submit("--clusters", clusters, "--nodes", 2, "--processes-per-node", 1)
-    jobs = lab.run / "launch/jobs.jsonl"
-    lab.cluster.wait(lambda: len(jobs.read_text().splitlines()) == 2, 60, f"the second submission: {lab.log()}")
-    assert "xn1: its link to xn2 gives 1.00 GB/s of the 5 wanted" in lab.log()
-    second = json.loads(jobs.read_text().splitlines()[1])["id"]
-    assert lab.cluster.wait_state(second, ("COMPLETED", "FAILED"))["NodeList"] == "xn[2-3]", lab.log()
-    assert lab.states(ranks=2) == lab.expected(4, 2)
-
-
-def test_the_doctor_sees_every_node_of_an_allocation(lab: Any, tmp_path: Path) -> None:
-    words = ["salloc", "-N3", "--quiet", sys.executable, "-m", "xscale_launch.doctor", "--folder", str(tmp_path)]
-    environment = {**lab.cluster.environment(), "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'launch'}"}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode in (0, 1), done.stderr
-    lines = done.stdout.splitlines()
-    links = dict(line.split(": ") for line in lines if " - " in line)
-    assert set(links) == {"xn1 - xn2", "xn1 - xn3", "xn2 - xn3"}
-    assert all(float(speed.removesuffix(" GB/s")) > 0 for speed in links.values())
-    lab.figure(f"gloo all-reduce between virtual nodes: {', '.join(links.values())}")
-    assert [line.split()[0] for line in lines[4:7]] == ["xn1", "xn2", "xn3"]
-    # On a busy machine one of three links may well be half as fast as the others; nothing else can be wrong.
-    assert lines[7:] == ["nothing is wrong"] or all("link" in line for line in lines[7:]), done.stdout

@@ -50,6 +50,14 @@ def checked(job: Job) -> Job:
     for name, value in counts.items():
         if value < 1:
             raise LaunchError(f"{name} is {value}; give 1 or more")
+    sizes = {
+        "--gpus-per-node": profile.gpus_per_node,
+        "--cpus-per-process": profile.cpus_per_process,
+        "--signal-seconds": profile.signal_seconds,
+    }
+    for name, size in sizes.items():
+        if size < 0:
+            raise LaunchError(f"{name} is {size}; give 0 or more")
     if profile.gpus_per_node and profile.processes_per_node > profile.gpus_per_node:
         raise LaunchError(
             f"{profile.processes_per_node} processes a node would share {profile.gpus_per_node} GPUs; "

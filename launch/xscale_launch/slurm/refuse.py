@@ -1,6 +1,7 @@
 """Refuses on the laptop what Slurm would refuse, or leave pending for ever, and says what would work."""
 
 import difflib
+import re
 from collections.abc import Sequence
 
 from xscale_launch.errors import LaunchError
@@ -78,6 +79,12 @@ def _account(job: Job, partition: Partition, mine: Sequence[str] | None) -> list
     return found
 
 
+def megabytes(text: str | None) -> float:
+    """Slurm's words for memory, such as `64G`, of which no letter means megabytes; 0 for what is none of them."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", (text or "").upper())
+    return float(found[1]) * 1024.0 ** ("KMGT".index(found[2] or "M") - 1) if found else 0.0
+
+
 def _nodes(job: Job, partition: Partition, there: Sequence[Kind]) -> list[str]:
     """Whether enough nodes have what each node of the job needs."""
     profile, name = job.profile, partition.name
@@ -90,6 +97,10 @@ def _nodes(job: Job, partition: Partition, there: Sequence[Kind]) -> list[str]:
     if able and not wide:
         most = max(kind.cpus for kind in able)
         return [f"{cpus} processors a node are asked for, and nodes of {name} have {most}"]
+    memory = megabytes(profile.memory)
+    if wide and memory > (most := max(kind.memory_megabytes for kind in wide)):
+        return [f"{profile.memory} of memory a node are asked for, and nodes of {name} have {most} MB"]
+    wide = [kind for kind in wide if kind.memory_megabytes >= memory]
     if profile.constraint and profile.constraint.isidentifier():
         fit = [kind for kind in wide if profile.constraint in kind.features]
         if not fit:

@@ -1,9 +1,9 @@
 """`xscale launch slurm`: checks what can be checked here, writes the run's folder, and submits."""
 
 import argparse
-import concurrent.futures
 import dataclasses
 import getpass
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,12 +79,15 @@ def run(options: argparse.Namespace) -> int:
     top = plans[0].run_dir.parent if found else plans[0].run_dir
     job = checked(made(options, site, top, len(found)))
     too_large = dict.fromkeys(problem for plan in plans for problem in plan.problems)
-    complaints = [*too_large, *against_cluster(job, options.dry_run)]
+    against, asked = against_cluster(job, options.dry_run)
+    complaints = [*too_large, *against]
     if complaints:
         raise LaunchError("not submitted:\n" + "\n".join(f"  - {line}" for line in complaints))
     text = script.render(job)
     if options.dry_run:
         print(text, end="")
+        if asked:
+            say(f"Slurm says: {rehearsed(text)}")
         say(f"dry run: nothing is written or submitted; the run folder would be {top}")
         return status.DONE
     idle(top)
@@ -129,14 +132,9 @@ def planned(
     asked, variables = xscale.xscale(options.xscale), environment()
     if not found:
         return [xscale.plan(asked, config, options.overrides, processes, variables, say, gpu)]
-    top = xscale.plan(asked, config, [*options.overrides, *found[0].overrides], processes, variables).run_dir
-
-    def one(member: sweep.Member) -> xscale.Plan:
-        overrides = [*options.overrides, *member.overrides, f"run.dir={top / member.name}"]
-        return xscale.plan(asked, config, overrides, processes, variables, gpu=gpu)
-
-    with concurrent.futures.ThreadPoolExecutor(max_workers=4) as pool:
-        return list(pool.map(one, found))
+    runs = [[*options.overrides, *member.overrides] for member in found]
+    plans = xscale.plans(asked, config, runs, processes, variables, say, gpu)
+    return [plan.below(member.name) for plan, member in zip(plans, found, strict=True)]
 
 
 def made(options: argparse.Namespace, site: profile.Profile, top: Path, members: int) -> Job:
@@ -156,15 +154,15 @@ def made(options: argparse.Namespace, site: profile.Profile, top: Path, members:
     )
 
 
-def against_cluster(job: Job, dry_run: bool) -> list[str]:
-    """What the cluster would say; a dry run away from any cluster says that it was not asked."""
+def against_cluster(job: Job, dry_run: bool) -> tuple[list[str], bool]:
+    """What the cluster would say, and whether it was asked: a dry run away from any cluster says that it was not."""
     try:
-        return refuse.unfit(job, getpass.getuser())
+        return refuse.unfit(job, getpass.getuser()), True
     except LaunchError as error:
         if not dry_run:
-            raise
+            raise LaunchError(f"{error}; --dry-run works anywhere") from None
         say(f"not checked against a cluster: {error}")
-        return []
+        return [], False
 
 
 def idle(run: Path) -> None:
@@ -182,7 +180,7 @@ def idle(run: Path) -> None:
 def prepare(run: Path) -> None:
     """Makes the run folder's own part for the launcher, and forgets how an earlier submission ended."""
     (run / "launch" / "output").mkdir(parents=True, exist_ok=True)
-    for name in ("over", "crashes"):
+    for name in ("over", "crashes", "bad_nodes"):
         (run / "launch" / name).unlink(missing_ok=True)
 
 
@@ -203,6 +201,15 @@ def sbatch(path: Path, more: Sequence[str]) -> str:
     if done.returncode:
         raise LaunchError(f"sbatch refuses {path}:\n{done.stderr.strip()}")
     return done.stdout.strip().partition(";")[0]
+
+
+def rehearsed(text: str) -> str:
+    """When and where sbatch thinks that a script would start, or why it cannot now; nothing is submitted."""
+    argv = ["sbatch", "--test-only"]
+    done = subprocess.run(
+        argv, input=text, env=for_submission(environment()), capture_output=True, text=True, check=False
+    )
+    return re.sub(r"^sbatch: (?:Job \d+ )?", "", done.stderr.strip() or "nothing")
 
 
 def announce(ids: Sequence[str], run: Path, members: Sequence[Path]) -> None:
