@@ -72,7 +72,9 @@ def inspected(options: argparse.Namespace, place: Place, variables: Mapping[str,
     findings = inspect(node, place, variables, options.attempt, options.gpus, options.disk)
     problems, bad = list(findings.problems), set(findings.bad_nodes)
     if not problems and options.links and links.wanted(place, variables):
-        slow = links.measure(shlex.split(options.links), place, node, variables, options.attempt)
+        slow = links.measure(
+            shlex.split(options.links), links.of_step(place, variables), node, variables, options.attempt
+        )
         problems += map(str, slow)
         if not slow and place.rank == 0:
             pairs = links.found(options.attempt)

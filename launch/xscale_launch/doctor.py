@@ -1,20 +1,25 @@
 """`xscale doctor`, the part that needs no torch: looks at this machine, or at every node of an allocation."""
 
 import argparse
+import shlex
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import xscale_launch
-from xscale_launch import command, devices, links, preflight, status
-from xscale_launch.env import environment, slurm_places
+from xscale_launch import command, devices, links, mpi_preflight, preflight, status
+from xscale_launch.adopt import STARTED_BY_MPI
+from xscale_launch.env import Place, environment, slurm_places
 from xscale_launch.inspection import inspect
 from xscale_launch.local import say
+from xscale_launch.mpi_rank import over_mpi
 
 FAULTY = 1
+LINKS = (command.PYTHON, "-m", "xscale.cli", "bench", "links")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,6 +28,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--folder", type=Path, default=Path(), help="where runs will be written; here by default")
     parser.add_argument("--gpus", type=int, help="GPUs that every node must have; as many as are seen here by default")
     parser.add_argument("--disk", type=float, default=1.0, help="gigabytes that must be free")
+    parser.add_argument("--no-links", action="store_true", help="leave the all-reduce between nodes out")
     parser.add_argument("--task", action="store_true", help=argparse.SUPPRESS)
     try:
         options = parser.parse_args(list(argv))
@@ -38,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
     if "SLURM_JOB_ID" in variables:
         ask = ["srun", "--export=ALL", "--ntasks-per-node=1", command.PYTHON, "-m", "xscale_launch.doctor", "--task"]
         return subprocess.run([*ask, *argv], check=False).returncode
+    if any(name in variables for name in STARTED_BY_MPI):
+        return _rank(options, gpus)
     name = socket.gethostname()
     known = preflight.facts(name, name, options.folder, Path(xscale_launch.__file__).parents[1], gpus)
     return _told([known], [str(problem) for problem in preflight.judge([known], [name], gpus, options.disk)])
@@ -51,11 +59,10 @@ def _task(options: argparse.Namespace, gpus: int) -> int:
     with tempfile.TemporaryDirectory(dir=options.folder, prefix=".doctor-") as folder:
         findings = inspect(node, place, variables, Path(folder), gpus, options.disk)
         problems = list(findings.problems)
-        measured = not problems and links.wanted(place, variables)
+        measured = not (problems or options.no_links) and links.wanted(place, variables)
         if measured:
             # All agree on one folder only where it is shared; the head node alone needs what is left there.
-            ask = (command.PYTHON, "-m", "xscale.cli", "bench", "links")
-            problems += map(str, links.measure(ask, place, node, variables, Path(folder)))
+            problems += map(str, links.measure(LINKS, links.of_step(place, variables), node, variables, Path(folder)))
         if place.rank > 0:
             return status.DONE
         if measured and not problems:
@@ -64,6 +71,28 @@ def _task(options: argparse.Namespace, gpus: int) -> int:
                 print(f"{one} - {other}: {speed:.2f} GB/s")
             problems += map(str, links.judge(pairs, 0.0))
     return _told(findings.nodes, problems)
+
+
+def _rank(options: argparse.Namespace, gpus: int) -> int:
+    """One rank's part where mpirun started the doctor; rank 0 speaks for all."""
+    found = mpi_preflight.Findings()
+
+    def look(world: Any, place: Place) -> None:
+        nonlocal found
+        links = "" if options.no_links else shlex.join(LINKS)
+        wanted = mpi_preflight.Wanted(Path(folder), gpus, options.disk, links)
+        found = mpi_preflight.look(world, place, environment(), wanted)
+
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix=".doctor-") as folder:
+        place = over_mpi(look)
+    if place is None:
+        say("ranks of mpirun talk over mpi4py: pip install 'xscale[mpi]' on each node")
+        return status.USER_MISTAKE
+    if place.rank > 0:
+        return status.DONE
+    for one, other, speed in found.pairs:
+        print(f"{one} - {other}: {speed:.2f} GB/s")
+    return _told(found.nodes, found.problems)
 
 
 def _told(nodes: Sequence[preflight.Facts], problems: Sequence[str]) -> int:

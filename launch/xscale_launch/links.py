@@ -23,13 +23,16 @@ def wanted(place: Place, variables: Mapping[str, str]) -> bool:
     return place.local_rank == 0 and whole(variables, "SLURM_NNODES") > 1
 
 
-def measure(
-    command: Sequence[str], place: Place, node: str, variables: Mapping[str, str], folder: Path
-) -> list[Problem]:
-    """This node's part; what was measured is left in `folder/links.json`. The problem when it could not be."""
+def of_step(place: Place, variables: Mapping[str, str]) -> Place:
+    """Of one process a node of a Slurm step this node's place, at the port of the roll-call, which is over."""
     rank, world = whole(variables, "SLURM_NODEID"), whole(variables, "SLURM_NNODES")
-    # The port of the roll-call, which is over.
-    here = Place(rank, world, 0, 1, place.master_addr, place.master_port + 1)
+    return Place(rank, world, 0, 1, place.master_addr, place.master_port + 1)
+
+
+def measure(
+    command: Sequence[str], here: Place, node: str, variables: Mapping[str, str], folder: Path
+) -> list[Problem]:
+    """This node's part; rank 0 leaves what was measured in `folder/links.json`. The problem when it could not be."""
     argv = [*command, "--name", node, "--out", str(folder / "links.json")]
     advice = "training would fail the same way; is the network interface the right one (profile: interface)?"
     try:

@@ -13,11 +13,12 @@ import ctypes
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from xscale_launch import devices, status, verdict
-from xscale_launch.agent import say
+from xscale_launch import devices, links, mpi_preflight, status, verdict
+from xscale_launch.agent import PREFLIGHT_FAILED, say
 from xscale_launch.env import Place, environment, mpi_ranks
 from xscale_launch.errors import LaunchError
 from xscale_launch.local import worker_environment
@@ -34,16 +35,21 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--outputs", type=Path, required=True, help="folder for the output of ranks above 0")
     parser.add_argument("--meet", help="host:port, when all ranks are on this host")
     parser.add_argument("--stop-seconds", type=float, default=300.0)
+    mpi_preflight.add_arguments(parser)
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(list(argv))
     if sys.platform == "linux":  # mpirun may die without a word
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     variables, noted = environment(), hold(signal.SIGUSR1)
     try:
-        place = over_mpi() or from_variables(variables, options.meet)
+        place, bad = placed(options, variables)
     except LaunchError as error:
         say(str(error))
         return verdict.leave(options.attempt, None, status.USER_MISTAKE, str(error))
+    if bad:
+        # Only rank 0 fails: mpirun would speak of each that does.
+        failed = verdict.leave(options.attempt, None, PREFLIGHT_FAILED, "preflight: " + "; ".join(bad))
+        return failed if place.rank == 0 else status.DONE
     kept = {name: value for name, value in variables.items() if not name.startswith(OF_MPI)}
     if "OMP_NUM_THREADS" not in kept:
         kept["OMP_NUM_THREADS"] = str(devices.threads(place.local_world_size))
@@ -58,8 +64,27 @@ def main(argv: Sequence[str]) -> int:
     return verdict.leave(options.attempt, place.rank, outcome.status, words)
 
 
-def over_mpi() -> Place | None:
-    """This rank's place, agreed over MPI; None when mpi4py is not installed."""
+def placed(options: argparse.Namespace, variables: Mapping[str, str]) -> tuple[Place, tuple[str, ...]]:
+    """This rank's place, and what the preflight found wrong."""
+    wanted = mpi_preflight.Wanted(options.attempt, options.gpus, options.disk, options.links, options.slowest_link)
+    found = mpi_preflight.Findings()
+
+    def look(world: Any, place: Place) -> None:
+        nonlocal found
+        if options.preflight:
+            found = mpi_preflight.look(world, place, variables, wanted)
+            if place.rank == 0 and found.pairs:
+                say(links.described({(one, other): speed for one, other, speed in found.pairs}))
+
+    place = over_mpi(look)
+    if place is None:
+        place = from_variables(variables, options.meet)
+        look(None, place)
+    return place, found.problems
+
+
+def over_mpi(meanwhile: Callable[[Any, Place], None] = lambda world, place: None) -> Place | None:
+    """This rank's place, agreed over MPI; None when mpi4py is not installed. `meanwhile` is called before MPI ends."""
     try:
         from mpi4py import MPI
     except ModuleNotFoundError:
@@ -72,6 +97,7 @@ def over_mpi() -> Place | None:
     names = world.allgather(socket.gethostname())
     meeting = world.bcast(meeting_point(names) if world.Get_rank() == 0 else None)
     place = Place(world.Get_rank(), world.Get_size(), node.Get_rank(), node.Get_size(), *meeting)
+    meanwhile(world, place)
     MPI.Finalize()
     return place
 

@@ -6,6 +6,7 @@ tested without one. Bandwidth needs the training's own library: `judge_bandwidth
 
 import hashlib
 import importlib.metadata
+import math
 import os
 import platform
 import shutil
@@ -81,7 +82,7 @@ def facts(node: str, head: str, folder: Path, code: Path, gpus_wanted: int, inte
         address=_resolve(socket.gethostname()),
         head_address=_resolve(head),
         clock=time.time(),
-        disk_free_gigabytes=shutil.disk_usage(folder).free / 1e9,
+        disk_free_gigabytes=disk_free(folder),
         write_megabytes_per_second=write_speed(folder, node),
         python=platform.python_version(),
         packages=packages(),
@@ -94,6 +95,14 @@ def facts(node: str, head: str, folder: Path, code: Path, gpus_wanted: int, inte
 def as_data(known: Facts) -> dict[str, Any]:
     """Facts as plain data for JSON; `Facts(**data)` is the way back."""
     return asdict(known)
+
+
+def disk_free(folder: Path) -> float:
+    """Gigabytes; not a number where there is no such folder, as on a node that does not mount it."""
+    try:
+        return shutil.disk_usage(folder).free / 1e9
+    except OSError:
+        return math.nan
 
 
 def write_speed(folder: Path, node: str) -> float:

@@ -94,6 +94,40 @@ def test_a_layout_that_does_not_fit_starts_nothing(mpirun: str, config: Path, tm
     assert not (tmp_path / "run").exists()
 
 
+def test_a_bad_node_starts_nothing(mpirun: str, config: Path, tmp_path: Path) -> None:
+    clusters = tmp_path / "clusters.toml"
+    clusters.write_text('default = "lab"\n[lab]\nminimum_disk_gigabytes = 1e9\n')
+    done = launch(mpirun, "--processes", 2, config, "--clusters", clusters)
+    assert done.returncode == 76
+    assert f"preflight: {socket.gethostname()}: the run folder's disk has" in done.stderr
+    assert "starts at step" not in done.stdout
+    done = launch(mpirun, "--processes", 2, config, "--clusters", clusters, "--no-preflight")
+    assert done.returncode == 0, done.stderr
+
+
+def test_variables_reach_the_ranks(mpirun: str, config: Path, tmp_path: Path) -> None:
+    clusters = tmp_path / "clusters.toml"
+    clusters.write_text('default = "lab"\n[lab]\ninterface = "ib0"\n[lab.environment]\nMINE = "two words"\n')
+    shown = launch(mpirun, "--processes", 2, config, "--clusters", clusters, "--hosts", "n1,n2", "--dry-run").stdout
+    if "Open MPI" in subprocess.check_output([mpirun, "--version"], text=True):
+        names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "MINE", "PYTHONPATH")
+        assert all(f"-x {name} " in shown for name in names)
+    assert "--preflight --gpus 0 --disk 1" in shown
+    assert "bench links' --slowest-link 0" in shown
+
+
+def test_the_doctor_speaks_once_for_all_ranks(mpirun: str, tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed: pip install 'xscale[mpi]'")
+    flags = mpi.flags(subprocess.check_output([mpirun, "--version"], text=True), 2, {}, os.getuid() == 0)
+    words = [sys.executable, "-m", "xscale_launch.doctor", "--folder", str(tmp_path), "--gpus", "0"]
+    done = subprocess.run(
+        [mpirun, *flags, *words], env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("NODE") == 1
+    assert done.stdout.count("nothing is wrong") == 1
+
+
 def test_flags_of_each_kind() -> None:
     openmpi = mpi.flags("mpirun (Open MPI) 4.1.4", 4, {"n1": 2, "n2": 2}, root=True)
     assert "--allow-run-as-root" in openmpi
