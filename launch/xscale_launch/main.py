@@ -1,6 +1,7 @@
 """The command line of the launcher: `xscale launch VERB ...`, and the same as `python -m xscale_launch VERB ...`."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -8,6 +9,9 @@ from typing import NamedTuple
 from xscale_launch import local, mpi, status
 from xscale_launch.errors import LaunchError
 from xscale_launch.slurm import submit, watch
+
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit status after Ctrl-C where nothing was started."""
 
 
 class Verb(NamedTuple):
@@ -49,6 +53,8 @@ def main(argv: Sequence[str]) -> int:
     except LaunchError as error:
         local.say(str(error))
         return status.USER_MISTAKE
+    except KeyboardInterrupt:  # the way to leave `logs --follow`
+        return INTERRUPTED
     except SystemExit as stop:  # argparse leaves by this door, for --help as well
         return stop.code if isinstance(stop.code, int) else status.USER_MISTAKE
 

@@ -123,6 +123,22 @@ def test_a_sweep_is_an_array(lab: Any) -> None:
 
 
 @pytest.mark.meanwhile
+def test_each_member_of_a_sweep_comes_back_by_itself(lab: Any) -> None:
+    """Of an array the last member has the id of them all: what is done to it must not be done to the others."""
+    job = lab.submit("--nodes", 1, "--sweep", "train.steps=70,90")
+    members = [lab.run / f"train.steps={steps}" for steps in (70, 90)]
+    for member in members:
+        lab.cluster.wait(lambda: lab.step(member) >= 3, 60, f"step 3 of {member}")  # noqa: B023
+    said = lab.launch("requeue", lab.run)
+    assert said.returncode == 0, said.stderr
+    lab.cluster.wait(lambda: not lab.cluster.run("squeue", "-h", "-j", job).strip(), 90, "the array to end")
+    for task, member in enumerate(members):
+        told = lab.cluster.job(f"{job}_{task}")
+        assert (told["JobState"], told["Restarts"]) == ("COMPLETED", "1"), lab.log()
+        assert lab.states(member, 2) == lab.expected((70, 90)[task], 2)
+
+
+@pytest.mark.meanwhile
 def test_a_chain_goes_on_where_the_one_before_stopped(lab: Any) -> None:
     lab.submit("--nodes", 1, "--chain", 3, "train.steps=9", "fake.stop_after=3+6")
     jobs = [line.split('"')[3] for line in (lab.run / "launch/jobs.jsonl").read_text().splitlines()]

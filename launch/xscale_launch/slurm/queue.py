@@ -43,7 +43,7 @@ class Kind:
 def ask(*command: str, seconds: float = 60.0) -> str:
     """Runs one of Slurm's commands; raises `LaunchError` with its own words when it fails or is not there."""
     if shutil.which(command[0]) is None:
-        raise LaunchError(f"there is no {command[0]} here: submit from a machine of the cluster, or add --dry-run")
+        raise LaunchError(f"there is no {command[0]} here: call this on a machine of the cluster")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:

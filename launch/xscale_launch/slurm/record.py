@@ -32,6 +32,9 @@ def read(run: Path) -> list[Submitted]:
     if not run.is_dir():
         raise LaunchError(f"there is no run folder {run}")
     if not path.is_file():
-        raise LaunchError(f"{run} was not submitted to a cluster: it has no launch/jobs.jsonl")
+        raise LaunchError(
+            f"{run} was not submitted to a cluster: it has no launch/jobs.jsonl. What was started without a queue is "
+            "stopped by Ctrl-C or SIGTERM, and goes on by the same command"
+        )
     said = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     return [Submitted(str(one["id"]), str(one["script"])) for one in said]

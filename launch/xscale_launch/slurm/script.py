@@ -42,6 +42,13 @@ export MASTER_ADDR MASTER_PORT
 say "attempt ${{SLURM_RESTART_COUNT:-0}} on $SLURM_JOB_NODELIST, meeting at $MASTER_ADDR:$MASTER_PORT"
 """
 
+TRAP = """
+# SIGTERM comes with a cancel, a preemption, a time limit; the workers get it too and save: wait for them.
+trap : TERM USR1
+
+# Since Slurm 22.05 srun does not take over the processors of a task from sbatch, and may bind it to one.
+"""
+
 WAITING = """
 step=$!
 wait "$step"
@@ -84,7 +91,7 @@ case $status in
 esac
 
 # Cancelled, or taken back by Slurm itself (which then puts it into the queue): nothing is left to decide.
-state=$(scontrol show job -o "$SLURM_JOB_ID" | sed -n 's/.*JobState=\\([A-Z_]*\\).*/\\1/p')
+state=$(scontrol show job -o "{job}" | sed -n 's/.*JobState=\\([A-Z_]*\\).*/\\1/p')
 if [ "$state" != RUNNING ]; then
   say "status $status, and Slurm calls the job $state: left alone"
   exit "$status"
@@ -106,31 +113,49 @@ if [ "$status" -ne {go_on} ]; then
 fi
 """
 
-EXCLUSION = """
-# A node that failed the preflight is left out: the same script again, without it.
+BAD_NODES = """
+# A node that failed the preflight is left out from now on, and so are those that failed before it.
 if [ "$status" -eq {preflight} ] && [ -s "$attempt/bad_nodes" ]; then
-  bad=$(paste -sd, "$attempt/bad_nodes")
-  if ! next=$(sbatch --parsable --exclude="{excluded}$bad" "$notes/job.sbatch"); then
+  kept={kept}
+  cat "$attempt/bad_nodes" >> "$kept/bad_nodes"
+  bad={excluded}$(sort -u "$kept/bad_nodes" | paste -sd,)
+"""
+
+RESUBMISSION = """
+  unset SLURM_RESTART_COUNT # of this job: the next one would take it for its own
+  if ! next=$(sbatch --parsable{options} --exclude="$bad" "$kept/job.sbatch"); then
     say "there are not enough nodes without $bad: not submitted again"
     exit "$status"
   fi
   say "submitted again, without $bad, as job $next"
-  echo "{{\\"id\\": \\"${{next%%;*}}\\", \\"script\\": \\"$notes/job.sbatch\\"}}" >> "$notes/jobs.jsonl"
+  echo "{{\\"id\\": \\"${{next%%;*}}\\", \\"script\\": \\"$kept/job.sbatch\\"}}" >> "$kept/jobs.jsonl"
   exit "$status"
+fi
+"""
+
+WITHOUT = """
+  for next in $(sed -n 's/.*"id": "\\([0-9]*\\)".*/\\1/p' "$kept/jobs.jsonl"); do
+    [ "$next" -le "$SLURM_JOB_ID" ] || scontrol update JobId="$next" ExcNodeList="$bad"
+  done
+  say "the jobs of the chain that are left do without $bad"
 fi
 """
 
 REQUEUE = """
 say "status $status: back into the queue"
 for _ in 1 2 3 4 5; do
-  scontrol requeue "$SLURM_JOB_ID" && break
+  scontrol requeue "{job}" && break
   sleep 5
 done
 exit "$status"
 """
 
 CHAINED = """
-say "status $status: the next job of the chain goes on"
+if tail -n 1 "$notes/jobs.jsonl" | grep -qF "\\"$SLURM_JOB_ID\\""; then
+  say "status $status, and this was the last job of the chain: go on with \\`xscale launch resume $run\\`"
+else
+  say "status $status: the next job of the chain goes on"
+fi
 exit "$status"
 """
 
@@ -138,6 +163,10 @@ ALONE = """
 say "status $status: not put back, as the profile says; go on with \\`xscale launch resume $run\\`"
 exit "$status"
 """
+
+
+MEMBER = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+"""One member of an array: the last one's SLURM_JOB_ID is the id of them all."""
 
 
 def render(job: Job) -> str:
@@ -149,27 +178,22 @@ def render(job: Job) -> str:
     parts.append(FOLDERS)
     parts.append(_site(job))
     parts.append(MEETING.format(base=PORT_BASE, span=PORT_SPAN, stride=PORT_STRIDE))
-    parts.append(
-        "\n# SIGTERM comes with a cancel, a preemption, a time limit; the workers get it too and save: wait for them.\n"
-    )
-    parts.append("trap : TERM USR1\n\n")
-    parts.append(_step(job))
-    parts.append(WAITING)
+    parts += [TRAP, _step(job), WAITING]
     numbers = {
         "lost": verdict.LOST,
         "done": status.DONE,
         "mistake": status.USER_MISTAKE,
         "go_on": status.GO_ON,
         "limit": profile.crash_limit,
+        "job": MEMBER if job.members else "$SLURM_JOB_ID",
     }
     parts.append(VERDICT.format(**numbers))
-    if profile.exclude_bad_nodes and profile.preflight and not job.members:
-        excluded = "".join(f"{node}," for node in profile.exclude)
-        parts.append(EXCLUSION.format(preflight=PREFLIGHT_FAILED, excluded=excluded))
+    if profile.exclude_bad_nodes and profile.preflight:
+        parts.append(_exclusion(job))
     if job.chain:
         parts.append(CHAINED)
     elif profile.requeue:
-        parts += [CRASHES.format(**numbers), REQUEUE]
+        parts += [CRASHES.format(**numbers), REQUEUE.format(**numbers)]
     else:
         parts.append(ALONE)
     return "".join(parts)
@@ -206,6 +230,19 @@ def options(job: Job) -> Iterator[str]:
         yield "--exclusive"
     yield "--requeue" if profile.requeue and not job.chain else "--no-requeue"
     yield from profile.options
+
+
+def _exclusion(job: Job) -> str:
+    """What leaves bad nodes out: another submission, of a sweep's member by itself; in a chain a word to the others.
+
+    Another submission of a chained job would train beside the next of the chain.
+    """
+    excluded = "".join(f"{node}," for node in job.profile.exclude)
+    kept = shlex.quote(str(job.script.parent)) if job.members else "$notes"
+    head = BAD_NODES.format(preflight=PREFLIGHT_FAILED, kept=kept, excluded=excluded)
+    if job.chain:
+        return head + WITHOUT[1:]
+    return head + RESUBMISSION[1:].format(options=' --array="$SLURM_ARRAY_TASK_ID"' if job.members else "")
 
 
 def _quoted(value: object) -> str:
@@ -255,7 +292,7 @@ def _step(job: Job) -> str:
     if profile.preflight and profile.links and profile.nodes > 1:
         measuring = shlex.join((*job.trainer[:-1], "bench", "links"))
         agent.append(f"--links {shlex.quote(measuring)} --slowest-link {profile.minimum_link_gigabytes:g}")
-    srun = ["srun --export=ALL --kill-on-bad-exit=1"]
+    srun = ['srun --export=ALL --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}']
     python = shlex.quote(job.python)
     inside = _container(job)
     if profile.container and profile.container.kind == "pyxis":

@@ -46,8 +46,16 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
 def show_status(options: argparse.Namespace) -> int:
     """Prints the jobs of a run as Slurm knows them, and how far the run has come."""
     run = options.run.absolute()
-    jobs = [summary(job) for job in queue.known([one.id for one in record.read(run)])]
+    ids = submitted(run)
     runs = [progress(folder) for folder in folders(run)]
+    try:
+        jobs = [summary(job) for job in queue.known(ids)]
+    except LaunchError as error:
+        if options.json:
+            raise
+        print_runs(runs)
+        say(f"what Slurm has of it is not known here: {error}")
+        return status.DONE
     if options.json:
         print(json.dumps({"run": str(run), "jobs": jobs, "runs": [asdict(one) for one in runs]}))
         return status.DONE
@@ -55,12 +63,25 @@ def show_status(options: argparse.Namespace) -> int:
     rows += [
         [str(job[key]) for key in ("id", "state", "reason", "nodes", "run_time", "limit", "restarts")] for job in jobs
     ]
-    print(columns(rows) if jobs else "Slurm knows none of this run's jobs any more")
+    nothing = "Slurm knows none of this run's jobs any more" if ids else "no job: it was started without a queue"
+    print(columns(rows) if jobs else nothing)
+    print_runs(runs)
+    return status.DONE
+
+
+def submitted(run: Path) -> list[str]:
+    """The ids of the run's jobs; none where `xscale train`, `launch local` or `launch mpi` made the folder."""
+    if (run / "config.yaml").is_file() and not (run / "launch" / "jobs.jsonl").is_file():
+        return []
+    return [one.id for one in record.read(run)]
+
+
+def print_runs(runs: list["Progress"]) -> None:
+    """How far each run has come, a line each."""
     for one in runs:
         ended = f", over: {status.describe(one.status)}" if one.status is not None else ""
         reached = f"step {one.step}, loss {one.loss:.4f}" if one.step is not None else "no step yet"
         print(f"{one.folder}: {reached}{ended}")
-    return status.DONE
 
 
 def summary(job: dict[str, str]) -> dict[str, object]:
@@ -76,6 +97,12 @@ def summary(job: dict[str, str]) -> dict[str, object]:
         "restarts": int(job.get("Restarts", "0")),
         "exit": job.get("ExitCode", "-"),
     }
+
+
+def alone(job: dict[str, str]) -> str:
+    """What Slurm calls this job and no other: the id of an array's last member is that of the array."""
+    task = job.get("ArrayTaskId", "")
+    return f"{job['ArrayJobId']}_{task}" if task.isdigit() else job["JobId"]
 
 
 @dataclass(frozen=True)
@@ -111,34 +138,57 @@ def folders(run: Path) -> list[Path]:
 
 
 def show_logs(options: argparse.Namespace) -> int:
-    """Prints the end of a log; with `--follow` what comes, until the job has ended."""
+    """Prints the end of a log; with `--follow` what comes, until no job of the run is left in the queue."""
     run = options.run.absolute()
-    ids = [one.id for one in record.read(run)]
+    ids = submitted(run)
     path = log_file(run, ids, options)
-    if path is None and not options.follow:
+    if path is None and not (ids and options.follow):
         raise LaunchError(f"{run} has no such output yet: is the job still pending? (xscale launch status {run})")
+    if options.follow and not ids:
+        raise LaunchError(f"no queue knows when {run} ends: tail -f {path}")
     place = 0
     if path is not None:
         text = path.read_bytes()
         print("\n".join(text.decode(errors="replace").splitlines()[-options.lines :]), flush=True)
         place = len(text)
-    while options.follow:
-        alive = any(job["JobState"] in LIVE for job in queue.known(ids))
-        path = path or log_file(run, ids, options)
-        if path is not None:
-            with path.open("rb") as file:
-                file.seek(place)
-                new = file.read()
-            place += len(new)
-            print(new.decode(errors="replace"), end="", flush=True)
-        if not alive:
-            break
-        time.sleep(1.0)
+    if options.follow:
+        follow(run, options, path, place)
     return status.DONE
 
 
+def follow(run: Path, options: argparse.Namespace, path: Path | None, place: int) -> None:
+    """Prints what is written behind `place` of a log, and then of those of the jobs that take the run over."""
+    alive = True
+    while alive:
+        # A job that left a bad node out has submitted another one, and a chain has several.
+        ids = [one.id for one in record.read(run)]
+        alive = any(job["JobState"] in LIVE for job in queue.known(ids))
+        newest = log_file(run, ids, options)
+        if path is not None:
+            place = shown_from(path, place)
+        if newest is not None and newest != path:
+            if path is not None:
+                say(f"the run goes on in {newest}")
+            path, place = newest, 0
+            alive = True
+        elif alive:
+            time.sleep(1.0)
+
+
+def shown_from(path: Path, place: int) -> int:
+    """Prints the log from a place on; returns the place at which it ends now."""
+    with path.open("rb") as file:
+        file.seek(place)
+        new = file.read()
+    print(new.decode(errors="replace"), end="", flush=True)
+    return place + len(new)
+
+
 def log_file(run: Path, ids: list[str], options: argparse.Namespace) -> Path | None:
-    """The file that holds what was asked for; None while there is none. The newest job that has written comes first."""
+    """The file that holds what was asked for; None while there is none. The newest job that has written comes first.
+
+    Without jobs it is the trainer's own.
+    """
     members = folders(run)
     place = 0
     if options.member is not None:
@@ -149,6 +199,8 @@ def log_file(run: Path, ids: list[str], options: argparse.Namespace) -> Path | N
     if options.rank:
         path = members[place] / "logs" / f"rank-{options.rank}.log"
         return path if path.is_file() else None
+    if not ids:
+        return path if (path := run / "log.txt").is_file() else None
     array = (run / "launch" / "members.txt").is_file()
     names = [f"{one}_{place}.log" if array else f"{one}.log" for one in reversed(ids)]
     return next((path for name in names if (path := run / "launch" / "output" / name).is_file()), None)
@@ -163,7 +215,7 @@ def cancel(options: argparse.Namespace) -> int:
         return status.DONE
     # The last of a chain first: else its turn would come as the one before it goes.
     for job in reversed(live):
-        queue.ask("scancel", job["JobId"])
+        queue.ask("scancel", alone(job))
         print(f"cancelled {summary(job)['id']}")
     return status.DONE
 
@@ -181,7 +233,7 @@ def requeue(options: argparse.Namespace) -> int:
         )
     for job in live:
         # Only asked to save: the batch script itself puts the job back when all have saved, whatever KillWait is.
-        queue.ask("scancel", "--signal=USR1", job["JobId"])
+        queue.ask("scancel", "--signal=USR1", alone(job))
         print(f"asked {summary(job)['id']} to save; it goes back into the queue then")
     return status.DONE
 

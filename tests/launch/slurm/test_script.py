@@ -49,8 +49,8 @@ JOBS = {
         )
     ),
     "apptainer": job(dataclasses.replace(GPUS, container=Container("apptainer", "/images/xscale.sif", ("/data:/d",)))),
-    "sweep": job(PLAIN, members=6, at_once=2),
-    "chain": job(PLAIN, chain=True),
+    "sweep": job(dataclasses.replace(PLAIN, exclude_bad_nodes=True), members=6, at_once=2),
+    "chain": job(dataclasses.replace(PLAIN, exclude_bad_nodes=True), chain=True),
     "alone": job(dataclasses.replace(PLAIN, requeue=False)),
 }
 
