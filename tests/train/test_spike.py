@@ -26,7 +26,14 @@ TRAIN = {"steps": 8, "batch_size": 8, "micro_batch_size": 2, "eval_every": 0, "b
 DOUBLE = {"compute": "float64", "master": "float64"}
 
 
-def spiked(folder: Path, name: str, factor: float, stop_at: int | None = None, **sections: Any) -> int:
+def spiked(
+    folder: Path,
+    name: str,
+    factor: float,
+    stop_at: int | None = None,
+    how: signal.Signals = signal.SIGTERM,
+    **sections: Any,
+) -> int:
     """A run in which one sample makes the loss of its micro-batch `factor` times what it is."""
     training, nats, count = Feed.training, Stepper._nats, Loop._count
     met: list[bool] = []
@@ -43,7 +50,7 @@ def spiked(folder: Path, name: str, factor: float, stop_at: int | None = None, *
     def counted(self: Loop, *given: Any) -> None:
         count(self, *given)
         if self.state.step == stop_at and self.state.left_out:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), how)
 
     Feed.training, Stepper._nats, Loop._count = watched, spoiled, counted  # type: ignore[method-assign,assignment]
     try:
@@ -92,6 +99,20 @@ def test_back_to_the_last_good_and_over_the_data(tmp_path: Path, pool: Pool) -> 
     assert read_state(tmp_path / "stopped" / "checkpoints" / "step-00000007")["left_out"] == [[32, 48]]
     assert pool.run(spiked, 1, tmp_path, "stopped", 20.0, train=train) == [EXIT_DONE]
     equal(tmp_path, "stopped", "1", 8)
+
+
+def test_memory_forgets_what_was_gone_back_from(tmp_path: Path, pool: Pool) -> None:
+    """Killed after the return: a state from before it, with the same number, is of samples that are left out now."""
+    kept = {"every_steps": 4, "memory_every_steps": 1, "memory_folder": str(tmp_path)}
+    given = {"train": policy("rollback"), "checkpoint": kept}
+    assert pool.run(spiked, 2, tmp_path, "whole", 20.0, **given) == [EXIT_DONE] * 2
+    with pytest.raises(RankError):
+        pool.run(spiked, 2, tmp_path, "killed", 20.0, 6, signal.SIGKILL, **given)
+    # The spike does not come again, so that nothing would mend it.
+    assert pool.run(spiked, 2, tmp_path, "killed", 1.0, **given) == [EXIT_DONE] * 2
+    assert "step 5 is gone on from, as the memory of the machines has it" in log(tmp_path, "killed")
+    assert ends(tmp_path, "killed")[1]["left_out"] == ends(tmp_path, "whole")[1]["left_out"]
+    equal(tmp_path, "killed", "whole", 8)
 
 
 def test_the_step_is_skipped(tmp_path: Path, pool: Pool) -> None:

@@ -158,6 +158,9 @@ class Loop:
         self.watch.beat("go back")
         self.saves.settle()
         self._tell_saves()
+        if self.memory is not None:
+            # What it has is newer than where the run goes back to, and would be gone on from.
+            self.memory.clear()
         held = saved(parts.stepper.engine.held())
         folder = Path(parts.settings.run.dir) / "checkpoints"
         restored = loading.restore(folder, held, verify=parts.settings.checkpoint.verify)
