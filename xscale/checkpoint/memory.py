@@ -20,6 +20,7 @@ from torch import Tensor
 
 from xscale.checkpoint.agree import Ranks
 from xscale.checkpoint.cut import Cut, cuts
+from xscale.checkpoint.digest import HASH, begin, digest_of
 from xscale.checkpoint.plan import outline
 from xscale.checkpoint.run import Run
 from xscale.checkpoint.staging import copy_box
@@ -37,7 +38,8 @@ class Head:
     step: int
     world: int
     size: int
-    sha256: str
+    hash: str
+    """Of the content, as digest.HASH has it."""
     outline: str
     """Hash of names, shapes, places and number formats: what the owner's layout is."""
     state: dict[str, Any]
@@ -78,8 +80,7 @@ class Memory:
 
         def seal() -> None:
             room = self._rooms[file]
-            digest = hashlib.sha256(room.numpy().data).hexdigest()
-            head = Head(me, step, self.ranks.world, room.numel(), digest, _outline(held), state)
+            head = Head(me, step, self.ranks.world, room.numel(), _hash(room), _outline(held), state)
             heads = [(file, head)]
             if self._apart:
                 heads.append(self._exchange(head, room))
@@ -112,7 +113,7 @@ class Memory:
         good = self.ranks.every(self.folder, lambda: self._whole(step))
         if not all(good):
             bad = ", ".join(str(rank) for rank, one in enumerate(good) if not one)
-            return None, [f"{self.folder}: the part of rank {bad} in memory is not what was kept (SHA-256 differs)"]
+            return None, [f"{self.folder}: the part of rank {bad} in memory is not what was kept (its hash differs)"]
         file, head = self._own(step)
         room = _map(file, head.size)
         for piece, place in _places(held):
@@ -196,7 +197,11 @@ class Memory:
         found = []
         for path in sorted(self.folder.glob("*.json")):
             file = path.with_suffix(".bytes")
-            head = Head(**json.loads(path.read_text(encoding="utf-8")))
+            try:
+                head = Head(**json.loads(path.read_text(encoding="utf-8")))
+            except (OSError, ValueError, TypeError):
+                # Another version's; what cannot be read is not there.
+                continue
             if file.is_file() and file.stat().st_size == head.size:
                 found.append((file, head))
         return found
@@ -211,8 +216,7 @@ class Memory:
 
     def _whole(self, step: int) -> bool:
         file, head = self._own(step)
-        with file.open("rb") as handle:
-            return hashlib.file_digest(handle, "sha256").hexdigest() == head.sha256
+        return digest_of(file).value == head.hash
 
 
 def _common(offers: list[list[Head]], shapes: list[str], newer_than: int) -> tuple[int, list[int]] | None:
@@ -241,6 +245,13 @@ def _places(held: Mapping[str, Cut | Run]) -> list[tuple[Tensor, int]]:
 
 def _size(held: Mapping[str, Cut | Run]) -> int:
     return sum(-(-one.piece.nbytes // ALIGNMENT) * ALIGNMENT for one in held.values()) + ALIGNMENT
+
+
+def _hash(room: Tensor) -> str:
+    hashing = begin(HASH)
+    for part in _pieces(room):
+        hashing.update(part.numpy().data)
+    return hashing.hexdigest()
 
 
 def _outline(held: Mapping[str, Cut | Run]) -> str:
