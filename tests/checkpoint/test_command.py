@@ -114,6 +114,15 @@ def test_diff(tmp_path: Path) -> None:
     assert "2 differ by up to nan" in " ".join(said(command.diff, one, tmp_path / "c")[1])
 
 
+def test_the_last_good_one_is_good_by_its_content(tmp_path: Path) -> None:
+    """A changed byte in the newest, of which no size tells, must not cost the one before it."""
+    folder = run(tmp_path) / "checkpoints"
+    file = folder / "step-00000004" / "tensors" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert said(command.prune, tmp_path, keep_last=1)[1] == [f"{folder}/step-0000000{step}: deleted" for step in (1, 2)]
+    assert [step for step, _ in steps(folder)] == [4, 3]
+
+
 def test_prune(tmp_path: Path) -> None:
     folder = run(tmp_path, 6) / "checkpoints"
     (folder / "step-00000001").rename(folder / "bad-step-00000001-hash")

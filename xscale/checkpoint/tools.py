@@ -93,14 +93,14 @@ def verify(path: Path) -> list[Row]:
 def prune(folder: Path, keep_last: int | None, keep_every: int | None, *, bad_too: bool, dry: bool) -> list[Path]:
     """Delete whole checkpoints beyond the newest `keep_last`, but those of `keep_every`; with `bad_too` set-aside ones.
 
-    Returns what went, or with `dry` what would go. The newest good one always stays.
+    Returns what went, or with `dry` what would go. The newest good one always stays, good by its hashes.
     """
     folder = folder_in(folder)
     aside = bad(folder) if bad_too else []
     if dry:
-        return [path for _, path in surplus(folder, keep_last, keep_every)] + aside
+        return [path for _, path in surplus(folder, keep_last, keep_every, hashes=True)] + aside
     disk = Disk()
-    gone = retain(folder, keep_last, keep_every, disk)
+    gone = retain(folder, keep_last, keep_every, disk, hashes=True)
     for path in aside:
         disk.delete(path)
     return gone + aside
