@@ -68,7 +68,8 @@ class Hashing(io.RawIOBase):
 
     def _begin_out(self) -> None:
         """Let the disk take what there is while the next is copied and hashed, so that less is left to wait for."""
-        with contextlib.suppress(OSError):
+        # Not every system has it, nor every file system: it is advice, and what is forced out at the end does not ask.
+        with contextlib.suppress(OSError, AttributeError):
             # To drop pages from the cache the system first has to write them, and begins to.
             os.posix_fadvise(self._file.fileno(), self._begun, self._size - self._begun, os.POSIX_FADV_DONTNEED)
         self._begun = self._size
