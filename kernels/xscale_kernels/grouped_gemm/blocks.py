@@ -36,6 +36,11 @@ def blocks(counts: torch.Tensor, hidden: torch.Tensor) -> Iterator[tuple[int, sl
         raise ValueError(f"the counts sum to {start}, x has {hidden.shape[0]} rows")
 
 
+def fresh(*like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Memory for the gradient of each, laid out as operators promise what they return: contiguous."""
+    return tuple(torch.empty_like(one, memory_format=torch.contiguous_format) for one in like)
+
+
 def clear_empty(counts: torch.Tensor, *gradients: torch.Tensor | None) -> None:
     """Zeros for the groups that have no rows: no block writes them."""
     for group, count in enumerate(counts.tolist()):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from xscale_kernels.grouped_gemm.blocks import blocks, clear_empty, even
+from xscale_kernels.grouped_gemm.blocks import blocks, clear_empty, even, fresh
 
 aten = torch.ops.aten
 ACTIVATIONS: dict[
@@ -44,7 +44,7 @@ def _forward(
 
 @_forward.register_fake
 def _(
-    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, counts: torch.Tensor, kind: str
+    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     hidden = x.new_empty(x.shape[0], gate.shape[1])
     return x.new_empty(x.shape[0], down.shape[1]), hidden, torch.empty_like(hidden)
@@ -63,8 +63,7 @@ def _backward(
     kind: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     act, act_backward = ACTIVATIONS[kind]
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dgate, dup, ddown = (torch.empty_like(one, memory_format=torch.contiguous_format) for one in (gate, up, down))
+    dx, dgate, dup, ddown = fresh(x, gate, up, down)
     clear_empty(counts, dgate, dup, ddown)
     for group, rows, first in blocks(counts, g):
         grows, urows, xrows, dyrows = g[rows], u[rows], x[rows], dy[rows]
@@ -83,20 +82,9 @@ def _backward(
 
 @_backward.register_fake
 def _(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    g: torch.Tensor,
-    u: torch.Tensor,
-    counts: torch.Tensor,
-    kind: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    dx, dgate, dup, ddown = (
-        torch.empty_like(one, memory_format=torch.contiguous_format) for one in (x, gate, up, down)
-    )
-    return dx, dgate, dup, ddown
+    dy: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, ...]:
+    return fresh(x, gate, up, down)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from xscale_kernels.grouped_gemm.blocks import blocks, clear_empty, even
+from xscale_kernels.grouped_gemm.blocks import blocks, clear_empty, even, fresh
 
 aten = torch.ops.aten
 
@@ -78,12 +78,14 @@ def _(
     x: torch.Tensor,
     up: torch.Tensor,
     down: torch.Tensor,
-    up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    counts: torch.Tensor,
-    kind: str,
+    *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape[0], down.shape[1]), x.new_empty(x.shape[0], up.shape[1])
+
+
+def _sums(up: torch.Tensor, down: torch.Tensor, biased: bool) -> tuple[torch.Tensor, ...]:
+    """Zeros to which the biases' gradients are added; empty where there are no biases."""
+    return tuple(one.new_zeros(one.shape[:2] if biased else 0) for one in (up, down))
 
 
 @torch.library.custom_op("xscale::grouped_plain_backward", mutates_args=())
@@ -98,8 +100,8 @@ def _backward(
     biased: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     act, act_backward, keeps = ACTIVATIONS[kind]
-    dx, dup, ddown = (torch.empty_like(one, memory_format=torch.contiguous_format) for one in (x, up, down))
-    dup_bias, ddown_bias = (one.new_zeros(one.shape[:2] if biased else 0) for one in (up, down))
+    dx, dup, ddown = fresh(x, up, down)
+    dup_bias, ddown_bias = _sums(up, down, biased)
     clear_empty(counts, dup, ddown)
     for group, rows, first in blocks(counts, kept):
         here, dyrows = kept[rows], dy[rows]
@@ -125,10 +127,8 @@ def _(
     counts: torch.Tensor,
     kind: str,
     biased: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    dx, dup, ddown = (torch.empty_like(one, memory_format=torch.contiguous_format) for one in (x, up, down))
-    dup_bias, ddown_bias = (one.new_zeros(one.shape[:2] if biased else 0) for one in (up, down))
-    return dx, dup, ddown, dup_bias, ddown_bias
+) -> tuple[torch.Tensor, ...]:
+    return *fresh(x, up, down), *_sums(up, down, biased)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

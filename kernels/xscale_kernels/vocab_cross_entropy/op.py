@@ -16,6 +16,7 @@ from xscale_kernels.cross_entropy.terms import Terms
 from xscale_kernels.linear_cross_entropy.op import default_chunk
 from xscale_kernels.linear_cross_entropy.result import Gradients
 from xscale_kernels.select import Implementation, choose
+from xscale_kernels.vocab_cross_entropy.share import Share
 
 
 class Statistics(NamedTuple):
@@ -64,7 +65,8 @@ def vocab_statistics(
     """
     choice = choose("vocab_cross_entropy", IMPLEMENTATIONS, implementation, hidden, terms)
     chunk = chunk or default_chunk(weight.shape[0], hidden.device)
-    return Statistics(*choice.implementation.load().statistics(hidden, weight, bias, targets, first, terms, chunk))
+    share = Share(hidden, weight, bias, targets, first, terms, chunk)
+    return Statistics(*choice.implementation.load().statistics(share))
 
 
 def vocab_loss(combined: Statistics, targets: torch.Tensor, words: int, terms: Terms = Terms()) -> torch.Tensor:  # noqa: B008
@@ -98,7 +100,6 @@ def vocab_gradients(
     """
     choice = choose("vocab_cross_entropy (gradients)", IMPLEMENTATIONS, implementation, hidden, terms)
     chunk = chunk or default_chunk(weight.shape[0], hidden.device)
-    found: Gradients = choice.implementation.load().gradients(
-        hidden, weight, bias, targets, first, lse, seed, words, terms, chunk
-    )
+    share = Share(hidden, weight, bias, targets, first, terms, chunk)
+    found: Gradients = choice.implementation.load().gradients(share, lse, seed, words)
     return found

@@ -5,66 +5,43 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from xscale_kernels.cross_entropy.terms import Terms
 from xscale_kernels.linear_cross_entropy.result import Gradients
+from xscale_kernels.vocab_cross_entropy.share import Share, Three
 
-Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-
-def _logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, terms: Terms
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _logits(share: Share) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Capped logits [N, V_local] in float32 at least, and the cap's slope."""
-    logits = F.linear(hidden, weight, bias)
+    logits = F.linear(share.hidden, share.weight, share.bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if not terms.softcap:
+    cap = share.terms.softcap
+    if not cap:
         return logits, None
-    squashed = torch.tanh(logits / terms.softcap)
-    return terms.softcap * squashed, 1 - squashed.square()
+    squashed = torch.tanh(logits / cap)
+    return cap * squashed, 1 - squashed.square()
 
 
-def _pull(targets: torch.Tensor, first: int, like: torch.Tensor, terms: Terms) -> torch.Tensor:
+def _pull(share: Share, like: torch.Tensor) -> torch.Tensor:
     """[N, V_local]: 1 at a token's target where that is here."""
-    words = torch.arange(first, first + like.shape[1], device=like.device)
-    return ((targets[:, None] == words) & (targets != terms.ignore_index)[:, None]).to(like.dtype)
+    words = torch.arange(share.first, share.first + like.shape[1], device=like.device)
+    return ((share.targets[:, None] == words) & share.counted[:, None]).to(like.dtype)
 
 
-def statistics(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    first: int,
-    terms: Terms,
-    chunk: int,
-) -> Three:
-    """lse, picked and total, each [N]. Shapes as in op.py."""
-    logits, _ = _logits(hidden, weight, bias, terms)
-    kept = targets != terms.ignore_index
-    picked = (logits * _pull(targets, first, logits, terms)).sum(1)
-    total = logits.sum(1) if terms.label_smoothing else torch.zeros_like(picked)
-    return logits.logsumexp(1).where(kept, 0), picked, total.where(kept, 0)
+def statistics(share: Share) -> Three:
+    """lse, picked and total."""
+    logits, _ = _logits(share)
+    picked = (logits * _pull(share, logits)).sum(1)
+    total = logits.sum(1) if share.terms.label_smoothing else torch.zeros_like(picked)
+    return logits.logsumexp(1).where(share.counted, 0), picked, total.where(share.counted, 0)
 
 
-def gradients(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    first: int,
-    lse: torch.Tensor,
-    seed: torch.Tensor,
-    words: int,
-    terms: Terms,
-    chunk: int,
-) -> Gradients:
-    """Of sum(seed * loss), through this rank's words."""
-    logits, slope = _logits(hidden, weight, bias, terms)
-    kept = targets != terms.ignore_index
+def gradients(share: Share, lse: torch.Tensor, seed: torch.Tensor, words: int) -> Gradients:
+    """Of sum(seed * loss), through this rank's words; lse [N] is combined over the ranks."""
+    (logits, slope), terms, kept = _logits(share), share.terms, share.counted
     scale = torch.where(kept, seed.to(lse.dtype), 0)[:, None]
     lse = lse.where(kept, 0)[:, None]
     out = (logits - lse).exp() * (1 + 2 * terms.z_loss * lse)
-    out = out - (1 - terms.label_smoothing) * _pull(targets, first, logits, terms) - terms.label_smoothing / words
+    out = out - (1 - terms.label_smoothing) * _pull(share, logits) - terms.label_smoothing / words
     out = (out * scale).where(kept[:, None], 0)
-    narrow = (out if slope is None else out * slope).to(hidden.dtype)
-    return Gradients(narrow @ weight, narrow.t() @ hidden, None if bias is None else narrow.sum(0).to(bias.dtype))
+    narrow = (out if slope is None else out * slope).to(share.hidden.dtype)
+    dbias = None if share.bias is None else narrow.sum(0).to(share.bias.dtype)
+    return Gradients(narrow @ share.weight, narrow.t() @ share.hidden, dbias)
