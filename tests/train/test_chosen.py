@@ -69,10 +69,10 @@ def test_what_may_be_named_is_what_the_code_asks_for(tmp_path: Path) -> None:
     code = "".join(file.read_text(encoding="utf-8") for file in (tiny.ROOT / "xscale").rglob("*.py"))
     assert set(re.findall(r"(?:self|head)\.named\.get\(\"(\w+)\"\)", code)) == set(NAMED)
     assert set(NAMED) < set(operators())
-    recipe = decode(Recipe, encode(tiny.recipe(tmp_path)) | {"kernels": {"linear_attention": "torch"}})
+    recipe = decode(Recipe, encode(tiny.recipe(tmp_path)) | {"kernels": {"cross_entropy": "torch"}})
     problems = [str(problem) for problem in recipe.check()]
     assert problems == [
-        "kernels.linear_attention: a run does not name the implementation of 'linear_attention' here. "
+        "kernels.cross_entropy: a run does not name the implementation of 'cross_entropy' here. "
         f"It does of {', '.join(NAMED)}."
     ]
 

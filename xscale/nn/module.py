@@ -16,8 +16,8 @@ AXES: tuple[str, ...] = get_args(Axis)
 
 
 NAMED = (
-    "adamw", "bias_dropout_residual", "gated_activation", "grouped_gemm", "layernorm", "linear_cross_entropy",
-    "permute", "rmsnorm", "rope", "router", "squared_norm", "vocab_cross_entropy",
+    "adamw", "bias_dropout_residual", "gated_activation", "grouped_gemm", "layernorm", "linear_attention",
+    "linear_cross_entropy", "permute", "rmsnorm", "rope", "router", "squared_norm", "vocab_cross_entropy",
 )  # fmt: skip
 """Operators whose implementation a recipe may name: those that a run calls with what it names."""
 

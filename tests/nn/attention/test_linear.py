@@ -6,8 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.nn.attention.literal import agree, build, sights
+from tests.nn.attention.literal import agree, build, inputs, sights
+from xscale.nn.attention.fmmformer import Fmmformer
 from xscale.nn.attention.linear import Linear, dpfp
+from xscale.nn.attention.luna import Luna
+from xscale.nn.attention.performer import Performer
+from xscale.nn.attention.rfa import Rfa
+from xscale.nn.attention.scatterbrain import Scatterbrain
+from xscale.nn.attention.sight import Sight
+from xscale_kernels.select import UnusableError
 
 
 def kernel(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, eps: float = 1e-6) -> Tensor:
@@ -51,6 +58,30 @@ def test_sum_normalisation_has_no_divisor() -> None:
     core = build(Linear.Config(normalize="sum"), causal=True)
     for sight in sights(150, causal=True):
         agree(core, sight, reference)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Linear.Config(),
+        Linear.Config(normalize="sum"),
+        Performer.Config(features=16),
+        Rfa.Config(),
+        Rfa.Config(gated=True),
+        Luna.Config(),
+        Fmmformer.Config(),
+        Scatterbrain.Config(),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is named must be what this machine refuses")
+def test_a_recipe_names_the_scan(config: Any) -> None:
+    core, (q, k, v) = build(config, causal=True), inputs(70)
+    out = core(q, k, v, Sight(70, 70, True))
+    core.named = {"linear_attention": "reference"}
+    torch.testing.assert_close(core(q, k, v, Sight(70, 70, True)), out)
+    core.named = {"linear_attention": "triton"}
+    with pytest.raises(UnusableError, match="the tensors are on cpu"):
+        core(q, k, v, Sight(70, 70, True))
 
 
 def test_dpfp_favours_orthogonal_features() -> None:

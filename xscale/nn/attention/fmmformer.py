@@ -66,8 +66,9 @@ class Fmmformer(Core):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
         near, far = (torch.sigmoid(self.use(weight)).to(v.dtype) for weight in (self.near_weight, self.far_weight))
         out: Tensor = near * self.near(q, k, v, replace(sight, dropout=0.0))
+        kernel = self.named.get("linear_attention")
         for sign in (1, -1)[: self.far]:
-            out = out + far * linear_attention(F.elu(sign * q) + 1, F.elu(sign * k) + 1, v, sight)
+            out = out + far * linear_attention(F.elu(sign * q) + 1, F.elu(sign * k) + 1, v, sight, kernel=kernel)
         return out
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:

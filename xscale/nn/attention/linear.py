@@ -52,10 +52,11 @@ class Linear(Core):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
         q, k = self._features(q), self._features(k)
+        kernel = self.named.get("linear_attention")
         if self.config.normalize == "attention":
-            return linear_attention(q, k, v, sight, self.config.eps)
+            return linear_attention(q, k, v, sight, self.config.eps, kernel=kernel)
         q, k = (x / (x.sum(-1, keepdim=True) + self.config.eps) for x in (q, k))
-        return linear_sums(q, k, v, sight).to(v.dtype)
+        return linear_sums(q, k, v, sight, kernel=kernel).to(v.dtype)
 
     def _features(self, x: Tensor) -> Tensor:
         kind = self.config.features

@@ -57,8 +57,9 @@ class Luna(Core):
             return attend(wide(q), gathered @ wide(k), gathered @ wide(v)).to(v.dtype)
         rows = (F.elu(gathered) + 1).mT  # [B, H, S, M]
         seen = torch.arange(sight.offset + 1, sight.offset + sight.queries + 1, device=q.device)[:, None]  # [T, 1]
-        weights = (linear_sums(q, k, rows, sight) / seen).softmax(-1)  # [B, H, T, M]
-        return (linear_sums(weights, rows, v, sight) / seen).to(v.dtype)
+        kernel = self.named.get("linear_attention")
+        weights = (linear_sums(q, k, rows, sight, kernel=kernel) / seen).softmax(-1)  # [B, H, T, M]
+        return (linear_sums(weights, rows, v, sight, kernel=kernel) / seen).to(v.dtype)
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         slots = self.slots.shape[1]

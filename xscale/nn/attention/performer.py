@@ -56,14 +56,16 @@ class Performer(Core):
         q, k = wide(q), wide(k)
         directions = self.projection(q, self.training)
         floor = float(torch.finfo(q.dtype).tiny)
-        return linear_attention(self._map(q, directions, True), self._map(k, directions, False), v, sight, floor)
+        q, k = self._map(q, directions, True), self._map(k, directions, False)
+        return linear_attention(q, k, v, sight, floor, kernel=self.named.get("linear_attention"))
 
     def _map(self, x: Tensor, directions: Tensor, query: bool) -> Tensor:
         x = x * x.shape[-1] ** -0.25
         along = x @ directions.mT  # [B, H, T, F]
+        # What follows works in place: a feature map is several times as wide as a head.
         kind = self.config.estimator
         if kind == "relu":
-            return along.relu() + 1e-3
+            return along.relu_() + 1e-3
         half = x.square().sum(-1, keepdim=True) / 2
         if kind == "trigonometric":
             # A factor of the query alone cancels against the divisor, so the query's is left out.
@@ -71,8 +73,8 @@ class Performer(Core):
             return pair if query else pair * half.exp()
         if not query:
             # No maximum over the keys is taken out: one over all positions would tell a token of the future.
-            return (along - half).exp()
-        return (along - along.amax(-1, keepdim=True).detach()).exp()
+            return along.sub_(half).exp_()
+        return along.sub_(along.detach().amax(-1, keepdim=True)).exp_()
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         directions = self.config.features

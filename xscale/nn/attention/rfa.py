@@ -13,9 +13,8 @@ from torch.nn import Parameter
 
 from xscale.core.errors import Problem
 from xscale.nn.attention import CORES, Core, CoreTraits
-from xscale.nn.attention.decayed import decayed_sums
 from xscale.nn.attention.features import Projection
-from xscale.nn.attention.scan import linear_attention, scan_multiply_adds, wide
+from xscale.nn.attention.scan import decayed_sums, linear_attention, scan_multiply_adds, wide
 from xscale.nn.attention.sight import Sight
 from xscale.nn.dims import Dims
 from xscale.nn.init import ONES, ZEROS
@@ -73,12 +72,13 @@ class Rfa(Core):
             k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         floor = float(torch.finfo(wide(q).dtype).eps)
         fq, fk = self._map(q, directions), self._map(k, directions)
+        kernel = self.named.get("linear_attention")
         if not self.config.gated:
-            return linear_attention(fq, fk, v, sight, floor)
+            return linear_attention(fq, fk, v, sight, floor, kernel=kernel)
         gate = wide(self.use(self.gate))
         log_keep = F.logsigmoid((wide(k) * gate[:, None, :-1]).sum(-1) + gate[:, None, -1])  # [B, H, S]
         written = (fk * (-log_keep.expm1())[..., None], F.pad(wide(v), (0, 1), value=1.0))
-        sums = decayed_sums(fq, *written, log_keep, sight)
+        sums = decayed_sums(fq, *written, log_keep, sight, kernel=kernel)
         out: Tensor = sums[..., :-1] / _away_from_zero(sums[..., -1:], floor)
         return out.to(v.dtype)
 

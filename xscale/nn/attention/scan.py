@@ -1,7 +1,7 @@
-"""Attention without a softmax as sums of key-value products: chunks scanned in order (Katharopoulos et al. 2020).
+"""Attention without a softmax as sums of key-value products, scanned in order (Katharopoulos et al. 2020).
 
-Inside a chunk the products are masked, between chunks a state of [F, K] carries the past: linear in the length, and no
-state is kept for each token.
+Causal sums are the fused operator's: inside a chunk the products are masked, between chunks a state of [F, K] carries
+the past. That is linear in the length, and no state is kept for each token.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xscale.nn.attention.sight import Sight
+from xscale.nn.attention.weights import grouped, spread
+from xscale_kernels.linear_attention.op import linear_attention as scan
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -27,12 +29,15 @@ class Past:
     """[B], of the token before the piece."""
 
 
-def linear_attention(q: Tensor, k: Tensor, v: Tensor, sight: Sight, floor: float = 1e-6) -> Tensor:
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, sight: Sight, floor: float = 1e-6, *, kernel: str | None = None
+) -> Tensor:
     """sum_j (q_i . k_j) v_j / (sum_j q_i . k_j + floor) over the keys in sight.
 
-    Features q [B, H, T, F] and k [B, G, S, F], values v [B, G, S, K] -> [B, H, T, K].
+    Features q [B, H, T, F] and k [B, G, S, F], values v [B, G, S, K] -> [B, H, T, K]. `kernel`: the implementation that
+    the recipe names.
     """
-    sums = linear_sums(q, k, F.pad(wide(v), (0, 1), value=1.0), sight)
+    sums = linear_sums(q, k, F.pad(wide(v), (0, 1), value=1.0), sight, kernel=kernel)
     return (sums[..., :-1] / (sums[..., -1:] + floor)).to(v.dtype)
 
 
@@ -41,28 +46,36 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def linear_sums(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+def linear_sums(q: Tensor, k: Tensor, v: Tensor, sight: Sight, *, kernel: str | None = None) -> Tensor:
     """sum_j (q_i . k_j) v_j over the keys in sight: [B, H, T, K], float32 at least."""
     q, k, v = wide(q), wide(k), wide(v)
-    batch, heads, queries, features = q.shape
-    groups = k.shape[1]
-    shape = (batch, groups, heads // groups, queries)
-    q = q.reshape(*shape, features)
     if sight.causal:
         earlier = None if sight.before is None else Past(sight.before, sight.document_before)
-        sums = _causal(q, k, v, sight.offset, sight.query_documents, sight.key_documents, earlier)
-    elif sight.query_documents is None:
-        sums = (q.flatten(2, 3) @ (k.mT @ v)).view(*shape, v.shape[-1])
-    else:
-        assert sight.key_documents is not None
-        assert sight.queries == sight.keys, "documents of one sequence"
-        # What stands before and what stands behind; the token itself is in both.
-        forward = _causal(q, k, v, 0, sight.query_documents, sight.key_documents)
-        turned = [x.flip(1) for x in (sight.query_documents, sight.key_documents)]
-        backward = _causal(q.flip(3), k.flip(2), v.flip(2), 0, turned[0], turned[1]).flip(3)
-        own = (q * k[:, :, None]).sum(-1, keepdim=True) * v[:, :, None]
-        sums = forward + backward - own
-    return sums.reshape(batch, heads, queries, -1)
+        return _causal(q, k, v, sight.offset, sight.key_documents, kernel, earlier)
+    if sight.query_documents is None:
+        return grouped(q, k.mT @ v)
+    assert sight.key_documents is not None
+    assert sight.queries == sight.keys, "documents of one sequence"
+    # What stands before and what stands behind; the token itself is in both.
+    forward = _causal(q, k, v, 0, sight.key_documents, kernel)
+    backward = _causal(q.flip(2), k.flip(2), v.flip(2), 0, sight.key_documents.flip(1), kernel).flip(2)
+    k, v = (spread(x, q.shape[1]) for x in (k, v))
+    return forward + backward - (q * k).sum(-1, keepdim=True) * v
+
+
+def decayed_sums(
+    q: Tensor, k: Tensor, v: Tensor, log_keep: Tensor, sight: Sight, *, kernel: str | None = None
+) -> Tensor:
+    """sum over j <= i of exp(d_(j+1) + ... + d_i) (q_i . k_j) v_j, causal: S_t = exp(d_t) S_(t-1) + k_t v_t^T.
+
+    Features q [B, H, T, F], k [B, H, S, F], v [B, H, S, K], d = log_keep [B, H, S] <= 0 -> [B, H, T, K].
+    """
+    assert sight.causal
+    # Earlier tokens have no query of their own here; a scan from the start serves them all.
+    q = F.pad(q, (0, 0, sight.offset, 0))
+    documents, chunk = sight.key_documents, min(CHUNK, sight.keys)
+    sums, _ = scan(q, k, v, log_decay=log_keep, documents=documents, chunk=chunk, implementation=kernel)
+    return sums[:, :, sight.offset :]
 
 
 def _causal(
@@ -70,71 +83,36 @@ def _causal(
     k: Tensor,
     v: Tensor,
     offset: int,
-    query_documents: Tensor | None,
-    key_documents: Tensor | None,
+    documents: Tensor | None,
+    kernel: str | None,
     earlier: Past | None = None,
 ) -> Tensor:
-    """q [B, G, R, T, F], k and v [B, G, S, ...] with S = offset + T -> [B, G, R, T, K]."""
-    repeats, queries = q.shape[2:4]
+    """q [B, H, T, F], k and v [B, G, S, ...], documents [B, S], with S = offset + T -> [B, H, T, K]."""
+    heads, queries = q.shape[1:3]
     assert offset + queries == k.shape[2], "causal queries are the last of the keys"
-    chunk = min(CHUNK, queries)
-    before = k[:, :, :offset]
-    documents, last = None, None
-    if query_documents is not None:
-        assert key_documents is not None
-        documents = chunks(key_documents[:, offset:, None], 1, chunk, -1)[..., 0]  # [B, N, C]
-        if offset:
-            last = key_documents[:, offset - 1]  # [B]
-            before = before * (key_documents[:, :offset] == last[:, None])[:, None, :, None]
-    state = before.mT @ v[:, :, :offset]  # [B, G, F, K]
+    state, last = None, None
+    if offset:
+        before = k[:, :, :offset]
+        if documents is not None:
+            last = documents[:, offset - 1]  # [B]
+            before = _left(before, documents[:, :offset])
+        state = before.mT @ v[:, :, :offset]  # [B, G, F, K]
     if earlier is not None:
         assert offset == 0, "a piece knows the past as a state"
-        state, last = earlier.states(_left(k, key_documents).mT @ v), earlier.document
-    keys, values = (chunks(x[:, :, offset:], 2, chunk) for x in (k, v))  # [B, G, N, C, ...]
-    rows = chunks(q, 3, chunk).transpose(2, 3).flatten(3, 4)  # [B, G, N, R*C, F]
-    within = rows @ keys.mT  # [B, G, N, R*C, C]
-    hidden = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
+        state, last = earlier.states(_left(k, documents).mT @ v), earlier.document
     if documents is not None:
-        hidden = hidden | (documents[:, :, :, None] != documents[:, :, None, :])  # [B, N, C, C]
-        hidden = hidden[:, None]
-    hidden = hidden.repeat(*(1,) * (hidden.ndim - 2), repeats, 1)
-    past = _states(keys, values, state, documents, last)  # [B, G, N, F, K]
-    carried = rows
-    if documents is not None:
-        carried = rows * _goes_on(documents, last).repeat(1, 1, repeats)[:, None, :, :, None]
-    sums = within.masked_fill(hidden, 0) @ values + carried @ past  # [B, G, N, R*C, K]
-    sums = sums.view(*sums.shape[:3], repeats, chunk, -1).transpose(2, 3).flatten(3, 4)
-    return sums[:, :, :, :queries]
+        documents = documents[:, offset:]
+        if state is not None and last is not None:
+            state = state * (last == documents[:, 0])[:, None, None, None]
+    k, v = (spread(x[:, :, offset:], heads) for x in (k, v))
+    state = None if state is None else spread(state, heads)
+    sums, _ = scan(q, k, v, documents=documents, state=state, chunk=min(CHUNK, queries), implementation=kernel)
+    return sums
 
 
 def _left(keys: Tensor, documents: Tensor | None) -> Tensor:
     """The keys [B, G, S, F] of each sequence's last document, zeros for the others."""
     return keys if documents is None else keys * (documents == documents[:, -1:])[:, None, :, None]
-
-
-def _states(keys: Tensor, values: Tensor, first: Tensor, documents: Tensor | None, last: Tensor | None) -> Tensor:
-    """The state that each chunk meets: of all chunks before it, or of the document in which the one before ended."""
-    if documents is None:
-        sums = keys[:, :, :-1].mT @ values[:, :, :-1]  # [B, G, N - 1, F, K]
-        return torch.cat((first[:, :, None], sums), 2).cumsum(2)
-    ends = documents[:, :, -1]  # [B, N]
-    own = documents == ends[:, :, None]  # [B, N, C]
-    sums = (keys * own[:, None, :, :, None]).mT @ values
-    states, state = [first], first
-    # Unbound at once: the backward of each index would fill the whole anew.
-    for at, added in enumerate(sums.unbind(2)[:-1]):
-        previous = last if at == 0 else ends[:, at - 1]
-        same = torch.ones_like(ends[:, 0]) if previous is None else (previous == ends[:, at])
-        state = state * same[:, None, None, None] + added
-        states.append(state)
-    return torch.stack(states, 2)
-
-
-def _goes_on(documents: Tensor, last: Tensor | None) -> Tensor:
-    """[B, N, C], true where a token's document is the one in which the chunk before ended."""
-    ends = documents[:, :-1, -1]
-    first = documents[:, :1, 0] if last is None else last[:, None]
-    return documents == torch.cat((first, ends), 1)[:, :, None]
 
 
 def chunks(x: Tensor, dim: int, size: int, value: int = 0) -> Tensor:

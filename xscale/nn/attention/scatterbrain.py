@@ -74,7 +74,8 @@ class Scatterbrain(Core):
         lift = q.square().sum(-1, keepdim=True) / 2 - top
         all_q, all_fq, all_lift = (self_aligned(x, sight) for x in (q, fq, lift))
         near = self._near(all_q, all_fq, all_lift, k, fk, ones, sight)
-        sums = linear_sums(fq, fk, ones, sight) + near[:, :, sight.offset :]
+        kernel = self.named.get("linear_attention")
+        sums = linear_sums(fq, fk, ones, sight, kernel=kernel) + near[:, :, sight.offset :]
         return (sums[..., :-1] / sums[..., -1:]).to(v.dtype)
 
     def _near(self, q: Tensor, fq: Tensor, lift: Tensor, k: Tensor, fk: Tensor, ones: Tensor, sight: Sight) -> Tensor:
