@@ -9,7 +9,19 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.conformance.made import HEAD_WIDTH, HEADS, LENGTH, close, core, numbered, other_from, qkv, run, slope_fits
+from tests.conformance.made import (
+    HEAD_WIDTH,
+    HEADS,
+    LENGTH,
+    close,
+    core,
+    drawn,
+    numbered,
+    other_from,
+    qkv,
+    run,
+    slope_fits,
+)
 from tests.families import each, example
 from xscale.core.registry import Entry
 from xscale.nn.attention import CORES
@@ -194,6 +206,12 @@ def test_a_bias_counts(entry: Entry[Any]) -> None:
         assert close(run(part, q, k, apart, bias=against)[:, 1, late], biased[:, 1, late]), "key 7 is still seen"
         assert close(biased[:, 0], whole[:, 0]), "another head's bias is heard"
         assert not close(biased[:, 1], whole[:, 1]), "the bias is not heard"
+        if part.by_distance:
+            place, line = torch.arange(LENGTH), drawn(4, 2 * LENGTH - 1)
+            wanted = run(part, q, k, v, bias=line[None, :, place[None] - place[:, None] + LENGTH - 1])
+            # Places behind the sequence fill up blocks.
+            found = run(part, q, k, v, bias_at=lambda after, line=line: line[:, (after + LENGTH - 1) % line.shape[1]])
+            assert close(found, wanted), "a bias by distance is another one than score by score"
 
 
 @each(CORES)

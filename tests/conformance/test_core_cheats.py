@@ -102,6 +102,17 @@ class Deaf(Written):
         return super().forward(q, k, v, replace(sight, bias=None))
 
 
+class Backwards(Written):
+    by_distance = True
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+        if sight.bias_at is not None:
+            place = torch.arange(sight.keys)
+            apart = place[:, None] - place[None]
+            sight = replace(sight, bias=sight.bias_at(apart.flatten()).unflatten(1, apart.shape)[None], bias_at=None)
+        return super().forward(q, k, v, sight)
+
+
 class Dice(Written):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
         return super().forward(q + 1e-6 * torch.randn_like(q), k, v, sight)
@@ -173,6 +184,7 @@ def test_an_honest_core_passes(check: Check) -> None:
         (Written, {"anchored": True}, suite.test_packed_documents_stay_apart),
         (Rough, {}, suite.test_exact_is_softmax),
         (Deaf, {}, suite.test_a_bias_counts),
+        (Backwards, {}, suite.test_a_bias_counts),
         (Dice, {}, suite.test_random_numbers_only_where_declared),
         (Written, {"random": True}, suite.test_random_numbers_only_where_declared),
         (CountsQueries, {}, suite.test_one_query_at_a_time_gives_the_same),

@@ -74,6 +74,13 @@ def test_a_style_of_its_own(style: str, core: dict[str, Any], pool: Pool) -> Non
     same(pool, one, 4, model, layout(style, mesh={"tp": 2}, zero={"stage": 3}))
 
 
+@pytest.mark.parametrize(("style", "position"), [("halo", "relative"), ("ulysses", "alibi")])
+def test_patterns_with_a_bias_by_distance(style: str, position: str, pool: Pool) -> None:
+    model = of_core({"kind": "block_sparse", "block": 2, "pattern": {"kind": "window", "window": 5}})
+    model["position"] = {"kind": position}
+    same(pool, alone(pool, model), 4, model, layout(style, mesh={"tp": 2}))
+
+
 @distributed(ranks=2)
 def test_every_core_gives_its_numbers_in_every_style_it_declares() -> None:
     """Outputs and gradients of a piece are those of the whole, cut: for each core, style, direction and documents."""

@@ -1,21 +1,28 @@
 """Block-sparse attention against the dense softmax under the layout's mask, in float64, forward and gradients."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.conformance.made import dims, drawn, ready, tokens
 from xscale.core.errors import ConfigError
 from xscale.nn.attention import CORES
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.sight import Sight
 from xscale.nn.dims import Dims
+from xscale.nn.mixer.attention import Attention
 from xscale.nn.pattern import PATTERNS, Pattern
 from xscale.nn.pattern.band import Band
 from xscale.nn.pattern.bigbird import BigBird
 from xscale.nn.pattern.fixed import Fixed
 from xscale.nn.pattern.grid import Grid
+from xscale.nn.pattern.window import Window
+from xscale.nn.position import POSITIONS
+from xscale.nn.tokens import Tokens
+from xscale_kernels.bench.measure import peak_bytes
 
 BLOCK = 8
 
@@ -114,6 +121,36 @@ def test_bias_and_its_gradient(shape: tuple[int, int]) -> None:
     bias.requires_grad_()
     for cap in (None, 1.5):
         agree(core_of(BigBird.Config(), soft_cap=cap), Sight(77, 77, True, bias=bias), others=(bias,))
+
+
+@pytest.mark.parametrize(("kind", "way"), [("alibi", "gather"), ("alibi", "kernel"), ("relative", "gather")])
+def test_positions_add_to_scores_without_a_number_for_each(kind: str, way: str) -> None:
+    """A mixer whose blocks cover all gives what softmax gives, at once and one token at a time; gradients too."""
+    config: dict[str, Any] = {"heads": 4, "kv_heads": 2}
+    about = dims(position=POSITIONS.get(kind).part.Config())
+    core = BlockSparse.Config(pattern=Window.Config(window=99), block=8, implementation=way)
+    sparse = ready(Attention(Attention.Config(core=core, **config), about))
+    whole = ready(Attention(Attention.Config(**config), about))
+    x, around = drawn(2, 50, 32), tokens(50)
+    found, wanted = sparse(x, around), whole(x, around)
+    torch.testing.assert_close(found, wanted)
+    grads = [torch.autograd.grad(y.sum(), list(m.parameters())) for y, m in ((found, sparse), (wanted, whole))]
+    for one, two in zip(*grads, strict=True):
+        torch.testing.assert_close(one, two)
+    cache: dict[str, Any] = {}
+    for first, end in ((0, 19), (19, 20), (20, 21), (21, 50)):
+        some = Tokens(around.ids[:, first:end], around.positions[:, first:end], cache=cache)
+        torch.testing.assert_close(sparse(x[:, first:end], some), wanted[:, first:end])
+
+
+@pytest.mark.parametrize("kind", ["alibi", "relative"])
+def test_a_bias_costs_no_number_for_each_score(kind: str) -> None:
+    about = dims(position=POSITIONS.get(kind).part.Config(), length=4096)
+    core = BlockSparse.Config(pattern=Window.Config(window=3), block=64)
+    part = ready(Attention(Attention.Config(heads=4, core=core), about)).float()
+    x, around = torch.randn(1, 4096, 32), tokens(4096, batch=1)
+    # One head's numbers for all scores would take 64 MiB.
+    assert peak_bytes(lambda: part(x, around).sum().backward(), "cpu") < 16 * 2**20
 
 
 def test_soft_cap() -> None:
@@ -222,6 +259,7 @@ def test_flex_is_refused_where_it_has_no_gradients() -> None:
 def test_which_implementation_runs() -> None:
     q, _, _ = inputs(77, 77)
     biased = Sight(77, 77, True, bias=torch.zeros(1, 4, 77, 77))
+    sloped = Sight(77, 77, True, bias_at=lambda after: -after.abs().expand(4, -1), falls=True)
     for name, sight, dropout, pattern, runs in [
         ("auto", Sight(77, 77, True), 0.0, Fixed.Config(), "gather"),
         ("kernel", Sight(77, 77, True), 0.0, Fixed.Config(), "kernel"),
@@ -229,6 +267,11 @@ def test_which_implementation_runs() -> None:
         ("kernel", Sight(77, 77, True), 0.1, Fixed.Config(), "gather"),
         ("kernel", Sight(5, 77, True, offset=72), 0.0, Fixed.Config(), "gather"),
         ("flex", biased, 0.0, Fixed.Config(), "gather"),
+        ("flex", sloped, 0.0, Fixed.Config(), "gather"),
+        ("kernel", biased, 0.0, Fixed.Config(), "gather"),
+        ("kernel", sloped, 0.0, Fixed.Config(), "kernel"),
+        ("kernel", sloped, 0.0, Band.Config(), "gather"),
+        ("kernel", replace(sloped, falls=False), 0.0, Fixed.Config(), "gather"),
     ]:
         core = core_of(pattern, implementation=name)
         assert core._implementation(q, sight, dropout, core._grid(sight, 4, 0)) == runs

@@ -20,18 +20,19 @@ from xscale.nn.position.relative import Relative
 NAMES = PATTERNS.names()
 
 
-def positions(kind: str, heads: int, length: int, causal: bool) -> Tensor | None:
-    """[1, H, T, T]: none, ALiBi's slopes, or T5's buckets with drawn numbers."""
+def added(kind: str, heads: int, length: int, causal: bool) -> tuple[Tensor | None, list[Tensor], Any]:
+    """[1, H, T, T]: none, ALiBi's slopes or T5's buckets with drawn numbers; these numbers; the same by distance."""
     place = torch.arange(length)
     if kind == "none":
-        return None
+        return None, [], None
     if kind == "alibi":
-        distance = (place[:, None] - place[None]).abs()
-        return -torch.tensor(slopes(heads), dtype=torch.float64)[None, :, None, None] * distance
+        slope = torch.tensor(slopes(heads), dtype=torch.float64)[:, None]
+        dense = -slope[None, :, :, None] * (place[:, None] - place[None]).abs()
+        return dense, [], lambda after: -slope * after.abs()
     dims = Dims(width=8, depth=1, vocabulary=2, length=length, causal=causal, std=1.0)
     part = Relative(Relative.Config(), dims, heads)
     materialize(part, 0, dtype=torch.float64)
-    return part.bias(place[None], place[None])
+    return part.bias(place[None], place[None]), [part.weight], part.bias_at
 
 
 def seen_by(core: BlockSparse, sight: Sight, heads: int, block: int) -> Tensor:
@@ -73,12 +74,14 @@ def kept(core: BlockSparse, q: Tensor, k: Tensor, sight: Sight, weights: Tensor,
     causal=some.booleans(),
     cap=some.sampled_from([None, 2.0]),
     bias=some.sampled_from(["none", "alibi", "buckets"]),
+    by_distance=some.booleans(),
     starts=some.lists(some.integers(1, 89), max_size=3),
     dropout=some.sampled_from([0.0, 0.0, 0.4]),
     seed=some.integers(0, 99),
 )
-@example("bigbird", 77, 256, 16, (4, 2), True, 2.0, "buckets", [13, 40], 0.4, 1)
-@example("band", 90, 40, 24, (4, 2), False, None, "alibi", [7], 0.4, 2)
+@example("bigbird", 77, 256, 16, (4, 2), True, 2.0, "buckets", False, [13, 40], 0.4, 1)
+@example("bigbird", 77, 256, 16, (4, 2), True, 2.0, "buckets", True, [13, 40], 0.4, 1)
+@example("band", 90, 40, 24, (4, 2), False, None, "alibi", True, [7], 0.4, 2)
 def test_it_is_the_dense_softmax_over_what_is_seen(
     name: str,
     length: int,
@@ -88,6 +91,7 @@ def test_it_is_the_dense_softmax_over_what_is_seen(
     causal: bool,
     cap: float | None,
     bias: str,
+    by_distance: bool,
     starts: list[int],
     dropout: float,
     seed: int,
@@ -104,13 +108,15 @@ def test_it_is_the_dense_softmax_over_what_is_seen(
     documents = sum(((torch.arange(length) >= start).long() for start in starts), torch.zeros(length).long())
     documents = documents.expand(2, -1)
     extra: dict[str, Any] = {"query_documents": documents, "key_documents": documents} if starts else {}
-    sight = Sight(length, length, causal, bias=positions(bias, heads, length, causal), dropout=dropout, **extra)
+    numbers, table, bias_at = added(bias, heads, length, causal)
+    extra |= {"bias_at": bias_at} if by_distance else {"bias": numbers}
+    sight = Sight(length, length, causal, dropout=dropout, **extra)
     torch.manual_seed(seed)
     out = core(q, k, v, sight)
     spread_k, spread_v = (x.repeat_interleave(heads // keys, 1) for x in (k, v))
     scores = q @ spread_k.mT * width**-0.5
     scores = scores if cap is None else cap * torch.tanh(scores / cap)
-    scores = scores if sight.bias is None else scores + sight.bias
+    scores = scores if numbers is None else scores + numbers
     seen = seen_by(core, sight, heads, block)
     # A query that sees nothing gets zeros.
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(0.0)
@@ -119,5 +125,8 @@ def test_it_is_the_dense_softmax_over_what_is_seen(
     wanted = weights @ spread_v
     torch.testing.assert_close(out, wanted, rtol=1e-9, atol=1e-9)
     above = torch.randn(out.shape, generator=generator, dtype=out.dtype)
-    for one, two in zip(*(torch.autograd.grad(x, (q, k, v), above) for x in (out, wanted)), strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-8, atol=1e-9)
+    leaves = (q, k, v, *table)
+    # Both were made of one table.
+    grads = [torch.autograd.grad(x, leaves, above, retain_graph=True) for x in (out, wanted)]
+    for one, two in zip(*grads, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-8, atol=1e-8)

@@ -52,6 +52,9 @@ class CoreTraits:
 class Core(Part):
     """Built as `Core(config, dims, heads, head_width)`."""
 
+    by_distance = False
+    """Whether a bias that depends on distances alone comes as `Sight.bias_at`, and is never made for every score."""
+
     def __init__(self, config: Any, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__()
         self.causal = dims.causal and not dims.cross

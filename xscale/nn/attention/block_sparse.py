@@ -12,6 +12,7 @@ from torch import Tensor
 from xscale.core.config import Slot
 from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention import CORES, Core, CoreTraits
+from xscale.nn.attention.added import Line
 from xscale.nn.attention.blocks import Plan, Ways, plan_of
 from xscale.nn.attention.flex import Flex
 from xscale.nn.attention.gather import NOBODY, Documents, Hidden, Rule, attend
@@ -41,6 +42,8 @@ from xscale_kernels.select import choose
     ),
 )
 class BlockSparse(Core):
+    by_distance = True
+
     class Config(Core.Config):
         pattern: Annotated[Pattern.Config, Slot(PATTERNS)] = Fixed.Config()
         """Which blocks see which."""
@@ -51,7 +54,7 @@ class BlockSparse(Core):
         implementation: Literal["auto", "gather", "kernel", "flex"] = "auto"
         """gather: torch operators on the blocks that are there; kernel: the fused operator; flex: FlexAttention; auto:
         on CUDA kernel, or flex where a pattern has token rules, else gather. While decoding, and with dropout or a
-        bias, which the other two have not, it is gather."""
+        bias, which the other two have not, it is gather; but for ALiBi's slopes, which the kernel has."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)
@@ -98,7 +101,15 @@ class BlockSparse(Core):
 
     def _implementation(self, q: Tensor, sight: Sight, dropout: float, grid: Grid) -> str:
         wanted = self.config.implementation
-        if sight.bias is not None or dropout or sight.queries != sight.keys or (wanted == "auto" and not q.is_cuda):
+        biased = sight.bias is not None or sight.bias_at is not None
+        if (
+            (biased and not sight.falls)
+            or dropout
+            or sight.queries != sight.keys
+            or (wanted == "auto" and not q.is_cuda)
+        ):
+            return "gather"
+        if wanted == "flex" and biased:
             return "gather"
         if wanted == "flex" and (reason := self._flex.refusal(q)):
             fix = "Take auto, or gather."
@@ -109,7 +120,7 @@ class BlockSparse(Core):
                 layout is None
                 or choose("block sparse", IMPLEMENTATIONS, None, q, q, layout).implementation.name == "reference"
             ):
-                return "gather" if self._flex.refusal(q) else "flex"
+                return "gather" if biased or self._flex.refusal(q) else "flex"
             return "kernel"
         return wanted
 
@@ -129,6 +140,10 @@ class BlockSparse(Core):
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight, grid: Grid) -> Tensor:
         layout = self._kernel_layout(grid, q.device)
         assert layout is not None
+        slopes = None
+        if sight.bias_at is not None:
+            # What one token of distance costs.
+            slopes = -sight.bias_at(torch.ones(1, dtype=torch.long, device=q.device))[:, 0]
         return block_sparse_attention(
             q,
             k,
@@ -136,6 +151,7 @@ class BlockSparse(Core):
             layout,
             causal=sight.causal,
             softcap=self.config.soft_cap,
+            slopes=slopes,
             query_documents=sight.query_documents,
             key_documents=sight.key_documents,
         )
@@ -153,7 +169,10 @@ class BlockSparse(Core):
         plan, ways = self._plan(grid, q.device, single)
         hidden = replace(_hidden(q, sight, block, size, before), ways=ways, first_query=sight.offset - before)
         bias = None
-        if sight.bias is not None:
+        if sight.bias_at is not None:
+            distances = Line.distances(hidden.first_query, queries.shape[2], size, keys.shape[2] * block)
+            bias = sight.bias_at(torch.arange(distances.start, distances.stop, device=q.device))
+        elif sight.bias is not None:
             bias = _pad(_pad(sight.bias, 2, before, size), 3, 0, block)
             bias = _split(_split(bias, 3, block), 2, size)  # [B or 1, H, rows, Q, N, b]
         # The seed comes from torch's own stream, so that noise is a function of where the trainer put it.

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from xscale.nn.attention.added import Added, Line, Whole
 from xscale.nn.attention.blocks import Chunk, Plan, Ways
 from xscale.nn.eager import eager
 
@@ -96,8 +97,8 @@ def attend(
 ) -> Tensor:
     """q [B, H, rows, Q, K], k and v [B, G, columns, b, K] -> [B, H, rows, Q, K]; a query that sees nothing gets zero.
 
-    `bias` [B or 1, H or 1, rows, Q, columns, b] is added to the scores. A compiler stops here: it would unroll the loop
-    over chunks into one graph.
+    `bias` is added to the scores: [B or 1, H or 1, rows, Q, columns, b], or by distance, [H, N] as `Line` has it. A
+    compiler stops here: it would unroll the loop over chunks into one graph.
     """
     out: Tensor = _Attend.apply(q, k, v, bias, plan, hidden, rule)  # type: ignore[no-untyped-call]
     return out
@@ -135,7 +136,9 @@ class _Attend(torch.autograd.Function):
         dq = torch.empty_like(work.q) if work.plan.full else torch.zeros_like(work.q)
         dk = torch.zeros_like(work.k, dtype=work.wide)
         dv = torch.zeros_like(work.v, dtype=work.wide)
-        dbias = torch.zeros_like(bias) if bias is not None and context.needs_input_grad[3] else None
+        dbias = None
+        if bias is not None and context.needs_input_grad[3]:
+            dbias = torch.zeros_like(bias, memory_format=torch.contiguous_format)
         for chunk in work.chunks:
             above = work.select("above", gradient, chunk.units)  # [U, Q, K]
             queries, keys = work.queries(chunk), work.gather("keys", chunk)  # [U, Q, K], [U, d*b, K]
@@ -148,7 +151,8 @@ class _Attend(torch.autograd.Function):
             dscores = work.dropped(raised.to(work.wide), chunk)
             dscores = dscores.sub_(inner).mul_(weights)
             if dbias is not None:
-                work.add_bias(dbias, dscores, chunk)
+                assert work.bias is not None
+                work.bias.add(dbias, dscores, chunk)
             dscores = work.cast(dscores if slope is None else dscores.mul_(slope))
             mixed = work.product("mixed", dscores, keys).mul_(work.rule.scale)
             dq.index_copy_(0, chunk.units, mixed.to(dq.dtype))
@@ -172,7 +176,11 @@ class _Work:
         batch, heads = q.shape[:2]
         groups, self.block = k.shape[1], k.shape[3]
         self.q, self.k, self.v = (x.reshape(-1, *x.shape[3:]) for x in (q, k, v))
-        self.bias, self.plan, self.hidden, self.rule = bias, plan, hidden, rule
+        self.plan, self.hidden, self.rule = plan, hidden, rule
+        self.bias: Added | None = None
+        if bias is not None:
+            line = Line(bias, q.shape[2], q.shape[3], self.block)
+            self.bias = line if bias.ndim == 2 else Whole(bias)
         # Half precision: products of a GPU add up in float32 anyway; a CPU has no fast ones, so widen at once.
         half = q.dtype in (torch.bfloat16, torch.float16)
         self.wide = torch.float32 if half else q.dtype
@@ -223,7 +231,7 @@ class _Work:
             slope = 1 - scores.square()
             scores = scores.mul_(cap)
         if self.bias is not None:
-            scores = scores.add_(self._bias_of(self.bias, chunk))
+            scores = scores.add_(self.bias.of(chunk))
         if not self.plain:
             scores.mul_(LOG2E)
         self._hide(scores, chunk)
@@ -259,22 +267,6 @@ class _Work:
             seen = blocks.repeat_interleave(block, 1)[:, None]  # [U, 1, d*b]
             shown |= seen if rule is None else seen & rule(i, j)
         return shown
-
-    def _bias_place(self, bias: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        batch = chunk.batch if bias.shape[0] > 1 else torch.zeros_like(chunk.batch)
-        heads = chunk.heads if bias.shape[1] > 1 else torch.zeros_like(chunk.heads)
-        return batch[:, None], heads[:, None], chunk.rows[:, None], chunk.columns
-
-    def _bias_of(self, bias: Tensor, chunk: Chunk) -> Tensor:
-        batch, heads, rows, columns = self._bias_place(bias, chunk)
-        return bias[batch, heads, rows, :, columns].transpose(1, 2).flatten(2).to(self.wide)  # [U, Q, d*b]
-
-    def add_bias(self, sums: Tensor, parts: Tensor, chunk: Chunk) -> None:
-        """Add parts [U, Q, d*b] where `_bias_of` read."""
-        batch, heads, rows, columns = self._bias_place(sums, chunk)
-        blocks = parts.view(*parts.shape[:2], -1, self.block).transpose(1, 2)  # [U, d, Q, b]
-        moved = sums.permute(0, 1, 2, 4, 3, 5)  # [B, H, rows, columns, Q, b]
-        moved.index_put_((batch, heads, rows, columns), blocks.to(sums.dtype), accumulate=True)
 
     def dropped(self, weights: Tensor, chunk: Chunk) -> Tensor:
         """Weights with some dropped and the rest scaled up, the same ones each time a chunk asks; itself without."""

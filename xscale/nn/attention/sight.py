@@ -25,6 +25,11 @@ class Sight:
     """[B, S]."""
     bias: Tensor | None = None
     """[B or 1, H, T, S] added to the scores."""
+    bias_at: Callable[[Tensor], Tensor] | None = None
+    """In its place, for the cores that are `by_distance`: from how far keys stand behind a query [N] (less than nothing
+    for those before it) to what is added, [H, N]."""
+    falls: bool = False
+    """Whether `bias_at` is minus a slope for each head times the distance."""
     dropout: float = 0.0
     """Share of the attention weights that training drops."""
     tally: Tally | None = None
@@ -39,7 +44,7 @@ class Sight:
     @property
     def plain(self) -> bool:
         """The order alone decides, from the start: no documents, no bias, no cache."""
-        return self.query_documents is None and self.bias is None and self.offset == 0
+        return self.query_documents is None and self.bias is None and self.bias_at is None and self.offset == 0
 
     @cached_property
     def mask(self) -> Tensor | None:

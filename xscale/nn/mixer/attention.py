@@ -69,8 +69,13 @@ class Attention(Mixer):
         """From q, k and the tokens of both to who sees whom: a seam, as `attend`."""
         # Positions of two sequences cannot be compared, so cross attention has none.
         self.position: Position | None = None
+        self.by_distance = False
         if dims.position is not None and not dims.cross:
             self.position = POSITIONS.build(dims.position, dims, heads, self.head_width)
+            # Within a document positions count tokens, so places tell distances.
+            self.by_distance = (
+                self.position.biases and self.core.by_distance and POSITIONS.of(dims.position).traits.relative
+            )
 
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
@@ -179,7 +184,9 @@ class Attention(Mixer):
                 offset=0 if self.cross else k.shape[2] - q.shape[2],
                 query_documents=tokens.documents if documents else None,
                 key_documents=key_tokens.documents if documents else None,
-                bias=self._bias(k, tokens) if biased else None,
+                bias=self._bias(k, tokens) if biased and not self.by_distance else None,
+                bias_at=self.position.bias_at if self.position is not None and self.by_distance else None,
+                falls=self.position is not None and self.position.falls and self.by_distance,
                 dropout=0.0 if tokens.noise is None else self.dropout,
                 tally=tokens.tally,
             )

@@ -29,6 +29,8 @@ class Position(Part):
 
     biases = False
     """Whether `bias` gives something: where = bias."""
+    falls = False
+    """Whether it is minus a fixed slope for each head times the distance."""
 
     def embed(self, x: Tensor, tokens: Tokens) -> Tensor:
         """[B, T, D] -> [B, T, D]: where = input."""
@@ -41,6 +43,12 @@ class Position(Part):
     def bias(self, queries: Tensor, keys: Tensor) -> Tensor | None:
         """Positions [B, T] and [B, S] -> what is added to the scores, [B or 1, H, T, S]: where = bias."""
         return None
+
+    def bias_at(self, after: Tensor) -> Tensor:
+        """How far keys stand behind a query [N] -> what is added to their scores, [H, N]: where = bias, relative."""
+        found = self.bias(after.new_zeros(1, 1), after[None])
+        assert found is not None
+        return found[0, :, 0]
 
 
 POSITIONS = Family("position", PositionTraits)

@@ -10,6 +10,7 @@ from xscale.nn.position import POSITIONS, Position, PositionTraits
 @POSITIONS.register("alibi", traits=PositionTraits(where="bias", relative=True, extrapolates=True, cost="H*T*S"))
 class Alibi(Position):
     biases = True
+    falls = True
 
     def __init__(self, config: Position.Config, dims: Dims, heads: int = 0, head_width: int = 0) -> None:
         super().__init__()

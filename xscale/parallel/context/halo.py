@@ -69,8 +69,10 @@ class Halo:
         if first == end:
             # The padding behind a sequence that ends before this rank; it must still take part in the gradients.
             return q * 0 + (k.sum() + v.sum()) * 0
-        documents, bias = sight.rows.whole.documents, None
-        if sight.position is not None:
+        documents, bias, bias_at = sight.rows.whole.documents, None, None
+        if sight.position is not None and sight.by_distance:
+            bias_at = sight.position.bias_at
+        elif sight.position is not None:
             positions = sight.rows.whole.positions
             bias = sight.bias_of(positions[:, first:end], positions[:, :end])
         here = Sight(
@@ -81,6 +83,7 @@ class Halo:
             query_documents=None if documents is None else documents[:, first:end],
             key_documents=None if documents is None else documents[:, :end],
             bias=bias,
+            bias_at=bias_at,
         )
         o: Tensor = self.core(q[:, :, : end - first], k, v, here)
         return torch.nn.functional.pad(o, (0, 0, 0, size - (end - first)))

@@ -21,6 +21,8 @@ class PieceSight(Sight):
     """Tokens of the keys."""
     position: Position | None = None
     """Where scores have a bias, what gives it."""
+    by_distance: bool = False
+    """Whether the core takes it by distance."""
 
     def whole(self, first_head: int, heads: int) -> Sight:
         """The view of all queries on all keys, for some of the heads that are here."""
@@ -37,8 +39,11 @@ class PieceSight(Sight):
                 tally=self.rows.tally,
             )
         plain: Sight = self.rows.memo[key]
+        position, some = self.position, slice(first_head, first_head + heads)
+        if position is not None and self.by_distance:
+            return replace(plain, bias_at=lambda after: position.bias_at(after)[some], falls=position.falls)
         bias = self.bias_of(self.rows.whole.positions, self.columns.whole.positions)
-        return plain if bias is None else replace(plain, bias=bias[:, first_head : first_head + heads])
+        return plain if bias is None else replace(plain, bias=bias[:, some])
 
     def bias_of(self, queries: Tensor, keys: Tensor) -> Tensor | None:
         """[B or 1, H, T, S] for some queries' and some keys' positions."""
@@ -66,4 +71,5 @@ class View:
             rows=tokens,
             columns=key_tokens,
             position=attention.position if biased else None,
+            by_distance=attention.by_distance,
         )
