@@ -108,6 +108,24 @@ def test_rows_and_the_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert len(found["commit"]) == 40
 
 
+def test_block_sparse_stands_beside_dense_attention_with_the_pattern_and_without() -> None:
+    """`eager` is the same result by torch's fused attention, `sdpa` another one; the table says which is which."""
+    import xscale_kernels.block_sparse_attention.bench as bench
+    from xscale_kernels.bench.case import BothWays
+
+    case = bench.cases("cpu")[0]
+    assert set(case.says) == {"eager", "sdpa"} < set(case.ways)
+    outs = {}
+    for name in ("cpu", "eager", "sdpa"):
+        way = case.ways[name]
+        assert isinstance(way, BothWays)
+        outs[name] = way.function(*way.inputs)
+    torch.testing.assert_close(outs["cpu"], outs["eager"])
+    assert not torch.allclose(outs["cpu"], outs["sdpa"], atol=1e-2)
+    text = table([row("eager", says="with the pattern"), row("eager", says="with the pattern"), row("cpu")])
+    assert text.splitlines()[4:] == ["eager: with the pattern"]
+
+
 def test_memory_is_how_far_it_rises() -> None:
     assert 4e6 <= peak_bytes(lambda: torch.ones(10**6), "cpu") < 5e6
     assert 8e6 <= peak_bytes(lambda: torch.ones(10**6) + torch.ones(10**6).sum(), "cpu") < 13e6

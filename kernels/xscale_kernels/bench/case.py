@@ -25,6 +25,8 @@ class Case:
     """Bytes that any way must move: each input and output once, forward and backward."""
     at: Mapping[str, float] = field(default_factory=dict)
     """Where the case stands on the axes of plots: length, density, vocabulary ..."""
+    says: Mapping[str, str] = field(default_factory=dict)
+    """Way to what it computes, where its name could be taken for something else."""
 
 
 class BothWays:

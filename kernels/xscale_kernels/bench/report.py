@@ -52,6 +52,8 @@ class Row:
     """Why there is no number."""
     at: Mapping[str, float] = field(default_factory=dict)
     """Where the case stands on the axes of plots."""
+    says: str = ""
+    """What this way computes, where its name could be taken for something else."""
 
 
 def gate(operator: str) -> None:
@@ -107,6 +109,7 @@ def _rows(operator: str, case: Case, device: str, against: str, limits: tuple[fl
             memory[name],
             least / times[name] if least else None,
             at=case.at,
+            says=case.says.get(name, ""),
         )
         if name in times
         else Row(operator, case.label, name, None, against, None, None, None, refused[name], case.at)
@@ -135,7 +138,7 @@ def run(operator: str, device: str = "cpu", against: Sequence[str] = ("eager",))
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as text, one line each."""
+    """The rows as text, one line each, and what the ways are that say so."""
     lines = [f"{'case':44} {'way':10} {'ms':>10} {'speed-up':>9} {'MB':>9} {'of ceiling':>10}"]
     for row in rows:
         if row.milliseconds is None:
@@ -146,6 +149,7 @@ def table(rows: Sequence[Row]) -> str:
         lines.append(
             f"{row.case:44} {row.way:10} {row.milliseconds:10.3f} {speedup:>9} {row.megabytes or 0:9.1f} {ceiling:>10}"
         )
+    lines += [f"{way}: {what}" for way, what in {row.way: row.says for row in rows if row.says}.items()]
     return "\n".join(lines)
 
 
