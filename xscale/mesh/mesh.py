@@ -137,22 +137,66 @@ def lay_out(
     place: Place, degrees: Degrees, device: torch.device, timeout: datetime.timedelta, background_by: str = "gloo"
 ) -> Mesh:
     """The axes over a process group that is already there."""
+    groups = _Groups(place, timeout)
     dense, experts, replicas, expert_replicas = grids(degrees)
     meshes = (
-        DeviceMesh(device.type, dense, mesh_dim_names=DENSE),
-        DeviceMesh(device.type, experts, mesh_dim_names=EXPERTS),
-        DeviceMesh(device.type, replicas, mesh_dim_names=DENSE),
-        DeviceMesh(device.type, expert_replicas, mesh_dim_names=EXPERTS),
+        groups.mesh(device.type, dense, DENSE),
+        groups.mesh(device.type, experts, EXPERTS),
+        groups.mesh(device.type, replicas, DENSE),
+        groups.mesh(device.type, expert_replicas, EXPERTS),
     )
     background = dist.new_group(backend=background_by, timeout=timeout)
-    context = None
-    if degrees.cp > 1:
-        context = dist.new_subgroups_by_enumeration(degrees.lines("cp"), timeout=timeout)[0]  # type: ignore[no-untyped-call]
+    context = groups.made(degrees.lines("cp"), "context") if degrees.cp > 1 else None
     forth = back = None
     if degrees.pp > 1:
-        lines = degrees.lines("pp")
-        forth, back = (dist.new_subgroups_by_enumeration(lines, timeout)[0] for _ in range(2))  # type: ignore[no-untyped-call]
+        forth, back = (groups.made(degrees.lines("pp"), way) for way in ("forth", "back"))
     return Mesh(place, degrees, device, *meshes, background, context, timeout, forth, back)
+
+
+SAME = {"expert_shard": "dp_shard"}
+"""Where the same ranks meet on both, no expert is spread otherwise than the rest, and only one of them is used."""
+Lines = list[list[int]]
+"""All ranks of a run, dealt to groups."""
+
+
+class _Groups:
+    """Process groups for the axes of several meshes. Collective.
+
+    A DeviceMesh by itself makes one for each line of each of its axes, lines of one rank too: twenty for each rank of
+    a run, with three threads each under gloo, and thousands that a rank is not in. Here axes of one name share theirs
+    where the same ranks meet on them, all that have one rank share one, and a rank only makes those that it is in.
+    Axes of different names do not share: what they send may go on at the same time.
+    """
+
+    def __init__(self, place: Place, timeout: datetime.timedelta) -> None:
+        self.place, self.timeout = place, timeout
+        self.known: dict[tuple[str, str], dist.ProcessGroup] = {}
+
+    def mesh(self, device: str, grid: Tensor, names: tuple[str, ...]) -> DeviceMesh:
+        """A mesh of all ranks, with a group for each axis."""
+        groups = [
+            self._of(grid.movedim(dim, -1).flatten(0, -2).tolist(), SAME.get(name, name))
+            for dim, name in enumerate(names)
+        ]
+        return DeviceMesh.from_group(groups, device, grid, mesh_dim_names=names)
+
+    def _of(self, lines: Lines, name: str) -> dist.ProcessGroup:
+        if len(lines) == 1:
+            everyone = dist.group.WORLD
+            assert everyone is not None
+            return everyone
+        key = ("alone", "") if len(lines) == self.place.world else (name, str(sorted(lines)))
+        if key not in self.known:
+            self.known[key] = self.made(lines, key[0])
+        return self.known[key]
+
+    def made(self, lines: Lines, name: str) -> dist.ProcessGroup:
+        """A new group of this rank's line; every rank makes its own, so that all have made as many."""
+        mine = next(line for line in lines if self.place.rank in line)
+        group: dist.ProcessGroup = dist.new_group(
+            mine, self.timeout, use_local_synchronization=True, group_desc=f"mesh_{name}"
+        )
+        return group
 
 
 def grids(degrees: Degrees) -> tuple[Tensor, Tensor, Tensor, Tensor]:

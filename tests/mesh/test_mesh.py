@@ -1,0 +1,77 @@
+"""The groups behind the axes of a mesh: the right ranks, few of them, and the same on every rank."""
+
+import datetime
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from tests.distributed import Pool
+from xscale.mesh.axes import DENSE, EXPERTS, Degrees
+from xscale.mesh.environment import Place, place
+from xscale.mesh.groups import groups_of
+from xscale.mesh.mesh import Mesh, grids, lay_out, pretend
+
+LAYOUTS = {
+    "pp-tp-ep": Degrees(pp=2, dp_shard=2, tp=2, ep=2),
+    "copies": Degrees(dp_replicate=2, dp_shard=4, ep=2),
+    "order": Degrees(dp_shard=2, cp=2, tp=2, ep=4, order=("tp", "cp", "dp_shard", "dp_replicate", "pp")),
+    "whole-experts": Degrees(dp_shard=4, tp=2, ep=2, tp_in_experts=False),
+}
+
+
+def laid_out(degrees: Degrees) -> Mesh:
+    return lay_out(place(), degrees, torch.device("cpu"), datetime.timedelta(seconds=60))
+
+
+def spoken(degrees: Degrees) -> tuple[dict[str, list[int]], int, float]:
+    """The ranks of each axis of each mesh, how many groups this rank is in, and what a sum over some of them gives."""
+    mesh = laid_out(degrees)
+    found = {}
+    for name, one, axes in zip(
+        "deri", (mesh.dense, mesh.experts, mesh.replicas, mesh.expert_replicas), 2 * (DENSE, EXPERTS), strict=True
+    ):
+        assert one is not None
+        for axis in axes:
+            found[f"{name}/{axis}"] = dist.get_process_group_ranks(one[axis].get_group())
+    total = torch.tensor([float(mesh.place.rank)])
+    assert mesh.dense is not None
+    dist.all_reduce(total, group=mesh.dense["tp"].get_group())
+    return found, len(distributed_c10d._world.pg_map), total.item()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_axis_s_group_is_the_line_of_its_mesh(name: str, pool: Pool) -> None:
+    degrees = LAYOUTS[name]
+    answers = pool.run(spoken, 8, degrees)
+    for rank, (found, count, total) in enumerate(answers):
+        for letter, grid, axes in zip("deri", grids(degrees), 2 * (DENSE, EXPERTS), strict=True):
+            for dim, axis in enumerate(axes):
+                lines = grid.movedim(dim, -1).flatten(0, -2).tolist()
+                assert found[f"{letter}/{axis}"] == next(line for line in lines if rank in line), (letter, axis)
+        # Torch's own way is 4 x 5, and the two of all ranks; and for each way of a pipeline.
+        assert count <= 12, count
+        assert total == sum(found["d/tp"])
+    assert len({count for _, count, _ in answers}) == 1
+
+
+def test_axes_of_one_name_share_and_others_do_not() -> None:
+    """dp and ep have the same ranks here: rows that travel to experts must not wait for gradients."""
+    degrees = Degrees(pp=2, dp_shard=4, ep=4)
+    with pretend(Place(0, 8), degrees) as mesh:
+        assert mesh.dense is not None
+        assert mesh.experts is not None
+        dp, ep = (one.get_group() for one in (mesh.dense["dp_shard"], mesh.experts["ep"]))
+        assert dist.get_process_group_ranks(dp) == dist.get_process_group_ranks(ep)
+        assert dp.group_name != ep.group_name
+        assert mesh.dense["pp"].get_group().group_name == mesh.experts["pp"].get_group().group_name
+        assert mesh.dense["tp"].get_group().size() == 1
+        assert {one.axis for one in groups_of(mesh).values() if len(one.ranks) > 1} == {"pp", "dp", "ep", "all"}
+
+
+def test_thousands_of_ranks_are_laid_out_at_once() -> None:
+    """A rank makes only the groups that it is in, however many there are."""
+    degrees = Degrees(pp=8, dp_shard=32, tp=8, ep=32)
+    with pretend(Place(5, 2048), degrees):
+        assert len(distributed_c10d._world.pg_map) <= 12
