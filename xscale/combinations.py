@@ -59,6 +59,7 @@ def rows() -> dict[str, tuple[Section, str]]:
         "block-sparse core": ({}, "patterns"),
         "linear core": ({}, "linear"),
         "recomputation": ({"recompute": {"every": 1}}, "decoder"),
+        "selective recomputation": ({"recompute": {"every": 1, "keep": "products"}}, "decoder"),
         "`torch.compile`": ({"compile": True}, "decoder"),
     }
 

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from tests.parallel.against_one import asked
-from tests.parallel.models import MODELS, changed
+from tests.parallel.models import MODELS, SHALLOW, changed
 
 Sections = dict[str, Any]
 AXES: dict[str, dict[str, Sections]] = {
@@ -61,7 +61,13 @@ LARGER = (
     "copies 1f1b sequence zero1",
 )
 """What people run, up to eight ranks."""
-HABITS: dict[str, tuple[Any, ...]] = {"recompute": (0, 1, 2), "clip": (0.5, None), "tied": (None, True, False)}
+SELECTIVE = -1
+"""In the place of a period of recomputation: every block, which keeps what its products gave."""
+HABITS: dict[str, tuple[Any, ...]] = {
+    "recompute": (0, 1, 2, SELECTIVE),
+    "clip": (0.5, None),
+    "tied": (None, True, False),
+}
 """What no axis knows of; the first of each is a plain run. `tied` None: as the model has it."""
 
 
@@ -78,13 +84,19 @@ class Case:
     """Sequences of a micro-batch."""
 
     def __str__(self) -> str:
-        habits = [f"recompute{self.recompute}"] * bool(self.recompute) + ["unclipped"] * (self.clip is None)
+        period = "selective" if self.recompute == SELECTIVE else f"recompute{self.recompute}"
+        habits = [period] * bool(self.recompute) + ["unclipped"] * (self.clip is None)
         habits += [] if self.tied is None else ["tied" if self.tied else "untied"]
         return "-".join((self.model, *self.options, *habits))
 
     @property
+    def deep(self) -> bool:
+        """Whether the model has all its blocks; without stages one of each kind shows as much in half the time."""
+        return any(OPTIONS[option] == "pp" for option in self.options)
+
+    @property
     def network(self) -> Sections:
-        made = MODELS[self.model]
+        made = MODELS[self.model] if self.deep else SHALLOW[self.model]
         return made if self.tied is None else changed(made, tied=self.tied)
 
     @property
@@ -98,7 +110,9 @@ class Case:
         if self.ep > self.folded:
             # Experts are folded over ranks that are there anyhow, or over more of them.
             mesh["dp_shard"] = 2
-        if self.recompute:
+        if self.recompute == SELECTIVE:
+            found["recompute"] = {"every": 1, "keep": "products"}
+        elif self.recompute:
             found["recompute"] = {"every": self.recompute}
         return found
 

@@ -72,10 +72,6 @@ PAIR: Model = {
 }
 """One table for both ways in and the head; two stacks with different norms; a memory that every block reads."""
 
-MODELS = {"dense": DENSE, "mixture": MIXTURE, "pair": PAIR}
-OBJECTIVES = {"decoder": "causal", "encoder": "masked", "encoder_decoder": "span"}
-"""What each kind of model learns by."""
-
 
 def changed(model: Model, **values: Any) -> Model:
     """A copy in which `stack__block__mixer__heads=2` has set that key; a number is a place in a list."""
@@ -87,6 +83,17 @@ def changed(model: Model, **values: Any) -> Model:
             at = at[int(word)] if isinstance(at, list) else at.setdefault(word, {})
         at[last] = value
     return made
+
+
+MODELS = {"dense": DENSE, "mixture": MIXTURE, "pair": PAIR}
+SHALLOW = {
+    "dense": changed(DENSE, stack__depth=2),
+    "mixture": changed(MIXTURE, stack__depth=2),
+    "pair": changed(PAIR, encoder__depth=1, decoder__depth=2),
+}
+"""With as many blocks as they have kinds of them."""
+OBJECTIVES = {"decoder": "causal", "encoder": "masked", "encoder_decoder": "span"}
+"""What each kind of model learns by."""
 
 
 SPARSE = changed(

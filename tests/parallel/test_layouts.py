@@ -10,7 +10,7 @@ import torch
 from tests.distributed import Pool
 from tests.parallel.against_one import Found, alone, compare, same, trained
 from tests.parallel.cases import AXES, HABITS, OPTIONS, Case, cases, every_pair, plain_or_changed, wanted
-from tests.parallel.models import MODELS, changed
+from tests.parallel.models import MODELS, SHALLOW, changed
 from xscale_kernels.grouped_gemm.blocks import even
 
 Reference = Callable[[Case], Found]
@@ -22,7 +22,7 @@ def one(pool: Pool) -> Reference:
     known: dict[object, Found] = {}
 
     def reference(case: Case) -> Found:
-        key = (case.model, case.tied, case.clip, case.micro)
+        key = (case.model, case.deep, case.tied, case.clip, case.micro)
         if key not in known:
             known[key] = alone(pool, case.network, **case.sections)
         return known[key]
@@ -57,7 +57,7 @@ def test_all_five_axes_at_once(one: Reference, pool: Pool) -> None:
 def test_whole_experts_in_one_operator(expert: dict[str, object], options: tuple[str, ...], pool: Pool) -> None:
     """As wide as the operators of whole experts want them, cut in two by tp, and computed twice."""
     assert even(torch.zeros(1, 32), torch.zeros(4, 64 // 2, 32)), "the widths of the cut experts do not suit"
-    network = changed(MODELS["mixture"], stack__rules__0__ffn__expert=expert)
+    network = changed(SHALLOW["mixture"], stack__rules__0__ffn__expert=expert)
     case = Case("mixture", options, recompute=1)
     same(pool, alone(pool, network, **case.sections), case.ranks, network, case.parallel, **case.sections)
 

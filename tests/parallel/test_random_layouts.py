@@ -117,7 +117,7 @@ def drawn(number: int) -> Drawn:
         "tensor": {"sequence": random.random() < 0.5},
         "context": {"style": random.choice(["auto", "auto", *STYLES])},
         "pipeline": pipeline,
-        "recompute": {"every": random.choice([0, 0, 1, 2])},
+        "recompute": random.choice([{}, {}, {"every": 1}, {"every": 2}, {"every": 1, "keep": "products"}]),
     }
     return Drawn(
         model, parallel, {"clip": random.choice([0.5, None]), "micro_batch_size": random.choice([1, 2])}, world

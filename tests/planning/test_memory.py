@@ -27,8 +27,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "zero2": (2, DENSE, {"zero": {"stage": 2}}),
     "zero3": (2, DENSE, {"zero": {"stage": 3}}),
     "recompute": (2, DENSE, {"recompute": {"every": 1}}),
+    "selective": (2, DENSE, {"recompute": {"every": 1, "keep": "products"}}),
     "tp": (2, DENSE, {"mesh": {"tp": 2}}),
     "tp-sequence": (2, DENSE, {"mesh": {"tp": 2}, "tensor": {"sequence": True}}),
+    "tp-regathered": (2, DENSE, {"mesh": {"tp": 2}, "tensor": {"sequence": True}, "recompute": {"gathered": True}}),
     "pp": (2, DENSE, {"mesh": {"pp": 2}}),
     "pp-gpipe": (2, DENSE, {"mesh": {"pp": 2}, "pipeline": {"schedule": "gpipe"}}),
     "cp": (2, DENSE, {"mesh": {"cp": 2}}),
@@ -44,7 +46,7 @@ def predicted(folder: Path, ranks: int, sections: dict[str, Any]) -> list[int]:
     return [one.total for one in stages_of(settings, degrees, micros, 260, None)]
 
 
-LARGER = {"tp-sequence": 8}
+LARGER = {"tp-sequence": 8, "tp-regathered": 8}
 """Sequences of a micro-batch: this layout keeps else so little that gloo's own two or three MB are 5 % of it."""
 
 

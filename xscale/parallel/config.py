@@ -52,6 +52,9 @@ class ContextConfig(Config):
 class RecomputeConfig(Config):
     every: int = 0
     """Forget the activations of every k-th block and compute them again in backward; 0: keep all."""
+    keep: Literal["input", "products"] = "input"
+    """What such a block keeps: only what comes in (full recompute), or also what its matrix products, attention and
+    experts gave, so that only the cheap rest is computed again (selective)."""
     gathered: bool = False
     """Keep of what tensor.sequence gathers into the other blocks' regions a rank's own piece, and gather it again in
     backward (Korthikanti et al. 2022): a third more traffic over tp, and 1/tp of those activations."""

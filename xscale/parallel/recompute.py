@@ -1,15 +1,19 @@
-"""Recompute (Chen et al. 2016): every k-th block forgets its activations and computes them again in backward."""
+"""Recompute (Chen et al. 2016): every k-th block forgets its activations and computes them again in backward.
+
+Selectively (`keep: products`) what its products gave stays, and only what is between them is computed again.
+"""
 
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from xscale.core.errors import Problem
 from xscale.nn.block import Block
 from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
 from xscale.parallel.config import ParallelConfig, RecomputeConfig
+from xscale.parallel.products import keeping_products
 
 
 def check(parallel: ParallelConfig, path: str) -> list[Problem]:
@@ -19,9 +23,20 @@ def check(parallel: ParallelConfig, path: str) -> list[Problem]:
         return [
             Problem(f"{where}.every", f"a period is counted from 0, not {config.every}", "0 keeps all activations.")
         ]
+    problems = []
+    if config.keep != "input" and not config.every:
+        what = f"no block forgets, so there is no choice of what to keep ({config.keep})"
+        problems.append(Problem(f"{where}.keep", what, "Take every=1 for all blocks, or keep=input."))
+    elif config.keep != "input" and parallel.compile:
+        what = "compiled blocks choose by themselves what is kept for backward"
+        problems.append(Problem(f"{where}.keep", what, "Take keep=input, or compile=false."))
+    return [*problems, *_check_gathered(parallel, where)]
+
+
+def _check_gathered(parallel: ParallelConfig, where: str) -> list[Problem]:
+    config, problems = parallel.recompute, []
     if not config.gathered:
         return []
-    problems = []
     if parallel.mesh.tp == 1 or not parallel.tensor.sequence:
         what = "nothing is gathered where tp does not cut the sequence"
         problems.append(Problem(f"{where}.gathered", what, "Take false, or tp above 1 with tensor.sequence=true."))
@@ -50,6 +65,8 @@ def apply(model: nn.Module, config: RecomputeConfig) -> None:
 
 
 def _runner(config: RecomputeConfig) -> Any:
+    contexts = keeping_products if config.keep == "products" else noop_context_fn
+
     def run(block: Block, *inputs: Any) -> Tensor:
         if not recomputed(block.path, config) or not block.training:
             out: Tensor = block(*inputs)
@@ -65,7 +82,7 @@ def _runner(config: RecomputeConfig) -> Any:
             out: Tensor = block(*inputs)
             return out
 
-        again: Tensor = checkpoint(forward, *inputs, use_reentrant=False)
+        again: Tensor = checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts)
         return again
 
     return run

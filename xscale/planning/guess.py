@@ -22,6 +22,8 @@ from xscale.train.settings import Settings
 
 KEPT = 17 / 12
 """Values that a dense block keeps of a token for backward (17 width), over its parameters (12 width^2), times width."""
+PRODUCTS = 10 / 17
+"""Of those the share that its products gave: q, k, v, attention and its map (5 width), and those of the ffn (5)."""
 SHUFFLED = 4
 """All-to-alls of a mixture for each micro-batch: rows there and back, and their gradients."""
 GATHERED = 8
@@ -100,6 +102,7 @@ class Choice:
     every: int
     micro: int
     """Sequences of one forward of one rank."""
+    keep: str = "input"
 
     def micros(self, shape: Shape) -> int:
         return shape.settings.train.batch_size // (self.micro * self.degrees.dp)
@@ -125,11 +128,12 @@ def _activations(shape: Shape, choice: Choice) -> float:
     tokens = choice.micro * shape.settings.data.sequence_length / (degrees.cp * degrees.tp)
     whole = KEPT * shape.active / max(1, shape.blocks) / shape.width * itemsize
     forgotten = 0.0 if not choice.every else 1 / choice.every
-    each = whole * (1 - forgotten) + shape.width * itemsize * forgotten
+    kept = whole * PRODUCTS if choice.keep == "products" else 0.0
+    each = whole * (1 - forgotten) + (shape.width * itemsize + kept) * forgotten
     more = 1.0
     if degrees.pp > 1:
-        kept = min(choice.micros(shape), degrees.pp)
-        more = kept + ((degrees.pp - 1) / choice.chunks if choice.schedule == "interleaved_1f1b" else 0)
+        begun = min(choice.micros(shape), degrees.pp)
+        more = begun + ((degrees.pp - 1) / choice.chunks if choice.schedule == "interleaved_1f1b" else 0)
     return tokens * (each * shape.blocks / degrees.pp * more + (whole if choice.every else 0))
 
 
@@ -145,7 +149,7 @@ def bubble(choice: Choice, micros: int) -> float:
 
 def _seconds(shape: Shape, choice: Choice) -> float:
     degrees, device, micros = choice.degrees, shape.device, choice.micros(shape)
-    again = 1 + (1 / (3 * choice.every) if choice.every else 0)
+    again = 1 + (1 / (3 * choice.every) if choice.every and choice.keep == "input" else 0)
     compute = shape.flops * again / degrees.world / (device.flops_in(shape.compute) * device.reach)
     waited = _of_layers(shape, choice, micros) + max(0.0, _of_data(shape, choice, micros) - compute / micros)
     return (compute + waited) / (1 - bubble(choice, micros))

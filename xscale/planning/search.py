@@ -99,6 +99,7 @@ def _grid(shape: Shape, fixed: frozenset[str], world: int) -> Iterator[Values]:
         "parallel.zero.stage": (parallel.zero.stage, STAGES),
         "parallel.pipeline.schedule": (parallel.pipeline.schedule, SCHEDULES),
         "parallel.recompute.every": (parallel.recompute.every, (0, 2, 1)),
+        "parallel.recompute.keep": (parallel.recompute.keep, ("input", "products")),
         "parallel.tensor.sequence": (parallel.tensor.sequence, (True,)),
         "train.micro_batch_size": (recipe.train.micro_batch_size, (1, 2, 4, LARGEST)),
     }
@@ -109,6 +110,8 @@ def _grid(shape: Shape, fixed: frozenset[str], world: int) -> Iterator[Values]:
         # What says nothing in this layout stays as the recipe has it, so that no layout comes twice.
         if one["parallel.mesh.pp"] == 1:
             one["parallel.pipeline.schedule"] = parallel.pipeline.schedule
+        if one["parallel.recompute.every"] == 0 and "parallel.recompute.keep" not in fixed:
+            one["parallel.recompute.keep"] = "input"
         if one["parallel.mesh.tp"] == 1:
             one["parallel.tensor.sequence"] = "parallel.tensor.sequence" in fixed and parallel.tensor.sequence
         if tuple(one.values()) not in seen:
@@ -138,6 +141,7 @@ def _choice(shape: Shape, values: Values, world: int) -> Choice | None:
         chunks=own.pipeline.chunks,
         every=values["parallel.recompute.every"],
         micro=micro,
+        keep=values["parallel.recompute.keep"],
     )
 
 
