@@ -8,16 +8,30 @@ import pytest
 import torch
 
 from tests.distributed import Pool
-from tests.parallel.against_one import DOUBLE, Found, alone, same
+from tests.parallel.against_one import (
+    DOUBLE,
+    LENGTH,
+    SEED,
+    SPECIALS,
+    VOCABULARY,
+    Found,
+    alone,
+    batch_of,
+    built,
+    same,
+)
 from tests.parallel.models import DENSE, PAIR
 from tests.train.tiny import metrics, recipe, run
 from xscale.checkpoint.loading import load_tensors
 from xscale.mesh.environment import place
+from xscale.objective import OBJECTIVES, Objective
 from xscale.parallel.config import PipelineConfig
 from xscale.parallel.pipeline.draw import picture, text
 from xscale.parallel.pipeline.schedule import SCHEDULES
 from xscale.parallel.pipeline.simulate import StuckError, play
 from xscale.parallel.pipeline.split import balanced
+from xscale.train.evaluate import evaluate
+from xscale.train.generate import generate
 from xscale.train.run import facts
 from xscale.train.setup import set_up
 from xscale.train.state import State
@@ -97,6 +111,32 @@ def test_a_run_goes_on_with_another_number_of_stages(before: int, after: int, tm
     assert kept.keys() == wanted.keys()
     for name, value in kept.items():
         assert torch.allclose(value, wanted[name], rtol=0, atol=1e-9), name
+
+
+def on_their_way(network: Any) -> int:
+    """Messages that this rank has not yet seen leave."""
+    return len(network.edges._leaving)
+
+
+def after_an_evaluation(*, settles: bool) -> tuple[int, int]:
+    """What is on its way behind an evaluation of many batches, and behind a token."""
+    settings, mesh, network, _ = built(DENSE, layout())
+    objective: Objective = OBJECTIVES.build(settings.objective, SPECIALS, LENGTH, SEED)
+    batches = [(batch_of(objective, 2, 0, number, None, True, noisy=False), True) for number in range(8)]
+    if not settles:
+        network.settle = lambda: None  # type: ignore[method-assign]
+    evaluate(network, objective, batches, torch.ones(VOCABULARY, dtype=torch.long), stages=mesh.degrees.pp)
+    behind = on_their_way(network)
+    generate(network, torch.tensor([20, 21]), 1, end=1)
+    return behind, on_their_way(network)
+
+
+def test_nothing_is_on_its_way_behind_an_evaluation(pool: Pool) -> None:
+    """A process may end there: gloo's message that was not waited for would outlive the group it belongs to."""
+    assert pool.run(after_an_evaluation, 2, settles=True) == [(0, 0), (0, 0)]
+    (first, _), last = pool.run(after_an_evaluation, 2, settles=False)
+    assert first > 0, "the negative control: messages stay on their way, so that the next batch can begin"
+    assert last == (0, 0)
 
 
 def pictured(folder: Path, parallel: dict[str, Any]) -> list[str]:

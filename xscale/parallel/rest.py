@@ -67,6 +67,9 @@ class Staged(nn.Module):
         self.models = nn.ModuleList(models)
         self.held = held
 
+    def settle(self) -> None:
+        """Wait until all that forwards sent to other ranks has left. After the last of them, when all have arrived."""
+
 
 def at_rest(model: nn.Module) -> list[Rest]:
     """Every parameter of this rank once, in the model's order."""

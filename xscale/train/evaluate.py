@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from xscale.mesh.collectives import sum_scalars
 from xscale.nn.head import IGNORED
 from xscale.objective import Batch, Objective
+from xscale.parallel.rest import Staged
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ def evaluate(
             size += int(token_bytes[said].sum())
     here = [float(nats), targets / stages, size / stages]
     total, count, length = sum_scalars(here, token_bytes.device)
+    if isinstance(model, Staged):
+        model.settle()
     loss_value = total / max(count, 1)
     perplexity = math.exp(loss_value) if loss_value < 700 else math.inf
     return Evaluation(loss_value, perplexity, total / math.log(2) / max(length, 1))

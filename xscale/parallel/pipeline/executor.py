@@ -104,6 +104,10 @@ class Pipeline(Staged):
         edges.settle(keep=2 * edges.count)
         return self._told(out, targets, tokens)
 
+    def settle(self) -> None:
+        # A message whose sender has not waited for it outlives its group: a process that ends then may crash.
+        self.edges.settle()
+
     def _sent(self, index: int, tokens: Tokens, source: Tokens | None, out: Any) -> list[Tensor]:
         """A stage's outputs, which must be as the next one expects them."""
         outputs = list(out) if isinstance(out, tuple) else [out]
@@ -130,6 +134,8 @@ class Pipeline(Staged):
         )
         logits = logits.contiguous()
         dist.broadcast(logits, source, group=self.group)
+        # The last stage has answered, so that all has arrived.
+        self.settle()
         return logits
 
     def step(self, batches: Sequence[MicroBatch], loss: Loss, weight: float, phase: Phase) -> Tensor:
