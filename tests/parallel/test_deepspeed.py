@@ -24,9 +24,12 @@ from xscale.objective import OBJECTIVES, Objective
 from xscale.optim.optimizer import OPTIMIZERS
 from xscale.parallel import context
 from xscale.parallel.deepspeed import check as deepspeed
+from xscale.parallel.deepspeed.engine import DeepSpeed
 from xscale.parallel.engine import Engine
 from xscale.parallel.rest import at_rest
+from xscale.planning.offloaded import kept
 from xscale.train.evaluate import evaluate
+from xscale.train.meta import build_meta
 from xscale.train.setup import engine_of
 from xscale.train.share import share
 from xscale.train.state import saved
@@ -159,6 +162,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "2-offloaded": ("dense", 2, zero(2, **CPU)),
     "3-offloaded": ("dense", 2, zero(3, **CPU)),
     "3-all-offloaded-recompute": ("dense", 2, {**zero(3, **CPU, parameters="cpu"), "recompute": {"every": 1}}),
+    "3-selective": ("dense", 2, {**zero(3), "recompute": {"every": 1, "keep": "products"}}),
     "1-tp2": ("dense", 2, {**zero(1), "mesh": {"tp": 2}}),
     "1-dp2-tp2": ("dense", 4, {**zero(1), "mesh": {"tp": 2}}),
     "2-dp2-tp2-offloaded": ("dense", 4, {**zero(2, **CPU), "mesh": {"tp": 2}}),
@@ -197,6 +201,29 @@ def test_a_gradient_that_is_left_out_is_seen(ones: dict[str, Seen], pool: Pool) 
     ranks = pool.run(trained, 2, DENSE, zero(2), without=True, **SINGLE)
     with pytest.raises(AssertionError):
         compare(ones["dense"], ranks)
+
+
+def held_between_steps(parallel: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of this rank's parameters and of what is stepped, and those that a plan counts."""
+    forget()
+    settings, mesh, network, plan = built(DENSE, parallel, **SINGLE)
+    engine = engine_of(settings, network, plan, at_rest(network), mesh)
+    assert isinstance(engine, DeepSpeed)
+    parts = [getattr(one, "ds_tensor", one.data) for one in network.parameters()]
+    stepped = [value for number in range(len(engine.partition.flats)) for value in engine._states(number).values()]
+    storages = [one.untyped_storage() for one in (*parts, *engine.partition.flats, *stepped)]
+    whole = build_meta(settings, VOCABULARY)
+    counted = kept(whole, settings.parallel.zero, mesh.degrees, states=2, overlap=False)
+    places = (counted.device, counted.cpu, counted.nvme)
+    wanted = sum(place.get(kind, 0) for place in places for kind in ("parameters", "optimizer"))
+    return sum({one.data_ptr(): one.nbytes() for one in storages}.values()), wanted
+
+
+@pytest.mark.parametrize("parallel", [zero(1), zero(2, **CPU), zero(3), zero(3, **CPU, parameters="cpu")])
+def test_a_plan_counts_what_it_holds(parallel: dict[str, Any], pool: Pool) -> None:
+    """But for what fills a partition up, and vectors, which stage 3 keeps whole."""
+    for held, wanted in pool.run(held_between_steps, 2, parallel):
+        assert wanted == pytest.approx(held, rel=0.03)
 
 
 def run_one(folder: Path, name: str, **sections: Any) -> int:

@@ -78,6 +78,44 @@ def test_what_cannot_be_rehearsed_is_held_against_what_it_keeps(capsys: pytest.C
     assert "between two steps, and one h100 has 0.0 GB" in found["problems"][0]["what"]
 
 
+def test_what_is_offloaded_is_not_held_against_the_device(capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSpeed's states in the machine's memory, and what is not counted said as such."""
+    kept = {}
+    for place in ("none", "cpu"):
+        engine = ["parallel.zero.engine=deepspeed", "parallel.zero.stage=2", f"parallel.zero.offload.optimizer={place}"]
+        kept[place] = planned(capsys, *engine, world=2, device="h100")
+        run(CONFIG, [*TINY, *engine], 2, hardware("h100", None, None, None, None))
+        text = capsys.readouterr().out
+        assert "not known: the engine deepspeed runs on real numbers only" in text
+        assert "activations, and parameters that are gathered, are not counted" in text
+        assert ("of the machine's memory" in text) == (place == "cpu")
+    here, there = (kept[place]["memory_at_rest_bytes"] for place in ("none", "cpu"))
+    count = kept["none"]["parameters"]
+    # Two states and a copy in float32 of each rank's half, and its gradients.
+    assert here["total"] - there["total"] == pytest.approx((2 + 1 + 1) * 4 * count / 2, rel=1e-3)
+    # There a buffer waits besides for what goes back.
+    assert kept["cpu"]["memory_offloaded_bytes"] == {"cpu": pytest.approx((2 + 1 + 2) * 2 * count, rel=1e-3), "nvme": 0}
+    between = (here["total"] + there["total"]) / 2e9
+    for place, fits in (("none", False), ("cpu", None)):
+        engine = ["parallel.zero.engine=deepspeed", "parallel.zero.stage=2", f"parallel.zero.offload.optimizer={place}"]
+        run(CONFIG, [*TINY, *engine], 2, hardware("h100", between, None, None, None), as_json=True)
+        told = json.loads(capsys.readouterr().out)
+        assert told["fits"] is fits
+        if not fits:
+            assert all("parallel.zero.offload.optimizer=cpu" in one["fix"] for one in told["problems"])
+
+
+@pytest.mark.parametrize("name", ["h100", "h200", "a100", "cpu"])
+def test_every_figure_of_a_device_says_where_it_is_from(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    device = planned(capsys, device=name)["device"]
+    figures = {key for key, value in device.items() if type(value) in (int, float)}
+    # Of a machine's own memory nothing is taken off.
+    unsaid = figures - device["sources"].keys()
+    assert unsaid == (set() if name != "cpu" else {"runtime", "slack", "reach"})
+    run(CONFIG, TINY, 1, hardware(name, 7.0, None, None, None), as_json=True)
+    assert json.loads(capsys.readouterr().out)["device"]["sources"]["memory"] == "given on the command line"
+
+
 def test_a_check_tells_the_launcher_what_a_plan_does(capsys: pytest.CaptureFixture[str]) -> None:
     check(CONFIG, TINY, 1, as_json=True)
     told = json.loads(capsys.readouterr().out)

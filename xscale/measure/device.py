@@ -2,7 +2,8 @@
 
 import os
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -40,7 +41,8 @@ class Device:
     """Share of the peak that an allocator holds on top because of how it divides memory: habitual as well."""
     reach: float = 1.0
     """Share of `flops` that large products reach."""
-    source: str = ""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where each figure comes from, by the name of its field."""
 
     @property
     def timed(self) -> bool:
@@ -55,21 +57,50 @@ class Device:
 _NARROWER = {torch.float32: 2, torch.float64: 15}
 
 
-def _gpu(name: str, flops: float, memory: float, bandwidth: float, link: float, network: float, source: str) -> Device:
-    return Device(name, flops, memory, bandwidth, link, network, 8, runtime=2e9, slack=0.05, reach=0.7, source=source)
+HABITUAL = {
+    "runtime": "assumed: 2 GB for the CUDA context, cuBLAS and NCCL's buffers; not measured",
+    "slack": "assumed: 5 % that the caching allocator loses by how it divides memory; not measured",
+    "reach": "assumed: 70 % of the peak for large products in bfloat16; not measured",
+}
+"""Figures that no data sheet has."""
+
+
+def _gpu(
+    name: str, flops: float, memory: float, bandwidth: float, link: float, network: float, sources: Mapping[str, str]
+) -> Device:
+    told = {**sources, **HABITUAL}
+    return Device(name, flops, memory, bandwidth, link, network, 8, runtime=2e9, slack=0.05, reach=0.7, sources=told)
+
+
+def _sheets(gpu: str, dgx: str, nvlink: str, nic: str) -> Mapping[str, str]:
+    """What NVIDIA's data sheets of a GPU and of the node that is built of eight say."""
+    return {
+        "flops": f"data sheet of the {gpu}: BFLOAT16 Tensor Core, half of the figure with sparsity",
+        "memory": f"data sheet of the {gpu}: GPU memory",
+        "bandwidth": f"data sheet of the {gpu}: GPU memory bandwidth, of which 80 % are assumed to be reached",
+        "link": f"data sheet of the {gpu}: NVLink {nvlink}, half of it in each direction",
+        "network": f"data sheet of the {dgx}: {nic} for each GPU",
+        "node": f"data sheet of the {dgx}: 8 GPUs",
+    }
 
 
 DEVICES: dict[str, Device] = {
-    "h100": _gpu("h100", 989e12, 80e9, 3.35e12, 450e9, 50e9, "NVIDIA H100 SXM and DGX H100 data sheets"),
-    "h200": _gpu("h200", 989e12, 141e9, 4.8e12, 450e9, 50e9, "NVIDIA H200 SXM and DGX H200 data sheets"),
-    "a100": _gpu("a100", 312e12, 80e9, 2.039e12, 300e9, 25e9, "NVIDIA A100 80GB SXM and DGX A100 data sheets"),
+    "h100": _gpu("h100", 989e12, 80e9, 3.35e12, 450e9, 50e9, _sheets("H100 SXM", "DGX H100", "900 GB/s", "400 Gb/s")),
+    "h200": _gpu("h200", 989e12, 141e9, 4.8e12, 450e9, 50e9, _sheets("H200 SXM", "DGX H200", "900 GB/s", "400 Gb/s")),
+    "a100": _gpu(
+        "a100", 312e12, 80e9, 2.039e12, 300e9, 25e9, _sheets("A100 80GB SXM", "DGX A100", "600 GB/s", "200 Gb/s")
+    ),
 }
 """Those that a plan can be made for, beside `cpu`, which is the one that plans."""
 
 
+GIVEN = "given on the command line"
+ASSUMED_NODE = "assumed: 8, as in most nodes"
+
+
 def device_of_memory(memory: float) -> Device:
     """A GPU that is not in the table, of which only the memory is known: what fits can be told, and no time."""
-    return replace(_gpu("GPU", 0.0, memory, 0.0, 0.0, 0.0, "given"), reach=0.0)
+    return replace(_gpu("GPU", 0.0, memory, 0.0, 0.0, 0.0, {"memory": GIVEN, "node": ASSUMED_NODE}), reach=0.0)
 
 
 def device_named(name: str, dtype: torch.dtype) -> Device:
@@ -80,7 +111,16 @@ def device_named(name: str, dtype: torch.dtype) -> Device:
     bandwidth = _copied()
     # Processes of one machine speak through its memory, copying several times.
     speed = bandwidth / 4
-    return Device("cpu", _measured(dtype), memory, bandwidth, speed, speed, 1, source="measured on this machine")
+    shared = "assumed: a quarter of the measured bandwidth, since a message is copied several times"
+    sources = {
+        "flops": "measured now: the best of a few products of 512 x 512 matrices",
+        "memory": "this machine's, as the system says",
+        "bandwidth": "measured now: the best of a few copies of 64 MB",
+        "link": shared,
+        "network": shared,
+        "node": "one machine",
+    }
+    return Device("cpu", _measured(dtype), memory, bandwidth, speed, speed, 1, sources=sources)
 
 
 def _copied() -> float:

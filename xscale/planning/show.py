@@ -24,7 +24,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
         text.append(f"bubble     {stages['bubble']:.1%} of the ranks' time\n{stages['drawing']}")
     if found["unknown"] is not None:
         text.append(f"memory     not known: {found['unknown']}")
-        return [*text, *_problems(found["problems"])]
+        return [*text, *_at_rest(found), *_problems(found["problems"])]
     return [*text, *_memory(found), *_traffic(found["traffic"]), *_speed(found), *_problems(found["problems"])]
 
 
@@ -39,6 +39,17 @@ def _memory(found: Mapping[str, Any]) -> list[str]:
         f"memory     {memory['total'] / GIGABYTE:.3f} GB at the peak, in {at['phase']} on rank {at['rank']}",
         f"           GB of {parts}",
     ]
+
+
+def _at_rest(found: Mapping[str, Any]) -> list[str]:
+    """What is known by formula where no step could be rehearsed."""
+    resting, away = found["memory_at_rest_bytes"], found["memory_offloaded_bytes"]
+    kinds = ", ".join(f"{kind} {size / GIGABYTE:.3f}" for kind, size in resting.items() if kind != "total" and size)
+    text = [f"at rest    {resting['total'] / GIGABYTE:.3f} GB of a rank's device: {kinds}"]
+    if away is not None and any(away.values()):
+        cpu, nvme = (f"{away[place] / GIGABYTE:.3f} GB" for place in ("cpu", "nvme"))
+        text.append(f"offloaded  {cpu} of the machine's memory and {nvme} of its disk for each rank")
+    return [*text, "           by formula; activations, and parameters that are gathered, are not counted"]
 
 
 def _traffic(found: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from xscale.core.config import encode
 from xscale.core.errors import ConfigError
-from xscale.measure.device import DEVICES, Device, device_named, device_of_memory
+from xscale.measure.device import DEVICES, GIVEN, Device, device_named, device_of_memory
 from xscale.measure.flops import size, training_flops
 from xscale.measure.memory import at_rest
 from xscale.mesh import axes
@@ -18,6 +18,7 @@ from xscale.parallel.pipeline.estimate import estimate as estimate_pipeline
 from xscale.parallel.plan import DTYPES
 from xscale.planning import speed
 from xscale.planning.memory import KINDS, Stage, stages_of
+from xscale.planning.offloaded import kept
 from xscale.planning.rehearse import UnknownError
 from xscale.train.meta import build_meta
 from xscale.train.settings import Settings
@@ -51,7 +52,8 @@ class Asked:
             raise ConfigError("--device", f"'{self.device}' is not in the table of devices", f"Take one of {known}.")
         changes = {name: getattr(self, name) for name in ("memory", "node", "link", "network")}
         named = {name: value for name, value in changes.items() if value is not None}
-        return replace(device_named(self.device, DTYPES[settings.precision.compute]), **named)
+        device = device_named(self.device, DTYPES[settings.precision.compute])
+        return replace(device, **named, sources={**device.sources, **dict.fromkeys(named, GIVEN)})
 
 
 def plan(settings: Settings, world: int, asked: Asked = Asked()) -> dict[str, Any]:
@@ -76,7 +78,7 @@ def plan(settings: Settings, world: int, asked: Asked = Asked()) -> dict[str, An
         "micro_batches_per_rank": micros,
         "pipeline": schedule,
         "bubble": 0.0 if schedule is None else schedule["bubble"],
-        "memory_at_rest_bytes": _resting(settings, model, degrees),
+        **_resting(settings, model, degrees, device),
         "parallel": encode(settings.parallel),
         "assumptions": list(ASSUMED),
         "unknown": None,
@@ -85,7 +87,7 @@ def plan(settings: Settings, world: int, asked: Asked = Asked()) -> dict[str, An
     try:
         stages = stages_of(settings, degrees, micros, vocabulary, device)
     except UnknownError as error:
-        return found | {"unknown": str(error), **_at_least(found["memory_at_rest_bytes"], settings, degrees, device)}
+        return found | {"unknown": str(error), **_at_least(found, settings, degrees, device)}
     return found | _measured(stages, found, settings, degrees, device)
 
 
@@ -94,11 +96,17 @@ def vocabulary_of(settings: Settings) -> int:
     return getattr(settings.data.tokenizer, "vocabulary", None) or 260
 
 
-def _resting(settings: Settings, model: nn.Module, degrees: Degrees) -> dict[str, int]:
+def _resting(settings: Settings, model: nn.Module, degrees: Degrees, device: Device | None) -> dict[str, Any]:
+    """What lies between two steps: on the device by kind, and elsewhere by place."""
     states = OPTIMIZERS.of(settings.optimizer).traits.states_per_parameter
-    bytes_each = DTYPES[settings.precision.master].itemsize
-    memory = at_rest(model, degrees, settings.parallel.zero.stage, states, bytes_each)
-    return {**asdict(memory), "total": memory.total}
+    zero = settings.parallel.zero
+    if zero.engine == "deepspeed":
+        found = kept(model, zero, degrees, states, overlap=device is None or device.name != "cpu")
+        away = {"cpu": sum(found.cpu.values()), "nvme": sum(found.nvme.values())}
+        here = {**found.device, "total": sum(found.device.values())}
+        return {"memory_at_rest_bytes": here, "memory_offloaded_bytes": away}
+    memory = at_rest(model, degrees, zero.stage, states, DTYPES[settings.precision.master].itemsize)
+    return {"memory_at_rest_bytes": {**asdict(memory), "total": memory.total}, "memory_offloaded_bytes": None}
 
 
 def _measured(
@@ -140,17 +148,22 @@ def _measured(
     }
 
 
-def _at_least(resting: dict[str, int], settings: Settings, degrees: Degrees, device: Device | None) -> dict[str, Any]:
+def _at_least(found: dict[str, Any], settings: Settings, degrees: Degrees, device: Device | None) -> dict[str, Any]:
     """Where nothing can be rehearsed: whether not even what a rank keeps between two steps fits."""
-    if device is None or _needed(resting["total"], device, degrees) <= device.memory:
+    total, away = found["memory_at_rest_bytes"]["total"], found["memory_offloaded_bytes"]
+    if device is not None and device.name == "cpu" and away is not None:
+        total += away["cpu"]
+    if device is None or _needed(total, device, degrees) <= device.memory:
         return {"device": None if device is None else asdict(device), "fits": None}
     where = "the machine" if device.name == "cpu" else f"one {device.name}"
     what = (
-        f"a rank keeps {resting['total'] / 1e9:.2f} GB of parameters, gradients and optimizer between two steps, "
+        f"a rank keeps {total / 1e9:.2f} GB of parameters, gradients and optimizer between two steps, "
         f"and {where} has {device.memory / 1e9:.1f} GB"
     )
-    stage = settings.parallel.zero.stage
-    able = [f"parallel.zero.stage above {stage}"] if stage < 3 else []
+    zero = settings.parallel.zero
+    able = [f"parallel.zero.stage above {zero.stage}"] if zero.stage < 3 else []
+    if zero.engine == "deepspeed" and device.name != "cpu" and zero.offload.optimizer == "none":
+        able.append("parallel.zero.offload.optimizer=cpu")
     fix = f"Take {', or '.join([*able, 'a higher pp, tp or ep', 'more devices'])}."
     problem = {"path": "parallel", "what": what, "fix": fix}
     return {"device": asdict(device), "fits": False, "problems": [problem]}

@@ -9,6 +9,14 @@ from xscale.parallel.config import ParallelConfig
 MORE_THAN_EVER = 1 << 40
 """Steps between its own progress lines: we print ours."""
 
+LARGEST_BUCKET = 500_000_000
+"""Gradients that are added up at a time, by its default."""
+
+
+def bucket(parameters: int) -> int:
+    """Gradients that are added up at a time: it makes room for so many on the device, for the smallest model too."""
+    return min(LARGEST_BUCKET, parameters)
+
 
 def settings(
     model: nn.Module, config: ParallelConfig, micro_batch: int, micro_batches: int, cuda: bool
@@ -22,6 +30,7 @@ def settings(
         "contiguous_gradients": True,
         "overlap_comm": cuda,
         "reduce_scatter": True,
+        "reduce_bucket_size": bucket(sum(parameter.numel() for parameter in model.parameters())),
         "stage3_param_persistence_threshold": max(vectors, default=0),
         # These two put functions of their own into torch.
         "memory_efficient_linear": False,
