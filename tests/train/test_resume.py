@@ -10,8 +10,10 @@ import torch
 
 from tests.distributed import Pool
 from tests.train.tiny import losses, metrics, recipe, run
-from xscale.checkpoint.loading import load_tensors
+from xscale.checkpoint.loading import load_tensors, read_state
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
+from xscale.train.feed import Feed
+from xscale.train.state import State
 
 
 def one_rank(folder: Path, name: str, **sections: Any) -> int:
@@ -81,6 +83,70 @@ def test_another_model_in_the_folder_is_refused(tmp_path: Path, pool: Pool) -> N
         run(recipe(tmp_path, "run", model=wider))
     assert any("model.width is 32, here 64" in str(problem) for problem in caught.value.problems)
     assert metrics(tmp_path) == before
+
+
+STOPPED = {"steps": 6, "batch_size": 8, "micro_batch_size": 2, "stop_after": 3, "eval_every": 0, "baseline": False}
+ON = {**STOPPED, "stop_after": None}
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of every sample that is trained on."""
+    before, seen = Feed.training, list[int]()
+
+    def training(self: Feed, samples: Any, *given: Any) -> Any:
+        seen.extend(samples.index.tolist())
+        return before(self, samples, *given)
+
+    monkeypatch.setattr(Feed, "training", training)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("key", "section", "value", "consumed"),
+    [("train.batch_size", "train", {**ON, "batch_size": 4}, 24), ("data.sequence_length", "data", 12, 64)],
+)
+def test_another_batch_or_sequence_is_a_named_decision(
+    tmp_path: Path, read: list[int], key: str, section: str, value: Any, consumed: int
+) -> None:
+    """Refused by name, and with the decision named too it goes on at the same place of the data."""
+    assert run(recipe(tmp_path, "run", train=STOPPED)) == EXIT_REQUEUE
+    assert read == list(range(24))
+    read.clear()
+    changed = {"train": ON, section: value if section == "train" else {"sequence_length": value}}
+    with pytest.raises(ConfigError, match=rf"there {key} is \d+, here \d+\. .*run\.changed=\[{key}\] goes on with it"):
+        run(recipe(tmp_path, "run", **changed))
+    assert run(recipe(tmp_path, "run", run={"changed": [key]}, **changed)) == EXIT_DONE
+    size = changed["train"]["batch_size"]
+    assert read == list(range(consumed, consumed + 3 * size))
+    state = read_state(tmp_path / "run" / "checkpoints" / "step-00000006")
+    assert state["consumed"] == consumed + 3 * size
+    assert f"run.changed: there {key} is" in (tmp_path / "run" / "log.txt").read_text()
+    # From here on it is the run's own, and nothing has to be said.
+    assert run(recipe(tmp_path, "run", **{**changed, "train": {**changed["train"], "steps": 7}})) == EXIT_DONE
+
+
+def test_a_place_in_the_data_in_other_sequences() -> None:
+    class Nothing:
+        def counters(self) -> dict[str, int]:
+            return {}
+
+        def set_counters(self, counters: dict[str, int]) -> None:
+            return
+
+    state = State(consumed=10, left_out=[[3, 7]], sequence_length=32)
+    found = State.decode(state.encode(Nothing()), Nothing(), 24)
+    # Token 320 is within sample 13; 96 begins sample 4; 224 is within sample 9.
+    assert (found.consumed, found.left_out, found.sequence_length) == (14, [[4, 10]], 24)
+    assert State.decode(state.encode(Nothing()), Nothing(), 32) == state
+    older = State(consumed=10).encode(Nothing())
+    assert State.decode(older, Nothing(), 16, 32).consumed == 20
+
+
+def test_another_optimizer_is_refused_by_its_key(tmp_path: Path) -> None:
+    assert run(recipe(tmp_path, "run", train=STOPPED)) == EXIT_REQUEUE
+    with pytest.raises(ConfigError, match=r"there optimizer\.kind is adamw, here lion\. Choose another run\.dir"):
+        run(recipe(tmp_path, "run", train=ON, optimizer={"kind": "lion"}))
 
 
 def test_fresh_refuses_a_run_that_has_begun(tmp_path: Path, pool: Pool) -> None:

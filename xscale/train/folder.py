@@ -1,20 +1,22 @@
 """The run folder: what is in it, and whether this run may go on in it."""
 
 import uuid
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
 from xscale.core.compose import dump, parse
 from xscale.core.config import encode
 from xscale.core.errors import ConfigError, Problem
-from xscale.train.settings import Settings
+from xscale.train.settings import RunConfig, Settings
 
 FIXED = (
     "model",
     "objective",
     "run.seed",
+    "optimizer.kind",
     "train.batch_size",
     *(
         f"data.{key}"
@@ -33,8 +35,10 @@ def open_folder(settings: Settings) -> Path:
         if started and settings.run.fresh:
             what = f"{folder} holds a run that has begun, and run.fresh refuses to go on with it"
             raise ConfigError("run.dir", what, "Choose another folder, or leave run.fresh out.")
-        if started and (problems := differences(before, encode(settings))):
-            raise ConfigError([Problem("run.dir", f"{folder} holds another run: {one}", FIX) for one in problems])
+        if started and (problems := differences(before, encode(settings), settings.run.changed)):
+            raise ConfigError(
+                [Problem("run.dir", f"{folder} holds another run: {one}", fix_of(key)) for key, one in problems]
+            )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -43,7 +47,11 @@ def open_folder(settings: Settings) -> Path:
     return folder
 
 
-FIX = "Choose another run.dir for this one, or give the config it began with."
+def fix_of(key: str) -> str:
+    usual = "Choose another run.dir for this one, or give the config it began with."
+    if key not in get_args(get_args(RunConfig.model_fields["changed"].annotation)[0]):
+        return usual
+    return f"{usual[:-1]}; if it is meant so, run.changed=[{key}] goes on with it."
 
 
 def write_config(settings: Settings, folder: Path) -> None:
@@ -75,14 +83,14 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     return data
 
 
-def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Which fixed keys have another value, as clauses."""
+def differences(before: dict[str, Any], now: dict[str, Any], changed: Collection[str] = ()) -> list[tuple[str, str]]:
+    """Which fixed keys, but for those `changed`, have another value: each with a clause."""
     found = []
-    for key in FIXED:
+    for key in (one for one in FIXED if one not in changed):
         old, new = flat(pick(before, key), key), flat(pick(now, key), key)
         for path in sorted(old.keys() | new.keys()):
             if old.get(path) != new.get(path):
-                found.append(f"there {path} is {word(old.get(path))}, here {word(new.get(path))}")
+                found.append((key, f"there {path} is {word(old.get(path))}, here {word(new.get(path))}"))
     return found
 
 

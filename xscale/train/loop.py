@@ -165,7 +165,7 @@ class Loop:
         folder = Path(parts.settings.run.dir) / "checkpoints"
         restored = loading.restore(folder, held, verify=parts.settings.checkpoint.verify)
         assert restored.loaded is not None, "the run saves before its first step"
-        back = State.decode(restored.loaded.state, parts.stepper.engine)
+        back = state_of(restored.loaded, parts)
         parts.stepper.engine.loaded()
         back.left_out.append([back.consumed, end])
         back.consumed = end
@@ -260,3 +260,9 @@ class Loop:
                 self.observer.saved(ended.step, ended.path, stall)
             else:
                 self.observer.message(f"step {ended.step} could not be {where}: {ended.error}; training goes on")
+
+
+def state_of(loaded: loading.Loaded, parts: Parts) -> State:
+    """The counters of a checkpoint, for samples of this run's length; the engine's go to it."""
+    before = loaded.config["data"]["sequence_length"]
+    return State.decode(loaded.state, parts.stepper.engine, parts.settings.data.sequence_length, before)

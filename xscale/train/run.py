@@ -19,9 +19,9 @@ from xscale.mesh.environment import Place, place
 from xscale.mesh.mesh import leave
 from xscale.nn.model import MODELS
 from xscale.train.finish import baseline, layouts, write_samples
-from xscale.train.folder import open_folder, run_name, write_config
+from xscale.train.folder import differences, open_folder, read_config, run_name, write_config
 from xscale.train.incident import Incidents
-from xscale.train.loop import Loop
+from xscale.train.loop import Loop, state_of
 from xscale.train.meta import build_meta
 from xscale.train.observe import Audience, EndReport, Observer, RunFacts, observers
 from xscale.train.observe.versions import versions
@@ -87,33 +87,41 @@ def memory_of(parts: Parts, folder: Path) -> Memory | None:
     return Memory(where / f"xscale-{os.getuid()}-{name}", ranks, here.local_world)
 
 
-def _run(parts: Parts, folder: Path, saves: Background, stop: Stop, began: float) -> int:
-    settings, here = parts.settings, parts.mesh.place
-    engine = parts.stepper.engine
-    memory = memory_of(parts, folder)
+def gone_on(parts: Parts, folder: Path, memory: Memory | None) -> tuple[State, int | None, list[str]]:
+    """The state that the run goes on from, its step (None: from the beginning), and what is to be told. Collective."""
+    settings, engine = parts.settings, parts.stepper.engine
     held = saved(engine.held())
-    state, resumed, sentences = State(), None, list[str]()
-    found = newest(folder / "checkpoints", mend=True)
-    kept = None
+    length = settings.data.sequence_length
+    state, resumed = State(sequence_length=length), None
+    found, kept, sentences = newest(folder / "checkpoints", mend=True), None, list[str]()
     if memory is not None:
         kept, sentences = memory.restore(held, -1 if found.step is None else found.step)
     if kept is not None:
-        state, resumed = State.decode(kept.state, engine), kept.step
+        state, resumed = State.decode(kept.state, engine, length), kept.step
         sentences = [f"step {kept.step} is gone on from, as the memory of the machines has it"]
     else:
         restored = loading.restore(folder / "checkpoints", held, verify=settings.checkpoint.verify)
         sentences += restored.reasons
         if restored.loaded is not None:
-            state, resumed = State.decode(restored.loaded.state, engine), restored.loaded.step
+            state, resumed = state_of(restored.loaded, parts), restored.loaded.step
     if resumed is not None:
         engine.loaded()
+        told = Ranks().once(folder, lambda: differences(read_config(folder) or {}, encode(settings)))
+        sentences += [f"run.changed: {one}; it goes on at sample {state.consumed}" for _, one in told]
+    return state, resumed, [*found.reasons, *sentences]
+
+
+def _run(parts: Parts, folder: Path, saves: Background, stop: Stop, began: float) -> int:
+    settings, here = parts.settings, parts.mesh.place
+    memory = memory_of(parts, folder)
+    state, resumed, sentences = gone_on(parts, folder, memory)
     # What another rank finds wrong must be known before anything is written.
     barrier()
     if here.first:
         write_config(settings, folder)
     watching: Observer = Audience(observers(settings.observe, folder)) if here.first else Observer()
     watching.start(facts(parts, folder, state, resumed))
-    for sentence in (*found.reasons, *sentences):
+    for sentence in sentences:
         watching.message(sentence)
     watch = watch_of(parts, folder, stop)
     loop = Loop(parts, state, watching, stop, began, saves, watch, memory)

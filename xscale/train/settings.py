@@ -26,6 +26,9 @@ class RunConfig(Config):
     """Decides initial weights, the order of the data and all noise."""
     fresh: bool = False
     """Refuse to go on from a checkpoint that is already in the folder."""
+    changed: tuple[Literal["train.batch_size", "data.sequence_length"], ...] = ()
+    """Keys that may be other than the run began with. With another batch size the samples go on in their order; with
+    another sequence length they are cut anew, and go on as many tokens later in an order that is drawn anew."""
     device: str = "auto"
     """cpu, cuda, or auto: a GPU when there is one."""
 

@@ -39,16 +39,30 @@ class State:
     """[first, end) of the samples that a rollback passed over."""
     best_bits_per_byte: float | None = None
     best_step: int | None = None
+    sequence_length: int | None = None
+    """Tokens of a sample, in which `consumed` and `left_out` count; None: as the config says that was saved with it."""
 
     def encode(self, optimizer: Counting) -> dict[str, Any]:
         return {**asdict(self), "optimizer": optimizer.counters()}
 
     @staticmethod
-    def decode(data: dict[str, Any], optimizer: Counting) -> "State":
-        """Take back what `encode` gave; the optimizer's counters go to it."""
+    def decode(data: dict[str, Any], optimizer: Counting, length: int, before: int | None = None) -> "State":
+        """Take back what `encode` gave; the optimizer's counters go to it.
+
+        Samples are now `length` tokens long, and were `before` where the state does not say it.
+        """
         rest = dict(data)
         optimizer.set_counters(rest.pop("optimizer"))
-        return State(**rest)
+        state = State(**rest)
+        was = state.sequence_length or before or length
+
+        def same(sample: int) -> int:
+            """The first sample that begins where this one would have begun, or after it."""
+            return -(-sample * was // length)
+
+        state.consumed, state.sequence_length = same(state.consumed), length
+        state.left_out = [[same(first), same(end)] for first, end in state.left_out]
+        return state
 
     def take_over(self, other: "State") -> None:
         """Be as the other is."""
