@@ -15,7 +15,7 @@ from xscale_launch import command, devices, links, mpi_preflight, preflight, sta
 from xscale_launch.adopt import STARTED_BY_MPI
 from xscale_launch.env import Place, environment, slurm_places
 from xscale_launch.inspection import inspect
-from xscale_launch.local import say
+from xscale_launch.local import HOST, say
 from xscale_launch.mpi_rank import over_mpi
 
 FAULTY = 1
@@ -47,7 +47,8 @@ def main(argv: Sequence[str]) -> int:
     if any(name in variables for name in STARTED_BY_MPI):
         return _rank(options, gpus)
     name = socket.gethostname()
-    known = preflight.facts(name, name, options.folder, Path(xscale_launch.__file__).parents[1], gpus)
+    # Processes of one machine meet on loopback: its own name may lead nowhere, as it often does on a laptop.
+    known = preflight.facts(name, HOST, options.folder, Path(xscale_launch.__file__).parents[1], gpus)
     return _told([known], [str(problem) for problem in preflight.judge([known], [name], gpus, options.disk)])
 
 

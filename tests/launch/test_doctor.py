@@ -1,5 +1,6 @@
 """The doctor on this machine."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,14 @@ def test_a_well_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert said.startswith("NODE")
     assert "nothing is wrong" in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_machine_alone_needs_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "a-name-that-leads.invalid")
+    assert main(["--folder", str(tmp_path), "--gpus", "0", "--disk", "0"]) == 0
+    assert "nothing is wrong" in capsys.readouterr().out
 
 
 def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
