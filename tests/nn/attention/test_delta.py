@@ -1,14 +1,19 @@
 """The delta rule by chunks against its recurrence, one token at a time."""
 
+import pytest
 import torch
 from torch import Tensor
 
 from tests.nn.attention.literal import agree, build, sights
+from xscale.nn.attention import delta
 from xscale.nn.attention.delta import Delta
 from xscale.nn.attention.linear import dpfp
 
 
-def test_it_is_the_recurrence() -> None:
+@pytest.mark.parametrize("features", [1, 1 << 18])
+def test_it_is_the_recurrence(features: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces of one chunk, and in one piece."""
+    monkeypatch.setattr(delta, "PIECE_FEATURES", features)
     core = build(Delta.Config(order=2), causal=True)
 
     def features(x: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS
 
 CHUNK = 64
+PIECE_FEATURES = 1 << 18
+"""Features that pass at a time on a CPU: what is made of them stays in its cache, so time is linear."""
 
 
 @CORES.register(
@@ -73,6 +75,19 @@ class Delta(Core):
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, strength: Tensor) -> Tensor:
     """q and k [B, H, T, F], v [B, H, T, K], strength [B, H, T] -> [B, H, T, K]."""
+    batch, heads, length, features = k.shape
+    state = k.new_zeros(batch, heads, features, v.shape[-1])
+    chunks = max(1, PIECE_FEATURES // (batch * heads * features * CHUNK))
+    size = max(1, length) if q.is_cuda else chunks * CHUNK
+    out = []
+    for some_q, some_k, some_v, gate in zip(*(torch.split(x, size, 2) for x in (q, k, v, strength)), strict=True):
+        found, state = _piece(some_q, some_k, some_v, gate, state)
+        out.append(found)
+    return torch.cat(out, 2)
+
+
+def _piece(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """As `delta_rule`, from the state [B, H, F, K] before the piece to that behind it."""
     length = q.shape[2]
     after = -length % CHUNK
     shape = (*q.shape[:2], -1, CHUNK)
@@ -85,11 +100,10 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, strength: Tensor) -> Tensor:
     solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
     reads, writes = solved.split((k.shape[-1], v.shape[-1]), -1)
     within = (q @ k.mT).tril()
-    state = k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
     out = []
     # Unbound at once: the backward of each index would fill the whole anew, in time that grows with the square.
     for row, key, write, read, inside in zip(*(x.unbind(2) for x in (q, k, writes, reads, within)), strict=True):
         written = write - read @ state  # [B, H, C, K]
         out.append(row @ state + inside @ written)
         state = state + key.mT @ written
-    return torch.cat(out, 2)[:, :, :length]
+    return torch.cat(out, 2)[:, :, :length], state
