@@ -36,6 +36,13 @@ def test_refused_before_the_queue(lab: Any, arguments: list[object], said: str) 
     assert not lab.cluster.queue()
 
 
+def test_all_that_is_wrong_is_said_at_once(lab: Any) -> None:
+    done = lab.launch("slurm", lab.config, f"run.dir={lab.run}", "--nodes", 8, "fake.divides=3")
+    assert done.returncode == 2
+    assert "parallel.mesh: 3 does not divide 8 processes" in done.stderr
+    assert "  - 8 nodes are asked for, and partition low has 3" in done.stderr
+
+
 def test_what_does_not_fit_is_refused(lab: Any, tmp_path: Path) -> None:
     clusters = tmp_path / "clusters.toml"
     clusters.write_text("[lab]\ngpu_memory_gigabytes = 80\n")

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import getpass
 import re
+import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,7 +76,10 @@ def run(options: argparse.Namespace) -> int:
         raise LaunchError("a sweep cannot be chained: leave --chain out, its members go on by themselves")
     found = sweep.members(options.sweep) if options.sweep else []
     processes = site.nodes * site.processes_per_node
-    plans = planned(options, config, found, processes, gpu_of(site))
+    try:
+        plans = planned(options, config, found, processes, gpu_of(site))
+    except LaunchError as refused:
+        raise LaunchError("\n".join([str(refused), *told_too(options, site)])) from None
     top = plans[0].run_dir.parent if found else plans[0].run_dir
     job = checked(made(options, site, top, len(found)))
     too_large = dict.fromkeys(problem for plan in plans for problem in plan.problems)
@@ -201,6 +205,15 @@ def sbatch(path: Path, more: Sequence[str]) -> str:
     if done.returncode:
         raise LaunchError(f"sbatch refuses {path}:\n{done.stderr.strip()}")
     return done.stdout.strip().partition(";")[0]
+
+
+def told_too(options: argparse.Namespace, site: profile.Profile) -> list[str]:
+    """What speaks against a job besides its config, so that all of it is told at once."""
+    try:
+        job = checked(made(options, site, Path.cwd(), len(options.sweep)))
+        return [f"  - {line}" for line in refuse.unfit(job, getpass.getuser())]
+    except LaunchError as error:
+        return [] if shutil.which("scontrol") is None else [f"  - {error}"]
 
 
 def rehearsed(text: str) -> str:

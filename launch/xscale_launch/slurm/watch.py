@@ -91,7 +91,7 @@ def summary(job: dict[str, str]) -> dict[str, object]:
         "id": f"{job['ArrayJobId']}_{task}" if task is not None else job["JobId"],
         "state": job["JobState"],
         "reason": job.get("Reason", "None"),
-        "nodes": job.get("NodeList", "(null)").replace("(null)", "-"),
+        "nodes": job.get("NodeList", "").replace("(null)", "") or "-",
         "run_time": job.get("RunTime", "-"),
         "limit": job.get("TimeLimit", "-"),
         "restarts": int(job.get("Restarts", "0")),
@@ -144,6 +144,8 @@ def show_logs(options: argparse.Namespace) -> int:
     path = log_file(run, ids, options)
     if path is None and not (ids and options.follow):
         raise LaunchError(f"{run} has no such output yet: is the job still pending? (xscale launch status {run})")
+    if len(members := folders(run)) > 1 and options.member is None:
+        say(f"this is {members[0].name}; --member shows another of {len(members)}")
     if options.follow and not ids:
         raise LaunchError(f"no queue knows when {run} ends: tail -f {path}")
     place = 0

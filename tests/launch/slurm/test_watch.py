@@ -96,6 +96,22 @@ def test_a_run_without_a_queue_has_progress_and_logs(tmp_path: Path, capsys: pyt
         assert "goes on by the same command" in capsys.readouterr().err
 
 
+def test_of_a_sweep_it_is_said_whose_log_it_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    members = [run / "lr=1", run / "lr=2"]
+    (run / "launch/members.txt").write_text("".join(f"{member}\n" for member in members))
+    (run / "launch/output/7_0.log").write_text("first\n")
+    (run / "launch/output/7_1.log").write_text("second\n")
+    assert main(["logs", str(run)]) == 0
+    assert capsys.readouterr() == ("first\n", "xscale launch: this is lr=1; --member shows another of 2\n")
+    assert main(["logs", str(run), "--member", "lr=2"]) == 0
+    assert capsys.readouterr() == ("second\n", "")
+
+
+def test_a_pending_job_has_no_nodes() -> None:
+    assert watch.summary({"JobId": "7", "JobState": "PENDING", "NodeList": ""})["nodes"] == "-"
+    assert watch.summary({"JobId": "7", "JobState": "PENDING", "NodeList": "(null)"})["nodes"] == "-"
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="was not submitted to a cluster"):
         watch.submitted(tmp_path)
