@@ -11,7 +11,7 @@ from xscale_kernels.linear_attention.op import IMPLEMENTATIONS, linear_attention
 TESTS = ("test_linear_attention",)
 
 
-SAYS = dict.fromkeys(("eager", "sdpa"), "torch's fused causal softmax attention, another result: what this stands in for")
+SAYS = dict.fromkeys(("eager", "sdpa"), "torch's fused causal softmax attention, another result: what this replaces")
 
 
 def _softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
