@@ -138,6 +138,24 @@ def test_a_guess_is_near_what_a_rehearsal_finds() -> None:
     assert guessed.memory == pytest.approx(measured["memory_bytes"]["total"], rel=0.5)
 
 
+def test_uneven_stages_are_slower_and_the_recipes_own_layout_is_not_missed() -> None:
+    """32 blocks and a head of two thirds of one in 16 stages: the last rank has 4.65 of a mean of 4.08."""
+    shape = seven()
+    assert shape.stretch(8, "interleaved_1f1b", 2) == pytest.approx(4.65 / 4.08, rel=0.02)
+    assert shape.stretch(2, "1f1b", 2) < 1.05
+    own = replace(PLAIN, degrees=Degrees(dp_shard=64))
+    staged = replace(PLAIN, degrees=Degrees(pp=8, dp_shard=8), schedule="interleaved_1f1b")
+    assert guess(shape, own).seconds < guess(shape, staged).seconds
+    plain = plan(tiny([]), 1, H100)
+    assert min(one.found["step_seconds"] for one in found(world=1, wanted=1)) <= plain["step_seconds"]
+
+
+def test_gathered_parameters_are_called_so() -> None:
+    """Stage 1 gathers all of them once, in the compute precision."""
+    made = plan(tiny(["parallel.mesh.dp_shard=2", "parallel.zero.stage=1"]), 2, H100)
+    assert made["memory_bytes"]["gathered_parameters"] == pytest.approx(4 * made["parameters"], rel=0.05)
+
+
 def test_the_bubble_of_one_forward_one_backward() -> None:
     """(p - 1) / (m + p - 1), Narayanan et al. 2021, section 2.2.1; over the chunks where stages interleave."""
     assert bubble(PLAIN, 8) == pytest.approx(1 / 9)

@@ -24,6 +24,8 @@ COLLECTIVES = ("c10d", "_c10d_functional")
 SCALARS = (aten._local_scalar_dense.default, aten.item.default)
 UNTOUCHED = ("aten::new_empty", "aten::empty_like", "aten::new_empty_strided", "aten::_unsafe_view")
 """Operators that neither read nor write what they are given and give."""
+COPIES_OUT = "fsdp::split_with_sizes_copy"
+"""How fully_shard puts gathered parameters into tensors of their own, made a moment before."""
 MANY = 1 << 40
 """What an integer is taken to be that only real numbers could tell: it cuts nothing off."""
 
@@ -157,6 +159,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor.device.type != "meta":
                 gradient = self.phase == "backward" and tuple(tensor.shape) in self.gradient_shapes
                 self._see(tensor, "gradients" if gradient else self.kind)
+        if func._schema.name == COPIES_OUT:
+            for one in named["out"]:
+                self.name(one, "gathered_parameters")
         if func.namespace in COLLECTIVES:
             self._send(func, args)
         elif not self._deep:

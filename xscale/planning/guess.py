@@ -4,6 +4,7 @@ What is known of dense blocks (Korthikanti et al. 2022, table 2; Narayanan et al
 its active parameters, so a guess only orders layouts; what `xscale plan` says of one comes from its rehearsal.
 """
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,6 +18,8 @@ from xscale.mesh.axes import Degrees
 from xscale.nn.block import Block
 from xscale.nn.module import parameter_axes
 from xscale.optim.optimizer import OPTIMIZERS
+from xscale.parallel.pipeline.schedule import schedule_of
+from xscale.parallel.pipeline.split import balanced, costs
 from xscale.parallel.plan import DTYPES
 from xscale.train.settings import Settings
 
@@ -47,6 +50,32 @@ class Shape:
     device: Device
     known: dict[tuple[Degrees, int], Memory] = field(default_factory=dict, compare=False)
     """What `resting` has worked out: it goes through every parameter, and thousands of guesses ask for few layouts."""
+
+    stretches: dict[tuple[int, str, int], float] = field(default_factory=dict, compare=False)
+    """What `stretch` has worked out."""
+
+    def stretch(self, pp: int, schedule: str, chunks: int) -> float:
+        """How much more than the mean the rank of pp has to do that has most: blocks are whole, and one has the head.
+
+        Infinitely much where there are fewer blocks than stages.
+        """
+        key = (pp, schedule, chunks)
+        if key not in self.stretches:
+            config = self.settings.parallel.pipeline.model_copy(update={"schedule": schedule, "chunks": chunks})
+            how, (each, head) = schedule_of(config), self.costs
+            count, work = how.stages(config, pp), [0.0] * pp
+            if count <= len(each):
+                at = 0
+                for stage, blocks in enumerate(balanced(each, head, count)):
+                    work[how.rank_of(stage, pp)] += sum(each[at : at + blocks]) + head * (stage == count - 1)
+                    at += blocks
+            self.stretches[key] = max(work) * pp / sum(work) if sum(work) else math.inf
+        return self.stretches[key]
+
+    @cached_property
+    def costs(self) -> tuple[list[float], float]:
+        """Of each block, and of the head."""
+        return costs(self.model, self.settings.data.sequence_length)
 
     def resting(self, degrees: Degrees, stage: int) -> Memory:
         """Bytes at rest of a rank; with stage 0 of parameters in use: whole, in the compute precision."""
@@ -152,7 +181,8 @@ def _seconds(shape: Shape, choice: Choice) -> float:
     again = 1 + (1 / (3 * choice.every) if choice.every and choice.keep == "input" else 0)
     compute = shape.flops * again / degrees.world / (device.flops_in(shape.compute) * device.reach)
     waited = _of_layers(shape, choice, micros) + max(0.0, _of_data(shape, choice, micros) - compute / micros)
-    return (compute + waited) / (1 - bubble(choice, micros))
+    uneven = shape.stretch(degrees.pp, choice.schedule, choice.chunks) if degrees.pp > 1 else 1.0
+    return (compute + waited) * uneven / (1 - bubble(choice, micros))
 
 
 def _rate(shape: Shape, ranks: int) -> float:

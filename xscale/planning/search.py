@@ -60,22 +60,30 @@ def search(
     fitting = sorted((one for one in tried if one[1].memory <= room), key=lambda one: one[1].seconds)
     say(f"{len(tried)} layouts of {world} ranks, {len(fitting)} of which look as if they fit")
     ranked: list[Ranked] = []
-    rehearsed = 0
-    for values, _ in fitting:
-        overrides = changes(recipe, values)
+    seen: list[Any] = []
+    # The recipe's own layout first, so that nothing is listed as the quickest that is slower.
+    own: list[tuple[str, ...]] = [()] if fitting else []
+    for overrides in [*own, *(changes(recipe, values) for values, _ in fitting)]:
         settings = change(overrides)
-        if settings is None:
+        if settings is None or _layout(settings, world) in seen:
             continue
-        rehearsed += 1
+        seen.append(_layout(settings, world))
         say(f"rehearsing {' '.join(overrides) or 'the layout of the recipe'}")
         found = plan(settings, world, asked)
         if found["fits"] and found["step_seconds"] is not None:
             ranked.append(Ranked(overrides, found))
-        if len(ranked) == wanted or rehearsed == TRIES * wanted:
+        if len(ranked) == wanted + bool(ranked and not ranked[0].overrides) or len(seen) == TRIES * wanted:
             break
     if not ranked:
-        raise ConfigError("--search", _nothing(tried, rehearsed, world, room), "Take more devices, or larger ones.")
-    return sorted(ranked, key=lambda one: one.found["step_seconds"])
+        raise ConfigError("--search", _nothing(tried, len(seen), world, room), "Take more devices, or larger ones.")
+    return sorted(ranked, key=lambda one: one.found["step_seconds"])[:wanted]
+
+
+def _layout(settings: Settings, world: int) -> tuple[Any, ...]:
+    """What makes one layout of another: with -1 filled in."""
+    parallel = settings.parallel
+    rest = {name: getattr(parallel, name) for name in type(parallel).model_fields if name != "mesh"}
+    return axes.fill(parallel.mesh, world), rest, settings.train.micro_batch_size
 
 
 def candidates(shape: Shape, fixed: frozenset[str], world: int) -> Iterator[tuple[Values, Guess]]:

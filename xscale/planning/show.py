@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 GIGABYTE = 1e9
+NOTHING = 1000
+"""Bytes of a step below which traffic is left out: two sums of a number each would take a line."""
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
@@ -55,6 +57,8 @@ def _at_rest(found: Mapping[str, Any]) -> list[str]:
 def _traffic(found: Sequence[Mapping[str, Any]]) -> list[str]:
     text = []
     for one in found:
+        if one["bytes"] < NOTHING:
+            continue
         behind = "ranks wait for it" if one["overlaps"] is None else f"behind {one['overlaps']}"
         where = "within a node" if one["node"] else "between nodes"
         line = f"{one['axis']:<10} {one['bytes'] / GIGABYTE:.3g} GB a step in {one['messages']:,.0f} messages {where}"
