@@ -75,7 +75,7 @@ def _train(
     before = read_config(folder)
     if before is not None and (found := differences(before, encode(recipe.model_copy(update={"run": run})))):
         fix = "Give the comparison another dir."
-        raise ConfigError([Problem(str(folder), f"this run was made otherwise: {one}", fix) for one in found])
+        raise ConfigError([Problem(str(folder), f"this run was made otherwise: {one}", fix) for _, one in found])
     if before is not None and _finished(folder, recipe.train.steps):
         return
     say(f"{name}, seed {seed}: training in {folder}")
