@@ -21,7 +21,6 @@ from xscale.core.config import encode
 
 ROOT = Path(__file__).parents[2]
 STEPS, KILLED = 12, 8
-WARM_SECONDS = 30.0
 PLUGIN = '''
 """Kills the process of one rank, or of a whole node, once, as step KILLED is counted; notes when steps are done."""
 import os, signal, time
@@ -94,13 +93,18 @@ def test_killed_and_started_again_from_memory(
     struck = float((tmp_path / "killed").read_text())
     steps = [line.split() for line in (tmp_path / "done").read_text().splitlines()]
     seconds = min(float(at) for _, at, _ in steps if float(at) > struck + 0.5) - struck
-    print(f"\nkill -9 of one of two workers to the next completed step: {seconds:.1f} s")
-    assert seconds < WARM_SECONDS
     assert not list(quick_path.iterdir()), "what was kept in memory goes when the run is done"
-    plain = write(tmp_path, "plain", checkpoint={"every_steps": 0})
+    plain = write(tmp_path, "plain", checkpoint={"every_steps": 0}, plugins=["struck_plugin"])
+    begun = time.time()
     left = torchrun(tmp_path, "--standalone", "--nproc-per-node=2", config=plain)
     said, _ = left.communicate(timeout=120)
     assert left.returncode == 0, said
+    steps = [line.split() for line in (tmp_path / "done").read_text().splitlines()]
+    start = min(float(at) for _, at, _ in steps if float(at) > begun) - begun
+    print(f"\nkill -9 of one of two workers to the next completed step: {seconds:.1f} s, of a new run: {start:.1f} s")
+    # By what a start takes here and now, which the rest of the machine lengthens alike: the rank that is left has to
+    # hear of it and leave, and both start again (12.4 s and 5.0 s, alone on two cores).
+    assert seconds < 4 * start
     assert losses(tmp_path, "struck") == losses(tmp_path, "plain")
     mine, other = weights(tmp_path, "struck"), weights(tmp_path, "plain")
     assert all(torch.equal(mine[name], other[name]) for name in other)
