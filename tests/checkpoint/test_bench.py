@@ -13,11 +13,12 @@ def test_stall(tmp_path: Path) -> None:
     assert found.ratio > found.synchronous / found.at_once, found
     # Of 16 MiB, with a disk or without: XXH3 does gigabytes in a second, and nothing does a hundred of them.
     assert 1e-4 < found.hashing < 0.5 * found.synchronous
+    assert abs(found.added) < found.synchronous
     assert not list(tmp_path.iterdir())
 
 
 def test_what_is_printed() -> None:
-    times = {"synchronous": 2.0, "unhashed": 1.9, "hashing": 0.05, "at_once": 0.1, "background": 0.001}
+    times = {"synchronous": 2.0, "unhashed": 1.9, "added": 0.05, "hashing": 0.07, "at_once": 0.1, "background": 0.001}
     text = show(Stall(size=1 << 28, repeats=9, **times))
     assert "256.0 MiB of state" in text
     assert "2.5% of it" in text
