@@ -55,7 +55,7 @@ class Stall:
     unhashed: float
     """The same without hashing."""
     added: float
-    """How much longer a synchronous save is than the one beside it that does not hash: most is hidden behind the disk."""
+    """How much longer a synchronous save is than the one beside it that does not hash: most hides behind the disk."""
     hashing: float
     """Seconds of a processor that hashing takes within a synchronous save."""
     at_once: float

@@ -17,7 +17,7 @@ from xscale.checkpoint.digest import BLOCK, HASH, Digest, begin
 SMALL = 1 << 16
 """Shorter writes are gathered: the format has dozens of a few bytes for each tensor."""
 AHEAD = 32 << 20
-"""Bytes after which the disk begins to take them; with fewer at a time hashing is hidden less (2 to 128 MiB measured)."""
+"""Bytes after which the disk begins to take them; with fewer at a time hashing is hidden less (of 2 to 128 MiB)."""
 
 
 class Hashing(io.RawIOBase):
