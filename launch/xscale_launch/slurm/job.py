@@ -42,22 +42,17 @@ class Job:
 def checked(job: Job) -> Job:
     """The job itself; raises `LaunchError` for what can be seen to be wrong without a cluster."""
     profile = job.profile
-    counts = {
-        "--nodes": profile.nodes,
-        "--processes-per-node": profile.processes_per_node,
-        "crash_limit": profile.crash_limit,
+    numbers = {
+        "--nodes": (profile.nodes, 1),
+        "--processes-per-node": (profile.processes_per_node, 1),
+        "crash_limit": (profile.crash_limit, 1),
+        "--gpus-per-node": (profile.gpus_per_node, 0),
+        "--cpus-per-process": (profile.cpus_per_process, 0),
+        "--signal-seconds": (profile.signal_seconds, 0),
     }
-    for name, value in counts.items():
-        if value < 1:
-            raise LaunchError(f"{name} is {value}; give 1 or more")
-    sizes = {
-        "--gpus-per-node": profile.gpus_per_node,
-        "--cpus-per-process": profile.cpus_per_process,
-        "--signal-seconds": profile.signal_seconds,
-    }
-    for name, size in sizes.items():
-        if size < 0:
-            raise LaunchError(f"{name} is {size}; give 0 or more")
+    for name, (value, least) in numbers.items():
+        if value < least:
+            raise LaunchError(f"{name} is {value}; give {least} or more")
     if profile.gpus_per_node and profile.processes_per_node > profile.gpus_per_node:
         raise LaunchError(
             f"{profile.processes_per_node} processes a node would share {profile.gpus_per_node} GPUs; "

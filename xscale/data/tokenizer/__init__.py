@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pydantic
 
@@ -98,6 +98,21 @@ class Tokenizer:
         import numpy as np
 
         return np.array([len(one) for one in self.token_bytes()], dtype=np.int64)
+
+
+class Filed(Tokenizer):
+    """A tokenizer in a file: the one that its config names, or one that is trained into the folder."""
+
+    FILE: ClassVar[str]
+    """The name of the trained one."""
+
+    @classmethod
+    def missing(cls, config: Any, folder: Path) -> bool:
+        return not config.file and not (folder / cls.FILE).exists()
+
+    @classmethod
+    def sample_bytes(cls, config: Any) -> int:
+        return 0 if config.file else int(config.sample_bytes)
 
 
 def special_names(sentinels: int) -> list[str]:

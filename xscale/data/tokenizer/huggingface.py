@@ -10,7 +10,7 @@ import pydantic
 
 from xscale.core.errors import ConfigError
 from xscale.data.disk import disk
-from xscale.data.tokenizer import SPECIALS, TOKENIZERS, Tokenizer, TokenizerTraits, special_names
+from xscale.data.tokenizer import SPECIALS, TOKENIZERS, Filed, Tokenizer, TokenizerTraits, special_names
 from xscale.data.tokenizer.pieces import DecoderError, reader
 
 FILE = "tokenizer.json"
@@ -19,10 +19,12 @@ SENTINELS = ("<extra_{}>", "<extra_id_{}>")
 
 
 @TOKENIZERS.register("huggingface", traits=TokenizerTraits(trained=True, lossless=True))
-class HuggingFace(Tokenizer):
+class HuggingFace(Filed):
     """What an existing file makes of a text is what the library makes of it, without the tokens that some add around
     it; one that changes texts (lower case, other spaces) does not give them back, and bits per byte are of what it
     keeps."""
+
+    FILE = FILE
 
     class Config(Tokenizer.Config):
         vocabulary: int = pydantic.Field(default=8192, ge=300, le=1 << 24)
@@ -114,14 +116,6 @@ class HuggingFace(Tokenizer):
 
     def piece(self, token: int) -> str:
         return self.processor.id_to_token(token) or "<unused>"
-
-    @classmethod
-    def missing(cls, config: Any, folder: Path) -> bool:
-        return not config.file and not (folder / FILE).exists()
-
-    @classmethod
-    def sample_bytes(cls, config: Any) -> int:
-        return 0 if config.file else int(config.sample_bytes)
 
     @classmethod
     def train(cls, config: Any, texts: Iterable[str], folder: Path) -> None:

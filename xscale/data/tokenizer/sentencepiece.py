@@ -11,7 +11,7 @@ import pydantic
 
 from xscale.core.errors import ConfigError
 from xscale.data.disk import disk
-from xscale.data.tokenizer import TOKENIZERS, Tokenizer, TokenizerTraits, special_names
+from xscale.data.tokenizer import TOKENIZERS, Filed, Tokenizer, TokenizerTraits, special_names
 
 FILE = "tokenizer.model"
 SPACE = "\u2581"
@@ -21,7 +21,9 @@ SENTENCE = 4000
 
 
 @TOKENIZERS.register("sentencepiece", traits=TokenizerTraits(trained=True, lossless=True))
-class SentencePiece(Tokenizer):
+class SentencePiece(Filed):
+    FILE = FILE
+
     class Config(Tokenizer.Config):
         model: Literal["bpe", "unigram"] = "bpe"
         """How pieces are chosen: merges by frequency (seconds), or a unigram language model (minutes)."""
@@ -93,14 +95,6 @@ class SentencePiece(Tokenizer):
 
     def piece(self, token: int) -> str:
         return str(self.processor.IdToPiece(token))
-
-    @classmethod
-    def missing(cls, config: Any, folder: Path) -> bool:
-        return not config.file and not (folder / FILE).exists()
-
-    @classmethod
-    def sample_bytes(cls, config: Any) -> int:
-        return 0 if config.file else int(config.sample_bytes)
 
     @classmethod
     def train(cls, config: Any, texts: Iterable[str], folder: Path) -> None:
