@@ -141,6 +141,7 @@ def test_a_dump_says_where_each_value_came_from(tmp_path: Path) -> None:
         ({"run__run": "a: 1"}, ["=1"], "an override is written key=value"),
         ({"run__run": "a: 1"}, ["a..b=1"], "an override is written key=value"),
         ({"run__run": "a: 1"}, ["a=[1"], "this is not YAML"),
+        ({"run__run": "a: [{b: 1}]"}, ["a.0.b=2"], "a (command line): this is a list"),
         ({"run__run": "use: 3"}, [], "run.yaml: use: this names no configs"),
         ({"run__run": "use: {a: b}"}, [], "run.yaml: use: this names no configs"),
         ({"run__run": "use: [1]"}, [], "run.yaml: use: this names no configs"),

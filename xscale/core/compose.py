@@ -156,6 +156,9 @@ def _merge(composed: Composed, below: dict[str, Any], above: dict[str, Any], pat
             for leftover in list(below):
                 del below[leftover]
             _forget(composed, path.rstrip("."))
+        if isinstance(old, list) and isinstance(value, dict) and any(str(one).isdigit() for one in value):
+            what = "this is a list, and one entry of a list cannot be set by its number"
+            raise ConfigError(f"{here} ({origin})", what, f"Give the whole list: {here}=[...].")
         if isinstance(old, str) and isinstance(value, dict) and "kind" not in value:
             old = below[key] = {"kind": old}
         if isinstance(value, dict) and isinstance(old, dict) and value.get("kind", old.get("kind")) == old.get("kind"):
