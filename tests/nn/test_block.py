@@ -6,6 +6,7 @@ import torch
 from tests.conformance.made import dims, drawn, ready, tokens
 from xscale.nn.block import Block, BlockConfig
 from xscale.nn.ffn.ffn import Dense
+from xscale.nn.init import materialize
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import Fourier
 from xscale.nn.norm import Layer
@@ -33,6 +34,23 @@ def test_norms_stand_where_the_placement_says() -> None:
     late = block(SMALL.model_copy(update={"placement": "res_post"}))
     mixed = x + late.mixer.norm(late.mixer.part(x, about))
     assert torch.allclose(late(x, about), mixed + late.ffn.norm(late.ffn.part(mixed, about)))
+
+
+def test_rezero_weights_each_branch_and_has_no_norm() -> None:
+    x, about = drawn(2, 5, 8), tokens(5)
+    weighted = block(SMALL.model_copy(update={"placement": "rezero"}))
+    assert weighted.mixer.alpha is not None
+    assert weighted.ffn.alpha is not None
+    mixed = x + weighted.mixer.alpha.weight * weighted.mixer.part(x, about)
+    assert torch.allclose(weighted(x, about), mixed + weighted.ffn.alpha.weight * weighted.ffn.part(mixed, about))
+    assert not [name for name, _ in weighted.named_parameters() if "norm" in name]
+
+
+def test_rezero_starts_as_the_identity() -> None:
+    x = drawn(2, 5, 8).float()
+    weighted = Block(SMALL.model_copy(update={"placement": "rezero"}), dims(width=8))
+    materialize(weighted, seed=0)
+    assert torch.equal(weighted(x, tokens(5)), x)
 
 
 @pytest.mark.parametrize("placement", ["pre", "res_post"])

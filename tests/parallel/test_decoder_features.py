@@ -1,4 +1,4 @@
-"""Blocks of Gemma, OLMo 2 and GPT-NeoX on layouts: caps, scales, norms over all heads, parallel sublayers."""
+"""Blocks of Gemma, OLMo 2, GPT-NeoX and ReZero on layouts: caps, norms over all heads, parallel sublayers, FixNorm."""
 
 from typing import Any
 
@@ -37,6 +37,9 @@ def decoder(placement: str, residual: str) -> dict[str, Any]:
 
 PARALLEL = decoder("pre", "parallel")
 SEQUENTIAL = decoder("res_post", "sequential")
+REZERO = {**decoder("rezero", "sequential"), "fix_norm": True}
+UNTIED = {**decoder("sandwich", "sequential"), "fix_norm": True, "tied": False}
+UNTIED["stack"]["block"]["norm"] = "scale"
 
 
 @pytest.mark.parametrize(
@@ -51,8 +54,17 @@ SEQUENTIAL = decoder("res_post", "sequential")
             ],
         ),
         (SEQUENTIAL, [{"mesh": {"tp": 2}}, {"mesh": {"cp": 2}}]),
+        (
+            REZERO,
+            [
+                {"mesh": {"tp": 2}, "tensor": {"sequence": True}},
+                {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}},
+                {"zero": {"stage": 3}},
+            ],
+        ),
+        (UNTIED, [{"mesh": {"tp": 2}, "tensor": {"sequence": True}}, {"mesh": {"cp": 2}}, {"zero": {"stage": 3}}]),
     ],
-    ids=["parallel", "res_post"],
+    ids=["parallel", "res_post", "rezero", "scale"],
 )
 def test_a_layout_has_the_numbers_of_one_process(
     model: dict[str, Any], layouts: list[dict[str, Any]], pool: Pool

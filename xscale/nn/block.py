@@ -5,16 +5,21 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 from torch import Tensor
+from torch.nn import Parameter
 
 from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn, Gated
+from xscale.nn.init import ZEROS
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm, Rms
 from xscale.nn.tokens import Tokens
+
+NORMLESS = ("rezero", "none")
+"""Placements without a norm."""
 
 
 class BlockConfig(Config):
@@ -26,15 +31,30 @@ class BlockConfig(Config):
     """The position-wise feed-forward part."""
     norm: Annotated[Norm.Config, Slot(NORMS)] = Rms.Config()
     """The norm of each sublayer."""
-    placement: Literal["pre", "post", "sandwich", "res_post", "none"] = "pre"
+    placement: Literal["pre", "post", "sandwich", "res_post", "rezero", "none"] = "pre"
     """pre: x + f(norm(x)) (Xiong et al. 2020); post: norm(x + f(x)) (Vaswani et al. 2017);
     sandwich: x + norm(f(norm(x))) (Ding et al. 2021); res_post: x + norm(f(x)) (Liu et al. 2022, Swin v2);
+    rezero: x + alpha f(x), a learned scalar alpha that starts at 0 and no norm (Bachlechner et al. 2021);
     none: f(x), for mixers that are whole layers (Guo et al. 2019, Star-Transformer)."""
     residual: Literal["sequential", "parallel"] = "sequential"
     """sequential: the ffn reads what the mixer wrote; parallel: both read the block's input, and their outputs are
     added to it (Wang and Komatsuzaki 2021, GPT-J)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability of each sublayer's output."""
+
+
+class ResidualWeight(Module):
+    """The factor alpha of a residual branch, one scalar that starts at 0 (Bachlechner et al. 2021, ReZero)."""
+
+    weight: Parameter
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.declare("weight", (1,), ("state",), ZEROS, decays=False)
+
+    def forward(self, y: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        return self.use(self.weight).to(y.dtype) * y
 
 
 class Sublayer(Module):
@@ -44,8 +64,10 @@ class Sublayer(Module):
         super().__init__()
         self.placement = config.placement
         self.dropout = config.dropout
-        self.norm: Norm | None = None if config.placement == "none" else NORMS.build(config.norm, width)
+        normalises = config.placement not in NORMLESS
+        self.norm: Norm | None = NORMS.build(config.norm, width) if normalises else None
         self.after: Norm | None = NORMS.build(config.norm, width) if config.placement == "sandwich" else None
+        self.alpha = ResidualWeight() if config.placement == "rezero" else None
         self.part = part
 
     def forward(
@@ -68,13 +90,15 @@ class Sublayer(Module):
             y = after(y)
         elif norm is not None and self.placement == "res_post":
             y = norm(y)
+        elif self.alpha is not None:
+            y = self.alpha(y)
         drops = self.training and tokens.rng_seed is not None
-        if norm is None:
+        if self.placement == "none":
             return self.random.dropout(y, self.dropout if drops else 0.0, ("batch", "tokens", "width"), tokens)
         kernel = self.kernel_choices.get("bias_dropout_residual")
         residual = x if residual is None else residual
         y = self.random.dropout_add(y, residual, self.dropout if drops else 0.0, tokens, kernel)
-        return norm(y) if self.placement == "post" else y
+        return norm(y) if norm is not None and self.placement == "post" else y
 
 
 class Block(Module):
@@ -98,7 +122,7 @@ class Block(Module):
         problems = _check_mixer(config.mixer, dims, f"{path}.mixer")
         if config.residual == "parallel" and (cross or config.placement == "post"):
             what = "cross attention is a third sublayer" if cross else "placement 'post' normalises the sum"
-            fix = "Take sequential." if cross else "Take sequential, or the placement pre, sandwich or res_post."
+            fix = "Take sequential." if cross else "Take sequential, or a placement other than post."
             problems.append(Problem(f"{path}.residual", f"'parallel' adds two sublayers to one input; {what}", fix))
         if config.residual == "parallel" and "none" in (config.placement, config.ffn.kind):
             what = "'parallel' adds a mixer and an ffn to one input, and this block has no sum of the two"

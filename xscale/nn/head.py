@@ -51,8 +51,11 @@ class Head(Module):
         globals: int = 0,
         soft_cap: float | None = None,
         scale: float | None = None,
+        fix_norm: bool = False,
     ) -> None:
         super().__init__()
+        self.fix_norm = fix_norm
+        """Whether the rows of the weight are divided by their lengths."""
         self.soft_cap = soft_cap
         """Logits become cap * tanh(logit / cap); None: no cap."""
         self.scale = scale
@@ -86,6 +89,8 @@ class Head(Module):
         if self.scale is not None:
             x = x * self.scale
         weight = self.use(self.weight)
+        if self.fix_norm:
+            weight = F.normalize(weight, dim=-1)
         if self.bias is not None:
             # The bias is one more column, so that the (vocabulary-parallel) loss needs no bias argument.
             weight = torch.cat((weight, self.use(self.bias)[:, None]), 1)  # [V, D + 1]

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 class Init:
     """How a parameter is initialised."""
 
-    kind: Literal["normal", "zeros", "ones"] = "normal"
+    kind: Literal["normal", "zeros", "ones", "constant"] = "normal"
     std: float = 0.02
     """Standard deviation of the normal; it is truncated at three of them."""
+    value: float = 0.0
+    """The value of every element of a constant."""
     slices: bool = False
     """Draw each index of the first axis from its own random stream, so that a rank draws only its own experts."""
     copy_of: tuple[str, str] | None = None
@@ -45,6 +47,8 @@ def draw(init: Init, shape: tuple[int, ...], seed: int, name: str, rows: range |
         return torch.zeros(len(rows), *shape[1:])
     if init.kind == "ones":
         return torch.ones(len(rows), *shape[1:])
+    if init.kind == "constant":
+        return torch.full((len(rows), *shape[1:]), init.value)
     if init.slices and not rows:
         # There are more ranks than experts.
         return torch.empty(0, *shape[1:])

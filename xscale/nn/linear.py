@@ -42,13 +42,16 @@ class Embedding(Module):
     seams: ClassVar[tuple[str, ...]] = ("lookup",)
     weight: Parameter
 
-    def __init__(self, vocabulary: int, width: int, init: Init) -> None:
+    def __init__(self, vocabulary: int, width: int, init: Init, *, fix_norm: bool = False) -> None:
+        """`fix_norm`: rows are divided by their lengths (Nguyen and Chiang 2018)."""
         super().__init__()
+        self.fix_norm = fix_norm
         self.declare("weight", (vocabulary, width), ("vocab", "width"), init)
 
     def forward(self, ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, D]."""
-        return self.lookup(ids, self.use(self.weight))
+        rows = self.lookup(ids, self.use(self.weight))
+        return F.normalize(rows, dim=-1) if self.fix_norm else rows
 
     def lookup(self, ids: Tensor, table: Tensor) -> Tensor:
         """ids [...], table [V, D] -> rows [..., D]. A seam: vocabulary-parallel lookup in a sharded table."""

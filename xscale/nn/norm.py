@@ -1,13 +1,14 @@
-"""Normalisation layers, x -> x: `layer` and `rms`."""
+"""Normalisation layers, x -> x: `layer`, `rms`, `ada` and `scale`."""
 
 from dataclasses import dataclass
 
+import torch
 from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.registry import Family
-from xscale.nn.init import ONES, ZEROS
+from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.module import Part
 from xscale_kernels.layernorm.op import layernorm
 from xscale_kernels.rmsnorm.op import rmsnorm
@@ -21,6 +22,8 @@ class NormTraits:
     """Each token is normalised independently, so sequence parallelism may shard the sequence."""
     centred: bool
     """The output has mean 0 over the width before gain and bias."""
+    exact_gradient: bool = True
+    """The backward pass is the derivative of the forward pass."""
 
 
 class Norm(Part):
@@ -77,3 +80,53 @@ class Rms(Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         return rmsnorm(x, self.use(self.weight), self.eps, implementation=self.kernel_choices.get("rmsnorm"))
+
+
+@NORMS.register("ada", traits=NormTraits(per_token=True, centred=False, exact_gradient=False))
+class Ada(Norm):
+    """Xu et al. 2019, AdaNorm: z = C (1 - k y) y with y = (x - mean) / deviation over the width; no parameters.
+
+    The factor C (1 - k y) is a constant in the backward pass, as in the paper.
+    """
+
+    class Config(Norm.Config):
+        eps: float = Field(default=1e-5, ge=0)
+        """Added to the variance."""
+        scale: float = Field(default=1.0, gt=0)
+        """The paper's C."""
+        slope: float = Field(default=0.1, ge=0)
+        """The paper's k: how much less a value above the mean is scaled than one below."""
+
+    def __init__(self, config: Config, width: int) -> None:
+        super().__init__()
+        self.eps, self.scale, self.slope = config.eps, config.scale, config.slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        precise = x.to(torch.promote_types(x.dtype, torch.float32))
+        centred = precise - precise.mean(-1, keepdim=True)
+        y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.eps)
+        return ((self.scale * (1 - self.slope * y)).detach() * y).to(x.dtype)
+
+
+@NORMS.register("scale", traits=NormTraits(per_token=True, centred=False))
+class Scale(Norm):
+    """Nguyen and Salazar 2019, ScaleNorm: g x / ||x||, one learned g that starts at the square root of the width.
+
+    The paper takes it with `model.fix_norm`, which divides the embeddings by their lengths too.
+    """
+
+    weight: Parameter
+
+    class Config(Norm.Config):
+        eps: float = Field(default=1e-5, gt=0)
+        """Least length that x is divided by."""
+
+    def __init__(self, config: Config, width: int) -> None:
+        super().__init__()
+        self.eps = config.eps
+        self.declare("weight", (1,), ("state",), Init("constant", value=width**0.5), decays=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        precise = x.to(torch.promote_types(x.dtype, torch.float32))
+        length = torch.linalg.vector_norm(precise, dim=-1, keepdim=True).clamp(min=self.eps)
+        return (self.use(self.weight).to(precise.dtype) * (precise / length)).to(x.dtype)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
 from xscale.nn.attention.core import share_layer_tables
-from xscale.nn.block import Block, BlockConfig
+from xscale.nn.block import NORMLESS, Block, BlockConfig
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn
 from xscale.nn.mixer.mixer import MIXERS, Mixer
@@ -75,8 +75,8 @@ class Stack(Module):
         """The position part that all mixers have in common; None: each has its own."""
         self.core_tables: Module | None = share_layer_tables(self.blocks.values())
         """The parameters that all attention cores have in common; None: none."""
-        pre = config.block.placement not in ("post", "none")
-        self.norm: Norm | None = NORMS.build(config.block.norm, dims.width) if pre else None
+        ends_in_norm = config.block.placement not in ("post", *NORMLESS)
+        self.norm: Norm | None = NORMS.build(config.block.norm, dims.width) if ends_in_norm else None
 
     @staticmethod
     def check(config: StackConfig, dims: Dims, path: str, *, cross: bool = False) -> list[Problem]:

@@ -103,6 +103,7 @@ class Architecture:
 
 FEATURES: dict[str, Any] = {
     "scale_embeddings": False,
+    "fix_norm": False,
     "logit_soft_cap": None,
     "position.scaling": None,
     "block.residual": "sequential",

@@ -26,7 +26,9 @@ class Decoder(Model):
         dims = model_dims(config, vocabulary, length, causal=True)
         self.embed = Embed(config, dims)
         self.stack = Stack(config.stack, dims)
-        self.head = Head(dims, self.embed.table if config.tied else None, soft_cap=config.logit_soft_cap)
+        self.head = Head(
+            dims, self.embed.table if config.tied else None, soft_cap=config.logit_soft_cap, fix_norm=config.fix_norm
+        )
         name_modules(self)
 
     @classmethod

@@ -37,7 +37,7 @@ class Embed(Module):
         self.mean = mean
         if globals:
             self.declare("start", (globals, dims.width), ("tokens", "width"), dims.init)
-        self.table = table or Embedding(dims.vocabulary, dims.width, dims.init)
+        self.table = table or Embedding(dims.vocabulary, dims.width, dims.init, fix_norm=config.fix_norm)
         self.has_types = types > 0
         if types:
             self.declare("types", (types, dims.width), ("state", "width"), dims.init)

@@ -62,6 +62,7 @@ class Encoder(Model):
             transform=transform,
             globals=count,
             soft_cap=config.logit_soft_cap,
+            fix_norm=config.fix_norm,
         )
         name_modules(self)
 

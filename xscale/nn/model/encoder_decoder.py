@@ -37,6 +37,7 @@ class EncoderDecoder(Model):
             writing,
             self.source.table if config.tied else None,
             soft_cap=config.logit_soft_cap,
+            fix_norm=config.fix_norm,
             scale=config.width**-0.5 if config.scale_head else None,
         )
         name_modules(self)

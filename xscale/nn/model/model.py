@@ -42,6 +42,8 @@ class Model(Part):
         """Dropout probability of the embeddings."""
         scale_embeddings: bool = False
         """Whether token embeddings are multiplied by sqrt(width) (Vaswani et al. 2017, section 3.4)."""
+        fix_norm: bool = False
+        """Whether the rows of the embedding and of the head are divided by their l2 norms (Nguyen and Chiang 2018)."""
         logit_soft_cap: float | None = Field(default=None, gt=0)
         """Logits become cap * tanh(logit / cap) (Gemma team 2024); null: no cap."""
         init_std: float = Field(default=0.02, ge=0)

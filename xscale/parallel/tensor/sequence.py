@@ -49,5 +49,7 @@ def apply(model: nn.Module, region: TensorRegion) -> None:
             module.register_forward_hook(lambda _, __, x: slice_in(x, region.group))
         if isinstance(module, Sublayer):
             substitute(module, "random", TokensOverTensor(module.random, region))
+            if module.alpha is not None:
+                all_reduce_replicated_grads(module.alpha, region)
     for norm in norms_between_regions(model):
         all_reduce_replicated_grads(norm, region)
