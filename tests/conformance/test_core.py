@@ -28,7 +28,9 @@ from tests.families import each, example
 from xscale.core.registry import Entry
 from xscale.nn.attention.core import CORES
 from xscale.nn.attention.ops.mask import AttentionMask
-from xscale.nn.module import parameter_axes
+from xscale.nn.module import Module, parameter_axes
+from xscale.nn.position.pairs import Pairs
+from xscale.nn.position.position import Position, PositionTerms
 from xscale.nn.tokens import Stats
 
 CUTS = (1, 63, 64, 65, 190, LENGTH - 1)
@@ -194,13 +196,17 @@ def naive(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
     scores = torch.einsum("bhtk,bhsk->bhts", q, k) / q.shape[-1] ** 0.5
     if mask.bias is not None:
         scores = scores + mask.bias
+    if mask.position_terms is not None:
+        scores = scores + mask.position_terms.scores(q, k)
     if mask.causal:
         place = torch.arange(mask.queries)[:, None] + mask.offset
         scores = scores.masked_fill(torch.arange(mask.keys)[None, :] > place, float("-inf"))
     if mask.query_documents is not None and mask.key_documents is not None:
         apart = mask.query_documents[:, :, None] != mask.key_documents[:, None, :]
         scores = scores.masked_fill(apart[:, None], float("-inf"))
-    return torch.einsum("bhts,bhsk->bhtk", scores.softmax(-1), v)
+    weights = scores.softmax(-1)
+    o = torch.einsum("bhts,bhsk->bhtk", weights, v)
+    return o if mask.position_terms is None else o + mask.position_terms.values(weights)
 
 
 @each(entry for entry in CORES if entry.traits.exact)
@@ -242,6 +248,43 @@ def test_a_bias_counts(entry: Entry[Any]) -> None:
                 part, q, k, v, relative_bias=lambda after, line=line: line[:, (after + LENGTH - 1) % line.shape[1]]
             )
             assert close(found, wanted), "a bias by distance is another one than score by score"
+
+
+class EveryTerm(Position):
+    """Adds q_i k_j for the first channel alone, and to the output the weights of the first channels' keys."""
+
+    adds_scores = True
+    adds_values = True
+
+    def __init__(self) -> None:
+        Module.__init__(self)
+
+    def scores(self, q: Tensor, k: Tensor, pairs: Pairs) -> Tensor:
+        return pairs.select_heads(torch.tensor([1.0, 2.0, -1.0, 0.5], dtype=q.dtype))[:, None, None] * (
+            q[..., :1] @ k.repeat_interleave(q.shape[1] // k.shape[1], 1)[..., :1].mT
+        )
+
+    def values(self, weights: Tensor, pairs: Pairs) -> Tensor:
+        return weights[..., :HEAD_WIDTH] * 3
+
+
+@each(entry for entry in CORES if entry.traits.position_terms)
+def test_terms_of_a_position_count(entry: Entry[Any]) -> None:
+    for causal in modes(entry):
+        part, (q, k, v) = core(entry, causal=causal), qkv(groups=2)
+        terms = PositionTerms(EveryTerm(), Pairs(LENGTH, LENGTH, causal=causal))
+        biased = run(part, q, k, v, bias=terms.scores(q, k))
+        assert not close(biased, run(part, q, k, v)), "the terms show"
+        # With the first tokens' rows of the identity as values, the output has their attention weights.
+        unit = torch.zeros_like(v)
+        unit[:, :, range(HEAD_WIDTH), range(HEAD_WIDTH)] = 1
+        weights = run(part, q, k, unit, bias=terms.scores(q, k))
+        assert close(run(part, q, k, v, position_terms=terms), biased + 3 * weights)
+        one = torch.zeros_like(terms.scores(q, k))
+        one[:, 0, :, 0] = 1.5
+        both = run(part, q, k, v, bias=terms.scores(q, k) + one)
+        weights = run(part, q, k, unit, bias=terms.scores(q, k) + one)
+        assert close(run(part, q, k, v, position_terms=terms, bias=one), both + 3 * weights), "a bias is forgotten"
 
 
 @each(CORES)

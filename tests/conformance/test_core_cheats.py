@@ -21,6 +21,7 @@ HONEST = CoreTraits(
     cost="2*T*S*K",
     context=("ring", "ulysses"),
     bias=True,
+    position_terms=True,
     documents=True,
     exact=True,
     decode=True,
@@ -105,6 +106,16 @@ class Deaf(Written):
         return super().forward(q, k, v, replace(mask, bias=None))
 
 
+class DeafToTerms(Written):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        return super().forward(q, k, v, replace(mask, position_terms=None))
+
+
+class DeafToValues(Written):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        return super().forward(q, k, v, replace(mask, bias=mask.score_bias(q, k), position_terms=None))
+
+
 class Backwards(Written):
     uses_relative_bias = True
 
@@ -161,6 +172,7 @@ CHECKS: list[Check] = [
     suite.test_packed_documents_stay_apart,
     suite.test_exact_is_softmax,
     suite.test_a_bias_counts,
+    suite.test_terms_of_a_position_count,
     suite.test_random_numbers_only_where_declared,
     suite.test_one_query_at_a_time_gives_the_same,
     suite.test_a_sequence_can_be_spread_as_declared,
@@ -191,6 +203,8 @@ def test_an_honest_core_passes(check: Check) -> None:
         (Rough, {}, suite.test_exact_is_softmax),
         (Deaf, {}, suite.test_a_bias_counts),
         (Backwards, {}, suite.test_a_bias_counts),
+        (DeafToTerms, {}, suite.test_terms_of_a_position_count),
+        (DeafToValues, {}, suite.test_terms_of_a_position_count),
         (Dice, {}, suite.test_random_numbers_only_where_declared),
         (Written, {"random": True}, suite.test_random_numbers_only_where_declared),
         (CountsQueries, {}, suite.test_one_query_at_a_time_gives_the_same),

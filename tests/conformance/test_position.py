@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.conformance.made import HEAD_WIDTH, HEADS, WIDTH, close, dims, drawn, fitting, ready, tokens
 from tests.families import each
 from xscale.core.registry import Entry, Family
+from xscale.nn.position.pairs import Pairs
 from xscale.nn.position.position import POSITIONS, Position, PositionTraits
 from xscale.nn.tokens import SharedValues, Tokens
 
@@ -18,7 +19,8 @@ SHIFT = 1000
 
 
 def built(entry: Entry[Any], **changes: Any) -> Position:
-    around = dims(**{"length": LENGTH, **changes})
+    # Terms of the scores are asked of all pairs of queries and keys, as in a bidirectional model.
+    around = dims(**{"length": LENGTH, "causal": entry.traits.where != "scores", **changes})
     part: Position = ready(entry.part(fitting(entry, around), around, HEADS, HEAD_WIDTH))
     return part
 
@@ -28,7 +30,19 @@ def scores(part: Position, around: Tokens) -> Tensor:
     q, k = (drawn(2, HEADS, LENGTH, HEAD_WIDTH, seed=seed) for seed in (0, 1))
     bias = part.bias(around.positions, around.positions)
     found = part.rotate(q, around) @ part.rotate(k, around).transpose(-1, -2)
+    if part.adds_scores:
+        found = found + at_places(part, q, k, around.positions)
     return found if bias is None else found + bias
+
+
+def at_places(part: Position, q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
+    """Terms of the scores of queries and keys at these places of a longer sequence, with nothing between them."""
+    length = int(positions.max()) + 1
+    rows = positions[:, None, :, None].expand_as(q)
+    longer = [q.new_zeros(*q.shape[:2], length, q.shape[3]).scatter(2, rows, x) for x in (q, k)]
+    terms = part.scores(*longer, Pairs(length, length))
+    batch = torch.arange(len(q))[:, None, None]
+    return terms.movedim(1, 3)[batch, positions[:, :, None], positions[:, None]].movedim(3, 1)
 
 
 def acts(part: Position, around: Tokens) -> set[str]:
@@ -41,6 +55,12 @@ def acts(part: Position, around: Tokens) -> set[str]:
         found.add("qk")
     if part.bias(around.positions, around.positions) is not None:
         found.add("bias")
+    if part.adds_scores:
+        k = drawn(2, HEADS, LENGTH, HEAD_WIDTH, seed=1)
+        terms = part.scores(q, k, Pairs(LENGTH, LENGTH))
+        assert terms.shape == (2, HEADS, LENGTH, LENGTH)
+        assert not close(part.scores(2 * q, k, Pairs(LENGTH, LENGTH)), terms), "it reads no query"
+        found.add("scores")
     return found or {"none"}
 
 
@@ -49,6 +69,7 @@ def test_it_acts_where_it_says(entry: Entry[Any]) -> None:
     part, around = built(entry), tokens(LENGTH)
     assert acts(part, around) == {entry.traits.where}
     assert part.adds_bias == (entry.traits.where == "bias")
+    assert part.adds_scores == (entry.traits.where == "scores")
     assert part.embed(drawn(2, LENGTH, WIDTH), around).shape == (2, LENGTH, WIDTH)
     bias = part.bias(around.positions, around.positions)
     assert bias is None or bias.expand(2, HEADS, LENGTH, LENGTH).shape == bias.expand(2, -1, -1, -1).shape
@@ -105,6 +126,28 @@ def test_it_goes_on_where_declared(entry: Entry[Any]) -> None:
         return
     assert entry.traits.extrapolates
     assert all(one.isfinite().all() for one in found)
+
+
+@each(entry for entry in POSITIONS if entry.traits.where == "scores")
+def test_its_terms_are_the_same_for_some_queries_and_heads(entry: Entry[Any]) -> None:
+    """Those of the last queries alone, of some heads alone, and without later keys, as decoding and parallelism ask."""
+    part, few = built(entry), torch.tensor([3, 1])
+    q, k = drawn(2, HEADS, LENGTH, HEAD_WIDTH), drawn(2, HEADS, LENGTH, HEAD_WIDTH, seed=1)
+    weights = drawn(2, HEADS, LENGTH, LENGTH, seed=2).tril()
+    every = Pairs(LENGTH, LENGTH, query_factor=0.7)
+    whole = part.scores(q, k, every)
+    causal = replace(every, causal=True)
+    assert close(part.scores(q, k, causal).tril(), whole.tril())
+    assert close(part.scores(q[:, few], k[:, few], replace(every, heads=few)), whole[:, few])
+    for pairs in (every, causal):
+        last = part.scores(q[:, :, 20:21], k[:, :, :21], replace(pairs, queries=1, keys=21, offset=20))
+        assert close(last[:, :, 0], whole[:, :, 20, :21])
+    if part.adds_values:
+        values = part.values(weights, every)
+        assert close(part.values(weights, causal), values)
+        assert close(part.values(weights[:, few], replace(every, heads=few)), values[:, few])
+        some = part.values(weights[:, :, 20:], replace(every, queries=LENGTH - 20, offset=20))
+        assert close(some, values[:, :, 20:])
 
 
 @each(POSITIONS)

@@ -147,6 +147,11 @@ def _piece(x: Tensor, spread: SequenceSharding) -> Tensor:
             "dropout of attention",
         ),
         ({"mixer": DROPPED_BLOCKS}, layout("halo"), "dropout of attention weights"),
+        (
+            {"mixer": {"kind": "attention", "heads": 4, "position": {"kind": "shaw"}}},
+            layout("ring"),
+            "no term of the scores that reads queries",
+        ),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(changes: dict[str, Any], parallel: dict[str, Any], says: str) -> None:

@@ -86,12 +86,12 @@ def test_a_position_on_a_schedule(position: str, schedule: str, pool: Pool) -> N
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("option", ["sequence", "ulysses"])
+@pytest.mark.parametrize("options", [("tp", "zero3"), ("sequence",), ("ulysses",)], ids="-".join)
 @pytest.mark.parametrize("position", [entry.name for entry in family("position")])
-def test_a_position_on_heads_and_tokens_that_are_cut(position: str, option: str, pool: Pool) -> None:
+def test_a_position_on_heads_and_tokens_that_are_cut(position: str, options: tuple[str, ...], pool: Pool) -> None:
     """A rank has some of the heads' biases, and tokens that do not begin at position 0."""
     network = changed(DENSE, position__kind=position, tied=False)
-    case = Case("dense", (option,))
+    case = Case("dense", options)
     same(pool, alone(pool, network, steps=2), case.ranks, network, case.parallel, steps=2)
 
 

@@ -34,6 +34,8 @@ class CoreTraits:
     """Supported styles of context parallelism."""
     bias: bool = False
     """Takes an additive bias on the scores."""
+    position_terms: bool = False
+    """Takes terms that a position computes from queries and keys, of the scores and of the output."""
     documents: bool = False
     """Keeps packed documents separate."""
     position_dependent: bool = False

@@ -21,6 +21,7 @@ from xscale.nn.dims import Dims
         context=("ring", "ulysses"),
         dropout=True,
         bias=True,
+        position_terms=True,
         documents=True,
         exact=True,
         decode=True,
@@ -36,26 +37,32 @@ class Softmax(Core):
         self.soft_cap = config.soft_cap
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-        if self.soft_cap is not None:
-            return self._capped(q, k, v, mask)
+        terms = mask.position_terms
+        if self.soft_cap is not None or (terms is not None and terms.adds_values):
+            return self._materialised(q, k, v, mask)
         dropout = mask.dropout if self.training else 0.0
         if mask.is_only_causal:
             return self.random.attention(q, k, v, dropout, is_causal=mask.causal)
         attn_mask = mask.allowed if mask.allowed is None else mask.allowed.to(q.device)
-        if mask.bias is not None:
-            bias = mask.bias.to(q.dtype)
+        bias = mask.score_bias(q, k)
+        if bias is not None:
+            bias = bias.to(q.dtype)
             attn_mask = bias if attn_mask is None else torch.where(attn_mask, bias, float("-inf"))
         return self.random.attention(q, k, v, dropout, attn_mask=attn_mask)
 
-    def _capped(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-        assert self.soft_cap is not None
+    def _materialised(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        """Attend by operators that keep all scores, which may be capped and whose weights a position may read."""
         scores = upcast(grouped_matmul(q, k.mT)) * q.shape[-1] ** -0.5  # [B, H, T, S]
-        scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
-        if mask.bias is not None:
-            scores = scores + mask.bias.to(scores.dtype)
+        if self.soft_cap is not None:
+            scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
+        bias = mask.score_bias(q, k)
+        if bias is not None:
+            scores = scores + bias.to(scores.dtype)
         hidden = None if mask.allowed is None else ~mask.allowed.to(q.device)
-        weights = self.drop_weights(masked_softmax(scores, hidden), mask)
-        return grouped_matmul(weights.to(v.dtype), v)
+        weights = self.drop_weights(masked_softmax(scores, hidden), mask).to(v.dtype)
+        o = grouped_matmul(weights, v)
+        terms = mask.position_terms
+        return o + terms.values(weights) if terms is not None and terms.adds_values else o
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         return 2.0 * heads * queries * keys * head_width / (2 if self.causal else 1)

@@ -135,11 +135,11 @@ class SplitHeads(Core):
         # Keys stay grouped where each group of query heads has whole turns of the cores.
         if (q.shape[1] // k.shape[1]) % self.head_period:
             k, v = repeat_kv(k, q.shape[1]), repeat_kv(v, q.shape[1])
-        outs = []
+        outs, heads = [], torch.arange(q.shape[1], device=q.device)
         for core, share, select in self._turns():
             core.first_head = self.first_head // self.head_period * share
             keys, values = (select(x, 1) if x.shape[1] == q.shape[1] else x for x in (k, v))
-            outs.append(core(select(q, 1), keys, values, _mask_of(mask, select)).unflatten(1, (-1, share)))
+            outs.append(core(select(q, 1), keys, values, _mask_of(mask, select, heads)).unflatten(1, (-1, share)))
         return torch.cat(outs, 2).flatten(1, 2)  # [B, H, T, K]
 
     def _turns(self) -> Iterator[tuple[Core, int, Callable[[Tensor, int], Tensor]]]:
@@ -178,8 +178,10 @@ def _with_values(cost: str, config: Any) -> str:
     return cost
 
 
-def _mask_of(mask: AttentionMask, select: Callable[[Tensor, int], Tensor]) -> AttentionMask:
-    """Return the mask with the bias of the selected heads."""
+def _mask_of(mask: AttentionMask, select: Callable[[Tensor, int], Tensor], heads: Tensor) -> AttentionMask:
+    """Return the mask with the bias and the position's terms of the selected heads."""
+    if mask.position_terms is not None:
+        return replace(mask, position_terms=mask.position_terms.select_heads(select(heads, 0)))
     if mask.bias is not None:
         return replace(mask, bias=select(mask.bias, 1))
     bias = mask.relative_bias

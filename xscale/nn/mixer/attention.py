@@ -16,7 +16,8 @@ from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
 from xscale.nn.norm import NORMS, Norm
-from xscale.nn.position.position import POSITIONS, Position
+from xscale.nn.position.pairs import Pairs
+from xscale.nn.position.position import POSITIONS, Position, PositionTerms
 from xscale.nn.tokens import Tokens
 
 
@@ -127,6 +128,8 @@ class Attention(Mixer):
         """Build the position encoding of this config, for so many channels of a head; None: none."""
         if position is not None:
             self.position = POSITIONS.build(position, dims, heads, rotated_width)
+            if self.query_factor is None and self.position.score_factor != 1:
+                self.query_factor = self.position.score_factor
             # Within a document positions count tokens, so a difference of indices is the distance.
             self.uses_relative_bias = (
                 self.position.adds_bias and self.core.uses_relative_bias and POSITIONS.of(position).traits.relative
@@ -198,8 +201,11 @@ class Attention(Mixer):
         elif not dims.causal and not able.bidirectional:
             wanted.append(("bidirectional", "is not bidirectional, and this model is"))
         position = config.position or dims.position
-        if position is not None and POSITIONS.of(position).traits.where == "bias" and not dims.cross and not able.bias:
+        where = "none" if position is None or dims.cross else POSITIONS.of(position).traits.where
+        if where == "bias" and not able.bias:
             wanted.append(("bias", f"takes no bias on the scores, and position '{position.kind}' adds one"))
+        if where == "scores" and not able.position_terms:
+            wanted.append(("position_terms", f"has no scores for position '{position.kind}' to add terms to"))
         if config.dropout and not able.dropout:
             wanted.append(("dropout", f"has no attention weights to drop, and {path}.dropout is {config.dropout}"))
         problems = []
@@ -306,6 +312,9 @@ class Attention(Mixer):
                 device=q.device,
             )
 
+        if self.position is not None and self.position.adds_scores:
+            terms = PositionTerms(self.position, self.pairs(q.shape[2], k.shape[2]))
+            return replace(compute(), position_terms=terms)
         if self.position is None or not self.position.adds_bias:
             key = f"mask/{self.causal}/{q.shape[2]}/{k.shape[2]}/{self.dropout}/{self.cross}/{self.shared_qk}"
             mask: AttentionMask = tokens.shared_values.get_or_compute(key, compute)
@@ -315,6 +324,16 @@ class Attention(Mixer):
             relative = self.position
             return replace(compute(), relative_bias=relative.relative_bias, linear_bias=relative.linear_bias)
         return replace(compute(), bias=self._bias(k, tokens))
+
+    def pairs(self, queries: int, keys: int) -> Pairs:
+        """Describe the pairs of the last T of S tokens with all of them, for a position that reads queries and keys."""
+        return Pairs(
+            queries,
+            keys,
+            offset=keys - queries,
+            causal=self.causal,
+            query_factor=1.0 if self.query_factor is None else self.query_factor,
+        )
 
     def _bias(self, k: Tensor, tokens: Tokens) -> Any:
         assert self.position is not None

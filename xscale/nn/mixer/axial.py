@@ -62,7 +62,7 @@ class AxialMixer(Mixer):
             what = f"heads={config.heads} does not divide width={dims.width}"
             divisors = ", ".join(str(heads) for heads in range(1, dims.width + 1) if dims.width % heads == 0)
             problems.append(Problem(f"{path}.heads", what, f"Take one of {divisors}."))
-        if dims.position is not None and POSITIONS.of(dims.position).traits.where == "bias":
+        if dims.position is not None and POSITIONS.of(dims.position).traits.where in ("bias", "scores"):
             what = f"position '{dims.position.kind}' biases scores by distance in the sequence, and rows have another"
             problems.append(Problem("model.position", what, "Take learned, rope or none."))
         return problems

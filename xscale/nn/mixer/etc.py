@@ -82,7 +82,7 @@ class EtcAttention(Attention):
             changes["core"] = config.core.model_copy(update={"segment_length": 1})
         problems = super().check(config.model_copy(update=changes), replace(dims, position=None), path)
         position = config.position or dims.position
-        if position is not None and POSITIONS.of(position).traits.where in ("qk", "bias"):
+        if position is not None and POSITIONS.of(position).traits.where in ("qk", "bias", "scores"):
             where = "model.position" if config.position is None else f"{path}.position"
             what = f"position '{position.kind}' acts inside attention, where ETC has labels for distances"
             problems.append(Problem(where, what, "Take none."))

@@ -67,7 +67,7 @@ class LongformerAttention(Attention):
     def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config.model_copy(update={"position": None}), replace(dims, position=None), path)
         position = config.position or dims.position
-        if position is not None and POSITIONS.of(position).traits.where in ("qk", "bias"):
+        if position is not None and POSITIONS.of(position).traits.where in ("qk", "bias", "scores"):
             where = "model.position" if config.position is None else f"{path}.position"
             what = f"position '{position.kind}' acts inside attention, and global tokens attend without one"
             problems.append(Problem(where, what, "Take one that acts on the embeddings: learned or sinusoidal."))

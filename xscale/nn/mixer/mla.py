@@ -100,6 +100,13 @@ class Mla(Attention):
         if config.value_width is not None and config.value_width > widest:
             what = f"must be <= head_width + rope_width = {widest}, got {config.value_width}"
             problems.append(Problem(f"{path}.value_width", what, f"Take {widest} or fewer."))
+        position = config.position or dims.position
+        if position is not None and POSITIONS.of(position).traits.where == "scores":
+            where = "model.position" if config.position is None else f"{path}.position"
+            what = (
+                f"position '{position.kind}' reads whole queries, of which `mla` gives a position rope_width channels"
+            )
+            problems.append(Problem(where, what, "Take rope, or the mixer attention."))
         return problems + cls.check_position(config, dims, path) + cls._check_core(config, dims, path)
 
     @property

@@ -63,7 +63,7 @@ def model_dims(config: Model.Config, vocabulary: int, length: int, *, causal: bo
         vocabulary=vocabulary,
         length=length,
         causal=causal,
-        position=config.position if where in ("qk", "bias") else None,
+        position=config.position if where in ("qk", "bias", "scores") else None,
         std=config.init_std,
     )
 

@@ -1,7 +1,7 @@
 """Base class and registry of position encodings, and `none`."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from xscale.core.registry import Family
 from xscale.nn.dims import Dims
 from xscale.nn.module import Part
+from xscale.nn.position.pairs import Pairs
 from xscale.nn.tokens import Tokens
 
 
@@ -16,8 +17,9 @@ from xscale.nn.tokens import Tokens
 class PositionTraits:
     """Properties that a position part declares and the conformance suite checks."""
 
-    where: Literal["none", "input", "qk", "bias"]
-    """Where it acts: the embeddings, queries and keys, or the attention scores."""
+    where: Literal["none", "input", "qk", "bias", "scores"]
+    """Where it acts: the embeddings, queries and keys, or the attention scores, by a bias that knows positions alone or
+    by terms that read queries and keys."""
     relative: bool
     """Scores depend only on differences of positions."""
     extrapolates: bool
@@ -32,6 +34,12 @@ class Position(Part):
     seams: ClassVar[tuple[str, ...]] = ("bias",)
     adds_bias = False
     """Whether `bias` returns a tensor: where = bias."""
+    adds_scores = False
+    """Whether `scores` returns a tensor: where = scores."""
+    adds_values = False
+    """Whether `values` returns a tensor, so that the core must have its attention weights."""
+    score_factor = 1.0
+    """Factor of q k^T besides 1 / sqrt(K), unless the mixer has a `scale`."""
     linear_bias = False
     """Whether the bias is minus a fixed slope per head times the distance (ALiBi)."""
     shared = False
@@ -56,11 +64,49 @@ class Position(Part):
         """
         return None
 
+    def scores(self, q: Tensor, k: Tensor, pairs: Pairs) -> Tensor:
+        """Queries [B, H, T, K] and keys [B, G, S, K] -> terms of the scores [B, H, T, S]: where = scores.
+
+        Like q k^T they are divided by sqrt(K); the queries are already multiplied by `pairs.query_factor`.
+        """
+        raise NotImplementedError
+
+    def values(self, weights: Tensor, pairs: Pairs) -> Tensor:
+        """Attention weights [B, H, T, S] -> term of the output [B, H, T, K]: where = scores, `adds_values`."""
+        raise NotImplementedError
+
     def relative_bias(self, offsets: Tensor) -> Tensor:
         """Offsets key - query [N] (negative = past) -> bias on the scores [H, N]: where = bias, relative."""
         bias = self.bias(offsets.new_zeros(1, 1), offsets[None])
         assert bias is not None
         return bias[0, :, 0]
+
+
+@dataclass(frozen=True)
+class PositionTerms:
+    """Terms of a position that a core computes from its queries, keys and attention weights."""
+
+    position: Position
+    pairs: Pairs
+
+    @property
+    def adds_values(self) -> bool:
+        """Whether there is a term of the output."""
+        return self.position.adds_values
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return what is added to the scores [B, H, T, S] of q [B, H, T, K] and k [B, G, S, K]."""
+        return self.position.scores(q, k, self.pairs)
+
+    def values(self, weights: Tensor) -> Tensor:
+        """Return what is added to the output [B, H, T, K] of the attention weights [B, H, T, S]."""
+        return self.position.values(weights, self.pairs)
+
+    def select_heads(self, heads: Tensor) -> "PositionTerms":
+        """Return the terms of some of the heads, given by their indices."""
+        return replace(
+            self, pairs=replace(self.pairs, heads=heads if self.pairs.heads is None else self.pairs.heads[heads])
+        )
 
 
 def share_position(blocks: Iterable[nn.Module]) -> Position | None:

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.position.position import Position
+from xscale.nn.position.pairs import Pairs
+from xscale.nn.position.position import Position, PositionTerms
 from xscale.nn.tokens import Tokens
 from xscale.parallel.context.sequence_sharding import SequenceSharding, TokenShard
 
@@ -22,6 +24,8 @@ class ShardedAttentionMask(AttentionMask):
     """Tokens of the keys."""
     position: Position | None = None
     """Position encoding that biases the scores; None: no bias."""
+    pairs: Pairs | None = None
+    """All queries and keys, for a position whose terms read them; None: it has none."""
     uses_relative_bias: bool = False
     """Whether the core takes the bias by distance."""
 
@@ -41,6 +45,10 @@ class ShardedAttentionMask(AttentionMask):
                 relative_bias=lambda after: position.relative_bias(after)[selected],
                 linear_bias=position.linear_bias,
             )
+        if position is not None and self.pairs is not None:
+            terms = PositionTerms(position, self.pairs)
+            indices = torch.arange(first_head, first_head + heads, device=plain.device)
+            return replace(plain, position_terms=terms.select_heads(indices))
         bias = self.bias_of(self.query_shard.full.positions, self.key_shard.full.positions)
         return plain if bias is None else replace(plain, bias=bias[:, selected])
 
@@ -78,7 +86,9 @@ class ShardedMaskBuilder:
             return self.inner(q, k, tokens, key_tokens)
         assert isinstance(key_tokens, TokenShard), "both sequences are sharded"
         attention.keeps_documents_apart(tokens, key_tokens)
-        biased = attention.position is not None and attention.position.adds_bias
+        position = attention.position
+        reads = position is not None and position.adds_scores
+        biased = position is not None and (position.adds_bias or reads)
         return ShardedAttentionMask(
             queries=q.shape[2],
             keys=k.shape[2],
@@ -87,6 +97,7 @@ class ShardedMaskBuilder:
             shared_qk=attention.shared_qk,
             query_shard=tokens,
             key_shard=key_tokens,
-            position=attention.position if biased else None,
+            position=position if biased else None,
+            pairs=attention.pairs(tokens.length, key_tokens.length) if reads else None,
             uses_relative_bias=attention.uses_relative_bias,
         )

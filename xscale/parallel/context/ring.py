@@ -31,6 +31,8 @@ def unsupported_reason(attention: Attention, cp: int, tp: int) -> str | None:
     if getattr(attention.core, "soft_cap", None) is not None:
         return "the tiles of the ring do not cap scores"
     position = attention.position
+    if position is not None and position.adds_scores:
+        return "the tiles of the ring have no term of the scores that reads queries and keys"
     if position is not None and position.adds_bias and any(True for _ in position.parameters()):
         return "the bias on the scores is learned, and its gradient is not passed round"
     return None

@@ -173,8 +173,10 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
             substitute(module, "random", HeadsOfCore(module.random, module, module.heads))
         if isinstance(module, AverageAttention):
             substitute(module, "gate", GateOwnChannels(region, module.gates))
-        if isinstance(module, Stack) and module.core_tables is not None:
-            all_reduce_replicated_grads(module.core_tables, region)
+        if isinstance(module, Stack):
+            for shared in (module.position, module.core_tables):
+                if shared is not None:
+                    all_reduce_replicated_grads(shared, region)
         if isinstance(module, Moe) and experts_replicated:
             substitute(module, "dispatch", SplitRowsOverTp(module.dispatch, region.group))
         if isinstance(module, Experts) and not experts_replicated:

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from xscale.nn.position.position import PositionTerms
 from xscale.nn.tokens import Stats
 
 
@@ -32,6 +33,8 @@ class AttentionMask:
     `uses_relative_bias`."""
     linear_bias: bool = False
     """Whether `relative_bias` is minus a slope of each head times the distance (ALiBi)."""
+    position_terms: PositionTerms | None = None
+    """Terms of the scores and of the output that read queries and keys; for cores with the trait `position_terms`."""
     dropout: float = 0.0
     """Dropout probability of the attention weights in training."""
     shared_qk: bool = False
@@ -51,7 +54,15 @@ class AttentionMask:
     @property
     def is_only_causal(self) -> bool:
         """Whether only `causal` decides: no documents, no bias, no KV cache."""
-        return self.query_documents is None and self.bias is None and self.relative_bias is None and self.offset == 0
+        is_biased = any(bias is not None for bias in (self.bias, self.relative_bias, self.position_terms))
+        return self.query_documents is None and not is_biased and self.offset == 0
+
+    def score_bias(self, q: Tensor, k: Tensor) -> Tensor | None:
+        """Return what is added to the scores [B or 1, H, T, S] of q [B, H, T, K], k [B, G, S, K]; None: nothing."""
+        if self.position_terms is None:
+            return self.bias
+        terms = self.position_terms.scores(q, k)
+        return terms if self.bias is None else terms + self.bias
 
     @cached_property
     def allowed(self) -> Tensor | None:

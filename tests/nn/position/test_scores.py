@@ -1,0 +1,230 @@
+"""Positions that read queries and keys, against their papers' equations written pair by pair."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conformance.made import close, dims, drawn, numbered, ready
+from xscale.core.config import decode
+from xscale.nn.dims import Dims
+from xscale.nn.mixer.attention import Attention
+from xscale.nn.mixer.mla import Mla
+from xscale.nn.position.pairs import Pairs
+from xscale.nn.position.shaw import Shaw
+from xscale.nn.tokens import Tokens
+from xscale.parallel.precision import apply
+
+WIDTH, HEADS, HEAD_WIDTH = 32, 4, 8
+Score = Callable[[Any, Tensor, Tensor, int, int], Tensor]
+"""Part, query, key, head and distance key - query -> the score before its factor."""
+
+
+def shaw_row(part: Any, distance: int) -> int:
+    return max(-part.distance, min(part.distance, distance)) + part.distance
+
+
+def shaw(part: Any, q: Tensor, k: Tensor, head: int, distance: int) -> Tensor:
+    return q @ (k + part.key_table[shaw_row(part, distance)])
+
+
+def music_transformer(part: Any, q: Tensor, k: Tensor, head: int, distance: int) -> Tensor:
+    return q @ (k + part.table[head, distance + part.length - 1])
+
+
+def transformer_xl(part: Any, q: Tensor, k: Tensor, head: int, distance: int) -> Tensor:
+    rates = [10000 ** (-2 * pair / WIDTH) for pair in range(WIDTH // 2)]
+    r = [math.sin(-distance * rate) for rate in rates] + [math.cos(-distance * rate) for rate in rates]
+    w = part.weight.view(HEADS, HEAD_WIDTH, WIDTH)[head] @ torch.tensor(r, dtype=q.dtype)
+    u, v = part.content_bias[head], part.position_bias[head]
+    return q @ k + q @ w + u @ k + v @ w
+
+
+EQUATIONS: dict[str, Score] = {
+    "shaw": shaw,
+    "music_transformer": music_transformer,
+    "transformer_xl": transformer_xl,
+}
+POSITIONS = [
+    {"kind": "shaw", "distance": 3},
+    {"kind": "shaw", "distance": 40, "values": False},
+    {"kind": "music_transformer"},
+    {"kind": "transformer_xl"},
+]
+
+
+def network(position: dict[str, Any], causal: bool = True, length: int = 24, **changes: Any) -> Attention:
+    sizes = dims(causal=causal, length=length)
+    config = decode(Attention.Config, {"heads": HEADS, "position": position, **changes})
+    assert Attention.check(config, sizes, "mixer") == []
+    return ready(Attention(config, sizes))
+
+
+def literal(mixer: Attention, x: Tensor, documents: Tensor, scale: float = HEAD_WIDTH**-0.5) -> Tensor:
+    """softmax and sum of values pair by pair; heads share keys in order."""
+    part: Any = mixer.position
+    score = EQUATIONS[part.Config.kind]
+    assert mixer.k is not None
+    q, k, v = (y.unflatten(-1, (-1, HEAD_WIDTH)) for y in (mixer.q(x), mixer.k(x), mixer.v(x)))
+    shared = HEADS // k.shape[2]
+    rows = []
+    for b in range(len(x)):
+        for i in range(x.shape[1]):
+            for head in range(HEADS):
+                group, seen = head // shared, range(i + 1 if mixer.causal else x.shape[1])
+                seen = [j for j in seen if documents[b, i] == documents[b, j]]
+                scores = [scale * score(part, q[b, i, head], k[b, j, group], head, j - i) for j in seen]
+                weights = torch.stack(scores).softmax(0)
+                total = sum(weight * v[b, j, group] for weight, j in zip(weights, seen, strict=True))
+                if part.adds_values:
+                    tables = [part.value_table[shaw_row(part, j - i)] for j in seen]
+                    total = total + sum(weight * row for weight, row in zip(weights, tables, strict=True))
+                rows.append(total)
+    return mixer.o(torch.stack(rows).view(len(x), x.shape[1], -1))
+
+
+def at(length: int, documents: Tensor | None = None, **more: Any) -> Tokens:
+    return Tokens.from_ids(torch.zeros(2, length, dtype=torch.long), documents, **more)
+
+
+def agree(mixer: Attention, lengths: tuple[int, ...], **scale: float) -> bool:
+    """The same output, and the same gradients of every parameter."""
+    documents = numbered(*lengths)
+    x = drawn(2, sum(lengths), WIDTH)
+    parameters = list(mixer.parameters())
+    slopes = drawn(*x.shape, seed=5)
+    outs = mixer(x, at(x.shape[1], documents if len(lengths) > 1 else None)), literal(mixer, x, documents, **scale)
+    gradients = [torch.autograd.grad((out * slopes).sum(), parameters) for out in outs]
+    assert all(bool(gradient.any()) for gradient in gradients[0])
+    return close(*outs) and all(close(one, other) for one, other in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("position", POSITIONS, ids=lambda position: "-".join(map(str, position.values())))
+def test_scores_are_the_papers_equation(position: dict[str, Any], causal: bool) -> None:
+    mixer = network(position, causal)
+    assert agree(mixer, (11,))
+    assert agree(mixer, (4, 1, 6)), "documents"
+    assert agree(network(position, causal, kv_heads=2), (9,)), "grouped queries"
+    assert agree(network(position, causal, scale=0.2), (7,), scale=0.2), "another scale"
+
+
+@pytest.mark.parametrize("position", POSITIONS, ids=lambda position: "-".join(map(str, position.values())))
+def test_decoding_equals_the_parallel_form(position: dict[str, Any]) -> None:
+    mixer, x = network(position), drawn(2, 24, WIDTH)
+    whole, cache = mixer(x, at(24)), dict[str, Any]()
+    for start, end in ((0, 9), (9, 10), (10, 15), *((step, step + 1) for step in range(15, 24))):
+        tokens = Tokens(at(24).ids[:, start:end], at(24).positions[:, start:end], cache=cache)
+        assert close(mixer(x[:, start:end], tokens), whole[:, start:end])
+
+
+@pytest.mark.parametrize("position", POSITIONS, ids=lambda position: "-".join(map(str, position.values())))
+@pytest.mark.parametrize("core", [{"kind": "entmax"}, {"kind": "split_heads", "cores": [{"kind": "softmax"}] * 2}])
+def test_other_cores_have_the_same_terms(position: dict[str, Any], core: dict[str, Any]) -> None:
+    """Entmax near softmax (alpha = 1), and heads split into groups of the same core."""
+    mixer, x = network(position, core=core), drawn(2, 20, WIDTH)
+    plain = network(position)
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            mixer.get_parameter(name).copy_(parameter)
+        for parameter in mixer.core.parameters():
+            parameter.fill_(-14.0)
+    found, wanted = mixer(x, at(20)), plain(x, at(20))
+    assert torch.allclose(found, wanted, atol=1e-3 if core["kind"] == "entmax" else 1e-12)
+
+
+@pytest.mark.parametrize("position", POSITIONS, ids=lambda position: "-".join(map(str, position.values())))
+def test_bfloat16_is_near(position: dict[str, Any]) -> None:
+    mixer, x = network(position), drawn(2, 20, WIDTH)
+    wanted = mixer(x, at(20))
+    apply(mixer, torch.bfloat16, torch.float32)
+    found = mixer(x.bfloat16(), at(20))
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_shaw_with_tables_of_zeros_is_plain() -> None:
+    mixer, plain, x = network({"kind": "shaw"}), network({"kind": "none"}), drawn(2, 24, WIDTH)
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            mixer.get_parameter(name).copy_(parameter)
+    assert isinstance(mixer.position, Shaw)
+    assert not close(mixer(x, at(24)), plain(x, at(24)))
+    torch.nn.init.zeros_(mixer.position.key_table)
+    assert not close(mixer(x, at(24)), plain(x, at(24))), "the values' table counts alone"
+    torch.nn.init.zeros_(mixer.position.value_table)
+    assert close(mixer(x, at(24)), plain(x, at(24)))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 5), (1, 6), (3, 7), (70, 70)])
+def test_a_shift_puts_distances_at_their_pairs(queries: int, keys: int, causal: bool) -> None:
+    pairs = Pairs(queries, keys, keys - queries, causal)
+    distances = pairs.distances(torch.device("cpu"))
+    wanted = torch.arange(keys) - torch.arange(queries)[:, None] - pairs.offset
+    read = wanted <= 0 if causal else torch.ones_like(wanted, dtype=torch.bool)
+    shifted = pairs.shift(distances.repeat(2, queries, 1))
+    assert torch.equal(shifted[:, read], wanted[read].expand(2, -1))
+    weights = drawn(2, queries, keys) * read
+    assert torch.equal(pairs.shift(pairs.unshift(weights))[:, read], weights[:, read])
+    assert close(pairs.unshift(weights).sum((0, 1)) @ distances.double(), (weights * wanted).sum())
+
+
+def test_no_tensor_has_a_row_for_each_pair() -> None:
+    """The largest tensor that autograd keeps has a number for each head, query and distance."""
+    length, kept = 150, []
+    for position in POSITIONS:
+        mixer = network(position, length=length)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+            mixer(drawn(1, length, WIDTH), Tokens.from_ids(torch.zeros(1, length, dtype=torch.long)))
+    assert HEADS * length * length <= max(kept) <= HEADS * length * (length + 1)
+
+
+@pytest.mark.parametrize("kind", list(EQUATIONS))
+def test_a_core_without_scores_is_refused(kind: str) -> None:
+    config = decode(Attention.Config, {"heads": 4, "position": {"kind": kind}, "core": {"kind": "linear"}})
+    problems = [str(problem) for problem in Attention.check(config, dims(), "mixer")]
+    assert any(f"'linear' has no scores for position '{kind}'" in problem for problem in problems)
+    assert any("entmax, softmax" in problem for problem in problems)
+    config = decode(Mla.Config, {"heads": 4, "position": {"kind": kind}})
+    assert any("reads whole queries" in str(problem) for problem in Mla.check(config, dims(), "mixer"))
+
+
+@pytest.mark.parametrize("kind", list(EQUATIONS))
+def test_cross_attention_has_no_position(kind: str) -> None:
+    around = Dims(width=32, depth=1, vocabulary=9, length=24, causal=True, cross=True)
+    config = decode(Attention.Config, {"heads": 4, "position": {"kind": kind}})
+    assert Attention(config, around).position is None
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_transformer_xl_is_xlnets_attention(causal: bool) -> None:
+    from transformers import XLNetConfig, XLNetModel
+
+    config = XLNetConfig(d_model=WIDTH, n_head=HEADS, n_layer=1, d_inner=8, dropout=0.0, vocab_size=9)
+    config.attn_type = "uni" if causal else "bi"
+    theirs, mixer, x = XLNetModel(config).double().eval(), network({"kind": "transformer_xl"}, causal), drawn(2, 17, 32)
+    attention: Any = theirs.layer[0].rel_attn
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter)
+    part: Any = mixer.position
+    copies = {mixer.q: attention.q, mixer.k: attention.k, mixer.v: attention.v, part: attention.r}
+    with torch.no_grad():
+        for module, weight in copies.items():
+            module.weight.copy_(weight.flatten(1).T)
+        mixer.o.weight.copy_(attention.o.flatten(1))
+        part.content_bias.copy_(attention.r_w_bias)
+        part.position_bias.copy_(attention.r_r_bias)
+    r = theirs.relative_positional_encoding(17, 17, bsz=2).double()
+    h = x.transpose(0, 1)
+    hidden = torch.ones(17, 17, dtype=torch.double).triu(1)[:, :, None, None] if causal else None
+    q, k, v = (torch.einsum("ibh,hnd->ibnd", h, weight) for weight in (attention.q, attention.k, attention.v))
+    keys = torch.einsum("ibh,hnd->ibnd", r, attention.r)
+    heads = attention.rel_attn_core(q, k, v, keys, attn_mask=hidden)
+    wanted = attention.post_attention(h, heads, residual=False)
+    found = torch.nn.functional.layer_norm(mixer(x, at(17)), (WIDTH,), eps=config.layer_norm_eps)
+    found = found * attention.layer_norm.weight + attention.layer_norm.bias
+    assert torch.allclose(found, wanted.transpose(0, 1), atol=1e-4)

@@ -1,0 +1,40 @@
+"""Huang et al. 2019 (Music Transformer), section 3.4: learned embeddings of every distance, which meet the queries.
+
+The score of query i and key j is q_i (k_j + e_ij) / sqrt(K), where e_ij is the row of a table of the head for the
+distance j - i. The products of queries and table are skewed to queries and keys.
+"""
+
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+from torch.nn import Parameter
+
+from xscale.nn.dims import Dims
+from xscale.nn.position.pairs import Pairs
+from xscale.nn.position.position import POSITIONS, Position, PositionTraits
+
+
+@POSITIONS.register(
+    "music_transformer", traits=PositionTraits(where="scores", relative=True, extrapolates=False, cost="H*T*S*K")
+)
+class MusicTransformer(Position):
+    adds_scores = True
+    table: Parameter
+
+    class Config(Position.Config):
+        length: int | None = Field(default=None, ge=1)
+        """Distances from 0 on that have an embedding; null: the data's sequence length. Longer sequences fail."""
+
+    def __init__(self, config: Config, dims: Dims, heads: int = 0, head_width: int = 0) -> None:
+        super().__init__()
+        self.length = config.length or dims.length
+        # A causal model has no use for later keys.
+        rows = self.length if dims.causal else 2 * self.length - 1
+        self.declare("table", (heads, rows, head_width), ("heads", "state", "state"), dims.init)
+
+    def scores(self, q: Tensor, k: Tensor, pairs: Pairs) -> Tensor:
+        rows = pairs.distances(q.device) + self.length - 1  # [R]
+        table = pairs.select_heads(self.use(self.table))  # [H, rows, K]
+        heads, width = table.shape[0], table.shape[-1]
+        embeddings = F.embedding(rows, table.transpose(0, 1).flatten(1)).view(-1, heads, width)  # [R, H, K]
+        return pairs.shift(q * width**-0.5 @ embeddings.permute(1, 2, 0))  # [B, H, T, S]

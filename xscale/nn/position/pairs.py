@@ -1,0 +1,68 @@
+"""Pairs of queries and keys by their distance, for positions whose terms of the scores read the query or the key.
+
+Such a term is computed for each query and distance, [B, H, T, R], and shifted to queries and keys, [B, H, T, S]: the
+relative shift of Dai et al. 2019 (appendix B), the skewing of Huang et al. 2019. No tensor has T x S x K elements.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """T queries, of which the first is key number `offset`, and S keys, in the order of the sequence.
+
+    A distance is a difference of indices: within a document, positions count tokens.
+    """
+
+    queries: int
+    """T."""
+    keys: int
+    """S."""
+    offset: int = 0
+    causal: bool = False
+    """Whether terms of later keys are never read, so that half of the distances suffice."""
+    query_factor: float = 1.0
+    """Factor that the queries have from the mixer, and that terms of the scores without a query need."""
+    heads: Tensor | None = None
+    """Indices of the heads among those of the position's parameters; None: all."""
+    project: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    """The mixer's projections of [N, D] to queries [H, N, K] and keys [H, N, K]."""
+
+    def distances(self, device: torch.device) -> Tensor:
+        """Return the distances key - query [R] that the columns of `shift` stand for, ascending.
+
+        The last column is never read, and repeats the last distance that is.
+        """
+        first = 1 - self.queries - self.offset
+        if self.causal:
+            return torch.arange(first, 2, device=device).clamp(max=0)
+        last = self.keys - 1 - self.offset
+        return torch.arange(first, last + 2, device=device).clamp(max=last)
+
+    def shift(self, by_distance: Tensor) -> Tensor:
+        """Return the values of queries and keys [..., T, S] from those of queries and distances [..., T, R].
+
+        A view. Where `causal`, what stands at later keys is arbitrary.
+        """
+        rows, columns = by_distance.shape[-2:]
+        flat = by_distance.flatten(-2).narrow(-1, rows - 1, rows * (columns - 1))
+        return flat.unflatten(-1, (rows, columns - 1))[..., : self.keys]  # [..., T, S]
+
+    def unshift(self, by_key: Tensor) -> Tensor:
+        """Return the values of queries and distances [..., T, R] from those of queries and keys [..., T, S].
+
+        The reverse of `shift`: distances without a key get 0, and where `causal` later keys must have 0.
+        """
+        rows = by_key.shape[-2]
+        columns = len(self.distances(torch.device("cpu")))
+        flat = F.pad(by_key, (0, columns - 1 - self.keys)).flatten(-2)
+        return F.pad(flat, (rows - 1, 1)).unflatten(-1, (rows, columns))  # [..., T, R]
+
+    def select_heads(self, values: Tensor) -> Tensor:
+        """Return the heads of these pairs, of [H, ...]."""
+        return values if self.heads is None else values.index_select(0, self.heads)

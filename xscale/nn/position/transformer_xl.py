@@ -1,0 +1,65 @@
+"""Dai et al. 2019 (Transformer-XL), section 3.3: relative positions by projected sinusoids and two learned biases.
+
+The score of query i and key j is ((q_i + u) k_j + (q_i + v) W r_ij) / sqrt(K), where r_ij is the sinusoid of i - j, W a
+projection to each head, and u and v are a vector of each head. XLNet (Yang et al. 2019) has it bidirectional.
+"""
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import Parameter
+
+from xscale.core.errors import Problem
+from xscale.nn.dims import Dims
+from xscale.nn.position.pairs import Pairs
+from xscale.nn.position.position import POSITIONS, Position, PositionTraits
+
+
+@POSITIONS.register(
+    "transformer_xl",
+    traits=PositionTraits(where="scores", relative=True, extrapolates=True, cost="H*T*S*K"),
+    deviations=("Each layer has its own u and v; the paper's have them in common.",),
+)
+class TransformerXl(Position):
+    adds_scores = True
+    weight: Parameter
+    content_bias: Parameter
+    position_bias: Parameter
+
+    class Config(Position.Config):
+        base: float = Field(default=10000.0, gt=0)
+        """Ratio of the longest to the shortest wavelength, which is 2 pi."""
+
+    def __init__(self, config: Config, dims: Dims, heads: int = 0, head_width: int = 0) -> None:
+        super().__init__()
+        self.base = config.base
+        width = dims.width
+        self.declare("weight", (heads * head_width, width), ("heads", "width"), dims.init, linear_map=True)
+        self.declare("content_bias", (heads, head_width), ("heads", "state"), dims.init, decays=False)
+        self.declare("position_bias", (heads, head_width), ("heads", "state"), dims.init, decays=False)
+
+    @classmethod
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
+        if dims.width % 2:
+            return [Problem(path, f"needs an even width, got width={dims.width}", "Take an even width.")]
+        return []
+
+    def scores(self, q: Tensor, k: Tensor, pairs: Pairs) -> Tensor:
+        u, v = (self.use(bias) for bias in (self.content_bias, self.position_bias))
+        weight = self.use(self.weight).unflatten(0, u.shape)  # [H, K, D]
+        u, v, weight = (pairs.select_heads(parameter) for parameter in (u, v, weight))
+        scale = q.shape[-1] ** -0.5
+        sinusoids = self._sinusoids(pairs.distances(q.device), weight)  # [R, D]
+        biased = (q + pairs.query_factor * v[:, None]) * scale
+        by_distance = biased @ (weight @ sinusoids.mT)  # [B, H, T, R]
+        grouped = (u * (pairs.query_factor * scale)).unflatten(0, (k.shape[1], -1))  # [G, H/G, K]
+        by_key = (grouped @ k.mT).flatten(1, 2)[:, :, None]  # [B, H, 1, S]
+        return pairs.shift(by_distance) + by_key  # [B, H, T, S]
+
+    def _sinusoids(self, distances: Tensor, like: Tensor) -> Tensor:
+        """Sines, then cosines, of query - key: [R, D], of the dtype and width of `like` [..., D]."""
+        # Angles of far positions need more digits than half precision has.
+        width, dtype = like.shape[-1], torch.promote_types(like.dtype, torch.float32)
+        rates = self.base ** (-torch.arange(width // 2, device=distances.device, dtype=dtype) * 2 / width)
+        angles = -distances[:, None].to(dtype) * rates
+        return torch.cat((angles.sin(), angles.cos()), -1).to(like.dtype)
