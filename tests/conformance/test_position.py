@@ -40,9 +40,15 @@ def at_places(part: Position, q: Tensor, k: Tensor, positions: Tensor) -> Tensor
     length = int(positions.max()) + 1
     rows = positions[:, None, :, None].expand_as(q)
     longer = [q.new_zeros(*q.shape[:2], length, q.shape[3]).scatter(2, rows, x) for x in (q, k)]
-    terms = part.scores(*longer, Pairs(length, length))
+    terms = part.scores(*longer, every_pair(length))
     batch = torch.arange(len(q))[:, None, None]
     return terms.movedim(1, 3)[batch, positions[:, :, None], positions[:, None]].movedim(3, 1)
+
+
+def every_pair(length: int, **changes: Any) -> Pairs:
+    """All queries and keys, with projections of embeddings."""
+    queries, keys = (drawn(HEADS, WIDTH, HEAD_WIDTH, seed=seed) for seed in (7, 8))
+    return Pairs(length, length, project=lambda x: (x @ queries, x @ keys), **changes)
 
 
 def acts(part: Position, around: Tokens) -> set[str]:
@@ -57,9 +63,9 @@ def acts(part: Position, around: Tokens) -> set[str]:
         found.add("bias")
     if part.adds_scores:
         k = drawn(2, HEADS, LENGTH, HEAD_WIDTH, seed=1)
-        terms = part.scores(q, k, Pairs(LENGTH, LENGTH))
+        terms = part.scores(q, k, every_pair(LENGTH))
         assert terms.shape == (2, HEADS, LENGTH, LENGTH)
-        assert not close(part.scores(2 * q, k, Pairs(LENGTH, LENGTH)), terms), "it reads no query"
+        assert not close(part.scores(2 * q, k, every_pair(LENGTH)), terms), "it reads no query"
         found.add("scores")
     return found or {"none"}
 
@@ -134,7 +140,7 @@ def test_its_terms_are_the_same_for_some_queries_and_heads(entry: Entry[Any]) ->
     part, few = built(entry), torch.tensor([3, 1])
     q, k = drawn(2, HEADS, LENGTH, HEAD_WIDTH), drawn(2, HEADS, LENGTH, HEAD_WIDTH, seed=1)
     weights = drawn(2, HEADS, LENGTH, LENGTH, seed=2).tril()
-    every = Pairs(LENGTH, LENGTH, query_factor=0.7)
+    every = every_pair(LENGTH, query_factor=0.7)
     whole = part.scores(q, k, every)
     causal = replace(every, causal=True)
     assert close(part.scores(q, k, causal).tril(), whole.tril())

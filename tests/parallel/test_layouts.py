@@ -96,6 +96,24 @@ def test_a_position_on_heads_and_tokens_that_are_cut(position: str, options: tup
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("options", [("1f1b", "tp"), ("sequence",), ("ulysses", "zero3")], ids="-".join)
+@pytest.mark.parametrize(
+    "position",
+    [
+        {"kind": "relative"},
+        {"kind": "tupe"},
+        {"kind": "deberta", "buckets": 8, "distance": 16, "norm": {"kind": "layer"}},
+    ],
+    ids=lambda position: position["kind"],
+)
+def test_a_position_that_all_blocks_share(position: dict[str, object], options: tuple[str, ...], pool: Pool) -> None:
+    """Each stage has a copy, and each rank of tp a part of the gradient of what heads have in common."""
+    network = changed(DENSE, position={**position, "shared": True}, tied=False)
+    case = Case("dense", options)
+    same(pool, alone(pool, network, steps=2), case.ranks, network, case.parallel, steps=2)
+
+
+@pytest.mark.long
 def test_all_five_axes_at_once(one: Reference, pool: Pool) -> None:
     """pp 2 x dp 2 x cp 2 x tp 2 with experts over dp x cp: sixteen ranks."""
     case = Case("mixture", ("1f1b", "zero2", "ulysses", "sequence", "ep"))

@@ -19,23 +19,24 @@ from xscale.nn.tokens import Tokens
 from xscale.parallel.precision import apply
 
 WIDTH, HEADS, HEAD_WIDTH = 32, 4, 8
-Score = Callable[[Any, Tensor, Tensor, int, int], Tensor]
-"""Part, query, key, head and distance key - query -> the score before its factor."""
+Score = Callable[[Attention, Tensor, Tensor, int, int], Tensor]
+"""Mixer, query, key, head and distance key - query -> the score before its factor."""
 
 
 def shaw_row(part: Any, distance: int) -> int:
     return max(-part.distance, min(part.distance, distance)) + part.distance
 
 
-def shaw(part: Any, q: Tensor, k: Tensor, head: int, distance: int) -> Tensor:
-    return q @ (k + part.key_table[shaw_row(part, distance)])
+def shaw(mixer: Any, q: Tensor, k: Tensor, head: int, distance: int) -> Tensor:
+    return q @ (k + mixer.position.key_table[shaw_row(mixer.position, distance)])
 
 
-def music_transformer(part: Any, q: Tensor, k: Tensor, head: int, distance: int) -> Tensor:
-    return q @ (k + part.table[head, distance + part.length - 1])
+def music_transformer(mixer: Any, q: Tensor, k: Tensor, head: int, distance: int) -> Tensor:
+    return q @ (k + mixer.position.table[head, distance + mixer.position.length - 1])
 
 
-def transformer_xl(part: Any, q: Tensor, k: Tensor, head: int, distance: int) -> Tensor:
+def transformer_xl(mixer: Any, q: Tensor, k: Tensor, head: int, distance: int) -> Tensor:
+    part = mixer.position
     rates = [10000 ** (-2 * pair / WIDTH) for pair in range(WIDTH // 2)]
     r = [math.sin(-distance * rate) for rate in rates] + [math.cos(-distance * rate) for rate in rates]
     w = part.weight.view(HEADS, HEAD_WIDTH, WIDTH)[head] @ torch.tensor(r, dtype=q.dtype)
@@ -43,16 +44,33 @@ def transformer_xl(part: Any, q: Tensor, k: Tensor, head: int, distance: int) ->
     return q @ k + q @ w + u @ k + v @ w
 
 
+def deberta(mixer: Any, q: Tensor, k: Tensor, head: int, distance: int) -> Tensor:
+    part, ahead = mixer.position, -distance
+    if part.buckets is not None and abs(ahead) > part.buckets // 2:
+        half = part.buckets // 2
+        growth = math.log(abs(ahead) / half) / math.log((part.distance - 1) / half)
+        # Rounded up, but not for what single precision has too much.
+        ahead = int(math.copysign(math.ceil(growth * (half - 1) - 1e-6) + half, ahead))
+    row = part.table[max(0, min(2 * part.rows - 1, ahead + part.rows))]
+    row = row if part.norm is None else part.norm(row)
+    group = head * mixer.k.weight.shape[0] // mixer.q.weight.shape[0]
+    query, key = mixer.q(row).view(-1, HEAD_WIDTH)[head], mixer.k(row).view(-1, HEAD_WIDTH)[group]
+    return q @ k + q @ key + k @ query
+
+
 EQUATIONS: dict[str, Score] = {
     "shaw": shaw,
     "music_transformer": music_transformer,
     "transformer_xl": transformer_xl,
+    "deberta": deberta,
 }
 POSITIONS = [
     {"kind": "shaw", "distance": 3},
     {"kind": "shaw", "distance": 40, "values": False},
     {"kind": "music_transformer"},
     {"kind": "transformer_xl"},
+    {"kind": "deberta", "buckets": 4, "distance": 8, "norm": {"kind": "layer"}},
+    {"kind": "deberta", "buckets": None, "distance": 5},
 ]
 
 
@@ -63,10 +81,11 @@ def network(position: dict[str, Any], causal: bool = True, length: int = 24, **c
     return ready(Attention(config, sizes))
 
 
-def literal(mixer: Attention, x: Tensor, documents: Tensor, scale: float = HEAD_WIDTH**-0.5) -> Tensor:
+def literal(mixer: Attention, x: Tensor, documents: Tensor, scale: float | None = None) -> Tensor:
     """softmax and sum of values pair by pair; heads share keys in order."""
     part: Any = mixer.position
     score = EQUATIONS[part.Config.kind]
+    scale = scale or ((3 if part.Config.kind == "deberta" else 1) * HEAD_WIDTH) ** -0.5
     assert mixer.k is not None
     q, k, v = (y.unflatten(-1, (-1, HEAD_WIDTH)) for y in (mixer.q(x), mixer.k(x), mixer.v(x)))
     shared = HEADS // k.shape[2]
@@ -76,7 +95,7 @@ def literal(mixer: Attention, x: Tensor, documents: Tensor, scale: float = HEAD_
             for head in range(HEADS):
                 group, seen = head // shared, range(i + 1 if mixer.causal else x.shape[1])
                 seen = [j for j in seen if documents[b, i] == documents[b, j]]
-                scores = [scale * score(part, q[b, i, head], k[b, j, group], head, j - i) for j in seen]
+                scores = [scale * score(mixer, q[b, i, head], k[b, j, group], head, j - i) for j in seen]
                 weights = torch.stack(scores).softmax(0)
                 total = sum(weight * v[b, j, group] for weight, j in zip(weights, seen, strict=True))
                 if part.adds_values:
@@ -198,33 +217,3 @@ def test_cross_attention_has_no_position(kind: str) -> None:
     around = Dims(width=32, depth=1, vocabulary=9, length=24, causal=True, cross=True)
     config = decode(Attention.Config, {"heads": 4, "position": {"kind": kind}})
     assert Attention(config, around).position is None
-
-
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-def test_transformer_xl_is_xlnets_attention(causal: bool) -> None:
-    from transformers import XLNetConfig, XLNetModel
-
-    config = XLNetConfig(d_model=WIDTH, n_head=HEADS, n_layer=1, d_inner=8, dropout=0.0, vocab_size=9)
-    config.attn_type = "uni" if causal else "bi"
-    theirs, mixer, x = XLNetModel(config).double().eval(), network({"kind": "transformer_xl"}, causal), drawn(2, 17, 32)
-    attention: Any = theirs.layer[0].rel_attn
-    for parameter in attention.parameters():
-        torch.nn.init.normal_(parameter)
-    part: Any = mixer.position
-    copies = {mixer.q: attention.q, mixer.k: attention.k, mixer.v: attention.v, part: attention.r}
-    with torch.no_grad():
-        for module, weight in copies.items():
-            module.weight.copy_(weight.flatten(1).T)
-        mixer.o.weight.copy_(attention.o.flatten(1))
-        part.content_bias.copy_(attention.r_w_bias)
-        part.position_bias.copy_(attention.r_r_bias)
-    r = theirs.relative_positional_encoding(17, 17, bsz=2).double()
-    h = x.transpose(0, 1)
-    hidden = torch.ones(17, 17, dtype=torch.double).triu(1)[:, :, None, None] if causal else None
-    q, k, v = (torch.einsum("ibh,hnd->ibnd", h, weight) for weight in (attention.q, attention.k, attention.v))
-    keys = torch.einsum("ibh,hnd->ibnd", r, attention.r)
-    heads = attention.rel_attn_core(q, k, v, keys, attn_mask=hidden)
-    wanted = attention.post_attention(h, heads, residual=False)
-    found = torch.nn.functional.layer_norm(mixer(x, at(17)), (WIDTH,), eps=config.layer_norm_eps)
-    found = found * attention.layer_norm.weight + attention.layer_norm.bias
-    assert torch.allclose(found, wanted.transpose(0, 1), atol=1e-4)

@@ -333,7 +333,14 @@ class Attention(Mixer):
             offset=keys - queries,
             causal=self.causal,
             query_factor=1.0 if self.query_factor is None else self.query_factor,
+            project=self._project_embeddings,
         )
+
+    def _project_embeddings(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """Project embeddings of distances [N, D] to queries [H, N, K] and keys [G, N, K]."""
+        projected = self.q(embeddings[None])
+        key_projection = projected if self.k is None else self.k(embeddings[None])
+        return self._normalised(self.q_norm, projected)[0], self._normalised(self.k_norm, key_projection)[0]
 
     def _bias(self, k: Tensor, tokens: Tokens) -> Any:
         assert self.position is not None

@@ -2,6 +2,7 @@
 
 from xscale.nn.position import (
     alibi,
+    deberta,
     gaussian,
     learned,
     music_transformer,
@@ -10,10 +11,12 @@ from xscale.nn.position import (
     rope,
     shaw,
     transformer_xl,
+    tupe,
 )
 
 __all__ = [
     "alibi",
+    "deberta",
     "gaussian",
     "learned",
     "music_transformer",
@@ -22,4 +25,5 @@ __all__ = [
     "rope",
     "shaw",
     "transformer_xl",
+    "tupe",
 ]

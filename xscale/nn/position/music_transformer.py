@@ -4,7 +4,6 @@ The score of query i and key j is q_i (k_j + e_ij) / sqrt(K), where e_ij is the 
 distance j - i. The products of queries and table are skewed to queries and keys.
 """
 
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
@@ -33,8 +32,9 @@ class MusicTransformer(Position):
         self.declare("table", (heads, rows, head_width), ("heads", "state", "state"), dims.init)
 
     def scores(self, q: Tensor, k: Tensor, pairs: Pairs) -> Tensor:
+        if pairs.keys > self.length:
+            raise IndexError(f"{self.path} has embeddings of {self.length} distances, and there are {pairs.keys} keys")
         rows = pairs.distances(q.device) + self.length - 1  # [R]
         table = pairs.select_heads(self.use(self.table))  # [H, rows, K]
-        heads, width = table.shape[0], table.shape[-1]
-        embeddings = F.embedding(rows, table.transpose(0, 1).flatten(1)).view(-1, heads, width)  # [R, H, K]
-        return pairs.shift(q * width**-0.5 @ embeddings.permute(1, 2, 0))  # [B, H, T, S]
+        embeddings = table.index_select(1, rows)  # [H, R, K]
+        return pairs.shift(q * q.shape[-1] ** -0.5 @ embeddings.mT)  # [B, H, T, S]

@@ -5,7 +5,6 @@ the row of a table [2k + 1, K] for the distance j - i, clipped to [-k, k]. All h
 """
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
@@ -46,4 +45,4 @@ class Shaw(Position):
     def _rows(self, table: Tensor, pairs: Pairs, device: torch.device) -> Tensor:
         """Embeddings of all distances of the pairs, [R, K]."""
         rows = pairs.distances(device).clamp(-self.distance, self.distance) + self.distance
-        return F.embedding(rows, self.use(table))
+        return self.use(table).index_select(0, rows)
