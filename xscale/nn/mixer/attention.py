@@ -201,11 +201,12 @@ class Attention(Mixer):
         elif not dims.causal and not able.bidirectional:
             wanted.append(("bidirectional", "is not bidirectional, and this model is"))
         position = config.position or dims.position
-        where = "none" if position is None or dims.cross else POSITIONS.of(position).traits.where
-        if where == "bias" and not able.bias:
-            wanted.append(("bias", f"takes no bias on the scores, and position '{position.kind}' adds one"))
-        if where == "scores" and not able.position_terms:
-            wanted.append(("position_terms", f"has no scores for position '{position.kind}' to add terms to"))
+        if position is not None and not dims.cross:
+            where = POSITIONS.of(position).traits.where
+            if where == "bias" and not able.bias:
+                wanted.append(("bias", f"takes no bias on the scores, and position '{position.kind}' adds one"))
+            if where == "scores" and not able.position_terms:
+                wanted.append(("position_terms", f"has no scores for position '{position.kind}' to add terms to"))
         if config.dropout and not able.dropout:
             wanted.append(("dropout", f"has no attention weights to drop, and {path}.dropout is {config.dropout}"))
         problems = []

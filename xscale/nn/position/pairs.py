@@ -51,7 +51,7 @@ class Pairs:
         """
         rows, columns = by_distance.shape[-2:]
         flat = by_distance.flatten(-2).narrow(-1, rows - 1, rows * (columns - 1))
-        return flat.unflatten(-1, (rows, columns - 1))[..., : self.keys]  # [..., T, S]
+        return flat.view(*flat.shape[:-1], rows, columns - 1)[..., : self.keys]  # [..., T, S]
 
     def unshift(self, by_key: Tensor) -> Tensor:
         """Return the values of queries and distances [..., T, R] from those of queries and keys [..., T, S].
@@ -61,7 +61,7 @@ class Pairs:
         rows = by_key.shape[-2]
         columns = len(self.distances(torch.device("cpu")))
         flat = F.pad(by_key, (0, columns - 1 - self.keys)).flatten(-2)
-        return F.pad(flat, (rows - 1, 1)).unflatten(-1, (rows, columns))  # [..., T, R]
+        return F.pad(flat, (rows - 1, 1)).view(*by_key.shape[:-1], columns)  # [..., T, R]
 
     def select_heads(self, values: Tensor) -> Tensor:
         """Return the heads of these pairs, of [H, ...]."""

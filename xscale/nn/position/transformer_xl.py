@@ -46,15 +46,16 @@ class TransformerXl(Position):
 
     def scores(self, q: Tensor, k: Tensor, pairs: Pairs) -> Tensor:
         u, v = (self.use(bias) for bias in (self.content_bias, self.position_bias))
-        weight = self.use(self.weight).unflatten(0, u.shape)  # [H, K, D]
+        weight = self.use(self.weight).view(*u.shape, -1)  # [H, K, D]
         u, v, weight = (pairs.select_heads(parameter) for parameter in (u, v, weight))
         scale = q.shape[-1] ** -0.5
         sinusoids = self._sinusoids(pairs.distances(q.device), weight)  # [R, D]
         biased = (q + pairs.query_factor * v[:, None]) * scale
         by_distance = biased @ (weight @ sinusoids.mT)  # [B, H, T, R]
-        grouped = (u * (pairs.query_factor * scale)).unflatten(0, (k.shape[1], -1))  # [G, H/G, K]
-        by_key = (grouped @ k.mT).flatten(1, 2)[:, :, None]  # [B, H, 1, S]
-        return pairs.shift(by_distance) + by_key  # [B, H, T, S]
+        grouped = (u * (pairs.query_factor * scale)).view(k.shape[1], -1, u.shape[-1])  # [G, H/G, K]
+        by_key: Tensor = (grouped @ k.mT).flatten(1, 2)[:, :, None]  # [B, H, 1, S]
+        scores: Tensor = pairs.shift(by_distance) + by_key  # [B, H, T, S]
+        return scores
 
     def _sinusoids(self, distances: Tensor, like: Tensor) -> Tensor:
         """Sines, then cosines, of query - key: [R, D], of the dtype and width of `like` [..., D]."""

@@ -72,8 +72,8 @@ class Tupe(Position):
             F.linear(F.embedding(positions, table), self.use(weight))
             for positions, weight in ((queries, self.query_weight), (keys, self.key_weight))
         )
-        q, k = (x.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for x in projected)  # [B, H, T or S, K]
-        scores = q * (2 * self.head_width) ** -0.5 @ k.mT  # [B, H, T, S]
+        q, k = (x.view(*x.shape[:-1], -1, self.head_width).transpose(1, 2) for x in projected)  # [B, H, T or S, K]
+        scores: Tensor = q * (2 * self.head_width) ** -0.5 @ k.mT  # [B, H, T, S]
         if self.distances is not None:
             scores = scores + self.distances.bias(queries, keys)
         if self.untied_cls:
