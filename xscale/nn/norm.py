@@ -128,5 +128,5 @@ class Scale(Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         precise = x.to(torch.promote_types(x.dtype, torch.float32))
-        length = torch.linalg.vector_norm(precise, dim=-1, keepdim=True).clamp(min=self.eps)
+        length: Tensor = torch.linalg.vector_norm(precise, dim=-1, keepdim=True).clamp(min=self.eps)
         return (self.use(self.weight).to(precise.dtype) * (precise / length)).to(x.dtype)
