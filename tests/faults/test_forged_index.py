@@ -13,10 +13,10 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from tests.faults.dying import save_step, tensors
-from tests.faults.test_hostile import loaded, seal
+from tests.faults.test_hostile import TOUCHED, Evil, loaded, seal
 from xscale.checkpoint.index import check_index
 from xscale.checkpoint.load import restore
-from xscale.core.errors import FaultError
+from xscale.core.errors import ConfigError, FaultError
 
 
 def test_an_index_names_only_files_of_its_checkpoint(tmp_path: Path) -> None:
@@ -84,9 +84,10 @@ def test_a_forged_index_is_set_aside(tmp_path: Path, change: str) -> None:
     assert all(torch.equal(held[name], tensor) for name, tensor in tensors(1).items())
 
 
-@pytest.mark.parametrize("change", ["dtype", "dims", "none"])
-def test_a_box_is_what_the_index_says(tmp_path: Path, change: str) -> None:
+@pytest.mark.parametrize("change", ["dtype", "dims", "a list", "code", "none"])
+def test_a_box_is_what_the_index_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     """The same bytes under another dtype would be read as numbers of that one, without a word."""
+    monkeypatch.chdir(tmp_path)
     for step in (1, 2):
         path = save_step(tmp_path, step)
     index = pickle.loads((path / "tensors" / ".metadata").read_bytes())
@@ -95,7 +96,8 @@ def test_a_box_is_what_the_index_says(tmp_path: Path, change: str) -> None:
     file = path / "tensors" / info.relative_path
     box = torch.load(io.BytesIO(file.read_bytes()[info.offset : info.offset + info.length]), weights_only=True)
     assert box.dtype == torch.float32
-    other = {"dtype": box.view(torch.int32), "dims": box.reshape(-1), "none": box.clone()}[change]
+    wrong = {"dtype": box.view(torch.int32), "dims": box.reshape(-1), "a list": [box], "code": [box, Evil()]}
+    other = box.clone() if change == "none" else wrong[change]
     stream = io.BytesIO()
     torch.save(other, stream)
     info.offset, info.length = file.stat().st_size, len(stream.getvalue())
@@ -109,6 +111,24 @@ def test_a_box_is_what_the_index_says(tmp_path: Path, change: str) -> None:
     assert restored.loaded is not None
     assert restored.loaded.step == (2 if change == "none" else 1)
     assert change == "none" or "set aside as bad-step-00000002-" in restored.reasons[0]
+    assert not (tmp_path / TOUCHED).exists()
+
+
+def test_an_index_of_megatron_names_only_bytes_of_its_folder(tmp_path: Path) -> None:
+    """The library opens what the index names, wherever it is: `/dev/zero` would be read without end."""
+    pytest.importorskip("megatron.core.dist_checkpointing")
+    from xscale.commands import megatron
+
+    folder = save_step(tmp_path, 1) / "tensors"
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    content = (folder / ".metadata").read_bytes()
+    assert megatron.contents(folder).keys() == tensors(1).keys()
+    for field, value in {"relative_path": "/dev/zero", "offset": 2**40, "length": -1}.items():
+        index = pickle.loads(content)
+        setattr(stored(index), field, value)
+        (folder / ".metadata").write_bytes(pickle.dumps(index, protocol=4))
+        with pytest.raises(ConfigError, match=r"leaves its folder|names bytes that are not in"):
+            megatron.contents(folder)
 
 
 def test_a_compressed_tensor_is_never_inflated(tmp_path: Path) -> None:
