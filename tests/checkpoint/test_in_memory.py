@@ -241,6 +241,18 @@ def test_a_folder_of_others_is_not_used(tmp_path: Path, whose: str) -> None:
         run(recipe(tmp_path, "again", checkpoint=config))
 
 
+def test_copies_are_for_this_user_alone(tmp_path: Path) -> None:
+    """Weights and optimizer states lie in memory that all users of a machine share."""
+    umask = os.umask(0)
+    try:
+        copied(tmp_path / "run")
+    finally:
+        os.umask(umask)
+    (content,) = (tmp_path / "run").glob("*.bytes")
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+    assert content.stat().st_mode & 0o777 == 0o600
+
+
 @pytest.mark.parametrize("name", ["../../other", "/tmp/other", "..", "", "a/b", "a\n", "x" * 300])
 def test_the_name_of_a_run_stays_in_its_folder(tmp_path: Path, name: str) -> None:
     """It becomes that of a folder that is removed at the end of the run."""
@@ -259,6 +271,15 @@ def test_a_header_of_other_types_is_not_there(tmp_path: Path, field: str, value:
     kept, messages = InMemoryCheckpoint(tmp_path / "run", consensus(), 1).restore({"a": torch.zeros(3)}, -1)
     assert kept is None
     assert messages or (field, value) not in (("hash", "x"), ("outline", "x"))
+
+
+@pytest.mark.parametrize("step", [5, 99])
+def test_a_header_and_its_state_are_of_one_step(tmp_path: Path, step: int) -> None:
+    copied(tmp_path / "run")
+    (head,) = (tmp_path / "run").glob("*.json")
+    head.write_text(json.dumps({**json.loads(head.read_text()), "state": {"step": step}}))
+    kept, _ = InMemoryCheckpoint(tmp_path / "run", consensus(), 1).restore({"a": torch.zeros(3)}, -1)
+    assert (kept is None) == (step == 99)
 
 
 class OnGpu(torch.Tensor):

@@ -5,12 +5,13 @@ import os
 import pickle
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 
 from tests.faults.dying import save_step, tensors
 from tests.faults.test_hostile import TOUCHED, Evil, loaded, seal
@@ -68,6 +69,57 @@ def stored(index: Any) -> Any:
     return next(iter(index.storage_data.values()))
 
 
+def matrix(index: Any) -> Any:
+    return index.state_dict_metadata["optimizer.a"]
+
+
+def place(index: Any) -> Any:
+    """Where the only box of the matrix is stored."""
+    return index.storage_data[MetadataIndex("optimizer.a", torch.Size([0, 0]))]
+
+
+def store_at_end(index: Any, name: str, *offsets: int) -> None:
+    index.storage_data[MetadataIndex(name, torch.Size(offsets))] = replace(place(index), offset=2**30)
+
+
+def overlap(index: Any) -> None:
+    """Two boxes with as many elements as the matrix, one of whose rows is in both."""
+    matrix(index).chunks = [
+        ChunkStorageMetadata(torch.Size([first, 0]), torch.Size([rows, 7])) for first, rows in ((0, 3), (2, 2))
+    ]
+    store_at_end(index, "optimizer.a", 2, 0)
+
+
+CLAUSES: dict[str, Callable[[Any], Any]] = {
+    "outside its shape": lambda index: setattr(matrix(index).chunks[0], "sizes", torch.Size([7, 5])),
+    "do not fill its shape": overlap,
+    "at the same place of": lambda index: setattr(place(index), "offset", place(index).offset - 1),
+    "boxes of tensors, and": lambda index: store_at_end(index, "x", 0),
+    "in fewer bytes than it has": lambda index: setattr(place(index), "length", 5 * 7 * 4 - 1),
+    "has no shape of optimizer.a": lambda index: setattr(matrix(index), "size", torch.Size([2**40, 2**40])),
+    "with other dims": lambda index: setattr(matrix(index).chunks[0], "sizes", torch.Size([35])),
+    "that is none": lambda index: setattr(matrix(index), "chunks", [1]),
+    "has no dtype of": lambda index: setattr(matrix(index).properties, "dtype", "float32"),
+    "that is no tensor": lambda index: index.state_dict_metadata.update({"optimizer.a": BytesStorageMetadata()}),
+    "says not where a box": lambda index: index.storage_data.pop(MetadataIndex("optimizer.a", torch.Size([0, 0]))),
+    "names bytes that are not in": lambda index: setattr(place(index), "offset", 2**50),
+    "which the checkpoint does not have": lambda index: setattr(place(index), "relative_path", "__9_0.distcp"),
+    "says that __0_0.distcp is transformed": lambda index: setattr(place(index), "transform_descriptors", ["zstd"]),
+    "lacks a field of optimizer.a": lambda index: delattr(matrix(index), "chunks"),
+}
+"""What the message says -> a change of which nothing else would be said, in files as long as one likes."""
+
+
+@pytest.mark.parametrize("clause", CLAUSES)
+def test_each_check_of_an_index_finds_what_no_other_does(tmp_path: Path, clause: str) -> None:
+    index = pickle.loads((save_step(tmp_path, 1) / "tensors" / ".metadata").read_bytes())
+    sizes = {"__0_0.distcp": 2**40}
+    check_index(index, sizes)
+    CLAUSES[clause](index)
+    with pytest.raises(ValueError, match=clause):
+        check_index(index, sizes)
+
+
 @pytest.mark.parametrize("change", INDEX_CHANGES)
 def test_a_forged_index_is_set_aside(tmp_path: Path, change: str) -> None:
     for step in (1, 2):
@@ -84,7 +136,17 @@ def test_a_forged_index_is_set_aside(tmp_path: Path, change: str) -> None:
     assert all(torch.equal(held[name], tensor) for name, tensor in tensors(1).items())
 
 
-@pytest.mark.parametrize("change", ["dtype", "dims", "a list", "code", "none"])
+WRONG_BOXES = {
+    "dtype": "it is torch.int32, and the index says torch.float32",
+    "dims": "its shape is",
+    "larger": "its shape is",
+    "a list": "it is no tensor",
+    "code": "is not the tensor that .metadata describes (Weights only load failed",
+}
+"""Change -> what the message says of it."""
+
+
+@pytest.mark.parametrize("change", [*WRONG_BOXES, "none"])
 def test_a_box_is_what_the_index_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     """The same bytes under another dtype would be read as numbers of that one, without a word."""
     monkeypatch.chdir(tmp_path)
@@ -97,6 +159,7 @@ def test_a_box_is_what_the_index_says(tmp_path: Path, monkeypatch: pytest.Monkey
     box = torch.load(io.BytesIO(file.read_bytes()[info.offset : info.offset + info.length]), weights_only=True)
     assert box.dtype == torch.float32
     wrong = {"dtype": box.view(torch.int32), "dims": box.reshape(-1), "a list": [box], "code": [box, Evil()]}
+    wrong["larger"] = torch.cat([box, box])
     other = box.clone() if change == "none" else wrong[change]
     stream = io.BytesIO()
     torch.save(other, stream)
@@ -110,7 +173,9 @@ def test_a_box_is_what_the_index_says(tmp_path: Path, monkeypatch: pytest.Monkey
     restored = restore(tmp_path, held)
     assert restored.loaded is not None
     assert restored.loaded.step == (2 if change == "none" else 1)
-    assert change == "none" or "set aside as bad-step-00000002-" in restored.reasons[0]
+    if change != "none":
+        assert WRONG_BOXES[change] in restored.reasons[0]
+        assert "set aside as bad-step-00000002-" in restored.reasons[0]
     assert not (tmp_path / TOUCHED).exists()
 
 

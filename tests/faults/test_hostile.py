@@ -24,8 +24,8 @@ from xscale.checkpoint.in_memory import InMemoryCheckpoint
 from xscale.checkpoint.index import decode_index
 from xscale.checkpoint.load import CheckpointReader, load
 from xscale.convert.deepspeed import read_universal
-from xscale.convert.hf.import_model import open_hf_folder
-from xscale.convert.hf.tokenizer import restore_tokenizer
+from xscale.convert.hf.import_model import open_hf_folder, resolve_snapshot
+from xscale.convert.hf.tokenizer import IDS, ORIGIN, kept_special_ids, restore_tokenizer
 from xscale.core.errors import ConfigError, FaultError
 from xscale.core.file_safety import check_name, check_relative, remove_file, remove_folder
 from xscale.data.indexed import IndexedDataset
@@ -277,6 +277,49 @@ def test_an_exported_tokenizer_names_only_files_of_its_folder(tmp_path: Path, co
     with pytest.raises(ConfigError, match=r"xscale_tokenizer\.json: this is not the description of a tokenizer"):
         restore_tokenizer(source, run)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_index_of_safetensors_names_only_files_of_its_folder(tmp_path: Path, name: str) -> None:
+    index = json.dumps({"weight_map": {"a": name}}).encode()
+    for file in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        with (
+            pytest.raises(ConfigError, match=r"index\.json: the file is not an index of tensors"),
+            open_hf_folder(with_file(tmp_path / file, file, index)),
+        ):
+            pass
+
+
+@pytest.mark.parametrize("content", [b'{"ids": [1]}', b'{"ids": "a"}', b"[1]", b"{", b"[" * 100_000])
+def test_special_ids_that_no_import_writes_are_refused(tmp_path: Path, content: bytes) -> None:
+    path = save_step(tmp_path / "checkpoints", 1)
+    with_file(tmp_path, f"{ORIGIN}/{IDS}", content)
+    with pytest.raises(ConfigError, match=IDS):
+        kept_special_ids(path)
+
+
+@pytest.mark.parametrize("name", ["../../other", "..", "/dev/zero"])
+def test_a_cache_of_models_names_a_snapshot_of_its_own(tmp_path: Path, name: str) -> None:
+    """Without a name that can be used, its only snapshot is taken, and of several none."""
+    (tmp_path / "other").mkdir()
+    folder = with_file(tmp_path / "models--a--b", "refs/main", name.encode())
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    assert resolve_snapshot(folder) == folder / "snapshots" / "abc"
+    (folder / "snapshots" / "abd").mkdir()
+    with pytest.raises(ConfigError, match="refs/main names none of them"):
+        resolve_snapshot(folder)
+
+
+def test_a_pipe_among_the_files_of_a_checkpoint_is_damage(tmp_path: Path) -> None:
+    """A pipe has no bytes, as many as a forged manifest may say."""
+    path = save_step(tmp_path, 1)
+    (path / "state.json").write_bytes(b"")
+    seal(path, "state.json")
+    (path / "state.json").unlink()
+    os.mkfifo(path / "state.json")
+    with pytest.raises(FaultError, match=r"state\.json is not a regular file"):
+        loaded(path)
+    assert [row.status for row in tools.ls(tmp_path)] == ["bad"]
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "config.json"])

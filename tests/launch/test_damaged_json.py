@@ -256,6 +256,8 @@ def test_json_is_decoded_as_its_type() -> None:
         '{"count": 3}': "it lacks 'rate'",
         '{"count": true, "rate": 1}': "it.count is not an integer",
         '{"count": 3, "rate": "1"}': "it.rate is not a number",
+        f'{{"count": {2**63}, "rate": 1}}': "it.count is not an integer",
+        f'{{"count": 3, "rate": {10**400}}}': "it.rate is not a number",
         '{"count": 3, "rate": 1, "pairs": [["a", 1], ["a"]]}': r"it.pairs\[1\] is not a list of 2",
         '{"count": 3, "rate": 1, "name": "\\ud800"}': "it.name has a character that no text has",
     }.items():

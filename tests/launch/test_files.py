@@ -1,6 +1,7 @@
 """Files and output of the launcher: for this user alone, without secrets, and in its own folder."""
 
 import argparse
+import json
 import os
 import shlex
 import shutil
@@ -64,6 +65,17 @@ def test_messages_on_a_profile_show_no_values_of_a_table(tmp_path: Path, suffix:
         assert "t0ken" not in str(refused.value)
 
 
+@pytest.mark.parametrize("name", ["", "A B", "A=1; touch touched; B", "A$(touch touched)", "1A", "A\nB"])
+@pytest.mark.parametrize("suffix", ["toml", "yaml"])
+def test_a_name_of_a_profile_that_is_no_variable_is_refused(tmp_path: Path, suffix: str, name: str) -> None:
+    """The script exports it as it is written."""
+    path = tmp_path / f"clusters.{suffix}"
+    text = {"toml": f"a = {{environment = {{{json.dumps(name)} = '1'}}}}", "yaml": None}[suffix]
+    path.write_text(text or json.dumps({"a": {"environment": {name: "1"}}}))
+    with pytest.raises(LaunchError, match=r"a\.environment: .* cannot name an environment variable"):
+        load(path, "a")
+
+
 @pytest.mark.parametrize("text", ["a\nb", "a\rb", "a\0b", "a\x1bb", "a\u2028b", 'a"b', "a'b", "a\\b"])
 def test_a_text_that_changes_other_lines_of_the_script_is_refused(tmp_path: Path, text: str) -> None:
     for name in ("partition", "account", "qos", "constraint", "reservation", "memory", "interface", "python"):
@@ -100,6 +112,10 @@ def test_what_sbatch_and_the_shell_interpret_is_quoted(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [evil, str(ours.run), evil]
     assert shlex.quote(str(ours.run)) in run
+    # The commands that a user may copy from the head of the script.
+    (hint,) = (line for line in lines if line.startswith("# Written by"))
+    assert shlex.quote(str(ours.run)) in hint
+    assert shlex.quote(str(ours.script)) in hint
     assert not list(tmp_path.iterdir())
 
 

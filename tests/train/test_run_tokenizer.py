@@ -9,9 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.data.corpora import words
+from tests.train.test_load_run import MIXTURE, call
 from tests.train.tiny import losses, recipe, run
 from xscale.checkpoint.load import read_state
 from xscale.cli.main import app
+from xscale.commands.upcycle import upcycle_run
 from xscale.convert.hf.tokenizer import tokenizer_of
 from xscale.core.config import encode
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
@@ -112,10 +114,13 @@ def test_another_tokenizer_in_the_run_folder_is_refused(stopped: Path) -> None:
         lambda: evaluate_run(stopped / "run", None),
         lambda: generate_text(stopped / "run", "abe", 8, 0.0, None, 0),
         lambda: tokenizer_of(next(stopped.glob("run/checkpoints/step-*")), encode(config(stopped).data)),
+        lambda: upcycle_run(stopped / "run", stopped / "new", [MIXTURE]),
+        lambda: call("checkpoint", "export", stopped / "run", stopped / "new", "--to", "hf"),
     ]
     for command in commands:
         with pytest.raises(ConfigError, match=r"fingerprint .* and the folder's description says .*Copy the folder"):
             command()
+        assert not (stopped / "new").exists()
     # With a description of its own, the checkpoint disagrees.
     shutil.rmtree(stopped / "run" / "tokenizer")
     for command in commands:

@@ -141,7 +141,10 @@ def kept_special_ids(checkpoint: Path) -> SpecialIds | None:
     fingerprint = kept.get("tokenizer_fingerprint")
     if read_state(checkpoint).get("tokenizer_fingerprint") != fingerprint:
         return None
-    return SpecialIds(dict(kept.get("ids") or {}), fingerprint is not None)
+    ids = kept.get("ids", {})
+    if not isinstance(ids, dict):
+        raise ConfigError(str(file), "the file contains no special ids", "Copy it again, or delete it.")
+    return SpecialIds(ids, fingerprint is not None)
 
 
 def export_generation_config(checkpoint: Path, folder: Path, *, same_tokenizer: bool) -> list[str]:
