@@ -1,5 +1,6 @@
 """`xscale data verify`: a flipped byte, an id of no token and another tokenizer are found and named; exit status 2."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -50,6 +51,17 @@ def test_a_flipped_bit_is_named(prepared: PreparedData, name: str) -> None:
     assert ended.returncode == 2, ended.stderr
     assert f"{file}: its content is not what was written" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["../other", "/dev/zero", "..", "a/b"])
+def test_a_manifest_names_only_files_of_its_folder(prepared: PreparedData, name: str) -> None:
+    """Even a hash that fits says nothing of a file elsewhere."""
+    data = json.loads((prepared.path / MANIFEST).read_text())
+    (prepared.path.parent / "other").write_bytes(b"")
+    data["files"] = {name: hashlib.sha256(b"").hexdigest()}
+    (prepared.path / MANIFEST).write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match=r"manifest\.json: the manifest is damaged .* is not the name of a file"):
+        verify(prepared.path)
 
 
 def write_id(folder: Path, token: int, at: int) -> Path:

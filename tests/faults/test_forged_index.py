@@ -107,7 +107,7 @@ CLAUSES: dict[str, Callable[[Any], Any]] = {
     "says that __0_0.distcp is transformed": lambda index: setattr(place(index), "transform_descriptors", ["zstd"]),
     "lacks a field of optimizer.a": lambda index: delattr(matrix(index), "chunks"),
 }
-"""What the message says -> a change of which nothing else would be said, in files as long as one likes."""
+"""Clause of the message -> a change that no other check refuses, in files as long as one likes."""
 
 
 @pytest.mark.parametrize("clause", CLAUSES)

@@ -78,7 +78,8 @@ class OfAPlugin(Constant):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plugins")
-    assert run(recipe(folder, model=MODEL, train=TRAIN)) == EXIT_DONE
+    observe = {"report": True, "tensorboard": False, "progress": False}
+    assert run(recipe(folder, model=MODEL, train=TRAIN, observe=observe)) == EXIT_DONE
     return folder
 
 
@@ -105,12 +106,16 @@ COMMANDS: dict[str, list[object]] = {
     "checkpoint upcycle": ["NEW", MIXTURE],
     "checkpoint export": ["NEW", "--to", "deepspeed-universal"],
     "checkpoint consolidate": ["NEW"],
+    "checkpoint diff": ["RUN"],
+    "checkpoint prune": ["--keep-last", 1],
+    "report": [],
 }
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_on_a_run_imports_nothing_that_it_names(with_plugin: Path, command: str) -> None:
-    arguments = [with_plugin / "new" if word == "NEW" else word for word in COMMANDS[command]]
+    folders = {"NEW": with_plugin / "new", "RUN": with_plugin / "run"}
+    arguments = [folders.get(str(word), word) for word in COMMANDS[command]]
     call(*command.split(), with_plugin / "run", *arguments)
     assert not (with_plugin / "imported").exists()
 

@@ -17,6 +17,8 @@ from xscale.commands.upcycle import upcycle_run
 from xscale.convert.hf.tokenizer import tokenizer_of
 from xscale.core.config import encode
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
+from xscale.data.stored_tokenizer import open_stored_tokenizer, store_tokenizer
+from xscale.data.tokenizer.byte import Byte
 from xscale.data.train_tokenizer import train_tokenizer
 from xscale.train.load_run import evaluate_run, generate_text
 
@@ -126,6 +128,29 @@ def test_another_tokenizer_in_the_run_folder_is_refused(stopped: Path) -> None:
     for command in commands:
         with pytest.raises(ConfigError, match=r"fingerprint .* was trained with"):
             command()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{}",
+        b"[1]",
+        b"{",
+        b"[" * 100_000,
+        b'{"tokenizer": {"kind": "byte"}}',
+        b'{"fingerprint": "byte-100"}',
+        b'{"tokenizer": 7, "fingerprint": "byte-100"}',
+        b'{"tokenizer": {"kind": "byte", "sentinels": -1}, "fingerprint": "byte-100"}',
+        b'{"tokenizer": {"kind": "no such"}, "fingerprint": "byte-100"}',
+        b'{"tokenizer": {"kind": "byte"}, "fingerprint": ["byte-100"]}',
+    ],
+)
+def test_a_description_that_no_run_writes_is_refused(tmp_path: Path, content: bytes) -> None:
+    store_tokenizer(Byte(Byte.Config(), tmp_path), tmp_path)
+    assert open_stored_tokenizer(tmp_path) is not None
+    (tmp_path / "tokenizer" / "fingerprint.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"/tokenizer(/fingerprint\.json)?: .*Copy the folder again"):
+        open_stored_tokenizer(tmp_path)
 
 
 def test_a_run_of_an_earlier_version_gets_its_copy(stopped: Path) -> None:

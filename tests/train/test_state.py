@@ -1,5 +1,7 @@
 """The trainer state: what a checkpoint stores is read back, also under the names of an older version."""
 
+import pytest
+
 from xscale.train.state import State
 
 
@@ -28,6 +30,14 @@ def test_old_names_are_read() -> None:
     data = State(consumed=56, skipped_samples=[[8, 16]], sequence_length=32).encode(Optimizer())
     data["left_out"] = data.pop("skipped_samples")
     assert State.decode(data, Optimizer(), 32).skipped_samples == [[8, 16]]
+
+
+def test_one_field_under_two_names_is_refused() -> None:
+    """Which of the two counts would be a matter of their order in the file."""
+    data = State(sequence_length=32).encode(Optimizer())
+    State.check(data, {"step"})
+    with pytest.raises(ValueError, match="other fields: one twice"):
+        State.check(data | {"left_out": [[8, 16]]}, {"step"})
 
 
 def test_samples_of_another_length_are_converted() -> None:

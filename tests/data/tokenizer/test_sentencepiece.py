@@ -141,6 +141,28 @@ def test_a_sample_without_text_is_said_without_the_library_s_words(tmp_path: Pat
     assert ".cc" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("Internal: src/trainer_interface.cc(408) [(vocab_size()) == (size)] The sizes differ", "The sizes differ"),
+        ("INTERNAL: (../src/trainer.cc(58)) [!sentences.bad()]", "the library does not say why"),
+        ("", "the library does not say why"),
+    ],
+)
+def test_a_message_of_the_library_is_said_without_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str, said: str
+) -> None:
+    import sentencepiece
+
+    def train(**_: Any) -> None:
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(sentencepiece.SentencePieceTrainer, "Train", train)
+    with pytest.raises(ConfigError) as refused:
+        SentencePiece.train(SentencePiece.example(), TEXTS, tmp_path)
+    assert f"SentencePiece cannot be trained on this text: {said}. Try another" in str(refused.value)
+
+
 def test_a_damaged_model_is_refused_or_works(tmp_path: Path) -> None:
     """Bytes changed anywhere in a model: a sentence with the file's name, or a tokenizer, never a traceback."""
     config = SentencePiece.example()

@@ -1,4 +1,4 @@
-"""What a submission writes, with an sbatch that only numbers its jobs; a real one is in tests/slurm."""
+"""Files that a submission writes, with an sbatch that only numbers its jobs; a real one is in tests/slurm."""
 
 import os
 import sys
