@@ -20,7 +20,7 @@ from xscale.data import shards
 from xscale.data.config import DataConfig
 from xscale.data.indexed import IndexedDataset
 from xscale.data.prepare import prepare
-from xscale.data.prepared import MANIFEST, DatasetManifest, PreparedData, open_prepared, prepared_folder
+from xscale.data.prepared import MANIFEST, DatasetManifest, PreparedData, inspect, open_prepared, prepared_folder
 from xscale.data.source.source import document_hash, validation_below
 from xscale.data.source.text import Text
 from xscale.data.tokenizer.byte import Byte
@@ -346,6 +346,8 @@ def test_the_manifest_returns(tmp_path: Path) -> None:
 
 
 MANIFEST_FIELDS = ["source", "corpus", "tokenizer", "fingerprint", "vocabulary", "validation", "counts", "files"]
+MANIFEST_FIELDS += ["skipped"]
+"""Fields whose values are checked; the last two may be absent."""
 
 
 @pytest.mark.parametrize("field", MANIFEST_FIELDS)
@@ -356,7 +358,7 @@ def test_each_field_of_a_manifest_is_checked(tmp_path: Path, field: str) -> None
     whole = json.loads(file.read_text())
     for value in ("deleted", None, [1], -1, [[{}]], {"../../train": {}}, {"train": {"tokens": "x"}}, "DEEP"):
         data = {**whole, field: value}
-        if value == "deleted" and field != "files":
+        if value == "deleted" and field not in ("files", "skipped"):
             del data[field]
         file.write_text(json.dumps(data).replace('"DEEP"', "[" * 100_000 + "]" * 100_000))
         if field == "source" and isinstance(value, dict):
@@ -365,6 +367,21 @@ def test_each_field_of_a_manifest_is_checked(tmp_path: Path, field: str) -> None
             continue
         with pytest.raises(ConfigError, match=r"manifest\.json"):
             quiet(config)
+
+
+@pytest.mark.parametrize("change", [{"documents": "2"}, {"reasons": None}, {"first": [1]}, {"first": "a.jsonl:1"}])
+def test_skipped_documents_of_a_manifest_are_checked(tmp_path: Path, change: dict[str, Any]) -> None:
+    """They are printed when the data is opened."""
+    config = text_config(tmp_path)
+    file = quiet(config).path / "manifest.json"
+    skipped = {"documents": 2, "reasons": {"binary": 2}, "first": ["a.txt:1: binary"]}
+    for section in (skipped, skipped | change):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "skipped": section}))
+        if section is skipped:
+            assert "skipped     2 documents" in inspect(config)
+        else:
+            with pytest.raises(ConfigError, match=r"manifest\.json: .*the documents that were skipped are none"):
+                inspect(config)
 
 
 def test_a_manifest_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

@@ -87,14 +87,14 @@ def test_the_disk_is_full(small: Path, count_cases: Callable[[int, str], None]) 
 
 
 class Narrow(Disk):
-    """A disk with room for the files of three checkpoints in `checkpoints`."""
+    """A disk with room for the files of so many checkpoints in `checkpoints`."""
 
-    def __init__(self, checkpoints: Path) -> None:
+    def __init__(self, checkpoints: Path, room: int = 3) -> None:
         super().__init__()
-        self.checkpoints = checkpoints
+        self.checkpoints, self.room = checkpoints, room
 
     def require(self, folder: Path, size: int) -> None:
-        if len(visible(self.checkpoints)) >= 3:
+        if len(visible(self.checkpoints)) >= self.room:
             raise OSError(errno.ENOSPC, "no room", str(folder))
 
 
@@ -111,6 +111,17 @@ def test_old_checkpoints_make_room(tmp_path: Path, keep: int | None, left: list[
         with pytest.raises(CheckpointError, match=rf"no room\. Free space .*`xscale checkpoint prune {folder} --keep"):
             save(folder, 4, tensors(4), {}, {}, keep_last=keep, disk=Narrow(folder))
     assert visible(folder) == (left or [1, 2, 3])
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_two_good_checkpoints_stay_however_full_the_disk_is(tmp_path: Path, keep: int) -> None:
+    """The next one is not written yet, and one of the two may turn out to be damaged."""
+    folder = tmp_path / "run"
+    for step in (1, 2, 3):
+        save(folder, step, tensors(step), {}, {})
+    with pytest.raises(CheckpointError, match="no room"):
+        save(folder, 4, tensors(4), {}, {}, keep_last=keep, disk=Narrow(folder, room=1))
+    assert visible(folder) == [2, 3]
 
 
 def full_on_all(folder: Path) -> Callable[[int], None]:

@@ -95,6 +95,11 @@ def test_a_local_run_listens_on_loopback_only(config: Path, tmp_path: Path) -> N
     assert {address for listening in addresses for address in listening} <= {"127.0.0.1", "::1"}, addresses
 
 
+def test_gloo_of_a_local_run_is_at_the_loopback_interface(config: Path) -> None:
+    """Without it gloo listens where the machine's name leads, which is an address of its network on many machines."""
+    assert "GLOO_SOCKET_IFNAME=lo" in launch("--processes", 2, "--dry-run", config).stdout
+
+
 def test_threads_are_shared_out_unless_the_user_chose(config: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     assert f"OMP_NUM_THREADS={max(1, cores // 2)}" in launch("--processes", 2, "--dry-run", config).stdout

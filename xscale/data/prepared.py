@@ -96,6 +96,11 @@ def _check_types(manifest: DatasetManifest) -> None:
     for name, counts in manifest.counts.items():
         if not all(type(count) is int and count >= 0 for count in (counts.documents, counts.tokens, counts.bytes)):
             raise ValueError(f"the counts of {name} are none")
+    if skipped := manifest.skipped:
+        documents, reasons, places = (skipped.get(name) for name in ("documents", "reasons", "first"))
+        are_places = isinstance(places, list) and all(isinstance(place, str) for place in places)
+        if type(documents) is not int or not isinstance(reasons, dict) or not are_places:
+            raise ValueError("the documents that were skipped are none")
 
 
 @dataclass(frozen=True)
