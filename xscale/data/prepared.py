@@ -98,7 +98,7 @@ def _check_types(manifest: DatasetManifest) -> None:
             raise ValueError(f"the counts of {name} are none")
     if skipped := manifest.skipped:
         documents, reasons, places = (skipped.get(name) for name in ("documents", "reasons", "first"))
-        are_places = isinstance(places, list) and all(isinstance(place, str) for place in places)
+        are_places = isinstance(places, list) and all(isinstance(text, str) for text in places)
         if type(documents) is not int or not isinstance(reasons, dict) or not are_places:
             raise ValueError("the documents that were skipped are none")
 
