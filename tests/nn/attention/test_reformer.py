@@ -1,13 +1,58 @@
 """Reformer against its definition: the softmax over the union of what the rounds show."""
 
+from collections.abc import Callable
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
 
-from tests.nn.attention.literal import agree, build, inputs, masks
+from tests.nn.attention.literal import WIDTH, agree, build, drawn, inputs, masks
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.reformer import Reformer
 from xscale.nn.dims import Dims
+from xscale.nn.random import SeededNumbers
+
+
+def hash_of_equation(x: Tensor, rotations: Tensor) -> Tensor:
+    """Kitaev et al. 2020, section 2: h(x) = argmax([xR; -xR]) by the random matrix R [K, b/2] of each round.
+
+    x [..., K], rotations [rounds, K, b/2] -> buckets [rounds, ...].
+    """
+    labels = x.new_empty(len(rotations), *x.shape[:-1], dtype=torch.long)
+    for number, rotation in enumerate(rotations):
+        for place in product(*map(range, x.shape[:-1])):
+            projected = [float((x[place] * column).sum()) for column in rotation.T]
+            both = projected + [-value for value in projected]
+            labels[(number, *place)] = both.index(max(both))
+    return labels
+
+
+Rotations = Callable[[int, int], Tensor]
+
+
+@pytest.fixture
+def rotations(monkeypatch: pytest.MonkeyPatch) -> Rotations:
+    """Draw the random matrices R here, and hand them to the core in place of its own numbers."""
+
+    def draw(rounds: int, buckets: int) -> Tensor:
+        matrices = drawn(rounds, WIDTH, buckets // 2, seed=11)
+
+        def normal(self: SeededNumbers, *shape: int) -> Tensor:
+            assert shape == (WIDTH, rounds * buckets // 2)
+            return torch.cat([*matrices], 1)
+
+        monkeypatch.setattr(SeededNumbers, "normal", normal)
+        return matrices
+
+    return draw
+
+
+@pytest.mark.parametrize(("rounds", "buckets"), [(1, 2), (3, 6), (2, 16)])
+def test_the_hash_is_that_of_the_equation(rotations: Rotations, rounds: int, buckets: int) -> None:
+    core = build(Reformer.Config(buckets=buckets, hashes=rounds), causal=True)
+    keys, matrices = inputs(9)[1].detach(), rotations(rounds, buckets)
+    assert torch.equal(core.hash(keys), hash_of_equation(keys, matrices))
 
 
 def union(labels: Tensor, seen: Tensor, reach: int, causal: bool, first: int) -> Tensor:
@@ -28,12 +73,13 @@ def union(labels: Tensor, seen: Tensor, reach: int, causal: bool, first: int) ->
 
 @pytest.mark.parametrize("rounds", [1, 3])
 @pytest.mark.parametrize("causal", [True, False])
-def test_it_is_the_softmax_over_the_buckets(causal: bool, rounds: int) -> None:
+def test_it_is_the_softmax_over_the_buckets(rotations: Rotations, causal: bool, rounds: int) -> None:
     core = build(Reformer.Config(buckets=6, chunk_length=5, hashes=rounds), causal=causal)
+    matrices = rotations(rounds, 6)
 
     def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
         first = k.shape[2] - q.shape[2]
-        shown = union(core.hash(k), seen, 5, causal, first)
+        shown = union(hash_of_equation(k.detach(), matrices), seen, 5, causal, first)
         own = torch.eye(k.shape[2], dtype=torch.bool)[first:]
         others = shown & ~own
         shown = torch.where(others.any(-1, keepdim=True), others, own)
@@ -64,14 +110,15 @@ def test_training_hashes_anew() -> None:
 
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("length", [5, 80, 83])
-def test_chunks_see_themselves_and_the_one_before(length: int, rounds: int) -> None:
+def test_chunks_see_themselves_and_the_one_before(rotations: Rotations, length: int, rounds: int) -> None:
     """Written out token by token, with documents and lengths that fill no chunk."""
     core = build(Reformer.Config(buckets=6, chunk_length=8, hashes=rounds, scope="chunk"), causal=False)
+    matrices = rotations(rounds, 6)
     numbers = (torch.arange(length) >= 37).long().expand(2, -1)
     for mask in (AttentionMask(length, length, False), AttentionMask(length, length, False, 0, numbers, numbers)):
 
         def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, mask: AttentionMask = mask) -> Tensor:
-            labels = core.hash(k)
+            labels = hash_of_equation(k.detach(), matrices)
             if mask.key_documents is not None:
                 labels = labels + 100 * mask.key_documents[:, None]
             size = min(8, length)
