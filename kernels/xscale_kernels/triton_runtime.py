@@ -21,8 +21,13 @@ def importable() -> bool:
 
 def interpreting() -> bool:
     """Whether Triton is already loaded and runs its kernels on the CPU (TRITON_INTERPRET=1, a test setting)."""
-    triton = sys.modules.get("triton")
-    return triton is not None and bool(triton.knobs.runtime.interpret)
+    return "triton" in sys.modules and _interprets()
+
+
+@functools.lru_cache(maxsize=1)
+def _interprets() -> bool:
+    # Cached: Triton reads it once, where a kernel is defined, and the knob costs more than a small operator.
+    return bool(sys.modules["triton"].knobs.runtime.interpret)
 
 
 def refusal(tensor: torch.Tensor) -> str | None:

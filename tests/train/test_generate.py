@@ -9,7 +9,8 @@ from tests.distributed import Pool
 from xscale.core.config import decode
 from xscale.nn.init import materialize
 from xscale.nn.model.model import MODELS
-from xscale.train.generate import generate, incremental, sample_token
+from xscale.nn.tokens import Tokens
+from xscale.train.generate import generate, incremental, lay_out_matrices, sample_token
 from xscale.train.settings import Settings
 
 V, T = 40, 24
@@ -41,8 +42,6 @@ MODELS_THAT_WRITE = {
 
 def without_cache(model: nn.Module, prompt: torch.Tensor, length: int) -> list[int]:
     """The likeliest continuation by whole forwards."""
-    from xscale.nn.tokens import Tokens
-
     ids = prompt
     for _ in range(length):
         logits = model(Tokens.from_ids(ids[None], cache={}))
@@ -59,6 +58,32 @@ def test_with_a_cache_as_without(name: str) -> None:
     written = generate(model, prompt, 12, end=-1, temperature=0)
     assert written.tolist() == without_cache(model, prompt, 12)
     assert len(set(written.tolist())) > 3
+
+
+@pytest.mark.parametrize("name", ["softmax", "experts"])
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_matrices_by_columns_are_the_same_matrices(name: str, tied: bool) -> None:
+    model = model_of({**MODELS_THAT_WRITE[name], "tied": tied}).float().eval()
+    weights = {path: parameter.clone() for path, parameter in model.named_parameters()}
+    prompt = torch.randint(V, (5,), generator=torch.Generator().manual_seed(0))
+    tokens = generate(model, prompt, 12, end=-1, temperature=0)
+    logits = model(Tokens.from_ids(prompt[None]))
+    lay_out_matrices(model)
+    by_columns = {path for path, parameter in model.named_parameters() if not parameter.is_contiguous()}
+    matrices = {path for path, parameter in weights.items() if parameter.ndim > 1}
+    # A tied head is the table of the embedding; routers and an embedding of its own stay by rows.
+    rows = {path for path in matrices if "router" in path} | (set() if tied else {"embed.table.weight"})
+    assert by_columns == matrices - rows
+    assert all(torch.equal(parameter, weights[path]) for path, parameter in model.named_parameters())
+    torch.testing.assert_close(model(Tokens.from_ids(prompt[None])), logits, rtol=1e-5, atol=1e-5)
+    assert torch.equal(generate(model, prompt, 12, end=-1, temperature=0), tokens)
+
+
+def test_bfloat16_matrices_stay_by_rows() -> None:
+    model = model_of(MODELS_THAT_WRITE["experts"]).bfloat16()
+    lay_out_matrices(model)
+    assert all(parameter.is_contiguous() for parameter in model.parameters())
 
 
 def test_an_encoder_decoder_reads_its_source_once() -> None:

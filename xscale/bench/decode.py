@@ -23,7 +23,7 @@ from xscale.convert.hf.import_model import import_model
 from xscale.convert.hf.registry import model_of
 from xscale.core.errors import ConfigError, Problem
 from xscale.parallel import precision
-from xscale.train.generate import generate
+from xscale.train.generate import generate, lay_out_matrices
 from xscale_kernels.bench.timing import alternate, host_clock
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -167,9 +167,10 @@ class DecodePair:
             raise ConfigError("bench decode", what)
 
     def to(self, dtype: torch.dtype) -> None:
-        """Cast both models; routers keep float32 in xscale, as in training."""
+        """Cast both models and prepare ours as `xscale generate` does; routers keep float32 in xscale."""
         self.transformers.to(dtype)
         precision.cast_parameters(self.xscale, dtype, torch.float32)
+        lay_out_matrices(self.xscale)
 
 
 def build_pair(name: str, sizes: DecodeSizes) -> DecodePair:

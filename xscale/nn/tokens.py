@@ -39,10 +39,13 @@ class SharedValues:
         self._values: dict[str, Any] = {}
 
     def get_or_compute(self, key: str, compute: Callable[[], Any]) -> Any:
-        """Return the value of `key`, computed by the first caller. AssertionError if it requires grad."""
+        """Return the value of `key`, computed by the first caller.
+
+        AssertionError if it requires grad, where gradients are computed at all.
+        """
         if key not in self._values:
             value = compute()
-            assert not any(tensor.requires_grad for tensor in _tensors_of(value)), (
+            assert not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in _tensors_of(value)), (
                 f"the shared value {key} requires grad, and the rank's pipeline stages would share its graph"
             )
             self._values[key] = value

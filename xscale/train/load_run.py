@@ -33,7 +33,7 @@ from xscale.parallel.plan import DTYPES, ParallelPlan
 from xscale.parallel.sharded import ShardedParameter, sharded_parameters
 from xscale.train.batches import MicroBatches
 from xscale.train.evaluate import Evaluation, evaluate
-from xscale.train.generate import encode_prompt, generate
+from xscale.train.generate import encode_prompt, generate, lay_out_matrices
 from xscale.train.run_folder import CHECKPOINTS, read_config
 from xscale.train.settings import Settings, build_on_meta
 from xscale.train.setup import device_of, make_micro_batches, prepare_and_open_data, special_tokens_of
@@ -141,6 +141,7 @@ def generate_text(
         kind = settings.model.kind
         raise ConfigError(str(folder), f"{kind} models cannot generate text", "Use the run of a decoder.")
     precision.cast_parameters(loaded.model, DTYPES[settings.precision.compute], DTYPES[settings.precision.master])
+    lay_out_matrices(loaded.model)
     window: int | None = settings.data.sequence_length
     longest = None if traits.source else settings.data.sequence_length - 1
     ids = torch.tensor(encode_prompt(prompt, tokenizer, longest, "--prompt"), device=loaded.mesh.device)

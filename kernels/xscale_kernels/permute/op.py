@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from xscale_kernels import refusals, torch_private
-from xscale_kernels.select import Implementation, choose
+from xscale_kernels.select import Implementation, choose, is_small_call
 
 
 def reference_permute(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -55,9 +55,11 @@ def _(x: torch.Tensor, tokens: torch.Tensor, implementation: str) -> torch.Tenso
 def _unpermute_directly(
     y: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor | None, N: int, implementation: str
 ) -> torch.Tensor:
-    out: torch.Tensor = choose("permute (back)", IMPLEMENTATIONS, implementation, y).implementation.function(
-        "unpermute"
-    )(y, tokens, weights, N)
+    if is_small_call(implementation, y):
+        chosen = IMPLEMENTATIONS[0]
+    else:
+        chosen = choose("permute (back)", IMPLEMENTATIONS, implementation, y).implementation
+    out: torch.Tensor = chosen.function("unpermute")(y, tokens, weights, N)
     return out
 
 

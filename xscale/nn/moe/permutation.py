@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xscale.nn.moe.routing import Routing
+from xscale_kernels.torch_private import calls_directly
 
 DropPolicy = Literal["position", "choice", "probability", "priority"]
 """Which assignments an overfull expert keeps."""
@@ -124,7 +125,9 @@ class LocalDispatch:
     """Dispatch with all experts on this rank."""
 
     def __call__(self, rows: Tensor, tokens_per_expert: Tensor, experts: ExpertsCall) -> Tensor:
-        # The last expert takes the rows that none counts, if there are any: the host does not know.
+        if calls_directly(rows) and len(rows) == int(tokens_per_expert.sum()):
+            return experts(rows, tokens_per_expert)
+        # The last expert takes the rows that none counts, if there are any: on a GPU the host does not know.
         dropped = len(rows) - tokens_per_expert.sum()
         last = F.pad(dropped.view(1), (len(tokens_per_expert) - 1, 0))
         return experts(rows, tokens_per_expert + last)
