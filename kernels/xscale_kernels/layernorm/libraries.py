@@ -5,12 +5,19 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from xscale_kernels.rows import wide
+
 
 def torch_layernorm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
     """Compute `reference_layernorm` by torch's layer_norm."""
-    weight, bias = (None if parameter is None else parameter.to(x.dtype) for parameter in (weight, bias))
+    # With parameters of x's dtype, torch on a CPU keeps the rows' statistics in it for the backward pass: in bfloat16
+    # the gradient is off by up to 9 % where a row varies little, and by 0.3 % with float32 parameters.
+    dtype = wide(x.dtype) if x.is_cpu else x.dtype
+    if weight is None and dtype != x.dtype:
+        weight = torch.ones(x.shape[-1:], dtype=dtype)
+    weight, bias = (None if parameter is None else parameter.to(dtype) for parameter in (weight, bias))
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
