@@ -127,7 +127,7 @@ def _unused_position(settings: Settings) -> list[Problem]:
     model: Any = settings.model
     position = model.position
     stacks = [getattr(model, name) for name in ("stack", "encoder", "decoder") if hasattr(model, name)]
-    mixers = [stack.block_config(layer).mixer for stack in stacks for layer in range(stack.depth)]
+    mixers = [mixer for stack in stacks for mixer in stack.mixers()]
     if POSITIONS.of(position).traits.where in ("none", "input") or any(
         MIXERS.of(mixer).part.uses_position for mixer in mixers
     ):

@@ -1,11 +1,13 @@
 """A block: where the norms stand, what is dropped, and what is refused before anything is built."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests.conformance.made import dims, drawn, ready, tokens
-from xscale.nn.block import Block, BlockConfig
-from xscale.nn.ffn.ffn import Dense
+from xscale.nn.block import Block, BlockConfig, SublayerConfig
+from xscale.nn.ffn.ffn import FFNS, Dense
 from xscale.nn.init import materialize
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import Fourier
@@ -34,6 +36,68 @@ def test_norms_stand_where_the_placement_says() -> None:
     late = block(SMALL.model_copy(update={"placement": "res_post"}))
     mixed = x + late.mixer.norm(late.mixer.part(x, about))
     assert torch.allclose(late(x, about), mixed + late.ffn.norm(late.ffn.part(mixed, about)))
+
+
+HALF = SublayerConfig(part="ffn", factor=0.5)
+MIX = SublayerConfig(part="mixer")
+LISTS: dict[str, tuple[SublayerConfig, ...]] = {
+    "macaron": (HALF, MIX, HALF),
+    "attention alone": (MIX,),
+    "another ffn": (MIX, SublayerConfig(part="ffn", ffn=Dense.Config(hidden=12))),
+}
+
+
+@pytest.mark.parametrize("sublayers", LISTS.values(), ids=LISTS)
+def test_sublayers_follow_the_list(sublayers: tuple[SublayerConfig, ...]) -> None:
+    listed = block(SMALL.model_copy(update={"sublayers": sublayers}))
+    x, about = drawn(2, 5, 8), tokens(5)
+    wanted, seen = x, {"mixer": 0, "ffn": 0}
+    for entry in sublayers:
+        seen[entry.part] += 1
+        suffix = "" if seen[entry.part] == 1 else f"_{seen[entry.part]}"
+        sublayer = listed.get_submodule(f"{entry.part}{suffix}")
+        wanted = wanted + entry.factor * sublayer.part(sublayer.norm(wanted), about)  # type: ignore[operator]
+    assert len(list(listed.children())) == len(sublayers)
+    assert torch.allclose(listed(x, about), wanted)
+
+
+def test_the_usual_list_is_the_usual_block() -> None:
+    usual = block(SMALL)
+    listed = block(SMALL.model_copy(update={"sublayers": (MIX, SublayerConfig(part="ffn"))}))
+    assert [name for name, _ in listed.named_parameters()] == [name for name, _ in usual.named_parameters()]
+    assert torch.equal(listed(drawn(2, 5, 8), tokens(5)), usual(drawn(2, 5, 8), tokens(5)))
+
+
+def test_a_decoder_reads_the_source_where_the_list_says() -> None:
+    first = SMALL.model_copy(update={"sublayers": (SublayerConfig(part="cross"), MIX)})
+    reader = block(first, cross=True)
+    x, memory = drawn(2, 5, 8), drawn(2, 9, 8, seed=1)
+    assert reader.cross is not None
+    read = x + reader.cross.part(reader.cross.norm(x), tokens(5), memory, tokens(9))
+    wanted = read + reader.mixer.part(reader.mixer.norm(read), tokens(5))
+    assert torch.allclose(reader(x, tokens(5), memory, tokens(9)), wanted)
+
+
+@pytest.mark.parametrize(
+    ("update", "said"),
+    [
+        (
+            {"sublayers": (MIX, SublayerConfig(part="ffn", mixer=Attention.Config()))},
+            "x.sublayers.1.mixer: is not used",
+        ),
+        ({"sublayers": (MIX, SublayerConfig(part="cross"))}, "x.sublayers.1.part: 'cross' reads the output of an enc"),
+        ({"sublayers": (MIX, HALF), "ffn": FFNS.get("none").part.Config()}, "x.sublayers.1.part: its ffn is none"),
+        ({"sublayers": (MIX, HALF), "placement": "none"}, "x.sublayers.1.factor: multiplies what is added"),
+        ({"sublayers": (MIX, HALF), "residual": "parallel"}, "x.residual: 'parallel' adds a mixer and an ffn to one"),
+        (
+            {"sublayers": (SublayerConfig(part="mixer", mixer=Attention.Config(heads=3)),)},
+            "x.sublayers.0.mixer.heads: heads=3",
+        ),
+    ],
+)
+def test_a_wrong_list_is_refused_at_its_entry(update: dict[str, Any], said: str) -> None:
+    problems = Block.check(SMALL.model_copy(update=update), dims(width=8), "x")
+    assert any(said in str(problem) for problem in problems), problems
 
 
 def test_rezero_weights_each_branch_and_has_no_norm() -> None:

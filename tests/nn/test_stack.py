@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.conformance.made import dims, drawn, ready, tokens
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
-from xscale.nn.block import BlockConfig
+from xscale.nn.block import BlockConfig, SublayerConfig
 from xscale.nn.ffn.ffn import Dense, Gated
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import Fourier
@@ -50,6 +50,28 @@ def test_later_rules_win_and_leave_alone_what_they_do_not_name() -> None:
     assert (first.ffn, second.ffn) == (Gated.Config(hidden=7), Gated.Config(hidden=5))
     assert first.mixer == second.mixer == Fourier.Config()
     assert first.norm == SMALL.norm
+
+
+def test_a_rule_sets_the_sublayers_of_its_blocks() -> None:
+    """s s (sf) (sf) f f, the Sandwich Transformer of 8 sublayers with coefficient 2."""
+    mixer, ffn = (SublayerConfig(part="mixer"),), (SublayerConfig(part="ffn"),)
+    rules = (LayerRule(last=2, sublayers=mixer), LayerRule(first=4, sublayers=ffn))
+    stack = Stack(StackConfig(depth=6, block=SMALL, rules=rules), dims(width=8))
+    orders = [block.order for block in stack.blocks.values()]
+    assert orders == [["mixer"]] * 2 + [["mixer", "ffn"]] * 2 + [["ffn"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("parts", "cross", "said"),
+    [
+        (("ffn",), False, "no block has a sublayer 'mixer', without which no token sees another"),
+        (("mixer", "ffn"), True, "no block has a sublayer 'cross', without which the decoder does not read the source"),
+    ],
+)
+def test_a_stack_without_a_needed_sublayer_is_refused(parts: tuple[Any, ...], cross: bool, said: str) -> None:
+    block = SMALL.model_copy(update={"sublayers": tuple(SublayerConfig(part=part) for part in parts)})
+    (problem,) = Stack.check(StackConfig(depth=2, block=block), dims(width=8), "x", cross=cross)
+    assert said in str(problem)
 
 
 def test_the_blocks_run_in_turn_and_pre_norm_ends_in_a_norm() -> None:

@@ -38,6 +38,14 @@ def decoder(placement: str, residual: str) -> dict[str, Any]:
 PARALLEL = decoder("pre", "parallel")
 SEQUENTIAL = decoder("res_post", "sequential")
 REZERO = {**decoder("rezero", "sequential"), "fix_norm": True}
+MACARON = decoder("pre", "sequential")
+MACARON["stack"]["block"]["sublayers"] = [{"part": "ffn", "factor": 0.5}, {"part": "mixer"}, {"part": "ffn"}]
+SANDWICH = decoder("pre", "sequential")
+SANDWICH["stack"]["depth"] = 4
+SANDWICH["stack"]["rules"] += [
+    {"last": 1, "sublayers": [{"part": "mixer"}]},
+    {"first": 3, "sublayers": [{"part": "ffn", "ffn": {"kind": "dense", "hidden": 24}}]},
+]
 UNTIED = {**decoder("sandwich", "sequential"), "fix_norm": True, "tied": False}
 UNTIED["stack"]["block"]["norm"] = "scale"
 
@@ -63,8 +71,16 @@ UNTIED["stack"]["block"]["norm"] = "scale"
             ],
         ),
         (UNTIED, [{"mesh": {"tp": 2}, "tensor": {"sequence": True}}, {"mesh": {"cp": 2}}, {"zero": {"stage": 3}}]),
+        (MACARON, [{"mesh": {"tp": 2}, "tensor": {"sequence": True}}, {"mesh": {"cp": 2}}, {"zero": {"stage": 3}}]),
+        (
+            SANDWICH,
+            [
+                {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}},
+                {"mesh": {"tp": 2}, "recompute": {"every": 1}},
+            ],
+        ),
     ],
-    ids=["parallel", "res_post", "rezero", "scale"],
+    ids=["parallel", "res_post", "rezero", "scale", "macaron", "sandwich"],
 )
 def test_a_layout_has_the_numbers_of_one_process(
     model: dict[str, Any], layouts: list[dict[str, Any]], pool: Pool

@@ -1,7 +1,7 @@
-"""A Transformer layer: mixers and a feed-forward part on the residual stream, with pre-, post- or sandwich norm."""
+"""A Transformer layer: sublayers on the residual stream, usually a mixer and a feed-forward part, with norms."""
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -18,8 +18,24 @@ from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm, Rms
 from xscale.nn.tokens import Tokens
 
-NORMLESS = ("rezero", "none")
+NORMLESS = ("rezero", "no_norm", "none")
 """Placements without a norm."""
+
+
+class SublayerConfig(Config):
+    part: Literal["mixer", "cross", "ffn"]
+    """The kind of sublayer: the mixer, the cross-attention to the encoder's output, or the feed-forward part."""
+    factor: float = Field(default=1.0, gt=0)
+    """Factor of the sublayer's output before it is added: 0.5 for the halves of Macaron (Lu et al. 2019)."""
+    mixer: Annotated[Mixer.Config, Slot(MIXERS)] | None = None
+    """The mixer or cross-attention of this sublayer; null: the block's."""
+    ffn: Annotated[Ffn.Config, Slot(FFNS)] | None = None
+    """The feed-forward part of this sublayer; null: the block's."""
+
+    @property
+    def slot(self) -> Literal["mixer", "ffn"]:
+        """The key with the config of the part."""
+        return "ffn" if self.part == "ffn" else "mixer"
 
 
 class BlockConfig(Config):
@@ -29,11 +45,15 @@ class BlockConfig(Config):
     """The cross-attention mixer in the decoder of an encoder-decoder; null: as `mixer`."""
     ffn: Annotated[Ffn.Config, Slot(FFNS)] = Gated.Config()
     """The position-wise feed-forward part."""
+    sublayers: tuple[SublayerConfig, ...] | None = Field(default=None, min_length=1)
+    """The sublayers in their order; null: the mixer, the cross-attention in the decoder of an encoder-decoder, and the
+    feed-forward part."""
     norm: Annotated[Norm.Config, Slot(NORMS)] = Rms.Config()
     """The norm of each sublayer."""
-    placement: Literal["pre", "post", "sandwich", "res_post", "rezero", "none"] = "pre"
+    placement: Literal["pre", "post", "sandwich", "res_post", "rezero", "no_norm", "none"] = "pre"
     """pre: x + f(norm(x)) (Xiong et al. 2020); post: norm(x + f(x)) (Vaswani et al. 2017);
     sandwich: x + norm(f(norm(x))) (Ding et al. 2021); res_post: x + norm(f(x)) (Liu et al. 2022, Swin v2);
+    no_norm: x + f(x) (Huang et al. 2020, T-Fixup);
     rezero: x + alpha f(x), a learned scalar alpha that starts at 0 and no norm (Bachlechner et al. 2021);
     none: f(x), for mixers that are whole layers (Guo et al. 2019, Star-Transformer)."""
     residual: Literal["sequential", "parallel"] = "sequential"
@@ -41,6 +61,23 @@ class BlockConfig(Config):
     added to it (Wang and Komatsuzaki 2021, GPT-J)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability of each sublayer's output."""
+
+    def listed(self, *, cross: bool = False) -> tuple[SublayerConfig, ...]:
+        """Return the sublayers in their order; `cross`: the block reads an encoder's output."""
+        if self.sublayers is not None:
+            return self.sublayers
+        ffn = (SublayerConfig(part="ffn"),) if self.ffn.kind != "none" else ()
+        return (SublayerConfig(part="mixer"), *[SublayerConfig(part="cross")] * cross, *ffn)
+
+    def config_of(self, sublayer: SublayerConfig) -> Config:
+        """Return the config of a sublayer's part: its own, or the block's."""
+        if sublayer.part == "ffn":
+            return sublayer.ffn or self.ffn
+        return sublayer.mixer or (sublayer.part == "cross" and self.cross) or self.mixer
+
+    def mixers(self) -> list[Any]:
+        """Return the configs of the mixers, without cross-attention."""
+        return [self.config_of(sublayer) for sublayer in self.listed() if sublayer.part == "mixer"]
 
 
 class ResidualWeight(Module):
@@ -60,8 +97,9 @@ class ResidualWeight(Module):
 class Sublayer(Module):
     """A mixer or feed-forward part with its norm, dropout and residual connection."""
 
-    def __init__(self, config: BlockConfig, width: int, part: Mixer | Ffn) -> None:
+    def __init__(self, config: BlockConfig, width: int, part: Mixer | Ffn, factor: float = 1.0) -> None:
         super().__init__()
+        self.factor = factor
         self.placement = config.placement
         self.dropout = config.dropout
         normalises = config.placement not in NORMLESS
@@ -92,6 +130,8 @@ class Sublayer(Module):
             y = norm(y)
         elif self.alpha is not None:
             y = self.alpha(y)
+        if self.factor != 1:
+            y = self.factor * y
         drops = self.training and tokens.rng_seed is not None
         if self.placement == "none":
             return self.random.dropout(y, self.dropout if drops else 0.0, ("batch", "tokens", "width"), tokens)
@@ -102,34 +142,39 @@ class Sublayer(Module):
 
 
 class Block(Module):
-    """[B, T, D] -> [B, T, D]."""
+    """[B, T, D] -> [B, T, D]. A sublayer has the name of its part, the second of a part has `_2` behind it."""
+
+    mixer: Sublayer
+    cross: Sublayer | None
+    ffn: Sublayer | None
 
     def __init__(self, config: BlockConfig, dims: Dims, *, cross: bool = False) -> None:
         super().__init__()
         self.parallel = config.residual == "parallel"
-        self.mixer = Sublayer(config, dims.width, MIXERS.build(config.mixer, dims))
-        self.cross: Sublayer | None = None
-        if cross:
-            mixer = MIXERS.build(config.cross or config.mixer, cross_dims(dims))
-            self.cross = Sublayer(config, dims.width, mixer)
-        self.ffn: Sublayer | None = None
-        if config.ffn.kind != "none":
-            self.ffn = Sublayer(config, dims.width, FFNS.build(config.ffn, dims))
+        self.cross = self.ffn = None
+        self.order: list[str] = []
+        """Names of the sublayers, in their order."""
+        for sublayer in config.listed(cross=cross):
+            inner = cross_dims(dims) if sublayer.part == "cross" else dims
+            part = (FFNS if sublayer.part == "ffn" else MIXERS).build(config.config_of(sublayer), inner)
+            count = 1 + sum(name.split("_")[0] == sublayer.part for name in self.order)
+            self.order.append(sublayer.part if count == 1 else f"{sublayer.part}_{count}")
+            setattr(self, self.order[-1], Sublayer(config, dims.width, part, sublayer.factor))
 
     @staticmethod
     def check(config: BlockConfig, dims: Dims, path: str, *, cross: bool = False) -> list[Problem]:
         """List the problems of the block and its parts."""
-        problems = _check_mixer(config.mixer, dims, f"{path}.mixer")
-        if config.residual == "parallel" and (cross or config.placement == "post"):
-            what = "cross attention is a third sublayer" if cross else "placement 'post' normalises the sum"
-            fix = "Take sequential." if cross else "Take sequential, or a placement other than post."
-            problems.append(Problem(f"{path}.residual", f"'parallel' adds two sublayers to one input; {what}", fix))
-        if config.residual == "parallel" and "none" in (config.placement, config.ffn.kind):
-            what = "'parallel' adds a mixer and an ffn to one input, and this block has no sum of the two"
-            problems.append(Problem(f"{path}.residual", what, "Take sequential."))
-        if cross:
-            problems += _check_mixer(config.cross or config.mixer, cross_dims(dims), f"{path}.cross")
-        problems += FFNS.of(config.ffn).part.check(config.ffn, dims, f"{path}.ffn")
+        problems = _check_parallel(config, path, cross=cross) if config.residual == "parallel" else []
+        for index, sublayer in enumerate(config.listed(cross=cross)):
+            slot, part = sublayer.slot, config.config_of(sublayer)
+            entry = f"{path}.sublayers.{index}"
+            at = f"{path}.{sublayer.part}" if getattr(sublayer, slot) is None else f"{entry}.{slot}"
+            if config.sublayers is not None:
+                problems += _check_sublayer(sublayer, config, entry, cross=cross)
+            if slot == "ffn":
+                problems += FFNS.of(part).part.check(part, dims, at)
+            elif sublayer.part == "mixer" or cross:
+                problems += _check_mixer(part, cross_dims(dims) if sublayer.part == "cross" else dims, at)
         problems += NORMS.of(config.norm).part.check(config.norm, dims, f"{path}.norm")
         return problems
 
@@ -137,10 +182,45 @@ class Block(Module):
         if self.parallel:
             assert self.ffn is not None
             return self.ffn(x, tokens, residual=self.mixer(x, tokens))  # type: ignore[no-any-return]
-        x = self.mixer(x, tokens)
-        if self.cross is not None:
-            x = self.cross(x, tokens, memory, source)
-        return x if self.ffn is None else self.ffn(x, tokens)
+        for name in self.order:
+            if name.startswith("cross"):
+                x = getattr(self, name)(x, tokens, memory, source)
+            else:
+                x = getattr(self, name)(x, tokens)
+        return x
+
+
+def _check_parallel(config: BlockConfig, path: str, *, cross: bool) -> list[Problem]:
+    """List why the sublayers cannot read one input."""
+    whats = []
+    if cross or config.placement == "post":
+        whats.append("cross attention is a third sublayer" if cross else "placement 'post' normalises the sum")
+    if "none" in (config.placement, config.ffn.kind):
+        whats.append("this block has no sum of the two")
+    if config.sublayers is not None:
+        whats.append("`sublayers` says an order")
+    fix = "Take sequential, or a placement other than post." if config.placement == "post" else "Take sequential."
+    return [
+        Problem(f"{path}.residual", f"'parallel' adds a mixer and an ffn to one input; {what}", fix) for what in whats
+    ]
+
+
+def _check_sublayer(sublayer: SublayerConfig, config: BlockConfig, path: str, *, cross: bool) -> list[Problem]:
+    """List what an entry of `sublayers` cannot be."""
+    problems = []
+    unused = "mixer" if sublayer.slot == "ffn" else "ffn"
+    if getattr(sublayer, unused) is not None:
+        what = f"is not used by part '{sublayer.part}'"
+        problems.append(Problem(f"{path}.{unused}", what, f"Leave it out, or take part={unused}."))
+    if sublayer.part == "cross" and not cross:
+        what = "'cross' reads the output of an encoder, and this stack has none"
+        problems.append(Problem(f"{path}.part", what, "Take mixer or ffn, or the model encoder_decoder."))
+    if config.config_of(sublayer).kind == "none":
+        problems.append(Problem(f"{path}.part", "its ffn is none", "Leave the entry out, or choose an ffn."))
+    if sublayer.factor != 1 and config.placement == "none":
+        what = "multiplies what is added to the residual stream, and with placement 'none' nothing is"
+        problems.append(Problem(f"{path}.factor", what, "Take 1, or another placement."))
+    return problems
 
 
 def cross_dims(dims: Dims) -> Dims:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
 from xscale.nn.attention.core import share_layer_tables
-from xscale.nn.block import NORMLESS, Block, BlockConfig
+from xscale.nn.block import NORMLESS, Block, BlockConfig, SublayerConfig
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn
 from xscale.nn.mixer.mixer import MIXERS, Mixer
@@ -18,6 +18,9 @@ from xscale.nn.norm import NORMS, Norm
 from xscale.nn.position.position import Position, share_position
 from xscale.nn.random import reseed
 from xscale.nn.tokens import Tokens
+
+OVERRIDES = ("mixer", "ffn", "sublayers")
+"""Keys of a block that a rule can set."""
 
 
 class LayerRule(Config):
@@ -35,6 +38,8 @@ class LayerRule(Config):
     """The mixer of these blocks; null: unchanged."""
     ffn: Annotated[Ffn.Config, Slot(FFNS)] | None = None
     """The position-wise part of these blocks; null: unchanged."""
+    sublayers: tuple[SublayerConfig, ...] | None = Field(default=None, min_length=1)
+    """The sublayers of these blocks, in their order; null: unchanged."""
 
     def applies_to(self, layer: int, depth: int) -> bool:
         return self.first <= layer < (depth if self.last is None else self.last) and layer % self.every == self.at
@@ -50,11 +55,15 @@ class StackConfig(Config):
 
     def block_config(self, layer: int) -> BlockConfig:
         """Config of block `layer`, with the rules applied."""
-        changes: dict[str, Config] = {}
+        changes: dict[str, Any] = {}
         for rule in self.rules:
             if rule.applies_to(layer, self.depth):
-                changes |= {name: part for name in ("mixer", "ffn") if (part := getattr(rule, name)) is not None}
+                changes |= {name: part for name in OVERRIDES if (part := getattr(rule, name)) is not None}
         return self.block.model_copy(update=changes)
+
+    def mixers(self) -> list[Mixer.Config]:
+        """Configs of the mixers of all blocks, without cross-attention."""
+        return [mixer for layer in range(self.depth) for mixer in self.block_config(layer).mixers()]
 
 
 class Stack(Module):
@@ -94,6 +103,7 @@ class Stack(Module):
                 problems.setdefault(f"{problem.what}{problem.path.split(')')[-1]}", problem)
         return [
             *problems.values(),
+            *_check_parts(config, path, cross=cross),
             *_check_shared_position(config, dims, path),
             *_check_layer_tables(config, dims, path),
         ]
@@ -114,11 +124,23 @@ class Stack(Module):
         return out
 
 
+def _check_parts(config: StackConfig, path: str, *, cross: bool) -> list[Problem]:
+    """Check that some block moves information between tokens, and in a decoder with a source some reads it."""
+    parts = {entry.part for layer in range(config.depth) for entry in config.block_config(layer).listed(cross=cross)}
+    missing = {"mixer", *["cross"] * cross} - parts
+    what = "no block has a sublayer '{}', without which {}"
+    lost = {"mixer": "no token sees another", "cross": "the decoder does not read the source"}
+    return [
+        Problem(f"{path}.block.sublayers", what.format(part, lost[part]), f"Add {{part: {part}}} to the sublayers.")
+        for part in sorted(missing)
+    ]
+
+
 def _check_layer_tables(config: StackConfig, dims: Dims, path: str) -> list[Problem]:
     """Check that the mixers whose cores share tables over the layers have the same tables."""
     tables = {}
-    for layer in range(config.depth):
-        mixer: Any = config.block_config(layer).mixer
+    mixer: Any
+    for mixer in config.mixers():
         for table in MIXERS.of(mixer).part.layer_tables(mixer, dims):
             tables[table] = table[0]
     if len(tables) < 2:
@@ -130,8 +152,8 @@ def _check_layer_tables(config: StackConfig, dims: Dims, path: str) -> list[Prob
 def _check_shared_position(config: StackConfig, dims: Dims, path: str) -> list[Problem]:
     """Check that the mixers which share the table of a position part have one of the same shape."""
     tables = set()
-    for layer in range(config.depth):
-        mixer: Any = config.block_config(layer).mixer
+    mixer: Any
+    for mixer in config.mixers():
         position: Any = getattr(mixer, "position", None) or dims.position
         if hasattr(mixer, "heads") and getattr(position, "shared", False):
             tables.add((mixer.heads, position))

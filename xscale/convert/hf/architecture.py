@@ -107,6 +107,7 @@ FEATURES: dict[str, Any] = {
     "logit_soft_cap": None,
     "position.scaling": None,
     "block.residual": "sequential",
+    "block.sublayers": None,
     "block.mixer.scale": None,
     "block.mixer.qk_norm_over": "head",
     "block.mixer.position": None,

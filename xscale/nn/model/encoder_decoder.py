@@ -1,6 +1,6 @@
 """Vaswani et al. 2017; Raffel et al. 2020: an encoder reads the source, a causal decoder writes the target."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -10,6 +10,7 @@ from xscale.nn.model.embed import Embed
 from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, model_dims
 from xscale.nn.module import name_modules
 from xscale.nn.stack import Stack, StackConfig
+from xscale.nn.t_fixup import init_by_t_fixup
 from xscale.nn.tokens import Tokens
 
 
@@ -22,6 +23,10 @@ class EncoderDecoder(Model):
         """The blocks that write the target; each also reads the encoder's output."""
         scale_head: bool = False
         """Whether the head's input is divided by sqrt(width), as T5 does, whose head is tied (Raffel et al. 2020)."""
+
+        init: Literal["normal", "t_fixup"] = "normal"
+        """Initial weights: normal with `init_std`; t_fixup scales embeddings and linear maps by width and depth, for
+        placement no_norm without warm-up (Huang et al. 2020)."""
 
     seams: ClassVar[tuple[str, ...]] = ("source", "target", "encoder", "decoder", "head")
 
@@ -40,6 +45,8 @@ class EncoderDecoder(Model):
             fix_norm=config.fix_norm,
             scale=config.width**-0.5 if config.scale_head else None,
         )
+        if config.init == "t_fixup":
+            init_by_t_fixup(self.source.table, self.encoder.blocks, self.decoder.blocks)
         name_modules(self)
 
     @classmethod
