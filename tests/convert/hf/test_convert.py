@@ -193,6 +193,10 @@ def test_a_bar_that_nothing_meets(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+MACARON = decoder(GROUPED, GATED)
+MACARON["stack"]["block"]["sublayers"] = [{"part": "ffn", "factor": 0.5}, {"part": "mixer"}, {"part": "ffn"}]
+
+
 @pytest.mark.parametrize(
     ("section", "architecture", "key"),
     [
@@ -201,6 +205,8 @@ def test_a_bar_that_nothing_meets(tmp_path: Path) -> None:
         (decoder(GROUPED, GATED, position="none"), None, "model.position"),
         (decoder(GROUPED, GATED), "gpt2", "model.position"),
         (decoder(GROUPED, GATED), "bert", "model"),
+        (decoder(GROUPED, GATED, fix_norm=True), "llama", "model.fix_norm"),
+        (MACARON, "llama", "sublayers"),
         (decoder({**GROUPED, "bias": True}, GATED), "mistral", "model.stack.block.mixer.bias"),
         (
             decoder(GROUPED, {**models.MIXTURE, "capacity_factor": 1.0}),
