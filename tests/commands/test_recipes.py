@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.test_catalogue import MISSING
 from xscale.cli.main import main
 from xscale.commands import list_parts, recipes
 from xscale.commands.explain import config_keys
@@ -101,7 +102,7 @@ def test_init_overwrites_nothing(
     ("words", "sentence"),
     [
         (["quickstrat"], "Did you mean 'quickstart'?"),
-        (["macaron"], "the variant macaron is missing"),
+        ([MISSING], f"the variant {MISSING} is missing"),
         (
             ["quickstart", "--out", "nowhere/mine.yaml"],
             "nowhere/mine.yaml: cannot be written: No such file or directory",
