@@ -192,17 +192,17 @@ class Block(Module):
 
 def _check_parallel(config: BlockConfig, path: str, *, cross: bool) -> list[Problem]:
     """List why the sublayers cannot read one input."""
-    whats = []
-    if cross or config.placement == "post":
-        whats.append("cross attention is a third sublayer" if cross else "placement 'post' normalises the sum")
+    problems = []
+    if cross:
+        problems.append(("cross attention is a third sublayer", "Take sequential."))
+    if config.placement == "post":
+        problems.append(("placement 'post' normalises the sum", "Take sequential, or a placement other than post."))
     if "none" in (config.placement, config.ffn.kind):
-        whats.append("this block has no sum of the two")
+        problems.append(("this block has no sum of the two", "Take sequential."))
     if config.sublayers is not None:
-        whats.append("`sublayers` says an order")
-    fix = "Take sequential, or a placement other than post." if config.placement == "post" else "Take sequential."
-    return [
-        Problem(f"{path}.residual", f"'parallel' adds a mixer and an ffn to one input; {what}", fix) for what in whats
-    ]
+        problems.append(("`sublayers` says an order", "Take sequential, or leave `sublayers` out."))
+    what = "'parallel' adds a mixer and an ffn to one input; {}"
+    return [Problem(f"{path}.residual", what.format(reason), fix) for reason, fix in problems]
 
 
 def _check_sublayer(sublayer: SublayerConfig, config: BlockConfig, path: str, *, cross: bool) -> list[Problem]:
