@@ -25,7 +25,7 @@ from typing import IO, Any
 
 import pytest
 
-from tests.worker import Answer, Call
+from tests.worker import MANY_THREADS, Answer, Call
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = dict(os.environ)
@@ -168,7 +168,10 @@ class Worker:
 
 
 class Pool:
-    """Workers, started when first asked for and kept until `close`; a hung or dead one is replaced."""
+    """Workers, started when first asked for and kept until `close`.
+
+    One that hung or died is replaced, and one that has more than `MANY_THREADS` threads.
+    """
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -223,7 +226,7 @@ class Pool:
                 for rank in waiting.values():
                     answers[rank] = Answer(error=f"{why}, killed. It stood at:{workers[rank].stacks()}")
         for rank, worker in workers.items():
-            if worker.connection.closed or worker.exit_status(0) is not None:
+            if worker.connection.closed or worker.exit_status(0) is not None or answers[rank].threads > MANY_THREADS:
                 worker.end()
                 # In the same place: a process keeps its rank, because torch keeps meshes, with the coordinates of the
                 # rank it had, in caches that outlive process groups.

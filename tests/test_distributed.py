@@ -114,7 +114,7 @@ def threads_found(width: int) -> int:
     return before_call
 
 
-def test_groups_are_let_go_of_with_what_torch_caches_of_them() -> None:
+def test_a_worker_that_keeps_many_groups_is_replaced() -> None:
     pool = Pool()
     try:
         had = [pool.run(threads_found, 2, width)[0] for width in range(4, 20)]

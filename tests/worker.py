@@ -5,7 +5,6 @@ on the socket FD. A worker so begins within milliseconds, and a replaced one doe
 """
 
 import faulthandler
-import functools
 import gc
 import importlib
 import inspect
@@ -21,7 +20,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 MANY_THREADS = 40
-"""Memory of this process above which it lets go of what torch keeps of the tests before."""
+"""Threads above which a worker is replaced.
+
+DTensor's caches hold every mesh that a test has had, and so its groups, and so three threads a group. gloo's wake a
+hundred times a second: with a thousand of them after a few hundred layouts a test takes minutes. To end the process is
+quick, and safe: emptying the caches ended threads of gloo by the dozen, and one found its heap damaged.
+"""
 
 
 @dataclass
@@ -46,6 +50,8 @@ class Answer:
     result: Any = None
     error: str | None = None
     skipped: str | None = None
+    threads: int = 0
+    """Threads that the process has now."""
 
 
 def answer(call: Call) -> Answer:
@@ -84,8 +90,6 @@ def within_group(function: Any, call: Call) -> Any:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        if threads() > MANY_THREADS:
-            let_go_of_meshes()
 
 
 def threads() -> int:
@@ -94,24 +98,6 @@ def threads() -> int:
         return len(os.listdir("/proc/self/task"))
     except OSError:
         return 0
-
-
-def let_go_of_meshes() -> None:
-    """Empty DTensor's caches: they hold every mesh a test has had, and so its groups, and so three threads a group.
-
-    gloo's wake a hundred times a second: with a thousand of them after a few hundred layouts a test takes minutes.
-    """
-    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    _clear_sharding_prop_cache()
-    clear_redistribute_planner_cache()
-    for name, module in list(sys.modules.items()):
-        if name.startswith("torch.distributed.tensor."):
-            for value in list(vars(module).values()):
-                if isinstance(value, functools._lru_cache_wrapper):
-                    value.cache_clear()
-    gc.collect()
 
 
 def work(connection: Connection) -> None:
@@ -127,6 +113,7 @@ def work(connection: Connection) -> None:
             done = answer(pickle.loads(call))
         except Exception:  # the arguments could not be read here
             done = Answer(error=traceback.format_exc())
+        done.threads = threads()
         connection.send_bytes(pickle.dumps(done))
 
 

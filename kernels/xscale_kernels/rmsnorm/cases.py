@@ -12,6 +12,9 @@ def draw(pick: Pick) -> Example:
     """Rows of any width, sometimes no row, with and without a weight."""
     lead, D = pick.choice((0,), (1,), (pick.integer(2, 9),), (2, pick.integer(1, 5))), pick.integer(1, 70)
     x, weight = pick.normal(*lead, D), pick.normal(D)
+    if D < 4:
+        # The two terms of the gradient of so short a row may cancel: near 0, where they are large, rounding decides.
+        x = x + x.sign()
     return Example(
         run=lambda x, w=None, implementation=None: rmsnorm(x, w, 1e-5, implementation=implementation),
         exact=lambda x, w=None: reference_rmsnorm(x, w, 1e-5),
