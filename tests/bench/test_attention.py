@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from xscale.bench.attention import cases, exponent, measure_growth, savings
+from xscale.bench.attention import cases, exponent, measure_growth, multiply_adds, savings
 from xscale.cli.main import main
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.pattern.window import Window
@@ -42,6 +42,28 @@ def test_linear_patterns() -> None:
         "axial", "band", "bigbird", "block_local", "dilated", "global_blocks", "image_1d", "image_2d", "intersection",
         "local_2d", "longformer", "random", "star", "union", "variable", "window",
     }  # fmt: skip
+
+
+def test_linear_mixers() -> None:
+    """The mixers without a core whose FLOPs are linear in the length; the others have weights by pairs of positions."""
+    mixers = {name.removeprefix("mixer "): (config, causal) for name, config, causal in cases() if name[:6] == "mixer "}
+    linear = {
+        name
+        for name, (config, causal) in mixers.items()
+        if exponent([4096, 32768], [multiply_adds(config, length, causal, 8) for length in (4096, 32768)]) <= 1.15
+    }
+    assert linear == {
+        "average_attention", "axial", "hard_coded_gaussian", "lightweight_conv", "local_rnn", "mlp_mixer",
+        "s4", "star",
+    }  # fmt: skip
+    assert mixers.keys() - linear == {"gmlp", "long_short_range", "reused_attention", "synthesizer"}
+
+
+def test_a_linear_mixer_is_timed() -> None:
+    known = {name: (config, causal) for name, config, causal in cases()}
+    row = measure_growth("lightweight_conv", *known["mixer lightweight_conv"], [64, 128], 1)
+    assert row.flops == pytest.approx(1)
+    assert row.seconds is not None
 
 
 def flops_exponent(config: BlockSparse.Config, causal: bool, lengths: list[int]) -> float:

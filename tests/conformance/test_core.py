@@ -27,7 +27,7 @@ from tests.conformance.made import (
 from tests.families import each, example
 from xscale.core.registry import Entry
 from xscale.nn.attention.core import CORES
-from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.attention.ops.mask import AttentionMask, ScoreEdge
 from xscale.nn.module import Module, parameter_axes
 from xscale.nn.position.pairs import Pairs
 from xscale.nn.position.position import Position, PositionTerms
@@ -144,7 +144,7 @@ def measured(entry: Entry[Any], length: int) -> tuple[float, float, float]:
         (gradient,) = torch.autograd.grad(out[0, :, at].sum(), value, retain_graph=True)
         seen += int(gradient[0].any(-1).sum())
     keys = seen / 2 / len(range(0, length, 16))
-    names = {"T": length, "S": length, "K": HEAD_WIDTH, "w": keys, **dict(example(entry))}
+    names = {"T": length, "S": length, "K": HEAD_WIDTH, "H": 2, "w": keys, **dict(example(entry))}
     formula = 2 * eval(entry.traits.cost, {"min": min, "max": max, "ceil": math.ceil, "log": math.log, **names})
     return counter.get_total_flops() / 2, part.multiply_adds(length, length, 2, HEAD_WIDTH), formula
 
@@ -231,14 +231,15 @@ def test_a_bias_counts(entry: Entry[Any]) -> None:
         nothing = torch.zeros(1, 4, LENGTH, LENGTH, dtype=q.dtype)
         assert close(run(part, q, k, v, bias=nothing), whole)
         against = nothing.clone()
-        against[:, 1, :, 7] = -1e4
+        # Where heads mix, the others would show what one of them is told not to look at.
+        against[:, 1 if entry.traits.per_head else slice(None), :, 7] = -1e4
         biased = run(part, q, k, v, bias=against)
         # A query with no other key in sight has to look at what it is told not to, whatever the bias.
         late = slice(80, None)
         apart = v.clone()
         apart[:, :, 7] += 1
         assert close(run(part, q, k, apart, bias=against)[:, 1, late], biased[:, 1, late]), "key 7 is still seen"
-        assert close(biased[:, 0], whole[:, 0]), "another head's bias is heard"
+        assert close(biased[:, 0], whole[:, 0]) == entry.traits.per_head, "another head's bias is heard"
         assert not close(biased[:, 1], whole[:, 1]), "the bias is not heard"
         if part.uses_relative_bias:
             place, line = torch.arange(LENGTH), drawn(4, 2 * LENGTH - 1)
@@ -305,6 +306,51 @@ def test_one_query_at_a_time_gives_the_same(entry: Entry[Any]) -> None:
         mask = AttentionMask(last - first, last, True, offset=first)
         some = run(part, q[:, :, first:last], k[:, :, :last], v[:, :, :last], mask=mask)
         assert close(some, whole[:, :, first:last]), f"queries {first} to {last} over a cache"
+
+
+def with_edge(part: Any, inputs: list[Tensor], previous: Tensor | None, **changes: Any) -> tuple[Tensor, ScoreEdge]:
+    """The output and the edge of a core in the second block, which gets the scores of the first."""
+    edge = ScoreEdge(previous)
+    return run(part, *inputs, score_edge=edge, **changes), edge
+
+
+@each(CORES)
+def test_scores_are_handed_on_where_declared(entry: Entry[Any]) -> None:
+    for causal in modes(entry):
+        part, inputs = core(entry, causal=causal, layer=1), qkv(groups=2)
+        previous = drawn(2, HEADS, LENGTH, LENGTH, seed=3)
+        whole, edge = with_edge(part, inputs, previous)
+        if not entry.traits.previous_scores:
+            assert edge.scores is None
+            assert close(whole, run(part, *inputs)), "scores of the previous block are read, and no trait says so"
+            continue
+        scores = edge.scores
+        assert scores is not None
+        assert scores.shape == previous.shape
+        assert not close(whole, run(part, *inputs)), "the scores of the previous block are not read"
+        assert not close(scores, with_edge(part, inputs, previous.flip(0))[1].scores), "nor handed on"  # type: ignore[arg-type]
+        numbers = numbered(*DOCUMENTS)
+        apart = (numbers[:, :, None] != numbers[:, None])[:, None]
+        changes = {"query_documents": numbers, "key_documents": numbers}
+        hidden = apart | (torch.ones(LENGTH, LENGTH).triu(1).bool() if causal else torch.zeros(()).bool())
+        packed, _ = with_edge(part, inputs, previous, **changes)
+        other, _ = with_edge(part, inputs, previous + 5.0 * hidden, **changes)
+        assert close(packed, other), "scores that the mask hides are seen"
+        if not causal:
+            continue
+        for cut in CUTS[1:3]:
+            later = other_from(previous, cut)
+            changed, edge = with_edge(part, [other_from(x, cut) for x in inputs], later)
+            assert close(changed[:, :, :cut], whole[:, :, :cut]), f"tokens before {cut} know later ones"
+            assert edge.scores is not None
+            seen = torch.ones(LENGTH, LENGTH).tril().bool()[:cut]
+            assert close(edge.scores[:, :, :cut][..., seen], scores[:, :, :cut][..., seen]), "handed-on scores leak"
+            assert not close(changed[:, :, cut:], whole[:, :, cut:])
+        if entry.traits.decode:
+            q, k, v = inputs
+            mask = AttentionMask(40, 140, True, offset=100, score_edge=ScoreEdge(previous[:, :, 100:140, :140]))
+            some = run(part, q[:, :, 100:140], k[:, :, :140], v[:, :, :140], mask=mask)
+            assert close(some, whole[:, :, 100:140]), "queries over a cache, with their rows of scores"
 
 
 @each(CORES)

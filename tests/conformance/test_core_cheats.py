@@ -146,6 +146,35 @@ class Detached(Written):
         return super().forward(q, k.detach() + 0 * k, v, mask)
 
 
+class Residual(Written):
+    """Adds the scores of the previous block, and hands on the sum."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        edge = mask.score_edge
+        if edge is None:
+            return super().forward(q, k, v, mask)
+        edge.scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / q.shape[-1] ** 0.5
+        if edge.previous is not None:
+            edge.scores = edge.scores + edge.previous
+        return super().forward(q, k, v, replace(mask, bias=edge.previous))
+
+
+class KeepsScores(Written):
+    """Reads the previous block's scores and hands on none."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        return super().forward(q, k, v, replace(mask, bias=mask.score_edge and mask.score_edge.previous))
+
+
+class ShiftedScores(Residual):
+    """Reads each row of the next token's."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        if mask.score_edge is not None and mask.score_edge.previous is not None:
+            mask.score_edge.previous = mask.score_edge.previous.roll(-1, 2)
+        return super().forward(q, k, v, mask)
+
+
 class Landmarks(Written):
     """Each query is moved by the mean of all."""
 
@@ -175,6 +204,7 @@ CHECKS: list[Check] = [
     suite.test_terms_of_a_position_count,
     suite.test_random_numbers_only_where_declared,
     suite.test_one_query_at_a_time_gives_the_same,
+    suite.test_scores_are_handed_on_where_declared,
     suite.test_a_sequence_can_be_spread_as_declared,
     suite.test_gradients_fit_differences,
 ]
@@ -208,6 +238,10 @@ def test_an_honest_core_passes(check: Check) -> None:
         (Dice, {}, suite.test_random_numbers_only_where_declared),
         (Written, {"random": True}, suite.test_random_numbers_only_where_declared),
         (CountsQueries, {}, suite.test_one_query_at_a_time_gives_the_same),
+        (Residual, {}, suite.test_scores_are_handed_on_where_declared),
+        (Written, {"previous_scores": True}, suite.test_scores_are_handed_on_where_declared),
+        (KeepsScores, {"previous_scores": True}, suite.test_scores_are_handed_on_where_declared),
+        (ShiftedScores, {"previous_scores": True}, suite.test_scores_are_handed_on_where_declared),
         (Written, {"per_head": False}, suite.test_a_sequence_can_be_spread_as_declared),
         (Written, {"exact": False}, suite.test_a_sequence_can_be_spread_as_declared),
         (Detached, {}, suite.test_gradients_fit_differences),
@@ -216,6 +250,10 @@ def test_an_honest_core_passes(check: Check) -> None:
 def test_a_cheat_is_caught(part: type[Core], changes: dict[str, Any], check: Check) -> None:
     with pytest.raises(AssertionError):
         check(registered(part, **changes))
+
+
+def test_a_core_that_adds_the_previous_scores_passes() -> None:
+    suite.test_scores_are_handed_on_where_declared(registered(Residual, previous_scores=True))
 
 
 def test_a_core_that_misses_keys_is_caught() -> None:

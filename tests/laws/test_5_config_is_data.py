@@ -148,6 +148,9 @@ MEANT = {
     ("Moe.Config", "eval_capacity_factor", math.inf): "an evaluation that drops nothing",
     ("Blockwise.Config", "shifts", -1): "a shift modulo the number of blocks",
     ("HardCodedGaussian.Config", "offsets", -1): "the token before",
+    ("HaltingConfig", "bias", -1.0): "tokens that go on for longer at first",
+    ("PriorScores.Config", "own", -1.0): "any real weight of equation 22",
+    ("PriorScores.Config", "previous", -1.0): "any real weight of equation 22",
 }
 """Class, field and value: what a value that is impossible elsewhere means here."""
 

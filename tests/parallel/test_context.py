@@ -88,6 +88,15 @@ def test_patterns_with_a_bias_by_distance(style: str, position: str, pool: Pool)
     same(pool, alone(pool, model), 4, model, layout(style, mesh={"tp": 2}))
 
 
+@pytest.mark.parametrize("position", ["relative", "gaussian"])
+def test_a_rank_of_padding_reduces_the_gradient_of_a_learned_position(position: str, pool: Pool) -> None:
+    """Six tokens, two for each of three ranks: the fourth has none, and computes no scores."""
+    model = of_core({"kind": "block_sparse", "block": 2, "pattern": {"kind": "window", "window": 5}})
+    model["position"] = {"kind": position}
+    short = {"data": {"sequence_length": 6}}
+    same(pool, alone(pool, model, **short), 4, model, layout("halo", mesh={"cp": 4}), **short)
+
+
 @distributed(ranks=2)
 def test_every_core_gives_its_numbers_in_every_style_it_declares() -> None:
     """Outputs and gradients of a piece are those of the whole, cut: for each core, style, direction and documents."""

@@ -31,6 +31,7 @@ from xscale.parallel.pipeline.check import check_micro_batches
 from xscale.parallel.pipeline.executor import Pipeline, PipelineSpec
 from xscale.parallel.pipeline.p2p import P2PChannel
 from xscale.parallel.pipeline.schedule import SCHEDULES, schedule_of
+from xscale.parallel.pipeline.stage import StageInput
 
 SHAPE = (1, 1, 1)
 
@@ -115,7 +116,7 @@ def record(
     """Events of each rank in two steps; `patch` sets names of the executor's module."""
     schedule = schedule_of(config)
     stages = schedule.stages(config, pp)
-    spec = PipelineSpec(config, stages, 1, [[False]] * stages, {}, 0)
+    spec = PipelineSpec(config, stages, 1, [[StageInput()]] * stages, {}, 0)
     programs = []
     for rank in range(pp):
         channel = RecordedChannel(rank, pp)

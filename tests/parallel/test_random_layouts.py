@@ -187,11 +187,12 @@ class Draw:
             "dropout": self.of(0.1, 0.1, 0.0),
             "position": self.part("position", positions),
         }
-        self.biased = family("position").get(model["position"]["kind"]).traits.where == "bias"
+        where = family("position").get(model["position"]["kind"]).traits.where
+        self.position_needs = {"bias": {"bias": True}, "scores": {"position_terms": True}}.get(where, {})
         if kind == "encoder_decoder":
             encoder, decoder = self.of(1, 2), self.of(1, 2, 3)
             model["encoder"] = self.stack(encoder, causal=False)
-            model["decoder"] = self.stack(max(decoder, stages - encoder), causal=True)
+            model["decoder"] = self.stack(max(decoder, stages - encoder), causal=True, cross=True)
             model["decoder"]["block"]["cross"] = self.mixer(causal=False, cross=True)
         else:
             model["stack"] = self.stack(max(stages, self.of(1, 2, 3, 4, 4)), causal=causal)
@@ -201,15 +202,22 @@ class Draw:
             model["global_mean"] = prefixed and model["global_mean"]
         return model
 
-    def stack(self, depth: int, *, causal: bool) -> Section:
+    def stack(self, depth: int, *, causal: bool, cross: bool = False) -> Section:
         """A stack whose blocks are of one kind or two."""
         block: Section = {
             "mixer": self.mixer(causal=causal),
             "ffn": self.ffn(),
             "norm": self.part("norm"),
-            "placement": self.of("pre", "pre", "post", "sandwich"),
+            "placement": self.of("pre", "pre", "post", "sandwich", self.of("rezero", "no_norm", "res_post")),
             "dropout": self.of(0.1, 0.1, 0.0),
         }
+        if block["placement"] == "res_post" and block["norm"]["kind"] == "scale":
+            # It divides a sublayer's output, small at first, by its length: on one process a change of all weights by
+            # 1e-16 moves a weight by 2.6e-9 in two steps, more than the layouts may differ.
+            block["placement"] = "pre"
+        if self.maybe(0.15):
+            ffn, mixers = {"part": "ffn", "factor": 0.5}, [{"part": "mixer"}, *[{"part": "cross"}] * cross]
+            block["sublayers"] = self.of([ffn, *mixers, ffn], [mixers[0], *mixers, ffn], [ffn, *mixers])
         rule: Section = {"every": 2, "at": 1}
         if self.maybe(0.5):
             rule["ffn"] = self.ffn()
@@ -241,7 +249,7 @@ class Draw:
         """A core that can do what the model asks, and what the layout asks."""
         needs = {"cross" if cross else "causal" if causal else "bidirectional": True}
         needs |= {"documents": True} if self.documents else {}
-        needs |= {"bias": True} if self.biased and not cross else {}
+        needs |= {} if cross else self.position_needs
         # The heads of `split_heads` are to be shared between its cores on each rank: see `test_centroids.py`.
         entries = [entry for entry in family("core") if entry.name != "split_heads"]
         able = [entry.name for entry in entries if self.lenient or _has(entry, needs)]

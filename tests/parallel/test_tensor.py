@@ -123,9 +123,9 @@ def test_a_checkpoint_of_two_ranks_goes_on_alone(tmp_path: Path, pool: Pool) -> 
             assert math.isclose(line[key], expected[key], rel_tol=1e-9), (key, line, expected)
 
 
-def counted(model: dict[str, Any], parallel: dict[str, Any]) -> float:
+def counted(model: dict[str, Any], parallel: dict[str, Any], **sections: Any) -> float:
     """Numbers sent over tp in a forward of one sequence, as seen by who sends them."""
-    _, mesh, network, _ = built(model, parallel)
+    _, mesh, network, _ = built(model, parallel, **sections)
     ranks = mesh.degrees.tp
     sent = []
 
@@ -171,7 +171,7 @@ def test_compiled_blocks_draw_the_same_noise(pool: Pool) -> None:
 
 def refused(model: dict[str, Any], world: int, **parallel: Any) -> list[str]:
     """Problems that `check` returns for so many ranks."""
-    objective = {"kind": "masked" if model["kind"] == "encoder" else "causal"}
+    objective = {"kind": {"encoder": "masked", "encoder_decoder": "span"}.get(model["kind"], "causal")}
     data = {"cross_documents": True}
     asked = recipe(Path("x"), model=model, objective=objective, data=data, parallel=parallel)
     return [str(problem) for problem in asked.check(world)]

@@ -1,9 +1,10 @@
 """How attention's cost scales with the sequence length, and what sparsity saves: `xscale bench attention`.
 
-Each core and each pattern runs forward and backward on one sequence. FLOPs are those that the core reports, which the
-conformance suite compares with the executed ones; time is CPU time, the best of a few runs, on one thread. Denormals
-are flushed to zero: products of them are ten times as slow, so the time would depend on the random weights (over 32768
-random tokens linformer's scores are large, and most of its attention weights are denormal).
+Each core, each pattern and each mixer without a core runs forward and backward on one sequence. FLOPs are those that
+the core reports, which the conformance suite compares with the executed ones; time is CPU time, the best of a few
+runs, on one thread. Denormals are flushed to zero: products of them are ten times as slow, so the time would depend on
+the random weights (over 32768 random tokens linformer's scores are large, and most of its attention weights are
+denormal).
 """
 
 import json
@@ -22,8 +23,12 @@ from xscale.nn.attention.core import CORES, Core
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
 from xscale.nn.init import materialize
+from xscale.nn.mixer.attention import Attention
+from xscale.nn.mixer.mixer import MIXERS, Mixer
+from xscale.nn.module import name_modules, parameter_axes
 from xscale.nn.pattern.pattern import PATTERNS, Pattern, pattern_density
 from xscale.nn.pattern.window import Window
+from xscale.nn.tokens import Tokens
 from xscale_kernels.bench.timing import alternate, host_clock, peak_bytes
 
 LINEAR = 1.1
@@ -70,27 +75,69 @@ def exponent(lengths: Sequence[int], values: Sequence[float]) -> float:
 
 
 def cases() -> Iterator[tuple[str, Any, bool]]:
-    """Yield every core and every pattern with its default config; causal if it can be."""
+    """Yield every core, pattern and mixer around no core, with its default config; causal if it can be."""
     for core in CORES:
         if core.part is not BlockSparse:
             yield core.name, core.part.Config(), core.traits.causal
     for pattern in PATTERNS:
         yield f"block_sparse {pattern.name}", BlockSparse.Config(pattern=pattern.part.Config()), pattern.traits.causal
+    for mixer in MIXERS:
+        holds_core = issubclass(mixer.part, Attention) or "core" in mixer.part.Config.model_fields
+        # Luna's packed sequence, and so its cost, is a part of the sequence; a Fourier transform has no multiply-adds.
+        if not holds_core and mixer.name not in ("luna", "fourier"):
+            yield f"mixer {mixer.name}", mixer.part.Config(), mixer.traits.causal
 
 
 def measure_growth(name: str, config: Any, causal: bool, lengths: Sequence[int], heads: int) -> Growth:
     """Measure the exponents of one case."""
-    counted = [core_of(config, length, causal, heads).multiply_adds(length, length, heads, WIDTH) for length in lengths]
-    flops = exponent(lengths, counted)
+    flops = exponent(lengths, [multiply_adds(config, length, causal, heads) for length in lengths])
     if flops > LINEAR:
         return Growth(name, causal, flops, None, None)
     times = []
     for length in lengths:
-        core, qkv = core_of(config, length, causal, heads), inputs(length, heads)
-        mask = AttentionMask(length, length, causal)
-        run = forward_backward(lambda q, k, v, core=core, mask=mask: core(q, k, v, mask), qkv)
-        times.append(processor_seconds({name: run})[name])
+        run = mixer_run if is_mixer(config) else core_run
+        times.append(processor_seconds({name: run(config, length, causal, heads)})[name])
     return Growth(name, causal, flops, exponent(lengths, times), times[-1])
+
+
+def is_mixer(config: Any) -> bool:
+    """Return whether the config is that of a mixer, and not of a core."""
+    return any(type(config) is entry.part.Config for entry in MIXERS)
+
+
+def multiply_adds(config: Any, length: int, causal: bool, heads: int) -> float:
+    """Count the multiply-adds of a forward: those of a core, or those of a mixer with its weight matrices."""
+    if not is_mixer(config):
+        return core_of(config, length, causal, heads).multiply_adds(length, length, heads, WIDTH)
+    with torch.device("meta"):
+        mixer = mixer_of(config, length, causal, heads)
+    axes = parameter_axes(mixer)
+    weights = sum(value.numel() for name, value in mixer.named_parameters() if "tokens" not in axes[name])
+    parts = [module for module in mixer.modules() if isinstance(module, Mixer)]
+    return float(weights * length + sum(part.multiply_adds(length, length) for part in parts))
+
+
+def core_run(config: Any, length: int, causal: bool, heads: int) -> Callable[[], object]:
+    """Return a call that runs a core forward and backward."""
+    core, mask = core_of(config, length, causal, heads), AttentionMask(length, length, causal)
+    return forward_backward(lambda q, k, v: core(q, k, v, mask), inputs(length, heads))
+
+
+def mixer_run(config: Any, length: int, causal: bool, heads: int) -> Callable[[], object]:
+    """Return a call that runs a mixer forward and backward."""
+    mixer = mixer_of(config, length, causal, heads)
+    materialize(mixer, 0)
+    tokens = Tokens.from_ids(torch.zeros(1, length, dtype=torch.long))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, length, heads * WIDTH, generator=generator).requires_grad_()
+    return forward_backward(lambda x: mixer(x, tokens), [x])
+
+
+def mixer_of(config: Any, length: int, causal: bool, heads: int) -> Mixer:
+    """Build the mixer in evaluation mode, without values."""
+    mixer: Mixer = MIXERS.build(config, Dims(heads * WIDTH, depth=1, vocabulary=2, length=length, causal=causal))
+    name_modules(mixer)
+    return mixer.eval()
 
 
 def core_of(config: Any, length: int, causal: bool, heads: int) -> Core:

@@ -39,6 +39,16 @@ def bench_op(context: typer.Context) -> None:
     raise typer.Exit(bench([*names, *context.args]))
 
 
+def _lengths(text: str) -> list[int]:
+    """Read sequence lengths that are separated by commas."""
+    numbers = text.split(",")
+    if not all(number.strip().isdigit() and int(number) for number in numbers):
+        raise ConfigError(
+            "--lengths", f"must be sequence lengths separated by commas, got {text!r}", "Give 4096,8192,16384."
+        )
+    return [int(number) for number in numbers]
+
+
 @bench_app.command("attention")
 def bench_attention(
     only: Annotated[list[str] | None, typer.Argument(help="Cores, or 'block_sparse PATTERN'; default: all.")] = None,
@@ -49,12 +59,24 @@ def bench_attention(
     """Benchmark attention cores and patterns over sequence lengths, and block-sparse against dense attention."""
     from xscale.bench.attention import bench
 
-    numbers = lengths.split(",")
-    if not all(number.strip().isdigit() for number in numbers):
-        raise ConfigError(
-            "--lengths", f"must be sequence lengths separated by commas, got {lengths!r}", "Give 4096,8192,16384."
-        )
-    bench(only or [], [int(number) for number in numbers], heads, as_json=json)
+    bench(only or [], _lengths(lengths), heads, as_json=json)
+
+
+@bench_app.command("layers")
+def bench_layers(
+    only: Annotated[
+        list[str] | None, typer.Argument(help="Positions, or layers that a package has; default: all.")
+    ] = None,
+    width: Annotated[int, typer.Option(help="Width of the layer.", min=1)] = 512,
+    heads: Annotated[int, typer.Option(help="Heads.", min=1)] = 8,
+    lengths: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = "1024,2048",
+    rounds: Annotated[int, typer.Option(help="Timed rounds.", min=1)] = 5,
+    json: Json = False,
+) -> None:
+    """Benchmark relative positions against plain attention, and layers against those of installed packages."""
+    from xscale.bench.layers import bench
+
+    bench(only or [], width, heads, _lengths(lengths), rounds, as_json=json)
 
 
 @bench_app.command("decode")

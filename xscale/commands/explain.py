@@ -70,9 +70,13 @@ def _path_lines(keys: ConfigKeys, alternatives: list[list[Key]]) -> Iterator[str
     """Lines on the keys that parts define under one path: in full on that of the defaults, else on the first."""
     first = min(alternatives, key=lambda group: "kind=" in override_of(keys, group[0]))
     yield from _key_lines(keys, first)
+    # A part is in several groups where several mixers hold it.
+    lines = {f"{_parts_of(first[0])}: {_about(keys, first[0])}"}
     for group in alternatives:
-        if group is not first:
-            yield f"  otherwise in{_parts_of(group[0])}: {_about(keys, group[0])}"
+        other = f"{_parts_of(group[0])}: {_about(keys, group[0])}"
+        if other not in lines:
+            yield f"  otherwise in{other}"
+        lines.add(other)
 
 
 def _key_lines(keys: ConfigKeys, group: list[Key]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from xscale.nn.linear import Embedding
 from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.module import parameter_axes
+from xscale.nn.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Size:
     active: int
     """Parameters that one token activates: experts and memory values count by the fraction that a token uses."""
     multiplied: int
-    """Active parameters in matmuls: embedding tables that are only looked up do not count."""
+    """Active parameters in matmuls: embedding tables that are only looked up do not count, and sublayers that blocks
+    share count once for each of them."""
 
 
 def size(model: nn.Module) -> Size:
@@ -30,7 +32,7 @@ def size(model: nn.Module) -> Size:
     return Size(
         parameters=sum(count.total for count in counts),
         active=round(sum(count.active for count in counts)),
-        multiplied=round(sum(count.active for count in counts if count.multiplied)),
+        multiplied=round(sum(count.active * count.uses for count in counts if count.multiplied)),
     )
 
 
@@ -42,14 +44,19 @@ def training_flops(model: nn.Module, targets: int, source: int = 0) -> float:
     """
     global_tokens = global_tokens_of(model)
     total = sum(
-        6.0 * count.active * ((source if count.on_source else targets) + (global_tokens if count.in_block else 0))
+        6.0
+        * count.active
+        * count.uses
+        * ((source if count.on_source else targets) + (global_tokens if count.in_block else 0))
         for count in _counts(model)
         if count.multiplied
     )
+    shared = _shared_sublayers(model)
     for path, module in model.named_modules():
         if isinstance(module, Mixer):
             length = global_tokens + (source if _on_source(path) else targets)
-            total += 6.0 * module.multiply_adds(length, source if path.endswith("cross.part") else length)
+            keys = source if path.endswith("cross.part") else length
+            total += 6.0 * _uses(path, shared) * module.multiply_adds(length, keys)
     return total
 
 
@@ -61,13 +68,15 @@ class _Count:
     on_source: bool
     in_block: bool
     """Whether it is in a block, which global tokens pass too."""
+    uses: int
+    """Blocks that use it: all of a stack's where they share it, otherwise 1."""
 
 
 def _counts(model: nn.Module) -> Iterator[_Count]:
     fractions = active_fractions(model)
     heads = {id(module.weight) for module in model.modules() if isinstance(module, Head)}
     tables = {id(module.weight) for module in model.modules() if isinstance(module, Embedding)} - heads
-    axes = parameter_axes(model)
+    axes, shared = parameter_axes(model), _shared_sublayers(model)
     for name, parameter in model.named_parameters():
         multiplied = id(parameter) not in tables and "tokens" not in axes[name]
         # A tied table counts as the head's weight, on the target sequence.
@@ -76,8 +85,20 @@ def _counts(model: nn.Module) -> Iterator[_Count]:
             parameter.numel() * fractions.get(name, 1.0),
             multiplied,
             _on_source(name) and id(parameter) not in heads,
-            ".blocks." in name,
+            ".blocks." in name or name.startswith(tuple(shared)),
+            _uses(name, shared),
         )
+
+
+def _shared_sublayers(model: nn.Module) -> dict[str, int]:
+    """Return the prefix of the paths of each stack's shared sublayers -> the number of its blocks, which use them."""
+    stacks = {path: module for path, module in model.named_modules() if isinstance(module, Stack)}
+    return {f"{path}.shared.": len(stack.blocks) for path, stack in stacks.items() if stack.shared is not None}
+
+
+def _uses(path: str, shared: dict[str, int]) -> int:
+    """Return the number of blocks that use the module or parameter at `path`."""
+    return next((blocks for prefix, blocks in shared.items() if path.startswith(prefix)), 1)
 
 
 def _on_source(path: str) -> bool:

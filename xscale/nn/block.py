@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
+from xscale.nn.attention.ops.mask import ScoreEdge
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn, Gated
 from xscale.nn.init import ZEROS
@@ -18,6 +19,8 @@ from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm, Rms
 from xscale.nn.tokens import Tokens
 
+Scores = dict[str, Tensor]
+"""Attention scores [B, H, T, S] before mask and softmax, by the name of the sublayer that handed them on."""
 NORMLESS = ("rezero", "no_norm", "none")
 """Placements without a norm."""
 
@@ -69,6 +72,14 @@ class BlockConfig(Config):
         ffn = (SublayerConfig(part="ffn"),) if self.ffn.kind != "none" else ()
         return (SublayerConfig(part="mixer"), *[SublayerConfig(part="cross")] * cross, *ffn)
 
+    def named(self, *, cross: bool = False) -> dict[str, SublayerConfig]:
+        """Return the sublayers by name, in their order: that of the part, the second of a part has `_2` behind it."""
+        named: dict[str, SublayerConfig] = {}
+        for sublayer in self.listed(cross=cross):
+            count = 1 + sum(name.split("_")[0] == sublayer.part for name in named)
+            named[sublayer.part if count == 1 else f"{sublayer.part}_{count}"] = sublayer
+        return named
+
     def config_of(self, sublayer: SublayerConfig) -> Config:
         """Return the config of a sublayer's part: its own, or the block's."""
         if sublayer.part == "ffn":
@@ -115,12 +126,15 @@ class Sublayer(Module):
         memory: Tensor | None = None,
         source: Tokens | None = None,
         residual: Tensor | None = None,
+        edge: ScoreEdge | None = None,
     ) -> Tensor:
         """[B, T, D] -> [B, T, D]: the part's output for `x`, added to `residual` [B, T, D]; None: to `x`."""
         norm, part, after = self.norm, self.part, self.after
         inner = norm(x) if norm is not None and self.placement in ("pre", "sandwich") else x
         y: Tensor
-        if isinstance(part, Mixer):
+        if isinstance(part, Mixer) and edge is not None:
+            y = part(inner, tokens, memory, source, edge=edge)
+        elif isinstance(part, Mixer):
             y = part(inner, tokens, memory, source)
         else:
             y = part(inner, tokens)
@@ -142,7 +156,7 @@ class Sublayer(Module):
 
 
 class Block(Module):
-    """[B, T, D] -> [B, T, D]. A sublayer has the name of its part, the second of a part has `_2` behind it."""
+    """[B, T, D] -> [B, T, D]. Sublayers have the names of `BlockConfig.named`."""
 
     mixer: Sublayer
     cross: Sublayer | None
@@ -152,14 +166,13 @@ class Block(Module):
         super().__init__()
         self.parallel = config.residual == "parallel"
         self.cross = self.ffn = None
-        self.order: list[str] = []
+        named = config.named(cross=cross)
+        self.order = list(named)
         """Names of the sublayers, in their order."""
-        for sublayer in config.listed(cross=cross):
+        for name, sublayer in named.items():
             inner = cross_dims(dims) if sublayer.part == "cross" else dims
             part = (FFNS if sublayer.part == "ffn" else MIXERS).build(config.config_of(sublayer), inner)
-            count = 1 + sum(name.split("_")[0] == sublayer.part for name in self.order)
-            self.order.append(sublayer.part if count == 1 else f"{sublayer.part}_{count}")
-            setattr(self, self.order[-1], Sublayer(config, dims.width, part, sublayer.factor))
+            setattr(self, name, Sublayer(config, dims.width, part, sublayer.factor))
 
     @staticmethod
     def check(config: BlockConfig, dims: Dims, path: str, *, cross: bool = False) -> list[Problem]:
@@ -178,16 +191,35 @@ class Block(Module):
         problems += NORMS.of(config.norm).part.check(config.norm, dims, f"{path}.norm")
         return problems
 
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def sublayers(self) -> dict[str, Sublayer]:
+        """Return the sublayers by name, in their order; those that blocks share belong to the stack."""
+        return {name: getattr(self, name) for name in self.order}
+
+    def score_mixers(self) -> dict[str, Mixer]:
+        """Return the mixers that hand on their attention scores, by the name of their sublayer."""
+        parts: dict[str, Any] = {name: sublayer.part for name, sublayer in self.sublayers().items()}
+        return {name: part for name, part in parts.items() if getattr(part, "hands_on_scores", False)}
+
+    def forward(
+        self,
+        x: Tensor,
+        tokens: Tokens,
+        memory: Tensor | None = None,
+        source: Tokens | None = None,
+        scores: Scores | None = None,
+    ) -> Any:
+        """Return the hidden states; with the previous block's `scores` (hidden states, this block's scores)."""
+        edges = {} if scores is None else {name: ScoreEdge(scores.get(name)) for name in self.score_mixers()}
         if self.parallel:
             assert self.ffn is not None
-            return self.ffn(x, tokens, residual=self.mixer(x, tokens))  # type: ignore[no-any-return]
-        for name in self.order:
-            if name.startswith("cross"):
-                x = getattr(self, name)(x, tokens, memory, source)
-            else:
-                x = getattr(self, name)(x, tokens)
-        return x
+            x = self.ffn(x, tokens, residual=self.mixer(x, tokens, edge=edges.get("mixer")))
+        else:
+            for name in self.order:
+                memory_and_source = (memory, source) if name.startswith("cross") else ()
+                x = getattr(self, name)(x, tokens, *memory_and_source, edge=edges.get(name))
+        if scores is None:
+            return x
+        return x, {name: edge.scores for name, edge in edges.items() if edge.scores is not None}
 
 
 def _check_parallel(config: BlockConfig, path: str, *, cross: bool) -> list[Problem]:

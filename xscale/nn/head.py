@@ -18,13 +18,13 @@ from xscale_kernels.linear_cross_entropy.op import linear_cross_entropy
 
 
 class HeadTransform(Module):
-    """[B, T, D] -> [B, T, D]."""
+    """[B, T, D] -> [B, T, E]; E, the width of the table, is D unless the embeddings are factorised."""
 
-    def __init__(self, name: Activation, norm: Norm.Config, dims: Dims) -> None:
+    def __init__(self, name: Activation, norm: Norm.Config, dims: Dims, width: int | None = None) -> None:
         super().__init__()
         self.activation = activation(name)
-        self.dense = Linear(dims.width, dims.width, ("state", "width"), dims.init, bias=True)
-        self.norm: Norm = NORMS.build(norm, dims.width)
+        self.dense = Linear(dims.width, width or dims.width, ("state", "width"), dims.init, bias=True)
+        self.norm: Norm = NORMS.build(norm, width or dims.width)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.norm(self.activation(self.dense(x)))
@@ -73,6 +73,11 @@ class Head(Module):
             self.declare("weight", (dims.vocabulary, dims.width), ("vocab", "width"), dims.init)
         else:
             self.weight = tied.weight
+
+    @property
+    def width(self) -> int:
+        """D, the width of the hidden states."""
+        return int((self.weight if self.transform is None else self.transform.dense.weight).shape[1])
 
     def forward(self, x: Tensor, targets: Tensor | None = None, tokens: Tokens | None = None) -> Tensor:
         """[B, M + T, D] -> logits [B, T, V]; with targets [B, T], the sum of their cross-entropy in nats, a float32

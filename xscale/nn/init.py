@@ -14,11 +14,15 @@ from torch import Tensor, nn
 class Init:
     """How a parameter is initialised."""
 
-    kind: Literal["normal", "zeros", "ones", "constant"] = "normal"
+    kind: Literal["normal", "zeros", "ones", "constant", "uniform", "values"] = "normal"
     std: float = 0.02
     """Standard deviation of the normal; it is truncated at three of them."""
     value: float = 0.0
     """The value of every element of a constant."""
+    bounds: tuple[float, float] = (0.0, 1.0)
+    """The lowest and the highest value of the uniform."""
+    values: tuple[float, ...] = ()
+    """The values along the last axis, the same for all other indices."""
     slices: bool = False
     """Draw each index of the first axis from its own random stream, so that a rank draws only its own experts."""
     copy_of: tuple[str, str] | None = None
@@ -49,6 +53,12 @@ def draw(init: Init, shape: tuple[int, ...], seed: int, name: str, rows: range |
         return torch.ones(len(rows), *shape[1:])
     if init.kind == "constant":
         return torch.full((len(rows), *shape[1:]), init.value)
+    if init.kind == "values":
+        return torch.tensor(init.values, device="cpu").expand(len(rows), *shape[1:]).clone()
+    if init.kind == "uniform":
+        generator = torch.Generator().manual_seed(seed_of(seed, name))
+        uniform = torch.empty(shape, device="cpu", dtype=torch.float32).uniform_(*init.bounds, generator=generator)
+        return uniform[rows.start : rows.stop].clone()
     if init.slices and not rows:
         # There are more ranks than experts.
         return torch.empty(0, *shape[1:])

@@ -3,20 +3,25 @@
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
+import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
-from xscale.nn.attention.core import share_layer_tables
-from xscale.nn.block import NORMLESS, Block, BlockConfig, SublayerConfig
+from xscale.nn.attention.core import CORES, share_layer_tables
+from xscale.nn.block import NORMLESS, Block, BlockConfig, Scores, SublayerConfig
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn
+from xscale.nn.layer_mix import LayerMix
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm
 from xscale.nn.position.position import Position, share_position
 from xscale.nn.random import reseed
+from xscale.nn.recurrent_depth import Halting, HaltingConfig, Pondered, step_signal
+from xscale.nn.sharing import Share, share_sublayers
+from xscale.nn.sharing import check as check_sharing
 from xscale.nn.tokens import Tokens
 
 OVERRIDES = ("mixer", "ffn", "sublayers")
@@ -52,6 +57,16 @@ class StackConfig(Config):
     """The config of every block that no rule overrides."""
     rules: tuple[LayerRule, ...] = ()
     """Overrides for some blocks, by a pattern over the depth."""
+    share: Share = "none"
+    """The sublayers whose parameters all blocks have in common: none, all (Dehghani et al. 2019; ALBERT, Lan et al.
+    2020), or as in ALBERT's ablation the mixer, with cross-attention, or the ffn; norms go with their sublayer."""
+
+    step_signal: bool = False
+    """Whether sinusoids of the position and of the block's number are added to the hidden states before each block
+    (Dehghani et al. 2019, Universal Transformer)."""
+    halting: HaltingConfig | None = None
+    """Adaptive computation time (Graves 2016): each block is a step, after which tokens may halt; null: all tokens go
+    through all blocks."""
 
     def block_config(self, layer: int) -> BlockConfig:
         """Config of block `layer`, with the rules applied."""
@@ -69,10 +84,24 @@ class StackConfig(Config):
 class Stack(Module):
     """[B, T, D] -> [B, T, D], with the final norm that pre-norm needs. Blocks keep their index on every layout."""
 
-    seams: ClassVar[tuple[str, ...]] = ("run_block", "norm", "position", "core_tables")
+    seams: ClassVar[tuple[str, ...]] = (
+        "run_block", "norm", "position", "core_tables", "shared", "first_scores", "output",
+    )  # fmt: skip
 
-    def __init__(self, config: StackConfig, dims: Dims, *, cross: bool = False) -> None:
+    def __init__(
+        self,
+        config: StackConfig,
+        dims: Dims,
+        *,
+        cross: bool = False,
+        returns_states: bool = False,
+        mix: LayerMix | None = None,
+    ) -> None:
+        """`returns_states`: the output are the hidden states before and after all blocks [depth + 1, B, T, D], of which
+        the stack with `mix` makes the memory of each of its blocks."""
         super().__init__()
+        self.returns_states = returns_states
+        self.mix = mix
         dims = replace(dims, depth=config.depth)
         self.blocks = nn.ModuleDict(
             {
@@ -84,6 +113,12 @@ class Stack(Module):
         """The position part that all mixers have in common; None: each has its own."""
         self.core_tables: Module | None = share_layer_tables(self.blocks.values())
         """The parameters that all attention cores have in common; None: none."""
+        self.shared: nn.ModuleDict | None = share_sublayers(self.blocks.values(), config.share)
+        """The sublayers that all blocks have in common, by name; None: each block has its own."""
+        self.hands_on_scores = any(block.score_mixers() for block in self.blocks.values())  # type: ignore[operator]
+        """Whether attention scores pass from block to block, beside the hidden states."""
+        self.step_signal = config.step_signal
+        self.halting = None if config.halting is None else Halting(config.halting, dims)
         ends_in_norm = config.block.placement not in ("post", *NORMLESS)
         self.norm: Norm | None = NORMS.build(config.block.norm, dims.width) if ends_in_norm else None
 
@@ -106,22 +141,58 @@ class Stack(Module):
             *_check_parts(config, path, cross=cross),
             *_check_shared_position(config, dims, path),
             *_check_layer_tables(config, dims, path),
+            *_check_scores(config, path, cross=cross),
+            *check_sharing(config, path, cross=cross),
+            *_check_steps(config, dims, path),
         ]
 
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
-        for block in self.blocks.values():
+        scores = self.first_scores()
+        states = [x]
+        memories = memory if self.mix is None or memory is None else self.mix(memory, tokens)
+        pondered: Pondered | None = None if self.halting is None else self.halting.start(x)
+        for layer, block in self.blocks.items():
             assert isinstance(block, Block)
             if tokens.rng_seed is not None:
                 # Each block's dropout is a function of (seed, step, micro-batch, block): the same on every layout, and
                 # a resumed run needs no saved generator to draw what the uninterrupted run would have drawn.
                 reseed(tokens.rng_seed, block.path)
-            x = self.run_block(block, x, tokens, memory, source)
+            seen = self._tokens_of(block, tokens)
+            before = x
+            memory = memories if self.mix is None or memories is None else memories[int(layer)]
+            if self.step_signal:
+                x = x + step_signal(x, tokens, int(layer) + 1)
+            if self.hands_on_scores:
+                x, scores = self.run_block(block, x, seen, memory, source, scores)
+            else:
+                x = self.run_block(block, x, seen, memory, source)
+            if self.halting is not None and pondered is not None:
+                x, pondered = self.halting.take_step(pondered, before, x, last=int(layer) + 1 == len(self.blocks))
+            if self.returns_states:
+                states.append(x)
+        if self.returns_states:
+            x = torch.stack(states)  # [depth + 1, B, T, D]
+        if self.halting is not None and pondered is not None:
+            x = self.halting.finish(pondered, tokens).to(x.dtype)
+        return self.output(x, scores)  # type: ignore[no-any-return]
+
+    def first_scores(self) -> Scores:
+        """Attention scores for the first block: none. A seam: a pipeline stage receives those of the stage before."""
+        return {}
+
+    def output(self, x: Tensor, scores: Scores) -> Any:
+        """Output [B, T, D] of the stack, from that of the last block. A seam: a pipeline stage also sends scores."""
         return x if self.norm is None else self.norm(x)
 
-    def run_block(self, block: Block, *inputs: Any) -> Tensor:
+    def _tokens_of(self, block: Block, tokens: Tokens) -> Tokens:
+        """Return the tokens with a cache of the block's own where its mixers are those of other blocks too."""
+        if self.shared is None or tokens.cache is None:
+            return tokens
+        return replace(tokens, cache=tokens.cache.setdefault(block.path, {}))
+
+    def run_block(self, block: Block, *inputs: Any) -> Any:
         """`block(*inputs)`. A seam: activation checkpointing."""
-        out: Tensor = block(*inputs)
-        return out
+        return block(*inputs)
 
 
 def _check_parts(config: StackConfig, path: str, *, cross: bool) -> list[Problem]:
@@ -134,6 +205,45 @@ def _check_parts(config: StackConfig, path: str, *, cross: bool) -> list[Problem
         Problem(f"{path}.block.sublayers", what.format(part, lost[part]), f"Add {{part: {part}}} to the sublayers.")
         for part in sorted(missing)
     ]
+
+
+def _check_steps(config: StackConfig, dims: Dims, path: str) -> list[Problem]:
+    """Check what is added before and after each block."""
+    problems = []
+    if config.step_signal and dims.width % 2:
+        what = f"pairs of channels have a sine and a cosine, and width={dims.width} is odd"
+        problems.append(Problem(f"{path}.step_signal", what, "Take an even width, or false."))
+    if config.halting is not None and any(MIXERS.of(mixer).part.score_heads(mixer) for mixer in config.mixers()):
+        what = "a token that has halted has no scores to hand on"
+        problems.append(Problem(f"{path}.halting", what, "Take null, or the core softmax."))
+    return problems
+
+
+def _check_scores(config: StackConfig, path: str, *, cross: bool) -> list[Problem]:
+    """Check that each mixer which reads the scores of the previous block gets those of as many heads."""
+    problems = []
+    previous: dict[str, int | None] = {}
+    for layer in range(config.depth):
+        block = config.block_config(layer)
+        heads: dict[str, int | None] = {}
+        for name, sublayer in block.named(cross=cross).items():
+            if sublayer.part == "ffn":
+                continue
+            mixer: Any = block.config_of(sublayer)
+            part = MIXERS.of(mixer).part
+            heads[name] = part.score_heads(mixer)
+            if part.reads_scores(mixer) and (layer > 0 or part.needs_previous_scores):
+                available = previous.get(name)
+                if available is None:
+                    what = f"'{name}' reads the attention scores of the block before, which hands on none"
+                    can = ", ".join(CORES.able(previous_scores=True))
+                    fix = f"Give that block the mixer attention with one of these cores: {can}."
+                    problems.append(Problem(f"{path} (block {layer})", what, fix))
+                elif available != heads[name]:
+                    what = f"'{name}' has {heads[name]} heads and reads the scores of the {available} before it"
+                    problems.append(Problem(f"{path} (block {layer})", what, f"Take heads={available}."))
+        previous = heads
+    return problems[:1]
 
 
 def _check_layer_tables(config: StackConfig, dims: Dims, path: str) -> list[Problem]:

@@ -120,7 +120,12 @@ def _check_regather(parallel: ParallelConfig, where: str) -> list[Problem]:
 
 
 def is_recomputed(path: str, config: RecomputeConfig) -> bool:
-    """Return whether the block that contains the module at `path`, such as stack.blocks.3.mixer, is recomputed."""
+    """Return whether the block that contains the module at `path`, such as stack.blocks.3.mixer, is recomputed.
+
+    A sublayer that blocks share is where any block is.
+    """
+    if "blocks." not in path:
+        return config.every > 0
     layer = int(path.split("blocks.")[1].split(".")[0])
     return config.every > 0 and layer % config.every == 0
 
@@ -140,23 +145,19 @@ def apply(model: nn.Module, config: RecomputeConfig) -> int:
 def _runner(config: RecomputeConfig) -> Any:
     contexts = save_matmul_outputs if config.granularity == "selective" else noop_context_fn
 
-    def run(block: Block, *inputs: Any) -> Tensor:
-        output: Tensor
+    def run(block: Block, *inputs: Any) -> Any:
         if not is_recomputed(block.path, config) or not block.training:
-            output = block(*inputs)
-            return output
+            return block(*inputs)
         # The recomputation starts from the shared values that the forward started from: a compiled block takes another
         # graph, which saves other tensors, when values are already there.
         shared = [tokens.shared_values for tokens in inputs if isinstance(tokens, Tokens)]
         copies = [values.copy() for values in shared]
 
-        def forward(*inputs: Any) -> Tensor:
+        def forward(*inputs: Any) -> Any:
             for values, before in zip(shared, copies, strict=True):
                 values.reset(before)
-            result: Tensor = block(*inputs)
-            return result
+            return block(*inputs)
 
-        output = checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts)
-        return output
+        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts)
 
     return run

@@ -82,7 +82,7 @@ class PipelineStep(_Step):
     name = "pipeline"
 
     def check(self, model: nn.Module | None, settings: StepSettings) -> list[Problem]:
-        return [] if model is None else pipeline.check(model, settings.parallel, "parallel")
+        return [] if model is None else pipeline.check(model, settings.parallel, "parallel", settings.length)
 
     def estimate(self, model: nn.Module, settings: StepSettings) -> dict[str, object]:
         from xscale.parallel.pipeline import simulate

@@ -169,6 +169,8 @@ SECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bert": ("bert", encoder()),
     "roberta": ("roberta", encoder()),
+    "albert": ("albert", {**encoder(activation="gelu_tanh"), "embedding_width": 12}),
+    "albert with types": ("albert", {**encoder(), "embedding_width": 20, "token_types": 2, "tied": False}),
     "big_bird": ("big_bird", encoder(activation="gelu_tanh")),
     "longformer": ("longformer", longformer(3)),
     "longformer of two windows": ("longformer", longformer(2, 4)),
@@ -187,6 +189,8 @@ SECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "switch": ("switch_transformers", both(DENSE, 4, [{"every": 2, "at": 1, "ffn": SWITCH}])),
 }
 """Name -> architecture and `model` section."""
+for section in (SECTIONS["albert"][1], SECTIONS["albert with types"][1]):
+    section["stack"] = {**section["stack"], "share": "all"}
 
 
 def drawn(section: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:

@@ -152,6 +152,11 @@ def bert(choose: Choose) -> Config:
     return shape | {"tie_word_embeddings": choose(True, False), "hidden_act": choose("gelu", "relu")}
 
 
+def albert(choose: Choose) -> Config:
+    shape = {"embedding_size": choose(7, 18), "num_hidden_groups": choose(*[1] * 5, 2), "inner_group_num": 1}
+    return bert(choose) | shape
+
+
 def big_bird(choose: Choose) -> Config:
     sparse = choose("original_full", "original_full", "block_sparse")
     return bert(choose) | {"attention_type": sparse, "num_random_blocks": 1, "block_size": choose(2, 5)}
@@ -201,6 +206,7 @@ OPTIONS: dict[str, Callable[[Choose], Config]] = {
     "bert": bert,
     "roberta": bert,
     "big_bird": big_bird,
+    "albert": albert,
     "longformer": longformer,
     "t5": t5,
     "switch_transformers": switch,

@@ -50,11 +50,17 @@ MODELS_OF_THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {**CAUSAL, "num_hidden_layers": 1, "num_local_experts": 4, "router_aux_loss_coef": 0.1}),
     "mixtral of two layers": ("Mixtral", {**CAUSAL, "num_local_experts": 4, "router_aux_loss_coef": 0.0}),
     "bert": ("Bert", {**BERT, "type_vocab_size": 2}),
+    "albert": ("Albert", {**BERT, "embedding_size": 12, "type_vocab_size": 2}),
     "t5": ("T5", T5_SIZES),
     "flan": ("T5", {**T5_SIZES, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "switch": ("SwitchTransformers", {**T5_SIZES, **SPARSE, "num_decoder_layers": 2}),
 }
-LOADERS = {"Bert": "BertForMaskedLM", "GPT2": "GPT2LMHeadModel", "T5": "T5ForConditionalGeneration"}
+LOADERS = {
+    "Bert": "BertForMaskedLM",
+    "Albert": "AlbertForMaskedLM",
+    "GPT2": "GPT2LMHeadModel",
+    "T5": "T5ForConditionalGeneration",
+}
 LOADERS["SwitchTransformers"] = "SwitchTransformersForConditionalGeneration"
 
 

@@ -106,6 +106,13 @@ FEATURES: dict[str, Any] = {
     "fix_norm": False,
     "logit_soft_cap": None,
     "position.scaling": None,
+    "embedding_width": None,
+    "transparent": False,
+    **{
+        f"{stack}.{key}": default
+        for stack in ("stack", "encoder", "decoder")
+        for key, default in (("share", "none"), ("step_signal", False), ("halting", None))
+    },
     "block.residual": "sequential",
     "block.sublayers": None,
     "block.mixer.scale": None,
@@ -137,7 +144,8 @@ def require_features(config: Any, supported: Collection[str], require: Requireme
 def _require_default(config: Any, names: list[str], path: str, default: Any, require: Requirements) -> None:
     value = _value(config, names, default)
     if value != default:
-        require.one_of(path, getattr(value, "method", getattr(value, "kind", value)), default)
+        name = getattr(value, "method", None) or getattr(value, "kind", None) or value
+        require.one_of(path, name, default)
 
 
 def _value(config: Any, names: list[str], default: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from xscale.convert.hf.albert import ALBERT
 from xscale.convert.hf.architecture import (
     Architecture,
     Data,
@@ -41,6 +42,7 @@ ARCHITECTURES = (
     BERT,
     ROBERTA,
     BIG_BIRD,
+    ALBERT,
     LONGFORMER,
     T5,
     SWITCH,

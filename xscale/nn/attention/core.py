@@ -28,8 +28,8 @@ class CoreTraits:
     per_head: bool
     """Heads are computed independently, so tensor parallelism may shard them."""
     cost: str
-    """Multiply-adds of one head's forward in T, S, K and the config's keys; `w` is the keys a query sees. An expression
-    of Python, with `min`, `max`, `ceil` and the natural `log`."""
+    """Multiply-adds of one head's forward in T, S, K, the heads H and the config's keys; `w` is the keys a query sees.
+    An expression of Python, with `min`, `max`, `ceil` and the natural `log`."""
     context: tuple[ContextStyle, ...] = ()
     """Supported styles of context parallelism."""
     bias: bool = False
@@ -49,6 +49,8 @@ class CoreTraits:
     """Draws random numbers in evaluation too."""
     decode: bool = False
     """Incremental decoding over cached keys gives the same output as the full sequence."""
+    previous_scores: bool = False
+    """Reads the attention scores of the previous block, and hands on its own (`AttentionMask.score_edge`)."""
     running_stats: bool = False
     """Has parameters without a gradient, which `update_state` moves by statistics of the step's tokens."""
 
@@ -68,12 +70,19 @@ class Core(Part):
         self.first_head = 0
         """Index in the model of the first local head: set when heads are sharded over ranks, for cores whose heads
         differ by their index."""
+        self.previous_score_heads = heads if dims.layer > 0 and self.reads_scores(config) else 0
+        """Heads, over all ranks, whose scores of the previous block the output depends on; 0: on none."""
         self.layer_tables: Module | None = None
         """Parameters that the cores of all layers of a stack have in common; None: none."""
 
     @classmethod
     def shares_layer_tables(cls, config: Any) -> bool:
         """Whether a core of this config has `layer_tables`."""
+        return False
+
+    @classmethod
+    def reads_scores(cls, config: Any) -> bool:
+        """Whether a core of this config reads the scores of the previous block, where there is one."""
         return False
 
     @classmethod

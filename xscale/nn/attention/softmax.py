@@ -52,6 +52,13 @@ class Softmax(Core):
 
     def _materialised(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         """Attend by operators that keep all scores, which may be capped and whose weights a position may read."""
+        weights = self.drop_weights(self.attention_weights(q, k, mask), mask).to(v.dtype)
+        o = grouped_matmul(weights, v)
+        terms = mask.position_terms
+        return o + terms.values(weights) if terms is not None and terms.adds_values else o
+
+    def attention_weights(self, q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
+        """Return the weights [B, H, T, S] of queries and keys, before dropout, in float32 at least."""
         scores = upcast(grouped_matmul(q, k.mT)) * q.shape[-1] ** -0.5  # [B, H, T, S]
         if self.soft_cap is not None:
             scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
@@ -59,10 +66,7 @@ class Softmax(Core):
         if bias is not None:
             scores = scores + bias.to(scores.dtype)
         hidden = None if mask.allowed is None else ~mask.allowed.to(q.device)
-        weights = self.drop_weights(masked_softmax(scores, hidden), mask).to(v.dtype)
-        o = grouped_matmul(weights, v)
-        terms = mask.position_terms
-        return o + terms.values(weights) if terms is not None and terms.adds_values else o
+        return masked_softmax(scores, hidden)
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         return 2.0 * heads * queries * keys * head_width / (2 if self.causal else 1)

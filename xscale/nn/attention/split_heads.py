@@ -79,6 +79,10 @@ class SplitHeads(Core):
             for index, core in enumerate(config.cores)
             for problem in CORES.of(core).part.check(core, dims, f"{path}.cores.{index}")
         ]
+        for index, core in enumerate(config.cores):
+            if CORES.of(core).part.traits_of(core).previous_scores:
+                what = f"'{core.kind}' hands its scores to the same heads of the next block, and has some heads only"
+                problems.append(Problem(f"{path}.cores.{index}", what, "Take it alone, for all heads, or softmax."))
         if config.shares is not None and len(config.shares) != len(config.cores):
             what = f"{len(config.shares)} shares for {len(config.cores)} cores"
             problems.append(Problem(f"{path}.shares", what, "Give one for each core, or null."))

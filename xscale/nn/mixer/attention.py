@@ -10,7 +10,7 @@ from torch import Tensor
 from xscale.core.config import Slot
 from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention.core import CORES, Core
-from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.attention.ops.mask import AttentionMask, ScoreEdge
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
@@ -94,6 +94,9 @@ class Attention(Mixer):
     shards_sequence: ClassVar[bool] = True
     """Whether context parallelism may shard the sequence if the core can; false where `attend_input` reads all of x."""
 
+    mixes_heads: ClassVar[bool] = False
+    """Whether `project_output` needs all heads of a token at once, so that tensor parallelism cannot shard them."""
+
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
         heads, groups = config.heads, config.kv_heads or config.heads
@@ -159,6 +162,14 @@ class Attention(Mixer):
         return problems + cls.check_position(config, dims, path) + cls._check_core(config, dims, path)
 
     @classmethod
+    def score_heads(cls, config: Any) -> int | None:
+        return config.heads if CORES.of(config.core).part.traits_of(config.core).previous_scores else None
+
+    @classmethod
+    def reads_scores(cls, config: Any) -> bool:
+        return bool(CORES.of(config.core).part.reads_scores(config.core))
+
+    @classmethod
     def check_position(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
         """List the problems of the position encoding of the mixer's own."""
         if config.position is None:
@@ -215,7 +226,14 @@ class Attention(Mixer):
             problems.append(Problem(core_path, f"'{entry.name}' {what}", f"These can: {can}."))
         return problems
 
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        tokens: Tokens,
+        memory: Tensor | None = None,
+        source: Tokens | None = None,
+        edge: ScoreEdge | None = None,
+    ) -> Tensor:
         projected = self.q(x)  # [B, T, H * K]
         q = self._normalised(self.q_norm, projected)  # [B, H, T, K]
         if self.cross:
@@ -235,6 +253,8 @@ class Attention(Mixer):
         if self.query_factor is not None:
             q = q * self.query_factor
         mask = self.make_mask(q, k, tokens, key_tokens)
+        if edge is not None:
+            mask = replace(mask, score_edge=edge)
         return self.project_output(self.attend_input(x, tokens, q, k, v, mask))
 
     def attend_input(self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
@@ -250,6 +270,14 @@ class Attention(Mixer):
         """Run the core: q [B, H, T, K], k and v [B, G, S, K] -> [B, H, T, K]. A seam: context parallelism."""
         o: Tensor = self.core(q, k, v, mask)
         return o
+
+    @property
+    def hands_on_scores(self) -> bool:
+        return self.core.traits.previous_scores
+
+    @property
+    def previous_score_heads(self) -> int:
+        return self.core.previous_score_heads
 
     @property
     def key_projection(self) -> Linear:
@@ -310,6 +338,7 @@ class Attention(Mixer):
                 dropout=0.0 if tokens.rng_seed is None else self.dropout,
                 shared_qk=self.shared_qk,
                 stats=tokens.stats,
+                aux_loss_weight=tokens.aux_loss_weight,
                 device=q.device,
             )
 

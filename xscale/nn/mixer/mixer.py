@@ -34,10 +34,25 @@ class Mixer(Part):
 
     uses_position: ClassVar[bool] = True
     """Whether the model's position encoding acts in it, if that acts on queries and keys or on scores."""
+    needs_previous_scores: ClassVar[bool] = False
+    """Whether it has no scores of its own, so that it cannot be in the first block."""
+    shards_sequence: ClassVar[bool] = False
+    """Whether it works on a sequence that is sharded over cp."""
 
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         """[B, T, D] -> [B, T, D]; cross attention also reads `memory` [B, S, D], the hidden states of `source`."""
         raise NotImplementedError
+
+    @property
+    def hands_on_scores(self) -> bool:
+        """Whether `forward` takes the keyword `edge`, a ScoreEdge: the previous block's attention scores, and room for
+        its own."""
+        return False
+
+    @property
+    def previous_score_heads(self) -> int:
+        """Heads, over all ranks, whose scores of the previous block the output depends on; 0: on none."""
+        return 0
 
     @classmethod
     def layer_tables(cls, config: Any, dims: Dims) -> list[tuple[Any, ...]]:
@@ -46,6 +61,16 @@ class Mixer(Part):
         cores = [] if outer is None else [core for core, _ in CORES.of(outer).part.parts(outer, "")]
         sharing = [core for core in cores if CORES.of(core).part.shares_layer_tables(core)]
         return [(core.kind, config.heads, outer, core) for core in sharing]
+
+    @classmethod
+    def score_heads(cls, config: Any) -> int | None:
+        """Number of heads whose scores a mixer of this config hands on to the next block; None: it hands on none."""
+        return None
+
+    @classmethod
+    def reads_scores(cls, config: Any) -> bool:
+        """Whether a mixer of this config reads the scores of the previous block, where there is one."""
+        return False
 
     def multiply_adds(self, queries: int, keys: int) -> float:
         """Multiply-adds of a forward over one sequence, besides those of its weight matrices."""

@@ -6,6 +6,7 @@
 The rotated part of the keys is the same for all heads. Generation caches c and rope(W_kr h), of all heads together.
 """
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
 from xscale.nn.attention.core import CORES, Core
+from xscale.nn.attention.ops.mask import ScoreEdge
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
@@ -114,7 +116,14 @@ class Mla(Attention):
         """A projection with as many rows as keys have heads and channels: that of the queries."""
         return self.q
 
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        tokens: Tokens,
+        memory: Tensor | None = None,
+        source: Tokens | None = None,
+        edge: ScoreEdge | None = None,
+    ) -> Tensor:
         queries = x
         if self.q_down is not None and self.q_latent_norm is not None:
             queries = self.q_latent_norm(self.q_down(x))  # [B, T, query_latent_width]
@@ -131,6 +140,8 @@ class Mla(Attention):
         if self.query_factor is not None:
             q = q * self.query_factor
         mask = self.make_mask(q, k, tokens, tokens)
+        if edge is not None:
+            mask = replace(mask, score_edge=edge)
         return self.project_output(self.attend_input(x, tokens, q, k, v, mask)[..., : self.value_width])
 
     @property

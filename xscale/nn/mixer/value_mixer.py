@@ -46,9 +46,15 @@ class ValueMixer(Mixer):
         return [Problem(f"{path}.heads", what, "Take a divisor of width, or give head_width.")]
 
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+        return self.project_output(self.mix(x, self.values(x), tokens))
+
+    def values(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> the heads' values [B, H, T, K]."""
         v = self.v(x)
-        v = v.view(*v.shape[:2], -1, self.head_width).transpose(1, 2)  # [B, H, T, K]
-        mixed = self.mix(x, v, tokens)
+        return v.view(*v.shape[:2], -1, self.head_width).transpose(1, 2)  # type: ignore[no-any-return]
+
+    def project_output(self, mixed: Tensor) -> Tensor:
+        """Project the heads' weighted values [B, H, T, K] to the width: [B, T, D]."""
         out: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
         return out
 

@@ -1,11 +1,13 @@
 """Token embeddings, with input position encodings, after global tokens if any."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from xscale.nn.dims import Dims
-from xscale.nn.linear import Embedding
+from xscale.nn.linear import Embedding, Linear
 from xscale.nn.model.model import Model
 from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm
@@ -29,10 +31,16 @@ class Embed(Module):
         globals: int = 0,
         mean: bool = False,
         types: int = 0,
+        factor_width: int | None = None,
     ) -> None:
         """`table` is tied to another Embed's, as encoder and decoder do. `mean`: the mean of the text's embeddings is
-        added to each global token. `types`: rows of the table of token types, whose first row every token gets."""
+        added to each global token. `types`: rows of the table of token types, whose first row every token gets.
+        `factor_width`: E, the width of everything here up to a linear map to D (Lan et al. 2020, ALBERT); None: D."""
         super().__init__()
+        self.project: Linear | None = None
+        if factor_width is not None:
+            self.project = Linear(factor_width, dims.width, ("width", "state"), dims.init, bias=True)
+            dims = replace(dims, width=factor_width)
         self.globals = globals
         self.mean = mean
         if globals:
@@ -60,11 +68,11 @@ class Embed(Module):
             x = torch.cat((start + x.mean(1, keepdim=True) if self.mean else start, x), 1)  # [B, M + T, D]
         if self.norm is not None:
             x = self.norm(x)
-        if not self.training or tokens.rng_seed is None or not self.dropout:
-            return x
-        # Dropout is seeded by name, as in a stack, so that neither the layout nor a restart changes it.
-        reseed(tokens.rng_seed, self.path)
-        return self.random.dropout(x, self.dropout, ("batch", "tokens", "width"), tokens)
+        if self.training and tokens.rng_seed is not None and self.dropout:
+            # Dropout is seeded by name, as in a stack, so that neither the layout nor a restart changes it.
+            reseed(tokens.rng_seed, self.path)
+            x = self.random.dropout(x, self.dropout, ("batch", "tokens", "width"), tokens)
+        return x if self.project is None else self.project(x)
 
 
 def global_tokens_of(model: nn.Module) -> int:

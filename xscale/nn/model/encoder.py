@@ -29,6 +29,9 @@ class Encoder(Model):
         """A dense layer with this activation, then the blocks' norm, before the head (as in BERT); null: none."""
         head_bias: bool = False
         """Whether the logits have a bias per vocabulary entry (as in BERT)."""
+        embedding_width: int | None = Field(default=None, ge=1)
+        """E, the width of the embeddings and of the head, with linear maps from and to the width of the blocks (Lan et
+        al. 2020, ALBERT); null: the width."""
         token_types: int = Field(default=0, ge=0)
         """Rows of a table of token types (segments, Devlin et al. 2019). Every token is of the first type, whose row is
         added to its embedding; the others keep imported weights. 0: no table."""
@@ -51,12 +54,16 @@ class Encoder(Model):
             globals=count,
             mean=config.global_mean,
             types=config.token_types,
+            factor_width=config.embedding_width,
         )
         self.stack = Stack(config.stack, replace(dims, length=length + count))
-        transform = None if config.transform is None else HeadTransform(config.transform, config.stack.block.norm, dims)
+        width = config.embedding_width or config.width
+        transform = None
+        if config.transform is not None:
+            transform = HeadTransform(config.transform, config.stack.block.norm, dims, width)
         tied = self.embed.table if config.tied else None
         self.head = Head(
-            dims,
+            replace(dims, width=width),
             tied,
             bias=config.head_bias,
             transform=transform,
@@ -70,7 +77,14 @@ class Encoder(Model):
     def check(cls, config: Config, dims: tuple[int, int], path: str) -> list[Problem]:
         shared = model_dims(config, *dims, causal=False)
         inner = replace(shared, length=shared.length + config.global_tokens)
-        problems = check_position(config, shared, path) + Stack.check(config.stack, inner, f"{path}.stack")
+        table = replace(shared, width=config.embedding_width or config.width)
+        problems = check_position(config, table, path) + Stack.check(config.stack, inner, f"{path}.stack")
+        if config.embedding_width is not None:
+            missing = config.transform is None
+            what = "narrows the embeddings, and the head has no map from the width of the blocks"
+            problems += [Problem(f"{path}.embedding_width", what, "Set model.transform, such as gelu.")] * missing
+            what = "multiplies by sqrt(width) embeddings of another width"
+            problems += [Problem(f"{path}.scale_embeddings", what, "Take false.")] * config.scale_embeddings
         if config.global_mean and not config.global_tokens:
             problems.append(Problem(f"{path}.global_mean", "needs global tokens", "Take false, or global_tokens >= 1."))
         return problems

@@ -2,10 +2,12 @@
 
 from typing import ClassVar, Literal
 
+from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
 from xscale.nn.head import Head
+from xscale.nn.layer_mix import LayerMix
 from xscale.nn.model.embed import Embed
 from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, model_dims
 from xscale.nn.module import name_modules
@@ -24,6 +26,11 @@ class EncoderDecoder(Model):
         scale_head: bool = False
         """Whether the head's input is divided by sqrt(width), as T5 does, whose head is tied (Raffel et al. 2020)."""
 
+        transparent: bool = False
+        """Whether each decoder block attends to a learned mix of the encoder's embeddings and of the outputs of all its
+        blocks, in place of the last one's (Bapna et al. 2018); the encoder's final norm is applied to each."""
+        transparent_dropout: float = Field(default=0.0, ge=0, lt=1)
+        """Dropout probability of the weights of that mix."""
         init: Literal["normal", "t_fixup"] = "normal"
         """Initial weights: normal with `init_std`; t_fixup scales embeddings and linear maps by width and depth, for
         placement no_norm without warm-up (Huang et al. 2020)."""
@@ -36,8 +43,11 @@ class EncoderDecoder(Model):
         writing = model_dims(config, vocabulary, length, causal=True)
         self.source = Embed(config, reading)
         self.target = Embed(config, writing, self.source.table)
-        self.encoder = Stack(config.encoder, reading)
-        self.decoder = Stack(config.decoder, writing, cross=True)
+        mix = None
+        if config.transparent:
+            mix = LayerMix(config.encoder.depth + 1, config.decoder.depth, config.transparent_dropout)
+        self.encoder = Stack(config.encoder, reading, returns_states=config.transparent)
+        self.decoder = Stack(config.decoder, writing, cross=True, mix=mix)
         self.head = Head(
             writing,
             self.source.table if config.tied else None,
@@ -53,14 +63,26 @@ class EncoderDecoder(Model):
     def check(cls, config: Config, dims: tuple[int, int], path: str) -> list[Problem]:
         reading = model_dims(config, *dims, causal=False)
         writing = model_dims(config, *dims, causal=True)
+        problems = []
+        if config.transparent and config.encoder.halting is not None:
+            what = "an encoder whose tokens halt has one output, not one of each block"
+            problems.append(Problem(f"{path}.transparent", what, f"Take false, or {path}.encoder.halting=null."))
+        if config.transparent_dropout and not config.transparent:
+            what = "there are no weights of layers to drop"
+            problems.append(Problem(f"{path}.transparent_dropout", what, "Take 0, or transparent=true."))
+        t_fixup = config.init == "t_fixup"
+        shares = [name for name in ("encoder", "decoder") if getattr(config, name).share != "none"]
+        what = "t_fixup scales the weights of each block by the depth, and the blocks share theirs"
         return [
+            *problems,
+            *[Problem(f"{path}.{name}.share", what, "Take none, or init=normal.") for name in shares if t_fixup],
             *dict.fromkeys(check_position(config, reading, path) + check_position(config, writing, path)),
             *Stack.check(config.encoder, reading, f"{path}.encoder"),
             *Stack.check(config.decoder, writing, f"{path}.decoder", cross=True),
         ]
 
     def encode(self, source: Tokens) -> Tensor:
-        """Source tokens -> memory [B, S, D]."""
+        """Source tokens -> memory [B, S, D]; with `transparent` the states of all layers [N + 1, B, S, D]."""
         out: Tensor = self.encoder(self.source(source), source)
         return out
 

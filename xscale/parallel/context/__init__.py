@@ -1,7 +1,7 @@
 """Context parallelism: sequences, and with them the residual stream, are sharded over the ranks of cp.
 
 Per-token modules run on the shard. Attention gets the keys it needs by one of four styles, each a wrapper of the core;
-a core's traits list the styles that it supports.
+a core's traits list the styles that it supports. A local mixer, such as a convolution, fetches its neighbours.
 """
 
 from collections.abc import Callable
@@ -17,16 +17,19 @@ from xscale.nn.block import Sublayer
 from xscale.nn.ffn.ffn import FFNS, Ffn
 from xscale.nn.ffn.moe import Moe
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import Mixer
+from xscale.nn.mixer.local_mixer import LocalMixer
+from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.model.embed import Embed, global_tokens_of
 from xscale.nn.model.model import Model
 from xscale.nn.module import Part, substitute
 from xscale.nn.norm import NORMS
+from xscale.nn.recurrent_depth import Halting
 from xscale.parallel.config import ParallelConfig
-from xscale.parallel.context import halo, ring, scan, ulysses
+from xscale.parallel.context import halo, neighbours, ring, scan, ulysses
 from xscale.parallel.context.halo import Halo
 from xscale.parallel.context.mask import ShardedMaskBuilder
 from xscale.parallel.context.moe import GlobalRouting
+from xscale.parallel.context.neighbours import NeighbourExchange
 from xscale.parallel.context.ring import Ring
 from xscale.parallel.context.scan import Scan
 from xscale.parallel.context.sequence_sharding import SequenceSharding, TokenShard, shard_tokens
@@ -54,11 +57,15 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
         what = f"the {count} global tokens precede the text, which is sharded before it enters the model"
         problems.append(Problem(where, what, "Take cp=1, or model.global_tokens=0."))
     for module in model.modules():
+        if isinstance(module, Halting):
+            what = "the ponder cost is a mean over all tokens, and a rank's shard of them may end in padding"
+            problems.append(Problem(where, what, "Take cp=1, or stack.halting=null."))
         if isinstance(module, Attention) and module.shards_sequence:
             problems += _check_attention(module, config, path)
-        elif isinstance(module, Mixer):
+        elif isinstance(module, Mixer) and not module.shards_sequence:
             what = f"mixer '{_kind(module)}' mixes the full sequence, and each rank would have a shard of it"
-            problems.append(Problem(where, what, "Take cp=1, or the mixer attention."))
+            can = ", ".join(entry.name for entry in MIXERS if entry.part.shards_sequence)
+            problems.append(Problem(where, what, f"Take cp=1, or one of these mixers: {can}."))
         if isinstance(module, Sublayer) and not isinstance(module.part, Mixer):
             problems += _check_ffn(module.part, where)
     for norm in norms_between_regions(model):
@@ -151,6 +158,8 @@ def estimate(model: nn.Module, config: ParallelConfig, length: int) -> dict[str,
             style = style_of(module, config)
             assert isinstance(style, str), "`check` comes first"
             sent[style] = sent.get(style, 0.0) + STYLES[style][0].traffic(module, cp, tp, length)
+        elif isinstance(module, LocalMixer):
+            sent["neighbours"] = sent.get("neighbours", 0.0) + neighbours.traffic(module, cp, tp, length)
     return sent
 
 
@@ -163,8 +172,9 @@ def sequence_sharding_of(model: nn.Module, mesh: Mesh, config: ParallelConfig) -
     if mesh.context is None:
         return None
     styles = {style_of(module, config) for module in model.modules() if isinstance(module, Attention)}
-    # The other styles need adjacent chunks on a rank.
-    return SequenceSharding(mesh.context, balanced="ring" in styles and styles <= {"ring", "ulysses"})
+    # The other styles, and local mixers, need adjacent chunks on a rank.
+    local = any(isinstance(module, LocalMixer) for module in model.modules())
+    return SequenceSharding(mesh.context, balanced="ring" in styles and styles <= {"ring", "ulysses"} and not local)
 
 
 def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> bool:
@@ -182,7 +192,9 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> bool:
             if style == "ulysses":
                 draw_for_all_heads(module)
             substitute(module, "make_mask", ShardedMaskBuilder(module, module.make_mask))
-        if isinstance(module, Sublayer | Ffn | Embed):
+        if isinstance(module, LocalMixer):
+            substitute(module, "with_neighbours", NeighbourExchange(module, module.with_neighbours))
+        if isinstance(module, Sublayer | Ffn | Embed | LocalMixer):
             substitute(module, "random", TokensOverContext(module.random))
         if isinstance(module, Moe):
             substitute(module, "dispatch_plan", GlobalRouting(module.dispatch_plan))

@@ -74,8 +74,11 @@ class Halo:
         needs = self._plan(length, self.core.first_head + q.shape[1], size, sharding.count)
         k, v = _fetch(torch.stack((k, v)), needs, end, sharding)
         if first == end:
-            # This rank has only padding; it must still take part in the backward of the exchange.
-            return q * 0 + (k.sum() + v.sum()) * 0
+            # This rank has only padding; it must still take part in the backward of the exchange, and a learned
+            # position must have a gradient, which the ranks reduce together.
+            positions = mask.query_shard.full.positions[:, :1]
+            bias = mask.bias_of(positions, positions)
+            return q * 0 + (k.sum() + v.sum() + (0 if bias is None else bias.sum())) * 0
         documents, bias, relative_bias = mask.query_shard.full.documents, None, None
         if mask.position is not None and mask.uses_relative_bias:
             relative_bias = mask.position.relative_bias

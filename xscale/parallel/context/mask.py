@@ -55,6 +55,7 @@ class ShardedAttentionMask(AttentionMask):
     def _plain(self) -> AttentionMask:
         """Return the mask of all queries on all keys, without a bias."""
         documents = None not in (self.query_shard.documents, self.key_shard.documents)
+        weight = self.query_shard.aux_loss_weight
         return AttentionMask(
             queries=self.query_shard.length,
             keys=self.key_shard.length,
@@ -64,6 +65,8 @@ class ShardedAttentionMask(AttentionMask):
             dropout=self.dropout,
             shared_qk=self.shared_qk,
             stats=self.query_shard.stats,
+            # Each rank has a mean over its heads, and gradients are summed over the ranks.
+            aux_loss_weight=None if weight is None else weight / self.sharding.count,
             device=self.query_shard.ids.device,
         )
 

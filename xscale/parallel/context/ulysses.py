@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -64,9 +64,11 @@ class Ulysses:
             q, k, v = _sequence_to_heads(sharding, (q, k, v), length)
         else:
             (q,), (k, v) = _sequence_to_heads(sharding, (q,), length), _sequence_to_heads(sharding, (k, v), keys)
+        # The scores that layers hand on stay with the heads: each rank has those of all tokens for its own.
+        full_mask = replace(mask.full(first, heads), score_edge=mask.score_edge)
         self.running, self.core.first_head = sharding, self.core.first_head + first
         try:
-            o = self.core(q, k, v, mask.full(first, heads))  # [B, H/R, T, K]
+            o = self.core(q, k, v, full_mask)  # [B, H/R, T, K]
         finally:
             self.running, self.core.first_head = None, self.core.first_head - first
         return _heads_to_sequence(sharding, o)

@@ -1,8 +1,12 @@
 """Checks of a pipeline against the model, its schedule and the rest of the engine."""
 
+from itertools import pairwise
+
 from torch import nn
 
 from xscale.core.errors import Problem
+from xscale.nn.layer_mix import LayerMix
+from xscale.nn.recurrent_depth import Halting
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.pipeline.schedule import SCHEDULES, schedule_of
 from xscale.parallel.pipeline.split import (
@@ -12,10 +16,12 @@ from xscale.parallel.pipeline.split import (
     stage_layout,
     stages_of_shared_params,
 )
+from xscale.parallel.pipeline.stage import scores_read
 
 
-def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
-    """Return every problem of the model's stages; `model` is the full one, on meta."""
+def check(model: nn.Module, config: ParallelConfig, path: str, length: int = 0) -> list[Problem]:
+    """Return every problem of the model's stages; `model` is the full one, on meta, `length` that of a sequence (0:
+    unknown)."""
     pp, pipeline = config.mesh.pp, config.pipeline
     if pp == 1:
         return []
@@ -23,6 +29,12 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
         what = f"a {type(model).__name__} is not made of embeddings, stacks and one head, so it has no stages"
         return [Problem(f"{path}.mesh.pp", what, "Take pp=1, or a decoder, encoder or encoder_decoder.")]
     problems = _check_engine(config, path)
+    if any(isinstance(module, Halting) for module in model.modules()):
+        what = "each step hands on which tokens have halted and their outputs so far, and stages only hidden states"
+        problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or stack.halting=null."))
+    if any(isinstance(module, LayerMix) for module in model.modules()):
+        what = "the decoder reads the outputs of all encoder blocks, and stages pass on that of the last one"
+        problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or model.transparent=false."))
     schedule, blocks = schedule_of(pipeline), len(block_paths(model))
     if schedule.interleaved and pipeline.stages_per_rank < 2:
         what = f"interleaved_1f1b needs at least 2 stages per rank, got {pipeline.stages_per_rank}"
@@ -41,7 +53,8 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
         example = [blocks // count + (stage < blocks % count) for stage in range(count)]
         problems.append(Problem(f"{path}.pipeline.blocks_per_stage", what, f"Such as {example}, or null."))
         return problems
-    stage_blocks = split(model, pipeline, count, 0)
+    stage_blocks = split(model, pipeline, count, length)
+    problems += _check_handed_on_scores(model, stage_blocks, config, path, length)
     if shared := params_shared_across_stages(model, stage_blocks):
         what = f"blocks of different stages share parameters, such as {shared[0]}"
         problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or blocks_per_stage that keep them together."))
@@ -53,10 +66,44 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
             fix = f"Take one of the schedules {allowed}" + ("." if "source" in name else ", or tied: false.")
             if ".position." in name:
                 fix = "Take schedule 1f1b, with one stage on each rank, or model.position.shared=false."
+            if ".shared." in name:
+                fix = "Take schedule 1f1b, with one stage on each rank, or stack.share=none."
             if ".core_tables." in name:
                 fix = "Take schedule 1f1b, with one stage on each rank, or a core without tables that layers share."
             problems.append(Problem(f"{path}.pipeline.schedule", what, fix))
     return problems
+
+
+def _check_handed_on_scores(
+    model: nn.Module, stage_blocks: list[list[str]], config: ParallelConfig, path: str, length: int
+) -> list[Problem]:
+    """Check that stages can send the attention scores that blocks hand to the next."""
+    layout = stage_layout(model)
+    assert layout is not None
+    if len(layout.stacks) > 1:
+        why = "stages of an encoder-decoder pass on hidden states alone"
+    elif config.mesh.cp > 1:
+        why = "with cp > 1 stages pass on hidden states alone"
+    else:
+        return []
+    blocks = block_paths(model)
+    heads = {block: sum(scores_read(model, block).values()) for block in blocks}
+    entered = [paths[0] for paths in stage_blocks[1:] if heads[paths[0]]]
+    if not entered:
+        return []
+    count = heads[entered[0]]
+    what = f"a stage begins with {entered[0]}, which reads the attention scores of the block before, and {why}"
+    if length:
+        what += f"; the scores would be {count} x {length}^2 = {count * length**2:,} numbers a sequence"
+    stages = len(stage_blocks)
+    starts = [number for number, block in enumerate(blocks) if number and not heads[block]]
+    instead = "cp=1" if config.mesh.cp > 1 else "tp, which shards the heads, or ZeRO"
+    if len(starts) < stages - 1:
+        most = f"pp of at most {len(starts) + 1}" if starts else "pp=1"
+        return [Problem(f"{path}.mesh.pp", what, f"Take {most}, or {instead}.")]
+    chosen = [starts[number * len(starts) // (stages - 1)] for number in range(stages - 1)]
+    sizes = [end - start for start, end in pairwise([0, *chosen, len(blocks)])]
+    return [Problem(f"{path}.pipeline.blocks_per_stage", what, f"Take {sizes}, or {instead}.")]
 
 
 def _check_engine(config: ParallelConfig, path: str) -> list[Problem]:

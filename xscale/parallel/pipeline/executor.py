@@ -21,10 +21,10 @@ from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.tokens import Tokens
 from xscale.parallel.config import ParallelConfig, PipelineConfig
 from xscale.parallel.pipeline.microbatch_runner import MicrobatchRunner
-from xscale.parallel.pipeline.p2p import P2PChannel, Shapes
+from xscale.parallel.pipeline.p2p import P2PChannel, TensorSpec
 from xscale.parallel.pipeline.schedule import Action, ActionTable, schedule_of
 from xscale.parallel.pipeline.split import split, stages_of_shared_params
-from xscale.parallel.pipeline.stage import PipelineStage, make_stage
+from xscale.parallel.pipeline.stage import PipelineStage, StageInput, make_stage
 from xscale.parallel.sharded import StagedModel, sharded_parameters
 
 
@@ -53,27 +53,41 @@ class PipelineSpec:
     stages: int
     width: int
     """D of the hidden states that are sent."""
-    from_source: list[list[bool]]
-    """For each stage and each tensor that it receives: whether this has the source's tokens."""
+    inputs: list[list[StageInput]]
+    """For each stage the tensors that it receives."""
     stages_of_shared_params: dict[str, list[int]]
     """Name of each parameter of which several stages have copies -> those stages."""
     zero: int
     """ZeRO stage."""
     length_of: Callable[[int], int] = field(default=lambda length: length)
     """Tokens of a sequence -> tokens of a rank between blocks."""
+    global_tokens: int = 0
+    """Tokens that the model prepends to each sequence."""
+    tp: int = 1
+    """Ranks among which the heads of attention scores are sharded."""
 
     def rank_of(self, stage: int, ranks: int) -> int:
         return schedule_of(self.config).rank_of(stage, ranks)
 
-    def shapes(self, stage: int, tokens: Tokens, source: Tokens | None) -> Shapes:
-        """Return the shapes that a stage receives for a micro-batch, and of whose gradients it sends back."""
-        shapes: Shapes = []
-        for from_source in self.from_source[stage]:
-            read = source if from_source else tokens
+    def received(self, stage: int, tokens: Tokens, source: Tokens | None, dtype: torch.dtype) -> list[TensorSpec]:
+        """Describe what a stage receives for a micro-batch, and whose gradients it sends back.
+
+        `dtype` is that of hidden states; attention scores have float32 at least.
+        """
+        specs = []
+        for sent in self.inputs[stage]:
+            read = source if sent.from_source else tokens
             assert read is not None
             batch, length = read.ids.shape
-            shapes.append((batch, self.length_of(length), self.width))
-        return shapes
+            if sent.score_heads is None:
+                specs.append(TensorSpec((batch, self.length_of(length), self.width), dtype))
+                continue
+            queries = self.global_tokens + length
+            # With a cache the tokens are the last ones of the sequence.
+            keys = queries if tokens.cache is None else int(tokens.positions[0, -1]) + 1
+            shape = (batch, sent.score_heads // self.tp, queries, keys)
+            specs.append(TensorSpec(shape, torch.promote_types(dtype, torch.float32)))
+        return specs
 
 
 class Pipeline(StagedModel):
@@ -110,7 +124,7 @@ class Pipeline(StagedModel):
                 previous = spec.rank_of(index - 1, channel.count)
                 key = ("E", index)
                 if previous != channel.rank:
-                    channel.expect_recv(previous, key, spec.shapes(index, tokens, source))
+                    channel.expect_recv(previous, key, spec.received(index, tokens, source, channel.dtype))
                 stage.feed(channel.recv(previous, key))
             output = stage.model(tokens, targets, source)
             stage.clear()
@@ -129,11 +143,12 @@ class Pipeline(StagedModel):
         self.channel.on_wait = report
 
     def _checked_outputs(self, index: int, tokens: Tokens, source: Tokens | None, output: Any) -> list[Tensor]:
-        """Return a stage's outputs as a list, of the dtypes and shapes that the next stage expects."""
+        """Return a stage's outputs as a list, of the shapes and dtypes that the next stage expects."""
         outputs = list(output) if isinstance(output, tuple) else [output]
-        shapes = self.spec.shapes(index + 1, tokens, source)
-        for tensor, shape in zip(outputs, shapes, strict=True):
-            actual, expected = (tensor.dtype, tuple(tensor.shape)), (self.channel.dtype, shape)
+        for tensor, expected in zip(
+            outputs, self.spec.received(index + 1, tokens, source, self.channel.dtype), strict=True
+        ):
+            actual = TensorSpec(tuple(tensor.shape), tensor.dtype)
             assert actual == expected, f"stage {index} returned {actual}, and the next stage expects {expected}"
         return outputs
 
@@ -204,8 +219,8 @@ class Pipeline(StagedModel):
                 if stage in self.stages:
                     batch = batches[action.micro]
                     shaped_as = stage if action.kind == "F" else action.stage
-                    shapes = self.spec.shapes(shaped_as, batch.tokens, batch.source)
-                    self.channel.expect_recv(source, (_direction(action), stage, action.micro), shapes)
+                    sent = self.spec.received(shaped_as, batch.tokens, batch.source, self.channel.dtype)
+                    self.channel.expect_recv(source, (_direction(action), stage, action.micro), sent)
 
     def _sender(self, action: Action) -> int | None:
         """Return the stage whose message an action needs."""
@@ -248,7 +263,8 @@ class Pipeline(StagedModel):
             assert len(set(ranks)) == len(ranks), "a rank has two copies"
             peers = [rank for rank in ranks if rank != self.channel.rank]
             for rank in peers:
-                self.channel.expect_recv(rank, ("S", name, rank), [tuple(gradient.shape)], gradient.dtype)
+                spec = TensorSpec(tuple(gradient.shape), gradient.dtype)
+                self.channel.expect_recv(rank, ("S", name, rank), [spec])
                 self.channel.send(rank, ("S", name), [gradient.clone()])
             gradients = {rank: self.channel.recv(rank, ("S", name, rank))[0] for rank in peers}
             gradients[self.channel.rank] = gradient.clone()
@@ -280,15 +296,17 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig, compute: torch.d
     shared = stages_of_shared_params(model, blocks)
     stages = [make_stage(copy.deepcopy(model), blocks, index) for index in range(count)]
     global_tokens = global_tokens_of(model)
-    tp = mesh.degrees.tp if config.tensor.sequence else 1
+    sequence_shards = mesh.degrees.tp if config.tensor.sequence else 1
     spec = PipelineSpec(
         config.pipeline,
         count,
-        width=model.get_parameter("head.weight").shape[1],
-        from_source=[stage.from_source for stage in stages],
+        width=model.get_submodule("head").width,  # type: ignore[arg-type]
+        inputs=[stage.inputs for stage in stages],
         stages_of_shared_params=shared,
         zero=config.zero.stage,
-        length_of=lambda tokens: -(-(global_tokens + tokens) // tp),
+        length_of=lambda tokens: -(-(global_tokens + tokens) // sequence_shards),
+        global_tokens=global_tokens,
+        tp=mesh.degrees.tp,
     )
     rank = mesh.degrees.coordinate(mesh.rank_info.rank, "pp")
     local = [stage for stage in stages if schedule.rank_of(stage.index, pp) == rank]

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,12 @@ from torch import Tensor
 
 from xscale.mesh.mesh import Mesh
 
-Shapes = list[tuple[int, ...]]
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype of a tensor that is sent."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class P2PChannel:
     """Sends and receives of this rank with the other ranks of pp."""
 
     def __init__(self, mesh: Mesh, dtype: torch.dtype) -> None:
-        """`dtype` is that of the tensors sent."""
+        """`dtype` is that of hidden states."""
         assert mesh.pp_forward is not None, "a single stage has no P2P channel"
         assert mesh.pp_backward is not None
         self.rank = mesh.pp_forward.rank()
@@ -48,7 +53,7 @@ class P2PChannel:
         self.device = mesh.device
         self.dtype = dtype
         self._forward, self._backward = mesh.pp_forward, mesh.pp_backward
-        self._announced: dict[int, deque[tuple[Hashable, Shapes, torch.dtype]]] = {}
+        self._announced: dict[int, deque[tuple[Hashable, list[TensorSpec]]]] = {}
         self._receiving: dict[Hashable, list[tuple[dist.Work, Tensor]]] = {}
         self._local: dict[Hashable, list[Tensor]] = {}
         self._sending: deque[tuple[dist.Work, Tensor, PendingMessage]] = deque()
@@ -69,9 +74,9 @@ class P2PChannel:
                 operation, peer = (dist.isend, to) if self.rank == source else (dist.irecv, source)
                 self._start(operation, element, peer, to).wait()
 
-    def expect_recv(self, source: int, key: Hashable, shapes: Shapes, dtype: torch.dtype | None = None) -> None:
+    def expect_recv(self, source: int, key: Hashable, tensors: list[TensorSpec]) -> None:
         """Announce the next message that rank `source` will send here, in the order of its sends."""
-        self._announced.setdefault(source, deque()).append((key, shapes, dtype or self.dtype))
+        self._announced.setdefault(source, deque()).append((key, tensors))
 
     def send(self, to: int, key: Hashable, tensors: list[Tensor]) -> None:
         """Start sending; the tensors must not change until `wait_sends`."""
@@ -90,8 +95,8 @@ class P2PChannel:
         announced = self._announced[source]
         while key not in self._receiving:
             assert announced, f"message {key} from rank {source} was never announced"
-            next_key, shapes, dtype = announced.popleft()
-            buffers = [torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes]
+            next_key, tensors = announced.popleft()
+            buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in tensors]
             self._receiving[next_key] = [
                 (self._start(dist.irecv, buffer, source, self.rank), buffer) for buffer in buffers
             ]

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from torch import nn
 
+from xscale.nn.block import Block
 from xscale.nn.ffn.ffn import active_fractions
 from xscale.nn.head import Head
 from xscale.nn.mixer.mixer import Mixer
@@ -67,12 +68,14 @@ def block_costs(model: nn.Module, length: int) -> tuple[list[float], float]:
 
 
 def _cost(block: nn.Module, length: int) -> float:
-    fractions = active_fractions(block)
-    total = sum(parameter.numel() * fractions.get(name, 1.0) for name, parameter in block.named_parameters())
-    if length:
-        for module in block.modules():
-            if isinstance(module, Mixer):
-                total += module.multiply_adds(length, length) / length
+    assert isinstance(block, Block)
+    total = 0.0
+    for sublayer in block.sublayers().values():
+        fractions = active_fractions(sublayer)
+        total += sum(value.numel() * fractions.get(name, 1.0) for name, value in sublayer.named_parameters())
+        if length:
+            mixers = [module for module in sublayer.modules() if isinstance(module, Mixer)]
+            total += sum(mixer.multiply_adds(length, length) for mixer in mixers) / length
     return total
 
 
@@ -107,7 +110,7 @@ def balance(blocks: Sequence[float], head: float, stages: int) -> list[int]:
 def stages_of_shared_params(model: nn.Module, stage_blocks: list[list[str]]) -> dict[str, list[int]]:
     """Return the name of each table that several stages use -> those stages; each has a copy.
 
-    These are the embeddings and the position parts that the blocks of a stack share.
+    These are the embeddings, and what the blocks of a stack share.
     """
     layout = stage_layout(model)
     assert layout is not None
@@ -132,11 +135,14 @@ def stages_of_shared_params(model: nn.Module, stage_blocks: list[list[str]]) -> 
 def params_shared_by_blocks(stack: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters, with their names, of the stack's shared parts that one of `blocks` uses.
 
-    These are its position part and the tables of its attention cores.
+    These are its position part, the tables of its attention cores, and the sublayers that all blocks share.
     """
     assert isinstance(stack, Stack)
-    modules = [module for block in blocks for module in block.modules()]
+    sublayers = [sublayer for block in blocks if isinstance(block, Block) for sublayer in block.sublayers().values()]
+    modules = [module for sublayer in sublayers for module in sublayer.modules()]
     shared = []
+    if stack.shared is not None and blocks:
+        shared = [(f"shared.{name}", parameter) for name, parameter in stack.shared.named_parameters()]
     for name, attribute, part in (
         ("position", "position", stack.position),
         ("core_tables", "layer_tables", stack.core_tables),

@@ -4,16 +4,34 @@ The stubs have the protocols of what they replace: ReceivedHidden returns the hi
 PassThrough and SendHidden forward what the next stage needs. So the model's own forward is the stage's forward.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from xscale.nn.block import Block, Scores
 from xscale.nn.linear import Embedding
 from xscale.nn.module import Module, substitute
 from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
 from xscale.parallel.pipeline.split import params_shared_by_blocks, stage_layout, stages_of_shared_params
+
+
+@dataclass(frozen=True)
+class StageInput:
+    """A tensor that a stage receives: hidden states, or attention scores that a block hands to the next."""
+
+    from_source: bool = False
+    """Whether the tokens of the hidden states are the source's."""
+    score_heads: int | None = None
+    """Heads of the attention scores, over all ranks of tp; None: hidden states."""
+
+
+class Received(Protocol):
+    """A stub that gives a received tensor to the next forward."""
+
+    received: Tensor | None
 
 
 class ReceivedHidden(Module):
@@ -23,11 +41,37 @@ class ReceivedHidden(Module):
         super().__init__()
         self.path = path
         self.table = table
-        self.hidden: Tensor | None = None
+        self.received: Tensor | None = None
         """[B, T, D] of the next micro-batch."""
 
     def forward(self, tokens: Tokens) -> Tensor | None:
-        return self.hidden
+        return self.received
+
+
+class ReceivedScores:
+    """Attention scores of the previous stage's last block, one tensor for each sublayer that reads them."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.stubs = {name: ScoreStub() for name in names}
+
+    def __call__(self) -> Scores:
+        return {name: stub.received for name, stub in self.stubs.items() if stub.received is not None}
+
+
+class ScoreStub:
+    """One of these tensors, [B, H, T, S] of the next micro-batch."""
+
+    received: Tensor | None = None
+
+
+class SendScores:
+    """Output of a stack whose next block is in another stage and reads scores: they follow the hidden states."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+
+    def __call__(self, x: Tensor, scores: Scores) -> tuple[Tensor, ...]:
+        return x, *(scores[name] for name in self.names)
 
 
 class PassThrough(Module):
@@ -52,10 +96,10 @@ class PipelineStage:
 
     index: int
     model: nn.Module
-    inputs: list[ReceivedHidden]
+    stubs: list[Received]
     """Stubs for the received tensors, in the order in which they are sent."""
-    from_source: list[bool]
-    """For each input: whether its tokens are the source's."""
+    inputs: list[StageInput]
+    """Descriptions of the received tensors, in the same order."""
     last: bool
 
     @property
@@ -64,13 +108,13 @@ class PipelineStage:
 
     def feed(self, received: list[Tensor]) -> None:
         """Set the received tensors for the next forward."""
-        for stub, hidden in zip(self.inputs, received, strict=True):
-            stub.hidden = hidden
+        for stub, tensor in zip(self.stubs, received, strict=True):
+            stub.received = tensor
 
     def clear(self) -> None:
         """Release the received tensors."""
-        for stub in self.inputs:
-            stub.hidden = None
+        for stub in self.stubs:
+            stub.received = None
 
 
 def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> PipelineStage:
@@ -80,6 +124,8 @@ def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> Pipelin
     paths, last = blocks[index], index == len(blocks) - 1
     shared = set(stages_of_shared_params(model, blocks))
     tied = {name for name in shared if model.get_parameter(name) is model.get_submodule("head").weight}
+    received = scores_read(model, paths[0]) if index else {}
+    sent = [] if last else list(scores_read(model, blocks[index + 1][0]))
     for stack in layout.stacks:
         _keep_blocks(model.get_submodule(stack), paths, stack)
     if not last:
@@ -88,7 +134,9 @@ def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> Pipelin
     if len(layout.stacks) == 1:
         if index:
             _add_input(stage, "embed", from_source=False, table=last and bool(tied))
+        _hand_on_scores(stage, model.get_submodule(layout.stacks[0]), received, sent)
     else:
+        assert not received, "only a model of one stack sends attention scores"
         _two_stacks(stage, paths, last and bool(tied))
     return stage
 
@@ -106,6 +154,8 @@ def _keep_blocks(stack: nn.Module, paths: list[str], name: str) -> None:
         substitute(stack, "position", None)
     if "core_tables" not in used:
         substitute(stack, "core_tables", None)
+    if "shared" not in used:
+        substitute(stack, "shared", None)
 
 
 def _add_input(stage: PipelineStage, name: str, *, from_source: bool, table: bool) -> None:
@@ -113,8 +163,27 @@ def _add_input(stage: PipelineStage, name: str, *, from_source: bool, table: boo
     embed: Any = stage.model.get_submodule(name)
     stub = ReceivedHidden(name, embed.table if table else None)
     substitute(stage.model, name, stub)
-    stage.inputs.append(stub)
-    stage.from_source.append(from_source)
+    stage.stubs.append(stub)
+    stage.inputs.append(StageInput(from_source=from_source))
+
+
+def scores_read(model: nn.Module, block: str) -> dict[str, int]:
+    """Return the number of heads whose scores of the previous block each sublayer of `block` reads, by its name."""
+    module = model.get_submodule(block)
+    assert isinstance(module, Block)
+    heads = {name: mixer.previous_score_heads for name, mixer in module.score_mixers().items()}
+    return {name: count for name, count in heads.items() if count}
+
+
+def _hand_on_scores(stage: PipelineStage, stack: nn.Module, received: dict[str, int], sent: list[str]) -> None:
+    """Receive the scores that the stage's first block reads, and send those that the next stage's reads."""
+    if received:
+        scores = ReceivedScores(list(received))
+        substitute(stack, "first_scores", scores)
+        stage.stubs += scores.stubs.values()
+        stage.inputs += [StageInput(score_heads=heads) for heads in received.values()]
+    if sent:
+        substitute(stack, "output", SendScores(sent))
 
 
 def _two_stacks(stage: PipelineStage, paths: list[str], tied: bool) -> None:

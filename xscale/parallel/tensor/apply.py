@@ -14,12 +14,16 @@ from xscale.core.errors import Problem
 from xscale.mesh.collectives import copy_in, gather_in, gather_out, sum_out
 from xscale.mesh.mesh import Mesh
 from xscale.nn.attention.core import CORES
+from xscale.nn.attention.disagreement import Disagreement
 from xscale.nn.block import Sublayer
 from xscale.nn.ffn.moe import Moe
 from xscale.nn.head import Head
 from xscale.nn.linear import Embedding, Linear
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.average_attention import AverageAttention
+from xscale.nn.mixer.lightweight_conv import LightweightConv
+from xscale.nn.mixer.positional_mlp import Gmlp
+from xscale.nn.mixer.s4 import S4
 from xscale.nn.mixer.value_mixer import ValueMixer
 from xscale.nn.model.embed import Embed
 from xscale.nn.module import Module, parameter_axes, substitute
@@ -98,6 +102,9 @@ def _check_heads(attention: Attention, tp: int, where: str) -> list[Problem]:
         degrees = ", ".join(str(degree) for degree in range(1, heads + 1) if heads % (degree * period) == 0)
         what = f"tp={tp} gives a rank {heads // tp} heads, and the core's cores take turns every {period}"
         problems.append(Problem(where, what, f"Take tp among {degrees}."))
+    if attention.mixes_heads:
+        what = f"mixer '{attention.Config.kind}' aggregates all heads of a token, so tp cannot shard them"
+        problems.append(Problem(where, what, "Take tp=1, or the mixer attention."))
     for core, _ in attention.core.head_cores(heads):
         if not core.traits.per_head:
             can = ", ".join(CORES.able(per_head=True))
@@ -127,7 +134,7 @@ def estimate(model: nn.Module, config: ParallelConfig, length: int, source: int 
     tp, sequence_parallel = config.mesh.tp, config.tensor.sequence
     fraction = (tp - 1) / tp
     sent = {"regions": 0.0, "vocabulary": 0.0}
-    width = next(module.weight.shape[1] for module in model.modules() if isinstance(module, Head))
+    width = next(module.width for module in model.modules() if isinstance(module, Head))
     for path, module in model.named_modules() if tp > 1 else ():
         tokens = source if path.split(".")[0] in ("encoder", "source") else length
         if isinstance(module, Sublayer):
@@ -136,6 +143,10 @@ def estimate(model: nn.Module, config: ParallelConfig, length: int, source: int 
                 sent["regions"] += fraction * width * source
             if isinstance(module.part, AverageAttention):
                 sent["regions"] += 2 * fraction * width * tokens
+        elif isinstance(module, LightweightConv) and module.predict is not None:
+            sent["regions"] += 2 * fraction * len(module.predict.weight) * tokens
+        elif isinstance(module, Gmlp):
+            sent["regions"] += fraction * len(module.up.weight) * tokens
         elif isinstance(module, Embed):
             sent["vocabulary"] += 2 * fraction * width * tokens
         elif isinstance(module, Head):
@@ -173,6 +184,12 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
             substitute(module, "random", HeadsOfCore(module.random, module, module.heads))
         if isinstance(module, AverageAttention):
             substitute(module, "gate", GateOwnChannels(region, module.gates))
+        if isinstance(module, LightweightConv):
+            substitute(module, "own_heads", SumOwnHeads(region))
+        if isinstance(module, Gmlp):
+            substitute(module, "normalise", NormOfAllHeads(region))
+        if isinstance(module, S4):
+            module.first_channel = region.rank * len(module.ssm.skip) // region.count
         if isinstance(module, Stack):
             for shared in (module.position, module.core_tables):
                 if shared is not None:
@@ -203,6 +220,9 @@ def _shard_heads(attention: Attention, region: TensorRegion) -> None:
     heads, kv_heads = _heads(attention)
     attention.core.first_head = region.rank * heads // region.count
     draw_for_all_heads(attention)
+    for core, _ in attention.core.head_cores(heads):
+        if isinstance(core, Disagreement):
+            substitute(core, "sum_heads", SumAllHeads(region, core.sum_heads))
     if attention.qk_norm_over == "heads":
         substitute(attention, "norm_all_heads", NormOfAllHeads(region))
     if kv_heads < region.count:
@@ -222,7 +242,8 @@ def _shard_heads(attention: Attention, region: TensorRegion) -> None:
 
 @dataclass(frozen=True)
 class NormOfAllHeads:
-    """Norm over the channels of all heads, which are sharded over tp: gathers them, and takes this rank's back."""
+    """Norm over the channels of all heads, or all hidden ones, which are sharded over tp: gathers them, and takes this
+    rank's back."""
 
     region: TensorRegion
 
@@ -232,6 +253,31 @@ class NormOfAllHeads:
         full = gather_in(x.mT, local * self.region.count, self.region.group).mT  # [B, T, H * K]
         normalised: Tensor = norm(full)
         return normalised.narrow(-1, self.region.rank * local, local)
+
+
+@dataclass(frozen=True)
+class SumAllHeads:
+    """Sum over all heads, which are sharded over tp: each rank has the whole sum, and a loss of its own of it."""
+
+    region: TensorRegion
+    sum_local_heads: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[B, H/R, T, N] -> [B, T, N]."""
+        return copy_in(sum_out(self.sum_local_heads(x), self.region.group), self.region.group)
+
+
+@dataclass(frozen=True)
+class SumOwnHeads:
+    """Sums over the ranks' channels for all heads, such as a dynamic convolution's logits: takes those of its heads."""
+
+    region: TensorRegion
+
+    def __call__(self, partial: Tensor) -> Tensor:
+        """This rank's part of the sums [B, T, H * k] -> the sums of its heads [B, T, H/R * k]."""
+        full = copy_in(sum_out(partial, self.region.group), self.region.group)
+        local = full.shape[-1] // self.region.count
+        return full.narrow(-1, self.region.rank * local, local)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import nn
 from xscale.core.errors import Problem
 from xscale.mesh.collectives import slice_in
 from xscale.nn.block import Sublayer
+from xscale.nn.layer_mix import LayerMix
 from xscale.nn.model.embed import Embed
 from xscale.nn.module import substitute
 from xscale.nn.norm import NORMS, Norm
@@ -21,6 +22,11 @@ from xscale.parallel.region import TensorRegion, all_reduce_replicated_grads
 def check(model: nn.Module, path: str) -> list[Problem]:
     """Return norms that need the full sequence."""
     problems = {}
+    for stack in [module for module in model.modules() if isinstance(module, Stack)]:
+        key = "halting" if stack.halting is not None else "step_signal" if stack.step_signal else None
+        if key is not None:
+            what = f"stack.{key} reads the tokens between the blocks, of which each rank would have a shard"
+            problems[key] = Problem(path, what, f"Take false, or a stack without {key}.")
     for norm in norms_between_regions(model):
         kind = norm.Config.kind
         assert kind is not None
@@ -51,5 +57,7 @@ def apply(model: nn.Module, region: TensorRegion) -> None:
             substitute(module, "random", TokensOverTensor(module.random, region))
             if module.alpha is not None:
                 all_reduce_replicated_grads(module.alpha, region)
+        if isinstance(module, LayerMix):
+            all_reduce_replicated_grads(module, region)
     for norm in norms_between_regions(model):
         all_reduce_replicated_grads(norm, region)

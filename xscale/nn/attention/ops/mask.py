@@ -11,6 +11,17 @@ from xscale.nn.position.position import PositionTerms
 from xscale.nn.tokens import Stats
 
 
+@dataclass
+class ScoreEdge:
+    """Attention scores on their way through the depth: what one attention gets from the block before, and hands on."""
+
+    previous: Tensor | None = None
+    """[B, H, T, S] from the attention at the same place of the previous block; None: there is none."""
+    scores: Tensor | None = None
+    """[B, H, T, S] for the next block, written by a core or mixer that hands on its scores: before mask and softmax,
+    in float32 at least."""
+
+
 @dataclass(frozen=True)
 class AttentionMask:
     """Which of S keys each of T queries sees, and what is added to their scores."""
@@ -42,7 +53,12 @@ class AttentionMask:
     choose keys by similarity avoid it."""
     stats: Stats | None = None
     """Collects statistics of the step for cores with `running_stats`; None: not collected."""
+    aux_loss_weight: float | None = None
+    """Weight of auxiliary losses in backward, for cores that have one; None: no auxiliary loss."""
 
+    score_edge: ScoreEdge | None = None
+    """Scores from the previous block and for the next, for cores with the trait `previous_scores`; None: not in a
+    stack that hands them on."""
     prior_state: Callable[[Tensor], Tensor] | None = None
     """Context parallelism: local state [B, G, F, K] of the last document's keys -> state of all earlier shards. A seam
     for a shard of a causal sequence, called by cores that carry the past as a state."""

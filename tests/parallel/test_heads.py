@@ -1,0 +1,90 @@
+"""Attention whose heads talk, have spans or losses, on layouts that shard heads, sequences, layers and samples."""
+
+from typing import Any
+
+import pytest
+
+from tests.distributed import Pool
+from tests.parallel.against_one import alone, asked, same
+
+Section = dict[str, Any]
+TENSOR: Section = {"mesh": {"tp": 2}, "tensor": {"sequence": True}, "recompute": {"every": 1}}
+CONTEXT: Section = {"mesh": {"cp": 2}}
+STAGES: Section = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}
+DATA: Section = {"mesh": {"dp_shard": 2}, "zero": {"stage": 3}}
+MIXERS: dict[str, Section] = {
+    "talking_heads": {"kind": "attention", "core": {"kind": "talking_heads"}},
+    "adaptive_span": {
+        "kind": "attention",
+        "core": {
+            "kind": "adaptive_span", "max_span": 16, "ramp": 4.0, "initial_span": 5.0, "span_loss_weight": 0.02,
+        },
+    },
+    "dynamic_span": {"kind": "dynamic_span", "max_span": 16, "ramp": 4.0, "span_loss_weight": 0.02},
+    "local_transformer": {"kind": "attention", "core": {"kind": "local_transformer"}},
+    "disagreement": {
+        "kind": "attention",
+        "kv_heads": 2,
+        "core": {"kind": "disagreement", "subspace_weight": 0.3, "position_weight": 0.4, "output_weight": 0.5},
+    },
+    "guided_attention": {
+        "kind": "guided_attention",
+        "patterns": ["previous", "first", "delimiter"],
+        "delimiter_ids": [20, 30, 40],
+        "guidance_weight": 0.05,
+    },
+    "collaborative": {"kind": "collaborative", "shared_width": 12},
+    "dynamic_mask": {"kind": "dynamic_mask"},
+    "routing_aggregation": {"kind": "routing_aggregation", "capsules": 8, "inverse_temperature": 0.5},
+}  # fmt: skip
+ABLE = {
+    "talking_heads": [STAGES, DATA],
+    "adaptive_span": [TENSOR, CONTEXT, STAGES, DATA],
+    "dynamic_span": [TENSOR, STAGES, DATA],
+    "local_transformer": [TENSOR, CONTEXT, STAGES],
+    "disagreement": [TENSOR, STAGES, DATA],
+    "guided_attention": [TENSOR, STAGES],
+    "collaborative": [TENSOR, CONTEXT, STAGES],
+    "dynamic_mask": [TENSOR, STAGES],
+    "routing_aggregation": [CONTEXT, STAGES, DATA],
+}
+
+
+def model(mixer: str) -> Section:
+    block = {"mixer": {"heads": 4, "dropout": 0.1, **MIXERS[mixer]}, "ffn": {"kind": "dense", "hidden": 48}}
+    return {"kind": "decoder", "width": 32, "position": "none", "stack": {"depth": 2, "block": block}}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_layout_has_the_numbers_of_one_process(mixer: str, pool: Pool) -> None:
+    expected = alone(pool, model(mixer))
+    for layout in ABLE[mixer]:
+        same(pool, expected, 2, model(mixer), layout)
+
+
+@pytest.mark.parametrize("mixer", ["adaptive_span", "disagreement"])
+def test_a_loss_of_heads_is_the_same_on_sharded_heads(mixer: str, pool: Pool) -> None:
+    same(pool, alone(pool, model(mixer)), 2, model(mixer), {"mesh": {"tp": 2}})
+
+
+def refused(mixer: str, parallel: Section) -> list[str]:
+    return [str(problem) for problem in asked(model(mixer), parallel).check(2)]
+
+
+def test_what_a_layout_cannot_shard_is_refused_with_what_would_work() -> None:
+    (problem,) = refused("talking_heads", {"mesh": {"tp": 2}})
+    assert "core 'talking_heads' mixes heads, so tp cannot shard them" in problem
+    assert "Take tp=1, or one of these cores: " in problem
+    assert "talking_heads" not in problem.split("cores: ")[1]
+    for mixer in ("talking_heads", "disagreement"):
+        (problem,) = refused(mixer, {"mesh": {"cp": 2}})
+        assert f"a sequence cannot be sharded over cp=2 for core '{mixer}'" in problem
+        assert "the core supports none" in problem
+    (problem,) = refused("routing_aggregation", {"mesh": {"tp": 2}})
+    assert "mixer 'routing_aggregation' aggregates all heads of a token, so tp cannot shard them" in problem
+    assert "Take tp=1, or the mixer attention." in problem
+    for mixer in ("dynamic_span", "guided_attention", "dynamic_mask"):
+        (problem,) = refused(mixer, {"mesh": {"cp": 2}})
+        assert f"mixer '{mixer}' mixes the full sequence" in problem
+        assert "Take cp=1, or one of these mixers: attention, " in problem

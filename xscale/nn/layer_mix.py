@@ -1,0 +1,36 @@
+"""Bapna et al. 2018: transparent attention, in which each decoder block attends to its own mix of all encoder layers.
+
+    H~_j = sum_i s_ij H_i,  s_j = softmax(W_j),  i = 0 ... N,  j = 1 ... M
+
+H_0 [B, S, D] are the encoder's embeddings and H_i the hidden states after its block i; W [M, N + 1] is learned.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from xscale.nn.init import ZEROS
+from xscale.nn.module import Module
+from xscale.nn.random import reseed
+from xscale.nn.tokens import Tokens
+
+
+class LayerMix(Module):
+    """A mix of the encoder's layers for each block of a decoder."""
+
+    weight: Parameter
+
+    def __init__(self, states: int, blocks: int, dropout: float) -> None:
+        """`states` is N + 1 and `blocks` M; `dropout` is that of the weights s."""
+        super().__init__()
+        self.dropout = dropout
+        # All layers weigh the same at first.
+        self.declare("weight", (blocks, states), ("state", "state"), ZEROS, decays=False)
+
+    def forward(self, states: Tensor, tokens: Tokens) -> Tensor:
+        """States [N + 1, B, S, D] -> the memory of each block [M, B, S, D]; `tokens` are those of the decoder."""
+        weights = self.use(self.weight).softmax(-1)
+        if self.training and tokens.rng_seed is not None and self.dropout:
+            reseed(tokens.rng_seed, self.path)
+            weights = self.random.dropout(weights, self.dropout, ("state", "state"))
+        return torch.einsum("mn,nbsd->mbsd", weights.to(states.dtype), states)

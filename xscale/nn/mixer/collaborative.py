@@ -1,0 +1,147 @@
+"""Cordonnier et al. 2020 (collaborative multi-head attention): all heads share one projection of queries and of keys.
+
+    o_h = Attention(x W_q diag(m_h), x W_k, x W_v_h),  scores divided by sqrt(K)
+
+A head is the vector m_h, which weighs the shared channels; there may be fewer of these than heads x head_width.
+Generation caches the keys of all heads once.
+"""
+
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
+
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+from torch.nn import Parameter
+
+from xscale.core.config import Slot
+from xscale.core.errors import Problem
+from xscale.nn.attention.core import CORES, Core
+from xscale.nn.attention.ops.mask import ScoreEdge
+from xscale.nn.attention.softmax import Softmax
+from xscale.nn.dims import Dims
+from xscale.nn.init import Init
+from xscale.nn.linear import Linear
+from xscale.nn.mixer.attention import Attention, KvCache
+from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.position.position import POSITIONS, Position
+from xscale.nn.tokens import Tokens
+
+
+@MIXERS.register(
+    "collaborative",
+    traits=MixerTraits(causal=True, bidirectional=True, cross=True, documents=True, decode=True),
+    deviations=("Models of multi-head attention cannot be converted by the paper's tensor decomposition.",),
+)
+class Collaborative(Attention):
+    class Config(Mixer.Config):
+        heads: int = Field(default=8, ge=1)
+        """H, heads."""
+        shared_width: int | None = Field(default=None, ge=1)
+        """Channels of queries and keys that all heads share; null: the width."""
+        head_width: int | None = Field(default=None, ge=1)
+        """K, channels of a head's values; null: width / heads."""
+        core: Annotated[Core.Config, Slot(CORES)] = Softmax.Config()
+        """The attention core, q, k, v -> o."""
+        scale: float | None = Field(default=None, gt=0)
+        """Factor of the scores q k^T; null: 1 / sqrt(head_width)."""
+        position: Annotated[Position.Config, Slot(POSITIONS)] | None = None
+        """Position encoding of this mixer; null: the model's."""
+        dropout: float = Field(default=0.0, ge=0, lt=1)
+        """Dropout probability of the attention weights."""
+
+        @property
+        def shared_qk(self) -> bool:
+            """Queries and keys have projections of their own, whatever the core's paper has."""
+            return False
+
+    # Values are padded to the width of the keys, which only weighted sums leave as they are.
+    cores: ClassVar[tuple[str, ...] | None] = ("softmax", "block_sparse", "entmax")
+    mixing: Parameter
+
+    def __init__(self, config: Config, dims: Dims) -> None:
+        super(Attention, self).__init__()
+        heads = config.heads
+        self.head_width = config.head_width or dims.width // heads
+        shared_width = config.shared_width or dims.width
+        # Cores take values as wide as keys.
+        self.core_width = max(shared_width, self.head_width)
+        self.cross = dims.cross
+        self.causal = dims.causal and not dims.cross
+        self.dropout = config.dropout
+        self.core_separates_documents = CORES.of(config.core).part.traits_of(config.core).documents
+        self.shared_qk, self.qk_norm_over, self.q_norm, self.k_norm = False, "head", None, None
+        scale = self.head_width**-0.5 if config.scale is None else config.scale
+        self.query_factor = scale * self.core_width**0.5
+        self.shared_q = Linear(dims.width, shared_width, ("state", "width"), dims.init)
+        self.shared_k = Linear(dims.width, shared_width, ("state", "width"), dims.init)
+        self.declare("mixing", (heads, shared_width), ("heads", "state"), Init(std=1.0))
+        self.v = Linear(dims.width, heads * self.head_width, ("heads", "width"), dims.init)
+        self.o = Linear(heads * self.head_width, dims.width, ("width", "heads"), dims.residual_init)
+        self.core = CORES.build(config.core, dims, heads, self.core_width)
+        self.position, self.uses_relative_bias = None, False
+        if not dims.cross:
+            self.build_position(config.position or dims.position, dims, heads, self.core_width)
+
+    @classmethod
+    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+        problems = []
+        if config.head_width is None and dims.width % config.heads:
+            what = f"heads={config.heads} does not divide width={dims.width}"
+            problems.append(Problem(f"{path}.heads", what, "Take a divisor of the width, or give head_width."))
+        position = config.position or dims.position
+        if position is not None and not dims.cross and POSITIONS.of(position).traits.where == "scores":
+            where = "model.position" if config.position is None else f"{path}.position"
+            what = f"position '{position.kind}' reads the queries of each head's own projection"
+            problems.append(Problem(where, what, "Take one that rotates or adds a bias, or the mixer attention."))
+        return problems + cls.check_position(config, dims, path) + cls._check_core(config, dims, path)
+
+    @property
+    def q(self) -> Linear:  # type: ignore[override]
+        """A projection with as many rows as queries have heads: that of the values."""
+        return self.v
+
+    @property
+    def key_projection(self) -> Linear:
+        """A projection with as many rows as keys have heads: that of the values."""
+        return self.v
+
+    def forward(
+        self,
+        x: Tensor,
+        tokens: Tokens,
+        memory: Tensor | None = None,
+        source: Tokens | None = None,
+        edge: ScoreEdge | None = None,
+    ) -> Tensor:
+        shared = self.shared_q(x)[:, None]  # [B, 1, T, shared_width]
+        q = self._pad(shared * self.use(self.mixing)[:, None])  # [B, H, T, K]
+        if self.cross:
+            assert memory is not None
+            assert source is not None
+            k, v = self._memory(memory, tokens)
+        else:
+            k, v = self._keys(x)
+            if self.position is not None:
+                q, k = self.position.rotate_both(q, k, tokens)
+            if tokens.cache is not None:
+                k, v = tokens.cache.setdefault(self.path, KvCache()).append(k, v)
+        key_tokens = source if source is not None and self.cross else tokens
+        assert self.query_factor is not None
+        q, k, v = q * self.query_factor, k.expand(-1, q.shape[1], -1, -1), self._pad(v)
+        mask = self.make_mask(q, k, tokens, key_tokens)
+        if edge is not None:
+            mask = replace(mask, score_edge=edge)
+        return self.project_output(self.attend_input(x, tokens, q, k, v, mask)[..., : self.head_width])
+
+    def _keys(self, x: Tensor, shared: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Keys of all heads [B, 1, S, K] and values [B, H, S, K]."""
+        return self._pad(self.shared_k(x)[:, None]), self._heads(self.v(x))
+
+    def _pad(self, x: Tensor) -> Tensor:
+        """Channels of zeros, which change no product, up to the core's width."""
+        return F.pad(x, (0, self.core_width - x.shape[-1]))
+
+    def multiply_adds(self, queries: int, keys: int) -> float:
+        heads = self.v.weight.shape[0] // self.head_width
+        return self.core.multiply_adds(queries, keys, heads, self.core_width)

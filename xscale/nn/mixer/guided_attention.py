@@ -1,0 +1,115 @@
+"""Deshpande and Narasimhan 2020 (attention guidance): a loss pulls the weights of some heads towards fixed patterns.
+
+    L = lambda sum_h ||A_h - P_h||_F^2
+
+summed over the guided heads of each layer, and averaged over the sequences of a micro-batch. P has, in the row of each
+token, weight 1 on the next token, the previous one or the first of the document, or equal weights on all delimiters or
+all periods that the token sees. Rows for which there is no such token are left out.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from xscale.core.errors import Problem
+from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.attention.softmax import Softmax
+from xscale.nn.auxiliary import attach
+from xscale.nn.dims import Dims
+from xscale.nn.mixer.attention import Attention
+from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.tokens import Tokens
+
+Pattern = Literal["next", "previous", "first", "delimiter", "period"]
+TokenId = Annotated[int, Field(ge=0)]
+
+
+@MIXERS.register(
+    "guided_attention",
+    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    deviations=(
+        "The weight of the loss is constant; in the paper it decays during pre-training.",
+        "Rows without a token that the pattern names are left out.",
+    ),
+)
+class GuidedAttention(Attention):
+    class Config(Attention.Config):
+        patterns: tuple[Pattern, ...] = Field(default=("previous", "first"), min_length=1)
+        """Patterns of the first heads of the layer, one each; the other heads are not guided. previous, next: the
+        neighbour; first: the document's first token ([CLS]); delimiter ([SEP]), period: the tokens of these ids."""
+        delimiter_ids: tuple[TokenId, ...] = ()
+        """Token ids of the delimiters."""
+        period_ids: tuple[TokenId, ...] = ()
+        """Token ids of the periods."""
+        guidance_weight: float = Field(default=1.0, ge=0)
+        """Lambda, weight of the loss."""
+
+    cores: ClassVar[tuple[str, ...] | None] = ("softmax",)
+    shards_sequence: ClassVar[bool] = False
+
+    def __init__(self, config: Config, dims: Dims) -> None:
+        super().__init__(config, dims)
+        self.heads = config.heads
+        self.patterns, self.guidance_weight = config.patterns, config.guidance_weight
+        self.ids = {"delimiter": config.delimiter_ids, "period": config.period_ids}
+
+    @classmethod
+    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+        problems = super().check(config, dims, path)
+        if len(config.patterns) > config.heads:
+            what = f"{len(config.patterns)} patterns are more than heads={config.heads}"
+            problems.append(Problem(f"{path}.patterns", what, f"Give {config.heads} or fewer."))
+        if "next" in config.patterns and dims.causal:
+            what = "'next' guides to later tokens, which a causal model hides"
+            problems.append(Problem(f"{path}.patterns", what, "Take previous, first, delimiter or period."))
+        for pattern in ("delimiter", "period"):
+            ids = getattr(config, f"{pattern}_ids")
+            if pattern in config.patterns and not ids:
+                fix = "Give the tokenizer's ids, or leave the pattern out."
+                problems.append(Problem(f"{path}.{pattern}_ids", f"the pattern '{pattern}' has no token ids", fix))
+            if bad := [index for index in ids if index >= dims.vocabulary]:
+                what = f"{bad[0]} is no token id of a vocabulary of {dims.vocabulary}"
+                problems.append(Problem(f"{path}.{pattern}_ids", what, f"Take ids from 0 to {dims.vocabulary - 1}."))
+        return problems
+
+    def attend_input(self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        o = self.attend(q, k, v, mask)
+        if tokens.aux_loss_weight is None:
+            return o
+        assert isinstance(self.core, Softmax)
+        weights = self.core.attention_weights(q, k, mask)  # [B, H, T, S]
+        first, local = self.core.first_head, q.shape[1]
+        distances = [
+            pattern_distance(weights[:, head - first], self.chosen(self.patterns[head], tokens, mask))
+            for head in range(first, min(first + local, len(self.patterns)))
+        ]
+        # A rank's share of the loss is weighted as if it had all heads.
+        factor = self.guidance_weight * self.heads / local
+        # A rank without a guided head joins the others' collectives in backward.
+        loss = factor * (torch.stack(distances).sum() if distances else 0.0 * weights.sum())
+        return attach(o, loss, tokens.aux_loss_weight)
+
+    def chosen(self, pattern: Pattern, tokens: Tokens, mask: AttentionMask) -> Tensor:
+        """Return the keys that the pattern names for each query, of those it sees: bool [B, T, S]."""
+        places = tokens.positions[:, None, :] - tokens.positions[:, :, None]  # [B, T, S], key - query
+        if pattern == "previous":
+            chosen = places == -1
+        elif pattern == "next":
+            chosen = places == 1
+        elif pattern == "first":
+            chosen = (tokens.positions == 0)[:, None, :].expand_as(places)
+        else:
+            ids = torch.tensor(self.ids[pattern], device=tokens.ids.device)
+            chosen = torch.isin(tokens.ids, ids)[:, None, :].expand_as(places)
+        if mask.allowed is not None:
+            chosen = chosen & mask.allowed.to(chosen.device)[:, 0]
+        return chosen
+
+
+def pattern_distance(weights: Tensor, chosen: Tensor) -> Tensor:
+    """Return ||A - P||_F^2, the mean over B, of weights A [B, T, S] and P, whose rows are even on the chosen keys."""
+    pattern = chosen.to(weights.dtype) / chosen.sum(-1, keepdim=True).clamp(min=1)
+    guided = chosen.any(-1)  # [B, T]
+    return ((weights - pattern).square().sum(-1) * guided).sum(-1).mean()

@@ -1,0 +1,161 @@
+"""Mixers whose weights belong to the positions of a sequence of fixed length: gMLP and MLP-Mixer.
+
+`gmlp`, Liu et al. 2021, section 2: a spatial gating unit (SGU) between two projections of channels.
+
+    Z = GELU(x U),  [Z_1; Z_2] = Z,  s(Z) = Z_1 * (W LN(Z_2) + b),  y = s(Z) V
+
+W [N, N] mixes positions and is the same for all channels; in a causal model its upper triangle is 0. W starts near 0
+and b at 1, so that the block starts as a feed-forward network. It is a whole layer: the paper's block has no other.
+
+`mlp_mixer`, Tolstikhin et al. 2021, eq. 1: a perceptron along the tokens, the same for all channels.
+
+    y_:,c = W_2 GELU(W_1 x_:,c + b_1) + b_2,  W_1 [S', N], W_2 [N, S']
+
+Shorter sequences than N use the first rows and columns; longer ones fail.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+from torch.nn import Parameter
+
+from xscale.core.errors import ConfigError, Problem
+from xscale.nn.dims import Dims
+from xscale.nn.init import ONES, ZEROS, Init
+from xscale.nn.linear import Linear
+from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.synthesizer import ValueCache
+from xscale.nn.norm import Layer, Norm
+from xscale.nn.tokens import Tokens
+
+
+class PositionalMixer(Mixer):
+    """A mixer with weights for each of `length` positions."""
+
+    class Config(Mixer.Config):
+        length: int | None = Field(default=None, ge=1)
+        """N, positions that have weights: the data's sequence length, which null stands for."""
+
+    uses_position: ClassVar[bool] = False
+    length: int
+
+    @classmethod
+    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+        if config.length in (None, dims.length):
+            return []
+        what = f"the weights belong to {config.length} positions, and a sequence has {dims.length} tokens"
+        return [Problem(f"{path}.length", what, f"Take {dims.length}, or null.")]
+
+    def check_length(self, length: int) -> None:
+        """Raise ConfigError for a sequence of more than N tokens."""
+        if length > self.length:
+            what = f"{self.path} has weights for {self.length} positions, and the sequence has {length} tokens"
+            fix = f"Take a sequence of at most {self.length} tokens, or train with data.sequence_length={length}."
+            raise ConfigError("data.sequence_length", what, fix)
+
+
+@MIXERS.register("gmlp", traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=False, decode=True))
+class Gmlp(PositionalMixer):
+    """Liu et al. 2021 (gMLP): a linear map over the positions gates the other half of the channels."""
+
+    spatial: Parameter
+    spatial_bias: Parameter
+
+    class Config(PositionalMixer.Config):
+        hidden: int | None = Field(default=None, ge=2, multiple_of=2)
+        """F, channels of Z, of which half are the gate; null: six times the model's width, as the paper's BERT."""
+        toeplitz: bool = False
+        """Whether the weights depend on the distance of two positions alone; the paper finds that they become so."""
+        bias: bool = True
+        """Whether the two projections of channels have biases."""
+
+    seams: ClassVar[tuple[str, ...]] = ("normalise",)
+
+    def __init__(self, config: Config, dims: Dims) -> None:
+        super().__init__()
+        self.causal, self.toeplitz = dims.causal, config.toeplitz
+        self.length = config.length or dims.length
+        half = (config.hidden or 6 * dims.width) // 2
+        # Z_1 and Z_2 are shared out over ranks alike.
+        self.up, self.up_gate = (
+            Linear(dims.width, half, ("ffn", "width"), dims.init, bias=config.bias) for _ in range(2)
+        )
+        self.down = Linear(half, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias)
+        self.norm: Norm = Layer(Layer.Config(), half)
+        # A row sums N normalised values: the gates start at 1 +- dims.std.
+        start = Init(std=dims.std / self.length**0.5)
+        if config.toeplitz:
+            shape: tuple[int, ...] = (self.length if dims.causal else 2 * self.length - 1,)
+            self.declare("spatial", shape, ("tokens",), start)
+        else:
+            self.declare("spatial", (self.length, self.length), ("tokens", "tokens"), start)
+        self.declare("spatial_bias", (self.length,), ("tokens",), ONES, decays=False)
+
+    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+        gate = self.normalise(self.norm, F.gelu(self.up_gate(x)))  # [B, T, F / 2]
+        queries = gate.shape[1]
+        if tokens.cache is not None:
+            if self.path not in tokens.cache:
+                tokens.cache[self.path] = ValueCache()
+            gate = tokens.cache[self.path].append(gate[:, None])[:, 0]  # [B, S, F / 2]
+        keys = gate.shape[1]
+        self.check_length(keys)
+        weights = self.weights(keys).narrow(0, keys - queries, queries)  # [T, S]
+        bias = self.use(self.spatial_bias)[keys - queries : keys, None]
+        out: Tensor = self.down(F.gelu(self.up(x)) * (weights @ gate + bias))
+        return out
+
+    def weights(self, length: int) -> Tensor:
+        """W of the first positions, [T, T]; 0 where a causal model may not look."""
+        spatial = self.use(self.spatial)
+        if self.toeplitz:
+            places = torch.arange(length, device=spatial.device)
+            distance = places[:, None] - places  # [T, T]
+            spatial = spatial[distance.clamp(min=0) if self.causal else distance + self.length - 1]
+        spatial = spatial[:length, :length]
+        return spatial.tril() if self.causal else spatial
+
+    def normalise(self, norm: Norm, x: Tensor) -> Tensor:
+        """norm(x), x [B, T, F / 2]. A seam: the norm is over all channels, of which tensor parallelism has some."""
+        out: Tensor = norm(x)
+        return out
+
+    def multiply_adds(self, queries: int, keys: int) -> float:
+        return float(self.up.weight.shape[0]) * queries * keys / (2 if self.causal else 1)
+
+
+@MIXERS.register(
+    "mlp_mixer", traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=False, decode=False)
+)
+class MlpMixer(PositionalMixer):
+    """Tolstikhin et al. 2021 (MLP-Mixer): a perceptron over the positions, the same for all channels."""
+
+    up: Parameter
+    up_bias: Parameter
+    down: Parameter
+    down_bias: Parameter
+
+    class Config(PositionalMixer.Config):
+        hidden: int | None = Field(default=None, ge=1)
+        """S', hidden width of the perceptron along the tokens; null: half of the model's width, as in the paper."""
+
+    def __init__(self, config: Config, dims: Dims) -> None:
+        super().__init__()
+        self.length, self.width = config.length or dims.length, dims.width
+        hidden = config.hidden or max(1, dims.width // 2)
+        self.declare("up", (hidden, self.length), ("ffn", "tokens"), dims.init)
+        self.declare("up_bias", (hidden,), ("ffn",), ZEROS, decays=False)
+        self.declare("down", (self.length, hidden), ("tokens", "ffn"), dims.residual_init)
+        self.declare("down_bias", (self.length,), ("tokens",), ZEROS, decays=False)
+
+    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+        length = x.shape[1]
+        self.check_length(length)
+        hidden = F.gelu(self.use(self.up)[:, :length] @ x + self.use(self.up_bias)[:, None])  # [B, S', D]
+        return self.use(self.down)[:length] @ hidden + self.use(self.down_bias)[:length, None]
+
+    def multiply_adds(self, queries: int, keys: int) -> float:
+        return 2.0 * self.up.shape[0] * self.width * queries

@@ -1,0 +1,94 @@
+"""Ying et al. 2021 (LazyFormer): a layer that uses the attention map of the layer before, and projects values alone.
+
+    o_h = softmax(S_h) V_h,  V = x W_v,  S [B, H, T, S] the scores that the previous block hands on
+
+A lazy block is a block with the core `prior_scores` (previous: 0), which computes the map, and blocks with this mixer,
+which hand the scores on as they got them.
+"""
+
+from typing import Any, ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from xscale.nn.attention.ops.dense import masked_softmax, upcast
+from xscale.nn.attention.ops.mask import AttentionMask, ScoreEdge
+from xscale.nn.dims import Dims
+from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.synthesizer import ValueCache
+from xscale.nn.mixer.value_mixer import ValueMixer
+from xscale.nn.tokens import Tokens
+
+
+@MIXERS.register(
+    "reused_attention",
+    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    deviations=(
+        "Scores are handed on, and each layer computes their softmax again; terms that a position adds to the output "
+        "(as Shaw et al. do) are the first layer's alone.",
+    ),
+)
+class ReusedAttention(ValueMixer):
+    class Config(ValueMixer.Config):
+        dropout: float = Field(default=0.0, ge=0, lt=1)
+        """Dropout probability of the attention weights; the paper has none, as the layers share one map."""
+
+    needs_previous_scores: ClassVar[bool] = True
+
+    def __init__(self, config: Config, dims: Dims) -> None:
+        super().__init__(config, dims)
+        self.dropout = config.dropout
+
+    @property
+    def hands_on_scores(self) -> bool:
+        return True
+
+    @property
+    def previous_score_heads(self) -> int:
+        return self.heads
+
+    @classmethod
+    def score_heads(cls, config: Any) -> int | None:
+        return int(config.heads)
+
+    @classmethod
+    def reads_scores(cls, config: Any) -> bool:
+        return True
+
+    def forward(
+        self,
+        x: Tensor,
+        tokens: Tokens,
+        memory: Tensor | None = None,
+        source: Tokens | None = None,
+        edge: ScoreEdge | None = None,
+    ) -> Tensor:
+        v = self.values(x)
+        if tokens.cache is not None:
+            v = tokens.cache.setdefault(self.path, ValueCache()).append(v)
+        scores = None if edge is None else edge.previous
+        if scores is None:
+            # Outside a stack there is no layer before, and all scores are equal.
+            scores = upcast(v).new_zeros(*v.shape[:2], x.shape[1], v.shape[2])
+        if edge is not None:
+            edge.scores = scores
+        return self.project_output(self.weights(scores, tokens).to(v.dtype) @ v)
+
+    def weights(self, scores: Tensor, tokens: Tokens) -> Tensor:
+        """Scores [B, H, T, S] -> attention weights, with dropout in training."""
+        queries, keys = scores.shape[2:]
+        mask = AttentionMask(
+            queries,
+            keys,
+            self.causal,
+            offset=keys - queries,
+            query_documents=tokens.documents,
+            key_documents=tokens.documents,
+            device=scores.device,
+        )
+        weights = masked_softmax(scores, None if mask.allowed is None else ~mask.allowed.to(scores.device))
+        drops = self.training and tokens.rng_seed is not None
+        return self.random.dropout(weights, self.dropout if drops else 0.0, ("batch", "heads", "state", "state"))
+
+    def multiply_adds(self, queries: int, keys: int) -> float:
+        return float(self.heads * queries * keys * self.head_width)

@@ -1,0 +1,106 @@
+"""Steps through the depth: adaptive computation time (Graves 2016) and the signals of a Universal Transformer.
+
+A token is done with step t, from 1, when its halting probabilities sum up to 1 - epsilon, or at the last step:
+
+    p_t = sigmoid(w s_t + b),  N = min {t: p_1 + ... + p_t >= 1 - epsilon},  R = 1 - (p_1 + ... + p_{N-1})
+    output = sum_{t<N} p_t s_t + R s_N,  ponder cost = N + R
+
+s_t [B, T, D] are the hidden states after step t (Graves, section 2). The state of a token that is done is copied to all
+later steps, where others attend to it (Dehghani et al. 2019, section 2.2).
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import Parameter
+
+from xscale.core.config import Config
+from xscale.nn.auxiliary import attach
+from xscale.nn.dims import Dims
+from xscale.nn.init import Init
+from xscale.nn.module import Module
+from xscale.nn.tokens import Tokens
+
+
+class HaltingConfig(Config):
+    epsilon: float = Field(default=0.01, gt=0, lt=1)
+    """A token halts when its probabilities sum up to 1 - epsilon."""
+    ponder_weight: float = Field(default=0.01, ge=0)
+    """Weight of the ponder cost, N + R in the mean over tokens, in the loss."""
+    bias: float = 1.0
+    """Initial bias b of the halting unit; 1, as Graves takes, lets tokens halt early at first."""
+
+
+@dataclass(frozen=True)
+class Pondered:
+    """Every token's computation so far."""
+
+    output: Tensor
+    """[B, T, D], the weighted sum of the states so far."""
+    total: Tensor
+    """[B, T], the sum of the probabilities of the steps that the token has gone through without halting."""
+    steps: Tensor
+    """[B, T], the steps that the token was computed in."""
+    remainder: Tensor
+    """[B, T], R; 0 while the token is computed."""
+    running: Tensor
+    """Bool [B, T]."""
+
+
+class Halting(Module):
+    """The halting unit of a stack, of which each block is a step."""
+
+    weight: Parameter
+    bias: Parameter
+
+    def __init__(self, config: HaltingConfig, dims: Dims) -> None:
+        super().__init__()
+        self.config = config
+        self.declare("weight", (1, dims.width), ("state", "width"), dims.init)
+        self.declare("bias", (1,), ("state",), Init("constant", value=config.bias), decays=False)
+
+    def start(self, x: Tensor) -> Pondered:
+        """Return the state before the first step on x [B, T, D]."""
+        zeros = torch.zeros(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        return Pondered(torch.zeros_like(x, dtype=zeros.dtype), zeros, zeros, zeros, torch.ones_like(zeros).bool())
+
+    def take_step(self, state: Pondered, before: Tensor, after: Tensor, *, last: bool) -> tuple[Tensor, Pondered]:
+        """Return what the next step reads and the new state: `before` and `after` a step [B, T, D]."""
+        logit = after @ self.use(self.weight)[0] + self.use(self.bias)
+        p = torch.sigmoid(logit.to(state.total.dtype))  # [B, T]
+        total = state.total + p
+        halts = state.running & ((total >= 1 - self.config.epsilon) | last)
+        goes_on = state.running & ~halts
+        remainder = torch.where(halts, 1 - state.total, state.remainder)
+        weight = torch.where(halts, remainder, torch.where(goes_on, p, 0.0))
+        pondered = replace(
+            state,
+            output=state.output + weight[..., None] * after,
+            total=torch.where(goes_on, total, state.total),
+            steps=state.steps + state.running,
+            remainder=remainder,
+            running=goes_on,
+        )
+        return torch.where(state.running[..., None], after, before), pondered
+
+    def finish(self, state: Pondered, tokens: Tokens) -> Tensor:
+        """Return the outputs [B, T, D], with the ponder cost attached as an auxiliary loss."""
+        cost = (state.steps + state.remainder).mean()
+        if tokens.stats is not None:
+            tokens.stats.add(f"{self.path}/steps", state.steps.mean())
+        return attach(state.output, self.config.ponder_weight * cost, tokens.aux_loss_weight)
+
+
+def step_signal(x: Tensor, tokens: Tokens, step: int) -> Tensor:
+    """Sinusoids of each token's position plus those of the step, from 1 (Dehghani et al. 2019, equations 6 and 7).
+
+    The result has the shape and dtype of x [B, T, D].
+    """
+    half = x.shape[-1] // 2
+    rates = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)  # [D/2]
+    angles = tokens.positions[..., None].float() * rates  # [B, T, D/2]
+    time = step * rates
+    signal = torch.stack((angles.sin() + time.sin(), angles.cos() + time.cos()), -1)
+    return signal.flatten(-2).to(x.dtype)

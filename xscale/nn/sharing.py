@@ -1,0 +1,53 @@
+"""Sharing of sublayers among the blocks of a stack (Dehghani et al. 2019; Lan et al. 2020, ALBERT, section 3.1)."""
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from torch import nn
+
+from xscale.core.errors import Problem
+from xscale.nn.mixer.mixer import MIXERS
+
+Share = Literal["none", "all", "mixer", "ffn"]
+
+
+def is_shared(sublayer: str, share: Share) -> bool:
+    """Whether all blocks have the sublayer of that name in common; cross-attention goes with the mixer."""
+    part = sublayer.split("_")[0]
+    return share == "all" or (share == "mixer" and part in ("mixer", "cross")) or share == part
+
+
+def share_sublayers(blocks: Iterable[Any], share: Share) -> nn.ModuleDict | None:
+    """Return the sublayers that all blocks have in common, by name: those of the first one; None without any.
+
+    The caller owns them, so that their parameters have one name and belong to no block. The blocks only refer to them.
+    """
+    owner: dict[str, nn.Module] = {}
+    for block in blocks:
+        for name in [name for name in block.order if is_shared(name, share)]:
+            owner.setdefault(name, getattr(block, name))
+            delattr(block, name)
+            # Not by assignment, which would register the parameters with each block.
+            vars(block)[name] = owner[name]
+    return nn.ModuleDict(owner) if owner else None
+
+
+def check(config: Any, path: str, *, cross: bool) -> list[Problem]:
+    """List what a stack of this config, at `path`, cannot share."""
+    if config.share == "none":
+        return []
+    problems = []
+    blocks = [config.block_config(layer) for layer in range(config.depth)]
+    named = [block.named(cross=cross) for block in blocks]
+    shared = [
+        {name: (block.config_of(entry), entry.factor) for name, entry in names.items() if is_shared(name, config.share)}
+        for block, names in zip(blocks, named, strict=True)
+    ]
+    if any(sublayers != shared[0] for sublayers in shared):
+        what = f"share={config.share} gives all blocks the same sublayers, and the rules give them different ones"
+        problems.append(Problem(f"{path}.rules", what, "Leave these rules out, or take share=none."))
+    for name, (part, _) in shared[0].items():
+        if name.split("_")[0] != "ffn" and MIXERS.of(part).part.score_heads(part) is not None:
+            what = f"the shared '{name}' hands on its scores, and is made for the first block, which reads none"
+            problems.append(Problem(f"{path}.share", what, "Take share=ffn or none, or the core softmax."))
+    return problems
