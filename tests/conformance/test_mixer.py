@@ -18,6 +18,10 @@ from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
 from xscale.nn.module import substitute
 
 LENGTH = 150
+QUICK_CORES = {"softmax", "block_sparse", "linear", "reformer"}
+"""Cores of each kind: dense, sparse, a running sum, sorted. `attention` is tried with every core in the quick suite, a
+mixer that hands its queries, keys and values to a core in the same way with these, and with the others in the long one.
+"""
 Case = tuple[Entry[Any], Any]
 """A mixer and its config."""
 
@@ -25,11 +29,16 @@ Case = tuple[Entry[Any], Any]
 def cases(trait: str, value: bool = True) -> list[Any]:
     """Mixers whose `trait` has that value, once for each core that has it too."""
     return [
-        pytest.param((entry, config), id=name)
+        pytest.param((entry, config), id=name, marks=marks(entry, config))
         for entry in MIXERS
         if getattr(entry.traits, trait) == value
         for name, config in settings(entry, trait, value)
     ]
+
+
+def marks(entry: Entry[Any], config: Any) -> list[pytest.MarkDecorator]:
+    quick = entry.name == "attention" or "core" not in type(config).model_fields or config.core.kind in QUICK_CORES
+    return [] if quick else [pytest.mark.long]
 
 
 def settings(entry: Entry[Any], trait: str, value: bool) -> Iterator[tuple[str, Config]]:

@@ -1,6 +1,7 @@
 """A few steps of training on random tokens, on any layout, to be compared with the same steps on one process."""
 
 import datetime
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.distributed import Pool
@@ -138,13 +140,15 @@ class _Watched:
 
 
 def _mesh(config: axes.MeshConfig, here: RankInfo) -> Mesh:
+    """A rank has one mesh of some degrees for as long as its process group, as a run does: each group has threads."""
     degrees = axes.resolve(config, here.world)
     device = torch.device("cpu")
-    return (
-        Mesh(here, degrees, device)
-        if here.is_single_process
-        else build_mesh(here, degrees, device, datetime.timedelta(seconds=60))
-    )
+    return Mesh(here, degrees, device) if here.is_single_process else _mesh_of(dist.group.WORLD, here, degrees)
+
+
+@functools.lru_cache(maxsize=4)
+def _mesh_of(group: dist.ProcessGroup, here: RankInfo, degrees: axes.Degrees) -> Mesh:
+    return build_mesh(here, degrees, torch.device("cpu"), datetime.timedelta(seconds=60))
 
 
 def batch_of(
