@@ -12,12 +12,14 @@ import functools
 import inspect
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -32,6 +34,10 @@ ENVIRONMENT = dict(os.environ)
 """Before any test changes it: workers are forked in one test and used in others."""
 TIMEOUT_SECONDS = 600.0
 """A limit for hangs only: a machine that is busy with other work may be many times slower."""
+DAMAGED_HEAP = re.compile(
+    r"^(malloc|free|realloc|tcache_thread_shutdown|corrupted)\b.*(tcache|chunk|corrupt|size|free)", re.M
+)
+"""What glibc prints before it aborts a process in whose heap it finds damage."""
 GRACE_SECONDS = 20.0
 """Time that the other ranks get to end by themselves once one has failed."""
 
@@ -171,11 +177,17 @@ class Pool:
     """Workers, started when first asked for and kept until `close`.
 
     One that hung or died is replaced, and one that has more than `MANY_THREADS` threads.
+
+    Once in a life of the pool a call is repeated, with a warning in pytest's summary: when glibc aborted a worker in
+    whose heap it found damage. Two such aborts were seen in dozens of runs of all tests, one as a thread of gloo ended
+    and one in a wait for a collective. Nothing of ours writes to memory itself on a CPU, and neither valgrind nor
+    AddressSanitizer nor an allocator that checks freed blocks saw the write. A second abort fails its test.
     """
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._workers: list[Worker] = []
+        self._repeated = False
 
     def run(
         self,
@@ -190,6 +202,25 @@ class Pool:
         Raises RankError when one fails, dies, or is not done in `timeout_seconds`; skips when one skips.
         """
         assert "." not in function.__qualname__, f"{function.__qualname__}: only a module-level function can travel"
+        errors = {}
+        for _ in range(2):
+            answers = self._call(function, ranks, positional, arguments, timeout_seconds)
+            errors = {rank: answer.error for rank, answer in answers.items() if answer.error is not None}
+            damaged = [error for error in errors.values() if DAMAGED_HEAP.search(error)]
+            if not damaged or self._repeated:
+                break
+            self._repeated = True
+            warnings.warn(f"repeated {function.__qualname__}: glibc aborted a worker:\n{damaged[0]}", stacklevel=2)
+        if errors:
+            raise RankError(errors)
+        skipped = [answer.skipped for answer in answers.values() if answer.skipped is not None]
+        if skipped:
+            pytest.skip(skipped[0])
+        return [answers[rank].result for rank in range(ranks)]
+
+    def _call(
+        self, function: Callable[..., Any], ranks: int, positional: Any, arguments: Any, timeout_seconds: float
+    ) -> dict[int, Answer]:
         while len(self._workers) < ranks:
             self._workers.append(Worker(Path(self._folder.name), len(self._workers)))
         store = tempfile.mktemp(prefix="store-", dir=self._folder.name)
@@ -197,14 +228,7 @@ class Pool:
         for rank, worker in workers.items():
             where = (function.__module__, function.__qualname__)
             worker.send(Call(where, positional, arguments, rank, ranks, store, timeout_seconds))
-        answers = self._gather(workers, timeout_seconds)
-        skipped = [answer.skipped for answer in answers.values() if answer.skipped is not None]
-        errors = {rank: answer.error for rank, answer in answers.items() if answer.error is not None}
-        if errors:
-            raise RankError(errors)
-        if skipped:
-            pytest.skip(skipped[0])
-        return [answers[rank].result for rank in range(ranks)]
+        return self._gather(workers, timeout_seconds)
 
     def _gather(self, workers: dict[int, Worker], timeout_seconds: float) -> dict[int, Answer]:
         answers: dict[int, Answer] = {}

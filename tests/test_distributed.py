@@ -69,6 +69,19 @@ def vanish() -> None:
         os._exit(7)
 
 
+def find_damage(folder: Path, times: int) -> int:
+    """On rank 1, end as glibc ends a process with a damaged heap, in the first so many calls."""
+    import torch.distributed as dist
+
+    before = len(list(folder.iterdir()))
+    if dist.get_rank() == 1 and before < times:
+        (folder / str(before)).touch()
+        print("malloc(): unaligned tcache chunk detected", flush=True)
+        os.abort()
+    dist.barrier()
+    return before
+
+
 def oversleep() -> None:
     time.sleep(60)
 
@@ -99,6 +112,19 @@ def test_groups_and_meshes_are_fresh_each_time(pool: Pool) -> None:
     first = pool.run(sharded_norm, 2)
     assert pool.run(sharded_norm, 2) == first
     assert first[0] == first[1]
+
+
+def test_a_call_is_repeated_once_where_glibc_finds_a_damaged_heap(tmp_path: Path) -> None:
+    pool = Pool()
+    try:
+        with pytest.warns(UserWarning, match="unaligned tcache chunk"):
+            assert pool.run(find_damage, 2, tmp_path, 1)[1] == 1
+        with pytest.raises(RankError, match="unaligned tcache chunk"):
+            pool.run(find_damage, 2, tmp_path, 2)
+        with pytest.raises(RankError, match="status 7"):
+            pool.run(vanish, 2)
+    finally:
+        pool.close()
 
 
 def threads_found(width: int) -> int:
