@@ -37,7 +37,7 @@ TIMEOUT_SECONDS = 600.0
 DAMAGED_HEAP = re.compile(
     r"^(malloc|free|realloc|tcache_thread_shutdown|corrupted)\b.*(tcache|chunk|corrupt|size|free)", re.M
 )
-"""What glibc prints before it aborts a process in whose heap it finds damage."""
+"""Words of glibc before it aborts a process in whose heap it finds damage."""
 GRACE_SECONDS = 20.0
 """Time that the other ranks get to end by themselves once one has failed."""
 

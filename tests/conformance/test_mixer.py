@@ -18,10 +18,6 @@ from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
 from xscale.nn.module import substitute
 
 LENGTH = 150
-QUICK_CORES = {"softmax", "block_sparse", "linear", "reformer"}
-"""Cores of each kind: dense, sparse, a running sum, sorted. `attention` is tried with every core in the quick suite, a
-mixer that hands its queries, keys and values to a core in the same way with these, and with the others in the long one.
-"""
 Case = tuple[Entry[Any], Any]
 """A mixer and its config."""
 
@@ -37,8 +33,23 @@ def cases(trait: str, value: bool = True) -> list[Any]:
 
 
 def marks(entry: Entry[Any], config: Any) -> list[pytest.MarkDecorator]:
-    quick = entry.name == "attention" or "core" not in type(config).model_fields or config.core.kind in QUICK_CORES
-    return [] if quick else [pytest.mark.long]
+    """A mixer that hands queries, keys and values to a core as another does is tried quickly with one of each kind.
+
+    The first mixer that holds a core is tried with all; the others with the first core of those with equal traits, and
+    in the long suite with the rest.
+    """
+    if "core" not in type(config).model_fields:
+        return []
+    first = next(mixer for mixer in MIXERS if "core" in type(example(mixer)).model_fields)
+    alike = [core.name for core in CORES if declared(core) == declared(CORES.of(config.core))]
+    return [] if entry.name == first.name or CORES.of(config.core).name == alike[0] else [pytest.mark.long]
+
+
+def declared(core: Entry[Any]) -> tuple[bool, ...]:
+    """Whether the core has each trait that is tried here."""
+    return tuple(
+        getattr(core.traits, trait, True) for trait in ("causal", "bidirectional", "cross", "documents", "decode")
+    )
 
 
 def settings(entry: Entry[Any], trait: str, value: bool) -> Iterator[tuple[str, Config]]:
