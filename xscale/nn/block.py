@@ -17,6 +17,7 @@ from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm, Rms
+from xscale.nn.position.position import POSITIONS, Position
 from xscale.nn.tokens import Tokens
 
 Scores = dict[str, Tensor]
@@ -51,6 +52,9 @@ class BlockConfig(Config):
     sublayers: tuple[SublayerConfig, ...] | None = Field(default=None, min_length=1)
     """The sublayers in their order; null: the mixer, the cross-attention in the decoder of an encoder-decoder, and the
     feed-forward part."""
+    position: Annotated[Position.Config, Slot(POSITIONS)] | None = None
+    """Position encoding that is added to the block's input, with parameters of its own in each block (Al-Rfou et al.
+    2019); null: positions enter as `model.position` says, alone."""
     norm: Annotated[Norm.Config, Slot(NORMS)] = Rms.Config()
     """The norm of each sublayer."""
     placement: Literal["pre", "post", "sandwich", "res_post", "rezero", "no_norm", "none"] = "pre"
@@ -165,6 +169,7 @@ class Block(Module):
     def __init__(self, config: BlockConfig, dims: Dims, *, cross: bool = False) -> None:
         super().__init__()
         self.parallel = config.residual == "parallel"
+        self.position: Position | None = None if config.position is None else POSITIONS.build(config.position, dims)
         self.cross = self.ffn = None
         named = config.named(cross=cross)
         self.order = list(named)
@@ -189,7 +194,7 @@ class Block(Module):
             elif sublayer.part == "mixer" or cross:
                 problems += _check_mixer(part, cross_dims(dims) if sublayer.part == "cross" else dims, at)
         problems += NORMS.of(config.norm).part.check(config.norm, dims, f"{path}.norm")
-        return problems
+        return problems + _check_position(config, dims, f"{path}.position")
 
     def sublayers(self) -> dict[str, Sublayer]:
         """Return the sublayers by name, in their order; those that blocks share belong to the stack."""
@@ -209,6 +214,8 @@ class Block(Module):
         scores: Scores | None = None,
     ) -> Any:
         """Return the hidden states; with the previous block's `scores` (hidden states, this block's scores)."""
+        if self.position is not None:
+            x = self.position.embed(x, tokens)
         edges = {} if scores is None else {name: ScoreEdge(scores.get(name)) for name in self.score_mixers()}
         if self.parallel:
             assert self.ffn is not None
@@ -220,6 +227,18 @@ class Block(Module):
         if scores is None:
             return x
         return x, {name: edge.scores for name, edge in edges.items() if edge.scores is not None}
+
+
+def _check_position(config: BlockConfig, dims: Dims, path: str) -> list[Problem]:
+    """List why the position cannot be added to the block's input."""
+    if config.position is None:
+        return []
+    entry = POSITIONS.of(config.position)
+    if entry.traits.where == "input":
+        return list(entry.part.check(config.position, dims, path))
+    what = f"'{entry.name}' acts within attention, and a block's position is added to its input"
+    can = ", ".join(POSITIONS.able(where="input"))
+    return [Problem(path, what, f"These can: {can}. Or take it as mixer.position.")]
 
 
 def _check_parallel(config: BlockConfig, path: str, *, cross: bool) -> list[Problem]:

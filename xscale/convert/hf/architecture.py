@@ -115,6 +115,7 @@ FEATURES: dict[str, Any] = {
     },
     "block.residual": "sequential",
     "block.sublayers": None,
+    "block.position": None,
     "block.mixer.scale": None,
     "block.mixer.qk_norm_over": "head",
     "block.mixer.position": None,

@@ -23,8 +23,13 @@ def check(model: nn.Module, path: str) -> list[Problem]:
     """Return norms that need the full sequence."""
     problems = {}
     for stack in [module for module in model.modules() if isinstance(module, Stack)]:
-        key = "halting" if stack.halting is not None else "step_signal" if stack.step_signal else None
-        if key is not None:
+        adds_position = any(block.position is not None for block in stack.blocks.values())
+        reading = {
+            "halting": stack.halting is not None,
+            "step_signal": stack.step_signal,
+            "block.position": adds_position,
+        }
+        for key in [key for key, is_set in reading.items() if is_set]:
             what = f"stack.{key} reads the tokens between the blocks, of which each rank would have a shard"
             problems[key] = Problem(path, what, f"Take false, or a stack without {key}.")
     for norm in norms_between_regions(model):
