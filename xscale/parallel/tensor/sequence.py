@@ -29,7 +29,8 @@ def check(model: nn.Module, path: str) -> list[Problem]:
             "step_signal": stack.step_signal,
             "block.position": adds_position,
         }
-        for key in [key for key, is_set in reading.items() if is_set]:
+        key = next((key for key, is_set in reading.items() if is_set), None)
+        if key is not None:
             what = f"stack.{key} reads the tokens between the blocks, of which each rank would have a shard"
             problems[key] = Problem(path, what, f"Take false, or a stack without {key}.")
     for norm in norms_between_regions(model):
