@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from xscale_launch.command import check_config
+from xscale_launch.devices import free_port
 from xscale_launch.status import LaunchError
 
 ROOT = Path(__file__).parents[2]
@@ -182,7 +183,16 @@ def test_a_port_in_use_is_said(config: Path) -> None:
         done = launch("--processes", 2, "--port", port, config)
     assert done.returncode == 2
     assert f"port {port} cannot be used on this machine" in done.stderr
-    assert launch("--processes", 1, "--port", port, config).returncode == 0
+
+
+def test_a_free_port_is_taken(config: Path) -> None:
+    for _ in range(5):
+        done = launch("--processes", 1, "--port", free_port(), config)
+        if done.returncode == 0:
+            break
+        # Another program was faster.
+        assert "already in use" in done.stderr
+    assert done.returncode == 0
 
 
 def test_a_name_stands_for_its_recipe() -> None:
