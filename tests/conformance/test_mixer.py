@@ -1,15 +1,17 @@
 """Conformance of mixers; a mixer that holds a core is tried with every core that can do what is asked."""
 
+import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.conformance.made import WIDTH, close, dims, drawn, noisy, numbered, other_from, ready, slope_fits, tokens
-from tests.families import example
+from tests.families import each, example
 from xscale.core.config import Config
+from xscale.core.errors import ConfigError
 from xscale.core.registry import Entry, Family
 from xscale.nn.attention.core import CORES
 from xscale.nn.dims import Dims
@@ -204,6 +206,30 @@ def test_gradients_fit_differences(case: Case) -> None:
     for causal in modes(case):
         part = built(case, causal=causal)
         assert slope_fits(lambda x, part=part: part(x, tokens(LENGTH)), [drawn(2, LENGTH, WIDTH)])
+
+
+def choices(annotation: Any) -> list[Any]:
+    """The values of a field that chooses among a few."""
+    if annotation is bool:
+        return [False, True]
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [value for inner in get_args(annotation) for value in choices(inner)]
+
+
+@each([entry for entry in MIXERS if "core" in type(example(entry)).model_fields])
+def test_every_choice_of_a_core_is_refused_or_runs(entry: Entry[Any]) -> None:
+    """A choice in a core's config fits the mixer or is refused: by `check`, or by a kernel for the device."""
+    for _, config in settings(entry, "bidirectional", True):
+        for name, field in type(config.core).model_fields.items():
+            for value in choices(field.annotation):
+                chosen = config.model_copy(update={"core": config.core.model_copy(update={name: value})})
+                around = dims(length=LENGTH, causal=False)
+                if entry.part.check(chosen, around, entry.name):
+                    continue
+                part, x = ready(entry.part(chosen, around)), drawn(2, LENGTH, WIDTH)
+                with contextlib.suppress(ConfigError):
+                    assert part(x, tokens(LENGTH)).shape == x.shape, (name, value)
 
 
 class Mean(Mixer):

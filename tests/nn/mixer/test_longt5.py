@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from tests.conformance.made import close, drawn, ready
 from xscale.core.config import decode
+from xscale.nn.attention.longt5 import LongT5
 from xscale.nn.dims import Dims
+from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.longt5 import TransientGlobalAttention
 from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.model.encoder import Encoder
@@ -171,3 +173,12 @@ def copy_weights(ours: Encoder, weights: dict[str, Tensor], kind: str) -> None:
             renamed[f"{here}.ffn.part.{name}.weight"] = f"{there}.1.DenseReluDense.{other}.weight"
     for name, parameter in ours.named_parameters():
         parameter.copy_(weights[renamed[name]])
+
+
+def test_norms_of_the_input_need_the_mixer() -> None:
+    dims = Dims(width=32, depth=1, vocabulary=11, length=64, causal=False)
+    core = LongT5.Config(norm="input")
+    (problem,) = Attention.check(Attention.Config(heads=4, core=core), dims, "mixer")
+    assert str(problem).startswith("mixer.core.norm: 'input' is what the mixer longt5 sets")
+    assert "Take projection, or mixer.kind=longt5." in str(problem)
+    assert TransientGlobalAttention.check(TransientGlobalAttention.Config(heads=4, core=core), dims, "mixer") == []

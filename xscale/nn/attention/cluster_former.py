@@ -61,6 +61,7 @@ class StateMemory(Module):
     ),
 )
 class ClusterFormer(Core):
+    set_by_mixer = ("points", "input", "cluster_former")
     centroids: Parameter
 
     class Config(Core.Config):

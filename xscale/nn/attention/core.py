@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -60,6 +60,8 @@ class Core(Part):
 
     head_period = 1
     """Heads that form a unit: parallelism gives each rank a multiple of it."""
+    set_by_mixer: ClassVar[tuple[str, Any, str] | None] = None
+    """A key of the config, a value, and the kind of the only mixer that can hold the core with it, and sets it."""
     uses_relative_bias = False
     """Whether the mixer passes a bias on relative positions as `AttentionMask.relative_bias`, without materialising it
     for every score."""
@@ -74,6 +76,18 @@ class Core(Part):
         """Heads, over all ranks, whose scores of the previous block the output depends on; 0: on none."""
         self.layer_tables: Module | None = None
         """Parameters that the cores of all layers of a stack have in common; None: none."""
+
+    @classmethod
+    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+        """List the problems of the config; a core that overrides it begins with these."""
+        problems = list(super().check(config, dims, path))
+        if cls.set_by_mixer is not None:
+            key, value, mixer = cls.set_by_mixer
+            if getattr(config, key) == value:
+                what = f"'{value}' is what the mixer {mixer} sets, with which alone the core can have it"
+                default = type(config).model_fields[key].default
+                problems.append(Problem(f"{path}.{key}", what, f"Take {default}, or mixer.kind={mixer}."))
+        return problems
 
     @classmethod
     def shares_layer_tables(cls, config: Any) -> bool:

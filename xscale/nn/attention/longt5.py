@@ -38,6 +38,7 @@ from xscale.nn.init import ONES
     ),
 )
 class LongT5(Core):
+    set_by_mixer = ("norm", "input", "longt5")
     uses_relative_bias = True
     gains: Parameter
 

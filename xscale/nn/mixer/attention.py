@@ -194,7 +194,11 @@ class Attention(Mixer):
         if cls.cores is not None and entry.name not in cls.cores:
             fix = f"Take {' or '.join(cls.cores)}, or the mixer attention."
             return [Problem(f"{path}.core", f"mixer '{cls.Config.kind}' cannot hold the core '{entry.name}'", fix)]
-        problems = list(entry.part.check(config.core, dims, f"{path}.core"))
+        core = config.core
+        if entry.part.set_by_mixer is not None and entry.part.set_by_mixer[2] == cls.Config.kind:
+            key = entry.part.set_by_mixer[0]
+            core = core.model_copy(update={key: type(core).model_fields[key].default})
+        problems = list(entry.part.check(core, dims, f"{path}.core"))
         problems += entry.part.check_heads(config.core, config.heads, f"{path}.core")
         for core, core_path in entry.part.parts(config.core, f"{path}.core"):
             problems += cls._check_traits(core, config, dims, path, core_path)
