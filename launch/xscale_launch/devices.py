@@ -1,5 +1,6 @@
 """The CPU cores, GPUs and free ports of this machine, found with the standard library only."""
 
+import errno
 import ipaddress
 import os
 import shutil
@@ -50,10 +51,15 @@ def address_to_listen_on(name: str) -> str:
     """
     try:
         address = ipaddress.ip_address(name)
-        with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6) as probe:
-            probe.bind((name, 0))
-    except (OSError, ValueError):
+    except ValueError:
         return ""
+    with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6) as probe:
+        try:
+            probe.bind((name, 0))
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                return ""
+            raise
     return name
 
 

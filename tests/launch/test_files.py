@@ -5,8 +5,10 @@ import json
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -137,11 +139,14 @@ def test_a_link_is_removed_and_not_what_it_points_to(tmp_path: Path) -> None:
     assert (tmp_path / "other" / "precious").exists()
 
 
-def test_where_the_head_node_listens() -> None:
-    """At an address of its own; a name may be another address on another machine."""
+def test_where_the_head_node_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At an address of its own; a name may be another address on another machine. Other faults are not hidden."""
     assert address_to_listen_on("127.0.0.2") == "127.0.0.2"
     for name in ("localhost", "192.0.2.1", "no such name", "", "127.0.0.1/8"):
         assert address_to_listen_on(name) == ""
+    monkeypatch.setattr(socket.socket, "bind", Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(PermissionError):
+        address_to_listen_on("127.0.0.2")
 
 
 @pytest.mark.parametrize("interface", ["lo", "none0", "lo; touch touched", "a,b"])

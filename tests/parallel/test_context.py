@@ -170,6 +170,44 @@ def test_what_cannot_be_sharded_is_refused(changes: dict[str, Any], parallel: di
     assert any(says in problem.what and problem.fix for problem in problems), problems
 
 
+@pytest.mark.parametrize(
+    ("mixer", "style", "what", "fix"),
+    [
+        (
+            {"heads": 2, "dropout": 0.1},
+            "ring",
+            "ring: dropout of attention weights draws the mask of all a head's scores, of which no rank has all",
+            "Take parallel.context.style=ulysses.",
+        ),
+        (
+            {"heads": 3, "head_width": 8, "dropout": 0.1},
+            "auto",
+            "ulysses: cp x tp = 2 does not divide heads=3",
+            "Take parallel.mesh.cp=3. Without dropout of attention weights (mixer.dropout=0) more styles work; the "
+            "blocks' dropout always does.",
+        ),
+    ],
+    ids=["another style works", "no style works"],
+)
+def test_a_refused_style_says_what_would_work(mixer: dict[str, Any], style: str, what: str, fix: str) -> None:
+    block = {"mixer": {"kind": "attention", **mixer}, "ffn": {"kind": "dense"}}
+    model = {"kind": "decoder", "width": 32, "stack": {"depth": 1, "block": block}}
+    [problem] = recipe(Path("nowhere"), model=model, parallel=layout(style)).check(2)
+    assert what in problem.what
+    assert ("halo: " in problem.what) == (style == "auto"), "the reason of every style that was tried, and no other"
+    assert problem.fix == fix
+
+
+def test_global_tokens_are_refused() -> None:
+    block = {"mixer": {"kind": "attention", "heads": 4}, "ffn": {"kind": "dense"}}
+    model = {"kind": "encoder", "width": 32, "global_tokens": 2, "stack": {"depth": 1, "block": block}}
+    changes: dict[str, Any] = {"objective": {"kind": "masked"}, "parallel": layout()}
+    problems = recipe(Path("nowhere"), model=model, **changes).check(2)
+    [problem] = [problem for problem in problems if problem.path == "parallel.mesh.cp"]
+    assert problem.what.startswith("the 2 global tokens precede the text")
+    assert problem.fix == "Take cp=1, or model.global_tokens=0."
+
+
 @distributed(ranks=2)
 def test_a_core_that_mixes_documents_refuses_them_in_pieces_too() -> None:
     assert dist.group.WORLD is not None
