@@ -1,7 +1,7 @@
 """A Transformer layer: sublayers on the residual stream, usually a mixer and a feed-forward part, with norms."""
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -18,6 +18,7 @@ from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm, Rms
 from xscale.nn.position.position import POSITIONS, Position
+from xscale.nn.reversible import Streams
 from xscale.nn.tokens import Tokens
 
 Scores = dict[str, Tensor]
@@ -63,9 +64,10 @@ class BlockConfig(Config):
     no_norm: x + f(x) (Huang et al. 2020, T-Fixup);
     rezero: x + alpha f(x), a learned scalar alpha that starts at 0 and no norm (Bachlechner et al. 2021);
     none: f(x), for mixers that are whole layers (Guo et al. 2019, Star-Transformer)."""
-    residual: Literal["sequential", "parallel"] = "sequential"
+    residual: Literal["sequential", "parallel", "reversible"] = "sequential"
     """sequential: the ffn reads what the mixer wrote; parallel: both read the block's input, and their outputs are
-    added to it (Wang and Komatsuzaki 2021, GPT-J)."""
+    added to it (Wang and Komatsuzaki 2021, GPT-J); reversible: two residual streams, and a sublayer adds to one what it
+    makes of the other, so that no block's input is saved for backward (Kitaev et al. 2020, Reformer)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability of each sublayer's output."""
 
@@ -133,6 +135,33 @@ class Sublayer(Module):
         edge: ScoreEdge | None = None,
     ) -> Tensor:
         """[B, T, D] -> [B, T, D]: the part's output for `x`, added to `residual` [B, T, D]; None: to `x`."""
+        if self.placement == "none":
+            return self.branch(x, tokens, memory, source, edge)
+        y = self._output(x, tokens, memory, source, edge)
+        kernel = self.kernel_choices.get("bias_dropout_residual")
+        residual = x if residual is None else residual
+        y = self.random.dropout_add(y, residual, self._drop_probability(tokens), tokens, kernel)
+        return self.norm(y) if self.norm is not None and self.placement == "post" else y
+
+    def branch(
+        self,
+        x: Tensor,
+        tokens: Tokens,
+        memory: Tensor | None = None,
+        source: Tokens | None = None,
+        edge: ScoreEdge | None = None,
+    ) -> Tensor:
+        """[B, T, D] -> [B, T, D]: the part's output for `x` in compute dtype, with norm and dropout."""
+        y = self._output(self.use(x), tokens, memory, source, edge)
+        return self.random.dropout(y, self._drop_probability(tokens), ("batch", "tokens", "width"), tokens)
+
+    def _drop_probability(self, tokens: Tokens) -> float:
+        return self.dropout if self.training and tokens.rng_seed is not None else 0.0
+
+    def _output(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None, source: Tokens | None, edge: ScoreEdge | None
+    ) -> Tensor:
+        """Output of the part with its norm, before dropout, [B, T, D]."""
         norm, part, after = self.norm, self.part, self.after
         inner = norm(x) if norm is not None and self.placement in ("pre", "sandwich") else x
         y: Tensor
@@ -148,20 +177,13 @@ class Sublayer(Module):
             y = norm(y)
         elif self.alpha is not None:
             y = self.alpha(y)
-        if self.factor != 1:
-            y = self.factor * y
-        drops = self.training and tokens.rng_seed is not None
-        if self.placement == "none":
-            return self.random.dropout(y, self.dropout if drops else 0.0, ("batch", "tokens", "width"), tokens)
-        kernel = self.kernel_choices.get("bias_dropout_residual")
-        residual = x if residual is None else residual
-        y = self.random.dropout_add(y, residual, self.dropout if drops else 0.0, tokens, kernel)
-        return norm(y) if norm is not None and self.placement == "post" else y
+        return y if self.factor == 1 else self.factor * y
 
 
 class Block(Module):
     """[B, T, D] -> [B, T, D]. Sublayers have the names of `BlockConfig.named`."""
 
+    seams: ClassVar[tuple[str, ...]] = ("add_branch",)
     mixer: Sublayer
     cross: Sublayer | None
     ffn: Sublayer | None
@@ -169,6 +191,7 @@ class Block(Module):
     def __init__(self, config: BlockConfig, dims: Dims, *, cross: bool = False) -> None:
         super().__init__()
         self.parallel = config.residual == "parallel"
+        self.reversible = config.residual == "reversible"
         self.position: Position | None = None if config.position is None else POSITIONS.build(config.position, dims)
         self.cross = self.ffn = None
         named = config.named(cross=cross)
@@ -207,13 +230,18 @@ class Block(Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Any,
         tokens: Tokens,
         memory: Tensor | None = None,
         source: Tokens | None = None,
         scores: Scores | None = None,
     ) -> Any:
-        """Return the hidden states; with the previous block's `scores` (hidden states, this block's scores)."""
+        """Return the hidden states; with the previous block's `scores` (hidden states, this block's scores).
+
+        `x` are hidden states [B, T, D], or the `Streams` of a reversible block, which returns streams.
+        """
+        if self.reversible:
+            return self._next_streams(x, tokens, memory, source)
         if self.position is not None:
             x = self.position.embed(x, tokens)
         edges = {} if scores is None else {name: ScoreEdge(scores.get(name)) for name in self.score_mixers()}
@@ -227,6 +255,18 @@ class Block(Module):
         if scores is None:
             return x
         return x, {name: edge.scores for name, edge in edges.items() if edge.scores is not None}
+
+    def _next_streams(self, streams: Streams, tokens: Tokens, memory: Tensor | None, source: Tokens | None) -> Streams:
+        first, second = streams
+        for name in self.order:
+            memory_and_source = (memory, source) if name.startswith("cross") else ()
+            y = self.add_branch(getattr(self, name), first, second, tokens, *memory_and_source)
+            first, second = second, y
+        return Streams(first, second)
+
+    def add_branch(self, sublayer: Sublayer, first: Tensor, second: Tensor, *inputs: Any) -> Tensor:
+        """first + f(second), all [B, T, D]. A seam: `first` is freed, and reconstructed in backward."""
+        return first + sublayer.branch(second, *inputs)
 
 
 def _check_position(config: BlockConfig, dims: Dims, path: str) -> list[Problem]:

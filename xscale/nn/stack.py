@@ -20,6 +20,8 @@ from xscale.nn.norm import NORMS, Norm
 from xscale.nn.position.position import Position, share_position
 from xscale.nn.random import reseed
 from xscale.nn.recurrent_depth import Halting, HaltingConfig, Pondered, step_signal
+from xscale.nn.reversible import Streams, wide
+from xscale.nn.reversible import check as check_reversible
 from xscale.nn.sharing import Share, share_sublayers
 from xscale.nn.sharing import check as check_sharing
 from xscale.nn.tokens import Tokens
@@ -85,7 +87,7 @@ class Stack(Module):
     """[B, T, D] -> [B, T, D], with the final norm that pre-norm needs. Blocks keep their index on every layout."""
 
     seams: ClassVar[tuple[str, ...]] = (
-        "run_block", "norm", "position", "core_tables", "shared", "first_scores", "output",
+        "run_block", "norm", "position", "core_tables", "shared", "first_scores", "second_stream", "output",
     )  # fmt: skip
 
     def __init__(
@@ -117,6 +119,8 @@ class Stack(Module):
         """The sublayers that all blocks have in common, by name; None: each block has its own."""
         self.hands_on_scores = any(block.score_mixers() for block in self.blocks.values())  # type: ignore[operator]
         """Whether attention scores pass from block to block, beside the hidden states."""
+        self.reversible = config.block.residual == "reversible"
+        """Whether blocks pass on two residual streams, and the output is their mean."""
         self.step_signal = config.step_signal
         self.halting = None if config.halting is None else Halting(config.halting, dims)
         ends_in_norm = config.block.placement not in ("post", *NORMLESS)
@@ -143,14 +147,17 @@ class Stack(Module):
             *_check_layer_tables(config, dims, path),
             *_check_scores(config, path, cross=cross),
             *check_sharing(config, path, cross=cross),
+            *check_reversible(config, path),
             *_check_steps(config, dims, path),
         ]
 
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(self, x: Any, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         scores = self.first_scores()
         states = [x]
         memories = memory if self.mix is None or memory is None else self.mix(memory, tokens)
         pondered: Pondered | None = None if self.halting is None else self.halting.start(x)
+        if self.reversible:
+            x = Streams(wide(x), self.second_stream(x))
         for layer, block in self.blocks.items():
             assert isinstance(block, Block)
             if tokens.rng_seed is not None:
@@ -180,8 +187,16 @@ class Stack(Module):
         """Attention scores for the first block: none. A seam: a pipeline stage receives those of the stage before."""
         return {}
 
-    def output(self, x: Tensor, scores: Scores) -> Any:
-        """Output [B, T, D] of the stack, from that of the last block. A seam: a pipeline stage also sends scores."""
+    def second_stream(self, x: Tensor) -> Tensor:
+        """Second residual stream of the first reversible block: a copy of the first, [B, T, D]. A seam: a pipeline
+        stage receives that of the stage before."""
+        return wide(x)
+
+    def output(self, x: Any, scores: Scores) -> Any:
+        """Output [B, T, D] of the stack, from that of the last block. A seam: a pipeline stage also sends scores, or
+        both residual streams."""
+        if self.reversible:
+            x = self.use((x.first + x.second) / 2)
         return x if self.norm is None else self.norm(x)
 
     def _tokens_of(self, block: Block, tokens: Tokens) -> Tokens:
@@ -213,9 +228,13 @@ def _check_steps(config: StackConfig, dims: Dims, path: str) -> list[Problem]:
     if config.step_signal and dims.width % 2:
         what = f"pairs of channels have a sine and a cosine, and width={dims.width} is odd"
         problems.append(Problem(f"{path}.step_signal", what, "Take an even width, or false."))
-    if config.halting is not None and any(MIXERS.of(mixer).part.score_heads(mixer) for mixer in config.mixers()):
+    hands_on_scores = any(MIXERS.of(mixer).part.score_heads(mixer) for mixer in config.mixers())
+    if config.halting is not None and hands_on_scores:
         what = "a token that has halted has no scores to hand on"
         problems.append(Problem(f"{path}.halting", what, "Take null, or the core softmax."))
+    if config.block.residual == "reversible" and hands_on_scores:
+        what = "reversible blocks keep nothing for backward, and scores that blocks hand on would be kept"
+        problems.append(Problem(f"{path}.block.residual", what, "Take sequential, or the core softmax."))
     return problems
 
 

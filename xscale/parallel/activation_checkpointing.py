@@ -148,16 +148,22 @@ def _runner(config: RecomputeConfig) -> Any:
     def run(block: Block, *inputs: Any) -> Any:
         if not is_recomputed(block.path, config) or not block.training:
             return block(*inputs)
-        # The recomputation starts from the shared values that the forward started from: a compiled block takes another
-        # graph, which saves other tensors, when values are already there.
-        shared = [tokens.shared_values for tokens in inputs if isinstance(tokens, Tokens)]
-        copies = [values.copy() for values in shared]
-
-        def forward(*inputs: Any) -> Any:
-            for values, before in zip(shared, copies, strict=True):
-                values.reset(before)
-            return block(*inputs)
-
-        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts)
+        return checkpoint(with_shared_values(block, inputs), *inputs, use_reentrant=False, context_fn=contexts)
 
     return run
+
+
+def with_shared_values(run: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Return `run` for a forward on `inputs` and its recomputation, which starts from the same shared values.
+
+    A compiled block takes another graph, which saves other tensors, when values are already there.
+    """
+    shared = [tokens.shared_values for tokens in inputs if isinstance(tokens, Tokens)]
+    copies = [values.copy() for values in shared]
+
+    def forward(*inputs: Any) -> Any:
+        for values, before in zip(shared, copies, strict=True):
+            values.reset(before)
+        return run(*inputs)
+
+    return forward

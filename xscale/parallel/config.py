@@ -64,6 +64,9 @@ class RecomputeConfig(Config):
     """Save a rank's shard of the activations that tensor.sequence gathers into the other blocks' regions, and
     all-gather it again in backward (Korthikanti et al. 2022): a third more traffic over tp, and 1/tp of those
     activations."""
+    reversible: bool = True
+    """Free the inputs of reversible blocks (block.residual=reversible) in forward and reconstruct them in backward;
+    false: save what other blocks save, the baseline for measurements."""
     renamed: ClassVar[dict[str, str]] = {"keep": "granularity", "gathered": "regather_sequence_parallel_input"}
 
     @field_validator("granularity", mode="before")

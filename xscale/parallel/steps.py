@@ -13,7 +13,7 @@ from xscale.mesh.mesh import Mesh
 from xscale.nn.block import Block
 from xscale.nn.ffn.moe import Moe
 from xscale.nn.mixer.attention import Attention
-from xscale.parallel import activation_checkpointing, context, expert, float8, zero
+from xscale.parallel import activation_checkpointing, context, expert, float8, reversible, zero
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 from xscale.parallel.engine.deepspeed import check as deepspeed
 from xscale.parallel.pipeline import check as pipeline
@@ -228,12 +228,17 @@ class ActivationCheckpointingStep(_Step):
     name = "activation checkpointing"
 
     def check(self, model: nn.Module | None, settings: StepSettings) -> list[Problem]:
-        return activation_checkpointing.check(settings.parallel, "parallel") if model is None else []
+        if model is None:
+            return activation_checkpointing.check(settings.parallel, "parallel")
+        return reversible.check(model, settings.parallel, "parallel")
 
     def apply(
         self, model: nn.Module, settings: StepSettings, mesh: Mesh, fill: FillParameters
     ) -> tuple[nn.Module, str | None]:
         config = settings.parallel.recompute
+        reconstructed = reversible.apply(model) if config.reversible else 0
+        if reconstructed:
+            return model, f"Applied reconstruction of the inputs of {reconstructed} reversible blocks"
         count = activation_checkpointing.apply(model, config)
         return model, f"Applied {config.granularity} activation checkpointing to {count} blocks" if count else None
 

@@ -191,3 +191,12 @@ def test_pythias_own_config_maps() -> None:
     model = model_of(section)
     assert (model.position.base, model.position.fraction, sizes.length) == (10_000.0, 0.25, 2048)
     assert model.stack.block.residual == "parallel"
+
+
+def test_a_reversible_model_is_no_gpt_neox() -> None:
+    architecture, section = SECTIONS["pythia"]
+    stack = section["stack"]
+    other = {**section, "stack": {**stack, "block": {**stack["block"], "residual": "reversible"}}}
+    with pytest.raises(ConfigError) as caught:
+        select_architecture(model_of(other), ModelSizes(320, 24), architecture)
+    assert [problem.path for problem in caught.value.problems] == ["model.stack.block.residual"]

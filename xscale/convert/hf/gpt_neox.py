@@ -40,6 +40,7 @@ def to_hf(config: Any, sizes: ModelSizes, require: Requirements) -> Data:
     if int(config.width // mixer.heads * config.position.fraction) % 2:
         what = f"{config.position.fraction} of {config.width // mixer.heads} channels is an odd number"
         require.reject("model.position.fraction", what, "A fraction with an even number of channels would map.")
+    require.one_of("model.stack.block.residual", block.residual, "sequential", "parallel")
     return {
         "vocab_size": sizes.vocabulary,
         "hidden_size": config.width,

@@ -38,7 +38,7 @@ from xscale.nn.random import SeededNumbers
         "With scope 'bucket' a token sees the nearest tokens of its bucket. The paper sorts tokens by bucket and lets "
         "a token see its chunk and the previous one, whose boundaries depend on later tokens: scope 'chunk', for "
         "bidirectional models.",
-        "The layers are not reversible.",
+        "Reversible layers are not part of the core: block.residual=reversible.",
     ),
 )
 class Reformer(Core):

@@ -67,6 +67,11 @@ class EncoderDecoder(Model):
         if config.transparent and config.encoder.halting is not None:
             what = "an encoder whose tokens halt has one output, not one of each block"
             problems.append(Problem(f"{path}.transparent", what, f"Take false, or {path}.encoder.halting=null."))
+        if config.transparent and config.encoder.block.residual == "reversible":
+            what = "the decoder reads the outputs of all encoder blocks, and reversible blocks free theirs"
+            problems.append(
+                Problem(f"{path}.transparent", what, f"Take false, or {path}.encoder.block.residual=sequential.")
+            )
         if config.transparent_dropout and not config.transparent:
             what = "there are no weights of layers to drop"
             problems.append(Problem(f"{path}.transparent_dropout", what, "Take 0, or transparent=true."))

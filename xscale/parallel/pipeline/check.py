@@ -7,6 +7,7 @@ from torch import nn
 from xscale.core.errors import Problem
 from xscale.nn.layer_mix import LayerMix
 from xscale.nn.recurrent_depth import Halting
+from xscale.nn.stack import Stack
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.pipeline.schedule import SCHEDULES, schedule_of
 from xscale.parallel.pipeline.split import (
@@ -35,6 +36,10 @@ def check(model: nn.Module, config: ParallelConfig, path: str, length: int = 0) 
     if any(isinstance(module, LayerMix) for module in model.modules()):
         what = "the decoder reads the outputs of all encoder blocks, and stages pass on that of the last one"
         problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or model.transparent=false."))
+    stacks = [module for module in model.modules() if isinstance(module, Stack)]
+    if len(stacks) > 1 and any(stack.reversible for stack in stacks):
+        what = "stages of an encoder-decoder pass on one residual stream, and reversible blocks have two"
+        problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or block.residual=sequential."))
     schedule, blocks = schedule_of(pipeline), len(block_paths(model))
     if schedule.interleaved and pipeline.stages_per_rank < 2:
         what = f"interleaved_1f1b needs at least 2 stages per rank, got {pipeline.stages_per_rank}"

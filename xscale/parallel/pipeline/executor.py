@@ -72,21 +72,23 @@ class PipelineSpec:
     def received(self, stage: int, tokens: Tokens, source: Tokens | None, dtype: torch.dtype) -> list[TensorSpec]:
         """Describe what a stage receives for a micro-batch, and whose gradients it sends back.
 
-        `dtype` is that of hidden states; attention scores have float32 at least.
+        `dtype` is that of hidden states; attention scores and residual streams have float32 at least.
         """
         specs = []
         for sent in self.inputs[stage]:
             read = source if sent.from_source else tokens
             assert read is not None
             batch, length = read.ids.shape
+            wide = torch.promote_types(dtype, torch.float32)
             if sent.score_heads is None:
-                specs.append(TensorSpec((batch, self.length_of(length), self.width), dtype))
+                shape: tuple[int, ...] = (batch, self.length_of(length), self.width)
+                specs.append(TensorSpec(shape, wide if sent.stream else dtype))
                 continue
             queries = self.global_tokens + length
             # With a cache the tokens are the last ones of the sequence.
             keys = queries if tokens.cache is None else int(tokens.positions[0, -1]) + 1
             shape = (batch, sent.score_heads // self.tp, queries, keys)
-            specs.append(TensorSpec(shape, torch.promote_types(dtype, torch.float32)))
+            specs.append(TensorSpec(shape, wide))
         return specs
 
 

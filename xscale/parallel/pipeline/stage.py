@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from xscale.nn.block import Block, Scores
 from xscale.nn.linear import Embedding
 from xscale.nn.module import Module, substitute
+from xscale.nn.reversible import Streams, wide
 from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
 from xscale.parallel.pipeline.split import params_shared_by_blocks, stage_layout, stages_of_shared_params
@@ -26,6 +27,8 @@ class StageInput:
     """Whether the tokens of the hidden states are the source's."""
     score_heads: int | None = None
     """Heads of the attention scores, over all ranks of tp; None: hidden states."""
+    stream: bool = False
+    """Whether the hidden states are one of the two residual streams of reversible blocks, in float32 at least."""
 
 
 class Received(Protocol):
@@ -62,6 +65,21 @@ class ScoreStub:
     """One of these tensors, [B, H, T, S] of the next micro-batch."""
 
     received: Tensor | None = None
+
+
+class ReceivedStream:
+    """Second residual stream of the previous stage's last block, [B, T, D] of the next micro-batch."""
+
+    received: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert self.received is not None
+        return wide(self.received)
+
+
+def send_streams(x: Streams, scores: Scores) -> tuple[Tensor, ...]:
+    """Output of a stack whose next block is in another stage and has two residual streams: both."""
+    return x.first, x.second
 
 
 class SendScores:
@@ -126,15 +144,19 @@ def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> Pipelin
     tied = {name for name in shared if model.get_parameter(name) is model.get_submodule("head").weight}
     received = scores_read(model, paths[0]) if index else {}
     sent = [] if last else list(scores_read(model, blocks[index + 1][0]))
-    for stack in layout.stacks:
-        _keep_blocks(model.get_submodule(stack), paths, stack)
+    for name in layout.stacks:
+        _keep_blocks(model.get_submodule(name), paths, name)
     if not last:
         substitute(model, "head", SendHidden())
     stage = PipelineStage(index, model, [], [], last)
     if len(layout.stacks) == 1:
+        stack = model.get_submodule(layout.stacks[0])
+        assert isinstance(stack, Stack)
         if index:
-            _add_input(stage, "embed", from_source=False, table=last and bool(tied))
-        _hand_on_scores(stage, model.get_submodule(layout.stacks[0]), received, sent)
+            _add_input(stage, "embed", from_source=False, table=last and bool(tied), stream=stack.reversible)
+        _hand_on_scores(stage, stack, received, sent)
+        if stack.reversible:
+            _hand_on_streams(stage, stack)
     else:
         assert not received, "only a model of one stack sends attention scores"
         _two_stacks(stage, paths, last and bool(tied))
@@ -158,13 +180,13 @@ def _keep_blocks(stack: nn.Module, paths: list[str], name: str) -> None:
         substitute(stack, "shared", None)
 
 
-def _add_input(stage: PipelineStage, name: str, *, from_source: bool, table: bool) -> None:
+def _add_input(stage: PipelineStage, name: str, *, from_source: bool, table: bool, stream: bool = False) -> None:
     """Substitute a stub for the embedding `name`: the stage's next received tensor."""
     embed: Any = stage.model.get_submodule(name)
     stub = ReceivedHidden(name, embed.table if table else None)
     substitute(stage.model, name, stub)
     stage.stubs.append(stub)
-    stage.inputs.append(StageInput(from_source=from_source))
+    stage.inputs.append(StageInput(from_source=from_source, stream=stream))
 
 
 def scores_read(model: nn.Module, block: str) -> dict[str, int]:
@@ -184,6 +206,17 @@ def _hand_on_scores(stage: PipelineStage, stack: nn.Module, received: dict[str, 
         stage.inputs += [StageInput(score_heads=heads) for heads in received.values()]
     if sent:
         substitute(stack, "output", SendScores(sent))
+
+
+def _hand_on_streams(stage: PipelineStage, stack: Stack) -> None:
+    """Receive the second residual stream of the previous stage, and send both to the next."""
+    if stage.index:
+        stub = ReceivedStream()
+        substitute(stack, "second_stream", stub)
+        stage.stubs.append(stub)
+        stage.inputs.append(StageInput(stream=True))
+    if not stage.last:
+        substitute(stack, "output", send_streams)
 
 
 def _two_stacks(stage: PipelineStage, paths: list[str], tied: bool) -> None:

@@ -1,0 +1,48 @@
+"""Reversible residual blocks (Gomez et al. 2017), as in Reformer (Kitaev et al. 2020, section 3): two residual streams.
+
+Each sublayer f adds to one stream what it makes of the other, Y1 = X1 + Attention(X2) and then Y2 = X2 + FFN(Y1). So
+inputs can be computed from outputs, X2 = Y2 - FFN(Y1) and X1 = Y1 - Attention(X2), and need not be saved for backward
+(`xscale.parallel.reversible`).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from xscale.core.errors import Problem
+
+
+class Streams(NamedTuple):
+    """The two residual streams, [B, T, D] each, in float32 at least: backward subtracts what forward added."""
+
+    first: Tensor
+    """The stream to which the next sublayer adds."""
+    second: Tensor
+    """The stream that the next sublayer reads."""
+
+
+def wide(x: Tensor) -> Tensor:
+    """Copy [B, T, D] to float32, or to its own type if that is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+
+
+def check(config: Any, path: str) -> list[Problem]:
+    """List what of a stack of reversible blocks, with config `config` at `path`, needs one residual stream."""
+    if config.block.residual != "reversible":
+        return []
+    problems = []
+    two = "reversible blocks have two residual streams"
+    if config.block.placement in ("post", "none"):
+        what = f"placement '{config.block.placement}' changes the residual stream, from which inputs are reconstructed"
+        problems.append(Problem(f"{path}.block.placement", what, "Take pre, sandwich, res_post, rezero or no_norm."))
+    if config.block.position is not None:
+        what = f"{two}, and a block's position is added to one"
+        problems.append(Problem(f"{path}.block.position", what, "Take null: model.position is added to both."))
+    if config.step_signal:
+        what = f"{two}, and the signal of a step is added to one"
+        problems.append(Problem(f"{path}.step_signal", what, "Take false, or block.residual=sequential."))
+    if config.halting is not None:
+        what = f"{two}, and a token that halts has one output"
+        problems.append(Problem(f"{path}.halting", what, "Take null, or block.residual=sequential."))
+    return problems

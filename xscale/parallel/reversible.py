@@ -1,0 +1,98 @@
+"""Reversible blocks without saved inputs (Gomez et al. 2017): forward frees each, backward computes it from outputs.
+
+A sublayer adds f(second) to `first`. Its forward saves neither the activations within f nor `first`, of which the two
+streams after the last block are a function. Backward recomputes f(second) for its gradients, once, and the same values
+give first = y - f(second), which is what the sublayer before read.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from xscale.core.errors import Problem
+from xscale.nn.block import Block, Sublayer
+from xscale.nn.module import substitute
+from xscale.parallel.activation_checkpointing import with_shared_values
+from xscale.parallel.config import ParallelConfig
+from xscale.parallel.pipeline.schedule import SCHEDULES, schedule_of
+
+
+def reversible_blocks(model: nn.Module) -> list[Block]:
+    """Return the blocks with two residual streams."""
+    return [module for module in model.modules() if isinstance(module, Block) and module.reversible]
+
+
+def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
+    """Return what cannot be together with inputs that are reconstructed; `path` is that of section `parallel`."""
+    if not reversible_blocks(model) or not config.recompute.reversible:
+        return []
+    where, problems = f"{path}.recompute", []
+    keeps = "parallel.recompute.reversible=false, which saves the activations of reversible blocks"
+    if config.recompute.every:
+        what = "reversible blocks recompute their sublayers already"
+        problems.append(Problem(f"{where}.every", what, f"Take 0, or {keeps}."))
+    if config.recompute.regather_sequence_parallel_input:
+        what = "reversible blocks save no gathered activations"
+        problems.append(Problem(f"{where}.regather_sequence_parallel_input", what, f"Take false, or {keeps}."))
+    if config.compile:
+        what = "the inputs of reversible blocks are freed and written again, which torch.compile does not see"
+        problems.append(Problem(f"{path}.compile", what, f"Take false, or {keeps}."))
+    schedule = schedule_of(config.pipeline)
+    if config.mesh.pp > 1 and schedule.splits_backward:
+        allowed = ", ".join(other.name for other in SCHEDULES.values() if not other.splits_backward)
+        what = f"'{schedule.name}' splits the backward, and both parts would reconstruct the inputs"
+        problems.append(Problem(f"{path}.pipeline.schedule", what, f"Take one of {allowed}, or {keeps}."))
+    return problems
+
+
+def apply(model: nn.Module) -> int:
+    """Substitute how reversible blocks add to a residual stream; return how many there are."""
+    blocks = reversible_blocks(model)
+    for block in blocks:
+        substitute(block, "add_branch", add_and_free)
+    return len(blocks)
+
+
+def add_and_free(sublayer: Sublayer, first: Tensor, second: Tensor, *inputs: Any) -> Tensor:
+    """first + f(second), all [B, T, D]; frees the memory of `first`, which backward writes before it is read."""
+    if not (sublayer.training and torch.is_grad_enabled() and second.requires_grad):
+        return first + sublayer.branch(second, *inputs)
+    freed = FreedTensor(first)
+
+    def run(second: Tensor, *inputs: Any) -> Tensor:
+        y = sublayer.branch(second, *inputs)
+        freed.restore(y)
+        return y
+
+    arguments = (second, *inputs)
+    # The recomputation must run to its end: its result restores the input.
+    with set_checkpoint_early_stop(False):
+        y: Tensor = checkpoint(with_shared_values(run, arguments), *arguments, use_reentrant=False)
+    output = first + y
+    freed.free(output)
+    return output
+
+
+class FreedTensor:
+    """A tensor without memory until backward, which computes it from what was added to it."""
+
+    def __init__(self, x: Tensor) -> None:
+        # `data` has no version counter in common with x: autograd need not know that the same values are written again.
+        self.x = x.data
+        self.bytes = x.untyped_storage().nbytes()
+        assert self.bytes == x.numel() * x.element_size(), "the memory has other tensors too"
+        self.output: Tensor | None = None
+
+    def free(self, output: Tensor) -> None:
+        """Free the memory; `output` is the sum, which has its own."""
+        self.output = output.data
+        self.x.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def restore(self, added: Tensor) -> None:
+        """Write output - `added` to the memory, if it was freed."""
+        if self.output is not None:
+            self.x.untyped_storage().resize_(self.bytes)
+            torch.sub(self.output, added, out=self.x)
