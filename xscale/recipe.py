@@ -19,6 +19,7 @@ from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.model.model import MODELS
 from xscale.nn.module import CHOOSABLE_KERNELS, Part
+from xscale.nn.norm import check_places
 from xscale.nn.position.position import POSITIONS
 from xscale.objective.objective import OBJECTIVES
 from xscale.observe.config import check as check_observers
@@ -105,7 +106,7 @@ class Recipe(Settings):
     def _check_model(self) -> list[Problem]:
         entry = MODELS.of(self.model)
         problems: list[Problem] = entry.part.check(self.model, (64, self.data.sequence_length), "model")
-        return problems
+        return problems + check_places(self.model, "model")
 
     def _check_objective(self) -> list[Problem]:
         model, objective = MODELS.of(self.model), OBJECTIVES.of(self.objective)

@@ -11,10 +11,11 @@ from tests.families import each
 from xscale.core.registry import Entry, Family
 from xscale.nn.init import draw
 from xscale.nn.norm import NORMS, Norm, NormTraits
+from xscale.nn.tokens import Stats, Tokens
 
 
 def built(entry: Entry[Any], width: int = WIDTH) -> Norm:
-    part: Norm = ready(entry.part(fitting(entry, dims()), width))
+    part: Norm = ready(entry.part(fitting(entry, dims(causal=False)), width))
     return part
 
 
@@ -51,7 +52,19 @@ def test_it_centres_where_declared(entry: Entry[Any]) -> None:
 
 @each(NORMS)
 def test_gradients_fit_differences_where_declared(entry: Entry[Any]) -> None:
-    assert slope_fits(built(entry), [drawn(2, 7, WIDTH)]) == entry.traits.exact_gradient
+    assert slope_fits(built(entry).train(), [drawn(2, 7, WIDTH)]) == entry.traits.exact_gradient
+
+
+@each(NORMS)
+def test_evaluation_follows_the_tokens_of_training_where_declared(entry: Entry[Any]) -> None:
+    norm, x, seen = built(entry), drawn(2, 7, WIDTH), drawn(2, 7, WIDTH, seed=4)
+    before, stats = norm(x), Stats()
+    norm.train()
+    tokens = Tokens.from_ids(torch.zeros(2, 7, dtype=torch.long), stats=stats, aux_loss_weight=1.0)
+    norm(seen.requires_grad_(), tokens).square().sum().backward()
+    norm.update_state(stats.means(), lambda value, parameter: value)
+    norm.eval()
+    assert close(norm(x), before) != entry.traits.batch_statistics
 
 
 class Plain(Norm):
@@ -60,14 +73,14 @@ class Plain(Norm):
     def __init__(self, config: Any, width: int) -> None:
         super().__init__()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         return x
 
 
 class OverTokens(Plain):
     """Normalises over the sequence."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         return x - x.mean(1, keepdim=True)
 
 

@@ -141,7 +141,7 @@ class Sublayer(Module):
         kernel = self.kernel_choices.get("bias_dropout_residual")
         residual = x if residual is None else residual
         y = self.random.dropout_add(y, residual, self._drop_probability(tokens), tokens, kernel)
-        return self.norm(y) if self.norm is not None and self.placement == "post" else y
+        return self.norm(y, tokens) if self.norm is not None and self.placement == "post" else y
 
     def branch(
         self,
@@ -163,7 +163,7 @@ class Sublayer(Module):
     ) -> Tensor:
         """Output of the part with its norm, before dropout, [B, T, D]."""
         norm, part, after = self.norm, self.part, self.after
-        inner = norm(x) if norm is not None and self.placement in ("pre", "sandwich") else x
+        inner = norm(x, tokens) if norm is not None and self.placement in ("pre", "sandwich") else x
         y: Tensor
         if isinstance(part, Mixer) and edge is not None:
             y = part(inner, tokens, memory, source, edge=edge)
@@ -172,9 +172,9 @@ class Sublayer(Module):
         else:
             y = part(inner, tokens)
         if after is not None:
-            y = after(y)
+            y = after(y, tokens)
         elif norm is not None and self.placement == "res_post":
-            y = norm(y)
+            y = norm(y, tokens)
         elif self.alpha is not None:
             y = self.alpha(y)
         return y if self.factor == 1 else self.factor * y

@@ -1,17 +1,31 @@
-"""Normalisation layers, x -> x: `layer`, `rms`, `ada` and `scale`."""
+"""Normalisation layers, x -> x: `layer`, `rms`, `ada` and `scale`; by statistics of a batch `batch` and `power`.
 
+The last two see all tokens of a micro-batch in training, over all data- and context-parallel ranks, so micro_batch_size
+is part of what they compute. In evaluation they use running statistics, which move after each optimizer step by the
+means over its micro-batches, and so are the same on every layout.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import Config
+from xscale.core.errors import Problem
 from xscale.core.registry import Family
 from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.module import Part
+from xscale.nn.tokens import Stats, Tokens
 from xscale_kernels.layernorm.op import layernorm
 from xscale_kernels.rmsnorm.op import rmsnorm
+
+ShardLike = Callable[[Tensor, Tensor], Tensor]
+"""(full tensor, parameter) -> the tensor with the parameter's layout."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +38,19 @@ class NormTraits:
     """The output has mean 0 over the width before gain and bias."""
     exact_gradient: bool = True
     """The backward pass is the derivative of the forward pass."""
+    batch_statistics: bool = False
+    """Running statistics move with the tokens of each optimizer step, and evaluation uses them."""
 
 
 class Norm(Part):
     """[..., D] -> [..., D]; built as `Norm(config, width)`."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
+        """Normalise x; `tokens` are those of x [B, T, D], for norms with statistics of a batch."""
         raise NotImplementedError
+
+    def update_state(self, means: dict[str, Tensor], shard_like: ShardLike) -> None:
+        """Move the running statistics by those of the optimizer step, `means`, the same on every rank."""
 
 
 NORMS = Family("norm", NormTraits)
@@ -58,7 +78,7 @@ class Layer(Norm):
         else:
             self.register_parameter("bias", None)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         bias = None if self.bias is None else self.use(self.bias)
         return layernorm(x, self.use(self.weight), bias, self.eps, implementation=self.kernel_choices.get("layernorm"))
 
@@ -78,7 +98,7 @@ class Rms(Norm):
         self.eps = config.eps
         self.declare("weight", (width,), ("width",), ONES, decays=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         return rmsnorm(x, self.use(self.weight), self.eps, implementation=self.kernel_choices.get("rmsnorm"))
 
 
@@ -101,7 +121,7 @@ class Ada(Norm):
         super().__init__()
         self.eps, self.scale, self.slope = config.eps, config.scale, config.slope
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         precise = x.to(torch.promote_types(x.dtype, torch.float32))
         centred = precise - precise.mean(-1, keepdim=True)
         y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.eps)
@@ -126,7 +146,228 @@ class Scale(Norm):
         self.eps = config.eps
         self.declare("weight", (1,), ("state",), Init("constant", value=width**0.5), decays=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         precise = x.to(torch.promote_types(x.dtype, torch.float32))
         length: Tensor = torch.linalg.vector_norm(precise, dim=-1, keepdim=True).clamp(min=self.eps)
         return (self.use(self.weight).to(precise.dtype) * (precise / length)).to(x.dtype)
+
+
+def check_places(config: Any, path: str) -> list[Problem]:
+    """List the norms with statistics of a batch in `config` at `path`, a model's, that are no norm of a sublayer."""
+    problems = []
+    for name in type(config).model_fields:
+        value, at = getattr(config, name), f"{path}.{name}"
+        members = {at: value} if isinstance(value, Config) else {}
+        if isinstance(value, tuple):
+            members = {f"{at}.{index}": member for index, member in enumerate(value) if isinstance(member, Config)}
+        for place, member in members.items():
+            if getattr(member, "family", None) == NORMS.name and not place.endswith(".block.norm"):
+                entry = NORMS.of(member)
+                what = f"'{entry.name}' has statistics of the tokens between sublayers, and this norm stands elsewhere"
+                can = ", ".join(NORMS.able(batch_statistics=False))
+                problems += [Problem(place, what, f"These can: {can}.")] * entry.traits.batch_statistics
+            problems += check_places(member, place)
+    return problems
+
+
+class BatchStatisticsNorm(Norm):
+    """A norm with a gain, a bias and running statistics; rows are tokens that are no padding, [N, D]."""
+
+    seams: ClassVar[tuple[str, ...]] = ("sum_over_batch",)
+    keeps_precision = True
+    weight: Parameter
+    bias: Parameter
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.declare("weight", (width,), ("width",), ONES, decays=False)
+        self.declare("bias", (width,), ("width",), ZEROS, decays=False)
+
+    def declare_running(self, name: str, width: int, *, ones: bool) -> None:
+        """Declare a running statistic [D]: initialised, sharded and saved as parameters are, without gradient."""
+        self.declare(name, (width,), ("width",), ONES if ones else ZEROS, decays=False)
+        self.get_parameter(name).requires_grad_(False)
+
+    def sum_over_batch(self, x: Tensor) -> Tensor:
+        """Sum of `x` over the ranks that have other tokens of the batch: `x`. A seam: data and context parallelism."""
+        return x
+
+
+def rows_of(x: Tensor, tokens: Tokens | None) -> Tensor:
+    """Rows [N, D] of x [..., D] that are no padding."""
+    real = None if tokens is None else tokens.real()
+    return x.flatten(0, -2) if real is None else x[real]
+
+
+@NORMS.register("batch", traits=NormTraits(per_token=False, centred=False, batch_statistics=True))
+class BatchNorm(BatchStatisticsNorm):
+    """Ioffe and Szegedy 2015: each channel minus its mean over the batch, divided by its deviation."""
+
+    mean: Parameter
+    variance: Parameter
+
+    class Config(Norm.Config):
+        eps: float = Field(default=1e-5, gt=0)
+        """Added to the variance."""
+        momentum: float = Field(default=0.1, gt=0, le=1)
+        """Weight of a step's statistics in the running ones."""
+
+    def __init__(self, config: Config, width: int) -> None:
+        super().__init__(width, config.eps)
+        self.momentum = config.momentum
+        self.declare_running("mean", width, ones=False)
+        self.declare_running("variance", width, ones=True)
+
+    @classmethod
+    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+        if not dims.causal:
+            return []
+        what = "'batch' normalises by all tokens of the batch in training, later ones too, and this model is causal"
+        can = ", ".join(entry.name for entry in NORMS if entry.traits.per_token)
+        return [Problem(path, what, f"These can: {can}. Or take an encoder.")]
+
+    def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.training:
+            mean, variance = self._of_batch(rows_of(wide, tokens), None if tokens is None else tokens.stats)
+        else:
+            mean, variance = (self.use(running).to(wide.dtype) for running in (self.mean, self.variance))
+        y = (wide - mean) * torch.rsqrt(variance + self.eps)
+        return (y * self.use(self.weight) + self.use(self.bias)).to(x.dtype)
+
+    def _of_batch(self, rows: Tensor, stats: Stats | None) -> tuple[Tensor, Tensor]:
+        """Mean and variance [D] over the rows of all ranks."""
+        counted = self.sum_over_batch(torch.cat((rows.sum(0), rows.new_tensor([len(rows)]))))
+        mean, count = counted[:-1] / counted[-1], counted[-1].detach()
+        variance = self.sum_over_batch((rows - mean).square().sum(0)) / count
+        if stats is not None:
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            stats.add(f"{self.path}/running", torch.stack((mean, unbiased)))
+        return mean, variance
+
+    @torch.no_grad()
+    def update_state(self, means: dict[str, Tensor], shard_like: ShardLike) -> None:
+        """Move the running mean and the running unbiased variance."""
+        for running, value in zip((self.mean, self.variance), means[f"{self.path}/running"], strict=True):
+            value = shard_like(value.to(running.device, running.dtype), running)
+            running.mul_(1 - self.momentum).add_(self.momentum * value)
+
+
+class _PowerScale(torch.autograd.Function):
+    """y = x / psi with the backward of Shen et al. 2020, algorithm 2; psi and nu are [D].
+
+    `scale`: what a token's own gradient is multiplied by in `gradient`. `found(gradient, y)` is called in backward.
+    """
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, psi: Tensor, nu: Tensor, scale: Tensor, found: Callable[..., None]) -> Tensor:
+        y = x / psi
+        context.save_for_backward(y, psi, nu, scale)
+        context.found = found
+        return y
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        y, psi, nu, scale = context.saved_tensors
+        context.found(gradient, y)
+        return (gradient - scale * nu * y) / psi, None, None, None, None
+
+
+@NORMS.register(
+    "power",
+    traits=NormTraits(per_token=True, centred=False, exact_gradient=False, batch_statistics=True),
+    deviations=(
+        "The first steps too divide by the running quadratic mean, never by the batch's own, which holds later tokens; "
+        "the authors' code takes the batch's own during a warm-up.",
+    ),
+)
+class PowerNorm(BatchStatisticsNorm):
+    """Shen et al. 2020: each channel divided by a running quadratic mean psi, with a running correction of gradients.
+
+    psi of a step is that of the steps before, so no token reads another, and no rank waits for another. The correction
+    nu y of the gradient (algorithm 2) stands for the derivative of psi; nu is in units of the gradient of one token.
+    """
+
+    square: Parameter
+    correction: Parameter
+    steps: Parameter
+
+    class Config(Norm.Config):
+        eps: float = Field(default=1e-5, gt=0)
+        """Added to the quadratic mean."""
+        alpha: float = Field(default=0.9, ge=0, lt=1)
+        """Decay of the running quadratic mean and of the running correction."""
+        warmup_steps: int = Field(default=100, ge=0)
+        """Steps at the start in which the running quadratic mean is the mean over all steps so far."""
+        groups: int = Field(default=1, ge=0)
+        """Groups of channels; each token is first divided by its root mean square in each group, as in the authors'
+        code, without which psi must follow the growth of the layers below. 0: not divided."""
+
+    def __init__(self, config: Config, width: int) -> None:
+        super().__init__(width, config.eps)
+        self.alpha, self.warmup_steps, self.groups = config.alpha, config.warmup_steps, config.groups
+        self.declare_running("square", width, ones=True)
+        self.declare_running("correction", width, ones=False)
+        self.declare_running("steps", width, ones=False)
+
+    @classmethod
+    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+        if config.groups == 0 or dims.width % config.groups == 0:
+            return []
+        what = f"groups={config.groups} does not divide width={dims.width}"
+        return [Problem(f"{path}.groups", what, "Take a divisor of the width, or 0.")]
+
+    def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.groups:
+            grouped = wide.view(*wide.shape[:-1], self.groups, -1)
+            wide = F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(-2)
+        square, nu = (self.use(running).to(wide.dtype) for running in (self.square, self.correction))
+        psi = (square + self.eps).sqrt()
+        if self.training:
+            count = wide[..., 0].numel() if tokens is None else tokens.count()
+            weight = 1.0
+            if tokens is not None and tokens.aux_loss_weight is not None:
+                weight = tokens.aux_loss_weight * tokens.share()
+            found = self._add_statistics(rows_of(wide.detach(), tokens), tokens, count, weight)
+            real = None if tokens is None else tokens.real()
+            # A token of padding has no loss, and so no correction.
+            scale = wide.new_tensor(weight / count) if real is None else real[..., None] * (weight / count)
+            y: Tensor = _PowerScale.apply(wide, psi, nu, scale, found)  # type: ignore[no-untyped-call]
+        else:
+            y = wide / psi
+        return (y * self.use(self.weight) + self.use(self.bias)).to(x.dtype)
+
+    def _add_statistics(
+        self, rows: Tensor, tokens: Tokens | None, count: float, weight: float
+    ) -> Callable[[Tensor, Tensor], None]:
+        """Collect the quadratic mean, and return what collects the gradient's part along y in backward."""
+        stats = None if tokens is None else tokens.stats
+        if stats is None:
+            return lambda gradient, y: None
+        stats.add(f"{self.path}/square", rows.square().sum(0, keepdim=True) / count)
+
+        def found(gradient: Tensor, y: Tensor) -> None:
+            # `gradient` of a token is weight / count of that of its own loss.
+            stats.add(f"{self.path}/along", rows_of(gradient * y, tokens).sum(0, keepdim=True) / weight)
+
+        return found
+
+    @torch.no_grad()
+    def update_state(self, means: dict[str, Tensor], shard_like: ShardLike) -> None:
+        """Move the running quadratic mean and the running correction (algorithms 1 and 2)."""
+        (square,), (along,) = means[f"{self.path}/square"], means[f"{self.path}/along"]
+        # nu <- nu (1 - (1 - alpha) Gamma) + (1 - alpha) Lambda, with Gamma the mean square of y = x / psi.
+        like = self.square
+        gamma = shard_like(square.to(like.device, like.dtype), like) / (like + self.eps)
+        step = shard_like(along.to(like.device, like.dtype), like)
+        self.correction.add_((1 - self.alpha) * (step - self.correction * gamma))
+        self.steps.add_(1)
+        warms_up = (self.steps <= self.warmup_steps).to(like.dtype)
+        self.square.add_(self._weight(warms_up) * (shard_like(square.to(like.device, like.dtype), like) - like))
+
+    def _weight(self, warms_up: Tensor) -> Tensor:
+        """Weight [D] of a step's quadratic mean: 1 / steps while it `warms_up` (1 or 0), then 1 - alpha."""
+        weight: Tensor = warms_up / self.steps + (1 - warms_up) * (1 - self.alpha)
+        return weight

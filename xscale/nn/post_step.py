@@ -1,4 +1,4 @@
-"""State that moves after each optimizer step without a gradient: routers' biases and loads, centroids of attention."""
+"""State that moves after each optimizer step without a gradient: biases and loads of routers, centroids, statistics."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from xscale.nn.attention.core import Core
 from xscale.nn.moe.router.router import Router
+from xscale.nn.norm import Norm
 
 
 @torch.no_grad()
@@ -15,7 +16,7 @@ def update_non_gradient_state(
     means: dict[str, Tensor],
     shard_like: Callable[[Tensor, Tensor], Tensor] = lambda value, parameter: value,
 ) -> None:
-    """Call `update_state` of every router and attention core; after the optimizer step.
+    """Call `update_state` of every router, attention core and norm; after the optimizer step.
 
     `means` are the statistics of the whole optimizer step over all ranks, the same on every rank.
     `shard_like(full, parameter)` gives a full tensor the layout of a sharded parameter.
@@ -24,5 +25,5 @@ def update_non_gradient_state(
         if isinstance(module, Router):
             module.update_state(means, shard_like)
     for module in model.modules():
-        if isinstance(module, Core):
+        if isinstance(module, Core | Norm):
             module.update_state(means, shard_like)

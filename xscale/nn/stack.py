@@ -181,7 +181,7 @@ class Stack(Module):
             x = torch.stack(states)  # [depth + 1, B, T, D]
         if self.halting is not None and pondered is not None:
             x = self.halting.finish(pondered, tokens).to(x.dtype)
-        return self.output(x, scores)  # type: ignore[no-any-return]
+        return self.output(x, scores, tokens)  # type: ignore[no-any-return]
 
     def first_scores(self) -> Scores:
         """Attention scores for the first block: none. A seam: a pipeline stage receives those of the stage before."""
@@ -192,12 +192,12 @@ class Stack(Module):
         stage receives that of the stage before."""
         return wide(x)
 
-    def output(self, x: Any, scores: Scores) -> Any:
+    def output(self, x: Any, scores: Scores, tokens: Tokens) -> Any:
         """Output [B, T, D] of the stack, from that of the last block. A seam: a pipeline stage also sends scores, or
         both residual streams."""
         if self.reversible:
             x = self.use((x.first + x.second) / 2)
-        return x if self.norm is None else self.norm(x)
+        return x if self.norm is None else self.norm(x, tokens)
 
     def _tokens_of(self, block: Block, tokens: Tokens) -> Tokens:
         """Return the tokens with a cache of the block's own where its mixers are those of other blocks too."""

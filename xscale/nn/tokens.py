@@ -98,6 +98,18 @@ class Tokens:
     shared_values: SharedValues = field(default_factory=SharedValues, compare=False, repr=False)
     """Values that all blocks share."""
 
+    def real(self) -> Tensor | None:
+        """Whether each token [B, T] is one of the text; None: all are. A shard of a sequence may end in padding."""
+        return None
+
+    def share(self) -> float:
+        """Part of the micro-batch that these tokens stand for: 1; the shards of n ranks: 1 / n each."""
+        return 1.0
+
+    def count(self) -> float:
+        """Tokens of the micro-batch, without padding, times `share`."""
+        return float(self.ids.numel())
+
     @staticmethod
     def from_ids(ids: Tensor, documents: Tensor | None = None, **more_fields: Any) -> "Tokens":
         """Tokens [B, T] at positions 0, 1, 2 ... from the start of each document."""

@@ -13,7 +13,7 @@ from xscale.mesh.mesh import Mesh
 from xscale.nn.block import Block
 from xscale.nn.ffn.moe import Moe
 from xscale.nn.mixer.attention import Attention
-from xscale.parallel import activation_checkpointing, context, expert, float8, reversible, zero
+from xscale.parallel import activation_checkpointing, batch_statistics, context, expert, float8, reversible, zero
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 from xscale.parallel.engine.deepspeed import check as deepspeed
 from xscale.parallel.pipeline import check as pipeline
@@ -171,6 +171,16 @@ class ContextStep(_Step):
         return model, f"Applied context parallelism cp={mesh.degrees.cp} ({style}) to {len(_blocks(model))} blocks"
 
 
+class BatchStatisticsStep(_Step):
+    name = "batch statistics"
+
+    def apply(
+        self, model: nn.Module, settings: StepSettings, mesh: Mesh, fill: FillParameters
+    ) -> tuple[nn.Module, str | None]:
+        count = batch_statistics.apply(model, mesh)
+        return model, f"Applied statistics over all data-parallel ranks to {count} batch norms" if count else None
+
+
 class ExpertStep(_Step):
     name = "expert"
 
@@ -302,6 +312,7 @@ STEPS: tuple[Step, ...] = (
     PrecisionStep(),
     ShardingStep(),
     ContextStep(),
+    BatchStatisticsStep(),
     ExpertStep(),
     TensorStep(),
     Float8Step(),

@@ -69,7 +69,8 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
         if isinstance(module, Sublayer) and not isinstance(module.part, Mixer):
             problems += _check_ffn(module.part, where)
     for norm in norms_between_regions(model):
-        if not NORMS.get(_kind(norm)).traits.per_token:
+        traits = NORMS.get(_kind(norm)).traits
+        if not (traits.per_token or traits.batch_statistics):
             can = ", ".join(NORMS.able(per_token=True))
             what = f"norm '{_kind(norm)}' mixes tokens, and each rank would have a shard of the sequence"
             problems.append(Problem(where, what, f"Take cp=1, or one of these norms: {can}."))

@@ -74,6 +74,19 @@ class TokenShard(Tokens):
         """T of the full sequence."""
         return self.full.ids.shape[1]
 
+    def real(self) -> Tensor:
+        """Whether each token [B, P] is one of the full sequence."""
+        places = self.sharding.positions(self.length, self.ids.device)[self.sharding.rank]
+        return (places < self.length).expand_as(self.ids)
+
+    def share(self) -> float:
+        """1 / the ranks of cp."""
+        return 1 / self.sharding.count
+
+    def count(self) -> float:
+        """Tokens of the full sequences times `share`."""
+        return self.full.ids.numel() * self.share()
+
 
 def shard_tokens(tokens: Tokens, sharding: SequenceSharding) -> TokenShard:
     """Slice this rank's shard of the tokens."""

@@ -79,16 +79,16 @@ class PipelineSpec:
             read = source if sent.from_source else tokens
             assert read is not None
             batch, length = read.ids.shape
-            wide = torch.promote_types(dtype, torch.float32)
+            precise = torch.promote_types(dtype, torch.float32)
             if sent.score_heads is None:
                 shape: tuple[int, ...] = (batch, self.length_of(length), self.width)
-                specs.append(TensorSpec(shape, wide if sent.stream else dtype))
+                specs.append(TensorSpec(shape, precise if sent.stream else dtype))
                 continue
             queries = self.global_tokens + length
             # With a cache the tokens are the last ones of the sequence.
             keys = queries if tokens.cache is None else int(tokens.positions[0, -1]) + 1
             shape = (batch, sent.score_heads // self.tp, queries, keys)
-            specs.append(TensorSpec(shape, wide))
+            specs.append(TensorSpec(shape, precise))
         return specs
 
 

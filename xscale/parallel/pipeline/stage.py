@@ -77,7 +77,7 @@ class ReceivedStream:
         return wide(self.received)
 
 
-def send_streams(x: Streams, scores: Scores) -> tuple[Tensor, ...]:
+def send_streams(x: Streams, scores: Scores, tokens: Tokens) -> tuple[Tensor, ...]:
     """Output of a stack whose next block is in another stage and has two residual streams: both."""
     return x.first, x.second
 
@@ -88,7 +88,7 @@ class SendScores:
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
 
-    def __call__(self, x: Tensor, scores: Scores) -> tuple[Tensor, ...]:
+    def __call__(self, x: Tensor, scores: Scores, tokens: Tokens) -> tuple[Tensor, ...]:
         return x, *(scores[name] for name in self.names)
 
 

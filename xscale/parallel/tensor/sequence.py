@@ -36,9 +36,10 @@ def check(model: nn.Module, path: str) -> list[Problem]:
     for norm in norms_between_regions(model):
         kind = norm.Config.kind
         assert kind is not None
-        if not NORMS.get(kind).traits.per_token:
-            what = f"norm '{kind}' mixes tokens, and each rank would have a shard of the sequence"
-            can = ", ".join(NORMS.able(per_token=True))
+        traits = NORMS.get(kind).traits
+        if traits.batch_statistics or not traits.per_token:
+            what = f"norm '{kind}' reads all tokens of the batch, and each rank would have a shard of the sequence"
+            can = ", ".join(NORMS.able(per_token=True, batch_statistics=False))
             problems[kind] = Problem(path, what, f"Take false, or one of these norms: {can}.")
     return list(problems.values())
 
