@@ -160,13 +160,13 @@ def check_places(config: Any, path: str) -> list[Problem]:
         members = {at: value} if isinstance(value, Config) else {}
         if isinstance(value, tuple):
             members = {f"{at}.{index}": member for index, member in enumerate(value) if isinstance(member, Config)}
-        for place, member in members.items():
-            if getattr(member, "family", None) == NORMS.name and not place.endswith(".block.norm"):
+        for member_path, member in members.items():
+            if getattr(member, "family", None) == NORMS.name and not member_path.endswith(".block.norm"):
                 entry = NORMS.of(member)
                 what = f"'{entry.name}' has statistics of the tokens between sublayers, and this norm stands elsewhere"
                 can = ", ".join(NORMS.able(batch_statistics=False))
-                problems += [Problem(place, what, f"These can: {can}.")] * entry.traits.batch_statistics
-            problems += check_places(member, place)
+                problems += [Problem(member_path, what, f"These can: {can}.")] * entry.traits.batch_statistics
+            problems += check_places(member, member_path)
     return problems
 
 
@@ -228,12 +228,12 @@ class BatchNorm(BatchStatisticsNorm):
         return [Problem(path, what, f"These can: {can}. Or take an encoder.")]
 
     def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        precise = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.training:
-            mean, variance = self._of_batch(rows_of(wide, tokens), None if tokens is None else tokens.stats)
+            mean, variance = self._of_batch(rows_of(precise, tokens), None if tokens is None else tokens.stats)
         else:
-            mean, variance = (self.use(running).to(wide.dtype) for running in (self.mean, self.variance))
-        y = (wide - mean) * torch.rsqrt(variance + self.eps)
+            mean, variance = (self.use(running).to(precise.dtype) for running in (self.mean, self.variance))
+        y = (precise - mean) * torch.rsqrt(variance + self.eps)
         return (y * self.use(self.weight) + self.use(self.bias)).to(x.dtype)
 
     def _of_batch(self, rows: Tensor, stats: Stats | None) -> tuple[Tensor, Tensor]:
@@ -257,20 +257,20 @@ class BatchNorm(BatchStatisticsNorm):
 class _PowerScale(torch.autograd.Function):
     """y = x / psi with the backward of Shen et al. 2020, algorithm 2; psi and nu are [D].
 
-    `scale`: what a token's own gradient is multiplied by in `gradient`. `found(gradient, y)` is called in backward.
+    `scale`: what a token's own gradient is multiplied by in `gradient`. `record(gradient, y)` is called in backward.
     """
 
     @staticmethod
-    def forward(context: Any, x: Tensor, psi: Tensor, nu: Tensor, scale: Tensor, found: Callable[..., None]) -> Tensor:
+    def forward(context: Any, x: Tensor, psi: Tensor, nu: Tensor, scale: Tensor, record: Callable[..., None]) -> Tensor:
         y = x / psi
         context.save_for_backward(y, psi, nu, scale)
-        context.found = found
+        context.record = record
         return y
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Any:
         y, psi, nu, scale = context.saved_tensors
-        context.found(gradient, y)
+        context.record(gradient, y)
         return (gradient - scale * nu * y) / psi, None, None, None, None
 
 
@@ -319,24 +319,24 @@ class PowerNorm(BatchStatisticsNorm):
         return [Problem(f"{path}.groups", what, "Take a divisor of the width, or 0.")]
 
     def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        precise = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.groups:
-            grouped = wide.view(*wide.shape[:-1], self.groups, -1)
-            wide = F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(-2)
-        square, nu = (self.use(running).to(wide.dtype) for running in (self.square, self.correction))
+            grouped = precise.view(*precise.shape[:-1], self.groups, -1)
+            precise = F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(-2)
+        square, nu = (self.use(running).to(precise.dtype) for running in (self.square, self.correction))
         psi = (square + self.eps).sqrt()
         if self.training:
-            count = wide[..., 0].numel() if tokens is None else tokens.count()
+            count = precise[..., 0].numel() if tokens is None else tokens.count()
             weight = 1.0
             if tokens is not None and tokens.aux_loss_weight is not None:
-                weight = tokens.aux_loss_weight * tokens.share()
-            found = self._add_statistics(rows_of(wide.detach(), tokens), tokens, count, weight)
+                weight = tokens.aux_loss_weight * tokens.fraction()
+            record = self._add_statistics(rows_of(precise.detach(), tokens), tokens, count, weight)
             real = None if tokens is None else tokens.real()
             # A token of padding has no loss, and so no correction.
-            scale = wide.new_tensor(weight / count) if real is None else real[..., None] * (weight / count)
-            y: Tensor = _PowerScale.apply(wide, psi, nu, scale, found)  # type: ignore[no-untyped-call]
+            scale = precise.new_tensor(weight / count) if real is None else real[..., None] * (weight / count)
+            y: Tensor = _PowerScale.apply(precise, psi, nu, scale, record)  # type: ignore[no-untyped-call]
         else:
-            y = wide / psi
+            y = precise / psi
         return (y * self.use(self.weight) + self.use(self.bias)).to(x.dtype)
 
     def _add_statistics(
@@ -348,11 +348,11 @@ class PowerNorm(BatchStatisticsNorm):
             return lambda gradient, y: None
         stats.add(f"{self.path}/square", rows.square().sum(0, keepdim=True) / count)
 
-        def found(gradient: Tensor, y: Tensor) -> None:
+        def record(gradient: Tensor, y: Tensor) -> None:
             # `gradient` of a token is weight / count of that of its own loss.
             stats.add(f"{self.path}/along", rows_of(gradient * y, tokens).sum(0, keepdim=True) / weight)
 
-        return found
+        return record
 
     @torch.no_grad()
     def update_state(self, means: dict[str, Tensor], shard_like: ShardLike) -> None:

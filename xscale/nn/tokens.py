@@ -102,12 +102,12 @@ class Tokens:
         """Whether each token [B, T] is one of the text; None: all are. A shard of a sequence may end in padding."""
         return None
 
-    def share(self) -> float:
+    def fraction(self) -> float:
         """Part of the micro-batch that these tokens stand for: 1; the shards of n ranks: 1 / n each."""
         return 1.0
 
     def count(self) -> float:
-        """Tokens of the micro-batch, without padding, times `share`."""
+        """Tokens of the micro-batch, without padding, times `fraction`."""
         return float(self.ids.numel())
 
     @staticmethod

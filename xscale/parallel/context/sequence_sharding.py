@@ -79,13 +79,13 @@ class TokenShard(Tokens):
         places = self.sharding.positions(self.length, self.ids.device)[self.sharding.rank]
         return (places < self.length).expand_as(self.ids)
 
-    def share(self) -> float:
+    def fraction(self) -> float:
         """1 / the ranks of cp."""
         return 1 / self.sharding.count
 
     def count(self) -> float:
-        """Tokens of the full sequences times `share`."""
-        return self.full.ids.numel() * self.share()
+        """Tokens of the full sequences times `fraction`."""
+        return self.full.ids.numel() * self.fraction()
 
 
 def shard_tokens(tokens: Tokens, sharding: SequenceSharding) -> TokenShard:
