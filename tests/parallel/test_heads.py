@@ -23,6 +23,10 @@ MIXERS: dict[str, Section] = {
     "dynamic_span": {"kind": "dynamic_span", "max_span": 16, "ramp": 4.0, "span_loss_weight": 0.02},
     "local_transformer": {"kind": "attention", "core": {"kind": "local_transformer"}},
     "persistent_memory": {"kind": "attention", "kv_heads": 2, "core": {"kind": "persistent_memory", "persistent": 5}},
+    "multi_scale": {
+        "kind": "attention",
+        "core": {"kind": "block_sparse", "block": 4, "pattern": {"kind": "multi_scale", "scales": [1, 3, 8]}},
+    },
     "disagreement": {
         "kind": "attention",
         "kv_heads": 2,
@@ -44,6 +48,7 @@ ABLE = {
     "dynamic_span": [TENSOR, STAGES, DATA],
     "local_transformer": [TENSOR, CONTEXT, STAGES],
     "persistent_memory": [TENSOR, CONTEXT, STAGES, DATA],
+    "multi_scale": [TENSOR, CONTEXT, STAGES, DATA],
     "disagreement": [TENSOR, STAGES, DATA],
     "guided_attention": [TENSOR, STAGES],
     "collaborative": [TENSOR, CONTEXT, STAGES],

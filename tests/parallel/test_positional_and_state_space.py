@@ -1,4 +1,5 @@
-"""gMLP, MLP-Mixer and S4 on layouts that shard channels, hidden units and layers; a sharded sequence is refused."""
+"""gMLP, MLP-Mixer, S4 and multi-linear attention on layouts that shard channels, factors, hidden units and layers; a
+sharded sequence is refused."""
 
 from typing import Any
 
@@ -16,6 +17,7 @@ MIXERS: dict[str, dict[str, Any]] = {
     "toeplitz": {"kind": "gmlp", "hidden": 20, "toeplitz": True, "bias": False},
     "s4": {"kind": "s4", "states": 8},
     "mlp_mixer": {"kind": "mlp_mixer", "hidden": 10},
+    "multi_linear": {"kind": "multi_linear", "factors": 8},
 }
 
 
@@ -31,8 +33,8 @@ def model(names: list[str], kind: str = "decoder") -> dict[str, Any]:
     }
 
 
-DECODER = model(["gmlp", "toeplitz", "s4"])
-ENCODER = model(["gmlp", "toeplitz", "mlp_mixer"], "encoder")
+DECODER = model(["gmlp", "toeplitz", "s4", "multi_linear"])
+ENCODER = model(["gmlp", "toeplitz", "mlp_mixer", "multi_linear"], "encoder")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"mesh": {"tp": 2}},
     "sequence": {"mesh": {"tp": 2}, "tensor": {"sequence": True}},

@@ -55,7 +55,8 @@ class BlockConfig(Config):
     feed-forward part."""
     position: Annotated[Position.Config, Slot(POSITIONS)] | None = None
     """Position encoding that is added to the block's input, with parameters of its own in each block (Al-Rfou et al.
-    2019); null: positions enter as `model.position` says, alone."""
+    2019), except the dynamics of `floater`, which all blocks share (Liu et al. 2020); null: positions enter as
+    `model.position` says, alone."""
     norm: Annotated[Norm.Config, Slot(NORMS)] = Rms.Config()
     """The norm of each sublayer."""
     placement: Literal["pre", "post", "sandwich", "res_post", "rezero", "no_norm", "none"] = "pre"

@@ -87,7 +87,8 @@ class Stack(Module):
     """[B, T, D] -> [B, T, D], with the final norm that pre-norm needs. Blocks keep their index on every layout."""
 
     seams: ClassVar[tuple[str, ...]] = (
-        "run_block", "norm", "position", "core_tables", "shared", "first_scores", "second_stream", "output",
+        "run_block", "norm", "position", "core_tables", "position_tables", "shared", "first_scores", "second_stream",
+        "output",
     )  # fmt: skip
 
     def __init__(
@@ -115,6 +116,8 @@ class Stack(Module):
         """The position part that all mixers have in common; None: each has its own."""
         self.core_tables: Module | None = share_layer_tables(self.blocks.values())
         """The parameters that all attention cores have in common; None: none."""
+        self.position_tables: Module | None = share_layer_tables(self.blocks.values(), Position)
+        """The parameters that the positions at the inputs of all blocks have in common; None: none."""
         self.shared: nn.ModuleDict | None = share_sublayers(self.blocks.values(), config.share)
         """The sublayers that all blocks have in common, by name; None: each block has its own."""
         self.hands_on_scores = any(block.score_mixers() for block in self.blocks.values())  # type: ignore[operator]

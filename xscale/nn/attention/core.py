@@ -154,18 +154,19 @@ class Core(Part):
         return None
 
 
-def share_layer_tables(blocks: Iterable[nn.Module]) -> Module | None:
-    """Return the one `layer_tables` of all cores in the blocks of a stack; None if no core has any.
+def share_layer_tables(blocks: Iterable[nn.Module], parts: type[Module] = Core) -> Module | None:
+    """Return the one `layer_tables` of all parts of that class in the blocks of a stack; None if none has any.
 
-    The caller owns it, so that its parameters have one name and belong to no block. The cores only refer to it.
+    The caller owns it, so that its parameters have one name and belong to no block. The parts only refer to it.
     """
     owner: Module | None = None
-    for core in [module for block in blocks for module in block.modules() if isinstance(module, Core)]:
-        if core.layer_tables is not None:
-            owner = owner or core.layer_tables
-            del core.layer_tables
-            # Not by assignment, which would register the parameters with each core.
-            vars(core)["layer_tables"] = owner
+    for part in [module for block in blocks for module in block.modules() if isinstance(module, parts)]:
+        tables = getattr(part, "layer_tables", None)
+        if tables is not None:
+            owner = owner or tables
+            del part.layer_tables
+            # Not by assignment, which would register the parameters with each part.
+            vars(part)["layer_tables"] = owner
     return owner
 
 

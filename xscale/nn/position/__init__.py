@@ -3,6 +3,7 @@
 from xscale.nn.position import (
     alibi,
     deberta,
+    floater,
     gaussian,
     learned,
     music_transformer,
@@ -17,6 +18,7 @@ from xscale.nn.position import (
 __all__ = [
     "alibi",
     "deberta",
+    "floater",
     "gaussian",
     "learned",
     "music_transformer",

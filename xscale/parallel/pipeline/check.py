@@ -73,6 +73,8 @@ def check(model: nn.Module, config: ParallelConfig, path: str, length: int = 0) 
                 fix = "Take schedule 1f1b, with one stage on each rank, or model.position.shared=false."
             if ".shared." in name:
                 fix = "Take schedule 1f1b, with one stage on each rank, or stack.share=none."
+            if ".position_tables." in name:
+                fix = "Take schedule 1f1b, with one stage on each rank, or another stack.block.position."
             if ".core_tables." in name:
                 fix = "Take schedule 1f1b, with one stage on each rank, or a core without tables that layers share."
             problems.append(Problem(f"{path}.pipeline.schedule", what, fix))

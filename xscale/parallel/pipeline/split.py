@@ -135,17 +135,20 @@ def stages_of_shared_params(model: nn.Module, stage_blocks: list[list[str]]) -> 
 def params_shared_by_blocks(stack: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters, with their names, of the stack's shared parts that one of `blocks` uses.
 
-    These are its position part, the tables of its attention cores, and the sublayers that all blocks share.
+    These are its position part, the tables of its attention cores and of the positions at the inputs of its blocks, and
+    the sublayers that all blocks share.
     """
     assert isinstance(stack, Stack)
     sublayers = [sublayer for block in blocks if isinstance(block, Block) for sublayer in block.sublayers().values()]
-    modules = [module for sublayer in sublayers for module in sublayer.modules()]
+    positions = [block.position for block in blocks if isinstance(block, Block) and block.position is not None]
+    modules = [module for part in (*sublayers, *positions) for module in part.modules()]
     shared = []
     if stack.shared is not None and blocks:
         shared = [(f"shared.{name}", parameter) for name, parameter in stack.shared.named_parameters()]
     for name, attribute, part in (
         ("position", "position", stack.position),
         ("core_tables", "layer_tables", stack.core_tables),
+        ("position_tables", "layer_tables", stack.position_tables),
     ):
         if part is not None and any(vars(module).get(attribute) is part for module in modules):
             shared += [(f"{name}.{parameter}", value) for parameter, value in part.named_parameters()]

@@ -176,6 +176,8 @@ def _keep_blocks(stack: nn.Module, paths: list[str], name: str) -> None:
         substitute(stack, "position", None)
     if "core_tables" not in used:
         substitute(stack, "core_tables", None)
+    if "position_tables" not in used:
+        substitute(stack, "position_tables", None)
     if "shared" not in used:
         substitute(stack, "shared", None)
 

@@ -22,6 +22,7 @@ from xscale.nn.linear import Embedding, Linear
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.average_attention import AverageAttention
 from xscale.nn.mixer.lightweight_conv import LightweightConv
+from xscale.nn.mixer.multi_linear import MultiLinear
 from xscale.nn.mixer.positional_mlp import Gmlp
 from xscale.nn.mixer.s4 import S4
 from xscale.nn.mixer.value_mixer import ValueMixer
@@ -188,6 +189,8 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
             substitute(module, "own_heads", SumOwnHeads(region))
         if isinstance(module, Gmlp):
             substitute(module, "normalise", NormOfAllHeads(region))
+        if isinstance(module, MultiLinear):
+            module.first_factor = region.rank * module.factors // region.count
         if isinstance(module, S4):
             module.first_channel = region.rank * len(module.ssm.skip) // region.count
         if isinstance(module, Stack):
