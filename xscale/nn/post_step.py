@@ -1,4 +1,4 @@
-"""State that moves after each optimizer step without a gradient: routers' biases and loads, centroids of attention."""
+"""State that moves after each optimizer step without a gradient: routers' biases, centroids, projected vectors."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from xscale.nn.attention.core import Core
 from xscale.nn.moe.router.router import Router
+from xscale.nn.simplex import Simplex
 
 
 @torch.no_grad()
@@ -14,11 +15,13 @@ def update_non_gradient_state(
     model: nn.Module,
     means: dict[str, Tensor],
     shard_like: Callable[[Tensor, Tensor], Tensor] = lambda value, parameter: value,
+    gather_full: Callable[[Tensor], Tensor] = lambda parameter: parameter,
 ) -> None:
-    """Call `update_state` of every router and attention core; after the optimizer step.
+    """Call `update_state` of every router and attention core, and `project` of every simplex; after the optimizer step.
 
     `means` are the statistics of the whole optimizer step over all ranks, the same on every rank.
-    `shard_like(full, parameter)` gives a full tensor the layout of a sharded parameter.
+    `shard_like(full, parameter)` gives a full tensor the layout of a sharded parameter; `gather_full(parameter)`
+    returns a sharded parameter in full.
     """
     for module in model.modules():
         if isinstance(module, Router):
@@ -26,3 +29,6 @@ def update_non_gradient_state(
     for module in model.modules():
         if isinstance(module, Core):
             module.update_state(means, shard_like)
+    for module in model.modules():
+        if isinstance(module, Simplex):
+            module.project(shard_like, gather_full)
