@@ -12,7 +12,7 @@ from xscale.core.errors import Problem
 from xscale.nn.attention.ops.mask import ScoreEdge
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn, Gated
-from xscale.nn.init import ZEROS
+from xscale.nn.init import ONES, ZEROS
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.module import Module
@@ -24,6 +24,8 @@ Scores = dict[str, Tensor]
 """Attention scores [B, H, T, S] before mask and softmax, by the name of the sublayer that handed them on."""
 NORMLESS = ("rezero", "no_norm", "none")
 """Placements without a norm."""
+ENDS_IN_NORM = ("post", "admin")
+"""Placements that normalise the sum of residual and output."""
 
 
 class SublayerConfig(Config):
@@ -57,8 +59,10 @@ class BlockConfig(Config):
     2019); null: positions enter as `model.position` says, alone."""
     norm: Annotated[Norm.Config, Slot(NORMS)] = Rms.Config()
     """The norm of each sublayer."""
-    placement: Literal["pre", "post", "sandwich", "res_post", "rezero", "no_norm", "none"] = "pre"
+    placement: Literal["pre", "post", "admin", "sandwich", "res_post", "rezero", "no_norm", "none"] = "pre"
     """pre: x + f(norm(x)) (Xiong et al. 2020); post: norm(x + f(x)) (Vaswani et al. 2017);
+    admin: norm(omega x + f(x)), learned gains omega [D] that a pass over the run's first batch initialises by the
+    variance of the sublayers before (Liu et al. 2020);
     sandwich: x + norm(f(norm(x))) (Ding et al. 2021); res_post: x + norm(f(x)) (Liu et al. 2022, Swin v2);
     no_norm: x + f(x) (Huang et al. 2020, T-Fixup);
     rezero: x + alpha f(x), a learned scalar alpha that starts at 0 and no norm (Bachlechner et al. 2021);
@@ -109,6 +113,23 @@ class ResidualWeight(Module):
         return self.use(self.weight).to(y.dtype) * y
 
 
+class ResidualGain(Module):
+    """The gains omega [D] of a residual connection (Liu et al. 2020, Admin), which start at 1.
+
+    A training run gives them other values before its first step; see `xscale.train.residual_gains`.
+    """
+
+    weight: Parameter
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.declare("weight", (width,), ("width",), ONES, decays=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        return self.use(self.weight).to(x.dtype) * x
+
+
 class Sublayer(Module):
     """A mixer or feed-forward part with its norm, dropout and residual connection."""
 
@@ -121,6 +142,7 @@ class Sublayer(Module):
         self.norm: Norm | None = NORMS.build(config.norm, width) if normalises else None
         self.after: Norm | None = NORMS.build(config.norm, width) if config.placement == "sandwich" else None
         self.alpha = ResidualWeight() if config.placement == "rezero" else None
+        self.omega = ResidualGain(width) if config.placement == "admin" else None
         self.part = part
 
     def forward(
@@ -155,8 +177,10 @@ class Sublayer(Module):
             return self.random.dropout(y, self.dropout if drops else 0.0, ("batch", "tokens", "width"), tokens)
         kernel = self.kernel_choices.get("bias_dropout_residual")
         residual = x if residual is None else residual
+        if self.omega is not None:
+            residual = self.omega(residual)
         y = self.random.dropout_add(y, residual, self.dropout if drops else 0.0, tokens, kernel)
-        return norm(y) if norm is not None and self.placement == "post" else y
+        return norm(y) if norm is not None and self.placement in ENDS_IN_NORM else y
 
 
 class Block(Module):
@@ -246,8 +270,9 @@ def _check_parallel(config: BlockConfig, path: str, *, cross: bool) -> list[Prob
     problems = []
     if cross:
         problems.append(("cross attention is a third sublayer", "Take sequential."))
-    if config.placement == "post":
-        problems.append(("placement 'post' normalises the sum", "Take sequential, or a placement other than post."))
+    if config.placement in ENDS_IN_NORM:
+        what = f"placement '{config.placement}' normalises the sum"
+        problems.append((what, f"Take sequential, or a placement other than {config.placement}."))
     if "none" in (config.placement, config.ffn.kind):
         problems.append(("this block has no sum of the two", "Take sequential."))
     if config.sublayers is not None:

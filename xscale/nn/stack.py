@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
 from xscale.nn.attention.core import CORES, share_layer_tables
-from xscale.nn.block import NORMLESS, Block, BlockConfig, Scores, SublayerConfig
+from xscale.nn.block import ENDS_IN_NORM, NORMLESS, Block, BlockConfig, Scores, SublayerConfig
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn
 from xscale.nn.layer_mix import LayerMix
@@ -119,7 +119,7 @@ class Stack(Module):
         """Whether attention scores pass from block to block, beside the hidden states."""
         self.step_signal = config.step_signal
         self.halting = None if config.halting is None else Halting(config.halting, dims)
-        ends_in_norm = config.block.placement not in ("post", *NORMLESS)
+        ends_in_norm = config.block.placement not in (*ENDS_IN_NORM, *NORMLESS)
         self.norm: Norm | None = NORMS.build(config.block.norm, dims.width) if ends_in_norm else None
 
     @staticmethod

@@ -6,6 +6,7 @@ from torch import nn
 
 from xscale.core.errors import Problem
 from xscale.mesh.axes import Degrees
+from xscale.nn.block import ResidualGain
 from xscale.nn.simplex import Simplex
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 
@@ -32,6 +33,9 @@ def check_model(model: nn.Module, config: ParallelConfig, path: str) -> list[Pro
     if config.zero.engine == "deepspeed" and (projected := _projected(model)):
         what = f"{projected} is projected onto the simplex after each step, and DeepSpeed keeps its own copy"
         return [Problem(f"{path}.zero.engine", what, f"{TORCH}, or the mixer attention.")]
+    if config.zero.engine == "deepspeed" and any(isinstance(module, ResidualGain) for module in model.modules()):
+        what = "placement 'admin' sets gains by a pass before the first step, and DeepSpeed keeps its own copy"
+        return [Problem(f"{path}.zero.engine", what, f"{TORCH}, or placement=post.")]
     fixed = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if config.zero.engine == "torch" or config.zero.stage < 3 or not fixed:
         return []
