@@ -33,6 +33,9 @@ class SublayerConfig(Config):
     """The kind of sublayer: the mixer, the cross-attention to the encoder's output, or the feed-forward part."""
     factor: float = Field(default=1.0, gt=0)
     """Factor of the sublayer's output before it is added: 0.5 for the halves of Macaron (Lu et al. 2019)."""
+    beside: bool = False
+    """Whether it reads the input of the sublayer before it, so that both outputs are added to that input (So et al.
+    2019, Evolved Transformer)."""
     mixer: Annotated[Mixer.Config, Slot(MIXERS)] | None = None
     """The mixer or cross-attention of this sublayer; null: the block's."""
     ffn: Annotated[Ffn.Config, Slot(FFNS)] | None = None
@@ -198,6 +201,8 @@ class Block(Module):
         named = config.named(cross=cross)
         self.order = list(named)
         """Names of the sublayers, in their order."""
+        self.beside = frozenset(name for name, sublayer in named.items() if sublayer.beside)
+        """Names of those that read the input of the one before."""
         for name, sublayer in named.items():
             inner = cross_dims(dims) if sublayer.part == "cross" else dims
             part = (FFNS if sublayer.part == "ffn" else MIXERS).build(config.config_of(sublayer), inner)
@@ -213,6 +218,8 @@ class Block(Module):
             at = f"{path}.{sublayer.part}" if getattr(sublayer, slot) is None else f"{entry}.{slot}"
             if config.sublayers is not None:
                 problems += _check_sublayer(sublayer, config, entry, cross=cross)
+            if sublayer.beside:
+                problems += _check_beside(config, index, entry)
             if slot == "ffn":
                 problems += FFNS.of(part).part.check(part, dims, at)
             elif sublayer.part == "mixer" or cross:
@@ -245,9 +252,11 @@ class Block(Module):
             assert self.ffn is not None
             x = self.ffn(x, tokens, residual=self.mixer(x, tokens, edge=edges.get("mixer")))
         else:
+            before = x
             for name in self.order:
+                before, residual = (before, x) if name in self.beside else (x, None)
                 memory_and_source = (memory, source) if name.startswith("cross") else ()
-                x = getattr(self, name)(x, tokens, *memory_and_source, edge=edges.get(name))
+                x = getattr(self, name)(before, tokens, *memory_and_source, residual=residual, edge=edges.get(name))
         if scores is None:
             return x
         return x, {name: edge.scores for name, edge in edges.items() if edge.scores is not None}
@@ -297,6 +306,16 @@ def _check_sublayer(sublayer: SublayerConfig, config: BlockConfig, path: str, *,
         what = "multiplies what is added to the residual stream, and with placement 'none' nothing is"
         problems.append(Problem(f"{path}.factor", what, "Take 1, or another placement."))
     return problems
+
+
+def _check_beside(config: BlockConfig, index: int, path: str) -> list[Problem]:
+    """List why an entry of `sublayers` cannot read the input of the one before it."""
+    if index == 0:
+        return [Problem(f"{path}.beside", "the first sublayer has none before it", "Take false.")]
+    if config.placement in (*ENDS_IN_NORM, "none"):
+        what = f"placement '{config.placement}' leaves no sum that both sublayers could be added to"
+        return [Problem(f"{path}.beside", what, "Take false, or placement pre, sandwich, res_post, rezero or no_norm.")]
+    return []
 
 
 def cross_dims(dims: Dims) -> Dims:
