@@ -41,13 +41,13 @@ EVOLVED = {
     "glu": {"part": "ffn", "ffn": {"kind": "glu", "bias": True}},
     "encoder": {"part": "mixer", "mixer": {"kind": "evolved_branches", "form": "encoder", "dropout": 0.2}},
     "decoder": {"part": "mixer", "mixer": {"kind": "evolved_branches", "dropout": 0.2}},
-    "beside": {"part": "mixer", "mixer": ATTENTION, "beside": True},
+    "parallel": {"part": "mixer", "mixer": ATTENTION, "parallel": True},
 }
 
 
 def evolved(kind: str) -> dict[str, Any]:
-    """Both forms of the branches, with attention beside one of them."""
-    sublayers = [EVOLVED[name] for name in ("glu", "encoder", "decoder", "beside")]
+    """Both forms of the branches, with attention parallel to one of them."""
+    sublayers = [EVOLVED[name] for name in ("glu", "encoder", "decoder", "parallel")]
     stack = {"depth": 2, "block": {"sublayers": sublayers, "dropout": 0.1}}
     return {"kind": kind, "width": 32, "position": "learned", "stack": stack}
 

@@ -33,7 +33,7 @@ class SublayerConfig(Config):
     """The kind of sublayer: the mixer, the cross-attention to the encoder's output, or the feed-forward part."""
     factor: float = Field(default=1.0, gt=0)
     """Factor of the sublayer's output before it is added: 0.5 for the halves of Macaron (Lu et al. 2019)."""
-    beside: bool = False
+    parallel: bool = False
     """Whether it reads the input of the sublayer before it, so that both outputs are added to that input (So et al.
     2019, Evolved Transformer)."""
     mixer: Annotated[Mixer.Config, Slot(MIXERS)] | None = None
@@ -201,7 +201,7 @@ class Block(Module):
         named = config.named(cross=cross)
         self.order = list(named)
         """Names of the sublayers, in their order."""
-        self.beside = frozenset(name for name, sublayer in named.items() if sublayer.beside)
+        self.parallel_sublayers = frozenset(name for name, sublayer in named.items() if sublayer.parallel)
         """Names of those that read the input of the one before."""
         for name, sublayer in named.items():
             inner = cross_dims(dims) if sublayer.part == "cross" else dims
@@ -218,8 +218,8 @@ class Block(Module):
             at = f"{path}.{sublayer.part}" if getattr(sublayer, slot) is None else f"{entry}.{slot}"
             if config.sublayers is not None:
                 problems += _check_sublayer(sublayer, config, entry, cross=cross)
-            if sublayer.beside:
-                problems += _check_beside(config, index, entry)
+            if sublayer.parallel:
+                problems += _check_parallel_sublayer(config, index, entry)
             if slot == "ffn":
                 problems += FFNS.of(part).part.check(part, dims, at)
             elif sublayer.part == "mixer" or cross:
@@ -254,7 +254,7 @@ class Block(Module):
         else:
             before = x
             for name in self.order:
-                before, residual = (before, x) if name in self.beside else (x, None)
+                before, residual = (before, x) if name in self.parallel_sublayers else (x, None)
                 memory_and_source = (memory, source) if name.startswith("cross") else ()
                 x = getattr(self, name)(before, tokens, *memory_and_source, residual=residual, edge=edges.get(name))
         if scores is None:
@@ -308,13 +308,15 @@ def _check_sublayer(sublayer: SublayerConfig, config: BlockConfig, path: str, *,
     return problems
 
 
-def _check_beside(config: BlockConfig, index: int, path: str) -> list[Problem]:
+def _check_parallel_sublayer(config: BlockConfig, index: int, path: str) -> list[Problem]:
     """List why an entry of `sublayers` cannot read the input of the one before it."""
     if index == 0:
-        return [Problem(f"{path}.beside", "the first sublayer has none before it", "Take false.")]
+        return [Problem(f"{path}.parallel", "the first sublayer has none before it", "Take false.")]
     if config.placement in (*ENDS_IN_NORM, "none"):
         what = f"placement '{config.placement}' leaves no sum that both sublayers could be added to"
-        return [Problem(f"{path}.beside", what, "Take false, or placement pre, sandwich, res_post, rezero or no_norm.")]
+        return [
+            Problem(f"{path}.parallel", what, "Take false, or placement pre, sandwich, res_post, rezero or no_norm.")
+        ]
     return []
 
 

@@ -41,7 +41,7 @@ def check(config: Any, path: str, *, cross: bool) -> list[Problem]:
     named = [block.named(cross=cross) for block in blocks]
     shared = [
         {
-            name: (block.config_of(entry), entry.factor, entry.beside)
+            name: (block.config_of(entry), entry.factor, entry.parallel)
             for name, entry in names.items()
             if is_shared(name, config.share)
         }

@@ -18,6 +18,8 @@ from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm
 from xscale.nn.position.position import Position, share_position
+from xscale.nn.quaternion import LinearMaps, use_quaternions
+from xscale.nn.quaternion import check as check_quaternions
 from xscale.nn.random import reseed
 from xscale.nn.recurrent_depth import Halting, HaltingConfig, Pondered, step_signal
 from xscale.nn.sharing import Share, share_sublayers
@@ -61,6 +63,9 @@ class StackConfig(Config):
     """The sublayers whose parameters all blocks have in common: none, all (Dehghani et al. 2019; ALBERT, Lan et al.
     2020), or as in ALBERT's ablation the mixer, with cross-attention, or the ffn; norms go with their sublayer."""
 
+    linear_maps: LinearMaps = "real"
+    """The linear maps of attention and feed-forward parts: real, or quaternion, by the Hamilton product with a quarter
+    of the weights (Tay et al. 2019)."""
     step_signal: bool = False
     """Whether sinusoids of the position and of the block's number are added to the hidden states before each block
     (Dehghani et al. 2019, Universal Transformer)."""
@@ -113,6 +118,8 @@ class Stack(Module):
         """The position part that all mixers have in common; None: each has its own."""
         self.core_tables: Module | None = share_layer_tables(self.blocks.values())
         """The parameters that all attention cores have in common; None: none."""
+        if config.linear_maps == "quaternion":
+            use_quaternions(self.blocks.values())
         self.shared: nn.ModuleDict | None = share_sublayers(self.blocks.values(), config.share)
         """The sublayers that all blocks have in common, by name; None: each block has its own."""
         self.hands_on_scores = any(block.score_mixers() for block in self.blocks.values())  # type: ignore[operator]
@@ -143,6 +150,7 @@ class Stack(Module):
             *_check_layer_tables(config, dims, path),
             *_check_scores(config, path, cross=cross),
             *check_sharing(config, path, cross=cross),
+            *check_quaternions(config, dims.width, path, cross=cross),
             *_check_steps(config, dims, path),
         ]
 

@@ -87,9 +87,9 @@ def block(sublayers: list[dict[str, Any]], **changes: Any) -> tuple[BlockConfig,
     return decode(BlockConfig, {**section, "sublayers": sublayers}), dims(width=8)
 
 
-def test_a_sublayer_beside_another_reads_its_input() -> None:
+def test_a_parallel_sublayer_reads_the_input_of_the_one_before() -> None:
     """y = x + self_attention(norm_1(x)) + cross_attention(norm_2(x)), then the ffn reads y."""
-    sublayers = [{"part": "mixer"}, {"part": "cross", "beside": True}, {"part": "ffn"}]
+    sublayers = [{"part": "mixer"}, {"part": "cross", "parallel": True}, {"part": "ffn"}]
     made = ready(Block(*block(sublayers), cross=True))
     x, memory, about, source = drawn(2, 5, 8), drawn(2, 9, 8, seed=1), tokens(5), tokens(9)
     assert made.cross is not None
@@ -101,10 +101,10 @@ def test_a_sublayer_beside_another_reads_its_input() -> None:
 
 
 def test_what_cannot_be_is_refused_with_what_would_work() -> None:
-    first = [{"part": "mixer", "beside": True}, {"part": "ffn"}]
+    first = [{"part": "mixer", "parallel": True}, {"part": "ffn"}]
     (problem,) = Block.check(*block(first), "block")
-    assert str(problem) == "block.sublayers.0.beside: the first sublayer has none before it. Take false."
-    second = [{"part": "mixer"}, {"part": "ffn", "beside": True}]
+    assert str(problem) == "block.sublayers.0.parallel: the first sublayer has none before it. Take false."
+    second = [{"part": "mixer"}, {"part": "ffn", "parallel": True}]
     assert Block.check(*block(second), "block") == []
     (problem,) = Block.check(*block(second, placement="post"), "block")
     assert "placement 'post' leaves no sum that both sublayers could be added to" in str(problem)

@@ -42,23 +42,25 @@ class Depthwise(Module):
         kernel = self.use(self.kernel)
         if windows.documents is None:
             return F.conv1d(windows.x.mT, kernel[:, None], groups=len(kernel)).mT
-        out = torch.zeros_like(windows.tokens())
-        for place, tap in enumerate(windows.taps()):
-            out = out + tap * kernel[:, place]
+        out = torch.zeros_like(windows.centre())
+        for index, tap in enumerate(windows.taps()):
+            out = out + tap * kernel[:, index]
         return out
 
 
 class Windows:
     """Windows of `size` tokens around each of T tokens, cut out of a wider neighbourhood."""
 
-    def __init__(self, near: Tensor, documents: Tensor | None, around: tuple[int, int], own: tuple[int, int]) -> None:
-        """`near` [B, left + T + right, C] with their documents, (left, right) = `around`; `own` are the window's."""
-        first, length = around[0] - own[0], near.shape[1] - sum(around)
-        self.length, self.left, self.size = length, own[0], sum(own) + 1
-        self.x = near.narrow(1, first, length + sum(own))
-        self.documents = None if documents is None else documents.narrow(1, first, length + sum(own))
+    def __init__(
+        self, near: Tensor, documents: Tensor | None, around: tuple[int, int], window: tuple[int, int]
+    ) -> None:
+        """Cut from `near` [B, left + T + right, C], where (left, right) = `around`; `window` are those of a window."""
+        first, length = around[0] - window[0], near.shape[1] - sum(around)
+        self.length, self.left, self.size = length, window[0], sum(window) + 1
+        self.x = near.narrow(1, first, length + sum(window))
+        self.documents = None if documents is None else documents.narrow(1, first, length + sum(window))
 
-    def tokens(self) -> Tensor:
+    def centre(self) -> Tensor:
         """The tokens in the middle, [B, T, C]."""
         return self.x.narrow(1, self.left, self.length)
 
@@ -106,20 +108,20 @@ class Branches(Convolution):
         self.sizes, self.dropout = sizes, config.dropout
         self.left_depthwise = None if encoder else Depthwise(width, sizes[0])
         self.right_depthwise = None if encoder else Depthwise(width, sizes[1])
-        wide, taps = width * (4 if encoder else 2), sizes[1] if encoder else 1
-        self.left_map = Linear(width, wide, ("state", "width"), dims.init, bias=config.bias)
+        channels, taps = width * (4 if encoder else 2), sizes[1] if encoder else 1
+        self.left_map = Linear(width, channels, ("state", "width"), dims.init, bias=config.bias)
         self.right_map = Linear(taps * width, width // 2, ("state", "width"), dims.init, bias=config.bias)
 
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         """[B, T, D] -> [B, T, 4D] or [B, T, 2D]."""
         left, right = self.windows(x, tokens, *self.sizes)
         if self.left_depthwise is None or self.right_depthwise is None:
-            wide = self._drop(self.left_map(left.tokens()).relu(), tokens)
-            narrow = self.right_map(torch.cat(right.taps(), -1)).relu()
+            left_output = self._drop(self.left_map(left.centre()).relu(), tokens)
+            right_output = self.right_map(torch.cat(right.taps(), -1)).relu()
         else:
-            wide = self._drop(self.left_map(self.left_depthwise(left)).relu(), tokens)
-            narrow = self.right_map(self.right_depthwise(right))
-        return wide + widened(self._drop(narrow, tokens), wide.shape[-1])
+            left_output = self._drop(self.left_map(self.left_depthwise(left)).relu(), tokens)
+            right_output = self.right_map(self.right_depthwise(right))
+        return left_output + widened(self._drop(right_output, tokens), left_output.shape[-1])
 
     def _drop(self, x: Tensor, tokens: Tokens) -> Tensor:
         drops = self.dropout if self.training and tokens.rng_seed is not None else 0.0
