@@ -40,6 +40,7 @@ MIXERS: dict[str, Section] = {
     },
     "collaborative": {"kind": "collaborative", "shared_width": 12},
     "branched_attention": {"kind": "branched_attention", "kv_heads": 2, "hidden": 6},
+    "hamilton": {"kind": "attention", "kv_heads": 2, "dropout": 0.0, "core": {"kind": "hamilton"}},
     "dynamic_mask": {"kind": "dynamic_mask"},
     "routing_aggregation": {"kind": "routing_aggregation", "capsules": 8, "inverse_temperature": 0.5},
 }  # fmt: skip
@@ -53,6 +54,7 @@ ABLE = {
     "guided_attention": [TENSOR, STAGES],
     "collaborative": [TENSOR, CONTEXT, STAGES],
     "branched_attention": [TENSOR, CONTEXT, STAGES, DATA],
+    "hamilton": [TENSOR, CONTEXT, STAGES],
     "dynamic_mask": [TENSOR, STAGES],
     "routing_aggregation": [CONTEXT, STAGES, DATA],
 }
