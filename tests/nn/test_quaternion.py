@@ -70,7 +70,10 @@ def model(linear_maps: str = "quaternion", **stack: Any) -> Decoder:
 
 def split(x: Tensor) -> dict[str, Tensor]:
     """Components of x [B, T, D], each with the channels of each head: [B, H, T, K / 4]."""
-    return {name: part.unflatten(2, (4, -1)).transpose(1, 2) for name, part in zip("1ijk", x.chunk(4, -1), strict=True)}
+    return {
+        name: part.reshape(*x.shape[:2], 4, -1).transpose(1, 2)
+        for name, part in zip("1ijk", x.chunk(4, -1), strict=True)
+    }
 
 
 @pytest.mark.parametrize("core", ["softmax", "hamilton"])

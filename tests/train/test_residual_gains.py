@@ -67,7 +67,8 @@ def gains_of(model: dict[str, Any], parallel: dict[str, Any]) -> tuple[dict[str,
 
 def literal() -> list[float]:
     """omega_i^2 = 1 + sum_{j < i} Var[f_j(x_{j-1})], with the blocks written out."""
-    settings, _, network, _ = built(MODEL, {})
+    settings, _, parts, _ = built(MODEL, {})
+    network: Any = parts
     objective: Any = OBJECTIVES.build(settings.objective, SPECIALS, settings.data.sequence_length, SEED)
     micro = settings.train.micro_batch_size
     outputs: list[list[Tensor]] = [[] for _ in range(4)]

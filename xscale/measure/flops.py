@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from xscale.nn.attention.hamilton import COMPONENTS
 from xscale.nn.ffn.ffn import active_fractions
 from xscale.nn.head import Head
 from xscale.nn.linear import Embedding
 from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.module import parameter_axes
-from xscale.nn.quaternion import COMPONENTS, QuaternionLinear
+from xscale.nn.quaternion import QuaternionLinear
 from xscale.nn.stack import Stack
 
 

@@ -49,11 +49,11 @@ def hamilton_matrix(weight: Tensor, output_heads: int = 1, input_heads: int = 1)
 
     The channels of each head stand together, in four quarters, which are heads of the components.
     """
-    # W_c . x has the blocks of a row side by side: they are the quarters of its columns.
-    rows = [row.unflatten(0, (COMPONENTS, -1)) for row in hamilton_rows(weight, 0)]  # each [4, outputs / 4, inputs / 4]
-    matrix = torch.stack([row.movedim(0, 1) for row in rows])  # [4, outputs / 4, 4, inputs / 4]
-    by_head = matrix.unflatten(3, (input_heads, -1)).movedim(3, 2).flatten(2)  # [4, outputs / 4, inputs]
-    return by_head.unflatten(1, (output_heads, -1)).transpose(0, 1).flatten(0, 2)
+    outputs, inputs = len(weight), COMPONENTS * weight.shape[1]
+    # W_c . x, component c of the product, has a block of W_c for each component of x.
+    blocks = torch.stack(hamilton_rows(weight, 0))  # [4, outputs, inputs / 4]
+    by_head = blocks.view(COMPONENTS, COMPONENTS, output_heads, -1, input_heads, weight.shape[1] // input_heads)
+    return by_head.permute(2, 0, 3, 4, 1, 5).reshape(outputs, inputs)
 
 
 def use_quaternions(blocks: Iterable[Any]) -> None:

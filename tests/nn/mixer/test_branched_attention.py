@@ -24,12 +24,11 @@ def mixer(config: dict[str, Any] | None = None, **changes: Any) -> BranchedAtten
 @pytest.mark.parametrize("bias", [True, False])
 def test_it_is_the_papers_sum_of_branches(bias: bool, cross: bool) -> None:
     """y = sum_i alpha_i FFN_i(kappa_i head_i W_i^O)."""
-    part = mixer({"ffn_bias": bias}, cross=cross)
+    part: Any = mixer({"ffn_bias": bias}, cross=cross)
     x, memory = drawn(2, LENGTH, WIDTH).requires_grad_(), drawn(2, 7, WIDTH, seed=1).requires_grad_()
     read = memory if cross else x
     shown = torch.ones(LENGTH, 7, dtype=torch.bool) if cross else torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     y = torch.zeros_like(x)
-    assert part.k is not None
     for i in range(HEADS):
         rows = slice(i * K, (i + 1) * K)
         q, k, v = (z @ w.weight[rows].T for z, w in ((x, part.q), (read, part.k), (read, part.v)))

@@ -53,7 +53,8 @@ class Hamilton(Core):
         heads = q.shape[1]
         queries = torch.stack(hamilton_rows(q, 3), 2).flatten(1, 2)  # [B, 4H, T, K]
         keys = repeat_kv(k, heads).repeat_interleave(COMPONENTS, 1)  # [B, 4H, S, K]
-        values = repeat_kv(v, heads).unflatten(3, (COMPONENTS, -1)).movedim(3, 2).flatten(1, 2)  # [B, 4H, S, K/4]
+        quarters = repeat_kv(v, heads).reshape(*v.shape[:1], heads, v.shape[2], COMPONENTS, -1)
+        values = quarters.transpose(2, 3).flatten(1, 2)  # [B, 4H, S, K/4]
         allowed = None if mask.allowed is None else mask.allowed.to(q.device)
         added, bias = allowed, mask.score_bias(q, k)
         if bias is not None:
@@ -62,7 +63,7 @@ class Hamilton(Core):
         if added is not None and added.shape[1] > 1:
             added = added.repeat_interleave(COMPONENTS, 1)
         o = self.random.attention(queries, keys, values, 0.0, attn_mask=added)
-        return o.unflatten(1, (heads, COMPONENTS)).movedim(2, 3).flatten(3)  # [B, H, T, K]
+        return o.view(len(o), heads, COMPONENTS, *o.shape[2:]).transpose(2, 3).flatten(3)  # [B, H, T, K]
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         return 5.0 * heads * queries * keys * head_width / (2 if self.causal else 1)
