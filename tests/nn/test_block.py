@@ -178,11 +178,9 @@ def test_what_can_be_built_has_no_problem() -> None:
 
 def test_admin_weighs_the_residual_before_the_norm() -> None:
     """Liu et al. 2020: x_i = LN(x_{i-1} omega_i + f_i(x_{i-1})); the gains have gradients."""
-    made, x = block(SMALL.model_copy(update={"placement": "admin"})), drawn(2, 5, 8)
-    wanted = x
+    made: Any = block(SMALL.model_copy(update={"placement": "admin"}))
+    x = wanted = drawn(2, 5, 8)
     for sublayer in (made.mixer, made.ffn):
-        assert sublayer is not None
-        assert sublayer.omega is not None
         wanted = sublayer.norm(wanted * sublayer.omega.weight + sublayer.part(wanted, tokens(5)))
     out = made(x, tokens(5))
     assert torch.allclose(out, wanted)

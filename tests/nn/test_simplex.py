@@ -34,6 +34,6 @@ def test_it_starts_even_and_is_projected_after_a_step() -> None:
     materialize(simplex, 0, dtype=torch.float64)
     assert simplex.weight.tolist() == [0.25] * 4
     with torch.no_grad():
-        simplex.weight += torch.tensor([0.5, 0.0, -0.5, 0.0])
+        simplex.weight.add_(torch.tensor([0.5, 0.0, -0.5, 0.0]))
     update_non_gradient_state(simplex, {})
     torch.testing.assert_close(simplex.weight.detach(), torch.tensor([2 / 3, 1 / 6, 0.0, 1 / 6], dtype=torch.float64))
