@@ -174,3 +174,16 @@ def test_what_can_be_built_has_no_problem() -> None:
     assert Block.check(SMALL, dims(width=8), "x", cross=True) == []
     bidirectional = SMALL.model_copy(update={"mixer": Fourier.Config()})
     assert Block.check(bidirectional, dims(width=8, causal=False), "x") == []
+
+
+def test_admin_weighs_the_residual_before_the_norm() -> None:
+    """Liu et al. 2020: x_i = LN(x_{i-1} omega_i + f_i(x_{i-1})); the gains have gradients."""
+    made: Any = block(SMALL.model_copy(update={"placement": "admin"}))
+    x = wanted = drawn(2, 5, 8)
+    for sublayer in (made.mixer, made.ffn):
+        wanted = sublayer.norm(wanted * sublayer.omega.weight + sublayer.part(wanted, tokens(5)))
+    out = made(x, tokens(5))
+    assert torch.allclose(out, wanted)
+    gains = [sublayer.omega.weight for sublayer in made.sublayers().values()]
+    for gradient in torch.autograd.grad(out.square().sum(), gains):
+        assert gradient.any()

@@ -74,6 +74,12 @@ def test_token_by_token_gives_the_same() -> None:
     [
         ({"placement": "post"}, {}, "model.stack.block.placement: placement 'post' changes the residual stream"),
         ({"placement": "none"}, {}, "model.stack.block.placement: placement 'none' changes the residual stream"),
+        ({"placement": "admin"}, {}, "model.stack.block.placement: placement 'admin' changes the residual stream"),
+        (
+            {"sublayers": [{"part": "mixer"}, {"part": "ffn", "parallel": True}]},
+            {},
+            "model.stack.block.sublayers: reversible blocks have two residual streams",
+        ),
         ({"position": "learned"}, {}, "model.stack.block.position: reversible blocks have two residual streams"),
         ({}, {"step_signal": True}, "model.stack.step_signal: reversible blocks have two residual streams"),
         ({}, {"halting": {}}, "model.stack.halting: reversible blocks have two residual streams"),

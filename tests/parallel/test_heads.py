@@ -6,6 +6,10 @@ import pytest
 
 from tests.distributed import Pool
 from tests.parallel.against_one import alone, asked, same
+from xscale.core.config import decode
+from xscale.parallel.config import ParallelConfig
+from xscale.parallel.engine.deepspeed.check import check_model
+from xscale.train.settings import build_on_meta
 
 Section = dict[str, Any]
 TENSOR: Section = {"mesh": {"tp": 2}, "tensor": {"sequence": True}, "recompute": {"every": 1}}
@@ -39,6 +43,8 @@ MIXERS: dict[str, Section] = {
         "guidance_weight": 0.05,
     },
     "collaborative": {"kind": "collaborative", "shared_width": 12},
+    "branched_attention": {"kind": "branched_attention", "kv_heads": 2, "hidden": 6},
+    "hamilton": {"kind": "attention", "kv_heads": 2, "dropout": 0.0, "core": {"kind": "hamilton"}},
     "dynamic_mask": {"kind": "dynamic_mask"},
     "routing_aggregation": {"kind": "routing_aggregation", "capsules": 8, "inverse_temperature": 0.5},
 }  # fmt: skip
@@ -52,6 +58,8 @@ ABLE = {
     "disagreement": [TENSOR, STAGES, DATA],
     "guided_attention": [TENSOR, STAGES],
     "collaborative": [TENSOR, CONTEXT, STAGES],
+    "branched_attention": [TENSOR, CONTEXT, STAGES, DATA],
+    "hamilton": [TENSOR, CONTEXT, STAGES],
     "dynamic_mask": [TENSOR, STAGES],
     "routing_aggregation": [CONTEXT, STAGES, DATA],
 }
@@ -70,13 +78,31 @@ def test_a_layout_has_the_numbers_of_one_process(mixer: str, pool: Pool) -> None
         same(pool, expected, 2, model(mixer), layout)
 
 
-@pytest.mark.parametrize("mixer", ["adaptive_span", "disagreement"])
-def test_a_loss_of_heads_is_the_same_on_sharded_heads(mixer: str, pool: Pool) -> None:
+@pytest.mark.parametrize("mixer", ["adaptive_span", "disagreement", "branched_attention"])
+def test_sums_and_losses_of_heads_are_the_same_on_sharded_heads(mixer: str, pool: Pool) -> None:
     same(pool, alone(pool, model(mixer)), 2, model(mixer), {"mesh": {"tp": 2}})
+
+
+def test_weights_of_branches_are_projected_where_data_parallel_ranks_shard_them(pool: Pool) -> None:
+    expected = alone(pool, model("branched_attention"))
+    for name in ("kappa", "alpha"):
+        (_, weights) = expected.ended[f"stack.blocks.0.mixer.part.{name}.weight"]
+        assert abs(weights.sum().item() - 1) < 1e-12
+        assert weights.min() >= 0
+        assert weights.std() > 0, "they are learned"
+    same(pool, expected, 2, model("branched_attention"), DATA)
 
 
 def refused(mixer: str, parallel: Section) -> list[str]:
     return [str(problem) for problem in asked(model(mixer), parallel).check(2)]
+
+
+def test_deepspeed_is_refused_where_weights_are_projected() -> None:
+    deepspeed = {"mesh": {"dp_shard": 2}, "zero": {"stage": 1, "engine": "deepspeed"}}
+    built = build_on_meta(asked(model("branched_attention"), deepspeed), 67)
+    (problem,) = check_model(built, decode(ParallelConfig, deepspeed), "parallel")
+    assert "mixer.part.kappa.weight is projected onto the simplex after each step" in str(problem)
+    assert "Use parallel.zero.engine=torch, or the mixer attention." in str(problem)
 
 
 def test_what_a_layout_cannot_shard_is_refused_with_what_would_work() -> None:

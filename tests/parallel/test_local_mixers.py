@@ -37,11 +37,28 @@ def model(names: list[str], kind: str = "decoder", **mixers: dict[str, Any]) -> 
     return {"kind": kind, "width": 32, "position": "learned", "stack": stack}
 
 
+EVOLVED = {
+    "glu": {"part": "ffn", "ffn": {"kind": "glu", "bias": True}},
+    "encoder": {"part": "mixer", "mixer": {"kind": "evolved_branches", "form": "encoder", "dropout": 0.2}},
+    "decoder": {"part": "mixer", "mixer": {"kind": "evolved_branches", "dropout": 0.2}},
+    "parallel": {"part": "mixer", "mixer": ATTENTION, "parallel": True},
+}
+
+
+def evolved(kind: str) -> dict[str, Any]:
+    """Both forms of the branches, with attention parallel to one of them."""
+    sublayers = [EVOLVED[name] for name in ("glu", "encoder", "decoder", "parallel")]
+    stack = {"depth": 2, "block": {"sublayers": sublayers, "dropout": 0.1}}
+    return {"kind": kind, "width": 32, "position": "learned", "stack": stack}
+
+
 CONVOLUTIONS = ["light", "dynamic", "wide", "dilated"]
 MODELS = {
     "decoder": model(CONVOLUTIONS),
     "encoder": model(CONVOLUTIONS, "encoder"),
     "branches": model(["branches", "branches"]),
+    "evolved": evolved("decoder"),
+    "evolved encoder": evolved("encoder"),
     "recurrent": model(["recurrent", "softmax"], recurrent=RECURRENT, softmax=ATTENTION),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -54,12 +71,20 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "four of cp": {"mesh": {"cp": 4}},
     "cp zero3 recomputed": {"mesh": {"cp": 2, "dp_shard": 2}, "zero": {"stage": 3}, "recompute": {"every": 1}},
 }
-QUICK = {("decoder", "tp"), ("decoder", "cp"), ("encoder", "cp"), ("branches", "cp tp"), ("recurrent", "cp")}
+QUICK = {
+    ("decoder", "tp"),
+    ("decoder", "cp"),
+    ("encoder", "cp"),
+    ("branches", "cp tp"),
+    ("recurrent", "cp"),
+    ("evolved", "cp"),
+}
+NOT_OVER_TP = ("recurrent", "evolved", "evolved encoder")
 CASES = [
     pytest.param(name, layout, marks=[] if (name, layout) in QUICK else [pytest.mark.long])
     for name in MODELS
     for layout in LAYOUTS
-    if name != "recurrent" or "tp" not in LAYOUTS[layout]["mesh"]
+    if name not in NOT_OVER_TP or "tp" not in LAYOUTS[layout]["mesh"]
 ]
 
 
@@ -106,11 +131,12 @@ def test_only_what_is_read_is_sent() -> None:
     assert sent == {"neighbours": (4 + 2) * 16 / 2}
 
 
-def test_a_recurrent_state_is_not_sharded_over_tp() -> None:
-    problems = {str(problem) for problem in asked(MODELS["recurrent"], {"mesh": {"tp": 2}}).check(2)}
-    assert any(
-        "'local_rnn' has neither heads nor hidden units" in problem and "tp=1" in problem for problem in problems
-    )
+@pytest.mark.parametrize(
+    ("name", "kind"), [("recurrent", "local_rnn"), ("evolved", "evolved_branches"), ("evolved", "glu")]
+)
+def test_what_has_no_heads_is_not_sharded_over_tp(name: str, kind: str) -> None:
+    problems = {str(problem) for problem in asked(MODELS[name], {"mesh": {"tp": 2}}).check(2)}
+    assert any(f"'{kind}' has neither heads nor hidden units" in problem and "tp=1" in problem for problem in problems)
 
 
 def test_more_ranks_than_heads_are_refused() -> None:

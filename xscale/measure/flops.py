@@ -5,12 +5,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from xscale.nn.attention.hamilton import COMPONENTS
 from xscale.nn.ffn.ffn import active_fractions
 from xscale.nn.head import Head
 from xscale.nn.linear import Embedding
 from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.module import parameter_axes
+from xscale.nn.quaternion import QuaternionLinear
 from xscale.nn.stack import Stack
 
 
@@ -69,7 +71,7 @@ class _Count:
     in_block: bool
     """Whether it is in a block, which global tokens pass too."""
     uses: int
-    """Blocks that use it: all of a stack's where they share it, otherwise 1."""
+    """How often a token is multiplied by it: by all blocks of a stack that share it, otherwise once."""
 
 
 def _counts(model: nn.Module) -> Iterator[_Count]:
@@ -77,6 +79,7 @@ def _counts(model: nn.Module) -> Iterator[_Count]:
     heads = {id(module.weight) for module in model.modules() if isinstance(module, Head)}
     tables = {id(module.weight) for module in model.modules() if isinstance(module, Embedding)} - heads
     axes, shared = parameter_axes(model), _shared_sublayers(model)
+    quaternions = {id(module.weight) for module in model.modules() if isinstance(module, QuaternionLinear)}
     for name, parameter in model.named_parameters():
         multiplied = id(parameter) not in tables and "tokens" not in axes[name]
         # A tied table counts as the head's weight, on the target sequence.
@@ -86,7 +89,8 @@ def _counts(model: nn.Module) -> Iterator[_Count]:
             multiplied,
             _on_source(name) and id(parameter) not in heads,
             ".blocks." in name or name.startswith(tuple(shared)),
-            _uses(name, shared),
+            # Each component of a quaternion weight enters four products.
+            _uses(name, shared) * (COMPONENTS if id(parameter) in quaternions else 1),
         )
 
 

@@ -12,7 +12,7 @@ from xscale.core.errors import Problem
 from xscale.nn.attention.ops.mask import ScoreEdge
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn, Gated
-from xscale.nn.init import ZEROS
+from xscale.nn.init import ONES, ZEROS
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.module import Module
@@ -25,6 +25,8 @@ Scores = dict[str, Tensor]
 """Attention scores [B, H, T, S] before mask and softmax, by the name of the sublayer that handed them on."""
 NORMLESS = ("rezero", "no_norm", "none")
 """Placements without a norm."""
+ENDS_IN_NORM = ("post", "admin")
+"""Placements that normalise the sum of residual and output."""
 
 
 class SublayerConfig(Config):
@@ -32,6 +34,9 @@ class SublayerConfig(Config):
     """The kind of sublayer: the mixer, the cross-attention to the encoder's output, or the feed-forward part."""
     factor: float = Field(default=1.0, gt=0)
     """Factor of the sublayer's output before it is added: 0.5 for the halves of Macaron (Lu et al. 2019)."""
+    parallel: bool = False
+    """Whether it reads the input of the sublayer before it, so that both outputs are added to that input (So et al.
+    2019, Evolved Transformer)."""
     mixer: Annotated[Mixer.Config, Slot(MIXERS)] | None = None
     """The mixer or cross-attention of this sublayer; null: the block's."""
     ffn: Annotated[Ffn.Config, Slot(FFNS)] | None = None
@@ -59,8 +64,10 @@ class BlockConfig(Config):
     `model.position` says, alone."""
     norm: Annotated[Norm.Config, Slot(NORMS)] = Rms.Config()
     """The norm of each sublayer."""
-    placement: Literal["pre", "post", "sandwich", "res_post", "rezero", "no_norm", "none"] = "pre"
+    placement: Literal["pre", "post", "admin", "sandwich", "res_post", "rezero", "no_norm", "none"] = "pre"
     """pre: x + f(norm(x)) (Xiong et al. 2020); post: norm(x + f(x)) (Vaswani et al. 2017);
+    admin: norm(omega x + f(x)), learned gains omega [D] that a pass over the run's first batch initialises by the
+    variance of the sublayers before (Liu et al. 2020);
     sandwich: x + norm(f(norm(x))) (Ding et al. 2021); res_post: x + norm(f(x)) (Liu et al. 2022, Swin v2);
     no_norm: x + f(x) (Huang et al. 2020, T-Fixup);
     rezero: x + alpha f(x), a learned scalar alpha that starts at 0 and no norm (Bachlechner et al. 2021);
@@ -112,6 +119,23 @@ class ResidualWeight(Module):
         return self.use(self.weight).to(y.dtype) * y
 
 
+class ResidualGain(Module):
+    """The gains omega [D] of a residual connection (Liu et al. 2020, Admin), which start at 1.
+
+    A training run gives them other values before its first step; see `xscale.train.residual_gains`.
+    """
+
+    weight: Parameter
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.declare("weight", (width,), ("width",), ONES, decays=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        return self.use(self.weight).to(x.dtype) * x
+
+
 class Sublayer(Module):
     """A mixer or feed-forward part with its norm, dropout and residual connection."""
 
@@ -124,6 +148,7 @@ class Sublayer(Module):
         self.norm: Norm | None = NORMS.build(config.norm, width) if normalises else None
         self.after: Norm | None = NORMS.build(config.norm, width) if config.placement == "sandwich" else None
         self.alpha = ResidualWeight() if config.placement == "rezero" else None
+        self.omega = ResidualGain(width) if config.placement == "admin" else None
         self.part = part
 
     def forward(
@@ -141,8 +166,10 @@ class Sublayer(Module):
         y = self._output(x, tokens, memory, source, edge)
         kernel = self.kernel_choices.get("bias_dropout_residual")
         residual = x if residual is None else residual
+        if self.omega is not None:
+            residual = self.omega(residual)
         y = self.random.dropout_add(y, residual, self._drop_probability(tokens), tokens, kernel)
-        return self.norm(y, tokens) if self.norm is not None and self.placement == "post" else y
+        return self.norm(y, tokens) if self.norm is not None and self.placement in ENDS_IN_NORM else y
 
     def branch(
         self,
@@ -198,6 +225,8 @@ class Block(Module):
         named = config.named(cross=cross)
         self.order = list(named)
         """Names of the sublayers, in their order."""
+        self.parallel_sublayers = frozenset(name for name, sublayer in named.items() if sublayer.parallel)
+        """Names of those that read the input of the one before."""
         for name, sublayer in named.items():
             inner = cross_dims(dims) if sublayer.part == "cross" else dims
             part = (FFNS if sublayer.part == "ffn" else MIXERS).build(config.config_of(sublayer), inner)
@@ -213,6 +242,8 @@ class Block(Module):
             at = f"{path}.{sublayer.part}" if getattr(sublayer, slot) is None else f"{entry}.{slot}"
             if config.sublayers is not None:
                 problems += _check_sublayer(sublayer, config, entry, cross=cross)
+            if sublayer.parallel:
+                problems += _check_parallel_sublayer(config, index, entry)
             if slot == "ffn":
                 problems += FFNS.of(part).part.check(part, dims, at)
             elif sublayer.part == "mixer" or cross:
@@ -250,9 +281,11 @@ class Block(Module):
             assert self.ffn is not None
             x = self.ffn(x, tokens, residual=self.mixer(x, tokens, edge=edges.get("mixer")))
         else:
+            before = x
             for name in self.order:
+                before, residual = (before, x) if name in self.parallel_sublayers else (x, None)
                 memory_and_source = (memory, source) if name.startswith("cross") else ()
-                x = getattr(self, name)(x, tokens, *memory_and_source, edge=edges.get(name))
+                x = getattr(self, name)(before, tokens, *memory_and_source, residual=residual, edge=edges.get(name))
         if scores is None:
             return x
         return x, {name: edge.scores for name, edge in edges.items() if edge.scores is not None}
@@ -287,8 +320,9 @@ def _check_parallel(config: BlockConfig, path: str, *, cross: bool) -> list[Prob
     problems = []
     if cross:
         problems.append(("cross attention is a third sublayer", "Take sequential."))
-    if config.placement == "post":
-        problems.append(("placement 'post' normalises the sum", "Take sequential, or a placement other than post."))
+    if config.placement in ENDS_IN_NORM:
+        what = f"placement '{config.placement}' normalises the sum"
+        problems.append((what, f"Take sequential, or a placement other than {config.placement}."))
     if "none" in (config.placement, config.ffn.kind):
         problems.append(("this block has no sum of the two", "Take sequential."))
     if config.sublayers is not None:
@@ -313,6 +347,18 @@ def _check_sublayer(sublayer: SublayerConfig, config: BlockConfig, path: str, *,
         what = "multiplies what is added to the residual stream, and with placement 'none' nothing is"
         problems.append(Problem(f"{path}.factor", what, "Take 1, or another placement."))
     return problems
+
+
+def _check_parallel_sublayer(config: BlockConfig, index: int, path: str) -> list[Problem]:
+    """List why an entry of `sublayers` cannot read the input of the one before it."""
+    if index == 0:
+        return [Problem(f"{path}.parallel", "the first sublayer has none before it", "Take false.")]
+    if config.placement in (*ENDS_IN_NORM, "none"):
+        what = f"placement '{config.placement}' leaves no sum that both sublayers could be added to"
+        return [
+            Problem(f"{path}.parallel", what, "Take false, or placement pre, sandwich, res_post, rezero or no_norm.")
+        ]
+    return []
 
 
 def cross_dims(dims: Dims) -> Dims:

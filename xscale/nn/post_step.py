@@ -1,4 +1,4 @@
-"""State that moves after each optimizer step without a gradient: biases and loads of routers, centroids, statistics."""
+"""State that moves after each optimizer step without a gradient: biases, centroids, statistics, projected vectors."""
 
 from collections.abc import Callable
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from xscale.nn.attention.core import Core
 from xscale.nn.moe.router.router import Router
 from xscale.nn.norm import Norm
+from xscale.nn.simplex import Simplex
 
 
 @torch.no_grad()
@@ -15,11 +16,15 @@ def update_non_gradient_state(
     model: nn.Module,
     means: dict[str, Tensor],
     shard_like: Callable[[Tensor, Tensor], Tensor] = lambda value, parameter: value,
+    gather_full: Callable[[Tensor], Tensor] = lambda parameter: parameter,
 ) -> None:
-    """Call `update_state` of every router, attention core and norm; after the optimizer step.
+    """Call `update_state` of every router, attention core and norm, and `project` of every simplex.
+
+    It comes after the optimizer step.
 
     `means` are the statistics of the whole optimizer step over all ranks, the same on every rank.
-    `shard_like(full, parameter)` gives a full tensor the layout of a sharded parameter.
+    `shard_like(full, parameter)` gives a full tensor the layout of a sharded parameter; `gather_full(parameter)`
+    returns a sharded parameter in full.
     """
     for module in model.modules():
         if isinstance(module, Router):
@@ -27,3 +32,6 @@ def update_non_gradient_state(
     for module in model.modules():
         if isinstance(module, Core | Norm):
             module.update_state(means, shard_like)
+    for module in model.modules():
+        if isinstance(module, Simplex):
+            module.project(shard_like, gather_full)

@@ -33,9 +33,13 @@ def check(config: Any, path: str) -> list[Problem]:
         return []
     problems = []
     two = "reversible blocks have two residual streams"
-    if config.block.placement in ("post", "none"):
+    if config.block.placement in ("post", "admin", "none"):
         what = f"placement '{config.block.placement}' changes the residual stream, from which inputs are reconstructed"
         problems.append(Problem(f"{path}.block.placement", what, "Take pre, sandwich, res_post, rezero or no_norm."))
+    blocks = [config.block_config(layer) for layer in range(config.depth)]
+    if any(sublayer.parallel for block in blocks for sublayer in block.listed()):
+        what = f"{two}, and parallel sublayers add to one"
+        problems.append(Problem(f"{path}.block.sublayers", what, "Take parallel=false, or block.residual=sequential."))
     if config.block.position is not None:
         what = f"{two}, and a block's position is added to one"
         problems.append(Problem(f"{path}.block.position", what, "Take null: model.position is added to both."))

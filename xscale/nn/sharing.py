@@ -40,13 +40,20 @@ def check(config: Any, path: str, *, cross: bool) -> list[Problem]:
     blocks = [config.block_config(layer) for layer in range(config.depth)]
     named = [block.named(cross=cross) for block in blocks]
     shared = [
-        {name: (block.config_of(entry), entry.factor) for name, entry in names.items() if is_shared(name, config.share)}
+        {
+            name: (block.config_of(entry), entry.factor, entry.parallel)
+            for name, entry in names.items()
+            if is_shared(name, config.share)
+        }
         for block, names in zip(blocks, named, strict=True)
     ]
     if any(sublayers != shared[0] for sublayers in shared):
         what = f"share={config.share} gives all blocks the same sublayers, and the rules give them different ones"
         problems.append(Problem(f"{path}.rules", what, "Leave these rules out, or take share=none."))
-    for name, (part, _) in shared[0].items():
+    if config.block.placement == "admin":
+        what = "placement 'admin' gives each sublayer the gain of its depth, and shared ones have one for all depths"
+        problems.append(Problem(f"{path}.share", what, "Take none, or placement=post."))
+    for name, (part, *_) in shared[0].items():
         if name.split("_")[0] != "ffn" and MIXERS.of(part).part.score_heads(part) is not None:
             what = f"the shared '{name}' hands on its scores, and is made for the first block, which reads none"
             problems.append(Problem(f"{path}.share", what, "Take share=ffn or none, or the core softmax."))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
 from xscale.nn.attention.core import CORES, share_layer_tables
-from xscale.nn.block import NORMLESS, Block, BlockConfig, Scores, SublayerConfig
+from xscale.nn.block import ENDS_IN_NORM, NORMLESS, Block, BlockConfig, Scores, SublayerConfig
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn
 from xscale.nn.layer_mix import LayerMix
@@ -18,6 +18,8 @@ from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm
 from xscale.nn.position.position import Position, share_position
+from xscale.nn.quaternion import LinearMaps, use_quaternions
+from xscale.nn.quaternion import check as check_quaternions
 from xscale.nn.random import reseed
 from xscale.nn.recurrent_depth import Halting, HaltingConfig, Pondered, step_signal
 from xscale.nn.reversible import Streams, wide
@@ -63,6 +65,9 @@ class StackConfig(Config):
     """The sublayers whose parameters all blocks have in common: none, all (Dehghani et al. 2019; ALBERT, Lan et al.
     2020), or as in ALBERT's ablation the mixer, with cross-attention, or the ffn; norms go with their sublayer."""
 
+    linear_maps: LinearMaps = "real"
+    """The linear maps of attention and feed-forward parts: real, or quaternion, by the Hamilton product with a quarter
+    of the weights (Tay et al. 2019)."""
     step_signal: bool = False
     """Whether sinusoids of the position and of the block's number are added to the hidden states before each block
     (Dehghani et al. 2019, Universal Transformer)."""
@@ -118,6 +123,8 @@ class Stack(Module):
         """The parameters that all attention cores have in common; None: none."""
         self.position_tables: Module | None = share_layer_tables(self.blocks.values(), Position)
         """The parameters that the positions at the inputs of all blocks have in common; None: none."""
+        if config.linear_maps == "quaternion":
+            use_quaternions(self.blocks.values())
         self.shared: nn.ModuleDict | None = share_sublayers(self.blocks.values(), config.share)
         """The sublayers that all blocks have in common, by name; None: each block has its own."""
         self.hands_on_scores = any(block.score_mixers() for block in self.blocks.values())  # type: ignore[operator]
@@ -126,7 +133,7 @@ class Stack(Module):
         """Whether blocks pass on two residual streams, and the output is their mean."""
         self.step_signal = config.step_signal
         self.halting = None if config.halting is None else Halting(config.halting, dims)
-        ends_in_norm = config.block.placement not in ("post", *NORMLESS)
+        ends_in_norm = config.block.placement not in (*ENDS_IN_NORM, *NORMLESS)
         self.norm: Norm | None = NORMS.build(config.block.norm, dims.width) if ends_in_norm else None
 
     @staticmethod
@@ -151,6 +158,7 @@ class Stack(Module):
             *_check_scores(config, path, cross=cross),
             *check_sharing(config, path, cross=cross),
             *check_reversible(config, path),
+            *check_quaternions(config, dims.width, path, cross=cross),
             *_check_steps(config, dims, path),
         ]
 

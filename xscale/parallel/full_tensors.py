@@ -68,6 +68,14 @@ def sharded_dims(parameter: Tensor) -> list[ShardedDim]:
     return dims[::-1]
 
 
+def gather_full(parameter: Tensor) -> Tensor:
+    """Return a parameter in full, without a gradient; of one that is not sharded, its own values. Collective."""
+    value = to_local(parameter.detach())
+    for sharded in sharded_dims(parameter):
+        value = sharded.gather(value)
+    return value
+
+
 @dataclass(frozen=True)
 class ShardedTensors:
     """The full tensors of a list of parameters; see `xscale.optim.full_tensors.FullTensors`. Collective."""

@@ -27,6 +27,7 @@ from xscale.objective.objective import Batch
 from xscale.observe import EvalReport, Observer, StepReport
 from xscale.observe.events import Statistic
 from xscale.observe.observer import is_due
+from xscale.parallel.full_tensors import gather_full
 from xscale.parallel.sharded import StagedModel, shard_like
 from xscale.train.evaluate import evaluate
 from xscale.train.run_folder import CHANGEABLE, differences, lookup, problems_of, with_defaults
@@ -151,7 +152,7 @@ class Loop:
         state.tokens += train.batch_size * parts.settings.data.sequence_length
         means = self._mean(tally.means())
         if decision.action == "accept":
-            update_non_gradient_state(parts.model, means, shard_like)
+            update_non_gradient_state(parts.model, means, shard_like, gather_full)
         self.watchdog.heartbeat("report")
         self._count_skipped(gradients, decision, means)
         self._report(gradients, lr, means, time.perf_counter() - start)

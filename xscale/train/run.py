@@ -36,6 +36,7 @@ from xscale.train.compile_cache import remove_incomplete_libraries
 from xscale.train.evaluate import order2_baseline
 from xscale.train.generate import encode_prompts, write_samples
 from xscale.train.loop import Loop, state_check, state_of, with_same_tokenizer
+from xscale.train.residual_gains import init_residual_gains
 from xscale.train.run_folder import (
     CHECKPOINTS,
     changes_since,
@@ -197,6 +198,8 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
     memory = make_in_memory_checkpoint(parts, folder)
     resumed = resume(parts, folder, memory)
     state = resumed.state
+    if resumed.step is None:
+        resumed.messages.extend(init_residual_gains(parts))
     # A rank that fails above must stop the run before anything is written.
     barrier(parts.mesh.background)
     if is_rank0:

@@ -124,6 +124,11 @@ class Core(Part):
         """List what `config` at `path` cannot do with that number of heads."""
         return []
 
+    @classmethod
+    def check_head_width(cls, config: Any, head_width: int, path: str) -> list[Problem]:
+        """List what `config` at `path` cannot do with heads of that width."""
+        return []
+
     def head_cores(self, heads: int) -> "list[tuple[Core, int]]":
         """The cores that compute, each with its number of heads, when this core has `heads`: itself, unless it is made
         of others."""

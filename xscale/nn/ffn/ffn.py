@@ -1,4 +1,4 @@
-"""Position-wise layers, x -> x, which have most of a model's parameters: `dense`, `gated` and `none`."""
+"""Position-wise layers, x -> x, which have most of a model's parameters: `dense`, `gated`, `glu` and `none`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -134,3 +134,22 @@ class Gated(Ffn):
         kernel = self.kernel_choices.get("gated_activation")
         down: Tensor = self.down(gated_activation(self.gate(x), self.up(x), self.kind, implementation=kernel))
         return down
+
+
+@FFNS.register("glu", traits=FfnTraits(per_token=True, sparse=False))
+class GluLayer(Ffn):
+    """Dauphin et al. 2017: the gated linear unit by itself, without a hidden layer: (x W + b) * sigmoid(x V + c)."""
+
+    class Config(Ffn.Config):
+        bias: bool = False
+        """Whether the two maps have biases."""
+
+    def __init__(self, config: Config, dims: Dims) -> None:
+        super().__init__()
+        # What is gated is added to the residual stream.
+        self.up = Linear(dims.width, dims.width, ("width", "width"), dims.residual_init, bias=config.bias)
+        self.gate = Linear(dims.width, dims.width, ("width", "width"), dims.init, bias=config.bias)
+
+    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+        gated: Tensor = self.up(x) * self.gate(x).sigmoid()
+        return gated

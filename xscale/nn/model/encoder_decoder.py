@@ -75,12 +75,10 @@ class EncoderDecoder(Model):
         if config.transparent_dropout and not config.transparent:
             what = "there are no weights of layers to drop"
             problems.append(Problem(f"{path}.transparent_dropout", what, "Take 0, or transparent=true."))
-        t_fixup = config.init == "t_fixup"
-        shares = [name for name in ("encoder", "decoder") if getattr(config, name).share != "none"]
-        what = "t_fixup scales the weights of each block by the depth, and the blocks share theirs"
+        if config.init == "t_fixup":
+            problems += _check_t_fixup(config, path)
         return [
             *problems,
-            *[Problem(f"{path}.{name}.share", what, "Take none, or init=normal.") for name in shares if t_fixup],
             *dict.fromkeys(check_position(config, reading, path) + check_position(config, writing, path)),
             *Stack.check(config.encoder, reading, f"{path}.encoder"),
             *Stack.check(config.decoder, writing, f"{path}.decoder", cross=True),
@@ -102,3 +100,17 @@ class EncoderDecoder(Model):
             memory = tokens.cache["memory"]
         out: Tensor = self.head(self.decoder(self.target(tokens), tokens, memory, source), targets, tokens)
         return out
+
+
+def _check_t_fixup(config: EncoderDecoder.Config, path: str) -> list[Problem]:
+    """List what initial weights by depth and size cannot be."""
+    problems = []
+    for name in ("encoder", "decoder"):
+        stack: StackConfig = getattr(config, name)
+        if stack.share != "none":
+            what = "t_fixup scales the weights of each block by the depth, and the blocks share theirs"
+            problems.append(Problem(f"{path}.{name}.share", what, "Take none, or init=normal."))
+        if stack.linear_maps != "real":
+            what = "t_fixup scales real matrices by their sizes, and quaternion maps have none"
+            problems.append(Problem(f"{path}.{name}.linear_maps", what, "Take real, or init=normal."))
+    return problems

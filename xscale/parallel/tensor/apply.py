@@ -30,6 +30,7 @@ from xscale.nn.model.embed import Embed
 from xscale.nn.module import Module, parameter_axes, substitute
 from xscale.nn.moe.experts import Experts
 from xscale.nn.norm import Norm
+from xscale.nn.quaternion import QuaternionLinear
 from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
 from xscale.parallel.activation_checkpointing import is_recomputed
@@ -48,6 +49,9 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
     if tp == 1:
         return []
     where = f"{path}.mesh.tp"
+    if any(isinstance(module, QuaternionLinear) for module in model.modules()):
+        what = "a quaternion's components are quarters of the channels, so a rank's rows would not be whole quaternions"
+        return [Problem(where, what, "Take tp=1, or stack.linear_maps=real.")]
     problems = _check_sizes(model, config, where)
     for module in model.modules():
         if isinstance(module, Sublayer):

@@ -62,8 +62,9 @@ def apply(model: nn.Module, region: TensorRegion) -> None:
             module.register_forward_hook(lambda _, __, x: slice_in(x, region.group))
         if isinstance(module, Sublayer):
             substitute(module, "random", TokensOverTensor(module.random, region))
-            if module.alpha is not None:
-                all_reduce_replicated_grads(module.alpha, region)
+            for gain in (module.alpha, module.omega):
+                if gain is not None:
+                    all_reduce_replicated_grads(gain, region)
         if isinstance(module, LayerMix):
             all_reduce_replicated_grads(module, region)
     for norm in norms_between_regions(model):
