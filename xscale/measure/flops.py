@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from xscale.nn.exits import Exit
 from xscale.nn.ffn.ffn import active_fractions
 from xscale.nn.head import Head
 from xscale.nn.linear import Embedding
@@ -69,7 +70,7 @@ class _Count:
     in_block: bool
     """Whether it is in a block, which global tokens pass too."""
     uses: int
-    """Blocks that use it: all of a stack's where they share it, otherwise 1."""
+    """Uses in a forward: by each block of a stack that shares it, by the exits that share the head; otherwise 1."""
 
 
 def _counts(model: nn.Module) -> Iterator[_Count]:
@@ -77,6 +78,7 @@ def _counts(model: nn.Module) -> Iterator[_Count]:
     heads = {id(module.weight) for module in model.modules() if isinstance(module, Head)}
     tables = {id(module.weight) for module in model.modules() if isinstance(module, Embedding)} - heads
     axes, shared = parameter_axes(model), _shared_sublayers(model)
+    shared_exits = sum(isinstance(module, Exit) and module.head is None for module in model.modules())
     for name, parameter in model.named_parameters():
         multiplied = id(parameter) not in tables and "tokens" not in axes[name]
         # A tied table counts as the head's weight, on the target sequence.
@@ -86,7 +88,7 @@ def _counts(model: nn.Module) -> Iterator[_Count]:
             multiplied,
             _on_source(name) and id(parameter) not in heads,
             ".blocks." in name or name.startswith(tuple(shared)),
-            _uses(name, shared),
+            _uses(name, shared) + (shared_exits if id(parameter) in heads or name.startswith("head.") else 0),
         )
 
 

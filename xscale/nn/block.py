@@ -228,6 +228,17 @@ class Block(Module):
             return x
         return x, {name: edge.scores for name, edge in edges.items() if edge.scores is not None}
 
+    def fill_cache(self, x: Tensor, tokens: Tokens) -> None:
+        """Store in `tokens.cache` what later tokens read of x [B, T, D], the states of tokens that have left the stack.
+
+        The sublayers behind the last mixer, which only this block's output would need, are not computed.
+        """
+        if self.position is not None:
+            x = self.position.embed(x, tokens)
+        last = max((place for place, name in enumerate(self.order) if name.startswith("mixer")), default=-1)
+        for name in self.order[: last + 1]:
+            x = getattr(self, name)(x, tokens)
+
 
 def _check_position(config: BlockConfig, dims: Dims, path: str) -> list[Problem]:
     """List why the position cannot be added to the block's input."""

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -103,6 +103,7 @@ class Stepper:
             targets = float(sum(_targets(batch) for batch in micro_batches))
             targets = sum_scalars([targets], self.device)[0] / self.repeats
         divisor = max(targets, 1.0)
+        micro_batches = [_with_target_weight(batch, 1 / divisor) for batch in micro_batches]
         nats = self._forward_backward(micro_batches, divisor)
         with self.timer.phase("communicate"):
             total_nats, grad_norm = self.engine.reduce_gradients(nats)
@@ -141,6 +142,10 @@ class Stepper:
                 self.engine.backward(loss / divisor)
             nats += loss.detach()
         return nats
+
+
+def _with_target_weight(batch: Batch, weight: float) -> Batch:
+    return replace(batch, tokens=replace(batch.tokens, target_weight=weight))
 
 
 def _targets(batch: Batch) -> int:

@@ -111,7 +111,7 @@ FEATURES: dict[str, Any] = {
     **{
         f"{stack}.{key}": default
         for stack in ("stack", "encoder", "decoder")
-        for key, default in (("share", "none"), ("step_signal", False), ("halting", None))
+        for key, default in (("share", "none"), ("step_signal", False), ("halting", None), ("exits", None))
     },
     "block.residual": "sequential",
     "block.sublayers": None,

@@ -5,15 +5,19 @@ a core's traits list the styles that it supports. A local mixer, such as a convo
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from xscale.core.errors import Problem
+from xscale.mesh.collectives import all_gather
 from xscale.mesh.mesh import Mesh
 from xscale.nn.attention.core import CORES, ContextStyle
 from xscale.nn.block import Sublayer
+from xscale.nn.exits import Exits
 from xscale.nn.ffn.ffn import FFNS, Ffn
 from xscale.nn.ffn.moe import Moe
 from xscale.nn.mixer.attention import Attention
@@ -198,7 +202,20 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> bool:
             substitute(module, "random", TokensOverContext(module.random))
         if isinstance(module, Moe):
             substitute(module, "dispatch_plan", GlobalRouting(module.dispatch_plan))
+        if isinstance(module, Exits):
+            substitute(module, "sum_over_sequence", SumOverContext(mesh.context))
     return True
+
+
+@dataclass(frozen=True)
+class SumOverContext:
+    """Sums what each rank of cp found in its shard of the sequences, without gradients."""
+
+    group: dist.ProcessGroup
+
+    def __call__(self, nats: Tensor) -> Tensor:
+        """A scalar -> its sum over the ranks."""
+        return all_gather(nats[None], 0, self.group).sum()
 
 
 __all__ = [

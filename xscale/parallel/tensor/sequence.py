@@ -10,6 +10,7 @@ from torch import nn
 from xscale.core.errors import Problem
 from xscale.mesh.collectives import slice_in
 from xscale.nn.block import Sublayer
+from xscale.nn.exits import Exit
 from xscale.nn.layer_mix import LayerMix
 from xscale.nn.model.embed import Embed
 from xscale.nn.module import substitute
@@ -49,7 +50,7 @@ def norms_between_regions(model: nn.Module) -> list[Norm]:
     for module in model.modules():
         if isinstance(module, Sublayer):
             norms += [module.norm, module.after]
-        if isinstance(module, Stack):
+        if isinstance(module, Stack | Exit):
             norms.append(module.norm)
     return [norm for norm in norms if norm is not None]
 
