@@ -116,7 +116,7 @@ def test_without_a_weight_of_targets_only_the_last_loss_has_a_gradient() -> None
 
 def surprise(logits: Tensor) -> float:
     """The entropy of one prediction."""
-    p = logits.softmax(-1)
+    p = logits.detach().softmax(-1)
     return float(-(p * p.log()).sum())
 
 
@@ -126,12 +126,12 @@ class Literal:
     def __init__(self, made: Any, policy: dict[str, Any], *, causal: bool) -> None:
         self.policy, self.causal = policy, causal
         about = Tokens.from_ids(ids())
-        x = made.embed(about).detach()
+        x = made.embed(about)
         rows, length = ids().shape
         self.places = [(row, at) for row in range(rows) for at in range(length)]
         self.blocks: dict[Any, int] = {}
         self.said: dict[Any, Tensor] = {}
-        history: list[Tensor] = []
+        self.history = history = list[Tensor]()
         for layer, block in enumerate(made.stack.blocks.values()):
             after = x
             for sublayer in block.sublayers().values():
@@ -215,6 +215,88 @@ def test_later_tokens_do_not_change_when_a_token_leaves(policy: dict[str, Any]) 
     assert not close(one[:, 5:], other[:, 5:])
 
 
+def gradients(made: Any, loss: Tensor) -> dict[str, Tensor]:
+    """Gradients of all parameters by name; zeros where the loss does not reach."""
+    parameters = dict(made.named_parameters())
+    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, retain_graph=True)
+    return {
+        name: torch.zeros_like(parameter) if gradient is None else gradient
+        for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
+    }
+
+
+def test_the_stages_train_the_model_and_then_the_exits() -> None:
+    made = built(two_stage=0.5)
+    about = Tokens.from_ids(ids(), target_weight=1.0)
+    after = states(made, about)
+    last = F.cross_entropy(predicted(made, 4, after[4]).flatten(0, 1), targets().flatten(), reduction="sum")
+    inner = [predicted(made, layer, after[layer].detach()).flatten(0, 1) for layer in range(4)]
+    exits = torch.stack([F.cross_entropy(logits, targets().flatten(), reduction="sum") for logits in inner]).sum()
+    for progress, wanted in ((0.0, last), (0.49, last), (0.5, exits), (None, exits)):
+        loss = made(Tokens.from_ids(ids(), target_weight=1.0, progress=progress), targets())
+        assert close(loss, last), "the loss is that of the model's head"
+        right = gradients(made, wanted)
+        for name, gradient in gradients(made, loss).items():
+            assert close(gradient, right[name]), (progress, name)
+
+
+def test_losses_end_by_the_depth_of_their_block() -> None:
+    made = built(stop="by_depth")
+    cases: list[tuple[float, set[int]]] = [
+        (0, {0, 1, 2, 3}),
+        (0.1, {1, 2, 3}),
+        (0.29, {2, 3}),
+        (0.39, {3}),
+        (0.4, set()),
+    ]
+    for progress, trained in cases:
+        made.zero_grad()
+        about = Tokens.from_ids(ids(), target_weight=1.0, aux_loss_weight=1.0, progress=progress, stats=Stats())
+        made(about, targets()).backward()
+        found = {layer for layer in range(4) if made.stack.exits.at[str(layer)].head.weight.grad is not None}
+        assert found == trained, progress
+        assert about.stats is not None
+        assert len(about.stats.means()) == 4, "the metrics have the same columns in all steps"
+
+
+def test_the_second_target_is_the_token_after_the_next() -> None:
+    made, stats = built(blocks=[0], second_target=0.5), Stats()
+    given = targets()
+    about = Tokens.from_ids(ids(), target_weight=0.1, aux_loss_weight=1.0, stats=stats)
+    after = states(made, about)
+    rows = (made.stack.norm(after[4]) @ made.stack.exits.second.head.weight.mT).log_softmax(-1)
+    second = torch.zeros((), dtype=torch.float64)
+    for row in range(2):
+        for at in range(LENGTH - 1):
+            if given[row, at] != IGNORE_INDEX and given[row, at + 1] != IGNORE_INDEX:
+                second = second - rows[row, at, given[row, at + 1]]
+    losses = [
+        F.cross_entropy(predicted(made, layer, after[layer]).flatten(0, 1), given.flatten(), reduction="sum")
+        for layer in (0, 4)
+    ]
+    wanted = gradients(made, losses[0] + losses[1] + 0.5 * second)
+    loss = made(about, given)
+    assert close(loss, losses[1])
+    for name, gradient in gradients(made, 0.1 * loss).items():
+        assert close(gradient, 0.1 * wanted[name]), name
+    assert close(stats.means()["stack.exits.second/loss"], 0.1 * second.detach())
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=[policy["criterion"] for policy in POLICIES])
+def test_self_sampling_trains_on_copied_states(policy: dict[str, Any]) -> None:
+    made = built(policy=policy, self_sampling=0.5)
+    literal = Literal(made, policy, causal=True)
+    assert len(set(literal.blocks.values())) > 1
+    losses = [F.cross_entropy(row.flatten(0, 1), targets().flatten(), reduction="sum") for row in literal.history]
+    wanted = gradients(made, torch.stack(losses).sum())
+    loss = made(Tokens.from_ids(ids(), target_weight=1.0, progress=0.5), targets())
+    assert close(loss, losses[-1])
+    for name, gradient in gradients(made, loss).items():
+        assert close(gradient, wanted[name]), name
+    before = made(Tokens.from_ids(ids(), target_weight=1.0, progress=0.49), targets())
+    assert close(before, made(Tokens.from_ids(ids()), targets())), "all blocks are computed before"
+
+
 @torch.no_grad()
 def test_a_window_stays_within_its_document() -> None:
     policy = decode(ExitPolicyConfig, POLICIES[2])
@@ -270,6 +352,12 @@ def test_global_tokens_do_not_leave() -> None:
         ({"policy": {"criterion": "uncertainty", "threshold": 1.5, "window": 1}}, "uncertainty is at most 1, got 1.5"),
         ({"policy": {"criterion": "uncertainty", "threshold": 0.5}}, "policy.window: 'uncertainty' needs it"),
         ({"policy": {"criterion": "entropy", "threshold": 1, "window": 1}}, "is not used by 'entropy'. Take null, or"),
+        ({"two_stage": 0.5, "head": "shared"}, "which is frozen. Take own, or two_stage=null."),
+        ({"two_stage": 0.5, "weights": "linear"}, "are never trained together. Take equal, or two_stage=null."),
+        ({"two_stage": 0.5, "stop": "by_depth"}, "by_depth ends their losses before. Take never"),
+        ({"two_stage": 0.5, "second_target": 0.5}, "two stages train nothing behind the exits. Take 0."),
+        ({"self_sampling": 0.5}, "tokens leave by a policy, and there is none. Set policy"),
+        ({"self_sampling": 0.5, "two_stage": 0.5, "policy": POLICIES[0]}, "all blocks are frozen then"),
         ({"policy": {"criterion": "vote", "threshold": 1}}, "policy.power: 'vote' needs it"),
         ({"policy": {"criterion": "vote", "threshold": 2.1, "power": 0.5}}, "reach at most 2, got 2.1"),
         ({"policy": {"criterion": "vote", "threshold": 0, "power": 0.5}}, "reach at most 2, got 0"),
@@ -287,6 +375,8 @@ def test_stacks_that_have_no_exits_are_refused() -> None:
 
     assert "model.stack.exits: the model's head follows the only block" in problems(depth=1, exits={})
     assert "the output is a mean over the blocks" in problems(depth=3, exits={}, halting={})
+    ahead = [str(problem) for problem in Encoder.check(config(Encoder, second_target=0.5), (VOCABULARY, LENGTH), "m")]
+    assert ahead == ["m.stack.exits.second_target: an encoder has no next token. Take 0."]
     prior = {**BLOCK, "mixer": {"kind": "attention", "heads": 2, "core": "prior_scores"}}
     assert not problems(depth=3, exits={}, block=prior)
     policy = {"policy": POLICIES[0]}

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tests.train.tiny import metrics, recipe, run
 from xscale.cli.main import app
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
-from xscale.train.load_run import evaluate_run, exit_curve_of_run
+from xscale.train.load_run import evaluate_run, exit_curve_of_run, load_run
 
 BLOCK = {"mixer": {"kind": "attention", "heads": 4}, "ffn": {"kind": "dense", "hidden": 48}, "dropout": 0.1}
 POLICY = {"criterion": "entropy", "threshold": 5.0}
@@ -40,6 +41,40 @@ def test_a_run_reports_its_exits_and_resumes_bitwise(tmp_path: Path) -> None:
     for name in ("loss", "stack.exits.at.0/loss", "stack.exits.at.1/loss"):
         assert [line[name] for line in whole] == [line[name] for line in parts]
     assert whole[0]["stack.exits.at.0/loss"] > whole[-1]["stack.exits.at.0/loss"]
+
+
+def test_a_resumed_run_ends_the_losses_at_the_same_steps(tmp_path: Path) -> None:
+    exits = {"stop": "by_depth", "second_target": 0.5}
+    assert run(with_exits(tmp_path, exits=exits)) == EXIT_DONE
+    assert run(with_exits(tmp_path, "parts", exits=exits, train={"stop_after": 1})) == EXIT_REQUEUE
+    assert run(with_exits(tmp_path, "parts", exits=exits)) == EXIT_DONE
+    run(with_exits(tmp_path, "on", exits={"second_target": 0.5}))
+    whole, parts, going_on = (
+        [line for line in metrics(tmp_path, name) if "loss" in line] for name in ("run", "parts", "on")
+    )
+    for name in ("loss", "stack.exits.at.0/loss", "stack.exits.second/loss"):
+        assert [line[name] for line in whole] == [line[name] for line in parts]
+        assert [line[name] for line in whole[:2]] == [line[name] for line in going_on[:2]]
+        assert whole[3][name] != going_on[3][name]
+
+
+def test_the_second_stage_trains_the_exits_alone(tmp_path: Path) -> None:
+    groups = [{"match": "*.exits.*", "since": 0.5}, {"match": "*", "until": 0.5}]
+    asked: dict[str, Any] = {"exits": {"two_stage": 0.5}, "optimizer": {"kind": "adamw", "lr": 0.01, "groups": groups}}
+    weights = []
+    for steps in (2, 1, 3):
+        run(with_exits(tmp_path, **asked, train={"stop_after": steps}))
+        weights.append({name: value.clone() for name, value in load_run(tmp_path / "run").model.named_parameters()})
+    early, change, end = weights
+    for name in end:
+        first, second = torch.equal(early[name], change[name]), torch.equal(change[name], end[name])
+        assert (first, second) == ((True, False) if ".exits." in name else (False, True)), name
+    wrong = with_exits(tmp_path, "wrong", exits={"two_stage": 0.5})
+    (problem,) = wrong.check(1)
+    assert "Take [{match: '*.exits.*', since: 0.5}, {match: '*', until: 0.5}]." in str(problem)
+    never = {"kind": "adamw", "groups": [{"match": "*", "since": 0.5, "until": 0.5}]}
+    (problem,) = with_exits(tmp_path, "never", optimizer=never).check(1)
+    assert "the parameters would never be trained" in str(problem)
 
 
 def test_a_curve_goes_from_the_first_exit_to_all_blocks(tmp_path: Path) -> None:

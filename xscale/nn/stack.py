@@ -159,7 +159,7 @@ class Stack(Module):
             *_check_scores(config, path, cross=cross),
             *check_sharing(config, path, cross=cross),
             *_check_steps(config, dims, path),
-            *Exits.check(config.exits, config.depth, f"{path}.exits", refused=refused),
+            *Exits.check(config.exits, replace(dims, depth=config.depth), f"{path}.exits", refused=refused),
         ]
 
     def forward(
@@ -174,7 +174,7 @@ class Stack(Module):
         scores = self.first_scores()
         states = [x]
         memories = memory if self.mix is None or memory is None else self.mix(memory, tokens)
-        leaving = tokens.early_exit
+        leaving = None if self.exits is None else self.exits.leaving(tokens)
         pondered: Pondered | None = None if self.halting is None else self.halting.start(x)
         for layer, block in self.blocks.items():
             assert isinstance(block, Block)
@@ -183,12 +183,12 @@ class Stack(Module):
                 # a resumed run needs no saved generator to draw what the uninterrupted run would have drawn.
                 reseed(tokens.rng_seed, block.path)
             seen = self._tokens_of(block, tokens)
-            if leaving is not None and leaving.all_left():
+            if leaving is not None and tokens.target_weight is None and leaving.all_left():
                 if tokens.cache is None:
                     break
                 block.fill_cache(x if not self.step_signal else x + step_signal(x, tokens, int(layer) + 1), seen)
                 if leaving.reads_left() and self.exits is not None and prediction is not None:
-                    self.exits.leave(int(layer), x, tokens, prediction)
+                    self.exits.leave(int(layer), x, tokens, prediction, leaving)
                 continue
             before = x
             memory = memories if self.mix is None or memories is None else memories[int(layer)]
@@ -204,7 +204,8 @@ class Stack(Module):
                 x = leaving.keep(before, x)
             if self.exits is not None and prediction is not None:
                 x = self.exits.attach_loss(int(layer), x, tokens, prediction)
-                self.exits.leave(int(layer), x, tokens, prediction)
+                if leaving is not None:
+                    self.exits.leave(int(layer), x, tokens, prediction, leaving)
             if self.returns_states:
                 states.append(x)
         if self.returns_states:
@@ -236,6 +237,8 @@ def predict(stack: nn.Module, x: Tensor, tokens: Tokens, prediction: Prediction)
     """Return what the model's head makes of the output x [B, T, D] of its stack: logits, or the summed loss."""
     if tokens.early_exit is not None and prediction.targets is None and isinstance(stack, Stack) and stack.exits:
         return stack.exits.logits(x, tokens, prediction)
+    if isinstance(stack, Stack) and stack.exits is not None:
+        x = stack.exits.attach_second(x, tokens, prediction)
     out: Tensor = prediction.head(x, prediction.targets, tokens)
     if prediction.targets is None or not isinstance(stack, Stack) or stack.exits is None:
         return out

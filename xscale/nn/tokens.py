@@ -94,6 +94,8 @@ class Tokens:
     target_weight: float | None = None
     """Weight of each target's loss in backward, 1 / (targets of the whole step), for the losses of exits. None: exits
     have no loss."""
+    progress: float | None = None
+    """Fraction of the run's optimizer steps that are done. None: there is no run, as at the end of one."""
     stats: Stats | None = None
     """Collects the statistics of the parts; None: not collected."""
     cache: dict[str, Any] | None = None

@@ -109,9 +109,10 @@ class Stepper:
             total_nats, grad_norm = self.engine.reduce_gradients(nats)
         return StepGradients(total_nats / divisor, grad_norm, int(targets))
 
-    def apply(self, gradients: StepGradients, lr: float) -> None:
-        """Clip the gradients and update the parameters."""
+    def apply(self, gradients: StepGradients, lr: float, progress: float = 0.0) -> None:
+        """Clip the gradients and update the parameters; `progress` is the fraction of the run's steps that are done."""
         with self.timer.phase("optimizer"):
+            self.engine.set_progress(progress)
             self.engine.apply(lr, gradients.grad_norm)
 
     def discard(self) -> None:

@@ -64,6 +64,13 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
         if isinstance(module, Halting):
             what = "the ponder cost is a mean over all tokens, and a rank's shard of them may end in padding"
             problems.append(Problem(where, what, "Take cp=1, or stack.halting=null."))
+        if isinstance(module, Exits) and module.config.second_target:
+            what = "the target of the token after the next may be on another rank"
+            problems.append(Problem(where, what, "Take cp=1, or stack.exits.second_target=0."))
+        if isinstance(module, Exits) and module.config.self_sampling is not None and module.config.policy is not None:
+            what = "tokens leave in training by those of a window, which other ranks may have"
+            problem = Problem(where, what, "Take cp=1, or stack.exits.self_sampling=null.")
+            problems += [problem] * bool(module.config.policy.window)
         if isinstance(module, Attention) and module.shards_sequence:
             problems += _check_attention(module, config, path)
         elif isinstance(module, Mixer) and not module.shards_sequence:

@@ -5,6 +5,7 @@ from itertools import pairwise
 from torch import nn
 
 from xscale.core.errors import Problem
+from xscale.nn.exits import Exits
 from xscale.nn.layer_mix import LayerMix
 from xscale.nn.recurrent_depth import Halting
 from xscale.parallel.config import ParallelConfig
@@ -111,6 +112,9 @@ def _check_handed_on_scores(
 def _check_exits(model: nn.Module, stage_blocks: list[list[str]], path: str) -> list[Problem]:
     """Check that each exit has its head on its stage."""
     exits, blocks = exits_of(model), block_paths(model)
+    if any(isinstance(module, Exits) and module.config.self_sampling is not None for module in model.modules()):
+        what = "tokens leave in training, and stages do not pass on which have left"
+        return [Problem(f"{path}.mesh.pp", what, "Take pp=1, or stack.exits.self_sampling=null.")]
     last = len(blocks) - len(stage_blocks[-1])
     away = [layer for layer, part in exits.items() if part.head is None and layer < last]
     if not away:

@@ -29,6 +29,7 @@ def check(model: nn.Module, path: str) -> list[Problem]:
             "halting": stack.halting is not None,
             "step_signal": stack.step_signal,
             "block.position": adds_position,
+            "exits.self_sampling": stack.exits is not None and stack.exits.config.self_sampling is not None,
         }
         key = next((key for key, is_set in reading.items() if is_set), None)
         if key is not None:
