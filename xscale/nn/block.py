@@ -235,7 +235,7 @@ class Block(Module):
         """
         if self.position is not None:
             x = self.position.embed(x, tokens)
-        last = max((place for place, name in enumerate(self.order) if name.startswith("mixer")), default=-1)
+        last = max((index for index, name in enumerate(self.order) if name.startswith("mixer")), default=-1)
         for name in self.order[: last + 1]:
             x = getattr(self, name)(x, tokens)
 

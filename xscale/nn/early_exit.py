@@ -27,9 +27,9 @@ from xscale.core.errors import Problem
 
 class ExitPolicyConfig(Config):
     criterion: Literal["entropy", "patience", "uncertainty", "vote"]
-    """What lets a token leave: the entropy of its prediction, in nats (Xin et al. 2020); patience, the number of exits
-    in a row that predict what the one before did (Zhou et al. 2020); uncertainty, the greatest entropy, over log V, of
-    the tokens in a window around it (Li et al. 2021); or a vote of all exits so far (Sun et al. 2021)."""
+    """The quantity by which a token leaves: the entropy of its prediction, in nats (Xin et al. 2020); patience, the
+    number of exits in a row that predict what the one before did (Zhou et al. 2020); uncertainty, the greatest entropy,
+    over log V, of the tokens in a window around it (Li et al. 2021); or a vote of all exits so far (Sun et al.)."""
     threshold: float = Field(ge=0)
     """entropy and uncertainty: a token leaves below it; patience and vote: from it on."""
     window: int | None = Field(default=None, ge=0)
@@ -149,11 +149,11 @@ class EarlyExit:
 
     def _uncertainty(self, logits: Tensor, tokens: Any, block: int, causal: bool) -> Tensor:
         uncertainty = entropy(logits) / math.log(logits.shape[-1])
-        reach, place = self.policy.window or 0, f"exits/{block}"
+        reach, key = self.policy.window or 0, f"exits/{block}"
         before = uncertainty[:, :0]
         if tokens.cache is not None and reach:
-            before = tokens.cache.get(place, before)
-            tokens.cache[place] = torch.cat((before, uncertainty), 1)[:, -reach:]
+            before = tokens.cache.get(key, before)
+            tokens.cache[key] = torch.cat((before, uncertainty), 1)[:, -reach:]
         return window_max(before, uncertainty, reach, causal=causal, documents=tokens.documents) < self.policy.threshold
 
     def _vote(self, logits: Tensor, tokens: Any, block: int, causal: bool) -> Tensor:

@@ -63,15 +63,15 @@ def _point(
             continue
         targets = batch.targets
         is_target = targets != IGNORE_INDEX
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-        nats = F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        upcast = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+        nats = F.cross_entropy(upcast, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
         right = ((logits.argmax(-1) == targets) & is_target).sum()
         computed = targets.numel() * len(stack.blocks)
         if early is not None:
             assert early.blocks is not None, "a stack with exits has at least one"
             computed = int(early.blocks.sum())
-        found = [float(nats), float(right), float(is_target.sum()), float(computed), float(targets.numel())]
-        sums = [total + value for total, value in zip(sums, found, strict=True)]
+        batch_sums = [float(nats), float(right), float(is_target.sum()), float(computed), float(targets.numel())]
+        sums = [total + value for total, value in zip(sums, batch_sums, strict=True)]
     nats_sum, rights, count, blocks, tokens = sum_scalars(sums, device)
     share = blocks / max(tokens * len(stack.blocks), 1)
     return ExitPoint(threshold, share, nats_sum / max(count, 1), rights / max(count, 1))
