@@ -2,7 +2,7 @@
 
 import importlib
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from xscale.core.errors import ConfigError, Problem
 from xscale.core.registry import Family
 from xscale.mesh import axes
 from xscale.nn.attention.core import CORES
+from xscale.nn.exits import Exits
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.model.embed import global_tokens_of
@@ -23,7 +24,7 @@ from xscale.nn.norm import check_places
 from xscale.nn.position.position import POSITIONS
 from xscale.objective.objective import OBJECTIVES
 from xscale.observe.config import check as check_observers
-from xscale.optim.groups import check_groups
+from xscale.optim.groups import ParameterGroup, check_groups, group_of
 from xscale.optim.optimizer.optimizer import OPTIMIZERS
 from xscale.optim.schedule import SCHEDULES
 from xscale.parallel.pipeline.check import check_micro_batches
@@ -61,6 +62,7 @@ class Recipe(Settings):
         if model is not None and valid("optimizer"):
             names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
             problems += check_groups(self.optimizer.groups, names, "optimizer.groups")
+            problems += _check_two_stage(model, self.optimizer.groups, names)
         if model is not None and not self.data.cross_documents:
             problems += _check_documents(model)
         if valid("parallel", "precision"):
@@ -121,6 +123,22 @@ class Recipe(Settings):
             fix = f"It goes with {models}; '{model.name}' goes with {objectives}."
             problems.append(Problem("objective", what, fix))
         return problems
+
+
+def _check_two_stage(model: nn.Module, groups: Sequence[ParameterGroup], names: Sequence[str]) -> list[Problem]:
+    """Check that the parameters which a stage of the training of exits does not train are frozen in it."""
+    stages = [module.config.two_stage for module in model.modules() if isinstance(module, Exits)]
+    if not stages or stages[0] is None:
+        return []
+    change = stages[0]
+    for name in names:
+        index = group_of(name, groups)
+        frozen = (0.0, 1.0) if index is None else (groups[index].since, groups[index].until)
+        if frozen != ((change, 1.0) if ".exits." in name else (0.0, change)):
+            what = f"with exits.two_stage={change:g} each stage freezes the exits or all else, and {name} is not frozen"
+            fix = f"Take [{{match: '*.exits.*', since: {change:g}}}, {{match: '*', until: {change:g}}}]."
+            return [Problem("optimizer.groups", what, fix)]
+    return []
 
 
 def _unused_position(settings: Settings) -> list[Problem]:

@@ -82,6 +82,7 @@ def test_token_by_token_gives_the_same() -> None:
         ),
         ({"position": "learned"}, {}, "model.stack.block.position: reversible blocks have two residual streams"),
         ({}, {"step_signal": True}, "model.stack.step_signal: reversible blocks have two residual streams"),
+        ({}, {"exits": {}}, "model.stack.exits: reversible blocks have two residual streams"),
         ({}, {"halting": {}}, "model.stack.halting: reversible blocks have two residual streams"),
         (
             {"mixer": {"kind": "attention", "heads": 2, "core": {"kind": "prior_scores"}}},

@@ -135,6 +135,9 @@ class _Watched:
         self.first = self.first or [one.clone() for one in gradients]
         self.optimizer.step(gradients, lr)
 
+    def set_progress(self, progress: float) -> None:
+        self.optimizer.set_progress(progress)
+
     def scaled_step(self, gradients: Sequence[Tensor], lr: float, scale: float) -> None:
         self.first = self.first or [one.clone() for one in gradients]
         self.optimizer.scaled_step(gradients, lr, scale)

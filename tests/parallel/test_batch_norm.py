@@ -80,6 +80,16 @@ def test_batch_norm_in_a_causal_model_is_refused() -> None:
     assert refused({**encoder("power"), "kind": "decoder"}, 1) == []
 
 
+@pytest.mark.parametrize("norm", ["batch", "power"])
+def test_the_norm_of_an_exit_is_refused(norm: str) -> None:
+    model = encoder(norm)
+    model["stack"]["exits"] = {}
+    (problem,) = refused(model, 1)
+    assert problem.startswith(f"model.stack.exits.norm: '{norm}' collects statistics in every step")
+    model["stack"]["exits"] = {"norm": False}
+    assert refused(model, 1) == []
+
+
 def test_groups_divide_the_width() -> None:
     (problem,) = refused(encoder({"kind": "power", "groups": 5}), 1)
     assert problem.startswith("model.stack.block.norm.groups: groups=5 does not divide width=32")

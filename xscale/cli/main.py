@@ -15,6 +15,7 @@ from xscale.cli.bench import bench_app
 from xscale.cli.checkpoint import checkpoint_app
 from xscale.cli.complete import complete_key, complete_part_or_recipe, complete_recipe
 from xscale.cli.data import data_app
+from xscale.cli.evaluate import evaluate
 from xscale.cli.options import (
     ConfigFile,
     Json,
@@ -265,38 +266,19 @@ def generate(
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: greedy decoding.")] = 0.8,
     top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: from all.")] = 40,
     seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 0,
+    exits: Annotated[
+        bool, typer.Option("--exits/--no-exits", help="Let tokens leave by the policy of the model's exits, if any.")
+    ] = True,
     plugins: Plugins = False,
 ) -> None:
     """Generate text with the newest checkpoint of a run; needs only the run folder."""
     from xscale.train.load_run import generate_text
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    print(text + generate_text(run, text, tokens, temperature, top_k or None, seed, plugins=plugins))
+    print(text + generate_text(run, text, tokens, temperature, top_k or None, seed, plugins=plugins, exits=exits))
 
 
-@app.command("eval")
-def evaluate(
-    run: RunFolder,
-    sequences: Annotated[int, typer.Option(help="Number of validation sequences; 0: all.")] = 0,
-    data: Annotated[
-        str | None,
-        typer.Option(help="Other text: a file, folder or glob, prepared data, or a data.source such as {kind: text}."),
-    ] = None,
-    plugins: Plugins = False,
-) -> None:
-    """Evaluate a run's newest checkpoint on its validation documents, or on other text.
-
-    Prints loss, perplexity and bits per byte.
-    """
-    import json
-
-    rank_from_launcher()
-    from xscale.mesh.environment import read_rank_info
-    from xscale.train.load_run import evaluate_run
-
-    result = evaluate_run(run, sequences or None, source=data, plugins=plugins)
-    if read_rank_info().is_rank0:
-        print(json.dumps(result))
+app.command("eval")(evaluate)
 
 
 @app.command(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from xscale.nn.attention.hamilton import COMPONENTS
+from xscale.nn.exits import Exit
 from xscale.nn.ffn.ffn import active_fractions
 from xscale.nn.head import Head
 from xscale.nn.linear import Embedding
@@ -71,7 +72,7 @@ class _Count:
     in_block: bool
     """Whether it is in a block, which global tokens pass too."""
     uses: int
-    """How often a token is multiplied by it: by all blocks of a stack that share it, otherwise once."""
+    """How often a token is multiplied by it: by each block that shares it, by exits that share the head."""
 
 
 def _counts(model: nn.Module) -> Iterator[_Count]:
@@ -80,6 +81,7 @@ def _counts(model: nn.Module) -> Iterator[_Count]:
     tables = {id(module.weight) for module in model.modules() if isinstance(module, Embedding)} - heads
     axes, shared = parameter_axes(model), _shared_sublayers(model)
     quaternions = {id(module.weight) for module in model.modules() if isinstance(module, QuaternionLinear)}
+    shared_exits = sum(isinstance(module, Exit) and module.head is None for module in model.modules())
     for name, parameter in model.named_parameters():
         multiplied = id(parameter) not in tables and "tokens" not in axes[name]
         # A tied table counts as the head's weight, on the target sequence.
@@ -90,7 +92,8 @@ def _counts(model: nn.Module) -> Iterator[_Count]:
             _on_source(name) and id(parameter) not in heads,
             ".blocks." in name or name.startswith(tuple(shared)),
             # Each component of a quaternion weight enters four products.
-            _uses(name, shared) * (COMPONENTS if id(parameter) in quaternions else 1),
+            _uses(name, shared) * (COMPONENTS if id(parameter) in quaternions else 1)
+            + (shared_exits if id(parameter) in heads or name.startswith("head.") else 0),
         )
 
 

@@ -1,6 +1,8 @@
 """A Transformer layer: sublayers on the residual stream, usually a mixer and a feed-forward part, with norms."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -281,14 +283,26 @@ class Block(Module):
             assert self.ffn is not None
             x = self.ffn(x, tokens, residual=self.mixer(x, tokens, edge=edges.get("mixer")))
         else:
-            before = x
-            for name in self.order:
-                before, residual = (before, x) if name in self.parallel_sublayers else (x, None)
-                memory_and_source = (memory, source) if name.startswith("cross") else ()
-                x = getattr(self, name)(before, tokens, *memory_and_source, residual=residual, edge=edges.get(name))
+            x = self._through(self.order, x, tokens, (memory, source), edges)
         if scores is None:
             return x
         return x, {name: edge.scores for name, edge in edges.items() if edge.scores is not None}
+
+    def _through(
+        self,
+        names: Sequence[str],
+        x: Tensor,
+        tokens: Tokens,
+        memory: tuple[Tensor | None, Tokens | None] = (None, None),
+        edges: Mapping[str, ScoreEdge] = MappingProxyType({}),
+    ) -> Tensor:
+        """Output [B, T, D] of the sublayers `names`; `memory` is the encoder's output and the tokens it is of."""
+        before = x
+        for name in names:
+            before, residual = (before, x) if name in self.parallel_sublayers else (x, None)
+            memory_and_source = memory if name.startswith("cross") else ()
+            x = getattr(self, name)(before, tokens, *memory_and_source, residual=residual, edge=edges.get(name))
+        return x
 
     def _next_streams(self, streams: Streams, tokens: Tokens, memory: Tensor | None, source: Tokens | None) -> Streams:
         first, second = streams
@@ -301,6 +315,16 @@ class Block(Module):
     def add_branch(self, sublayer: Sublayer, first: Tensor, second: Tensor, *inputs: Any) -> Tensor:
         """first + f(second), all [B, T, D]. A seam: `first` is freed, and reconstructed in backward."""
         return first + sublayer.branch(second, *inputs)
+
+    def fill_cache(self, x: Tensor, tokens: Tokens) -> None:
+        """Store in `tokens.cache` what later tokens read of x [B, T, D], the states of tokens that have left the stack.
+
+        The sublayers behind the last mixer, which only this block's output would need, are not computed.
+        """
+        if self.position is not None:
+            x = self.position.embed(x, tokens)
+        last = max((index for index, name in enumerate(self.order) if name.startswith("mixer")), default=-1)
+        self._through(self.order[: last + 1], x, tokens)
 
 
 def _check_position(config: BlockConfig, dims: Dims, path: str) -> list[Problem]:

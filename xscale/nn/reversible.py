@@ -46,6 +46,9 @@ def check(config: Any, path: str) -> list[Problem]:
     if config.step_signal:
         what = f"{two}, and the signal of a step is added to one"
         problems.append(Problem(f"{path}.step_signal", what, "Take false, or block.residual=sequential."))
+    if config.exits is not None:
+        what = f"{two}, and an exit reads one"
+        problems.append(Problem(f"{path}.exits", what, "Take null, or block.residual=sequential."))
     if config.halting is not None:
         what = f"{two}, and a token that halts has one output"
         problems.append(Problem(f"{path}.halting", what, "Take null, or block.residual=sequential."))

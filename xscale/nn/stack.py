@@ -1,5 +1,6 @@
 """A stack of blocks, uniform or by rules: every second one a mixture of experts, sparse and dense attention in turn."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
@@ -12,7 +13,9 @@ from xscale.core.errors import Problem
 from xscale.nn.attention.core import CORES, share_layer_tables
 from xscale.nn.block import ENDS_IN_NORM, NORMLESS, Block, BlockConfig, Scores, SublayerConfig
 from xscale.nn.dims import Dims
+from xscale.nn.exits import Exits, ExitsConfig, Prediction, no_exits
 from xscale.nn.ffn.ffn import FFNS, Ffn
+from xscale.nn.head import Head
 from xscale.nn.layer_mix import LayerMix
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.module import Module
@@ -74,6 +77,8 @@ class StackConfig(Config):
     halting: HaltingConfig | None = None
     """Adaptive computation time (Graves 2016): each block is a step, after which tokens may halt; null: all tokens go
     through all blocks."""
+    exits: ExitsConfig | None = None
+    """Heads after inner blocks, whose losses are added to that of the model's head (early exit); null: none."""
 
     def block_config(self, layer: int) -> BlockConfig:
         """Config of block `layer`, with the rules applied."""
@@ -104,9 +109,10 @@ class Stack(Module):
         cross: bool = False,
         returns_states: bool = False,
         mix: LayerMix | None = None,
+        make_head: Callable[[], Head] | None = None,
     ) -> None:
         """`returns_states`: the output are the hidden states before and after all blocks [depth + 1, B, T, D], of which
-        the stack with `mix` makes the memory of each of its blocks."""
+        the stack with `mix` makes the memory of each of its blocks. `make_head` builds the head of an exit."""
         super().__init__()
         self.returns_states = returns_states
         self.mix = mix
@@ -135,10 +141,19 @@ class Stack(Module):
         self.halting = None if config.halting is None else Halting(config.halting, dims)
         ends_in_norm = config.block.placement not in (*ENDS_IN_NORM, *NORMLESS)
         self.norm: Norm | None = NORMS.build(config.block.norm, dims.width) if ends_in_norm else None
+        self.exits: Exits | None = None
+        if config.exits is not None:
+            assert make_head is not None, "`check` refuses exits of a stack without a head"
+            norm = config.block.norm
+            self.exits = Exits(config.exits, dims, lambda: NORMS.build(norm, dims.width), make_head)
 
     @staticmethod
-    def check(config: StackConfig, dims: Dims, path: str, *, cross: bool = False) -> list[Problem]:
-        """List the problems of all blocks, each once."""
+    def check(
+        config: StackConfig, dims: Dims, path: str, *, cross: bool = False, predicts: bool = False
+    ) -> list[Problem]:
+        """List the problems of all blocks, each once. `predicts`: the model's head reads this stack's output alone."""
+        hands_on = any(MIXERS.of(mixer).part.score_heads(mixer) for mixer in config.mixers())
+        refused = no_exits(config, predicts=predicts, hands_on_scores=hands_on)
         problems: dict[str, Problem] = {}
         for index, rule in enumerate(config.rules):
             if rule.at >= rule.every:
@@ -160,12 +175,22 @@ class Stack(Module):
             *check_reversible(config, path),
             *check_quaternions(config, dims.width, path, cross=cross),
             *_check_steps(config, dims, path),
+            *Exits.check(config.exits, replace(dims, depth=config.depth), f"{path}.exits", refused=refused),
         ]
 
-    def forward(self, x: Any, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Any,
+        tokens: Tokens,
+        memory: Tensor | None = None,
+        source: Tokens | None = None,
+        prediction: Prediction | None = None,
+    ) -> Tensor:
+        """`prediction` is what the exits predict; None: they do nothing."""
         scores = self.first_scores()
         states = [x]
         memories = memory if self.mix is None or memory is None else self.mix(memory, tokens)
+        leaving = None if self.exits is None else self.exits.leaving(tokens)
         pondered: Pondered | None = None if self.halting is None else self.halting.start(x)
         if self.reversible:
             x = Streams(wide(x), self.second_stream(x))
@@ -176,6 +201,13 @@ class Stack(Module):
                 # a resumed run needs no saved generator to draw what the uninterrupted run would have drawn.
                 reseed(tokens.rng_seed, block.path)
             seen = self._tokens_of(block, tokens)
+            if leaving is not None and tokens.target_weight is None and leaving.all_left():
+                if tokens.cache is None:
+                    break
+                block.fill_cache(x if not self.step_signal else x + step_signal(x, tokens, int(layer) + 1), seen)
+                if leaving.reads_left() and self.exits is not None and prediction is not None:
+                    self.exits.leave(int(layer), x, tokens, prediction, leaving)
+                continue
             before = x
             memory = memories if self.mix is None or memories is None else memories[int(layer)]
             if self.step_signal:
@@ -186,6 +218,12 @@ class Stack(Module):
                 x = self.run_block(block, x, seen, memory, source)
             if self.halting is not None and pondered is not None:
                 x, pondered = self.halting.take_step(pondered, before, x, last=int(layer) + 1 == len(self.blocks))
+            if leaving is not None:
+                x = leaving.keep(before, x)
+            if self.exits is not None and prediction is not None:
+                x = self.exits.attach_loss(int(layer), x, tokens, prediction)
+                if leaving is not None:
+                    self.exits.leave(int(layer), x, tokens, prediction, leaving)
             if self.returns_states:
                 states.append(x)
         if self.returns_states:
@@ -221,6 +259,18 @@ class Stack(Module):
         return block(*inputs)
 
 
+def predict(stack: nn.Module, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
+    """Return what the model's head makes of the output x [B, T, D] of its stack: logits, or the summed loss."""
+    if tokens.early_exit is not None and prediction.targets is None and isinstance(stack, Stack) and stack.exits:
+        return stack.exits.logits(x, tokens, prediction)
+    if isinstance(stack, Stack) and stack.exits is not None:
+        x = stack.exits.attach_second(x, tokens, prediction)
+    out: Tensor = prediction.head(x, prediction.targets, tokens)
+    if prediction.targets is None or not isinstance(stack, Stack) or stack.exits is None:
+        return out
+    return stack.exits.weigh_last(out, tokens)
+
+
 def _check_parts(config: StackConfig, path: str, *, cross: bool) -> list[Problem]:
     """Check that some block moves information between tokens, and in a decoder with a source some reads it."""
     parts = {entry.part for layer in range(config.depth) for entry in config.block_config(layer).listed(cross=cross)}
@@ -243,6 +293,10 @@ def _check_steps(config: StackConfig, dims: Dims, path: str) -> list[Problem]:
     if config.halting is not None and hands_on_scores:
         what = "a token that has halted has no scores to hand on"
         problems.append(Problem(f"{path}.halting", what, "Take null, or the core softmax."))
+    norm = NORMS.of(config.block.norm)
+    if config.exits is not None and config.exits.norm and norm.traits.batch_statistics:
+        what = f"'{norm.name}' collects statistics in every step, and an exit does not see the tokens of every step"
+        problems.append(Problem(f"{path}.exits.norm", what, "Take false, or another block.norm."))
     if config.block.residual == "reversible" and hands_on_scores:
         what = "reversible blocks keep nothing for backward, and scores that blocks hand on would be kept"
         problems.append(Problem(f"{path}.block.residual", what, "Take sequential, or the core softmax."))

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xscale.nn.early_exit import EarlyExit
+
 
 class Stats:
     """Running means of statistics from inside the model. They are means, so that a recomputed forward, which adds its
@@ -89,12 +91,19 @@ class Tokens:
     """Seed of this micro-batch's random numbers (dropout, router noise). None: no random numbers, as in evaluation."""
     aux_loss_weight: float | None = None
     """Weight of auxiliary losses in this micro-batch's backward. None: no auxiliary loss."""
+    target_weight: float | None = None
+    """Weight of each target's loss in backward, 1 / (targets of the whole step), for the losses of exits. None: exits
+    have no loss."""
+    progress: float | None = None
+    """Fraction of the run's optimizer steps that are done. None: there is no run, as at the end of one."""
     stats: Stats | None = None
     """Collects the statistics of the parts; None: not collected."""
     cache: dict[str, Any] | None = None
     """State of each mixer by its path during generation (KV cache); None otherwise."""
     only_last_logits: bool = False
     """Whether the head returns the logits of the last token alone, [B, 1, V], as generation reads them."""
+    early_exit: EarlyExit | None = None
+    """State of the tokens at the exits of the stack; None: all blocks are computed for every token."""
     shared_values: SharedValues = field(default_factory=SharedValues, compare=False, repr=False)
     """Values that all blocks share."""
 

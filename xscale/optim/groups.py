@@ -21,6 +21,10 @@ class ParameterGroup(Config):
     """Multiplier of the learning rate of these parameters, on top of the schedule."""
     weight_decay: float | None = Field(default=None, ge=0)
     """Decoupled weight decay of all these parameters, gains and biases too; null: as without a group."""
+    since: float = Field(default=0.0, ge=0, lt=1)
+    """Fraction of the run's steps before which these parameters are frozen."""
+    until: float = Field(default=1.0, gt=0, le=1)
+    """Fraction of the run's steps from which on these parameters are frozen."""
 
 
 def group_of(name: str, groups: Sequence[ParameterGroup]) -> int | None:
@@ -28,11 +32,19 @@ def group_of(name: str, groups: Sequence[ParameterGroup]) -> int | None:
     return next((index for index, group in enumerate(groups) if fnmatchcase(name, group.match)), None)
 
 
+def lr_factors(groups: Sequence[ParameterGroup | None], progress: float) -> list[float]:
+    """Return the multiplier of the learning rate of weights in these groups, after the fraction `progress` of a run."""
+    return [1.0 if group is None else group.lr_factor * (group.since <= progress < group.until) for group in groups]
+
+
 def check_groups(groups: Sequence[ParameterGroup], names: Sequence[str], path: str) -> list[Problem]:
     """Return a problem for each group without a parameter; `names` are those of the full model's trained parameters."""
     chosen = {group_of(name, groups) for name in names}
     problems = []
     for index, group in enumerate(groups):
+        if group.since >= group.until:
+            what = f"is {group.since:g}, and until={group.until:g}: the parameters would never be trained"
+            problems.append(Problem(f"{path}.{index}.since", what, "Take less than until, or lr_factor=0."))
         if index in chosen:
             continue
         matched = [name for name in names if fnmatchcase(name, group.match)]
@@ -80,5 +92,7 @@ def describe_groups(groups: Sequence[ParameterGroup], sizes: Mapping[str, int]) 
         group = groups[index]
         settings = [f"lr_factor {group.lr_factor:g}"]
         settings += [] if group.weight_decay is None else [f"weight_decay {group.weight_decay:g}"]
+        settings += [f"frozen before {group.since:g} of the steps"] * (group.since > 0)
+        settings += [f"frozen from {group.until:g} of the steps"] * (group.until < 1)
         lines.append(f"optimizer group '{group.match}' ({', '.join(settings)}): {counts}")
     return lines

@@ -203,7 +203,7 @@ def _batch(settings: Settings, objective: Objective) -> Batch:
     documents = None
     if not settings.data.cross_documents:
         documents = (torch.arange(length) // DOCUMENT).expand(rows, -1)
-    return objective.batch(tokens, documents, torch.arange(rows), rng_seed=0, aux_loss_weight=1.0)
+    return objective.batch(tokens, documents, torch.arange(rows), rng_seed=0, aux_loss_weight=1.0, target_weight=1.0)
 
 
 def _faked(batch: Batch, fake: FakeTensorMode) -> Batch:

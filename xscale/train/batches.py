@@ -36,6 +36,8 @@ class MicroBatches:
     device: torch.device
     sequence_sharding: SequenceSharding | None = None
     """How sequences are sharded over cp; None: they are not."""
+    steps: int | None = None
+    """Optimizer steps of the run; None: there is no run."""
 
     def requests(self, first: int, batch: int, steps: int) -> Iterator[tuple[int, int]]:
         """Yield (first sample, count) of each micro-batch of this rank, for `steps` steps from sample `first` on."""
@@ -49,6 +51,7 @@ class MicroBatches:
             *self._tensors(samples),
             rng_seed=seed_of(self.seed, "noise", step, int(samples.index[0])),
             aux_loss_weight=self.micro_batch / batch,
+            progress=None if self.steps is None else (step - 1) / self.steps,
             stats=tally,
         )
         sharding, targets = self.sequence_sharding, micro_batch.targets

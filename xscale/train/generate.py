@@ -1,11 +1,14 @@
 """Generation of text token by token, with the mixers' KV caches and states, and the samples after the last step."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from xscale.core.errors import ConfigError, Problem
 from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.mesh.collectives import broadcast_int, sum_scalars
+from xscale.nn.early_exit import EarlyExit, ExitPolicyConfig
 from xscale.nn.head import Head
 from xscale.nn.init import seed_of
 from xscale.nn.mixer.attention import Attention
@@ -30,11 +33,13 @@ def generate(
     seed: int = 0,
     source: Tensor | None = None,
     window: int | None = None,
+    policy: ExitPolicyConfig | None = None,
 ) -> Tensor:
     """Generate from prompt ids [T] up to `length` further ids, without the `end` token that stops generation.
 
     Collective: all ranks sample the same tokens. `window` is the longest sequence that the model's positions support;
-    generation stops there. `source` [S]: input ids of an encoder-decoder.
+    generation stops there. `source` [S]: input ids of an encoder-decoder. `policy`: when a token leaves at an exit; the
+    blocks behind it compute their keys and values from the hidden state that left. None: all blocks are computed.
     """
     model.eval()
     generator = torch.Generator().manual_seed(seed_of(seed, "generate"))
@@ -51,6 +56,8 @@ def generate(
         first = done if cache is not None else 0
         positions = torch.arange(first, len(ids), device=device)[None]
         tokens = Tokens(ids=ids[None, first:], positions=positions, cache=cache, only_last_logits=True)
+        if policy is not None:
+            tokens = replace(tokens, early_exit=EarlyExit(policy))
         logits = model(tokens, None, source_tokens)
         done = len(ids)
         # On a GPU the ranks' logits may differ in the last bit, and so in the token.

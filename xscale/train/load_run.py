@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from xscale.mesh import axes
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import read_rank_info
 from xscale.mesh.mesh import Mesh, init_mesh, leaving_process_group
+from xscale.nn.early_exit import ExitPolicyConfig
 from xscale.nn.model.model import MODELS
 from xscale.objective.objective import OBJECTIVES, Objective
 from xscale.parallel import precision
@@ -33,6 +35,7 @@ from xscale.parallel.plan import DTYPES, ParallelPlan
 from xscale.parallel.sharded import ShardedParameter, sharded_parameters
 from xscale.train.batches import MicroBatches
 from xscale.train.evaluate import Evaluation, evaluate
+from xscale.train.exit_curve import exit_curve, stack_with_exits
 from xscale.train.generate import encode_prompt, generate, lay_out_matrices
 from xscale.train.run_folder import CHECKPOINTS, read_config
 from xscale.train.settings import Settings, build_on_meta
@@ -132,8 +135,9 @@ def generate_text(
     seed: int,
     *,
     plugins: bool = False,
+    exits: bool = True,
 ) -> str:
-    """Generate text after the prompt with the run's model."""
+    """Generate text after the prompt with the run's model; `exits`: by the policy of its exits, if it has one."""
     loaded = load_run(folder, plugins=plugins)
     settings, tokenizer = loaded.settings, loaded.tokenizer
     traits = MODELS.of(settings.model).traits
@@ -160,6 +164,7 @@ def generate_text(
             seed=seed,
             source=source,
             window=window,
+            policy=exit_policy_of(loaded.model) if exits else None,
         )
     return tokenizer.decode(tokens_out.tolist())
 
@@ -178,10 +183,13 @@ class EvaluationData:
         """Sequences of the text."""
         return len(self.batches.loader.data)
 
+    def count(self, sequences: int | None) -> int:
+        """How many sequences an evaluation of the first `sequences` reads; None: of all."""
+        return self.sequences if sequences is None else min(sequences, self.sequences)
+
     def evaluate(self, model: nn.Module, sequences: int | None) -> Evaluation:
         """Evaluate a model on the first `sequences`; None: on all."""
-        count = self.sequences if sequences is None else min(sequences, self.sequences)
-        return evaluate(model, self.objective, self.batches.evaluation(count), self.token_bytes)
+        return evaluate(model, self.objective, self.batches.evaluation(self.count(sequences)), self.token_bytes)
 
 
 def evaluate_run(
@@ -196,11 +204,57 @@ def evaluate_run(
         return _evaluate(loaded, folder, sequences, source)
 
 
+def exit_curve_of_run(
+    folder: Path,
+    sequences: int | None,
+    thresholds: list[float] | None = None,
+    *,
+    source: str | None = None,
+    plugins: bool = False,
+) -> list[dict[str, float | None]]:
+    """Evaluate a run with exits at several thresholds of its policy, and last with all blocks; None: usual ones.
+
+    Collective, as `evaluate_run`. ConfigError for a run without exits or policy, and thresholds out of range.
+    """
+    with leaving_process_group():
+        loaded = load_run(folder, plugins=plugins)
+        stack = stack_with_exits(loaded.model)
+        policy = exit_policy_of(loaded.model)
+        if stack is None or stack.exits is None or policy is None:
+            what = "the model has no exits" if stack is None else "the exits of the model have no policy"
+            fix = "Train with model.stack.exits.policy, such as {criterion: entropy, threshold: 1}."
+            raise ConfigError(str(folder), what, fix)
+        count = len(stack.exits.at)
+        chosen = policy.thresholds(count, loaded.tokenizer.vocabulary) if thresholds is None else thresholds
+        problems = [
+            problem
+            for value in chosen
+            for problem in policy.model_copy(update={"threshold": value}).check_threshold(count, "--thresholds")
+        ]
+        if problems:
+            raise ConfigError(problems)
+        with evaluation_data(loaded, source) as data:
+            if data is None:
+                raise _no_validation(folder)
+            batches = partial(data.batches.evaluation, data.count(sequences))
+            return [asdict(point) for point in exit_curve(loaded.model, batches, policy, [*chosen, None])]
+
+
+def exit_policy_of(model: nn.Module) -> ExitPolicyConfig | None:
+    """Return the policy of the model's exits; None: it has no exits, or they have none."""
+    stack = stack_with_exits(model)
+    return None if stack is None or stack.exits is None else stack.exits.config.policy
+
+
+def _no_validation(folder: Path) -> ConfigError:
+    fix = "Give other text with --data, or train with data.validation above 0."
+    return ConfigError(str(folder), "the run has no validation documents", fix)
+
+
 def _evaluate(loaded: LoadedRun, folder: Path, sequences: int | None, source: str | None) -> dict[str, float]:
     with evaluation_data(loaded, source) as data:
         if data is None:
-            fix = "Give other text with --data, or train with data.validation above 0."
-            raise ConfigError(str(folder), "the run has no validation documents", fix)
+            raise _no_validation(folder)
         return {"step": loaded.step, **asdict(data.evaluate(loaded.model, sequences))}
 
 

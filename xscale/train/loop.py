@@ -145,7 +145,7 @@ class Loop:
         lr = parts.settings.optimizer.lr * parts.schedule.factor(state.step)
         self._wait_for_copy()
         if decision.action == "accept":
-            stepper.apply(gradients, lr)
+            stepper.apply(gradients, lr, (state.step - 1) / train.steps)
         else:
             stepper.discard()
         state.consumed += train.batch_size

@@ -263,4 +263,5 @@ def make_micro_batches(
         separate=not settings.data.cross_documents,
         device=mesh.device,
         sequence_sharding=sharding,
+        steps=settings.train.steps,
     )

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -103,14 +103,16 @@ class Stepper:
             targets = float(sum(_targets(batch) for batch in micro_batches))
             targets = sum_scalars([targets], self.device)[0] / self.repeats
         divisor = max(targets, 1.0)
+        micro_batches = [_with_target_weight(batch, 1 / divisor) for batch in micro_batches]
         nats = self._forward_backward(micro_batches, divisor)
         with self.timer.phase("communicate"):
             total_nats, grad_norm = self.engine.reduce_gradients(nats)
         return StepGradients(total_nats / divisor, grad_norm, int(targets))
 
-    def apply(self, gradients: StepGradients, lr: float) -> None:
-        """Clip the gradients and update the parameters."""
+    def apply(self, gradients: StepGradients, lr: float, progress: float = 0.0) -> None:
+        """Clip the gradients and update the parameters; `progress` is the fraction of the run's steps that are done."""
         with self.timer.phase("optimizer"):
+            self.engine.set_progress(progress)
             self.engine.apply(lr, gradients.grad_norm)
 
     def discard(self) -> None:
@@ -141,6 +143,10 @@ class Stepper:
                 self.engine.backward(loss / divisor)
             nats += loss.detach()
         return nats
+
+
+def _with_target_weight(batch: Batch, weight: float) -> Batch:
+    return replace(batch, tokens=replace(batch.tokens, target_weight=weight))
 
 
 def _targets(batch: Batch) -> int:

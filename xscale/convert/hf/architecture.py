@@ -111,7 +111,13 @@ FEATURES: dict[str, Any] = {
     **{
         f"{stack}.{key}": default
         for stack in ("stack", "encoder", "decoder")
-        for key, default in (("share", "none"), ("linear_maps", "real"), ("step_signal", False), ("halting", None))
+        for key, default in (
+            ("share", "none"),
+            ("linear_maps", "real"),
+            ("step_signal", False),
+            ("halting", None),
+            ("exits", None),
+        )  # fmt: skip
     },
     "block.residual": "sequential",
     "block.sublayers": None,

@@ -1,15 +1,17 @@
 """A causal language model (Radford et al. 2018): each token is predicted from the earlier ones."""
 
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.nn.exits import Prediction
 from xscale.nn.head import Head
 from xscale.nn.model.embed import Embed
 from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, model_dims
 from xscale.nn.module import name_modules
-from xscale.nn.stack import Stack, StackConfig
+from xscale.nn.stack import Stack, StackConfig, predict
 from xscale.nn.tokens import Tokens
 
 
@@ -25,17 +27,17 @@ class Decoder(Model):
         super().__init__()
         dims = model_dims(config, vocabulary, length, causal=True)
         self.embed = Embed(config, dims)
-        self.stack = Stack(config.stack, dims)
-        self.head = Head(
-            dims, self.embed.table if config.tied else None, soft_cap=config.logit_soft_cap, fix_norm=config.fix_norm
-        )
+        make_head = partial(Head, dims, soft_cap=config.logit_soft_cap, fix_norm=config.fix_norm)
+        self.stack = Stack(config.stack, dims, make_head=lambda: make_head(None))
+        self.head = make_head(self.embed.table if config.tied else None)
         name_modules(self)
 
     @classmethod
     def check(cls, config: Config, dims: tuple[int, int], path: str) -> list[Problem]:
         shared = model_dims(config, *dims, causal=True)
-        return check_position(config, shared, path) + Stack.check(config.stack, shared, f"{path}.stack")
+        return check_position(config, shared, path) + Stack.check(config.stack, shared, f"{path}.stack", predicts=True)
 
     def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:
-        out: Tensor = self.head(self.stack(self.embed(tokens), tokens), targets, tokens)
-        return out
+        prediction = Prediction(self.head, targets)
+        x = self.stack(self.embed(tokens), tokens, prediction=prediction)
+        return predict(self.stack, x, tokens, prediction)

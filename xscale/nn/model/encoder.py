@@ -8,13 +8,15 @@ from torch import Tensor
 
 from xscale.core.config import Slot
 from xscale.core.errors import ConfigError, Problem
+from xscale.nn.exits import Prediction
 from xscale.nn.ffn.ffn import Activation
 from xscale.nn.head import Head, HeadTransform
+from xscale.nn.linear import Embedding
 from xscale.nn.model.embed import Embed
 from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, model_dims
 from xscale.nn.module import name_modules
 from xscale.nn.norm import NORMS, Norm
-from xscale.nn.stack import Stack, StackConfig
+from xscale.nn.stack import Stack, StackConfig, predict
 from xscale.nn.tokens import Tokens
 
 
@@ -56,21 +58,24 @@ class Encoder(Model):
             types=config.token_types,
             factor_width=config.embedding_width,
         )
-        self.stack = Stack(config.stack, replace(dims, length=length + count))
-        width = config.embedding_width or config.width
-        transform = None
-        if config.transform is not None:
-            transform = HeadTransform(config.transform, config.stack.block.norm, dims, width)
-        tied = self.embed.table if config.tied else None
-        self.head = Head(
-            replace(dims, width=width),
-            tied,
-            bias=config.head_bias,
-            transform=transform,
-            globals=count,
-            soft_cap=config.logit_soft_cap,
-            fix_norm=config.fix_norm,
-        )
+
+        def make_head(table: Embedding | None) -> Head:
+            width = config.embedding_width or config.width
+            transform = None
+            if config.transform is not None:
+                transform = HeadTransform(config.transform, config.stack.block.norm, dims, width)
+            return Head(
+                replace(dims, width=width),
+                table,
+                bias=config.head_bias,
+                transform=transform,
+                globals=count,
+                soft_cap=config.logit_soft_cap,
+                fix_norm=config.fix_norm,
+            )
+
+        self.stack = Stack(config.stack, replace(dims, length=length + count), make_head=lambda: make_head(None))
+        self.head = make_head(self.embed.table if config.tied else None)
         name_modules(self)
 
     @classmethod
@@ -78,7 +83,8 @@ class Encoder(Model):
         shared = model_dims(config, *dims, causal=False)
         inner = replace(shared, length=shared.length + config.global_tokens)
         table = replace(shared, width=config.embedding_width or config.width)
-        problems = check_position(config, table, path) + Stack.check(config.stack, inner, f"{path}.stack")
+        problems = check_position(config, table, path)
+        problems += Stack.check(config.stack, inner, f"{path}.stack", predicts=True)
         if config.embedding_width is not None:
             missing = config.transform is None
             what = "narrows the embeddings, and the head has no map from the width of the blocks"
@@ -94,6 +100,6 @@ class Encoder(Model):
         if count and tokens.documents is not None:
             what = f"the {count} global tokens of a sample are shared by its documents, which must not see each other"
             raise ConfigError("data.cross_documents", what, "Set it to true, or model.global_tokens to 0.")
-        prefixed = tokens.with_prefix(count)
-        out: Tensor = self.head(self.stack(self.embed(tokens), prefixed), targets, prefixed)
-        return out
+        prefixed, prediction = tokens.with_prefix(count), Prediction(self.head, targets)
+        x = self.stack(self.embed(tokens), prefixed, prediction=prediction)
+        return predict(self.stack, x, prefixed, prediction)

@@ -24,6 +24,10 @@ class AdamW(Optimizer):
         self.steps = 0
         self.members: dict[tuple[float, float], list[int]] = {}
         """(Multiplier of the learning rate, weight decay) -> indices of the weights that are updated together."""
+        self.regroup()
+
+    def regroup(self) -> None:
+        self.members = {}
         for index, settings in enumerate(zip(self.lr_factors, self.weight_decays, strict=True)):
             self.members.setdefault(settings, []).append(index)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from xscale.core import config as schema
 from xscale.core.registry import Family
 from xscale.optim.full_tensors import FullTensors, UnshardedTensors
-from xscale.optim.groups import ParameterGroup, describe_groups, group_of
+from xscale.optim.groups import ParameterGroup, describe_groups, group_of, lr_factors
 from xscale_kernels.torch_private import foreach_mul_
 
 
@@ -55,7 +55,9 @@ class Optimizer:
         self.weights = weights
         indices = [group_of(weight.name, config.groups) for weight in weights]
         groups = [None if index is None else config.groups[index] for index in indices]
-        self.lr_factors = [1.0 if group is None else group.lr_factor for group in groups]
+        self.group_of_weight = groups
+        """The parameter group of each weight; None: it is in none."""
+        self.lr_factors = lr_factors(groups, 0.0)
         """Multiplier of the learning rate of each weight."""
         self.weight_decays = [
             (config.weight_decay if weight.decays else 0.0)
@@ -73,6 +75,16 @@ class Optimizer:
     def describe(cls, config: Any, weights: list[LocalParameter]) -> list[str]:
         """Return lines for the log on how the full model's weights, which may be on meta, are updated."""
         return describe_groups(config.groups, {weight.name: weight.value.numel() for weight in weights})
+
+    def set_progress(self, progress: float) -> None:
+        """Set the learning rates of the groups to those after the fraction `progress` of the run's steps."""
+        factors = lr_factors(self.group_of_weight, progress)
+        if factors != self.lr_factors:
+            self.lr_factors = factors
+            self.regroup()
+
+    def regroup(self) -> None:
+        """Follow a change of `lr_factors`."""
 
     def step(self, gradients: list[Tensor], lr: float) -> None:
         """Update every weight in place; `gradients` are in the order of the weights."""

@@ -5,15 +5,19 @@ a core's traits list the styles that it supports. A local mixer, such as a convo
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from xscale.core.errors import Problem
+from xscale.mesh.collectives import all_gather
 from xscale.mesh.mesh import Mesh
 from xscale.nn.attention.core import CORES, ContextStyle
 from xscale.nn.block import Sublayer
+from xscale.nn.exits import Exits
 from xscale.nn.ffn.ffn import FFNS, Ffn
 from xscale.nn.ffn.moe import Moe
 from xscale.nn.mixer.attention import Attention
@@ -60,6 +64,13 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
         if isinstance(module, Halting):
             what = "the ponder cost is a mean over all tokens, and a rank's shard of them may end in padding"
             problems.append(Problem(where, what, "Take cp=1, or stack.halting=null."))
+        if isinstance(module, Exits) and module.config.second_target:
+            what = "the target of the token after the next may be on another rank"
+            problems.append(Problem(where, what, "Take cp=1, or stack.exits.second_target=0."))
+        if isinstance(module, Exits) and module.config.self_sampling is not None and module.config.policy is not None:
+            what = "tokens leave in training by those of a window, which other ranks may have"
+            problem = Problem(where, what, "Take cp=1, or stack.exits.self_sampling=null.")
+            problems += [problem] * bool(module.config.policy.window)
         if isinstance(module, Attention) and module.shards_sequence:
             problems += _check_attention(module, config, path)
         elif isinstance(module, Mixer) and not module.shards_sequence:
@@ -199,7 +210,20 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> bool:
             substitute(module, "random", TokensOverContext(module.random))
         if isinstance(module, Moe):
             substitute(module, "dispatch_plan", GlobalRouting(module.dispatch_plan))
+        if isinstance(module, Exits):
+            substitute(module, "sum_over_sequence", SumOverContext(mesh.context))
     return True
+
+
+@dataclass(frozen=True)
+class SumOverContext:
+    """Sums what each rank of cp found in its shard of the sequences, without gradients."""
+
+    group: dist.ProcessGroup
+
+    def __call__(self, nats: Tensor) -> Tensor:
+        """A scalar -> its sum over the ranks."""
+        return all_gather(nats[None], 0, self.group).sum()
 
 
 __all__ = [

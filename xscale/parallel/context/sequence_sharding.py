@@ -96,6 +96,8 @@ def shard_tokens(tokens: Tokens, sharding: SequenceSharding) -> TokenShard:
         documents=None if tokens.documents is None else sharding.shard(tokens.documents, fill=-1),
         rng_seed=tokens.rng_seed,
         aux_loss_weight=tokens.aux_loss_weight,
+        target_weight=tokens.target_weight,
+        progress=tokens.progress,
         stats=tokens.stats,
         cache=tokens.cache,
         full=tokens,

@@ -55,6 +55,9 @@ class FsdpEngine:
         total, squared = sum_tensor(torch.stack((nats / self.repeats, self._squared_norm().to(nats)))).tolist()
         return total, math.sqrt(squared) if squared >= 0 else math.nan
 
+    def set_progress(self, progress: float) -> None:
+        self.optimizer.set_progress(progress)
+
     def apply(self, lr: float, grad_norm: float) -> None:
         if self.clip_grad_norm is not None and grad_norm > self.clip_grad_norm:
             self.optimizer.scaled_step(self.gradients, lr, self.clip_grad_norm / grad_norm)

@@ -36,6 +36,10 @@ class Engine(Protocol):
         """
         ...
 
+    def set_progress(self, progress: float) -> None:
+        """Tell the optimizer which fraction of the run's steps is done, by which parameter groups may freeze."""
+        ...
+
     def apply(self, lr: float, grad_norm: float) -> None:
         """Clip the gradients, whose norm is `grad_norm`, update the parameters with them, and clear them."""
         ...

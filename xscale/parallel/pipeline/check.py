@@ -5,6 +5,7 @@ from itertools import pairwise
 from torch import nn
 
 from xscale.core.errors import Problem
+from xscale.nn.exits import Exits
 from xscale.nn.layer_mix import LayerMix
 from xscale.nn.recurrent_depth import Halting
 from xscale.nn.stack import Stack
@@ -12,6 +13,7 @@ from xscale.parallel.config import ParallelConfig
 from xscale.parallel.pipeline.schedule import SCHEDULES, schedule_of
 from xscale.parallel.pipeline.split import (
     block_paths,
+    exits_of,
     params_shared_across_stages,
     split,
     stage_layout,
@@ -60,6 +62,7 @@ def check(model: nn.Module, config: ParallelConfig, path: str, length: int = 0) 
         return problems
     stage_blocks = split(model, pipeline, count, length)
     problems += _check_handed_on_scores(model, stage_blocks, config, path, length)
+    problems += _check_exits(model, stage_blocks, path)
     if shared := params_shared_across_stages(model, stage_blocks):
         what = f"blocks of different stages share parameters, such as {shared[0]}"
         problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or blocks_per_stage that keep them together."))
@@ -111,6 +114,21 @@ def _check_handed_on_scores(
     chosen = [starts[number * len(starts) // (stages - 1)] for number in range(stages - 1)]
     sizes = [end - start for start, end in pairwise([0, *chosen, len(blocks)])]
     return [Problem(f"{path}.pipeline.blocks_per_stage", what, f"Take {sizes}, or {instead}.")]
+
+
+def _check_exits(model: nn.Module, stage_blocks: list[list[str]], path: str) -> list[Problem]:
+    """Check that each exit has its head on its stage."""
+    exits, blocks = exits_of(model), block_paths(model)
+    if any(isinstance(module, Exits) and module.config.self_sampling is not None for module in model.modules()):
+        what = "tokens leave in training, and stages do not pass on which have left"
+        return [Problem(f"{path}.mesh.pp", what, "Take pp=1, or stack.exits.self_sampling=null.")]
+    last = len(blocks) - len(stage_blocks[-1])
+    away = [layer for layer, part in exits.items() if part.head is None and layer < last]
+    if not away:
+        return []
+    what = f"the exit after block {away[0]} predicts by the model's head, which is on the last stage, from block {last}"
+    fix = f"Take stack.exits.head=own, stack.exits.blocks from {last} on, or pp=1."
+    return [Problem(f"{path}.mesh.pp", what, fix)]
 
 
 def _check_engine(config: ParallelConfig, path: str) -> list[Problem]:

@@ -7,6 +7,7 @@ from itertools import pairwise
 from torch import nn
 
 from xscale.nn.block import Block
+from xscale.nn.exits import Exit, Exits
 from xscale.nn.ffn.ffn import active_fractions
 from xscale.nn.head import Head
 from xscale.nn.mixer.mixer import Mixer
@@ -60,11 +61,21 @@ def split(model: nn.Module, config: PipelineConfig, stages: int, length: int) ->
 
 
 def block_costs(model: nn.Module, length: int) -> tuple[list[float], float]:
-    """Return the multiply-adds per token of each block, and of the head. Embeddings are lookups and cost nothing."""
+    """Return the multiply-adds per token of each block, with its exit, and of the head. Embeddings are lookups and cost
+    nothing."""
     full_length = length and length + global_tokens_of(model)
     costs = [_cost(model.get_submodule(path), full_length) for path in block_paths(model)]
-    (head,) = [module for module in model.modules() if isinstance(module, Head)]
+    head = model.get_submodule("head")
+    assert isinstance(head, Head)
+    after = exits_of(model)
+    costs = [cost + float(head.weight.numel()) * (layer in after) for layer, cost in enumerate(costs)]
     return costs, float(head.weight.numel())
+
+
+def exits_of(model: nn.Module) -> dict[int, Exit]:
+    """Return the exits of the model by the number of their block; only a model of one stack has any."""
+    exits = [module for module in model.modules() if isinstance(module, Exits)]
+    return {int(layer): part for module in exits for layer, part in module.at.items() if isinstance(part, Exit)}
 
 
 def _cost(block: nn.Module, length: int) -> float:

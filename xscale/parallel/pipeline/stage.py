@@ -171,6 +171,12 @@ def _keep_blocks(stack: nn.Module, paths: list[str], name: str) -> None:
             del stack.blocks[layer]
     if final not in stack.blocks:
         substitute(stack, "norm", None)
+    if stack.exits is not None:
+        for layer in [layer for layer in stack.exits.at if layer not in stack.blocks]:
+            del stack.exits.at[layer]
+        if final not in stack.blocks:
+            substitute(stack.exits, "weigh_last", lambda out, tokens: out)
+            substitute(stack.exits, "second", None)
     used = {name.split(".")[0] for name, _ in params_shared_by_blocks(stack, list(stack.blocks.values()))}
     if "position" not in used:
         substitute(stack, "position", None)

@@ -10,6 +10,7 @@ from torch import nn
 from xscale.core.errors import Problem
 from xscale.mesh.collectives import slice_in
 from xscale.nn.block import Sublayer
+from xscale.nn.exits import Exit
 from xscale.nn.layer_mix import LayerMix
 from xscale.nn.model.embed import Embed
 from xscale.nn.module import substitute
@@ -28,6 +29,7 @@ def check(model: nn.Module, path: str) -> list[Problem]:
             "halting": stack.halting is not None,
             "step_signal": stack.step_signal,
             "block.position": adds_position,
+            "exits.self_sampling": stack.exits is not None and stack.exits.config.self_sampling is not None,
         }
         key = next((key for key, is_set in reading.items() if is_set), None)
         if key is not None:
@@ -50,7 +52,7 @@ def norms_between_regions(model: nn.Module) -> list[Norm]:
     for module in model.modules():
         if isinstance(module, Sublayer):
             norms += [module.norm, module.after]
-        if isinstance(module, Stack):
+        if isinstance(module, Stack | Exit):
             norms.append(module.norm)
     return [norm for norm in norms if norm is not None]
 

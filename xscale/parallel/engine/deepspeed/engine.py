@@ -126,6 +126,9 @@ class DeepSpeedEngine:
         self.last = last
         self.engine.set_gradient_accumulation_boundary(last)
 
+    def set_progress(self, progress: float) -> None:
+        """Nothing to do: there are no parameter groups."""
+
     def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss, scale_wrt_gas=False)
         if not self.last:

@@ -1,0 +1,81 @@
+"""Exits on layouts: their losses, their gradients and the metrics of one process."""
+
+from typing import Any
+
+import pytest
+
+from tests.distributed import Pool
+from tests.parallel.against_one import alone, same
+from tests.parallel.test_tensor import refused
+
+
+def model(kind: str = "decoder", *, tied: bool = True, depth: int = 3, **exits: Any) -> dict[str, Any]:
+    block = {"mixer": {"kind": "attention", "heads": 4}, "ffn": {"kind": "dense", "hidden": 24}, "dropout": 0.1}
+    stack = {"depth": depth, "block": block, "exits": exits}
+    return {"kind": kind, "width": 32, "position": "learned", "tied": tied, "stack": stack}
+
+
+OWN = model(weights="linear")
+SHARED = model("encoder", tied=False, head="shared")
+AHEAD = model(stop="by_depth", second_target=0.5)
+STAGES = model("encoder", two_stage=0.5)
+CERTAIN = {"criterion": "entropy", "threshold": 4.15}
+NEAR = {"criterion": "uncertainty", "threshold": 0.985, "window": 1}
+PIPELINE = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}
+SEQUENCE = {"mesh": {"tp": 2}, "tensor": {"sequence": True}, "recompute": {"every": 1}}
+
+
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        (OWN, [PIPELINE, SEQUENCE, {"mesh": {"cp": 2}}, {"mesh": {"dp_shard": 2}, "zero": {"stage": 3}}]),
+        (SHARED, [{"mesh": {"tp": 2}}, {"mesh": {"cp": 2}}, {"mesh": {"dp_shard": 2}, "zero": {"stage": 3}}]),
+        (model("encoder", depth=4, blocks=[2], head="shared"), [PIPELINE | {"zero": {"stage": 3}}]),
+        (AHEAD, [PIPELINE, {"mesh": {"tp": 2}}, {"mesh": {"dp_shard": 2}, "zero": {"stage": 3}}]),
+        (model(self_sampling=0.5, policy=CERTAIN), [{"mesh": {"tp": 2}}, {"mesh": {"cp": 2}}]),
+        (model(self_sampling=0.5, policy=NEAR), [{"mesh": {"dp_shard": 2}, "zero": {"stage": 3}}]),
+    ],
+    ids=["own", "shared", "shared on the last stage", "second target", "self-sampling", "self-sampling in a window"],
+)
+def test_a_layout_has_the_numbers_of_one_process(
+    model: dict[str, Any], layouts: list[dict[str, Any]], pool: Pool
+) -> None:
+    expected = alone(pool, model)
+    assert expected.statistics, "the losses of the exits are among the statistics"
+    for layout in layouts:
+        same(pool, expected, 2, model, layout)
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", "zbv"])
+def test_a_split_backward_has_the_numbers_of_one_process(schedule: str, pool: Pool) -> None:
+    asked = model(depth=4, tied=False)
+    same(pool, alone(pool, asked), 2, asked, {"mesh": {"pp": 2}, "pipeline": {"schedule": schedule}})
+
+
+def test_the_second_stage_has_the_numbers_of_one_process(pool: Pool) -> None:
+    groups = [{"match": "*.exits.*", "since": 0.5}, {"match": "*", "until": 0.5}]
+    sections: dict[str, Any] = {"optimizer": {"kind": "adamw", "groups": groups}}
+    expected = alone(pool, STAGES, **sections)
+    for layout in (PIPELINE, {"mesh": {"tp": 2}}, {"mesh": {"dp_shard": 2}, "zero": {"stage": 3}}):
+        same(pool, expected, 2, STAGES, layout, **sections)
+
+
+def test_layouts_that_do_not_know_who_left_are_refused() -> None:
+    near = model(self_sampling=0.5, policy=NEAR)
+    (problem,) = refused(near, 2, **PIPELINE)
+    assert "stages do not pass on which have left. Take pp=1, or stack.exits.self_sampling=null." in problem
+    (problem,) = refused(near, 2, mesh={"cp": 2})
+    assert "those of a window, which other ranks may have" in problem
+    (problem,) = refused(near, 2, mesh={"tp": 2}, tensor={"sequence": True})
+    assert "stack.exits.self_sampling reads the tokens between the blocks" in problem
+
+
+def test_a_target_of_another_rank_is_refused() -> None:
+    (problem,) = refused(AHEAD, 2, mesh={"cp": 2})
+    assert "the target of the token after the next may be on another rank" in problem
+
+
+def test_an_exit_away_from_the_shared_head_is_refused() -> None:
+    (problem,) = refused(model(depth=4, head="shared"), 2, **PIPELINE)
+    assert "the exit after block 0 predicts by the model's head, which is on the last stage, from block 2" in problem
+    assert "Take stack.exits.head=own, stack.exits.blocks from 2 on, or pp=1." in problem

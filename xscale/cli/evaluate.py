@@ -1,0 +1,72 @@
+"""The command `xscale eval`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from xscale.cli.options import Json, Plugins, RunFolder, rank_from_launcher
+from xscale.core.errors import ConfigError
+
+
+def evaluate(
+    run: RunFolder,
+    sequences: Annotated[int, typer.Option(help="Number of validation sequences; 0: all.")] = 0,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Other text: a file, folder or glob, prepared data, or a data.source such as {kind: text}."),
+    ] = None,
+    exits: Annotated[
+        bool,
+        typer.Option("--exits", help="Let tokens leave at the exits; print loss and accuracy by threshold."),
+    ] = False,
+    thresholds: Annotated[str | None, typer.Option(help="With --exits: thresholds, such as 1,2.5.")] = None,
+    as_json: Json = False,
+    plugins: Plugins = False,
+) -> None:
+    """Evaluate a run's newest checkpoint on its validation documents, or on other text.
+
+    Prints loss, perplexity and bits per byte as JSON. With --exits it prints a line for each threshold: the fraction of
+    the blocks that tokens were computed in, loss and accuracy.
+    """
+    rank_from_launcher()
+    from xscale.mesh.environment import read_rank_info
+
+    if exits:
+        _evaluate_exits(run, sequences or None, _numbers(thresholds, "--thresholds"), data, plugins, as_json=as_json)
+        return
+    if thresholds is not None:
+        raise ConfigError("--thresholds", "is a list for the policy of exits", "Add --exits, or omit it.")
+    from xscale.train.load_run import evaluate_run
+
+    result = evaluate_run(run, sequences or None, source=data, plugins=plugins)
+    if read_rank_info().is_rank0:
+        print(json.dumps(result))
+
+
+def _numbers(text: str | None, option: str) -> list[float] | None:
+    """Read numbers with commas between them; ConfigError where one is none."""
+    try:
+        return None if text is None else [float(number) for number in text.split(",")]
+    except ValueError:
+        raise ConfigError(option, f"'{text}' is not a list of numbers", "Give such as 0.5,1,2.") from None
+
+
+def _evaluate_exits(
+    run: Path, sequences: int | None, thresholds: list[float] | None, data: str | None, plugins: bool, *, as_json: bool
+) -> None:
+    """Print the curve of a run with exits: a list of objects as JSON, or a table."""
+    from xscale.mesh.environment import read_rank_info
+    from xscale.train.load_run import exit_curve_of_run
+
+    points = exit_curve_of_run(run, sequences, thresholds, source=data, plugins=plugins)
+    if not read_rank_info().is_rank0:
+        return
+    if as_json:
+        print(json.dumps(points))
+        return
+    print(f"{'threshold':>12}{'blocks':>10}{'loss':>10}{'accuracy':>10}")
+    for point in points:
+        threshold = "none" if point["threshold"] is None else f"{point['threshold']:.4g}"
+        print(f"{threshold:>12}{point['blocks']:>10.2%}{point['loss']:>10.4f}{point['accuracy']:>10.2%}")

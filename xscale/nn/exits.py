@@ -1,0 +1,243 @@
+"""Exits: heads after inner blocks of a stack, whose losses train it together with the loss of the model's own head.
+
+    L = sum_l w_l CE(f_l(h_l), y),  w_l = 1 or l / (sum of the l)
+
+h_l [B, T, D] are the hidden states after block l, from 1, and f_l is a norm with a head; l goes through the exits and
+the last block, after which the model's own head predicts. Weights that grow linearly are those of Zhou et al. 2020.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from xscale.core.config import Config
+from xscale.core.errors import Problem
+from xscale.nn.auxiliary import attach
+from xscale.nn.dims import Dims
+from xscale.nn.early_exit import EarlyExit, ExitPolicyConfig
+from xscale.nn.head import IGNORE_INDEX, Head
+from xscale.nn.module import Module
+from xscale.nn.norm import Norm
+from xscale.nn.tokens import Tokens
+
+
+class ExitsConfig(Config):
+    blocks: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(default=None, min_length=1)
+    """Numbers of the blocks, from 0, after which there is an exit; null: all but the last, which the model's own head
+    follows."""
+    head: Literal["own", "shared"] = "own"
+    """own: each exit has a head of its own; shared: all exits predict by the model's head."""
+    norm: bool = True
+    """Whether each exit has a norm of its own, of the blocks' kind, before its head."""
+    weights: Literal["equal", "linear"] = "equal"
+    """Weights of the losses. equal: 1 for each exit and for the model's head; linear: l / (sum of the l) for the loss
+    after block l, counted from 1 (Zhou et al. 2020)."""
+    stop: Literal["never", "by_depth"] = "never"
+    """by_depth: the loss after block l of L, from 1, ends after the fraction l / (2 L) of the run's steps (Al-Rfou et
+    al. 2019)."""
+    second_target: float = Field(default=0.0, ge=0)
+    """Weight of the loss of one more head, which predicts the token after the next from the output of the stack, as
+    Al-Rfou et al. 2019 have it; 0: there is none."""
+    two_stage: float | None = Field(default=None, gt=0, lt=1)
+    """Fraction of the run's steps in which the exits are not trained; in the rest they alone are (Xin et al. 2020), and
+    `optimizer.groups` freeze all other parameters. null: all are trained together."""
+    self_sampling: float | None = Field(default=None, gt=0, lt=1)
+    """Fraction of the run's steps after which tokens leave by the policy in training too, so that the losses of later
+    exits and of the model's head are those of copied hidden states (Li et al. 2021); null: never."""
+    policy: ExitPolicyConfig | None = None
+    """When a token leaves at an exit in generation and in `xscale eval --exits`; null: never. Training and other
+    evaluations compute all blocks."""
+
+    def after(self, depth: int) -> tuple[int, ...]:
+        """Return the blocks with an exit, from 0, in a stack of `depth` blocks."""
+        return tuple(range(depth - 1)) if self.blocks is None else self.blocks
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction task of a forward, which the exits share with the model's head."""
+
+    head: nn.Module
+    """The model's head."""
+    targets: Tensor | None
+    """[B, T] token ids; None: no loss is asked for."""
+
+
+class Exit(Module):
+    """The norm and the head after one block."""
+
+    def __init__(self, norm: Norm | None, head: Head | None) -> None:
+        """`head` None: the model's."""
+        super().__init__()
+        self.norm = norm
+        self.head = head
+
+    def forward(self, x: Tensor, targets: Tensor | None, tokens: Tokens, prediction: Prediction) -> Tensor:
+        """Hidden states [B, T, D] -> the loss of targets [B, T], summed, in nats; without targets logits [B, T, V]."""
+        head = prediction.head if self.head is None else self.head
+        out: Tensor = head(x if self.norm is None else self.norm(x), targets, tokens)
+        return out
+
+
+class Exits(Module):
+    """The exits of a stack, by the number of their block, and the weights of the losses."""
+
+    seams: ClassVar[tuple[str, ...]] = ("sum_over_sequence", "weigh_last", "second")
+
+    def __init__(
+        self, config: ExitsConfig, dims: Dims, norm: Callable[[], Norm], make_head: Callable[[], Head]
+    ) -> None:
+        """`norm` and `make_head` build the parts of one exit."""
+        super().__init__()
+        self.config, self.depth, self.causal = config, dims.depth, dims.causal
+        depth = dims.depth
+        after = config.after(depth)
+        self.at = nn.ModuleDict(
+            {
+                str(layer): Exit(norm() if config.norm else None, make_head() if config.head == "own" else None)
+                for layer in after
+            }
+        )
+        self.second: Exit | None = Exit(None, make_head()) if config.second_target else None
+        """Predicts the token after the next; None: nothing does, or another pipeline stage."""
+        total = sum(layer + 1 for layer in after) + depth
+        linear = config.weights == "linear"
+        self.weights = {layer: (layer + 1) / total if linear else 1.0 for layer in after}
+        """Weight of the loss of each exit, by its block."""
+        self.last_weight = depth / total if linear else 1.0
+        """Weight of the loss of the model's own head."""
+
+    @staticmethod
+    def check(config: ExitsConfig | None, dims: Dims, path: str, *, refused: str | None) -> list[Problem]:
+        """List what the exits of a stack of `dims.depth` blocks cannot be; `refused` says why a stack has none."""
+        depth = dims.depth
+        if config is None:
+            return []
+        if refused is not None:
+            return [Problem(path, refused, "Take null.")]
+        if depth == 1:
+            return [Problem(path, "the model's head follows the only block", "Take null, or a deeper stack.")]
+        after = config.after(depth)
+        where, problems = f"{path}.blocks", []
+        beyond = [layer for layer in after if layer >= depth - 1]
+        if beyond:
+            what = f"a stack of {depth} has no inner block {beyond[0]}; the model's head follows its last block"
+            problems.append(Problem(where, what, f"Take blocks from 0 to {depth - 2}, or null."))
+        if list(after) != sorted(set(after)):
+            problems.append(Problem(where, "the blocks must ascend", f"Take {sorted(set(after))}."))
+        policy = config.policy
+        if config.two_stage is not None and config.head == "shared":
+            what = "the second stage trains the exits alone, and their head is the model's, which is frozen"
+            problems.append(Problem(f"{path}.head", what, "Take own, or two_stage=null."))
+        if config.two_stage is not None and config.stop != "never":
+            what = "in two stages the exits are trained last, and by_depth ends their losses before"
+            problems.append(Problem(f"{path}.stop", what, "Take never, or two_stage=null."))
+        if config.second_target and (config.two_stage is not None or not dims.causal):
+            what = "two stages train nothing behind the exits" if dims.causal else "an encoder has no next token"
+            problems.append(Problem(f"{path}.second_target", what, "Take 0."))
+        if config.two_stage is not None and config.weights == "linear":
+            what = "in two stages the model's head and the exits are never trained together"
+            problems.append(Problem(f"{path}.weights", what, "Take equal, or two_stage=null."))
+        if config.self_sampling is not None and (policy is None or config.two_stage is not None):
+            what = "tokens leave by a policy, and there is none" if policy is None else "all blocks are frozen then"
+            fix = "Set policy, or take self_sampling=null." if policy is None else "Take two_stage=null."
+            problems.append(Problem(f"{path}.self_sampling", what, fix))
+        return problems + ([] if policy is None else policy.check(len(after), f"{path}.policy"))
+
+    def attach_loss(self, layer: int, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
+        """Return x [B, T, D], the output of block `layer`, with the loss of its exit attached; without an exit x."""
+        targets = prediction.targets
+        if str(layer) not in self.at or targets is None or tokens.target_weight is None:
+            return x
+        if not self.is_trained(layer, tokens):
+            # The metrics have the same columns in all steps: stages of a pipeline rely on it.
+            with torch.no_grad():
+                self._record(self.at[str(layer)], self.at[str(layer)](x, targets, tokens, prediction), tokens)
+            return x
+        read = x if self.config.two_stage is None else x.detach()
+        loss = self.at[str(layer)](read, targets, tokens, prediction)
+        self._record(self.at[str(layer)], loss, tokens)
+        return attach(x, loss, self.weights[layer] * tokens.target_weight)
+
+    def leaving(self, tokens: Tokens) -> EarlyExit | None:
+        """Return the state of the tokens of a forward that may leave; None: all blocks are computed for every token."""
+        since, policy = self.config.self_sampling, self.config.policy
+        if since is None or policy is None or tokens.target_weight is None or progress_of(tokens) < since:
+            return tokens.early_exit
+        return EarlyExit(policy)
+
+    @torch.no_grad()
+    def leave(self, layer: int, x: Tensor, tokens: Tokens, prediction: Prediction, leaving: EarlyExit) -> None:
+        """Let tokens leave after block `layer`, whose output is x [B, M + T, D]."""
+        if str(layer) in self.at:
+            logits = self.at[str(layer)](x, None, replace(tokens, only_last_logits=False), prediction)
+            leaving.observe(layer + 1, logits, tokens, causal=self.causal)
+
+    def logits(self, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
+        """Return the logits [B, T, V] of tokens that may have left; x [B, M + T, D] is the output of the stack."""
+        assert tokens.early_exit is not None, "no token can leave"
+        every = replace(tokens, only_last_logits=False)
+        return tokens.early_exit.finish(self.depth, lambda: prediction.head(x, None, every))
+
+    def is_trained(self, layer: int, tokens: Tokens) -> bool:
+        """Whether the exit after block `layer` has a loss at this step of the run."""
+        progress, two_stage = progress_of(tokens), self.config.two_stage
+        if self.config.stop == "by_depth" and tokens.progress is not None:
+            return progress < (layer + 1) / (2 * self.depth)
+        return two_stage is None or progress >= two_stage
+
+    def attach_second(self, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
+        """Return the output x [B, T, D] of the stack with the loss of the second target attached; without one x."""
+        targets = prediction.targets
+        if self.second is None or targets is None or tokens.target_weight is None:
+            return x
+        following = F.pad(targets[:, 1:], (0, 1), value=IGNORE_INDEX)
+        # The first token of a document is no target, and behind it is nothing to predict from the document before.
+        following = following.masked_fill(targets == IGNORE_INDEX, IGNORE_INDEX)
+        loss = self.second(x, following, tokens, prediction)
+        self._record(self.second, loss, tokens)
+        return attach(x, loss, self.config.second_target * tokens.target_weight)
+
+    def weigh_last(self, loss: Tensor, tokens: Tokens) -> Tensor:
+        """Return the loss of the model's own head with its weight in the gradient; the value stays.
+
+        A seam: a pipeline stage without that head has no loss of it.
+        """
+        weight, two_stage = self.last_weight, self.config.two_stage
+        if two_stage is not None:
+            weight = 1.0 if progress_of(tokens) < two_stage else 0.0
+        if tokens.target_weight is None or weight == 1:
+            return loss
+        return loss.detach() + weight * (loss - loss.detach())
+
+    def _record(self, part: Any, loss: Tensor, tokens: Tokens) -> None:
+        """Record the mean loss of an exit over all targets of the step, as a mean over its micro-batches."""
+        if tokens.stats is None or tokens.aux_loss_weight is None or tokens.target_weight is None:
+            return
+        total = self.sum_over_sequence(loss.detach())
+        tokens.stats.add(f"{part.path}/loss", total * (tokens.target_weight / tokens.aux_loss_weight))
+
+    def sum_over_sequence(self, nats: Tensor) -> Tensor:
+        """Sum a loss over the tokens of all sequences. A seam: a sequence may be sharded."""
+        return nats
+
+
+def progress_of(tokens: Tokens) -> float:
+    """Return the fraction of the run's steps that are done; 1 where there is no run."""
+    return 1.0 if tokens.progress is None else tokens.progress
+
+
+def no_exits(stack: Any, *, predicts: bool, hands_on_scores: bool) -> str | None:
+    """Return why a stack of this config (`StackConfig`) can have no exits; None: it can."""
+    if not predicts:
+        return "exits are for a decoder or an encoder alone; an encoder-decoder predicts from its last block"
+    if stack.exits is not None and stack.exits.policy is not None and hands_on_scores:
+        return "a token that has left has no attention scores to hand on to the next block"
+    if stack.halting is not None:
+        return "the output is a mean over the blocks in which a token was computed, and an exit would read one block's"
+    return None
