@@ -89,6 +89,8 @@ class Tokens:
     """Seed of this micro-batch's random numbers (dropout, router noise). None: no random numbers, as in evaluation."""
     aux_loss_weight: float | None = None
     """Weight of auxiliary losses in this micro-batch's backward. None: no auxiliary loss."""
+    label_smoothing: float = 0.0
+    """Label smoothing of the loss of this micro-batch; 0 in evaluation."""
     stats: Stats | None = None
     """Collects the statistics of the parts; None: not collected."""
     cache: dict[str, Any] | None = None

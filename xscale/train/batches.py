@@ -50,6 +50,7 @@ class MicroBatches:
             rng_seed=seed_of(self.seed, "noise", step, int(samples.index[0])),
             aux_loss_weight=self.micro_batch / batch,
             stats=tally,
+            label_smoothing=self.objective.config.label_smoothing,
         )
         sharding, targets = self.sequence_sharding, micro_batch.targets
         local_targets = targets if sharding is None else sharding.shard(targets, fill=IGNORE_INDEX)

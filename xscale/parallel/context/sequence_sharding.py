@@ -83,6 +83,7 @@ def shard_tokens(tokens: Tokens, sharding: SequenceSharding) -> TokenShard:
         documents=None if tokens.documents is None else sharding.shard(tokens.documents, fill=-1),
         rng_seed=tokens.rng_seed,
         aux_loss_weight=tokens.aux_loss_weight,
+        label_smoothing=tokens.label_smoothing,
         stats=tokens.stats,
         cache=tokens.cache,
         full=tokens,
