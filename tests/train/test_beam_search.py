@@ -96,6 +96,7 @@ def test_where_nothing_ends_the_likeliest_are_returned() -> None:
     assert [len(each.ids) for each in result] == [3, 3]
     assert result[0].score > result[1].score
     assert beam_search(Table(6, 1), torch.tensor([0]), 100, end=-1, beams=2, window=4) == result
+    assert [each.ids for each in beam_search(Table(6, 1), torch.tensor([0]), 0, end=-1, beams=2)] == [()]
 
 
 def encoder_decoder(**model: Any) -> nn.Module:

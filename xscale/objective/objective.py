@@ -38,8 +38,6 @@ class SpecialTokens:
     mask: int | None
     """None: the tokenizer has none."""
     sentinels: range
-    bos: int | None = None
-    """None: the tokenizer has none."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +89,6 @@ class Objective:
         for padding. `fields` are further fields of `Tokens`: rng_seed, aux_loss_weight, stats, label_smoothing.
         """
         raise NotImplementedError
-
-    def decoder_start(self) -> int:
-        """Return the token that a decoder with a source begins with, in training and generation."""
-        return self.specials.pad
 
     def source_of(self, ids: list[int]) -> list[int]:
         """Return the source that the model reads in generation for a text of these ids."""

@@ -12,14 +12,14 @@ from xscale.objective.objective import OBJECTIVES, Batch, Objective, ObjectiveTr
 
 @OBJECTIVES.register("seq2seq", traits=ObjectiveTraits(causal=True, source=True, random=False, pairs=True))
 class Seq2Seq(Objective):
-    """Teacher forcing: each target token from the source and the earlier target tokens, the first from a token that
-    begins the target: the tokenizer's beginning-of-text token, or its padding token if it has none."""
+    """Teacher forcing: each target token from the source and the earlier target tokens. The padding token begins the
+    target, as in T5 and in the objective `span`."""
 
     def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
         assert documents is not None, "padding is told from text by its document"
         source, target = tokens[:, : self.length], tokens[:, self.length :]  # [B, S], [B, T]
         source_padding, target_padding = documents[:, : self.length] != 0, documents[:, self.length :] != 0
-        start = torch.full_like(target[:, :1], self.decoder_start())
+        start = torch.full_like(target[:, :1], self.specials.pad)
         decoder_inputs = torch.cat((start, target[:, :-1]), 1)  # [B, T]
         # Padding of the source is a document that no text attends to. That of the target follows all of its text, which
         # a causal decoder keeps from reading it; in a document of its own it would have no source to attend to.
@@ -28,9 +28,6 @@ class Seq2Seq(Objective):
             target.masked_fill(target_padding, IGNORE_INDEX),
             Tokens.from_ids(source, source_padding.long(), **fields),
         )
-
-    def decoder_start(self) -> int:
-        return self.specials.pad if self.specials.bos is None else self.specials.bos
 
     def source_of(self, ids: list[int]) -> list[int]:
         return [*ids, self.specials.eos]

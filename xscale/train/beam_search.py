@@ -48,6 +48,8 @@ def beam_search(
     assert beams >= 1, "a search without beams"
     model.eval()
     limit = length if window is None else min(length, window - len(prompt))
+    if limit < 1:
+        return [Hypothesis((), 0.0)]
     step = _Step(model, source)
     live, scores = prompt[None], torch.zeros(1, dtype=torch.float64)
     finished: list[Hypothesis] = []
@@ -71,7 +73,7 @@ def beam_search(
         scores = torch.tensor([value for _, _, value in kept], dtype=torch.float64)
         if len(finished) == beams and float(scores.max()) / best <= finished[-1].score:
             break
-    if finished or not limit:
+    if finished:
         return finished
     penalty = length_penalty_of(limit, length_penalty)
     texts = live[:, len(prompt) :].tolist()

@@ -148,17 +148,19 @@ def generate_text(
     lay_out_matrices(loaded.model)
     data, device = settings.data, loaded.mesh.device
     window: int | None = data.sequence_length
-    longest = data.sequence_length - 1
+    longest: int | None = data.sequence_length - 1
     objective: Objective = OBJECTIVES.build(
         settings.objective, special_tokens_of(tokenizer), data.source_length, settings.run.seed
     )
-    if traits.source:
-        longest, window = data.source_length - 1 if settings.has_pairs else None, None
+    if settings.has_pairs:
+        longest = data.source_length - 1
+    elif traits.source:
+        longest = window = None
     prompt_ids = encode_prompt(prompt, tokenizer, longest, "--prompt")
     ids, source = torch.tensor(prompt_ids, device=device), None
     if traits.source:
         source = torch.tensor(objective.source_of(prompt_ids), device=device)
-        ids = torch.tensor([objective.decoder_start()], device=device)
+        ids = torch.tensor([tokenizer.pad], device=device)
     # Nothing trains this model afterwards, so what it caches may be good for inference alone, which costs less.
     with torch.inference_mode(loaded.mesh.rank_info.is_single_process):
         shared: dict[str, Any] = {"end": tokenizer.eos, "source": source, "window": window}
