@@ -16,7 +16,7 @@ from xscale.data.loader import open_corpus
 from xscale.data.pairs import PairDataset
 from xscale.data.prepare import prepare
 from xscale.data.prepared import MANIFEST, prepared_folder
-from xscale.data.source.pairs import Pairs
+from xscale.data.source.pairs import PairSource
 from xscale.data.tokenizer.byte import Byte
 
 ROWS = [(words(seed, seed % 5 + 1).strip(), words(seed + 100, seed % 3 + 1).strip()) for seed in range(60)]
@@ -28,7 +28,7 @@ def config(folder: Path, rows: list[tuple[str, str]] = ROWS, **fields: Any) -> D
     if not file.exists():
         file.write_text("".join(json.dumps({"source": one, "target": two}) + "\n" for one, two in rows))
     base: dict[str, Any] = {
-        "source": Pairs.Config(paths=(str(file),)),
+        "source": PairSource.Config(paths=(str(file),)),
         "tokenizer": Byte.Config(),
         "folder": str(folder / "data"),
         "validation": 0.2,

@@ -39,7 +39,7 @@ TOLERANCE = 1e-9
 DOUBLE = {"compute": "float64", "master": "float64"}
 VOCABULARY, LENGTH, BATCH, STEPS, SEED = 67, 23, 8, 3, 5
 TARGET_LENGTH = 13
-"""Of pairs, whose sources have LENGTH tokens."""
+"""Tokens of a target of pairs, whose sources have LENGTH."""
 SPECIALS = SpecialTokens(VOCABULARY, pad=0, eos=1, mask=2, sentinels=range(3, 19))
 Piece = tuple[tuple[int, ...], Tensor]
 """Where in the whole it begins, and what it is."""

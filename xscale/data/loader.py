@@ -28,8 +28,8 @@ class Samples:
     tokens: Tensor
     """[B, T+1] or [B, S+T] int64."""
     documents: Tensor
-    """Of the same shape: 0, 1, 2, ... within each sample; an end-of-document token belongs to the document it ends. Of
-    pairs 0 is text, and 1 padding."""
+    """Documents of the tokens, in their shape: 0, 1, 2, ... within each sample; an end-of-document token belongs to the
+    document it ends. In pairs 0 is text, and 1 padding."""
     index: Tensor
     """[B] int64: the number of each sample in the run."""
 

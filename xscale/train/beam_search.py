@@ -57,16 +57,16 @@ def beam_search(
     for written in range(1, limit + 1):
         total = scores[:, None] + step.log_probabilities(live)  # [K, V]
         vocabulary = total.shape[1]
-        values, places = total.flatten().topk(min(2 * beams, total.numel()))
+        values, candidates = total.flatten().topk(min(2 * beams, total.numel()))
         kept: list[tuple[int, int, float]] = []
-        for value, place in zip(values.tolist(), places.tolist(), strict=True):
-            row, token = divmod(place, vocabulary)
+        for value, candidate in zip(values.tolist(), candidates.tolist(), strict=True):
+            row, token = divmod(candidate, vocabulary)
             if token == end:
                 ids = tuple(live[row, len(prompt) :].tolist())
                 finished.append(Hypothesis(ids, value / length_penalty_of(written, length_penalty)))
             elif len(kept) < beams:
                 kept.append((row, token, value))
-        finished = sorted(finished, key=lambda each: -each.score)[:beams]
+        finished = sorted(finished, key=lambda hypothesis: -hypothesis.score)[:beams]
         rows = torch.tensor([row for row, _, _ in kept], device=live.device)
         tokens = torch.tensor([token for _, token, _ in kept], device=live.device)
         live = torch.cat((live[rows], tokens[:, None]), 1)
@@ -99,7 +99,7 @@ class _Step:
             cache["memory"] = self.memory.expand(shape)
         tokens = Tokens.from_ids(ids, cache=cache, only_last_logits=True)
         source = None if self.source is None else Tokens.from_ids(self.source.expand(count, -1))
-        logits = self.model(tokens, None, source)[:, -1]
+        logits: Tensor = self.model(tokens, None, source)[:, -1]
         if cache is not None and self.memory is None and "memory" in cache:
             self.memory = cache["memory"][..., :1, :, :]
-        return logits.double().cpu().log_softmax(-1)
+        return torch.log_softmax(logits.double().cpu(), -1)

@@ -11,14 +11,14 @@ import zstandard
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
 from xscale.data import files
-from xscale.data.source.pairs import Pairs
+from xscale.data.source.pairs import PairSource
 
 ROWS = [("one\ntwo", 'he said "three, four"'), ("käse ▁", "cheese"), ("a,b", "c")]
 QUOTED = 'source,id,target\n"one\ntwo",1,"he said ""three, four"""\nkäse ▁,2,cheese\n"a,b",3,c\n'
 
 
-def source(folder: Path, **settings: Any) -> Pairs:
-    return Pairs(Pairs.Config(paths=(str(folder),), **settings))
+def source(folder: Path, **settings: Any) -> PairSource:
+    return PairSource(PairSource.Config(paths=(str(folder),), **settings))
 
 
 def pairs(folder: Path, **settings: Any) -> list[tuple[str, str | None]]:
@@ -42,7 +42,7 @@ def test_the_fields_have_names(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"doc": "w", "code": "v"}\n')
     assert pairs(tmp_path, source_field="code", target_field="doc") == [("x", "y"), ("v", "w")]
     with pytest.raises(ConfigError, match="are both 'a'"):
-        decode(Pairs.Config, {"source_field": "a", "target_field": "a"})
+        decode(PairSource.Config, {"source_field": "a", "target_field": "a"})
 
 
 def test_ranges_are_the_whole_and_a_table_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

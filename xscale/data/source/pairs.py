@@ -22,7 +22,7 @@ Bad = Callable[[str, str, str], BadDocumentError]
 
 
 @SOURCES.register("pairs", traits=SourceTraits(bounded=True, resumable=True, download=False, pairs=True))
-class Pairs(FileSource):
+class PairSource(FileSource):
     class Config(FileSource.Config):
         paths: tuple[str, ...] = ()
         """Files (.jsonl, .csv, .tsv; plain, .gz or .zst), folders and globs. A folder stands for every such file below
@@ -41,7 +41,7 @@ class Pairs(FileSource):
             return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
         @pydantic.model_validator(mode="after")
-        def _two_fields(self) -> "Pairs.Config":
+        def _two_fields(self) -> "PairSource.Config":
             if self.source_field == self.target_field:
                 raise ValueError(f"`source_field` and `target_field` are both '{self.source_field}'; name two fields")
             return self
@@ -88,8 +88,8 @@ class Pairs(FileSource):
 
     def _bad(self, file: str, offset: int, reason: str, what: str, fix: str) -> BadDocumentError:
         # Where documents are skipped, the lines of the few that are named are counted once, at the end.
-        place = files.line_at(file, offset) if self.config.bad == "refuse" else f"byte {offset}"
-        return BadDocumentError(reason, file, offset, Problem(f"{file}:{place}", what, fix))
+        line = files.line_at(file, offset) if self.config.bad == "refuse" else f"byte {offset}"
+        return BadDocumentError(reason, file, offset, Problem(f"{file}:{line}", what, fix))
 
     def _lines(self, byte_range: ByteRange) -> Iterator[tuple[int, Callable[[Bad], tuple[str, str] | None]]]:
         for offset, line in files.records(byte_range, b"\n", self.config.longest, self.skip):
