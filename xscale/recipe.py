@@ -177,7 +177,7 @@ def _check_padding(model: nn.Module) -> list[Problem]:
     return [
         Problem(
             f"model ({path})",
-            f"{name} averages over the tokens of a micro-batch, of which the padding of pairs would be some",
+            f"in {name} the tokens of a micro-batch compete or are averaged, and padding of pairs would be among them",
             "Take a part whose output for a token depends on its document alone, or an objective on packed text.",
         )
         for name, path in paths.items()

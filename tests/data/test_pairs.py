@@ -15,7 +15,7 @@ from xscale.data.indexed import IndexedDataset
 from xscale.data.loader import open_corpus
 from xscale.data.pairs import PairDataset
 from xscale.data.prepare import prepare
-from xscale.data.prepared import MANIFEST, prepared_folder
+from xscale.data.prepared import MANIFEST, inspect, prepared_folder
 from xscale.data.source.pairs import PairSource
 from xscale.data.tokenizer.byte import Byte
 
@@ -54,6 +54,7 @@ def test_a_sample_is_a_pair_truncated_or_padded(tmp_path: Path) -> None:
     dataset = PairDataset(prepared.train, settings, tokenizer.pad)
     longer = [sum(len(pair[side]) + 1 > most for pair in ROWS) for side, most in ((0, 20), (1, 8))]
     assert dataset.truncated() == (longer[0], longer[1])
+    assert f"\n{ROWS[0][0]}\n=> {ROWS[0][1]}" in inspect(settings, documents=1)
     assert 0 < longer[0] < len(ROWS)
 
 

@@ -1,5 +1,6 @@
 """Runs on pairs: what they write, resume bit for bit, evaluate and generate; and what they refuse."""
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 
 from tests.distributed import Pool
 from tests.train.test_load_run import call
-from tests.train.tiny import losses, recipe, run
+from tests.train.tiny import ROOT, losses, recipe, run
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from xscale.recipe import Recipe
 from xscale.train.load_run import evaluate_run, generate_text
@@ -133,12 +134,12 @@ AVERAGING: dict[str, dict[str, Any]] = {
 def test_parts_that_average_over_padding_are_refused(tmp_path: Path, name: str) -> None:
     stack = {**STACK, "block": {**STACK["block"], **AVERAGING[name]}}
     refused = problems_of(tmp_path, model={**MODEL, "encoder": stack})
-    assert f": {name} averages over the tokens of a micro-batch, of which the padding of pairs would be some" in refused
+    assert f"in {name} the tokens of a micro-batch compete or are averaged, and padding of pairs would be" in refused
 
 
 def test_halting_averages_over_padding(tmp_path: Path) -> None:
     stack = {**STACK, "share": "all", "halting": {}}
-    assert "Halting averages over" in problems_of(tmp_path, model={**MODEL, "encoder": stack})
+    assert "in Halting the tokens" in problems_of(tmp_path, model={**MODEL, "encoder": stack})
 
 
 def test_prepared_text_is_no_pairs(tmp_path: Path) -> None:
@@ -152,3 +153,17 @@ def test_prepared_text_is_no_pairs(tmp_path: Path) -> None:
     (prepared,) = [folder for folder in (tmp_path / "data").iterdir() if folder.name.startswith("pairs")]
     assert trained(tmp_path, "again", data={"prepared": str(prepared)}, train=train) == EXIT_DONE
     assert losses(tmp_path, "again") == losses(tmp_path, "pairs")
+
+
+PARAMETERS_ALONE = {"AdaptiveSpan"}
+"""Classes whose auxiliary loss is of parameters, whatever the tokens are."""
+
+
+def test_every_part_with_an_auxiliary_loss_of_tokens_says_so() -> None:
+    attaching = {}
+    for file in (ROOT / "xscale/nn").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and "attach(" in ast.unparse(node):
+                attaching[node.name] = "averages_tokens = True" in ast.unparse(node)
+    assert {"Moe", "Halting", "Disagreement"} <= attaching.keys()
+    assert {name for name, says in attaching.items() if not says} == PARAMETERS_ALONE

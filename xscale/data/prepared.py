@@ -297,7 +297,7 @@ def inspect(config: DataConfig, documents: int = 5) -> str:
     lines += ["", "tokens per document (training split)", *_histogram(np.diff(prepared.train.starts))]
     count = min(documents, prepared.train.documents)
     for index in np.linspace(0, prepared.train.documents - 1, count, dtype=np.int64).tolist():
-        lines += ["", *_document(prepared.train, index, tokenizer)]
+        lines += ["", *_document(prepared, index)]
     return "\n".join(lines)
 
 
@@ -325,9 +325,14 @@ def _histogram(lengths: NDArray[np.int64]) -> list[str]:
     return [*lines, summary]
 
 
-def _document(split: Split, index: int, tokenizer: Tokenizer) -> list[str]:
-    tokens = split.indexed.document(split.first + index).tolist()
+def _document(prepared: PreparedData, index: int) -> list[str]:
+    split, tokenizer = prepared.train, prepared.tokenizer
+    indexed, number = split.indexed, split.first + index
+    tokens = indexed.document(number).tolist()
     text = tokenizer.decode(tokens)
+    if prepared.pairs:
+        source = int(indexed.sequence_starts[indexed.bounds[number] + 1] - indexed.starts[number])
+        text = f"{tokenizer.decode(tokens[:source])}\n=> {tokenizer.decode(tokens[source:])}"
     more = f" ... ({len(text) - EXCERPT_CHARACTERS:,} characters more)" if len(text) > EXCERPT_CHARACTERS else ""
     pieces = " ".join(repr(tokenizer.piece(token)) for token in tokens[:12])
     return [f"--- document {index}: {len(tokens):,} tokens, first {pieces}", text[:EXCERPT_CHARACTERS] + more]
