@@ -51,6 +51,13 @@ def test_a_layout_has_the_numbers_of_one_process(pool: Pool, one: Found, layout:
     same(pool, one, 2, MODEL, layout, **SECTIONS)
 
 
+def test_a_padded_target_with_an_unpadded_source_is_sharded(pool: Pool) -> None:
+    """Ranks of cp divide the source's 24 tokens evenly and pad the target's 13, whose padding has nothing to read."""
+    data = {**SECTIONS["data"], "sequence_length": 24}
+    sections = {**SECTIONS, "data": data}
+    same(pool, alone(pool, MODEL, **sections), 2, MODEL, {"mesh": {"cp": 2}}, **sections)
+
+
 def test_a_decoder_smooths_over_a_sharded_vocabulary(pool: Pool) -> None:
     model = {"kind": "decoder", "width": 32, "tied": False, "logit_soft_cap": 5.0, "stack": {"depth": 1}}
     sections = {"objective": {"kind": "causal", "label_smoothing": 0.2}}

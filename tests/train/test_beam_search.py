@@ -33,12 +33,13 @@ class Table(nn.Module):
 
 def penalised(log_probability: float, tokens: int, alpha: float) -> float:
     """Wu et al. 2016, equation 14: lp(Y) = (5 + |Y|)^alpha / (5 + 1)^alpha."""
-    return log_probability / ((5 + tokens) ** alpha / (5 + 1) ** alpha)
+    return log_probability / float((5 + tokens) ** alpha / (5 + 1) ** alpha)
 
 
 def literal_search(model: Table, beams: int, length: int, alpha: float) -> list[tuple[tuple[int, ...], float]]:
     """Run every step to the end, without stopping early: prefixes are tuples, and a step a sorted list."""
-    live, finished = [((0,), 0.0)], []
+    live: list[tuple[tuple[int, ...], float]] = [((0,), 0.0)]
+    finished: list[tuple[tuple[int, ...], float]] = []
     for step in range(1, length + 1):
         candidates = [
             ((*prefix, token), score + float(model.log_probabilities(prefix)[token]))
@@ -66,10 +67,11 @@ def test_it_finds_what_a_literal_search_finds(beams: int, alpha: float) -> None:
 
 def test_with_enough_beams_it_is_exhaustive() -> None:
     model, length, alpha = Table(4, 3), 4, 0.6
-    ended = {}
+    ended: dict[tuple[int, ...], float] = {}
     for size in range(length):
         for ids in itertools.product([0, 2, 3], repeat=size):
-            prefix, total = (0,), 0.0
+            prefix: tuple[int, ...] = (0,)
+            total = 0.0
             for token in (*ids, END):
                 total += float(model.log_probabilities(prefix)[token])
                 prefix = (*prefix, token)
@@ -120,7 +122,7 @@ def test_an_encoder_decoder_is_searched_as_by_whole_forwards(name: str) -> None:
     class Whole(Table):
         def log_probabilities(self, prefix: tuple[int, ...]) -> Tensor:
             logits = network(Tokens.from_ids(torch.tensor([prefix])), None, Tokens.from_ids(source[None]))
-            return logits[0, -1].double().log_softmax(0)
+            return torch.log_softmax(logits[0, -1].double(), 0)
 
     expected = literal_search(Whole(40, 0), 3, 5, 0.6)
     result = beam_search(network, torch.tensor([0]), 5, end=END, beams=3, source=source)

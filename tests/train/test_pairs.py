@@ -90,7 +90,7 @@ def test_beam_search_samples_nothing(tmp_path: Path) -> None:
 def test_a_run_resumes_bit_for_bit(tmp_path: Path, pool: Pool, parallel: dict[str, Any]) -> None:
     ranks = 2 if parallel else 1
     assert pool.run(trained, ranks, tmp_path, "whole", parallel=parallel) == [EXIT_DONE] * ranks
-    short = {"train": {"stop_after": 3}, "parallel": parallel}
+    short: dict[str, Any] = {"train": {"stop_after": 3}, "parallel": parallel}
     assert pool.run(trained, ranks, tmp_path, "parts", **short) == [EXIT_REQUEUE] * ranks
     assert pool.run(trained, ranks, tmp_path, "parts", parallel=parallel) == [EXIT_DONE] * ranks
     assert losses(tmp_path, "parts") == losses(tmp_path, "whole")
