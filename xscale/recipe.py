@@ -12,14 +12,15 @@ from xscale.core.compose import Composed, compose
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.registry import Family
+from xscale.data.source.source import SOURCES
 from xscale.mesh import axes
-from xscale.nn.attention.core import CORES
+from xscale.nn.attention.core import CORES, Core
 from xscale.nn.exits import Exits
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.model.model import MODELS
-from xscale.nn.module import CHOOSABLE_KERNELS, Part
+from xscale.nn.module import CHOOSABLE_KERNELS, Module, Part
 from xscale.nn.norm import check_places
 from xscale.nn.position.position import POSITIONS
 from xscale.objective.objective import OBJECTIVES
@@ -29,7 +30,7 @@ from xscale.optim.optimizer.optimizer import OPTIMIZERS
 from xscale.optim.schedule import SCHEDULES
 from xscale.parallel.pipeline.check import check_micro_batches
 from xscale.parallel.plan import ParallelPlan
-from xscale.train.settings import Settings, build_on_meta
+from xscale.train.settings import Settings, build_on_meta, pairs_problem
 from xscale_kernels.select import unknown
 
 
@@ -65,6 +66,8 @@ class Recipe(Settings):
             problems += _check_two_stage(model, self.optimizer.groups, names)
         if model is not None and not self.data.cross_documents:
             problems += _check_documents(model)
+        if model is not None and valid("objective") and OBJECTIVES.of(self.objective).traits.pairs:
+            problems += _check_padding(model)
         if valid("parallel", "precision"):
             problems += ParallelPlan(self.parallel, self.precision, self.data.sequence_length).check(model, world)
         fitting = axes.checkable_world(self.parallel.mesh, world)
@@ -112,7 +115,7 @@ class Recipe(Settings):
 
     def _check_objective(self) -> list[Problem]:
         model, objective = MODELS.of(self.model), OBJECTIVES.of(self.objective)
-        problems = list(objective.part.check(self.objective, None, self.data.sequence_length, "objective"))
+        problems = list(objective.part.check(self.objective, None, self.data.source_length, "objective"))
         able, needs = model.traits, objective.traits
         if (able.causal, able.source) != (needs.causal, needs.source):
             kind = "reads a source sequence" if needs.source else "reads one sequence"
@@ -122,6 +125,33 @@ class Recipe(Settings):
             objectives = ", ".join(OBJECTIVES.able(causal=able.causal, source=able.source))
             fix = f"It goes with {models}; '{model.name}' goes with {objectives}."
             problems.append(Problem("objective", what, fix))
+        return problems + self._check_pairs()
+
+    def _check_pairs(self) -> list[Problem]:
+        """List where the objective and the data differ in whether samples are pairs of a source and a target."""
+        objective, data, problems = OBJECTIVES.of(self.objective), self.data, list[Problem]()
+        source = SOURCES.of(data.source)
+        if data.prepared is None and not data.blend and source.traits.pairs != objective.traits.pairs:
+            problems.append(pairs_problem("data.source", objective.name, f"source '{source.name}'"))
+        for key in ("max_source_length", "max_target_length"):
+            length, path = getattr(data, key), f"data.{key}"
+            if length is not None and not objective.traits.pairs:
+                what = f"objective '{objective.name}' reads packed text, of which data.sequence_length is the length"
+                problems.append(Problem(path, what, "Leave it out."))
+            elif length is not None and length > data.sequence_length:
+                what = f"{length} exceeds data.sequence_length={data.sequence_length}, the longest that the model takes"
+                problems.append(Problem(path, what, f"Take at most {data.sequence_length}, or a longer one there."))
+        if not objective.traits.pairs:
+            return problems
+        if data.cross_documents:
+            what = f"'{objective.name}' hides padding as a document of its own"
+            problems.append(Problem("data.cross_documents", what, "Take false."))
+        if data.source_length < 2:
+            what = "a source needs two tokens, one of text and one that ends it"
+            problems.append(Problem("data.sequence_length", what, "Take at least 2."))
+        if "data.sequence_length" in self.run.allow_changed:
+            what = "pairs are not split anew by another length: each stays a sample"
+            problems.append(Problem("run.allow_changed", what, "Leave data.sequence_length out of it."))
         return problems
 
 
@@ -154,6 +184,23 @@ def _unused_position(settings: Settings) -> list[Problem]:
     kinds = ", ".join(dict.fromkeys(f"'{mixer.kind}'" for mixer in mixers))
     what = f"'{position.kind}' acts inside attention, and the model has none ({kinds}): it has no effect"
     return [Problem("model.position", what, "Take one that acts on the embeddings: learned or sinusoidal; or none.")]
+
+
+def _check_padding(model: nn.Module) -> list[Problem]:
+    """List the parts for which the padding of pairs would count."""
+    paths: dict[str, str] = {}
+    for path, module in model.named_modules():
+        averages = isinstance(module, Module) and module.averages_tokens
+        if averages or (isinstance(module, Core) and module.traits.running_stats):
+            paths.setdefault(type(module).__name__, path)
+    return [
+        Problem(
+            f"model ({path})",
+            f"in {name} the tokens of a micro-batch compete or are averaged, and padding of pairs would be among them",
+            "Take a part whose output for a token depends on its document alone, or an objective on packed text.",
+        )
+        for name, path in paths.items()
+    ]
 
 
 def _check_batch(settings: Settings, dp: int) -> list[Problem]:

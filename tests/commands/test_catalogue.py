@@ -1,5 +1,6 @@
 """Each variant of the catalogue is listed once; each recipe is valid, trains as it stands and keeps to its traits."""
 
+import itertools
 import json
 import shutil
 import tomllib
@@ -180,12 +181,25 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
+def pairs_of(folder: Path) -> str:
+    """Write a file of pairs, each line of the corpus with the one after it."""
+    files = sorted(Path(json.__file__).parent.glob("*.py"))
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = [{"source": one, "target": two} for one, two in itertools.pairwise(lines)]
+    made = folder / "pairs.jsonl"
+    made.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(made)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_a_recipe_trains(file: Path, corpus: dict[str, Any], tmp_path: Path) -> None:
-    sections = encode(recipe_of(file))
+    recipe = recipe_of(file)
+    sections = encode(recipe)
     sections["run"] |= {"dir": str(tmp_path), "device": "cpu"}
     sections["data"] |= corpus
+    if recipe.has_pairs:
+        sections["data"] |= {"source": {"kind": "pairs", "paths": [pairs_of(tmp_path)]}}
     sections["train"] |= {"steps": 2, "batch_size": 2, "micro_batch_size": 2, "eval_every": 0}
     sections["schedule"] |= {"warmup_steps": 0}
     sections["observe"] |= {"progress": False, "tensorboard": False, "report": False}

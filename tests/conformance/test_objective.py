@@ -28,17 +28,27 @@ def built(entry: Entry[Any], seed: int = 1) -> Objective:
     return part
 
 
-def samples() -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [B, T+1], the documents they are from, and the samples' numbers."""
+def samples(pairs: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [B, T+1], the documents they are from, and the samples' numbers; pairs [B, S+T] have padding."""
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(FIRST, VOCABULARY, (SAMPLES, LENGTH + 1), generator=generator)
+    tokens = torch.randint(FIRST, VOCABULARY, (SAMPLES, 2 * LENGTH if pairs else LENGTH + 1), generator=generator)
     documents = (torch.arange(LENGTH + 1) >= 40).long().expand(SAMPLES, -1).contiguous()
+    if pairs:
+        used = torch.randint(1, LENGTH + 1, (SAMPLES, 2, 1), generator=generator)
+        documents = (torch.arange(LENGTH) >= used).long().flatten(1)  # [B, S + T]
     return tokens, documents, torch.arange(SAMPLES)
 
 
+def has_pairs(objective: Objective) -> bool:
+    kind = objective.config.kind
+    return kind in OBJECTIVES and bool(OBJECTIVES.get(kind).traits.pairs)
+
+
 def batches(objective: Objective, rows: slice = slice(None), documents: bool = False) -> Batch:
-    tokens, numbers, index = samples()
-    return objective.batch(tokens[rows], numbers[rows] if documents else None, index[rows])
+    """Padding is told from text by its document, so that pairs have their documents always."""
+    pairs = has_pairs(objective)
+    tokens, numbers, index = samples(pairs)
+    return objective.batch(tokens[rows], numbers[rows] if documents or pairs else None, index[rows])
 
 
 def model_for(entry: Entry[Any]) -> Model:
@@ -102,13 +112,14 @@ def test_ignored_tokens_weigh_nothing(entry: Entry[Any]) -> None:
 def test_what_is_asked_for_stands_behind_only_where_declared(entry: Entry[Any]) -> None:
     """A causal model is asked for what it has not read: other targets, and what is read up to there is the same."""
     objective = built(entry)
-    tokens, _, index = samples()
-    first = objective.batch(tokens, None, index)
+    tokens, documents, index = samples(entry.traits.pairs)
+    given = documents if entry.traits.pairs else None
+    first = objective.batch(tokens, given, index)
     copied = 0
-    for place in range(LENGTH + 1):
+    for place in range(tokens.shape[1]):
         other = tokens.clone()
         other[:, place] = FIRST + (other[:, place] - FIRST + 1) % (VOCABULARY - FIRST)
-        second = objective.batch(other, None, index)
+        second = objective.batch(other, given, index)
         for row in range(SAMPLES):
             asked = (first.targets[row] != second.targets[row]).nonzero().flatten().tolist()
             if asked and (first.tokens.ids[row] != second.tokens.ids[row])[: asked[0] + 1].any():
@@ -118,15 +129,16 @@ def test_what_is_asked_for_stands_behind_only_where_declared(entry: Entry[Any]) 
 
 @each(OBJECTIVES)
 def test_draws_depend_on_the_sample_alone(entry: Entry[Any]) -> None:
-    tokens, _, index = samples()
+    tokens, documents, index = samples(entry.traits.pairs)
     same = tokens[:1].expand(SAMPLES, -1)
+    given = documents[:1].expand(SAMPLES, -1) if entry.traits.pairs else None
     torch.manual_seed(3)
-    first = built(entry).batch(same, None, index)
+    first = built(entry).batch(same, given, index)
     torch.manual_seed(4)
-    again = built(entry).batch(same, None, index)
+    again = built(entry).batch(same, given, index)
     assert all(torch.equal(one, two) for one, two in zip(tensors(first), tensors(again), strict=True))
     by_number = any((one[:1] != one).any() for one in tensors(first))
-    other = built(entry, seed=2).batch(same, None, index)
+    other = built(entry, seed=2).batch(same, given, index)
     by_seed = any(not torch.equal(one, two) for one, two in zip(tensors(first), tensors(other), strict=True))
     assert by_number == by_seed == entry.traits.random
 
@@ -134,6 +146,8 @@ def test_draws_depend_on_the_sample_alone(entry: Entry[Any]) -> None:
 @each(OBJECTIVES)
 def test_documents_are_told_to_the_model(entry: Entry[Any]) -> None:
     objective = built(entry)
+    if entry.traits.pairs:
+        return
     apart, together = batches(objective, documents=True), batches(objective)
     assert together.tokens.documents is None
     for one in filter(None, (apart.tokens, apart.source)):
@@ -141,6 +155,61 @@ def test_documents_are_told_to_the_model(entry: Entry[Any]) -> None:
         assert one.documents.shape == one.ids.shape
         assert set(one.documents.flatten().tolist()) == {0, 1}
         assert torch.equal(one.positions, Tokens.from_ids(one.ids, one.documents).positions)
+
+
+@each(OBJECTIVES)
+def test_padding_weighs_nothing(entry: Entry[Any]) -> None:
+    """Other ids, more of it or none: the loss and its gradients are those of the pair by itself."""
+    if not entry.traits.pairs:
+        return
+    objective, model = built(entry), model_for(entry).double()
+    tokens, documents, index = samples(pairs=True)
+    loss, gradients = of_model(objective, model, tokens, documents, index)
+    noise = torch.randint_like(tokens, VOCABULARY)
+    other, others = of_model(objective, model, torch.where(documents == 1, noise, tokens), documents, index)
+    assert torch.equal(loss, other)
+    assert all(torch.equal(one, two) for one, two in zip(gradients, others, strict=True))
+    total, summed = torch.zeros((), dtype=torch.float64), [torch.zeros_like(gradient) for gradient in gradients]
+    for row in range(SAMPLES):
+        kept = documents[row : row + 1] == 0
+        read = int(kept[:, :LENGTH].sum())
+        text = tokens[row : row + 1][kept][None]
+        alone = of_length(objective, read).batch(text, torch.zeros_like(text), index)
+        one = objective.loss(model, alone)
+        total += one.detach()
+        for sums, part in zip(summed, torch.autograd.grad(one, list(model.parameters())), strict=True):
+            sums += part
+    assert torch.allclose(loss, total, rtol=1e-12)
+    for one, two in zip(gradients, summed, strict=True):
+        assert torch.allclose(one, two, rtol=1e-9, atol=1e-12)
+
+
+def of_length(objective: Objective, length: int) -> Objective:
+    """The objective on sources of another length."""
+    part: Objective = type(objective)(objective.config, objective.specials, length, objective.seed)
+    return part
+
+
+def of_model(
+    objective: Objective, model: Model, tokens: Tensor, documents: Tensor, index: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """The loss and its gradients."""
+    loss = objective.loss(model, objective.batch(tokens, documents, index))
+    return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+@each(OBJECTIVES)
+def test_label_smoothing_is_told_to_the_model(entry: Entry[Any]) -> None:
+    objective = built(entry)
+    tokens, documents, index = samples(entry.traits.pairs)
+    batch = objective.batch(tokens, documents if entry.traits.pairs else None, index, label_smoothing=0.25)
+    assert batch.tokens.label_smoothing == 0.25
+    model = model_for(entry).double()
+    logits = model(batch.tokens, None, batch.source)
+    wanted = F.cross_entropy(
+        logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100, reduction="sum", label_smoothing=0.25
+    )
+    assert objective.loss(model, batch).item() == pytest.approx(wanted.item(), rel=1e-9)
 
 
 class Next(Objective):

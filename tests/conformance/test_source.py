@@ -33,6 +33,17 @@ def test_portions_cover_the_corpus_in_order(entry: Entry[Any], tmp_path: Path) -
 
 
 @each(SOURCES)
+def test_pairs_have_a_target_and_no_others(entry: Entry[Any], tmp_path: Path) -> None:
+    for _, document in zip(range(50), source(entry, tmp_path).documents(), strict=False):
+        if not entry.traits.pairs:
+            assert document.target is None
+            continue
+        assert document.target is not None
+        assert document.target.strip()
+        assert "\0" not in document.target
+
+
+@each(SOURCES)
 def test_shards_are_the_whole(entry: Entry[Any], tmp_path: Path) -> None:
     corpus = source(entry, tmp_path)
     names = [one.name for one in corpus.documents()]

@@ -1,5 +1,6 @@
 """The recipes of configs/run, made small enough to train for a few steps in a test."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def small(recipe: Path, folder: Path) -> Recipe:
     data["model"] = _shrink(data["model"])
     data["run"] = {"dir": str(folder / "run"), "seed": 7, "device": "cpu"}
     data["data"] |= {
-        "source": {"kind": "text", "paths": [str(ROOT / "tests/golden/old_run/corpus/*.txt")]},
+        "source": _corpus(recipe, folder),
         "tokenizer": {"kind": "byte"},
         "folder": str(folder / "data"),
         "sequence_length": 64,
@@ -41,6 +42,19 @@ def small(recipe: Path, folder: Path) -> Recipe:
     data["checkpoint"] |= {"every_steps": 0}
     data["observe"] |= {"progress": False, "tensorboard": False, "report": False}
     return decode(Recipe, data)
+
+
+def _corpus(recipe: Path, folder: Path) -> dict[str, Any]:
+    """The fixed text; its lines by twos for a recipe of pairs."""
+    corpus = ROOT / "tests/golden/old_run/corpus"
+    if not read(recipe, [])[0].has_pairs:
+        return {"kind": "text", "paths": [str(corpus / "*.txt")]}
+    text = "\n".join(file.read_text(encoding="utf-8") for file in sorted(corpus.glob("*.txt")))
+    lines = [line for line in text.splitlines() if line.strip()]
+    rows = [{"source": one, "target": two} for one, two in zip(lines[::2], lines[1::2], strict=False)]
+    file = folder / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return {"kind": "pairs", "paths": [str(file)]}
 
 
 def _shrink(value: Any) -> Any:

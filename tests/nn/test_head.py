@@ -9,6 +9,7 @@ from xscale.nn.head import IGNORE_INDEX, Head
 from xscale.nn.init import Init
 from xscale.nn.linear import Embedding
 from xscale.nn.module import Module
+from xscale.nn.tokens import Tokens
 
 
 class Ends(Module):
@@ -34,6 +35,22 @@ def test_logits_and_loss(tied: bool) -> None:
     loss = head(x, targets)
     assert loss.shape == ()
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_label_smoothing_is_that_of_torch(tied: bool) -> None:
+    head, x = ready(Ends(tied)).head, drawn(2, 5, 8).requires_grad_()
+    targets = torch.randint(40, (2, 5), generator=torch.Generator().manual_seed(0))
+    targets[0, 1] = targets[1, 4] = IGNORE_INDEX
+    tokens = Tokens.from_ids(targets.clamp(min=0), label_smoothing=0.1)
+    loss, logits = head(x, targets, tokens), x @ head.weight.t()
+    wanted = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", label_smoothing=0.1)
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-9)
+    weights = [x, head.weight]
+    for one, two in zip(torch.autograd.grad(loss, weights), torch.autograd.grad(wanted, weights), strict=True):
+        assert torch.allclose(one, two, rtol=1e-9, atol=1e-12)
+    plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    assert head(x, targets, Tokens.from_ids(targets)).item() == pytest.approx(plain.item(), rel=1e-9)
 
 
 def test_gradients_of_the_loss_are_those_of_the_logits() -> None:

@@ -39,6 +39,8 @@ from xscale.train.step import Stepper
 TOLERANCE = 1e-9
 DOUBLE = {"compute": "float64", "master": "float64"}
 VOCABULARY, LENGTH, BATCH, STEPS, SEED = 67, 23, 8, 3, 5
+TARGET_LENGTH = 13
+"""Tokens of a target of pairs, whose sources have LENGTH."""
 SPECIALS = SpecialTokens(VOCABULARY, pad=0, eos=1, mask=2, sentinels=range(3, 19))
 Piece = tuple[tuple[int, ...], Tensor]
 """Where in the whole it begins, and what it is."""
@@ -92,7 +94,7 @@ def trained(model: dict[str, Any], parallel: dict[str, Any], *, steps: int = STE
     every = sharded_parameters(network)
     rests = [rest for rest in every if rest.parameter.requires_grad]
     found = Found(started=_pieces(every))
-    objective: Objective = OBJECTIVES.build(settings.objective, SPECIALS, settings.data.sequence_length, SEED)
+    objective: Objective = OBJECTIVES.build(settings.objective, SPECIALS, settings.data.source_length, SEED)
     engine = make_engine(settings, network, plan, every, mesh)
     assert isinstance(engine, FsdpEngine)
     optimizer = _Watched(engine.optimizer)
@@ -160,11 +162,22 @@ def batch_of(
 ) -> Batch:
     """Micro-batch `number` of a step: the same samples, documents (if kept `apart`) and noise whoever reads it."""
     generator = torch.Generator().manual_seed(seed_of(SEED, step, number))
-    tokens = torch.randint(19, VOCABULARY, (micro, objective.length + 1), generator=generator)
+    pairs = OBJECTIVES.of(objective.config).traits.pairs
+    length = objective.length + (TARGET_LENGTH if pairs else 1)
+    tokens = torch.randint(19, VOCABULARY, (micro, length), generator=generator)
     documents = (torch.rand(tokens.shape, generator=generator) < 0.1).long().cumsum(1)
+    if pairs:
+        sides = (objective.length, TARGET_LENGTH)
+        used = [torch.randint(1, side + 1, (micro, 1), generator=generator) for side in sides]
+        documents = torch.cat([(torch.arange(side) >= most).long() for side, most in zip(sides, used, strict=True)], 1)
     index = torch.arange(micro) + (step * BATCH + number * micro)
     noise = (
-        {"rng_seed": seed_of(SEED, "noise", step, number), "aux_loss_weight": micro / BATCH, "stats": tally}
+        {
+            "rng_seed": seed_of(SEED, "noise", step, number),
+            "aux_loss_weight": micro / BATCH,
+            "stats": tally,
+            "label_smoothing": objective.config.label_smoothing,
+        }
         if noisy
         else {}
     )

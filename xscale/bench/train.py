@@ -188,7 +188,7 @@ def _torch_side(parts: RunParts, batches: list[list[Batch]]) -> TrainingSide:
 
 def _side(name: str, parts: RunParts, step: Callable[[int], dict[str, float]]) -> TrainingSide:
     size = parts.settings.train.batch_size
-    return TrainingSide(name, step, size * parts.settings.data.sequence_length, size * parts.flops_per_sample)
+    return TrainingSide(name, step, size * parts.settings.sample_tokens, size * parts.flops_per_sample)
 
 
 def format_result(result: dict[str, Any]) -> str:

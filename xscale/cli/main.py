@@ -16,11 +16,11 @@ from xscale.cli.checkpoint import checkpoint_app
 from xscale.cli.complete import complete_key, complete_part_or_recipe, complete_recipe
 from xscale.cli.data import data_app
 from xscale.cli.evaluate import evaluate
+from xscale.cli.generate import generate
 from xscale.cli.options import (
     ConfigFile,
     Json,
     Overrides,
-    Plugins,
     RunFolder,
     rank_from_launcher,
     read_config,
@@ -258,24 +258,7 @@ def report(run: RunFolder) -> None:
     print(build_report(run))
 
 
-@app.command()
-def generate(
-    run: RunFolder,
-    prompt: Annotated[str, typer.Option(help="Text to continue; - reads standard input.")] = "import ",
-    tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: greedy decoding.")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: from all.")] = 40,
-    seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 0,
-    exits: Annotated[
-        bool, typer.Option("--exits/--no-exits", help="Let tokens leave by the policy of the model's exits, if any.")
-    ] = True,
-    plugins: Plugins = False,
-) -> None:
-    """Generate text with the newest checkpoint of a run; needs only the run folder."""
-    from xscale.train.load_run import generate_text
-
-    text = sys.stdin.read() if prompt == "-" else prompt
-    print(text + generate_text(run, text, tokens, temperature, top_k or None, seed, plugins=plugins, exits=exits))
+app.command()(generate)
 
 
 app.command("eval")(evaluate)

@@ -86,7 +86,7 @@ def summaries() -> list[RecipeSummary]:
                 parameters=counted.parameters,
                 active_parameters=counted.active,
                 ranks=min_world_size(recipe.parallel.mesh),
-                tokens_per_step=recipe.train.batch_size * recipe.data.sequence_length,
+                tokens_per_step=recipe.train.batch_size * recipe.sample_tokens,
                 precision=recipe.precision.compute,
                 source=str(recipe.data.source.kind),
                 needs_paths=not getattr(recipe.data.source, "paths", ("the library's",)),

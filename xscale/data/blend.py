@@ -1,5 +1,6 @@
 """Blending: several datasets mixed by weight, as a pure function of the sample's index."""
 
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from xscale.core.errors import ConfigError
 from xscale.data.config import DataConfig
 from xscale.data.packed import PackedDataset
+from xscale.data.pairs import PairDataset
 from xscale.data.prepared import PreparedData, open_prepared_at
 
 
@@ -20,7 +22,7 @@ class BlendedDataset:
     the same way. The arithmetic is exact, so that nothing drifts and nothing is stored.
     """
 
-    def __init__(self, sets: list[PackedDataset], weights: list[float]) -> None:
+    def __init__(self, sets: Sequence[PackedDataset | PairDataset], weights: list[float]) -> None:
         assert len(sets) == len(weights) > 0, "one weight per dataset"
         self.datasets = sets
         exact = [Fraction(weight).limit_denominator(1 << 20) for weight in weights]
@@ -59,7 +61,7 @@ class BlendedDataset:
         raise AssertionError("the last fraction is one")
 
     def sample(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (tokens [T+1], documents [T+1]) of the run's sample `index`."""
+        """Return (tokens, documents) of the run's sample `index`, as the dataset does that it is from."""
         number, within = self.locate(index)
         return self.datasets[number].sample(within)
 
@@ -76,4 +78,8 @@ def open_blend(config: DataConfig) -> list[tuple[PreparedData, float]]:
             what = f"the datasets {first.path} and {other.path} were written with different tokenizers"
             fix = "Prepare them with the same one: data.tokenizer.file names an existing model."
             raise ConfigError("data.blend", what, fix)
+        if other.pairs != first.pairs:
+            pairs, texts = (first, other) if first.pairs else (other, first)
+            what = f"the documents of {pairs.path} are pairs of a source and a target, those of {texts.path} are not"
+            raise ConfigError("data.blend", what, "Blend datasets of one kind.")
     return sets

@@ -36,6 +36,12 @@ class DataConfig(Config):
     """Several prepared datasets to use instead of `source`, mixed by weight."""
     sequence_length: int = pydantic.Field(default=512, ge=1)
     """Tokens in a sample (context length)."""
+    max_source_length: int | None = pydantic.Field(default=None, ge=2)
+    """Tokens of the source in a sample of pairs, with the end-of-document token: shorter ones are padded, longer ones
+    truncated before that token; null: `sequence_length`."""
+    max_target_length: int | None = pydantic.Field(default=None, ge=1)
+    """Tokens of the target in a sample of pairs, with the end-of-document token: shorter ones are padded, longer ones
+    truncated, so that the model is not trained to end there; null: `sequence_length`."""
     validation: float = pydantic.Field(default=0.02, ge=0, lt=1)
     """Fraction of the documents held out for validation, chosen by a hash of each document's text."""
     cross_documents: bool = False
@@ -44,6 +50,16 @@ class DataConfig(Config):
     """Shuffle the samples, differently in each epoch; false: in the order of the text."""
     workers: int | None = pydantic.Field(default=None, ge=1)
     """Processes for tokenising; null: one per core."""
+
+    @property
+    def source_length(self) -> int:
+        """Tokens of the source in a sample of pairs."""
+        return self.sequence_length if self.max_source_length is None else self.max_source_length
+
+    @property
+    def target_length(self) -> int:
+        """Tokens of the target in a sample of pairs."""
+        return self.sequence_length if self.max_target_length is None else self.max_target_length
 
     @pydantic.model_validator(mode="after")
     def _one_origin(self) -> "DataConfig":

@@ -46,9 +46,11 @@ def suffixed(prefix: Path, ending: str) -> Path:
 class IndexedWriter:
     """Writes a pair under temporary names; `finish` flushes it and makes it visible, the index last."""
 
-    def __init__(self, prefix: Path, dtype: Any) -> None:
+    def __init__(self, prefix: Path, dtype: Any, sequences: int = 1) -> None:
+        """`sequences`: those of each document, two for a pair of a source and a target."""
         self.prefix = prefix
         self.dtype = np.dtype(dtype)
+        self.sequences = sequences
         self.lengths: list[NDArray[np.int32]] = []
         self.tokens = 0
         self.digest = hashlib.sha256()
@@ -58,12 +60,19 @@ class IndexedWriter:
             prefix.parent.mkdir(parents=True, exist_ok=True)
             self.stream: IO[bytes] = self.open_file.enter_context(atomic_write(self.bin, "wb"))
 
-    def add(self, tokens: NDArray[Any] | list[int]) -> None:
-        """Append one document, including its end-of-document token."""
-        self.extend(np.asarray(tokens, dtype=self.dtype), np.array([len(tokens)], dtype=np.int32))
+    @property
+    def documents(self) -> int:
+        """Documents written so far."""
+        return sum(map(len, self.lengths)) // self.sequences
+
+    def add(self, *sequences: NDArray[Any] | list[int]) -> None:
+        """Append one document by its sequences, each including its end-of-document token."""
+        assert len(sequences) == self.sequences, f"{len(sequences)} sequences in a file of {self.sequences} each"
+        for tokens in sequences:
+            self.extend(np.asarray(tokens, dtype=self.dtype), np.array([len(tokens)], dtype=np.int32))
 
     def extend(self, tokens: NDArray[Any], lengths: NDArray[np.int32]) -> None:
-        """Append concatenated documents; `lengths` may be empty if the document continues in the next call."""
+        """Append concatenated sequences; `lengths` may be empty if the document continues in the next call."""
         assert tokens.dtype == self.dtype, f"{tokens.dtype} tokens in a file of {self.dtype}"
         block = tokens.tobytes()
         with reporting_full_disk(self.bin):
@@ -77,7 +86,7 @@ class IndexedWriter:
         """Close the pair and return the SHA-256 of each file by its name."""
         lengths = np.concatenate(self.lengths) if self.lengths else np.zeros(0, np.int32)
         assert int(lengths.sum(dtype=np.int64)) == self.tokens, "the lengths do not add up to the tokens"
-        index = index_bytes(lengths, self.dtype)
+        index = index_bytes(lengths, self.dtype, self.sequences)
         with reporting_full_disk(self.bin):
             self.open_file.close()
             write_atomically(self.idx, index)
@@ -94,19 +103,19 @@ class _DiscardedError(Exception):
     """Makes `atomic_write` remove its temporary file."""
 
 
-def index_bytes(lengths: NDArray[np.int32], dtype: Any) -> bytes:
-    """Encode the index of documents with `lengths` tokens, each one sequence."""
+def index_bytes(lengths: NDArray[np.int32], dtype: Any, sequences: int = 1) -> bytes:
+    """Encode the index of sequences with `lengths` tokens, of which so many in a row are a document."""
     code = next(code for code, known in CODES.items() if np.dtype(known) == np.dtype(dtype))
     offsets = np.zeros(len(lengths), dtype=np.int64)
     np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
     offsets *= np.dtype(dtype).itemsize
-    bounds = np.arange(len(lengths) + 1, dtype=np.int64)
+    bounds = np.arange(0, len(lengths) + 1, sequences, dtype=np.int64)
     header = HEADER.pack(MAGIC, 1, code, len(lengths), len(bounds))
     return header + lengths.astype("<i4").tobytes() + offsets.astype("<i8").tobytes() + bounds.astype("<i8").tobytes()
 
 
 class IndexedDataset:
-    """A pair, memory-mapped: concatenated `tokens` [N], and `starts` [documents + 1] of the documents in them."""
+    """A pair, memory-mapped: concatenated `tokens` [N], and where in them the documents and their sequences start."""
 
     def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
@@ -122,7 +131,12 @@ class IndexedDataset:
             raise ConfigError(str(self.idx), "the sequences are not contiguous", "Write the pair again, without gaps.")
         if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != len(lengths) or np.any(np.diff(bounds) < 0):
             raise ConfigError(str(self.idx), "the document bounds do not cover the sequences", "Write the pair again.")
+        self.sequence_starts: NDArray[np.int64] = ends
+        """[sequences + 1], with the end."""
+        self.bounds: NDArray[np.int64] = bounds
+        """Number of each document's first sequence [documents + 1], with the number of sequences."""
         self.starts: NDArray[np.int64] = ends[bounds]
+        """[documents + 1], with the end."""
         self.tokens: NDArray[Any] = np.memmap(self.bin, dtype=dtype, mode="r") if total else np.zeros(0, dtype)
 
     def _index(self) -> tuple[np.dtype[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:

@@ -15,18 +15,21 @@ from xscale.core.errors import ConfigError
 from xscale.data.blend import BlendedDataset, open_blend
 from xscale.data.config import DataConfig
 from xscale.data.packed import PackedDataset
+from xscale.data.pairs import PairDataset
 from xscale.data.prepared import PreparedData, open_prepared
 from xscale.data.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Samples:
-    """B samples of T + 1 tokens: the last T are the targets of the first T."""
+    """B samples of T + 1 tokens, of which the last T are the targets of the first T; or of pairs, with S tokens of the
+    source before T of the target."""
 
     tokens: Tensor
-    """[B, T+1] int64."""
+    """[B, T+1] or [B, S+T] int64."""
     documents: Tensor
-    """[B, T+1] int64: 0, 1, 2, ... within each sample; an end-of-document token belongs to the document it ends."""
+    """Documents of the tokens, in their shape: 0, 1, 2, ... within each sample; an end-of-document token belongs to the
+    document it ends. In pairs 0 is text, and 1 padding."""
     index: Tensor
     """[B] int64: the number of each sample in the run."""
 
@@ -35,7 +38,7 @@ class Samples:
 
 
 class SampleDataset(Protocol):
-    """A dataset with random access: `PackedDataset` or `BlendedDataset`."""
+    """A dataset with random access: `PackedDataset`, `PairDataset` or `BlendedDataset`."""
 
     def sample(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 
@@ -119,6 +122,18 @@ class Corpus:
     sets: tuple[PreparedData, ...]
     """The prepared datasets: one, or those of a blend."""
 
+    @property
+    def pairs(self) -> bool:
+        """Whether the documents are pairs of a source and a target."""
+        return self.sets[0].pairs
+
+    @property
+    def pair_datasets(self) -> list[PairDataset]:
+        """The datasets of pairs for training; none without pairs."""
+        data = self.train.data
+        datasets = data.datasets if isinstance(data, BlendedDataset) else [data]
+        return [dataset for dataset in datasets if isinstance(dataset, PairDataset)]
+
 
 def open_corpus(config: DataConfig, *, seed: int) -> Corpus:
     """Open prepared data, read only; any number of processes may. ConfigError when it is missing or does not match."""
@@ -139,13 +154,17 @@ def _dataset(
     config: DataConfig, sets: list[tuple[PreparedData, float]], part: Literal["train", "validation"], seed: int
 ) -> SampleDataset | None:
     shuffle = config.shuffle and part == "train"
-    packed: list[PackedDataset] = []
+    datasets: list[PackedDataset | PairDataset] = []
     weights: list[float] = []
     for prepared, weight in sets:
         split = prepared.train if part == "train" else prepared.validation
         if split is not None:
-            packed.append(PackedDataset(split, config.sequence_length, seed=seed, shuffle=shuffle))
+            datasets.append(
+                PairDataset(split, config, prepared.tokenizer.pad, seed=seed, shuffle=shuffle)
+                if prepared.pairs
+                else PackedDataset(split, config.sequence_length, seed=seed, shuffle=shuffle)
+            )
             weights.append(weight)
-    if not packed:
+    if not datasets:
         return None
-    return packed[0] if len(packed) == 1 else BlendedDataset(packed, weights)
+    return datasets[0] if len(datasets) == 1 else BlendedDataset(datasets, weights)

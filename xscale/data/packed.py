@@ -43,32 +43,22 @@ def _mix(x: NDArray[Any]) -> NDArray[np.uint64]:
         return result
 
 
-class PackedDataset:
-    """The samples of a split, epoch after epoch.
+class ShuffledDataset:
+    """Samples that are counted over all epochs, each of which has an order of its own."""
 
-    Chunk k of the text is tokens [kT, kT + T + 1): adjacent chunks share one token, so that each token but the first is
-    predicted once per epoch; fewer than T tokens at the end are dropped.
-    """
+    length: int
+    """Samples in an epoch."""
 
-    def __init__(self, split: Split, sequence_length: int, *, seed: int = 0, shuffle: bool = True) -> None:
-        self.split = split
-        self.sequence_length = sequence_length
+    def __init__(self, seed: int, shuffle: bool) -> None:
         self.seed = seed
         self.shuffle = shuffle
-        self.tokens = split.tokens
-        self.starts = split.starts
-        self.length = max(0, (len(self.tokens) - 1) // sequence_length)
-        if self.length == 0:
-            what = f"the {split.name} split has {len(self.tokens)} tokens, but a sample needs {sequence_length + 1}"
-            fix = "Use a smaller data.sequence_length, more text, or (validation) a larger data.validation."
-            raise ConfigError("data.sequence_length", what, fix)
 
     def __len__(self) -> int:
         """Samples in an epoch."""
         return self.length
 
     def positions(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Map sample indices [N], counted over all epochs, to chunks of the text [N]; each epoch has its own order."""
+        """Map sample indices [N], counted over all epochs, to places in the text [N]."""
         epochs, within = np.divmod(index, self.length)
         if not self.shuffle:
             return within
@@ -78,6 +68,26 @@ class PackedDataset:
             # Seeds of different runs and epochs must differ: seed 1 epoch 0 is not seed 0 epoch 1.
             result[chosen] = permuted(within[chosen], self.length, (self.seed << 32) + int(epoch))
         return result
+
+
+class PackedDataset(ShuffledDataset):
+    """The samples of a split, epoch after epoch.
+
+    Chunk k of the text is tokens [kT, kT + T + 1): adjacent chunks share one token, so that each token but the first is
+    predicted once per epoch; fewer than T tokens at the end are dropped.
+    """
+
+    def __init__(self, split: Split, sequence_length: int, *, seed: int = 0, shuffle: bool = True) -> None:
+        super().__init__(seed, shuffle)
+        self.split = split
+        self.sequence_length = sequence_length
+        self.tokens = split.tokens
+        self.starts = split.starts
+        self.length = max(0, (len(self.tokens) - 1) // sequence_length)
+        if self.length == 0:
+            what = f"the {split.name} split has {len(self.tokens)} tokens, but a sample needs {sequence_length + 1}"
+            fix = "Use a smaller data.sequence_length, more text, or (validation) a larger data.validation."
+            raise ConfigError("data.sequence_length", what, fix)
 
     def sample(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return (tokens [T+1], documents [T+1]) of sample `index`, counted over all epochs."""

@@ -28,7 +28,7 @@ class Counts:
 
     documents: int = 0
     tokens: int = 0
-    """Including one end-of-document token per document."""
+    """Including one end-of-document token per document, two per pair."""
     bytes: int = 0
     """UTF-8 bytes of the text."""
 
@@ -51,6 +51,8 @@ class DatasetManifest:
     """SHA-256 of each file."""
     skipped: dict[str, Any] = field(default_factory=dict)
     """Documents that could not be read: how many, for which reasons, and the first places; empty: none."""
+    pairs: bool = False
+    """Whether each document is a source and a target, each with an end-of-document token."""
 
     def save(self, file: Path) -> None:
         write_atomically(file, json.dumps(asdict(self), indent=2) + "\n")
@@ -83,6 +85,7 @@ def _check_types(manifest: DatasetManifest) -> None:
         "validation": (int, float),
         "files": dict,
         "skipped": dict,
+        "pairs": bool,
     }
     for name, kind in types.items():
         if not isinstance(getattr(manifest, name), kind):
@@ -126,6 +129,13 @@ class Split:
         return shifted
 
     @property
+    def pair_lengths(self) -> NDArray[np.int64]:
+        """Tokens of the source and of the target of each document of pairs, [documents, 2]."""
+        first, stop = self.indexed.bounds[[self.first, self.stop]]
+        lengths: NDArray[np.int64] = np.diff(self.indexed.sequence_starts[first : stop + 1]).reshape(-1, 2)
+        return lengths
+
+    @property
     def documents(self) -> int:
         return self.stop - self.first
 
@@ -134,6 +144,13 @@ class Split:
         table = tokenizer.token_bytes()
         for index in range(self.first, self.stop):
             yield b"".join(map(table.__getitem__, self.indexed.document(index).tolist()))
+
+    def target_texts(self, tokenizer: Tokenizer) -> Iterator[bytes]:
+        """Yield the UTF-8 text of the target of each document of pairs."""
+        table, indexed = tokenizer.token_bytes(), self.indexed
+        for index in range(self.first, self.stop):
+            first, stop = indexed.sequence_starts[indexed.bounds[index] + 1], indexed.starts[index + 1]
+            yield b"".join(map(table.__getitem__, indexed.tokens[first:stop].tolist()))
 
     def bytes(self, tokenizer: Tokenizer) -> int:
         """Count the UTF-8 bytes of the split, by its tokens."""
@@ -154,6 +171,11 @@ class PreparedData:
     """None when the config has no validation split."""
     manifest: DatasetManifest | None
     """None for a pair written by another program."""
+
+    @property
+    def pairs(self) -> bool:
+        """Whether each document is a source and a target."""
+        return self.manifest is not None and self.manifest.pairs
 
 
 def prepared_folder(config: DataConfig) -> Path:
@@ -205,6 +227,9 @@ def open_prepared_at(config: DataConfig, path: Path) -> PreparedData:
         if (len(indexed), len(indexed.tokens)) != (counts.documents, counts.tokens):
             what = f"it has {len(indexed)} documents with {len(indexed.tokens)} tokens, but the manifest says"
             what += f" {counts.documents} with {counts.tokens}"
+            raise ConfigError(str(indexed.idx), what, f"Remove {path} and prepare the data again.")
+        if manifest.pairs and not np.array_equal(indexed.bounds, np.arange(0, 2 * len(indexed) + 1, 2)):
+            what = "its documents are not a source and a target each, as the manifest says"
             raise ConfigError(str(indexed.idx), what, f"Remove {path} and prepare the data again.")
         check_sampled_ids(indexed, tokenizer.vocabulary)
         splits[name] = Split(name, indexed, 0, len(indexed))
@@ -272,7 +297,7 @@ def inspect(config: DataConfig, documents: int = 5) -> str:
     lines += ["", "tokens per document (training split)", *_histogram(np.diff(prepared.train.starts))]
     count = min(documents, prepared.train.documents)
     for index in np.linspace(0, prepared.train.documents - 1, count, dtype=np.int64).tolist():
-        lines += ["", *_document(prepared.train, index, tokenizer)]
+        lines += ["", *_document(prepared, index)]
     return "\n".join(lines)
 
 
@@ -300,9 +325,14 @@ def _histogram(lengths: NDArray[np.int64]) -> list[str]:
     return [*lines, summary]
 
 
-def _document(split: Split, index: int, tokenizer: Tokenizer) -> list[str]:
-    tokens = split.indexed.document(split.first + index).tolist()
+def _document(prepared: PreparedData, index: int) -> list[str]:
+    split, tokenizer = prepared.train, prepared.tokenizer
+    indexed, number = split.indexed, split.first + index
+    tokens = indexed.document(number).tolist()
     text = tokenizer.decode(tokens)
+    if prepared.pairs:
+        source = int(indexed.sequence_starts[indexed.bounds[number] + 1] - indexed.starts[number])
+        text = f"{tokenizer.decode(tokens[:source])}\n=> {tokenizer.decode(tokens[source:])}"
     more = f" ... ({len(text) - EXCERPT_CHARACTERS:,} characters more)" if len(text) > EXCERPT_CHARACTERS else ""
     pieces = " ".join(repr(tokenizer.piece(token)) for token in tokens[:12])
     return [f"--- document {index}: {len(tokens):,} tokens, first {pieces}", text[:EXCERPT_CHARACTERS] + more]

@@ -85,6 +85,11 @@ def plan_shards(config: DataConfig) -> list[list[ByteRange]]:
     return shards
 
 
+def sequences_of(config: DataConfig) -> int:
+    """Return the sequences of a document: two for a pair of a source and a target."""
+    return 2 if SOURCES.of(config.source).traits.pairs else 1
+
+
 def shard_key(tokenizer: Tokenizer, ranges: list[ByteRange]) -> str:
     return f"{tokenizer.fingerprint} {corpus_hash(ranges)}"
 
@@ -108,7 +113,8 @@ def prepare_shard(config: DataConfig, shard: int, ranges: list[ByteRange] | None
         return size
     remove_file(done.parent, done.name)
     dtype = token_type(tokenizer.vocabulary)
-    writers = {name: IndexedWriter(prefix.with_name(f"{prefix.name}.{name}"), dtype) for name in SPLITS}
+    sequences = sequences_of(config)
+    writers = {name: IndexedWriter(prefix.with_name(f"{prefix.name}.{name}"), dtype, sequences) for name in SPLITS}
     try:
         summary = _tokenise(config, tokenizer, ranges, writers)
         for writer in writers.values():
@@ -133,12 +139,13 @@ def _tokenise(
         for document in source.read(byte_range):
             rank = document_hash(document.text)
             name = "validation" if rank < below else "train"
-            tokens = [*tokenizer.encode(document.text), tokenizer.eos]
-            size = len(document.text.encode("utf-8"))
+            texts = [document.text] if document.target is None else [document.text, document.target]
+            sequences = [[*tokenizer.encode(text), tokenizer.eos] for text in texts]
+            size = sum(len(text.encode("utf-8")) for text in texts)
             if name == "train" and (least is None or rank < least.place):
                 least = LowestHash(rank, totals[name][0], size)
-            writers[name].add(tokens)
-            for index, amount in enumerate((1, len(tokens), size)):
+            writers[name].add(*sequences)
+            for index, amount in enumerate((1, sum(map(len, sequences)), size)):
                 totals[name][index] += amount
     return {name: Counts(*total) for name, total in totals.items()}, least, source.skipped
 
@@ -165,10 +172,10 @@ def merge_shards(config: DataConfig) -> DatasetManifest:
     counts: dict[str, Counts] = {}
     hashes: dict[str, str] = {}
     for name in names:
-        writer = IndexedWriter(folder / name, token_type(tokenizer.vocabulary))
+        writer = IndexedWriter(folder / name, token_type(tokenizer.vocabulary), sequences_of(config))
         try:
             _join(config, writer, name, len(shards), moved)
-            counts[name] = Counts(sum(map(len, writer.lengths)), writer.tokens, _bytes(shards, name, moved))
+            counts[name] = Counts(writer.documents, writer.tokens, _bytes(shards, name, moved))
             hashes |= writer.finish()
         except BaseException:
             writer.discard()
@@ -183,6 +190,7 @@ def merge_shards(config: DataConfig) -> DatasetManifest:
         counts=counts,
         files=hashes,
         skipped=skipped,
+        pairs=sequences_of(config) == 2,
     )
     with reporting_full_disk(folder / MANIFEST):
         manifest.save(folder / MANIFEST)
@@ -241,7 +249,7 @@ def _join(
     for number in range(shards):
         prefix = shard_prefix(config, number)
         part = IndexedDataset(prefix.with_name(f"{prefix.name}.{name}"))
-        lengths = np.diff(part.starts).astype(np.int32)
+        lengths = np.diff(part.sequence_starts).astype(np.int32)
         if moved is None or moved[0] != number:
             for at in range(0, len(part.tokens), BLOCK):
                 writer.extend(part.tokens[at : at + BLOCK], lengths[:0])
@@ -249,11 +257,12 @@ def _join(
             continue
         index = moved[1].document
         train = IndexedDataset(prefix.with_name(f"{prefix.name}.train"))
+        first, stop = (int(train.bounds[at]) for at in (index, index + 1))
         if name == "validation":
-            writer.add(train.document(index))
+            writer.extend(train.document(index), np.diff(train.sequence_starts[first : stop + 1]).astype(np.int32))
         else:
-            writer.extend(train.tokens[: train.starts[index]], lengths[:index])
-            writer.extend(train.tokens[train.starts[index + 1] :], lengths[index + 1 :])
+            writer.extend(train.tokens[: train.starts[index]], lengths[:first])
+            writer.extend(train.tokens[train.starts[index + 1] :], lengths[stop:])
 
 
 def _bytes(shards: list[ShardSummary], name: str, moved: tuple[int, LowestHash] | None) -> int:

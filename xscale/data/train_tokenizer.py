@@ -73,5 +73,6 @@ def _sampled_ranges(source: Source, size: int) -> list[ByteRange]:
 def _hashed_documents(source: Source, ranges: list[ByteRange], bar: ProgressBar) -> Iterator[tuple[int, str]]:
     for byte_range in ranges:
         for document in source.read(byte_range):
-            yield document_hash(document.text), document.text
+            text = document.text if document.target is None else f"{document.text}\n{document.target}"
+            yield document_hash(document.text), text
         bar.advance(byte_range.size)

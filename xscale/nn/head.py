@@ -103,14 +103,21 @@ class Head(Module):
         if targets is None:
             logits = F.linear(x, weight)
             return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
-        return self.cross_entropy(x.flatten(0, 1), weight, targets.flatten())
+        smoothing = 0.0 if tokens is None else tokens.label_smoothing
+        return self.cross_entropy(x.flatten(0, 1), weight, targets.flatten(), smoothing)
 
-    def cross_entropy(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def cross_entropy(self, x: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """x [N, D], weight [V, D], targets [N] -> summed cross-entropy in nats, a scalar of float32 or wider.
 
         A seam: the vocabulary-parallel loss of a sharded weight.
         """
         kernel = self.kernel_choices.get("linear_cross_entropy")
         return linear_cross_entropy(
-            x, weight, targets, ignore_index=IGNORE_INDEX, softcap=self.soft_cap, implementation=kernel
+            x,
+            weight,
+            targets,
+            ignore_index=IGNORE_INDEX,
+            softcap=self.soft_cap,
+            label_smoothing=label_smoothing,
+            implementation=kernel,
         )

@@ -56,6 +56,9 @@ class Module(nn.Module):
     """Attributes and methods that `xscale.nn.module.substitute` may replace, besides those of the base classes."""
     keeps_precision = False
     """Whether its parameters are used in master precision, whatever the compute precision is."""
+    averages_tokens = False
+    """Whether all tokens of a micro-batch compete or are averaged in it (expert capacity, auxiliary losses, running
+    statistics), so that padding would count."""
     path: str
     """Full name in the model, such as `stack.blocks.3.ffn`: the same on every layout. Set by `name_modules`."""
 

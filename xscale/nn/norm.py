@@ -175,6 +175,7 @@ class BatchStatisticsNorm(Norm):
 
     seams: ClassVar[tuple[str, ...]] = ("sum_over_batch",)
     keeps_precision = True
+    averages_tokens = True
     weight: Parameter
     bias: Parameter
 

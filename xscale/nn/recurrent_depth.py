@@ -52,6 +52,7 @@ class Pondered:
 class Halting(Module):
     """The halting unit of a stack, of which each block is a step."""
 
+    averages_tokens = True
     weight: Parameter
     bias: Parameter
 

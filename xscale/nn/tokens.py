@@ -96,6 +96,8 @@ class Tokens:
     have no loss."""
     progress: float | None = None
     """Fraction of the run's optimizer steps that are done. None: there is no run, as at the end of one."""
+    label_smoothing: float = 0.0
+    """Label smoothing of the loss of this micro-batch; 0 in evaluation."""
     stats: Stats | None = None
     """Collects the statistics of the parts; None: not collected."""
     cache: dict[str, Any] | None = None

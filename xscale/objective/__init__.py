@@ -3,11 +3,13 @@
 from xscale.objective import (
     masked,
     objective,
+    seq2seq,
     span,
 )
 
 __all__ = [
     "masked",
     "objective",
+    "seq2seq",
     "span",
 ]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from xscale.core import config as schema
@@ -23,6 +24,8 @@ class ObjectiveTraits:
     """Needs a model that reads a source sequence."""
     random: bool
     """Corrupts inputs at random, seeded by the sample's number, so that every layout corrupts the same tokens."""
+    pairs: bool = False
+    """Needs samples of pairs, a source and a target, in place of packed text."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,9 @@ class Objective:
     """Built as `Objective(config, specials, length, seed)`."""
 
     class Config(schema.Config):
-        pass
+        label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+        """Probability that the training loss spreads evenly over the vocabulary, taken from the target (Szegedy et al.
+        2016); evaluations report the loss without it."""
 
     def __init__(self, config: Any, specials: SpecialTokens, length: int, seed: int) -> None:
         self.config = config
@@ -77,12 +82,17 @@ class Objective:
         return []
 
     def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
-        """Make a batch of packed samples.
+        """Make a batch of packed samples, or of pairs.
 
         `tokens` are [B, T+1], `documents` the number of each token's document (None: attention may cross documents),
-        `index` [B] the samples' numbers. `fields` are further fields of `Tokens`: rng_seed, aux_loss_weight, stats.
+        `index` [B] the samples' numbers. Pairs are [B, S+T], S being `length`, and their documents are 0 for text and 1
+        for padding. `fields` are further fields of `Tokens`: rng_seed, aux_loss_weight, stats, label_smoothing.
         """
         raise NotImplementedError
+
+    def source_of(self, ids: list[int]) -> list[int]:
+        """Return the source that the model reads in generation for a text of these ids."""
+        return ids
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Summed loss over the batch's targets, in nats: a scalar of float32 or wider."""

@@ -124,8 +124,8 @@ class CostModel:
     @cached_property
     def flops(self) -> float:
         """FLOPs of a step, without recomputation."""
-        length = self.settings.data.sequence_length
-        return training_flops(self.model, length, length) * self.settings.train.batch_size
+        data = self.settings.data
+        return training_flops(self.model, data.target_length, data.source_length) * self.settings.train.batch_size
 
     @cached_property
     def compute(self) -> torch.dtype:

@@ -70,8 +70,8 @@ def plan(settings: Settings, world: int, hardware: Hardware = Hardware()) -> dic
         "parameters": counted.parameters,
         "active_parameters": counted.active,
         "vocabulary": vocabulary,
-        "flops_per_token": training_flops(model, length, length) / length,
-        "tokens_per_step": settings.train.batch_size * length,
+        "flops_per_token": _flops_per_token(model, settings),
+        "tokens_per_step": settings.train.batch_size * settings.sample_tokens,
         "micro_batches_per_rank": micros,
         "pipeline": schedule,
         "bubble": 0.0 if schedule is None else schedule["bubble"],
@@ -147,6 +147,11 @@ def _simulated_figures(
         **figures,
         "problems": [] if figures["fits"] is not False else [_too_large(largest_rank, device, settings, degrees)],
     }
+
+
+def _flops_per_token(model: nn.Module, settings: Settings) -> float:
+    data = settings.data
+    return training_flops(model, data.target_length, data.source_length) / settings.sample_tokens
 
 
 def _at_least(totals: dict[str, Any], settings: Settings, degrees: Degrees, device: Device | None) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def simulate_step(
         model = plan.shard(model, mesh, lambda stage: _fill(stage, plan.master, fake, tracer))
         balance_routing(model)
         objective: Objective = OBJECTIVES.build(
-            settings.objective, _specials(vocabulary), settings.data.sequence_length, settings.run.seed
+            settings.objective, _specials(vocabulary), settings.data.source_length, settings.run.seed
         )
         global_batches = [_batch(settings, objective) for _ in range(micro_batches)]
         sharded_tensors = sharded_parameters(model)
@@ -198,10 +198,10 @@ def _specials(vocabulary: int) -> SpecialTokens:
 
 def _batch(settings: Settings, objective: Objective) -> Batch:
     """Build a micro-batch of synthetic samples."""
-    rows, length = settings.train.micro_batch_size, settings.data.sequence_length + 1
+    rows, length = settings.train.micro_batch_size, settings.sample_tokens + (not settings.has_pairs)
     tokens = torch.full((rows, length), 3)
-    documents = None
-    if not settings.data.cross_documents:
+    documents = torch.zeros_like(tokens) if settings.has_pairs else None
+    if documents is None and not settings.data.cross_documents:
         documents = (torch.arange(length) // DOCUMENT).expand(rows, -1)
     return objective.batch(tokens, documents, torch.arange(rows), rng_seed=0, aux_loss_weight=1.0, target_weight=1.0)
 

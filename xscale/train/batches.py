@@ -53,6 +53,7 @@ class MicroBatches:
             aux_loss_weight=self.micro_batch / batch,
             progress=None if self.steps is None else (step - 1) / self.steps,
             stats=tally,
+            label_smoothing=self.objective.config.label_smoothing,
         )
         sharding, targets = self.sequence_sharding, micro_batch.targets
         local_targets = targets if sharding is None else sharding.shard(targets, fill=IGNORE_INDEX)

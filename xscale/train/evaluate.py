@@ -1,7 +1,7 @@
 """Evaluation: loss, perplexity and bits per byte on the validation documents, and an order-2 baseline for them."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from xscale.data.baseline import order2_bits_per_byte
 from xscale.data.loader import Corpus
+from xscale.data.prepared import Split
 from xscale.mesh.collectives import sum_scalars
 from xscale.nn.head import IGNORE_INDEX
 from xscale.objective.objective import Batch, Objective
@@ -61,9 +62,12 @@ def evaluate(
 
 
 def order2_baseline(corpus: Corpus) -> float:
-    """Bits per byte of an order-2 byte model of the corpus' training text on its validation text."""
-    train = (text for part in corpus.sets for text in part.train.texts(corpus.tokenizer))
-    validation = (
-        text for part in corpus.sets if part.validation is not None for text in part.validation.texts(corpus.tokenizer)
-    )
-    return order2_bits_per_byte(train, validation)
+    """Bits per byte of an order-2 byte model of the corpus' training text on its validation text; of pairs, of the
+    targets."""
+
+    def texts(splits: Iterable[Split]) -> Iterator[bytes]:
+        for split in splits:
+            yield from split.target_texts(corpus.tokenizer) if corpus.pairs else split.texts(corpus.tokenizer)
+
+    held_out = (part.validation for part in corpus.sets if part.validation is not None)
+    return order2_bits_per_byte(texts(part.train for part in corpus.sets), texts(held_out))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from xscale.checkpoint.load import load, read_state
 from xscale.checkpoint.search import find_newest
-from xscale.core.config import decode
+from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError, Problem
 from xscale.data.config import DataConfig
 from xscale.data.indexed import suffixed
@@ -34,6 +34,7 @@ from xscale.parallel import precision
 from xscale.parallel.plan import DTYPES, ParallelPlan
 from xscale.parallel.sharded import ShardedParameter, sharded_parameters
 from xscale.train.batches import MicroBatches
+from xscale.train.beam_search import beam_search
 from xscale.train.evaluate import Evaluation, evaluate
 from xscale.train.exit_curve import exit_curve, stack_with_exits
 from xscale.train.generate import encode_prompt, generate, lay_out_matrices
@@ -134,10 +135,15 @@ def generate_text(
     top_k: int | None,
     seed: int,
     *,
+    beams: int = 1,
+    length_penalty: float = 0.6,
     plugins: bool = False,
     exits: bool = True,
 ) -> str:
-    """Generate text after the prompt with the run's model; `exits`: by the policy of its exits, if it has one."""
+    """Return the prompt and what the run's model writes after it; of an encoder-decoder, which reads the prompt as its
+    source, what it writes alone. With several beams nothing is sampled: a beam search finds the likeliest text.
+
+    `exits`: whether tokens leave by the policy of its exits, if it has one; beam search computes all blocks."""
     loaded = load_run(folder, plugins=plugins)
     settings, tokenizer = loaded.settings, loaded.tokenizer
     traits = MODELS.of(settings.model).traits
@@ -146,27 +152,33 @@ def generate_text(
         raise ConfigError(str(folder), f"{kind} models cannot generate text", "Use the run of a decoder.")
     precision.cast_parameters(loaded.model, DTYPES[settings.precision.compute], DTYPES[settings.precision.master])
     lay_out_matrices(loaded.model)
-    window: int | None = settings.data.sequence_length
-    longest = None if traits.source else settings.data.sequence_length - 1
-    ids = torch.tensor(encode_prompt(prompt, tokenizer, longest, "--prompt"), device=loaded.mesh.device)
-    source = None
+    data, device = settings.data, loaded.mesh.device
+    window: int | None = data.sequence_length
+    longest: int | None = data.sequence_length - 1
+    objective: Objective = OBJECTIVES.build(
+        settings.objective, special_tokens_of(tokenizer), data.source_length, settings.run.seed
+    )
+    if settings.has_pairs:
+        longest = data.source_length - 1
+    elif traits.source:
+        longest = window = None
+    prompt_ids = encode_prompt(prompt, tokenizer, longest, "--prompt")
+    ids, source = torch.tensor(prompt_ids, device=device), None
     if traits.source:
-        ids, source, window = torch.tensor([tokenizer.pad], device=loaded.mesh.device), ids, None
+        source = torch.tensor(objective.source_of(prompt_ids), device=device)
+        ids = torch.tensor([tokenizer.pad], device=device)
     # Nothing trains this model afterwards, so what it caches may be good for inference alone, which costs less.
     with torch.inference_mode(loaded.mesh.rank_info.is_single_process):
-        tokens_out = generate(
-            loaded.model,
-            ids,
-            tokens,
-            end=tokenizer.eos,
-            temperature=temperature,
-            top_k=top_k,
-            seed=seed,
-            source=source,
-            window=window,
-            policy=exit_policy_of(loaded.model) if exits else None,
-        )
-    return tokenizer.decode(tokens_out.tolist())
+        shared: dict[str, Any] = {"end": tokenizer.eos, "source": source, "window": window}
+        if beams > 1:
+            hypotheses = beam_search(loaded.model, ids, tokens, beams=beams, length_penalty=length_penalty, **shared)
+            written = list(hypotheses[0].ids)
+        else:
+            sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}
+            sampling["policy"] = exit_policy_of(loaded.model) if exits else None
+            written = generate(loaded.model, ids, tokens, **sampling, **shared).tolist()
+    text = tokenizer.decode(written)
+    return text if traits.source else prompt + text
 
 
 @dataclass(frozen=True)
@@ -272,7 +284,7 @@ def evaluation_data(loaded: LoadedRun, source: str | None = None) -> Iterator[Ev
             return
         tokenizer, settings = loaded.tokenizer, loaded.settings
         objective: Objective = OBJECTIVES.build(
-            settings.objective, special_tokens_of(tokenizer), settings.data.sequence_length, settings.run.seed
+            settings.objective, special_tokens_of(tokenizer), settings.data.source_length, settings.run.seed
         )
         token_bytes = torch.from_numpy(tokenizer.byte_lengths()).to(loaded.mesh.device)
         yield EvaluationData(objective, make_micro_batches(settings, loader, objective, loaded.mesh), token_bytes)
@@ -306,18 +318,22 @@ def _open_validation(loaded: LoadedRun) -> Loader | None:
 
 
 def _open_source(loaded: LoadedRun, source: str, folder: str) -> Loader:
-    data = _data_of_source(loaded.settings.data, source, loaded.tokenizer, folder)
+    data = _data_of_source(loaded.settings, source, loaded.tokenizer, folder)
     corpus = prepare_and_open_data(loaded.settings, loaded.mesh.rank_info, data, loaded.tokenizer, loaded.mesh)
     return corpus.train if corpus.validation is None else corpus.validation
 
 
-def _data_of_source(data: DataConfig, source: str, tokenizer: Tokenizer, folder: str) -> DataConfig:
-    """`data` with the text of `source`: a file, folder or glob, a section data.source as YAML, or prepared data."""
-    path = Path(source)
+def _data_of_source(settings: Settings, source: str, tokenizer: Tokenizer, folder: str) -> DataConfig:
+    """The settings' data with the text of `source`: a file, folder or glob, YAML of data.source, or prepared data."""
+    data, path = settings.data, Path(source)
     base: dict[str, Any] = {"tokenizer": tokenizer.config, "prepared": None, "blend": (), "shuffle": False}
     if (path / MANIFEST).is_file() or suffixed(path, ".idx").is_file():
         return data.model_copy(update=base | {"prepared": source, "validation": 0.0})
     section: Any = {"kind": "jsonl" if ".jsonl" in path.name else "text", "paths": [source]}
+    if settings.has_pairs:
+        of_run = encode(data.source)
+        section = {"kind": "pairs", "paths": [source]}
+        section |= {key: of_run[key] for key in ("source_field", "target_field") if key in of_run}
     if source.lstrip().startswith("{"):
         try:
             section = yaml.safe_load(source)

@@ -149,7 +149,7 @@ class Loop:
         else:
             stepper.discard()
         state.consumed += train.batch_size
-        state.tokens += train.batch_size * parts.settings.data.sequence_length
+        state.tokens += train.batch_size * parts.settings.sample_tokens
         means = self._mean(tally.means())
         if decision.action == "accept":
             update_non_gradient_state(parts.model, means, shard_like, gather_full)
@@ -246,7 +246,7 @@ class Loop:
                 tokens=state.tokens,
                 seconds=time.perf_counter() - self.began,
                 step_seconds=seconds,
-                tokens_per_second=train.batch_size * parts.settings.data.sequence_length / seconds,
+                tokens_per_second=train.batch_size * parts.settings.sample_tokens / seconds,
                 mfu=None if peak is None else flops / peak,
                 split=parts.stepper.timer.flush(),
                 statistics=self._statistics(means),

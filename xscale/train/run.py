@@ -245,7 +245,7 @@ def run_facts(parts: RunParts, folder: Path, state: State, resumed: int | None) 
     """Collect the facts of the run before its first step, for the observers."""
     settings, device = parts.settings, parts.mesh.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    tokens = settings.train.batch_size * settings.data.sequence_length
+    tokens = settings.train.batch_size * settings.sample_tokens
     # The full model: a pipeline rank has only some of its blocks.
     full_model = build_on_meta(settings, parts.corpus.tokenizer.vocabulary)
     trained = [parameter for parameter in sharded_parameters(full_model) if parameter.parameter.requires_grad]
@@ -258,14 +258,26 @@ def run_facts(parts: RunParts, folder: Path, state: State, resumed: int | None) 
         last_step=settings.train.steps,
         parameters=parts.model_size.parameters,
         active_parameters=parts.model_size.active,
-        flops_per_token=parts.flops_per_sample / settings.data.sequence_length,
+        flops_per_token=parts.flops_per_sample / settings.sample_tokens,
         tokens_per_step=tokens,
         devices=parts.mesh.rank_info.world,
         device=name,
         layouts=attention_layouts(full_model, settings.data.sequence_length),
-        notes=(f"model {MODELS.of(settings.model).summary}", *parts.applied, *update_notes),
+        notes=(f"model {MODELS.of(settings.model).summary}", *truncation_notes(parts), *parts.applied, *update_notes),
         versions=versions(),
     )
+
+
+def truncation_notes(parts: RunParts) -> list[str]:
+    """Describe how many pairs of the training data are truncated; nothing for data without pairs."""
+    data, notes = parts.settings.data, []
+    for dataset in parts.corpus.pair_datasets if parts.mesh.rank_info.is_rank0 else ():
+        sources, targets = dataset.truncated()
+        notes.append(
+            f"data {len(dataset)} pairs; truncated: {sources} sources to {data.source_length} tokens "
+            f"(data.max_source_length), {targets} targets to {data.target_length} (data.max_target_length)"
+        )
+    return notes
 
 
 def attention_layouts(model: nn.Module, length: int) -> dict[str, numpy.ndarray]:

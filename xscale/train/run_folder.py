@@ -27,10 +27,8 @@ FIXED = (
     "run.seed",
     "optimizer.kind",
     "train.batch_size",
-    *(
-        f"data.{key}"
-        for key in ("source", "tokenizer", "prepared", "blend", "validation", "shuffle", "sequence_length")
-    ),
+    *(f"data.{key}" for key in ("source", "tokenizer", "prepared", "blend", "validation", "shuffle")),
+    *(f"data.{key}" for key in ("sequence_length", "max_source_length", "max_target_length")),
 )
 """Keys that must not change when a run resumes."""
 CHANGEABLE: tuple[str, ...] = get_args(get_args(RunConfig.model_fields["allow_changed"].annotation)[0])

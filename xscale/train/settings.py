@@ -8,7 +8,9 @@ from torch import nn
 
 from xscale.checkpoint.config import CheckpointConfig
 from xscale.core.config import Config, Slot
+from xscale.core.errors import Problem
 from xscale.data.config import DataConfig
+from xscale.data.source.source import SOURCES
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.model.model import MODELS, Model
 from xscale.nn.module import choose_kernels
@@ -158,6 +160,26 @@ class Settings(Config):
     """Checkpointing."""
     observe: ObserveConfig = ObserveConfig()
     """Logs and reports."""
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether samples are pairs of a source and a target."""
+        return bool(OBJECTIVES.of(self.objective).traits.pairs)
+
+    @property
+    def sample_tokens(self) -> int:
+        """Tokens of a sample that the model reads, with those that pad a pair."""
+        data = self.data
+        return data.source_length + data.target_length if self.has_pairs else data.sequence_length
+
+
+def pairs_problem(path: str, objective: str, data: str) -> Problem:
+    """Return the problem at `path` of an objective of that name and data that do not both have pairs, or both none."""
+    pairs = OBJECTIVES.get(objective).traits.pairs
+    has, needs = ("are no pairs", "are pairs") if pairs else ("are pairs", "are no pairs")
+    objectives, sources = ", ".join(OBJECTIVES.able(pairs=not pairs)), ", ".join(SOURCES.able(pairs=pairs))
+    what = f"the documents of the {data} {has} of a source and a target; those that '{objective}' reads {needs}"
+    return Problem(path, what, f"Take a source of {sources}; or an objective of {objectives}.")
 
 
 def build_on_meta(settings: Settings, vocabulary: int) -> nn.Module:

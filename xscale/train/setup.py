@@ -31,7 +31,7 @@ from xscale.parallel.plan import ParallelPlan
 from xscale.parallel.sharded import ShardedParameter, sharded_parameters
 from xscale.train.batches import MicroBatches
 from xscale.train.run_folder import CHECKPOINTS, check_same_config
-from xscale.train.settings import Settings, build_on_meta
+from xscale.train.settings import Settings, build_on_meta, pairs_problem
 from xscale.train.step import Stepper
 
 
@@ -116,22 +116,22 @@ def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False) ->
     corpus = prepare_and_open_data(settings, rank_info, *data_of_run(settings), mesh)
     tokenizer = corpus.tokenizer
     specials = special_tokens_of(tokenizer)
-    length = settings.data.sequence_length
+    length, source_length = settings.data.sequence_length, settings.data.source_length
     model = build_on_meta(settings, tokenizer.vocabulary)
     plan = ParallelPlan(settings.parallel, settings.precision, length)
     objective_type = OBJECTIVES.of(settings.objective).part
     problems = plan.check(model, rank_info.world) + objective_type.check(
-        settings.objective, specials, length, "objective"
+        settings.objective, specials, source_length, "objective"
     )
     if problems:
         raise ConfigError(problems)
-    counted, flops = size(model), training_flops(model, length, length)
+    counted, flops = size(model), training_flops(model, settings.data.target_length, source_length)
     sharding = context.sequence_sharding_of(model, mesh, settings.parallel)
     applied: list[str] = []
     draw_weights = not resumes or not _has_checkpoint(settings, mesh)
     model = plan.apply(model, mesh, settings.run.seed, applied.append, draw_weights=draw_weights)
     parameters = sharded_parameters(model)
-    objective: Objective = OBJECTIVES.build(settings.objective, specials, length, settings.run.seed)
+    objective: Objective = OBJECTIVES.build(settings.objective, specials, source_length, settings.run.seed)
     engine = make_engine(settings, model, plan, parameters, mesh)
     held_out = corpus.validation
     return RunParts(
@@ -235,6 +235,8 @@ def prepare_and_open_data(
     ranks = Consensus(None if mesh is None else mesh.background, "prepared", single_process=rank_info.is_single_process)
     ranks.on_rank0(Path(data.folder), prepare_data)
     corpus = open_corpus(data, seed=settings.run.seed)
+    if corpus.pairs != settings.has_pairs:
+        raise ConfigError([pairs_problem("data", str(settings.objective.kind), f"data in {corpus.sets[0].path}")])
     if tokenizer is not None:
         require_run_tokenizer(corpus.tokenizer, tokenizer, corpus.sets[0].path)
     return corpus

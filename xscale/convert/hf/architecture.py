@@ -117,7 +117,7 @@ FEATURES: dict[str, Any] = {
             ("step_signal", False),
             ("halting", None),
             ("exits", None),
-        )  # fmt: skip
+        )
     },
     "block.residual": "sequential",
     "block.sublayers": None,

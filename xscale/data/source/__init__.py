@@ -2,12 +2,16 @@
 
 from xscale.data.source import (
     jsonl,
+    pairs,
     stdlib,
+    stdlib_pairs,
     text,
 )
 
 __all__ = [
     "jsonl",
+    "pairs",
     "stdlib",
+    "stdlib_pairs",
     "text",
 ]

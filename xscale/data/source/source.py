@@ -20,6 +20,8 @@ class Document:
     name: str
     """File, and in a file of many documents the byte offset: `corpus/a.txt:8192`."""
     text: str
+    target: str | None = None
+    """The text that a model writes after reading `text`, of sources with the trait `pairs`; None: there is none."""
 
 
 def document_hash(text: str) -> int:
@@ -42,6 +44,8 @@ class SourceTraits:
     """Documents have the same names and order each time."""
     download: bool
     """Reading needs a network."""
+    pairs: bool = False
+    """Each document is a pair: a text and the target that a model writes after reading it."""
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ class Disagreement(Softmax):
         output_weight: float = Field(default=1.0, ge=0)
         """Weight of the loss on the cosines of the heads' outputs: the paper's best term by itself."""
 
+    averages_tokens = True
     seams: ClassVar[tuple[str, ...]] = ("sum_heads",)
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

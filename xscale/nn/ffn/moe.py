@@ -72,6 +72,7 @@ class Moe(Ffn):
         allow_noncausal_routing: bool = False
         """Let later tokens decide how a causal model's token is routed or whether it is dropped."""
 
+    averages_tokens = True
     seams: ClassVar[tuple[str, ...]] = ("dispatch", "dispatch_plan")
 
     def __init__(self, config: Config, dims: Dims) -> None:

@@ -42,6 +42,7 @@ class DynamicSpan(Attention):
 
     cores: ClassVar[tuple[str, ...] | None] = ("softmax",)
     shards_sequence: ClassVar[bool] = False
+    averages_tokens = True
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)

@@ -98,6 +98,7 @@ def shard_tokens(tokens: Tokens, sharding: SequenceSharding) -> TokenShard:
         aux_loss_weight=tokens.aux_loss_weight,
         target_weight=tokens.target_weight,
         progress=tokens.progress,
+        label_smoothing=tokens.label_smoothing,
         stats=tokens.stats,
         cache=tokens.cache,
         full=tokens,

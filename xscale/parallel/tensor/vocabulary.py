@@ -47,29 +47,36 @@ class VocabParallelCrossEntropy:
     soft_cap: float | None = None
     """Soft cap of the logits; None: no cap."""
 
-    @property
-    def terms(self) -> LossTerms:
-        return LossTerms(IGNORE_INDEX, self.soft_cap or 0.0)
-
-    def __call__(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """Return the summed loss of x [N, D] in the region, this rank's rows of the weight and targets [N].
 
         The gradient of x is this rank's part of a sum.
         """
-        loss: Tensor = _VocabParallelLoss.apply(x, weight, targets, self)  # type: ignore[no-untyped-call]
+        terms = LossTerms(IGNORE_INDEX, self.soft_cap or 0.0, label_smoothing=label_smoothing)
+        loss: Tensor = _VocabParallelLoss.apply(x, weight, targets, self, terms)  # type: ignore[no-untyped-call]
         return loss
 
 
 class _VocabParallelLoss(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, targets: Tensor, loss: VocabParallelCrossEntropy) -> Tensor:
-        local = vocab_statistics(x, weight, targets, loss.first, terms=loss.terms, implementation=loss.kernel)
-        # One all-gather for the log-sums and target logits of all ranks: 2 numbers a token.
-        gathered = all_gather(torch.stack((local.lse, local.picked))[None], 0, loss.region.group)  # [R, 2, N]
-        combined = Statistics(gathered[:, 0].logsumexp(0), gathered[:, 1].sum(0), local.total)
+    def forward(
+        context: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        loss: VocabParallelCrossEntropy,
+        terms: LossTerms,
+    ) -> Tensor:
+        local = vocab_statistics(x, weight, targets, loss.first, terms=terms, implementation=loss.kernel)
+        # One all-gather for the log-sums and target logits of all ranks, and for the sums of logits with label
+        # smoothing: 2 or 3 numbers a token.
+        summed = (local.picked, local.total) if terms.label_smoothing else (local.picked,)
+        gathered = all_gather(torch.stack((local.lse, *summed))[None], 0, loss.region.group)  # [R, 2 or 3, N]
+        totals = gathered[:, 1:].sum(0)
+        combined = Statistics(gathered[:, 0].logsumexp(0), totals[0], totals[-1])
         context.save_for_backward(x, weight, targets, combined.lse)
-        context.loss = loss
-        return vocab_loss(combined, targets, loss.vocabulary, loss.terms).sum()
+        context.loss, context.terms = loss, terms
+        return vocab_loss(combined, targets, loss.vocabulary, terms).sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -84,7 +91,7 @@ class _VocabParallelLoss(torch.autograd.Function):
             lse,
             gradient.expand(len(targets)),
             loss.vocabulary,
-            terms=loss.terms,
+            terms=context.terms,
             implementation=loss.kernel,
         )
-        return gradients.hidden, gradients.weight, None, None
+        return gradients.hidden, gradients.weight, None, None, None

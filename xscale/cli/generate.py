@@ -1,0 +1,62 @@
+"""The command `xscale generate`."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from xscale.cli.options import Plugins, RunFolder
+from xscale.core.errors import ConfigError, Problem
+
+
+def generate(
+    run: RunFolder,
+    prompt: Annotated[str, typer.Option(help="Text to continue; - reads standard input.")] = "import ",
+    tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 128,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Sampling temperature; 0: greedy decoding; default: 0.8.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=0, help="Sample from the k most likely tokens; 0: from all; default: 40.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed of the sampling; default: 0.")] = None,
+    beams: Annotated[int, typer.Option(min=1, help="Beam search with that many beams; 1: sampling.")] = 1,
+    length_penalty: Annotated[
+        float | None,
+        typer.Option(min=0, help="Alpha of the beam search, which favours longer texts; 0: none; default: 0.6."),
+    ] = None,
+    exits: Annotated[
+        bool,
+        typer.Option(
+            "--exits/--no-exits", help="Let tokens leave by the policy of the model's exits, if any; not with beams."
+        ),
+    ] = True,
+    plugins: Plugins = False,
+) -> None:
+    """Generate text with the newest checkpoint of a run; needs only the run folder.
+
+    An encoder-decoder reads the prompt as its source, and what it writes is printed alone.
+    """
+    from xscale.train.load_run import generate_text
+
+    sampling = {"--temperature": temperature, "--top-k": top_k, "--seed": seed}
+    if refused := [option for option, value in sampling.items() if value is not None and beams > 1]:
+        what = "beam search samples nothing"
+        raise ConfigError([Problem(option, what, "Leave it out, or take --beams 1.") for option in refused])
+    if beams == 1 and length_penalty is not None:
+        raise ConfigError("--length-penalty", "it is that of beam search", "Leave it out, or give --beams 4.")
+    text = sys.stdin.read() if prompt == "-" else prompt
+    print(
+        generate_text(
+            run,
+            text,
+            tokens,
+            0.8 if temperature is None else temperature,
+            40 if top_k is None else top_k or None,
+            seed or 0,
+            beams=beams,
+            length_penalty=0.6 if length_penalty is None else length_penalty,
+            exits=exits,
+            plugins=plugins,
+        )
+    )

@@ -1,0 +1,208 @@
+"""Pairs of texts, a source and a target, in the fields of JSON lines or in the columns of CSV and TSV files."""
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import pydantic
+
+from xscale.core.errors import ConfigError, Problem, nearest
+from xscale.core.file_safety import decode_json
+from xscale.data import files
+from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Document, FileSource, Source, SourceTraits
+
+LINES, TABLES = (".jsonl", ".ndjson"), {".csv": ",", ".tsv": "\t"}
+SUFFIXES = tuple(f"{ending}{packed}" for ending in (*LINES, *TABLES) for packed in ("", ".gz", ".zst"))
+Bad = Callable[[str, str, str], BadDocumentError]
+"""Makes the error of a record of (reason, what, fix)."""
+
+
+@SOURCES.register("pairs", traits=SourceTraits(bounded=True, resumable=True, download=False, pairs=True))
+class PairSource(FileSource):
+    class Config(FileSource.Config):
+        paths: tuple[str, ...] = ()
+        """Files (.jsonl, .csv, .tsv; plain, .gz or .zst), folders and globs. A folder stands for every such file below
+        it. The first row of a .csv or .tsv file names its columns; in .csv quoted cells may contain commas, quotes and
+        line ends (RFC 4180), and .tsv has no quotes. One process reads such a file."""
+        source_field: str = "source"
+        """The key or column of the text that the model reads."""
+        target_field: str = "target"
+        """The key or column of the text that the model writes."""
+        longest: int = pydantic.Field(default=16 << 20, ge=1)
+        """Longest allowed line, in bytes."""
+
+        @pydantic.field_validator("paths", mode="before")
+        @classmethod
+        def _one_is_a_list(cls, value: Any) -> Any:
+            return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+        @pydantic.model_validator(mode="after")
+        def _two_fields(self) -> "PairSource.Config":
+            if self.source_field == self.target_field:
+                raise ValueError(f"`source_field` and `target_field` are both '{self.source_field}'; name two fields")
+            return self
+
+    @classmethod
+    def example_in(cls, folder: Path, size: int) -> Source.Config:
+        rows = [
+            {"source": f"Line {number}. " * 40, "target": f"The target {number}."} for number in range(size // 1000 + 1)
+        ]
+        (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        with (folder / "b.csv").open("w", encoding="utf-8", newline="") as stream:
+            writer = csv.DictWriter(stream, ["source", "target"])
+            writer.writeheader()
+            writer.writerows(rows)
+        return cls.Config(paths=(str(folder),))
+
+    def byte_ranges(self) -> list[ByteRange]:
+        key = "data.source.paths"
+        paths = files.find_files(self.config.paths, SUFFIXES, key)
+        if unknown := [file for file in paths if not file.name.endswith(SUFFIXES)]:
+            fix = f"Name files that end in {', '.join((*LINES, *TABLES))}, plain, .gz or .zst."
+            what = "has another ending than files of pairs"
+            raise ConfigError([Problem(key, f"'{file}' {what}", fix) for file in unknown])
+        ranges: list[ByteRange] = []
+        for part in files.split_into_ranges(paths, key):
+            if _delimiter(part.file) is None or part.start == 0:
+                ranges.append(replace(part, is_full_file=part.is_full_file or _delimiter(part.file) is not None))
+            else:
+                # A quoted cell may contain line ends, so that the rows of a table are known from its start only.
+                ranges[-1] = replace(ranges[-1], stop=part.stop)
+        return ranges
+
+    def read(self, byte_range: ByteRange) -> Iterator[Document]:
+        delimiter = _delimiter(byte_range.file)
+        rows = self._lines(byte_range) if delimiter is None else self._table(byte_range.file, delimiter)
+        for offset, parse in rows:
+            try:
+                pair = parse(partial(self._bad, byte_range.file, offset))
+            except BadDocumentError as error:
+                self.skip(error)
+                continue
+            if pair is not None:
+                yield Document(f"{byte_range.file}:{offset}", *pair)
+
+    def _bad(self, file: str, offset: int, reason: str, what: str, fix: str) -> BadDocumentError:
+        # Where documents are skipped, the lines of the few that are named are counted once, at the end.
+        line = files.line_at(file, offset) if self.config.bad == "refuse" else f"byte {offset}"
+        return BadDocumentError(reason, file, offset, Problem(f"{file}:{line}", what, fix))
+
+    def _lines(self, byte_range: ByteRange) -> Iterator[tuple[int, Callable[[Bad], tuple[str, str] | None]]]:
+        for offset, line in files.records(byte_range, b"\n", self.config.longest, self.skip):
+            yield offset, partial(self._parse_line, byte_range.file, offset, line)
+
+    def _parse_line(self, file: str, offset: int, line: bytes, bad: Bad) -> tuple[str, str] | None:
+        """Return the pair of a line; None for a blank one."""
+        text = files.decode_utf8(line, file, offset)
+        if not text.strip():
+            return None
+        try:
+            data = decode_json(text)
+        except ValueError as error:
+            what = f"the line is not JSON: {getattr(error, 'msg', error)}"
+            raise bad("not JSON", what, "Each line of a .jsonl file is one object.") from None
+        if not isinstance(data, dict):
+            fix = f'Write {{"{self.config.source_field}": "...", "{self.config.target_field}": "..."}}.'
+            raise bad("not an object", "the line is not an object", fix)
+        return self._pair(data, bad)
+
+    def _table(self, file: str, delimiter: str) -> Iterator[tuple[int, Callable[[Bad], tuple[str, str] | None]]]:
+        with files.open_decompressed(file) as stream:
+            lines = _Lines(stream, file, self.config.longest)
+            quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
+            reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
+            header = self._header(file, reader)
+            while True:
+                offset = lines.offset
+                try:
+                    row = next(reader)
+                except StopIteration:
+                    return
+                except (csv.Error, BadDocumentError) as error:
+                    yield offset, partial(_refuse_row, error)
+                    if isinstance(error, csv.Error) and "unexpected end of data" in str(error):
+                        return
+                    continue
+                yield offset, partial(self._parse_row, header, row)
+
+    def _header(self, file: str, reader: Iterator[list[str]]) -> list[str]:
+        try:
+            header = next(reader, [])
+        except csv.Error as error:
+            raise ConfigError(f"{file}:1", f"the row of column names cannot be read: {error}") from None
+        for key in ("source_field", "target_field"):
+            name = getattr(self.config, key)
+            if name not in header:
+                what = f"there is no column '{name}'; the first row names: {', '.join(header) or 'none'}"
+                raise ConfigError(f"{file}:1", what, f"{nearest(name, header)} Set data.source.{key}.".strip())
+        return header
+
+    def _parse_row(self, header: list[str], row: list[str], bad: Bad) -> tuple[str, str] | None:
+        """Return the pair of a row; None for a blank one."""
+        if not row:
+            return None
+        if len(row) != len(header):
+            what = f"the row has {len(row)} cells, and the first row names {len(header)} columns"
+            raise bad("another number of cells than columns", what, "Quote cells that contain the delimiter.")
+        return self._pair(dict(zip(header, row, strict=True)), bad)
+
+    def _pair(self, data: dict[str, Any], bad: Bad) -> tuple[str, str]:
+        source, target = (self._text(data, key, bad) for key in ("source_field", "target_field"))
+        return source, target
+
+    def _text(self, data: dict[str, Any], key: str, bad: Bad) -> str:
+        name = getattr(self.config, key)
+        if name not in data:
+            fix = f"{nearest(name, data)} Set data.source.{key}.".strip()
+            raise bad(f"without the field '{name}'", f"the pair has no field '{name}'", fix)
+        value = data[name]
+        if not isinstance(value, str):
+            what = f"the field '{name}' must be a string, got {type(value).__name__}"
+            raise bad(f"the field '{name}' is no string", what, f"Set data.source.{key}, or write a string.")
+        if not value.strip():
+            raise bad(f"the field '{name}' is empty", f"the field '{name}' is empty", "Leave the pair out, or fill it.")
+        if "\0" in value or (not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value)):
+            what = f"the field '{name}' is not text: it contains NUL or half a surrogate pair"
+            raise bad(f"the field '{name}' is not text", what, "Clean it.")
+        return value
+
+
+def _delimiter(file: str) -> str | None:
+    """Return the delimiter of a table; None for JSON lines."""
+    plain = file.removesuffix(".gz").removesuffix(".zst")
+    return next((delimiter for ending, delimiter in TABLES.items() if plain.endswith(ending)), None)
+
+
+def _refuse_row(error: csv.Error | BadDocumentError, bad: Bad) -> tuple[str, str] | None:
+    if isinstance(error, BadDocumentError):
+        raise error
+    what = f"the row cannot be read: {error}"
+    raise bad("a row that cannot be read", what, 'Quote cells by ", and write a quote in them as "".') from None
+
+
+class _Lines:
+    """The decoded lines of a table, with the byte offset up to which they are read."""
+
+    def __init__(self, stream: IO[bytes], file: str, longest: int) -> None:
+        self.stream, self.file, self.longest = stream, file, longest
+        self.offset = 0
+
+    def __iter__(self) -> "_Lines":
+        return self
+
+    def __next__(self) -> str:
+        begin, line = self.offset, self.stream.readline(self.longest + 1)
+        if not line:
+            raise StopIteration
+        self.offset += len(line)
+        if len(line) > self.longest:
+            while not line.endswith(b"\n") and (line := self.stream.readline(self.longest)):
+                self.offset += len(line)
+            what = f"the line that starts at byte {begin} is longer than {self.longest} bytes"
+            problem = Problem(self.file, what, "Shorten it, or allow longer ones (`longest`).")
+            raise BadDocumentError("longer than `longest`", self.file, begin, problem)
+        return files.decode_utf8(line, self.file, begin)

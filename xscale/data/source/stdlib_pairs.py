@@ -1,0 +1,72 @@
+"""Functions of Python's standard library and their docstrings: pairs that every machine has (code to summary)."""
+
+import ast
+import inspect
+import platform
+import re
+import sysconfig
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from xscale.data import files
+from xscale.data.source.source import SOURCES, ByteRange, Document, Source, SourceTraits
+from xscale.data.source.stdlib import Stdlib
+
+DEFINITION = re.compile(r"^([ \t]*)(?:async[ \t]+)?def[ \t]+\w")
+DOCSTRING = re.compile(r"[rR]?[\"']")
+
+
+@SOURCES.register("stdlib_pairs", traits=SourceTraits(bounded=True, resumable=True, download=False, pairs=True))
+class StdlibPairs(Source):
+    """A function without its docstring -> the docstring's first paragraph (as in Husain et al. 2019, CodeSearchNet)."""
+
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity(), "python": platform.python_version()}
+
+    def byte_ranges(self) -> list[ByteRange]:
+        return Stdlib(Stdlib.Config(tests=False)).byte_ranges()
+
+    def read(self, byte_range: ByteRange) -> Iterator[Document]:
+        name = Path(byte_range.file).relative_to(sysconfig.get_path("stdlib")).as_posix()
+        with files.open_decompressed(byte_range.file) as stream:
+            block = stream.read()
+        try:
+            lines = block.decode("utf-8-sig").splitlines()
+        except UnicodeDecodeError:
+            return
+        for number, line in enumerate(lines):
+            if (definition := DEFINITION.match(line)) and (pair := _pair(lines, number, len(definition[1]))):
+                yield Document(f"{name}:{number + 1}", *pair)
+
+
+def _pair(lines: list[str], first: int, indent: int) -> tuple[str, str] | None:
+    """Return the code and the summary of the function that begins at line `first`; None: it has no such pair."""
+    body = first + 1
+    while body < len(lines) and not lines[body - 1].split("#")[0].rstrip().endswith(":"):
+        body += 1
+    if body >= len(lines) or not DOCSTRING.match(lines[body].lstrip()):
+        return None
+    stop = body
+    while stop < len(lines) and (not lines[stop].strip() or len(lines[stop]) - len(lines[stop].lstrip()) > indent):
+        stop += 1
+    code = lines[first:stop]
+    try:
+        with warnings.catch_warnings():
+            # The library's own invalid escapes are no concern of the run.
+            warnings.simplefilter("ignore")
+            (function,) = ast.parse(textwrap.dedent("\n".join(code))).body
+    except (SyntaxError, ValueError):
+        # A string of lines without indentation ends the function too early for this reading.
+        return None
+    if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) or len(function.body) < 2:
+        return None
+    docstring = ast.get_docstring(function, clean=False)
+    if docstring is None:
+        return None
+    begin, end = function.body[0].lineno - 1, function.body[0].end_lineno
+    text = textwrap.dedent("\n".join(code[:begin] + code[end:])).strip()
+    summary = " ".join(inspect.cleandoc(docstring).split("\n\n")[0].split())
+    return (text, summary) if summary and "\0" not in text + summary else None

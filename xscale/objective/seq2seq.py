@@ -1,0 +1,33 @@
+"""Sequence to sequence (Sutskever et al. 2014; Vaswani et al. 2017): a model reads a source and writes its target."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xscale.nn.head import IGNORE_INDEX
+from xscale.nn.tokens import Tokens
+from xscale.objective.objective import OBJECTIVES, Batch, Objective, ObjectiveTraits
+
+
+@OBJECTIVES.register("seq2seq", traits=ObjectiveTraits(causal=True, source=True, random=False, pairs=True))
+class Seq2Seq(Objective):
+    """Teacher forcing: each target token from the source and the earlier target tokens. The padding token begins the
+    target, as in T5 and in the objective `span`."""
+
+    def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
+        assert documents is not None, "padding is told from text by its document"
+        source, target = tokens[:, : self.length], tokens[:, self.length :]  # [B, S], [B, T]
+        source_padding, target_padding = documents[:, : self.length] != 0, documents[:, self.length :] != 0
+        start = torch.full_like(target[:, :1], self.specials.pad)
+        decoder_inputs = torch.cat((start, target[:, :-1]), 1)  # [B, T]
+        # Padding of the source is a document that no text attends to. That of the target follows all of its text, which
+        # a causal decoder keeps from reading it; in a document of its own it would have no source to attend to.
+        return Batch(
+            Tokens.from_ids(decoder_inputs, torch.zeros_like(target), **fields),
+            target.masked_fill(target_padding, IGNORE_INDEX),
+            Tokens.from_ids(source, source_padding.long(), **fields),
+        )
+
+    def source_of(self, ids: list[int]) -> list[int]:
+        return [*ids, self.specials.eos]
