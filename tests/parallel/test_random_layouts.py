@@ -207,7 +207,7 @@ class Draw:
         block: Section = {
             "mixer": self.mixer(causal=causal),
             "ffn": self.ffn(),
-            "norm": self.part("norm"),
+            "norm": self.norm(between_sublayers=True),
             "placement": self.of("pre", "pre", "post", "sandwich", self.of("rezero", "no_norm", "res_post")),
             "dropout": self.of(0.1, 0.1, 0.0),
         }
@@ -218,12 +218,24 @@ class Draw:
         if self.maybe(0.15):
             ffn, mixers = {"part": "ffn", "factor": 0.5}, [{"part": "mixer"}, *[{"part": "cross"}] * cross]
             block["sublayers"] = self.of([ffn, *mixers, ffn], [mixers[0], *mixers, ffn], [ffn, *mixers])
+        if self.maybe(0.15) and (block["placement"] not in ("post", "none") or self.lenient):
+            block["residual"] = self.of("reversible", "reversible", "parallel")
+        if self.maybe(0.1) and ("residual" not in block or self.lenient):
+            block["position"] = self.part("position", ["learned", "sinusoidal", "floater"])
+        share = self.of("all", "mixer", "ffn") if self.maybe(0.1) else "none"
         rule: Section = {"every": 2, "at": 1}
         if self.maybe(0.5):
             rule["ffn"] = self.ffn()
         if self.maybe(0.5):
             rule["mixer"] = self.mixer(causal=causal)
-        return {"depth": depth, "block": block, "rules": [rule] if len(rule) > 2 else []}
+        rules = [rule] if len(rule) > 2 and (share == "none" or self.lenient) else []
+        return {"depth": depth, "block": block, "rules": rules, "share": share}
+
+    def norm(self, *, between_sublayers: bool) -> Section:
+        """A norm; what one by the batch computes depends on how many ranks make the batch."""
+        norms = [entry for entry in family("norm") if not entry.traits.batch_statistics or between_sublayers]
+        alone = self.degrees["dp_replicate"] * self.degrees["dp_shard"] == 1
+        return self.part("norm", [entry.name for entry in norms if entry.traits.per_token or alone])
 
     def mixer(self, *, causal: bool, cross: bool = False) -> Section:
         """Attention around a core, now and then another mixer."""
@@ -237,7 +249,7 @@ class Draw:
             "heads": heads,
             "head_width": self.of(8, 8, 6, 5),
             "core": core,
-            "qk_norm": self.of(None, None, self.part("norm")),
+            "qk_norm": self.of(None, None, self.norm(between_sublayers=False)),
         }
         mixer["shared_qk"] &= not cross
         mixer["kv_heads"] = heads if mixer["shared_qk"] else self.of(*[g for g in (1, 2, heads) if heads % g == 0])
