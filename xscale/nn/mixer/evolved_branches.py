@@ -191,7 +191,7 @@ class EvolvedBranches(Mixer):
             what = f"a branch has half of the channels, and width={dims.width} is odd"
             problems.append(Problem("model.width", what, f"Take an even width, such as {dims.width + 1}."))
         if not NORMS.of(config.norm).traits.per_token:
-            can = ", ".join(NORMS.able(per_token=True))
+            can = ", ".join(NORMS.able(per_token=True, batch_statistics=False))
             what = f"norm '{config.norm.kind}' mixes tokens, between two convolutions that see near ones alone"
             problems.append(Problem(f"{path}.norm", what, f"Take one of these norms: {can}."))
         return problems
