@@ -56,6 +56,8 @@ class Module(nn.Module):
     """Attributes and methods that `xscale.nn.module.substitute` may replace, besides those of the base classes."""
     keeps_precision = False
     """Whether its parameters are used in master precision, whatever the compute precision is."""
+    read_by_rows = False
+    """Whether generation reads single rows of its matrices, which are then to be contiguous."""
     path: str
     """Full name in the model, such as `stack.blocks.3.ffn`: the same on every layout. Set by `name_modules`."""
 

@@ -12,7 +12,7 @@ from xscale.nn.model.embed import Embed
 from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, model_dims
 from xscale.nn.module import name_modules
 from xscale.nn.stack import Stack, StackConfig
-from xscale.nn.t_fixup import init_by_t_fixup
+from xscale.nn.t_fixup import check_mixers, init_by_t_fixup
 from xscale.nn.tokens import Tokens
 
 
@@ -76,6 +76,8 @@ class EncoderDecoder(Model):
         return [
             *problems,
             *[Problem(f"{path}.{name}.share", what, "Take none, or init=normal.") for name in shares if t_fixup],
+            *(check_mixers(config.encoder, f"{path}.encoder") if t_fixup else []),
+            *(check_mixers(config.decoder, f"{path}.decoder") if t_fixup else []),
             *dict.fromkeys(check_position(config, reading, path) + check_position(config, writing, path)),
             *Stack.check(config.encoder, reading, f"{path}.encoder"),
             *Stack.check(config.decoder, writing, f"{path}.decoder", cross=True),
