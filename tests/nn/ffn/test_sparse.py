@@ -137,7 +137,7 @@ def test_decoding_is_the_masked_dense_form(bias: bool) -> None:
 
 
 def test_decoding_reads_only_the_chosen_rows_and_columns() -> None:
-    """What is not chosen is NaN, which no product hides; the dense form is the negative control."""
+    """The other rows are NaN, which no product hides; the dense form is the negative control."""
     part, x = layer(), drawn(1, 1, WIDTH)
     with torch.no_grad():
         wanted = part(x, tokens(1, 1))
@@ -147,6 +147,7 @@ def test_decoding_reads_only_the_chosen_rows_and_columns() -> None:
         unused[torch.arange(HIDDEN // BLOCK), logits.argmax(-1)] = False
         assert int((~unused).sum()) == HIDDEN // BLOCK
         part.up.weight[unused.flatten()] = float("nan")
+        assert part.up.bias is not None
         part.up.bias[unused.flatten()] = float("nan")
         part.down.weight[:, unused.flatten()] = float("nan")
         assert close(steps(part, x), wanted)

@@ -111,7 +111,8 @@ def test_weights_are_fewer_than_those_of_dense_projections() -> None:
 
 
 def test_generation_keeps_two_tokens_beside_the_keys_and_values() -> None:
-    part, cache = mixer(), {}
+    part = mixer()
+    cache: dict[str, Any] = {}
     part(drawn(2, LENGTH, WIDTH), tokens(LENGTH, cache=cache))
     assert cache[part.projection.path].shape == (2, 2, WIDTH)
     assert set(cache) == {part.path, part.projection.path}

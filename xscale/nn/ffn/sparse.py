@@ -54,11 +54,11 @@ class SparseFfn(Ffn):
         hidden = config.hidden or 4 * dims.width
         self.blocks = hidden // config.block_size
         """F / N, of all ranks."""
-        rank = config.controller_width or max(1, dims.width // config.block_size)
+        controller = config.controller_width or max(1, dims.width // config.block_size)
         self.up = Linear(dims.width, hidden, ("ffn", "width"), dims.init, bias=config.bias)
         self.down = Linear(hidden, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias)
-        self.reduce = Linear(dims.width, rank, ("state", "width"), dims.init)
-        self.control = Linear(rank, hidden, ("ffn", "state"), dims.init)
+        self.reduce = Linear(dims.width, controller, ("state", "width"), dims.init)
+        self.control = Linear(controller, hidden, ("ffn", "state"), dims.init)
         # Generation reads single rows of it.
         self.up.read_by_rows = True
 

@@ -88,7 +88,8 @@ class QkvProjection(NeighbourReader):
 
     def __init__(self, config: Any, dims: Dims, *, shared_qk: bool) -> None:
         super().__init__()
-        self.width, self.modules_per_token = dims.width, config.modules or config.heads
+        self.width = dims.width
+        self.modules_per_token: int = config.modules or config.heads
         self.right = 0 if dims.causal else (config.length_kernel - 1) // 2
         self.left = config.length_kernel - 1 - self.right
         self.module_kernel = config.module_kernel
@@ -119,7 +120,7 @@ class QkvProjection(NeighbourReader):
     def reused_multiply_adds(self) -> int:
         """Multiply-adds of a token by weights that each module uses, beyond those of a first module."""
         convolutions = [conv for conv in (self.q, self.k, self.v) if conv is not None]
-        weights: int = self.multiplicative.weight.numel() + sum(conv.weight.numel() for conv in convolutions)
+        weights = self.multiplicative.weight.numel() + sum(conv.weight.numel() for conv in convolutions)
         return (self.modules_per_token - 1) * weights
 
 
