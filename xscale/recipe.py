@@ -222,7 +222,7 @@ def _check_documents(model: nn.Module) -> list[Problem]:
     for module in model.modules():
         parts: list[Part] = [module] if isinstance(module, Mixer) else []
         if isinstance(module, Attention):
-            parts = [core for core, _ in module.core.head_cores(module.q.weight.shape[0] // module.head_width)]
+            parts = [core for core, _ in module.core.head_cores(module.query_channels // module.head_width)]
         family: Family[Any] = CORES if isinstance(module, Attention) else MIXERS
         for part in parts:
             if part.Config.kind is not None and not family.get(part.Config.kind).traits.documents:

@@ -8,6 +8,7 @@ from tests.conformance.made import dims, drawn, ready, tokens
 from xscale.nn.block import Block, BlockConfig
 from xscale.nn.ffn.ffn import Dense
 from xscale.nn.mixer.attention import Attention
+from xscale.nn.mixer.sparse_qkv import SparseQkv
 from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.nn.module import parameter_inits
 from xscale.nn.stack import StackConfig
@@ -56,3 +57,11 @@ def test_a_block_without_norms_adds_its_sublayers() -> None:
     mixed = x + bare.mixer.part(x, about)
     assert bare.ffn is not None
     assert bare(x, about).allclose(mixed + bare.ffn.part(mixed, about))
+
+
+def test_a_mixer_without_projections_is_refused() -> None:
+    block = BLOCK.model_copy(update={"mixer": SparseQkv.Config(heads=2)})
+    config = CONFIG.model_copy(update={"encoder": StackConfig(depth=3, block=block)})
+    (problem,) = EncoderDecoder.check(config, (100, 16), "model")
+    assert str(problem).startswith("model.encoder.block.mixer: t_fixup scales the value and output projections")
+    assert "Take the mixer attention, or init=normal." in str(problem)

@@ -115,7 +115,7 @@ def test_what_a_layout_cannot_shard_is_refused_with_what_would_work() -> None:
         assert f"a sequence cannot be sharded over cp=2 for core '{mixer}'" in problem
         assert "the core supports none" in problem
     (problem,) = refused("routing_aggregation", {"mesh": {"tp": 2}})
-    assert "mixer 'routing_aggregation' aggregates all heads of a token, so tp cannot shard them" in problem
+    assert "mixer 'routing_aggregation' mixes the heads of a token, so tp cannot shard them" in problem
     assert "Take tp=1, or the mixer attention." in problem
     for mixer in ("dynamic_span", "guided_attention", "dynamic_mask"):
         (problem,) = refused(mixer, {"mesh": {"cp": 2}})

@@ -59,6 +59,8 @@ class Module(nn.Module):
     averages_tokens = False
     """Whether all tokens of a micro-batch compete or are averaged in it (expert capacity, auxiliary losses, running
     statistics), so that padding would count."""
+    read_by_rows = False
+    """Whether generation reads single rows of its matrices, which are then to be contiguous."""
     path: str
     """Full name in the model, such as `stack.blocks.3.ffn`: the same on every layout. Set by `name_modules`."""
 

@@ -69,9 +69,9 @@ class RandomNumbers:
         """Standard normal numbers with shape, dtype and device of `like`."""
         return self.draw(lambda size: like.new_empty(size).normal_(), tuple(like.shape), dims)
 
-    def gumbel(self, like: Tensor, dims: "tuple[Axis, ...]") -> Tensor:
+    def gumbel(self, like: Tensor, dims: "tuple[Axis, ...]", tokens: Tokens | None = None) -> Tensor:
         """Gumbel noise, -log(-log u), with shape, dtype and device of `like`."""
-        return self.draw(lambda size: -like.new_empty(size).exponential_().log(), tuple(like.shape), dims)
+        return self.draw(lambda size: -like.new_empty(size).exponential_().log(), tuple(like.shape), dims, tokens)
 
     def integer(self, high: int, device: torch.device | str = "cpu") -> Tensor:
         """One integer in [0, high), int64 []: the same on all ranks of a layout, so fit to seed what they share."""

@@ -6,12 +6,16 @@ in the decoder, the value and output projections of attention and the feed-forwa
 """
 
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
+from xscale.core.errors import Problem
 from xscale.nn.ffn.ffn import Ffn
 from xscale.nn.linear import Embedding
 from xscale.nn.mixer.attention import Attention
+from xscale.nn.mixer.mixer import MIXERS
+from xscale.nn.mixer.sparse_qkv import SparseQkv
 from xscale.nn.module import Module
 
 
@@ -26,6 +30,15 @@ def init_by_t_fixup(embedding: Embedding, encoder: nn.ModuleDict, decoder: nn.Mo
                     outputs, inputs = module.get_parameter(name).shape[-2:]
                     xavier: float = (2 / (inputs + outputs)) ** 0.5
                     _set_std(module, name, xavier * (factor if id(module) in scaled else 1))
+
+
+def check_mixers(stack: Any, path: str) -> list[Problem]:
+    """List why T-Fixup has no scale for the mixers of a stack's config."""
+    mixers = [mixer for layer in range(stack.depth) for mixer in stack.block_config(layer).mixers()]
+    if not any(issubclass(MIXERS.of(mixer).part, SparseQkv) for mixer in mixers):
+        return []
+    what = "t_fixup scales the value and output projections of attention, and mixer 'sparse_qkv' has none"
+    return [Problem(f"{path}.block.mixer", what, "Take the mixer attention, or init=normal.")]
 
 
 def _scaled(module: nn.Module) -> list[nn.Module]:

@@ -161,7 +161,7 @@ class HeadsOfCore(ShardedRandomNumbers):
 
 def draw_for_all_heads(attention: Attention) -> None:
     """Substitute the random numbers of a core, and of cores inside it: those of all heads, of which some are local."""
-    heads = attention.q.weight.shape[0] // attention.head_width
+    heads = attention.query_channels // attention.head_width
     for core, heads_of_core in attention.core.head_cores(heads):
         for module in core.modules():
             if isinstance(module, Module):

@@ -285,7 +285,7 @@ def attention_layouts(model: nn.Module, length: int) -> dict[str, numpy.ndarray]
     layouts = {}
     for module in model.modules():
         if isinstance(module, Attention) and not module.cross:
-            heads = module.q.weight.shape[0] // module.head_width
+            heads = module.query_channels // module.head_width
             layout = module.core.block_layout(length, heads)
             if layout is not None:
                 layouts[module.path] = numpy.asarray(layout)

@@ -4,10 +4,12 @@ from xscale.nn.ffn import (
     ffn,
     moe,
     product_key_memory,
+    sparse,
 )
 
 __all__ = [
     "ffn",
     "moe",
     "product_key_memory",
+    "sparse",
 ]

@@ -93,9 +93,8 @@ class Attention(Mixer):
     """Kinds of the cores that the mixer can hold; None: any."""
     shards_sequence: ClassVar[bool] = True
     """Whether context parallelism may shard the sequence if the core can; false where `attend_input` reads all of x."""
-
     mixes_heads: ClassVar[bool] = False
-    """Whether `project_output` needs all heads of a token at once, so that tensor parallelism cannot shard them."""
+    """Whether a projection needs all heads of a token at once, so that tensor parallelism cannot shard them."""
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
@@ -240,28 +239,29 @@ class Attention(Mixer):
         source: Tokens | None = None,
         edge: ScoreEdge | None = None,
     ) -> Tensor:
-        projected = self.q(x)  # [B, T, H * K]
-        q = self._normalised(self.q_norm, projected)  # [B, H, T, K]
         if self.cross:
             assert memory is not None
             assert source is not None
-            k, v = self._memory(memory, tokens)
+            q, (k, v) = self._normalised(self.q_norm, self.q(x)), self._memory(memory, tokens)
             key_tokens = source
         else:
-            k, v = self._keys(x, projected)
+            q, k, v = self.project(x, tokens)
             key_tokens = tokens
             if self.position is not None:
                 q, k = self.position.rotate_both(q, k, tokens)
             if tokens.cache is not None:
-                if self.path not in tokens.cache:
-                    tokens.cache[self.path] = KvCache()
-                k, v = tokens.cache[self.path].append(k, v)
+                k, v = tokens.cache.setdefault(self.path, KvCache()).append(k, v)
         if self.query_factor is not None:
             q = q * self.query_factor
         mask = self.make_mask(q, k, tokens, key_tokens)
         if edge is not None:
             mask = replace(mask, score_edge=edge)
         return self.project_output(self.attend_input(x, tokens, q, k, v, mask))
+
+    def project(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [B, H, T, K], keys and values [B, G, T, K] of self-attention on x [B, T, D]."""
+        projected = self.q(x)  # [B, T, H * K]
+        return self._normalised(self.q_norm, projected), *self._keys(x, projected)
 
     def attend_input(self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         """Return the heads' outputs [B, H, T, K]; mixers that also attend with other projections of x override it."""
@@ -284,6 +284,16 @@ class Attention(Mixer):
     @property
     def previous_score_heads(self) -> int:
         return self.core.previous_score_heads
+
+    @property
+    def query_channels(self) -> int:
+        """H * K, of all ranks."""
+        return self.q.weight.shape[0]
+
+    @property
+    def key_channels(self) -> int:
+        """G * K, of all ranks."""
+        return self.key_projection.weight.shape[0]
 
     @property
     def key_projection(self) -> Linear:
@@ -387,5 +397,5 @@ class Attention(Mixer):
         return self.position.bias(tokens.positions, keys)
 
     def multiply_adds(self, queries: int, keys: int) -> float:
-        heads = self.q.weight.shape[0] // self.head_width
+        heads = self.query_channels // self.head_width
         return self.core.multiply_adds(queries, keys, heads, self.head_width)

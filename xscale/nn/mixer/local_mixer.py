@@ -1,6 +1,7 @@
-"""Base class of mixers that read a fixed number of tokens before and after each token, such as convolutions.
+"""Base classes of what reads a fixed number of tokens before and after each token, such as convolutions.
 
-Generation keeps the last `left` inputs. The seam `with_neighbours` is all that a sequence sharded over ranks needs.
+A `LocalMixer` reads no other tokens; a `NeighbourReader` may be a part of a mixer that does. Generation keeps the last
+`left` inputs. The seam `with_neighbours` is all that a sequence sharded over ranks needs.
 """
 
 from typing import ClassVar
@@ -10,12 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xscale.nn.mixer.mixer import Mixer
+from xscale.nn.module import Module
 from xscale.nn.tokens import Tokens
 
 
-class LocalMixer(Mixer):
+class NeighbourReader(Module):
+    """A module whose output for a token depends on a few tokens around it."""
+
     seams: ClassVar[tuple[str, ...]] = ("with_neighbours",)
-    shards_sequence: ClassVar[bool] = True
     left: int
     """Tokens that are read before each token."""
     right: int = 0
@@ -41,6 +44,12 @@ class LocalMixer(Mixer):
     def exchanged_width(self) -> int:
         """C of all ranks: the channels of a token that its neighbours read."""
         raise NotImplementedError
+
+
+class LocalMixer(NeighbourReader, Mixer):
+    """A mixer that is a neighbour reader and nothing else."""
+
+    shards_sequence: ClassVar[bool] = True
 
 
 def same_document(documents: Tensor, left: int, right: int) -> Tensor:

@@ -105,7 +105,7 @@ class LongformerAttention(Attention):
         return local.index_copy(2, index, out.to(local.dtype))
 
     def multiply_adds(self, queries: int, keys: int) -> float:
-        heads = self.q.weight.shape[0] // self.head_width
+        heads = self.query_channels // self.head_width
         count = sum(index < queries for index in self.global_token_indices)
         dense = 2.0 * heads * count * keys * self.head_width
         # Weights are counted once for each token, and Q_g multiplies global tokens only.

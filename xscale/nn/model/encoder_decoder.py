@@ -12,7 +12,7 @@ from xscale.nn.model.embed import Embed
 from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, model_dims
 from xscale.nn.module import name_modules
 from xscale.nn.stack import Stack, StackConfig
-from xscale.nn.t_fixup import init_by_t_fixup
+from xscale.nn.t_fixup import check_mixers, init_by_t_fixup
 from xscale.nn.tokens import Tokens
 
 
@@ -113,4 +113,5 @@ def _check_t_fixup(config: EncoderDecoder.Config, path: str) -> list[Problem]:
         if stack.linear_maps != "real":
             what = "t_fixup scales real matrices by their sizes, and quaternion maps have none"
             problems.append(Problem(f"{path}.{name}.linear_maps", what, "Take real, or init=normal."))
+        problems += check_mixers(stack, f"{path}.{name}")
     return problems

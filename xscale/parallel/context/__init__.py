@@ -1,7 +1,7 @@
 """Context parallelism: sequences, and with them the residual stream, are sharded over the ranks of cp.
 
 Per-token modules run on the shard. Attention gets the keys it needs by one of four styles, each a wrapper of the core;
-a core's traits list the styles that it supports. A local mixer, such as a convolution, fetches its neighbours.
+a core's traits list the styles that it supports. A convolution over the sequence fetches its neighbours.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from xscale.nn.exits import Exits
 from xscale.nn.ffn.ffn import FFNS, Ffn
 from xscale.nn.ffn.moe import Moe
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.local_mixer import LocalMixer
+from xscale.nn.mixer.local_mixer import LocalMixer, NeighbourReader
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.model.embed import Embed, global_tokens_of
 from xscale.nn.model.model import Model
@@ -116,7 +116,7 @@ def _working_degrees(attention: Attention, config: ParallelConfig) -> list[int]:
     cp = config.mesh.cp
     working = [
         degree
-        for degree in range(2, attention.q.weight.shape[0] // attention.head_width + 1)
+        for degree in range(2, attention.query_channels // attention.head_width + 1)
         if isinstance(style_of(attention, _with_cp(config, degree)), str)
     ]
     below, above = [degree for degree in working if degree < cp], [degree for degree in working if degree > cp]
@@ -170,7 +170,7 @@ def estimate(model: nn.Module, config: ParallelConfig, length: int) -> dict[str,
             style = style_of(module, config)
             assert isinstance(style, str), "`check` comes first"
             sent[style] = sent.get(style, 0.0) + STYLES[style][0].traffic(module, cp, tp, length)
-        elif isinstance(module, LocalMixer):
+        elif isinstance(module, NeighbourReader):
             sent["neighbours"] = sent.get("neighbours", 0.0) + neighbours.traffic(module, cp, tp, length)
     return sent
 
@@ -185,7 +185,7 @@ def sequence_sharding_of(model: nn.Module, mesh: Mesh, config: ParallelConfig) -
         return None
     styles = {style_of(module, config) for module in model.modules() if isinstance(module, Attention)}
     # The other styles, and local mixers, need adjacent chunks on a rank.
-    local = any(isinstance(module, LocalMixer) for module in model.modules())
+    local = any(isinstance(module, NeighbourReader) for module in model.modules())
     return SequenceSharding(mesh.context, balanced="ring" in styles and styles <= {"ring", "ulysses"} and not local)
 
 
@@ -204,7 +204,7 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> bool:
             if style == "ulysses":
                 draw_for_all_heads(module)
             substitute(module, "make_mask", ShardedMaskBuilder(module, module.make_mask))
-        if isinstance(module, LocalMixer):
+        if isinstance(module, NeighbourReader):
             substitute(module, "with_neighbours", NeighbourExchange(module, module.with_neighbours))
         if isinstance(module, Sublayer | Ffn | Embed | LocalMixer):
             substitute(module, "random", TokensOverContext(module.random))

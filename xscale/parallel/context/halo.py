@@ -29,8 +29,8 @@ def unsupported_reason(attention: Attention, cp: int, tp: int) -> str | None:
 
 def traffic(attention: Attention, cp: int, tp: int, length: int) -> float:
     """Estimate the mean elements a rank sends in the forward of one sequence: keys and values that others fetch."""
-    heads = attention.q.weight.shape[0] // attention.head_width
-    kv_heads = max(1, attention.key_projection.weight.shape[0] // attention.head_width // tp)
+    heads = attention.query_channels // attention.head_width
+    kv_heads = max(1, attention.key_channels // attention.head_width // tp)
     needs = needed_key_positions(attention.core, length, heads, -(-length // (2 * cp)) * 2, cp)
     fetched = sum(
         len(positions) for rank, owners in enumerate(needs) for owner, positions in enumerate(owners) if owner != rank

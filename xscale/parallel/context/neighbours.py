@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from xscale.mesh.collectives import all_to_all
-from xscale.nn.mixer.local_mixer import LocalMixer
+from xscale.nn.mixer.local_mixer import NeighbourReader
 from xscale.nn.tokens import Tokens
 from xscale.parallel.context.sequence_sharding import SequenceSharding, TokenShard
 
@@ -21,19 +21,19 @@ def needed_positions(rank: int, owner: int, size: int, length: int, left: int, r
     return [position - owner * size for position in around if position // size == owner]
 
 
-def traffic(mixer: LocalMixer, cp: int, tp: int, length: int) -> float:
+def traffic(reader: NeighbourReader, cp: int, tp: int, length: int) -> float:
     """Estimate the mean elements a rank sends in the forward of one sequence."""
     size = 2 * -(-length // (2 * cp))
     pairs = [(rank, owner) for rank in range(cp) for owner in range(cp)]
-    sent = sum(len(needed_positions(*pair, size, length, mixer.left, mixer.right)) for pair in pairs)
-    return mixer.exchanged_width / tp * sent / cp
+    sent = sum(len(needed_positions(*pair, size, length, reader.left, reader.right)) for pair in pairs)
+    return reader.exchanged_width / tp * sent / cp
 
 
 @dataclass(frozen=True)
 class NeighbourExchange:
-    """Substitute for a local mixer's `with_neighbours` over a sequence sharded over cp in adjacent chunks."""
+    """Substitute for a `with_neighbours` over a sequence sharded over cp in adjacent chunks."""
 
-    mixer: LocalMixer
+    reader: NeighbourReader
     inner: Callable[[Tensor, Tokens], tuple[Tensor, Tensor | None]]
     """Finds the neighbours in a sequence that is not sharded."""
 
@@ -41,7 +41,7 @@ class NeighbourExchange:
         """[B, P, C] -> [B, left + P + right, C] and the documents [B, left + P + right]."""
         if not isinstance(tokens, TokenShard):
             return self.inner(x, tokens)
-        left, right, size = self.mixer.left, self.mixer.right, x.shape[1]
+        left, right, size = self.reader.left, self.reader.right, x.shape[1]
         first = tokens.sharding.rank * size
         around = torch.arange(first - left, first + size + right, device=x.device)
         inside = (around >= 0) & (around < tokens.length)
@@ -53,7 +53,7 @@ class NeighbourExchange:
 
     def _fetch(self, x: Tensor, length: int, sharding: SequenceSharding) -> Tensor:
         assert not sharding.balanced, "neighbours are on adjacent ranks"
-        left, right, rank, size = self.mixer.left, self.mixer.right, sharding.rank, x.shape[1]
+        left, right, rank, size = self.reader.left, self.reader.right, sharding.rank, x.shape[1]
         ranks = range(sharding.count)
         sent = [needed_positions(other, rank, size, length, left, right) for other in ranks]
         received = [needed_positions(rank, owner, size, length, left, right) for owner in ranks]

@@ -40,7 +40,7 @@ def unsupported_reason(attention: Attention, cp: int, tp: int) -> str | None:
 
 def traffic(attention: Attention, cp: int, tp: int, length: int) -> float:
     """Estimate the elements a rank sends in the forward of one sequence: k and v of all ranks but the next."""
-    kv_heads = max(1, attention.key_projection.weight.shape[0] // attention.head_width // tp)
+    kv_heads = max(1, attention.key_channels // attention.head_width // tp)
     return 2 * kv_heads * attention.head_width * (length / cp) * (cp - 1)
 
 

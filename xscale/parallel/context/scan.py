@@ -29,7 +29,7 @@ def unsupported_reason(attention: Attention, cp: int, tp: int) -> str | None:
 
 def traffic(attention: Attention, cp: int, tp: int, length: int) -> float:
     """Estimate the elements a rank sends in the forward of one sequence: a state per kv_head, with K features."""
-    kv_heads = max(1, attention.key_projection.weight.shape[0] // attention.head_width // tp)
+    kv_heads = max(1, attention.key_channels // attention.head_width // tp)
     return kv_heads * attention.head_width * (attention.head_width + 1) * (cp - 1)
 
 

@@ -18,7 +18,7 @@ from xscale.parallel.context.sequence_sharding import SequenceSharding
 
 def unsupported_reason(attention: Attention, cp: int, tp: int) -> str | None:
     """Return why heads cannot be sharded over cp; None when they can."""
-    heads = attention.q.weight.shape[0] // attention.head_width
+    heads = attention.query_channels // attention.head_width
     period = attention.core.head_period
     if heads % (cp * tp * period) == 0:
         return None
@@ -28,8 +28,8 @@ def unsupported_reason(attention: Attention, cp: int, tp: int) -> str | None:
 
 def traffic(attention: Attention, cp: int, tp: int, length: int) -> float:
     """Estimate the elements a rank sends in the forward of one sequence: q, k, v and o, except its own shard."""
-    heads = attention.q.weight.shape[0] // attention.head_width // tp
-    kv_heads = max(1, attention.key_projection.weight.shape[0] // attention.head_width // tp)
+    heads = attention.query_channels // attention.head_width // tp
+    kv_heads = max(1, attention.key_channels // attention.head_width // tp)
     return (2 * heads + 2 * math.lcm(kv_heads, cp)) * attention.head_width * (length / cp) * (cp - 1) / cp
 
 

@@ -17,6 +17,7 @@ from xscale.nn.attention.core import CORES
 from xscale.nn.attention.disagreement import Disagreement
 from xscale.nn.block import Sublayer
 from xscale.nn.ffn.moe import Moe
+from xscale.nn.ffn.sparse import SparseFfn
 from xscale.nn.head import Head
 from xscale.nn.linear import Embedding, Linear
 from xscale.nn.mixer.attention import Attention
@@ -62,6 +63,10 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
             problems += _check_heads(module, tp, where)
         if isinstance(module, ValueMixer):
             problems += _check_divides(module.heads, tp, where)
+        if isinstance(module, SparseFfn) and module.blocks % tp:
+            degrees = ", ".join(str(degree) for degree in range(1, module.blocks + 1) if module.blocks % degree == 0)
+            what = f"tp={tp} does not divide the {module.blocks} blocks of hidden units of ffn 'sparse'"
+            problems.append(Problem(where, what, f"Take tp among {degrees}."))
     if config.tensor.sequence:
         problems += sequence.check(model, f"{path}.tensor.sequence")
     return list({problem.what: problem for problem in problems}.values())
@@ -108,7 +113,7 @@ def _check_heads(attention: Attention, tp: int, where: str) -> list[Problem]:
         what = f"tp={tp} gives a rank {heads // tp} heads, and the core's cores take turns every {period}"
         problems.append(Problem(where, what, f"Take tp among {degrees}."))
     if attention.mixes_heads:
-        what = f"mixer '{attention.Config.kind}' aggregates all heads of a token, so tp cannot shard them"
+        what = f"mixer '{attention.Config.kind}' mixes the heads of a token, so tp cannot shard them"
         problems.append(Problem(where, what, "Take tp=1, or the mixer attention."))
     for core, _ in attention.core.head_cores(heads):
         if not core.traits.per_head:
@@ -127,7 +132,7 @@ def _check_divides(heads: int, tp: int, where: str) -> list[Problem]:
 
 def _heads(attention: Attention) -> tuple[int, int]:
     """Return heads and kv_heads of the full attention."""
-    return tuple(linear.weight.shape[0] // attention.head_width for linear in (attention.q, attention.key_projection))  # type: ignore[return-value]
+    return attention.query_channels // attention.head_width, attention.key_channels // attention.head_width
 
 
 def estimate(model: nn.Module, config: ParallelConfig, length: int, source: int = 0) -> dict[str, float]:
@@ -203,8 +208,8 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
                     all_reduce_replicated_grads(shared, region)
         if isinstance(module, Moe) and experts_replicated:
             substitute(module, "dispatch", SplitRowsOverTp(module.dispatch, region.group))
-        if isinstance(module, Experts) and not experts_replicated:
-            hidden = module.up.shape[1]
+        if isinstance(module, SparseFfn) or (isinstance(module, Experts) and not experts_replicated):
+            hidden = module.blocks * module.block_size if isinstance(module, SparseFfn) else module.up.shape[1]
             first = region.rank * hidden // region.count
             substitute(module, "random", HiddenOverTensor(module.random, first, hidden))
         if isinstance(module, Embedding):
