@@ -40,7 +40,7 @@ def test_linear_patterns() -> None:
     }
     assert {name.removeprefix("block_sparse ") for name in linear} == {
         "axial", "band", "bigbird", "block_local", "dilated", "global_blocks", "image_1d", "image_2d", "intersection",
-        "local_2d", "longformer", "random", "star", "union", "variable", "window",
+        "local_2d", "longformer", "multi_scale", "random", "star", "union", "variable", "window",
     }  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def test_linear_mixers() -> None:
         if exponent([4096, 32768], [multiply_adds(config, length, causal, 8) for length in (4096, 32768)]) <= 1.15
     }
     assert linear == {
-        "average_attention", "axial", "hard_coded_gaussian", "lightweight_conv", "local_rnn", "mlp_mixer",
+        "average_attention", "axial", "evolved_branches", "hard_coded_gaussian", "lightweight_conv", "local_rnn", "mlp_mixer",
         "s4", "star",
     }  # fmt: skip
     assert mixers.keys() - linear == {"gmlp", "long_short_range", "reused_attention", "synthesizer"}

@@ -142,6 +142,7 @@ def _directions(recipe: "Recipe", about: "About", entries: list[tuple[str, Any]]
     causal, bidirectional, cross = (
         all(getattr(traits, trait, True) for traits in seeing) for trait in ("causal", "bidirectional", "cross")
     )
+    causal = causal and all(entry.traits.per_token for family, entry in entries if family == "norm")
     if about.category in ("mode", "pretraining-objective"):
         (model,) = (entry.traits for family, entry in entries if family == "model")
         return model.causal and causal, not model.causal or model.source, model.source and cross

@@ -7,19 +7,18 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
-from torch.nn import Parameter
 
 from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
 from xscale.nn.attention.ops.mask import ScoreEdge
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn, Gated
-from xscale.nn.init import ONES, ZEROS
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm, Rms
 from xscale.nn.position.position import POSITIONS, Position
+from xscale.nn.residual_gain import ResidualGain, ResidualWeight
 from xscale.nn.reversible import Streams
 from xscale.nn.tokens import Tokens
 
@@ -105,37 +104,6 @@ class BlockConfig(Config):
     def mixers(self) -> list[Any]:
         """Return the configs of the mixers, without cross-attention."""
         return [self.config_of(sublayer) for sublayer in self.listed() if sublayer.part == "mixer"]
-
-
-class ResidualWeight(Module):
-    """The factor alpha of a residual branch, one scalar that starts at 0 (Bachlechner et al. 2021, ReZero)."""
-
-    weight: Parameter
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.declare("weight", (1,), ("state",), ZEROS, decays=False)
-
-    def forward(self, y: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
-        return self.use(self.weight).to(y.dtype) * y
-
-
-class ResidualGain(Module):
-    """The gains omega [D] of a residual connection (Liu et al. 2020, Admin), which start at 1.
-
-    A training run gives them other values before its first step; see `xscale.train.residual_gains`.
-    """
-
-    weight: Parameter
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.declare("weight", (width,), ("width",), ONES, decays=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
-        return self.use(self.weight).to(x.dtype) * x
 
 
 class Sublayer(Module):

@@ -6,7 +6,7 @@ from torch import nn
 
 from xscale.core.errors import Problem
 from xscale.mesh.axes import Degrees
-from xscale.nn.block import ResidualGain
+from xscale.nn.residual_gain import ResidualGain
 from xscale.nn.simplex import Simplex
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 

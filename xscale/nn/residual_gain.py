@@ -1,0 +1,38 @@
+"""Learned factors of a sublayer's output (ReZero) and of its residual connection (Admin)."""
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from xscale.nn.init import ONES, ZEROS
+from xscale.nn.module import Module
+
+
+class ResidualWeight(Module):
+    """The factor alpha of a residual branch, one scalar that starts at 0 (Bachlechner et al. 2021, ReZero)."""
+
+    weight: Parameter
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.declare("weight", (1,), ("state",), ZEROS, decays=False)
+
+    def forward(self, y: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        return self.use(self.weight).to(y.dtype) * y
+
+
+class ResidualGain(Module):
+    """The gains omega [D] of a residual connection (Liu et al. 2020, Admin), which start at 1.
+
+    A training run gives them other values before its first step; see `xscale.train.residual_gains`.
+    """
+
+    weight: Parameter
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.declare("weight", (width,), ("width",), ONES, decays=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        return self.use(self.weight).to(x.dtype) * x
