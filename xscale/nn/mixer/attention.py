@@ -199,7 +199,7 @@ class Attention(Mixer):
             core = core.model_copy(update={key: type(core).model_fields[key].default})
         problems = list(entry.part.check(core, dims, f"{path}.core"))
         problems += entry.part.check_heads(config.core, config.heads, f"{path}.core")
-        head_width = config.head_width or dims.width // config.heads
+        head_width = getattr(config, "head_width", None) or dims.width // config.heads
         for core, core_path in entry.part.parts(config.core, f"{path}.core"):
             problems += CORES.of(core).part.check_head_width(core, head_width, core_path)
             problems += cls._check_traits(core, config, dims, path, core_path)
@@ -397,5 +397,4 @@ class Attention(Mixer):
         return self.position.bias(tokens.positions, keys)
 
     def multiply_adds(self, queries: int, keys: int) -> float:
-        heads = self.query_channels // self.head_width
-        return self.core.multiply_adds(queries, keys, heads, self.head_width)
+        return self.core.multiply_adds(queries, keys, self.query_channels // self.head_width, self.head_width)
