@@ -120,11 +120,37 @@ def test_power_divides_each_token_by_its_length_in_groups() -> None:
     torch.testing.assert_close(grouped(x), plain(x / length), rtol=1e-12, atol=1e-12)
 
 
-def test_padding_does_not_count() -> None:
-    class Padded(Tokens):
-        def real(self) -> Tensor:
-            return self.ids == 0
+class Padded(Tokens):
+    """Tokens of which those with the id 1 are padding."""
 
+    def real(self) -> Tensor:
+        return self.ids == 0
+
+    def count(self) -> float:
+        return float(self.real().sum())
+
+
+def test_padding_has_no_correction_of_power() -> None:
+    """With a running correction, gradients of the text are those without padding, and those of padding its own."""
+    (x,), mask = batch(0), torch.tensor([[0, 0, 1], [0, 1, 1]])
+    norm, gradients = built("power"), []
+    with torch.no_grad():
+        norm.get_parameter("correction").copy_(drawn(WIDTH, seed=3))
+    for rows, tokens in (
+        (x, Padded(mask, mask, aux_loss_weight=0.3)),
+        (x[mask == 0][None], Tokens(torch.zeros(1, 3), torch.zeros(1, 3), aux_loss_weight=0.3)),
+    ):
+        leaf = rows.clone().requires_grad_()
+        y = norm(leaf, tokens)
+        (y[mask == 0] if len(rows) == 2 else y).square().sum().backward()
+        assert leaf.grad is not None
+        gradients.append(leaf.grad)
+    padded, alone = gradients
+    torch.testing.assert_close(padded[mask == 0], alone[0], rtol=1e-13, atol=1e-14)
+    assert not padded[mask == 1].any()
+
+
+def test_padding_does_not_count() -> None:
     (x,), mask = batch(0), torch.tensor([[0, 0, 1], [0, 1, 1]])
     tokens = Padded(mask, mask)
     norm = built("batch")

@@ -334,7 +334,8 @@ class PowerNorm(BatchStatisticsNorm):
             record = self._add_statistics(rows_of(precise.detach(), tokens), tokens, count, weight)
             real = None if tokens is None else tokens.real()
             # A token of padding has no loss, and so no correction.
-            scale = precise.new_tensor(weight / count) if real is None else real[..., None] * (weight / count)
+            counts = precise.new_ones(()) if real is None else real[..., None].to(precise.dtype)
+            scale = counts * (weight / count)
             y: Tensor = _PowerScale.apply(precise, psi, nu, scale, record)  # type: ignore[no-untyped-call]
         else:
             y = precise / psi
