@@ -18,9 +18,7 @@ def update_non_gradient_state(
     shard_like: Callable[[Tensor, Tensor], Tensor] = lambda value, parameter: value,
     gather_full: Callable[[Tensor], Tensor] = lambda parameter: parameter,
 ) -> None:
-    """Call `update_state` of every router, attention core and norm, and `project` of every simplex.
-
-    It comes after the optimizer step.
+    """Call `update_state` of routers, attention cores and norms, and `project` of simplexes, after an optimizer step.
 
     `means` are the statistics of the whole optimizer step over all ranks, the same on every rank.
     `shard_like(full, parameter)` gives a full tensor the layout of a sharded parameter; `gather_full(parameter)`

@@ -22,7 +22,7 @@ class Streams(NamedTuple):
     """The stream that the next sublayer reads."""
 
 
-def wide(x: Tensor) -> Tensor:
+def upcast_copy(x: Tensor) -> Tensor:
     """Copy [B, T, D] to float32, or to its own type if that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
 

@@ -25,7 +25,7 @@ from xscale.nn.quaternion import LinearMaps, use_quaternions
 from xscale.nn.quaternion import check as check_quaternions
 from xscale.nn.random import reseed
 from xscale.nn.recurrent_depth import Halting, HaltingConfig, Pondered, step_signal
-from xscale.nn.reversible import Streams, wide
+from xscale.nn.reversible import Streams, upcast_copy
 from xscale.nn.reversible import check as check_reversible
 from xscale.nn.sharing import Share, share_sublayers
 from xscale.nn.sharing import check as check_sharing
@@ -193,7 +193,7 @@ class Stack(Module):
         leaving = None if self.exits is None else self.exits.leaving(tokens)
         pondered: Pondered | None = None if self.halting is None else self.halting.start(x)
         if self.reversible:
-            x = Streams(wide(x), self.second_stream(x))
+            x = Streams(upcast_copy(x), self.second_stream(x))
         for layer, block in self.blocks.items():
             assert isinstance(block, Block)
             if tokens.rng_seed is not None:
@@ -239,7 +239,7 @@ class Stack(Module):
     def second_stream(self, x: Tensor) -> Tensor:
         """Second residual stream of the first reversible block: a copy of the first, [B, T, D]. A seam: a pipeline
         stage receives that of the stage before."""
-        return wide(x)
+        return upcast_copy(x)
 
     def output(self, x: Any, scores: Scores, tokens: Tokens) -> Any:
         """Output [B, T, D] of the stack, from that of the last block. A seam: a pipeline stage also sends scores, or

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from xscale.nn.block import Block, Scores
 from xscale.nn.linear import Embedding
 from xscale.nn.module import Module, substitute
-from xscale.nn.reversible import Streams, wide
+from xscale.nn.reversible import Streams, upcast_copy
 from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
 from xscale.parallel.pipeline.split import params_shared_by_blocks, stage_layout, stages_of_shared_params
@@ -74,7 +74,7 @@ class ReceivedStream:
 
     def __call__(self, x: Tensor) -> Tensor:
         assert self.received is not None
-        return wide(self.received)
+        return upcast_copy(self.received)
 
 
 def send_streams(x: Streams, scores: Scores, tokens: Tokens) -> tuple[Tensor, ...]:
