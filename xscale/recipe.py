@@ -66,7 +66,7 @@ class Recipe(Settings):
             problems += _check_two_stage(model, self.optimizer.groups, names)
         if model is not None and not self.data.cross_documents:
             problems += _check_documents(model)
-        if model is not None and valid("objective") and OBJECTIVES.of(self.objective).traits.pairs:
+        if model is not None and valid("objective") and OBJECTIVES.of(self.objective).traits.samples == "pairs":
             problems += _check_padding(model)
         if valid("parallel", "precision"):
             problems += ParallelPlan(self.parallel, self.precision, self.data.sequence_length).check(model, world)
@@ -131,17 +131,17 @@ class Recipe(Settings):
         """List where the objective and the data differ in whether samples are pairs of a source and a target."""
         objective, data, problems = OBJECTIVES.of(self.objective), self.data, list[Problem]()
         source = SOURCES.of(data.source)
-        if data.prepared is None and not data.blend and source.traits.pairs != objective.traits.pairs:
+        if data.prepared is None and not data.blend and source.traits.records != objective.traits.records:
             problems.append(pairs_problem("data.source", objective.name, f"source '{source.name}'"))
         for key in ("max_source_length", "max_target_length"):
             length, path = getattr(data, key), f"data.{key}"
-            if length is not None and not objective.traits.pairs:
+            if length is not None and objective.traits.samples != "pairs":
                 what = f"objective '{objective.name}' reads packed text, of which data.sequence_length is the length"
                 problems.append(Problem(path, what, "Leave it out."))
             elif length is not None and length > data.sequence_length:
                 what = f"{length} exceeds data.sequence_length={data.sequence_length}, the longest that the model takes"
                 problems.append(Problem(path, what, f"Take at most {data.sequence_length}, or a longer one there."))
-        if not objective.traits.pairs:
+        if objective.traits.samples != "pairs":
             return problems
         if data.cross_documents:
             what = f"'{objective.name}' hides padding as a document of its own"

@@ -41,7 +41,7 @@ def samples(pairs: bool = False) -> tuple[Tensor, Tensor, Tensor]:
 
 def has_pairs(objective: Objective) -> bool:
     kind = objective.config.kind
-    return kind in OBJECTIVES and bool(OBJECTIVES.get(kind).traits.pairs)
+    return kind in OBJECTIVES and OBJECTIVES.get(kind).traits.samples == "pairs"
 
 
 def batches(objective: Objective, rows: slice = slice(None), documents: bool = False) -> Batch:
@@ -112,8 +112,8 @@ def test_ignored_tokens_weigh_nothing(entry: Entry[Any]) -> None:
 def test_what_is_asked_for_stands_behind_only_where_declared(entry: Entry[Any]) -> None:
     """A causal model is asked for what it has not read: other targets, and what is read up to there is the same."""
     objective = built(entry)
-    tokens, documents, index = samples(entry.traits.pairs)
-    given = documents if entry.traits.pairs else None
+    tokens, documents, index = samples(entry.traits.samples == "pairs")
+    given = documents if entry.traits.samples == "pairs" else None
     first = objective.batch(tokens, given, index)
     copied = 0
     for place in range(tokens.shape[1]):
@@ -129,9 +129,9 @@ def test_what_is_asked_for_stands_behind_only_where_declared(entry: Entry[Any]) 
 
 @each(OBJECTIVES)
 def test_draws_depend_on_the_sample_alone(entry: Entry[Any]) -> None:
-    tokens, documents, index = samples(entry.traits.pairs)
+    tokens, documents, index = samples(entry.traits.samples == "pairs")
     same = tokens[:1].expand(SAMPLES, -1)
-    given = documents[:1].expand(SAMPLES, -1) if entry.traits.pairs else None
+    given = documents[:1].expand(SAMPLES, -1) if entry.traits.samples == "pairs" else None
     torch.manual_seed(3)
     first = built(entry).batch(same, given, index)
     torch.manual_seed(4)
@@ -146,7 +146,7 @@ def test_draws_depend_on_the_sample_alone(entry: Entry[Any]) -> None:
 @each(OBJECTIVES)
 def test_documents_are_told_to_the_model(entry: Entry[Any]) -> None:
     objective = built(entry)
-    if entry.traits.pairs:
+    if entry.traits.samples == "pairs":
         return
     apart, together = batches(objective, documents=True), batches(objective)
     assert together.tokens.documents is None
@@ -160,7 +160,7 @@ def test_documents_are_told_to_the_model(entry: Entry[Any]) -> None:
 @each(OBJECTIVES)
 def test_padding_weighs_nothing(entry: Entry[Any]) -> None:
     """Other ids, more of it or none: the loss and its gradients are those of the pair by itself."""
-    if not entry.traits.pairs:
+    if entry.traits.samples != "pairs":
         return
     objective, model = built(entry), model_for(entry).double()
     tokens, documents, index = samples(pairs=True)
@@ -201,8 +201,8 @@ def of_model(
 @each(OBJECTIVES)
 def test_label_smoothing_is_told_to_the_model(entry: Entry[Any]) -> None:
     objective = built(entry)
-    tokens, documents, index = samples(entry.traits.pairs)
-    batch = objective.batch(tokens, documents if entry.traits.pairs else None, index, label_smoothing=0.25)
+    tokens, documents, index = samples(entry.traits.samples == "pairs")
+    batch = objective.batch(tokens, documents if entry.traits.samples == "pairs" else None, index, label_smoothing=0.25)
     assert batch.tokens.label_smoothing == 0.25
     model = model_for(entry).double()
     logits = model(batch.tokens, None, batch.source)

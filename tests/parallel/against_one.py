@@ -162,7 +162,7 @@ def batch_of(
 ) -> Batch:
     """Micro-batch `number` of a step: the same samples, documents (if kept `apart`) and noise whoever reads it."""
     generator = torch.Generator().manual_seed(seed_of(SEED, step, number))
-    pairs = OBJECTIVES.of(objective.config).traits.pairs
+    pairs = OBJECTIVES.of(objective.config).traits.samples == "pairs"
     length = objective.length + (TARGET_LENGTH if pairs else 1)
     tokens = torch.randint(19, VOCABULARY, (micro, length), generator=generator)
     documents = (torch.rand(tokens.shape, generator=generator) < 0.1).long().cumsum(1)

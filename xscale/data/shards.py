@@ -87,7 +87,7 @@ def plan_shards(config: DataConfig) -> list[list[ByteRange]]:
 
 def sequences_of(config: DataConfig) -> int:
     """Return the sequences of a document: two for a pair of a source and a target."""
-    return 2 if SOURCES.of(config.source).traits.pairs else 1
+    return 2 if SOURCES.of(config.source).traits.records == "pairs" else 1
 
 
 def shard_key(tokenizer: Tokenizer, ranges: list[ByteRange]) -> str:

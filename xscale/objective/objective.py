@@ -1,7 +1,7 @@
 """Training objectives, which turn packed samples into inputs and targets and compute the loss; `causal`."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -12,6 +12,9 @@ from xscale.core.errors import Problem
 from xscale.core.registry import Family
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.tokens import Tokens
+
+Samples = Literal["packed", "pairs"]
+"""Kinds of samples: packed text; pairs of a source and a target, each padded to its length."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,13 @@ class ObjectiveTraits:
     """Needs a model that reads a source sequence."""
     random: bool
     """Corrupts inputs at random, seeded by the sample's number, so that every layout corrupts the same tokens."""
-    pairs: bool = False
-    """Needs samples of pairs, a source and a target, in place of packed text."""
+    samples: Samples = "packed"
+    """Kind of the samples: packed text, pairs of a source and a target, or another one that `Samples` names."""
+
+    @property
+    def records(self) -> Literal["text", "pairs"]:
+        """Content of the documents of which the samples are made, which is a trait of sources."""
+        return "pairs" if self.samples == "pairs" else "text"
 
 
 @dataclass(frozen=True)

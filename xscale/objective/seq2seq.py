@@ -10,7 +10,7 @@ from xscale.nn.tokens import Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, Objective, ObjectiveTraits
 
 
-@OBJECTIVES.register("seq2seq", traits=ObjectiveTraits(causal=True, source=True, random=False, pairs=True))
+@OBJECTIVES.register("seq2seq", traits=ObjectiveTraits(causal=True, source=True, random=False, samples="pairs"))
 class Seq2Seq(Objective):
     """Teacher forcing: each target token from the source and the earlier target tokens. The padding token begins the
     target, as in T5 and in the objective `span`."""

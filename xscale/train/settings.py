@@ -164,7 +164,7 @@ class Settings(Config):
     @property
     def has_pairs(self) -> bool:
         """Whether samples are pairs of a source and a target."""
-        return bool(OBJECTIVES.of(self.objective).traits.pairs)
+        return bool(OBJECTIVES.of(self.objective).traits.samples == "pairs")
 
     @property
     def sample_tokens(self) -> int:
@@ -175,9 +175,10 @@ class Settings(Config):
 
 def pairs_problem(path: str, objective: str, data: str) -> Problem:
     """Return the problem at `path` of an objective of that name and data that do not both have pairs, or both none."""
-    pairs = OBJECTIVES.get(objective).traits.pairs
-    has, needs = ("are no pairs", "are pairs") if pairs else ("are pairs", "are no pairs")
-    objectives, sources = ", ".join(OBJECTIVES.able(pairs=not pairs)), ", ".join(SOURCES.able(pairs=pairs))
+    records = OBJECTIVES.get(objective).traits.records
+    has, needs = ("are no pairs", "are pairs") if records == "pairs" else ("are pairs", "are no pairs")
+    sources = ", ".join(SOURCES.able(records=records))
+    objectives = ", ".join(entry.name for entry in OBJECTIVES if entry.traits.records != records)
     what = f"the documents of the {data} {has} of a source and a target; those that '{objective}' reads {needs}"
     return Problem(path, what, f"Take a source of {sources}; or an objective of {objectives}.")
 

@@ -21,7 +21,7 @@ Bad = Callable[[str, str, str], BadDocumentError]
 """Makes the error of a record of (reason, what, fix)."""
 
 
-@SOURCES.register("pairs", traits=SourceTraits(bounded=True, resumable=True, download=False, pairs=True))
+@SOURCES.register("pairs", traits=SourceTraits(bounded=True, resumable=True, download=False, records="pairs"))
 class PairSource(FileSource):
     class Config(FileSource.Config):
         paths: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ class Document:
     """File, and in a file of many documents the byte offset: `corpus/a.txt:8192`."""
     text: str
     target: str | None = None
-    """The text that a model writes after reading `text`, of sources with the trait `pairs`; None: there is none."""
+    """The text that a model writes after reading `text`, of sources whose records are pairs; None: there is none."""
 
 
 def document_hash(text: str) -> int:
@@ -44,8 +44,8 @@ class SourceTraits:
     """Documents have the same names and order each time."""
     download: bool
     """Reading needs a network."""
-    pairs: bool = False
-    """Each document is a pair: a text and the target that a model writes after reading it."""
+    records: Literal["text", "pairs"] = "text"
+    """Content of a document: a text; or a pair, of a text and the target that a model writes after reading it."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ DEFINITION = re.compile(r"^([ \t]*)(?:async[ \t]+)?def[ \t]+\w")
 DOCSTRING = re.compile(r"[rR]?[\"']")
 
 
-@SOURCES.register("stdlib_pairs", traits=SourceTraits(bounded=True, resumable=True, download=False, pairs=True))
+@SOURCES.register("stdlib_pairs", traits=SourceTraits(bounded=True, resumable=True, download=False, records="pairs"))
 class StdlibPairs(Source):
     """A function without its docstring -> the docstring's first paragraph (as in Husain et al. 2019, CodeSearchNet)."""
 
