@@ -44,6 +44,7 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/mesh/flight_recorder.py: pickle.loads": "torch's record of this process, in this process's memory",
     },
     "nothing global": {
+        "xscale/data/parallel_map.py: sys.modules": "a worker must not run the user's script again; set back at once",
         "xscale/cli/main.py: warnings.showwarning": "the interpreter's only way to show a warning otherwise; put back "
         "when the command ends",
         "xscale/mesh/environment.py: os.environ": f"{DEEPSPEED}: a variable says on what it computes",

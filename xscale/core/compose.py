@@ -4,7 +4,10 @@ Precedence: schema default < `use` left to right < the file itself < the command
 """
 
 import re
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +126,25 @@ def compose_leniently(file: Path, overrides: list[str]) -> Composed:
 
     ConfigError, with every problem, when a file cannot be read: nobody knows which keys are valid without it.
     """
+    return _compose(partial(_add_file, file=file, above=()), overrides)
+
+
+def compose_mapping(data: dict[str, Any], overrides: list[str]) -> Composed:
+    """Compose a config that is no file: a mapping, the files that its `use` names, and the overrides.
+
+    `use` is looked for in the working directory and above, and among the configs that come with xscale. ConfigError
+    for any problem.
+    """
+    composed = _compose(partial(_add_data, data=deepcopy(data), file=Path("recipe").absolute(), above=()), overrides)
+    if composed.problems:
+        raise ConfigError(composed.problems)
+    return composed
+
+
+def _compose(add: Callable[[Composed], None], overrides: list[str]) -> Composed:
     composed = Composed()
     try:
-        _add_file(composed, file, ())
+        add(composed)
     except ConfigError as error:
         composed.problems += error.problems
     has_all_files = not composed.problems
@@ -154,7 +173,11 @@ def _add_file(composed: Composed, file: Path, above: tuple[Path, ...]) -> None:
         chain = " -> ".join(map(str, (*above, file)))
         raise ConfigError(str(file), f"`use` is circular: {chain}", "Remove one of them.")
     composed.files.append(file.absolute())
-    data = parse_file(file)
+    _add_data(composed, parse_file(file), file, above)
+
+
+def _add_data(composed: Composed, data: dict[str, Any], file: Path, above: tuple[Path, ...]) -> None:
+    """Add the content of `file`, after the files that it uses."""
     use = data.pop("use", None) or []
     names = [use] if isinstance(use, str) else use
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

@@ -2,10 +2,12 @@
 
 import multiprocessing
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
+from types import ModuleType
 from typing import Any
 
 from xscale.core.errors import ConfigError
@@ -49,7 +51,8 @@ def _workers(work: Callable[..., Any], count: int) -> Iterator[dict[Connection, 
         for _ in range(count):
             parent_end, child_end = context.Pipe()
             process = context.Process(target=_serve, args=(child_end, work), daemon=True)
-            process.start()
+            with _without_main_module():
+                process.start()
             child_end.close()
             workers[parent_end] = process
         yield workers
@@ -58,6 +61,20 @@ def _workers(work: Callable[..., Any], count: int) -> Iterator[dict[Connection, 
             connection.close()
             process.terminate()
             process.join()
+
+
+@contextmanager
+def _without_main_module() -> Iterator[None]:
+    """Hide the module `__main__` from a process that is started meanwhile.
+
+    Otherwise a worker would first run the user's script, which trains, again, unless it has a main guard.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _dispatch(workers: dict[Connection, Any], jobs: Sequence[tuple[Any, ...]]) -> Iterator[Any]:

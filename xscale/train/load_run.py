@@ -59,29 +59,38 @@ class LoadedRun:
     parameters: list[ShardedParameter]
 
 
-def load_run(folder: Path, *, plugins: bool = False) -> LoadedRun:
+def load_run(folder: Path, *, plugins: bool = False, checkpoint: Path | None = None) -> LoadedRun:
     """Load the newest good checkpoint of the run in `folder`. Reads no corpus and trains no tokenizer.
 
-    `plugins`: import the modules that the run's config names. ConfigError when there is no run or no checkpoint.
+    `plugins`: import the modules that the run's config names. `checkpoint`: one of the run's, instead of the newest.
+    ConfigError when there is no run or no checkpoint.
     """
     settings = single_process(read_settings(folder, plugins=plugins))
-    checkpoint = find_newest(folder / CHECKPOINTS)
-    if checkpoint.path is None:
+    path = find_newest(folder / CHECKPOINTS).path if checkpoint is None else checkpoint
+    if path is None:
         raise ConfigError(str(folder), "the run has no checkpoint yet", "Wait for the first one.")
-    fingerprint = read_state(checkpoint.path).get("tokenizer_fingerprint")
+    fingerprint = read_state(path).get("tokenizer_fingerprint")
     tokenizer = open_run_tokenizer(folder, settings.data, fingerprint)
     rank_info = read_rank_info()
     degrees = axes.resolve(settings.parallel.mesh, rank_info.world)
     mesh = init_mesh(rank_info, degrees, device_of(settings, rank_info), settings.parallel.timeout_seconds)
-    model = build_on_meta(settings, tokenizer.vocabulary)
-    plan = ParallelPlan(settings.parallel, settings.precision, settings.data.sequence_length)
-    if problems := plan.check(model, rank_info.world):
-        raise ConfigError(problems)
-    model = plan.apply(model, mesh, settings.run.seed, draw_weights=False)
+    model = build_on_mesh(settings, tokenizer.vocabulary, mesh, draw_weights=False)
     parameters = sharded_parameters(model)
     weights = {f"model.{parameter.name}": parameter.parameter.detach() for parameter in parameters}
-    loaded = load(checkpoint.path, weights, only="model.", verify=settings.checkpoint.verify)
+    loaded = load(path, weights, only="model.", verify=settings.checkpoint.verify)
     return LoadedRun(folder, settings, loaded.step, tokenizer, mesh, model, parameters)
+
+
+def build_on_mesh(settings: Settings, vocabulary: int, mesh: Mesh, *, draw_weights: bool) -> nn.Module:
+    """Build the model of `settings` on a mesh. ConfigError where its layout is not possible.
+
+    `draw_weights`: give it the initial weights of `run.seed`; otherwise they are NaN until they are loaded.
+    """
+    model = build_on_meta(settings, vocabulary)
+    plan = ParallelPlan(settings.parallel, settings.precision, settings.data.sequence_length)
+    if problems := plan.check(model, mesh.rank_info.world):
+        raise ConfigError(problems)
+    return plan.apply(model, mesh, settings.run.seed, draw_weights=draw_weights)
 
 
 def read_settings(folder: Path, *, plugins: bool = False) -> Settings:

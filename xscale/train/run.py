@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from xscale.checkpoint.files import RunLock
 from xscale.checkpoint.in_memory import InMemoryCheckpoint, InMemoryState
 from xscale.checkpoint.search import find_newest
 from xscale.core.config import encode
-from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, FaultError
+from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, FaultError, Problem
 from xscale.core.file_safety import check_private_folder
 from xscale.data.stored_tokenizer import store_tokenizer
 from xscale.mesh.collectives import barrier
@@ -50,7 +51,7 @@ from xscale.train.run_folder import (
     write_config,
 )
 from xscale.train.settings import Settings, build_on_meta
-from xscale.train.setup import RunParts, set_up
+from xscale.train.setup import RunParts, check_machine, set_up
 from xscale.train.state import State
 from xscale.watchdog.crash_dumps import CrashDumps
 from xscale.watchdog.watchdog import StopSignal, Watchdog
@@ -78,6 +79,20 @@ def train(settings: Settings) -> int:
                 what = "stopped before the first step, with nothing to save"
                 print(f"xscale: {stop.cause}: {what}. Run the same command to start again", file=sys.stderr, flush=True)
             return EXIT_REQUEUE
+
+
+def check_and_train(settings: Settings, check: Callable[[int], list[Problem]]) -> int:
+    """Train, after `check` for this many ranks and a check of the machine: ConfigError lists all problems. Collective.
+
+    `check` is that of the recipe, of which this package knows the settings.
+    """
+    try:
+        if problems := check(read_rank_info().world) + check_machine(settings):
+            raise ConfigError(problems)
+    except ConfigError as error:
+        error.same_on_all_ranks = True
+        raise
+    return train(settings)
 
 
 def _train(settings: Settings, rank_info: RankInfo, stop: StopSignal, began: float) -> int:
