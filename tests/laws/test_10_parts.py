@@ -1,5 +1,6 @@
 """Law 10 for parts and configs: a part is in a file of its name or in one that names it; sentences; light imports."""
 
+import functools
 import importlib
 import pkgutil
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 import xscale
 from tests.families import each, entries
+from xscale.core import config as core_config
 from xscale.core.config import Config, sentences
 from xscale.core.registry import Entry
 
@@ -61,7 +63,9 @@ def subclasses(config: type[Config]) -> list[type[Config]]:
     return list(dict.fromkeys(below))
 
 
-def test_every_config_field_has_its_sentence() -> None:
+def test_every_config_field_has_its_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without this each file would be parsed once for each class that it is above.
+    monkeypatch.setattr(core_config, "_sentences_of_file", functools.cache(core_config._sentences_of_file))
     for module in pkgutil.walk_packages(xscale.__path__, "xscale."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)

@@ -21,7 +21,9 @@ from xscale.recipe import Recipe, read
 RUNS = sorted((ROOT / "configs/run").glob("*.y*ml"))
 # A comparison is a list of variants, and no part of a run.
 COMPARED = set((ROOT / "configs" / "compare").rglob("*.y*ml"))
-PARTIAL = sorted(path for path in (ROOT / "configs").rglob("*.y*ml") if path not in {*RUNS, *COMPARED})
+# The recipe of a variant is a whole run, which tests/commands/test_catalogue.py checks and trains.
+VARIANTS = sorted((ROOT / "configs/xformer").glob("*.y*ml"))
+PARTIAL = sorted(path for path in (ROOT / "configs").rglob("*.y*ml") if path not in {*RUNS, *VARIANTS, *COMPARED})
 
 
 def only_data(value: Any) -> bool:
@@ -102,6 +104,13 @@ def test_a_run_returns_and_has_no_problem(path: Path) -> None:
     returns(recipe)
     assert only_data(composed.data)
     assert [str(one) for one in recipe.check(min_world_size(recipe.parallel.mesh))] == []
+
+
+@pytest.mark.parametrize("path", VARIANTS, ids=lambda path: path.stem)
+def test_the_recipe_of_a_variant_returns(path: Path) -> None:
+    recipe, composed = read(path, [])
+    returns(recipe)
+    assert only_data(composed.data)
 
 
 @pytest.mark.parametrize("path", PARTIAL, ids=lambda path: str(path.relative_to(ROOT)))
