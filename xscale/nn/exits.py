@@ -149,6 +149,27 @@ class Exits(Module):
             problems.append(Problem(f"{path}.self_sampling", what, fix))
         return problems + ([] if policy is None else policy.check(len(after), f"{path}.policy"))
 
+    def after_block(
+        self,
+        layer: int,
+        before: Tensor,
+        after: Tensor,
+        tokens: Tokens,
+        prediction: Prediction | None,
+        leaving: EarlyExit | None,
+    ) -> Tensor:
+        """Return what the next block reads, from the input `before` and the output `after` [B, T, D] of block `layer`.
+
+        Tokens that have left keep their states, and the loss of the exit is attached.
+        """
+        x = after if leaving is None else leaving.keep(before, after)
+        if prediction is None:
+            return x
+        x = self.attach_loss(layer, x, tokens, prediction)
+        if leaving is not None:
+            self.leave(layer, x, tokens, prediction, leaving)
+        return x
+
     def attach_loss(self, layer: int, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
         """Return x [B, T, D], the output of block `layer`, with the loss of its exit attached; without an exit x."""
         targets = prediction.targets
