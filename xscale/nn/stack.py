@@ -16,6 +16,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.early_exit import EarlyExit
 from xscale.nn.exits import Exits, ExitsConfig, Prediction, no_exits
 from xscale.nn.ffn.ffn import FFNS, Ffn
+from xscale.nn.gates import GATES, GateBudget
 from xscale.nn.head import Head
 from xscale.nn.layer_mix import LayerMix
 from xscale.nn.mixer.mixer import MIXERS, Mixer
@@ -134,6 +135,10 @@ class Stack(Module):
             use_quaternions(self.blocks.values())
         self.shared: nn.ModuleDict | None = share_sublayers(self.blocks.values(), config.share)
         """The sublayers that all blocks have in common, by name; None: each block has its own."""
+        self.gates: GateBudget | None = None
+        if config.block.gates is not None:
+            sublayers = sum(len(config.block_config(layer).listed(cross=cross)) for layer in range(config.depth))
+            self.gates = GateBudget(config.block.gates, sublayers)
         self.hands_on_scores = any(block.score_mixers() for block in self.blocks.values())  # type: ignore[operator]
         """Whether attention scores pass from block to block, beside the hidden states."""
         self.reversible = config.block.residual == "reversible"
@@ -190,6 +195,8 @@ class Stack(Module):
         """`prediction` is what the exits predict; None: they do nothing."""
         scores, states = self.first_scores(), [x]
         memories = memory if self.mix is None or memory is None else self.mix(memory, tokens)
+        if self.gates is not None:
+            tokens, scores = self.gates.start(x, tokens, scores)
         leaving = None if self.exits is None else self.exits.leaving(tokens)
         pondered = None if self.halting is None else self.halting.start(x)
         if self.reversible:
@@ -213,6 +220,8 @@ class Stack(Module):
             x = torch.stack(states)  # [depth + 1, B, T, D]
         if self.halting is not None and pondered is not None:
             x = self.halting.finish(pondered, tokens).to(x.dtype)
+        if self.gates is not None:
+            x = self.gates.attach_loss(x, scores[GATES], tokens)
         return self.output(x, scores, tokens)  # type: ignore[no-any-return]
 
     def _next(
@@ -225,7 +234,7 @@ class Stack(Module):
             # resumed run needs no saved generator to draw what the uninterrupted run would have drawn.
             reseed(tokens.rng_seed, block.path)
         x, tokens = self._with_signal(layer, x, tokens), self._tokens_of(block, tokens)
-        if self.hands_on_scores:
+        if self.hands_on_scores or self.gates is not None:
             x, scores = self.run_block(block, x, tokens, memory, source, scores)
             return x, scores
         return self.run_block(block, x, tokens, memory, source), scores

@@ -78,6 +78,17 @@ def _tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True)
+class Gating:
+    """What the gates of a stack read beside the hidden states (`xscale.nn.gates`)."""
+
+    budgets: Tensor
+    """[B] index of each sequence's budget."""
+    noise: Tensor | None = None
+    """Standard deviation of the gates' noise, a scalar tensor, which no compiled graph takes for a constant; None:
+    there is no noise."""
+
+
+@dataclass(frozen=True)
 class Tokens:
     """One micro-batch of tokens."""
 
@@ -106,6 +117,8 @@ class Tokens:
     """Whether the head returns the logits of the last token alone, [B, 1, V], as generation reads them."""
     early_exit: EarlyExit | None = None
     """State of the tokens at the exits of the stack; None: all blocks are computed for every token."""
+    gating: Gating | None = None
+    """Budgets of the sequences, for the gates of the sublayers; None: a stack with gates draws them."""
     shared_values: SharedValues = field(default_factory=SharedValues, compare=False, repr=False)
     """Values that all blocks share."""
 
@@ -131,6 +144,10 @@ class Tokens:
             starts = torch.where(fresh, count, 0).cummax(dim=1).values
             count = count - starts
         return Tokens(ids=ids, positions=count, documents=documents, **more_fields)
+
+    def with_gating(self, gating: Gating) -> "Tokens":
+        """Return a copy with the budgets of the sequences."""
+        return replace(self, gating=gating)
 
     def with_prefix(self, count: int) -> "Tokens":
         """Prepend `count` positions without token ids (global tokens); they count from 0, and the text after them."""

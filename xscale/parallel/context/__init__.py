@@ -6,6 +6,7 @@ a core's traits list the styles that it supports. A convolution over the sequenc
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -13,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from xscale.core.errors import Problem
-from xscale.mesh.collectives import all_gather
+from xscale.mesh.collectives import all_gather, sum_out
 from xscale.mesh.mesh import Mesh
 from xscale.nn.attention.core import CORES, ContextStyle
 from xscale.nn.block import Sublayer
 from xscale.nn.exits import Exits
 from xscale.nn.ffn.ffn import FFNS, Ffn
 from xscale.nn.ffn.moe import Moe
+from xscale.nn.gates import Gate, GateBudget
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.local_mixer import LocalMixer, NeighbourReader
 from xscale.nn.mixer.mixer import MIXERS, Mixer
@@ -206,12 +208,14 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> bool:
             substitute(module, "make_mask", ShardedMaskBuilder(module, module.make_mask))
         if isinstance(module, NeighbourReader):
             substitute(module, "with_neighbours", NeighbourExchange(module, module.with_neighbours))
-        if isinstance(module, Sublayer | Ffn | Embed | LocalMixer):
+        if isinstance(module, Sublayer | Ffn | Embed | LocalMixer | Gate):
             substitute(module, "random", TokensOverContext(module.random))
         if isinstance(module, Moe):
             substitute(module, "dispatch_plan", GlobalRouting(module.dispatch_plan))
         if isinstance(module, Exits):
             substitute(module, "sum_over_sequence", SumOverContext(mesh.context))
+        if isinstance(module, GateBudget):
+            substitute(module, "sum_over_sequence", partial(sum_out, group=mesh.context))
     return True
 
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from xscale.core.errors import Problem
 from xscale.nn.exits import Exits
+from xscale.nn.gates import GateBudget
 from xscale.nn.layer_mix import LayerMix
 from xscale.nn.recurrent_depth import Halting
 from xscale.nn.stack import Stack
@@ -35,6 +36,9 @@ def check(model: nn.Module, config: ParallelConfig, path: str, length: int = 0) 
     if any(isinstance(module, Halting) for module in model.modules()):
         what = "each step hands on which tokens have halted and their outputs so far, and stages only hidden states"
         problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or stack.halting=null."))
+    if any(isinstance(module, GateBudget) for module in model.modules()):
+        what = "the budget's loss reads the gates of all blocks, and stages pass on hidden states"
+        problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or stack.block.gates=null."))
     if any(isinstance(module, LayerMix) for module in model.modules()):
         what = "the decoder reads the outputs of all encoder blocks, and stages pass on that of the last one"
         problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or model.transparent=false."))
