@@ -11,8 +11,11 @@ from xscale.nn.early_exit import EarlyExit
 
 
 class Stats:
-    """Running means of statistics from inside the model. They are means, so that a recomputed forward, which adds its
-    values again, does not change them."""
+    """Running means of statistics from inside the model.
+
+    A recomputed forward adds nothing (`xscale.parallel.activation_checkpointing`): where only some of the blocks that
+    share a part are recomputed, its means would count them twice.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -28,6 +31,14 @@ class Stats:
     def means(self) -> dict[str, Tensor]:
         """Name -> mean over its observations."""
         return {name: total / self._counts[name] for name, total in self._sums.items()}
+
+    def copy(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """Return the sums and the numbers of observations by name, as they are now."""
+        return dict(self._sums), dict(self._counts)
+
+    def reset(self, state: tuple[dict[str, Tensor], dict[str, int]]) -> None:
+        """Set the observations to those of an earlier `copy`."""
+        self._sums, self._counts = dict(state[0]), dict(state[1])
 
 
 class SharedValues:
