@@ -120,6 +120,24 @@ def test_a_token_that_never_halts_has_the_last_state() -> None:
     assert close(made(tokens()), plain(tokens()))
 
 
+@pytest.mark.parametrize("count", [1, 3, DEPTH])
+def test_halting_that_is_forced_at_a_step_is_that_many_layers(count: int) -> None:
+    made, plain = model(bias=0.0), model(halting=None, depth=count)
+    plain.load_state_dict({name: value for name, value in made.state_dict().items() if "halting" not in name})
+    unit, step = made.stack.halting, 0
+
+    def force(parameter: Tensor) -> Tensor:
+        nonlocal step
+        if parameter is not unit.bias:
+            return parameter
+        step += 1
+        return torch.full_like(parameter, 60.0 if step == count else -60.0)
+
+    unit.use = force
+    assert close(made(tokens()), plain(tokens()))
+    assert step == DEPTH
+
+
 @pytest.mark.parametrize("kind", [Decoder, EncoderDecoder])
 def test_decoding_over_a_cache_is_the_parallel_form(kind: type[Any]) -> None:
     made, ids = model(kind), tokens().ids

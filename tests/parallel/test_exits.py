@@ -18,6 +18,7 @@ def model(kind: str = "decoder", *, tied: bool = True, depth: int = 3, **exits: 
 OWN = model(weights="linear")
 SHARED = model("encoder", tied=False, head="shared")
 AHEAD = model(stop="by_depth", second_target=0.5)
+DIVERSE = model("encoder", diversity=0.2)
 STAGES = model("encoder", two_stage=0.5)
 CERTAIN = {"criterion": "entropy", "threshold": 4.15}
 NEAR = {"criterion": "uncertainty", "threshold": 0.985, "window": 1}
@@ -33,9 +34,18 @@ SEQUENCE = {"mesh": {"tp": 2}, "tensor": {"sequence": True}, "recompute": {"ever
         (model("encoder", depth=4, blocks=[2], head="shared"), [PIPELINE | {"zero": {"stage": 3}}]),
         (AHEAD, [PIPELINE, {"mesh": {"tp": 2}}, {"mesh": {"dp_shard": 2}, "zero": {"stage": 3}}]),
         (model(self_sampling=0.5, policy=CERTAIN), [{"mesh": {"tp": 2}}, {"mesh": {"cp": 2}}]),
+        pytest.param(DIVERSE, [SEQUENCE, {"mesh": {"cp": 2}}, {"zero": {"stage": 3}}], marks=pytest.mark.long),
         (model(self_sampling=0.5, policy=NEAR), [{"mesh": {"dp_shard": 2}, "zero": {"stage": 3}}]),
     ],
-    ids=["own", "shared", "shared on the last stage", "second target", "self-sampling", "self-sampling in a window"],
+    ids=[
+        "own",
+        "shared",
+        "shared on the last stage",
+        "second target",
+        "self-sampling",
+        "diverse",
+        "self-sampling in a window",
+    ],
 )
 def test_a_layout_has_the_numbers_of_one_process(
     model: dict[str, Any], layouts: list[dict[str, Any]], pool: Pool

@@ -119,10 +119,6 @@ class Draw:
         if pipeline["schedule"] in ("zbv", "dualpipe_v") and degrees["pp"] > 1 and not self.lenient:
             model["tied"] = False
         parallel = self.parallel(pipeline, mixture="experts" in str(model))
-        if parallel["recompute"]["every"] > 1:
-            # Statistics of a mixture that blocks share are means over its uses, of which recomputed ones count twice.
-            for stack in ("stack", "encoder", "decoder"):
-                model.get(stack, {})["share"] = "none"
         dp = degrees["dp_replicate"] * degrees["dp_shard"]
         batch = 6 if ranks == 3 else self.of(4, 4, 8)
         sizes = [size for size in (1, 1, 2, 4) if self.lenient or batch % (size * dp) == 0] or [1]

@@ -21,6 +21,9 @@ def evaluate(
         bool,
         typer.Option("--exits", help="Let tokens leave at the exits; print loss and accuracy by threshold."),
     ] = False,
+    budgets: Annotated[
+        bool, typer.Option("--budgets", help="Evaluate at each budget of the gates; print loss and accuracy by budget.")
+    ] = False,
     thresholds: Annotated[str | None, typer.Option(help="With --exits: thresholds, such as 1,2.5.")] = None,
     as_json: Json = False,
     plugins: Plugins = False,
@@ -28,16 +31,22 @@ def evaluate(
     """Evaluate a run's newest checkpoint on its validation documents, or on other text.
 
     Prints loss, perplexity and bits per byte as JSON. With --exits it prints a line for each threshold: the fraction of
-    the blocks that tokens were computed in, loss and accuracy.
+    the blocks that tokens were computed in, loss and accuracy. With --budgets it prints a line for each budget of the
+    gates: the fraction of the sublayers that tokens were computed in, loss and accuracy.
     """
     rank_from_launcher()
     from xscale.mesh.environment import read_rank_info
 
+    if exits and budgets:
+        raise ConfigError("--budgets", "prints another curve than --exits", "Give one of them.")
     if exits:
         _evaluate_exits(run, sequences or None, _numbers(thresholds, "--thresholds"), data, plugins, as_json=as_json)
         return
     if thresholds is not None:
         raise ConfigError("--thresholds", "is a list for the policy of exits", "Add --exits, or omit it.")
+    if budgets:
+        _evaluate_budgets(run, sequences or None, data, plugins, as_json=as_json)
+        return
     from xscale.train.load_run import evaluate_run
 
     result = evaluate_run(run, sequences or None, source=data, plugins=plugins)
@@ -70,3 +79,20 @@ def _evaluate_exits(
     for point in points:
         threshold = "none" if point["threshold"] is None else f"{point['threshold']:.4g}"
         print(f"{threshold:>12}{point['blocks']:>10.2%}{point['loss']:>10.4f}{point['accuracy']:>10.2%}")
+
+
+def _evaluate_budgets(run: Path, sequences: int | None, data: str | None, plugins: bool, *, as_json: bool) -> None:
+    """Print the curve of a run with gates: a list of objects as JSON, or a table."""
+    from xscale.mesh.environment import read_rank_info
+    from xscale.train.load_run import budget_curve_of_run
+
+    points = budget_curve_of_run(run, sequences, source=data, plugins=plugins)
+    if not read_rank_info().is_rank0:
+        return
+    if as_json:
+        print(json.dumps(points))
+        return
+    print(f"{'budget':>8}{'computed':>10}{'loss':>10}{'accuracy':>10}")
+    for point in points:
+        share, accuracy = f"{point['computed']:.2%}", f"{point['accuracy']:.2%}"
+        print(f"{point['budget']:>8.4g}{share:>10}{point['loss']:>10.4f}{accuracy:>10}")

@@ -13,6 +13,8 @@ from xscale.core.errors import Problem
 from xscale.nn.attention.ops.mask import ScoreEdge
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn, Gated
+from xscale.nn.gates import GATES, Gate, GatesConfig, GateSum
+from xscale.nn.gates import check as check_gates
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.module import Module
@@ -23,7 +25,8 @@ from xscale.nn.reversible import Streams
 from xscale.nn.tokens import Tokens
 
 Scores = dict[str, Tensor]
-"""Attention scores [B, H, T, S] before mask and softmax, by the name of the sublayer that handed them on."""
+"""What blocks hand on beside hidden states: attention scores [B, H, T, S] before mask and softmax, by the name of the
+sublayer that handed them on, and the sum of the gates so far [B, T] (`GATES`)."""
 NORMLESS = ("rezero", "no_norm", "none")
 """Placements without a norm."""
 ENDS_IN_NORM = ("post", "admin")
@@ -79,6 +82,8 @@ class BlockConfig(Config):
     makes of the other, so that no block's input is saved for backward (Kitaev et al. 2020, Reformer)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability of each sublayer's output."""
+    gates: GatesConfig | None = None
+    """Gates that decide for each token which sublayers are computed, under a budget (Bapna et al. 2020); null: all."""
 
     def listed(self, *, cross: bool = False) -> tuple[SublayerConfig, ...]:
         """Return the sublayers in their order; `cross`: the block reads an encoder's output."""
@@ -109,8 +114,9 @@ class BlockConfig(Config):
 class Sublayer(Module):
     """A mixer or feed-forward part with its norm, dropout and residual connection."""
 
-    def __init__(self, config: BlockConfig, width: int, part: Mixer | Ffn, factor: float = 1.0) -> None:
+    def __init__(self, config: BlockConfig, dims: Dims, part: Mixer | Ffn, factor: float = 1.0) -> None:
         super().__init__()
+        width = dims.width
         self.factor = factor
         self.placement = config.placement
         self.dropout = config.dropout
@@ -119,6 +125,7 @@ class Sublayer(Module):
         self.after: Norm | None = NORMS.build(config.norm, width) if config.placement == "sandwich" else None
         self.alpha = ResidualWeight() if config.placement == "rezero" else None
         self.omega = ResidualGain(width) if config.placement == "admin" else None
+        self.gate = None if config.gates is None else Gate(config.gates, width, dims.init)
         self.part = part
 
     def forward(
@@ -129,11 +136,14 @@ class Sublayer(Module):
         source: Tokens | None = None,
         residual: Tensor | None = None,
         edge: ScoreEdge | None = None,
+        gates: GateSum | None = None,
     ) -> Tensor:
         """[B, T, D] -> [B, T, D]: the part's output for `x`, added to `residual` [B, T, D]; None: to `x`."""
         if self.placement == "none":
             return self.branch(x, tokens, memory, source, edge)
         y = self._output(x, tokens, memory, source, edge)
+        if self.gate is not None:
+            y = self.gate(x, tokens, gates) * y
         kernel = self.kernel_choices.get("bias_dropout_residual")
         residual = x if residual is None else residual
         if self.omega is not None:
@@ -200,7 +210,7 @@ class Block(Module):
         for name, sublayer in named.items():
             inner = cross_dims(dims) if sublayer.part == "cross" else dims
             part = (FFNS if sublayer.part == "ffn" else MIXERS).build(config.config_of(sublayer), inner)
-            setattr(self, name, Sublayer(config, dims.width, part, sublayer.factor))
+            setattr(self, name, Sublayer(config, dims, part, sublayer.factor))
 
     @staticmethod
     def check(config: BlockConfig, dims: Dims, path: str, *, cross: bool = False) -> list[Problem]:
@@ -219,6 +229,7 @@ class Block(Module):
             elif sublayer.part == "mixer" or cross:
                 problems += _check_mixer(part, cross_dims(dims) if sublayer.part == "cross" else dims, at)
         problems += NORMS.of(config.norm).part.check(config.norm, dims, f"{path}.norm")
+        problems += check_gates(config.gates, config.residual, config.placement, f"{path}.gates")
         return problems + _check_position(config, dims, f"{path}.position")
 
     def sublayers(self) -> dict[str, Sublayer]:
@@ -247,14 +258,17 @@ class Block(Module):
         if self.position is not None:
             x = self.position.embed(x, tokens)
         edges = {} if scores is None else {name: ScoreEdge(scores.get(name)) for name in self.score_mixers()}
+        gates = GateSum(scores[GATES]) if scores and GATES in scores else None
         if self.parallel:
             assert self.ffn is not None
-            x = self.ffn(x, tokens, residual=self.mixer(x, tokens, edge=edges.get("mixer")))
+            y = self.mixer(x, tokens, edge=edges.get("mixer"), gates=gates)
+            x = self.ffn(x, tokens, residual=y, gates=gates)
         else:
-            x = self._through(self.order, x, tokens, (memory, source), edges)
+            x = self._through(self.order, x, tokens, (memory, source), edges, gates)
         if scores is None:
             return x
-        return x, {name: edge.scores for name, edge in edges.items() if edge.scores is not None}
+        handed_on = {name: edge.scores for name, edge in edges.items() if edge.scores is not None}
+        return x, handed_on | ({} if gates is None else {GATES: gates.total})
 
     def _through(
         self,
@@ -263,13 +277,15 @@ class Block(Module):
         tokens: Tokens,
         memory: tuple[Tensor | None, Tokens | None] = (None, None),
         edges: Mapping[str, ScoreEdge] = MappingProxyType({}),
+        gates: GateSum | None = None,
     ) -> Tensor:
         """Output [B, T, D] of the sublayers `names`; `memory` is the encoder's output and the tokens it is of."""
         before = x
         for name in names:
             before, residual = (before, x) if name in self.parallel_sublayers else (x, None)
             memory_and_source = memory if name.startswith("cross") else ()
-            x = getattr(self, name)(before, tokens, *memory_and_source, residual=residual, edge=edges.get(name))
+            edge = edges.get(name)
+            x = getattr(self, name)(before, tokens, *memory_and_source, residual=residual, edge=edge, gates=gates)
         return x
 
     def _next_streams(self, streams: Streams, tokens: Tokens, memory: Tensor | None, source: Tokens | None) -> Streams:

@@ -4,10 +4,11 @@
 
 h_l [B, T, D] are the hidden states after block l, from 1, and f_l is a norm with a head; l goes through the exits and
 the last block, after which the model's own head predicts. Weights that grow linearly are those of Zhou et al. 2020.
+With diversity (Sun et al. 2021) alpha mean_{j<l} CE(p_l, p_j) is subtracted for each l, CE(p, q) = -sum_c q_c log p_c.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -49,6 +50,10 @@ class ExitsConfig(Config):
     self_sampling: float | None = Field(default=None, gt=0, lt=1)
     """Fraction of the run's steps after which tokens leave by the policy in training too, so that the losses of later
     exits and of the model's head are those of copied hidden states (Li et al. 2021); null: never."""
+    diversity: float = Field(default=0.0, ge=0)
+    """Weight alpha of the diversity of the predictions (Sun et al. 2021): alpha times the cross-entropy of each exit's
+    and the last block's distribution against those of the exits before it, in their mean, is subtracted from the loss.
+    It needs the logits of all targets at once; 0: none."""
     policy: ExitPolicyConfig | None = None
     """When a token leaves at an exit in generation and in `xscale eval --exits`; null: never. Training and other
     evaluations compute all blocks."""
@@ -66,6 +71,8 @@ class Prediction:
     """The model's head."""
     targets: Tensor | None
     """[B, T] token ids; None: no loss is asked for."""
+    log_probabilities: list[Tensor] = field(default_factory=list)
+    """[B, T, V] of each exit so far, where their diversity has a loss."""
 
 
 class Exit(Module):
@@ -143,11 +150,35 @@ class Exits(Module):
         if config.two_stage is not None and config.weights == "linear":
             what = "in two stages the model's head and the exits are never trained together"
             problems.append(Problem(f"{path}.weights", what, "Take equal, or two_stage=null."))
+        if config.diversity and (config.two_stage is not None or config.stop != "never"):
+            what = "diversity is that of predictions which are trained together, and these end or begin apart"
+            problems.append(Problem(f"{path}.diversity", what, "Take 0, or two_stage=null and stop=never."))
         if config.self_sampling is not None and (policy is None or config.two_stage is not None):
             what = "tokens leave by a policy, and there is none" if policy is None else "all blocks are frozen then"
             fix = "Set policy, or take self_sampling=null." if policy is None else "Take two_stage=null."
             problems.append(Problem(f"{path}.self_sampling", what, fix))
         return problems + ([] if policy is None else policy.check(len(after), f"{path}.policy"))
+
+    def after_block(
+        self,
+        layer: int,
+        before: Tensor,
+        after: Tensor,
+        tokens: Tokens,
+        prediction: Prediction | None,
+        leaving: EarlyExit | None,
+    ) -> Tensor:
+        """Return what the next block reads, from the input `before` and the output `after` [B, T, D] of block `layer`.
+
+        Tokens that have left keep their states, and the loss of the exit is attached.
+        """
+        x = after if leaving is None else leaving.keep(before, after)
+        if prediction is None:
+            return x
+        x = self.attach_loss(layer, x, tokens, prediction)
+        if leaving is not None:
+            self.leave(layer, x, tokens, prediction, leaving)
+        return x
 
     def attach_loss(self, layer: int, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
         """Return x [B, T, D], the output of block `layer`, with the loss of its exit attached; without an exit x."""
@@ -162,7 +193,8 @@ class Exits(Module):
         read = x if self.config.two_stage is None else x.detach()
         loss = self.at[str(layer)](read, targets, tokens, prediction)
         self._record(self.at[str(layer)], loss, tokens)
-        return attach(x, loss, self.weights[layer] * tokens.target_weight)
+        x = attach(x, loss, self.weights[layer] * tokens.target_weight)
+        return self._attach_diversity(self.at[str(layer)], x, tokens, prediction)
 
     def leaving(self, tokens: Tokens) -> EarlyExit | None:
         """Return the state of the tokens of a forward that may leave; None: all blocks are computed for every token."""
@@ -194,7 +226,10 @@ class Exits(Module):
     def attach_second(self, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
         """Return the output x [B, T, D] of the stack with the loss of the second target attached; without one x."""
         targets = prediction.targets
-        if self.second is None or targets is None or tokens.target_weight is None:
+        if targets is None or tokens.target_weight is None:
+            return x
+        x = self._attach_diversity(None, x, tokens, prediction)
+        if self.second is None:
             return x
         following = F.pad(targets[:, 1:], (0, 1), value=IGNORE_INDEX)
         # The first token of a document is no target, and behind it is nothing to predict from the document before.
@@ -202,6 +237,21 @@ class Exits(Module):
         loss = self.second(x, following, tokens, prediction)
         self._record(self.second, loss, tokens)
         return attach(x, loss, self.config.second_target * tokens.target_weight)
+
+    def _attach_diversity(self, part: Any, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
+        """Return x [B, T, D], which an exit reads, with its diversity as a loss; `part` None: the model's head."""
+        alpha, targets, earlier = self.config.diversity, prediction.targets, prediction.log_probabilities
+        if not alpha or targets is None or tokens.target_weight is None:
+            return x
+        every = replace(tokens, only_last_logits=False)
+        logits = prediction.head(x, None, every) if part is None else part(x, None, every, prediction)
+        log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)  # [B, T, V]
+        is_target = targets != IGNORE_INDEX
+        entropies = [-((other.exp() * log_p).sum(-1) * is_target).sum() for other in earlier]
+        earlier.append(log_p)
+        if not entropies:
+            return x
+        return attach(x, -torch.stack(entropies).mean(), alpha * tokens.target_weight)
 
     def weigh_last(self, loss: Tensor, tokens: Tokens) -> Tensor:
         """Return the loss of the model's own head with its weight in the gradient; the value stays.

@@ -65,9 +65,9 @@ class RandomNumbers:
         shape = tuple(like.shape) if shape is None else shape
         return self.draw(lambda size: like.new_empty(size, dtype=dtype).uniform_(low, high), shape, dims)
 
-    def normal(self, like: Tensor, dims: "tuple[Axis, ...]") -> Tensor:
+    def normal(self, like: Tensor, dims: "tuple[Axis, ...]", tokens: Tokens | None = None) -> Tensor:
         """Standard normal numbers with shape, dtype and device of `like`."""
-        return self.draw(lambda size: like.new_empty(size).normal_(), tuple(like.shape), dims)
+        return self.draw(lambda size: like.new_empty(size).normal_(), tuple(like.shape), dims, tokens)
 
     def gumbel(self, like: Tensor, dims: "tuple[Axis, ...]", tokens: Tokens | None = None) -> Tensor:
         """Gumbel noise, -log(-log u), with shape, dtype and device of `like`."""
@@ -76,6 +76,10 @@ class RandomNumbers:
     def integer(self, high: int, device: torch.device | str = "cpu") -> Tensor:
         """One integer in [0, high), int64 []: the same on all ranks of a layout, so fit to seed what they share."""
         return torch.randint(high, (), device=device)
+
+    def integers(self, high: int, shape: Shape, dims: "tuple[Axis, ...]", device: torch.device) -> Tensor:
+        """Integers in [0, high), int64 of this shape."""
+        return self.draw(lambda size: torch.randint(high, size, device=device), shape, dims)
 
     def dropout(self, x: Tensor, p: float, dims: "tuple[Axis, ...]", tokens: Tokens | None = None) -> Tensor:
         """Set each element to 0 with probability `p`, and divide the others by 1 - p."""

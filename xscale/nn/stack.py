@@ -13,8 +13,10 @@ from xscale.core.errors import Problem
 from xscale.nn.attention.core import CORES, share_layer_tables
 from xscale.nn.block import ENDS_IN_NORM, NORMLESS, Block, BlockConfig, Scores, SublayerConfig
 from xscale.nn.dims import Dims
+from xscale.nn.early_exit import EarlyExit
 from xscale.nn.exits import Exits, ExitsConfig, Prediction, no_exits
 from xscale.nn.ffn.ffn import FFNS, Ffn
+from xscale.nn.gates import GATES, GateBudget
 from xscale.nn.head import Head
 from xscale.nn.layer_mix import LayerMix
 from xscale.nn.mixer.mixer import MIXERS, Mixer
@@ -24,7 +26,7 @@ from xscale.nn.position.position import Position, share_position
 from xscale.nn.quaternion import LinearMaps, use_quaternions
 from xscale.nn.quaternion import check as check_quaternions
 from xscale.nn.random import reseed
-from xscale.nn.recurrent_depth import Halting, HaltingConfig, Pondered, step_signal
+from xscale.nn.recurrent_depth import Halting, HaltingConfig, step_signal
 from xscale.nn.reversible import Streams, upcast_copy
 from xscale.nn.reversible import check as check_reversible
 from xscale.nn.sharing import Share, share_sublayers
@@ -133,6 +135,10 @@ class Stack(Module):
             use_quaternions(self.blocks.values())
         self.shared: nn.ModuleDict | None = share_sublayers(self.blocks.values(), config.share)
         """The sublayers that all blocks have in common, by name; None: each block has its own."""
+        self.gates: GateBudget | None = None
+        if config.block.gates is not None:
+            sublayers = sum(len(config.block_config(layer).listed(cross=cross)) for layer in range(config.depth))
+            self.gates = GateBudget(config.block.gates, sublayers)
         self.hands_on_scores = any(block.score_mixers() for block in self.blocks.values())  # type: ignore[operator]
         """Whether attention scores pass from block to block, beside the hidden states."""
         self.reversible = config.block.residual == "reversible"
@@ -187,50 +193,69 @@ class Stack(Module):
         prediction: Prediction | None = None,
     ) -> Tensor:
         """`prediction` is what the exits predict; None: they do nothing."""
-        scores = self.first_scores()
-        states = [x]
+        scores, states = self.first_scores(), [x]
         memories = memory if self.mix is None or memory is None else self.mix(memory, tokens)
+        if self.gates is not None:
+            tokens, scores = self.gates.start(x, tokens, scores)
         leaving = None if self.exits is None else self.exits.leaving(tokens)
-        pondered: Pondered | None = None if self.halting is None else self.halting.start(x)
+        pondered = None if self.halting is None else self.halting.start(x)
         if self.reversible:
             x = Streams(upcast_copy(x), self.second_stream(x))
-        for layer, block in self.blocks.items():
-            assert isinstance(block, Block)
-            if tokens.rng_seed is not None:
-                # Each block's dropout is a function of (seed, step, micro-batch, block): the same on every layout, and
-                # a resumed run needs no saved generator to draw what the uninterrupted run would have drawn.
-                reseed(tokens.rng_seed, block.path)
-            seen = self._tokens_of(block, tokens)
+        for layer in map(int, self.blocks):
             if leaving is not None and tokens.target_weight is None and leaving.all_left():
                 if tokens.cache is None:
                     break
-                block.fill_cache(x if not self.step_signal else x + step_signal(x, tokens, int(layer) + 1), seen)
-                if leaving.reads_left() and self.exits is not None and prediction is not None:
-                    self.exits.leave(int(layer), x, tokens, prediction, leaving)
+                self._only_fill_cache(layer, x, tokens, prediction, leaving)
                 continue
             before = x
-            memory = memories if self.mix is None or memories is None else memories[int(layer)]
-            if self.step_signal:
-                x = x + step_signal(x, tokens, int(layer) + 1)
-            if self.hands_on_scores:
-                x, scores = self.run_block(block, x, seen, memory, source, scores)
-            else:
-                x = self.run_block(block, x, seen, memory, source)
+            memory = memories if self.mix is None or memories is None else memories[layer]
+            x, scores = self._next(layer, x, tokens, memory, source, scores)
             if self.halting is not None and pondered is not None:
-                x, pondered = self.halting.take_step(pondered, before, x, last=int(layer) + 1 == len(self.blocks))
-            if leaving is not None:
-                x = leaving.keep(before, x)
-            if self.exits is not None and prediction is not None:
-                x = self.exits.attach_loss(int(layer), x, tokens, prediction)
-                if leaving is not None:
-                    self.exits.leave(int(layer), x, tokens, prediction, leaving)
+                x, pondered = self.halting.take_step(pondered, before, x, last=layer + 1 == len(self.blocks))
+            if self.exits is not None:
+                x = self.exits.after_block(layer, before, x, tokens, prediction, leaving)
             if self.returns_states:
                 states.append(x)
         if self.returns_states:
             x = torch.stack(states)  # [depth + 1, B, T, D]
         if self.halting is not None and pondered is not None:
             x = self.halting.finish(pondered, tokens).to(x.dtype)
+        if self.gates is not None:
+            x = self.gates.attach_loss(x, scores[GATES], tokens)
         return self.output(x, scores, tokens)  # type: ignore[no-any-return]
+
+    def _next(
+        self, layer: int, x: Any, tokens: Tokens, memory: Tensor | None, source: Tokens | None, scores: Scores
+    ) -> tuple[Any, Scores]:
+        """Return the output of block `layer` for x [B, T, D], and the scores that it hands on."""
+        block = self._block(layer)
+        if tokens.rng_seed is not None:
+            # Each block's dropout is a function of (seed, step, micro-batch, block): the same on every layout, and a
+            # resumed run needs no saved generator to draw what the uninterrupted run would have drawn.
+            reseed(tokens.rng_seed, block.path)
+        x, tokens = self._with_signal(layer, x, tokens), self._tokens_of(block, tokens)
+        if self.hands_on_scores or self.gates is not None:
+            x, scores = self.run_block(block, x, tokens, memory, source, scores)
+            return x, scores
+        return self.run_block(block, x, tokens, memory, source), scores
+
+    def _only_fill_cache(
+        self, layer: int, x: Tensor, tokens: Tokens, prediction: Prediction | None, leaving: EarlyExit
+    ) -> None:
+        """Store what later tokens read of x [B, T, D] in block `layer` and at its exit: all tokens have left."""
+        block = self._block(layer)
+        block.fill_cache(self._with_signal(layer, x, tokens), self._tokens_of(block, tokens))
+        if leaving.reads_left() and self.exits is not None and prediction is not None:
+            self.exits.leave(layer, x, tokens, prediction, leaving)
+
+    def _block(self, layer: int) -> Block:
+        block = self.blocks[str(layer)]
+        assert isinstance(block, Block)
+        return block
+
+    def _with_signal(self, layer: int, x: Any, tokens: Tokens) -> Any:
+        """Return the hidden states x [B, T, D] with the signal of the step, which is counted from 1."""
+        return x + step_signal(x, tokens, layer + 1) if self.step_signal else x
 
     def first_scores(self) -> Scores:
         """Attention scores for the first block: none. A seam: a pipeline stage receives those of the stage before."""

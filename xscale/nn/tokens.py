@@ -11,8 +11,11 @@ from xscale.nn.early_exit import EarlyExit
 
 
 class Stats:
-    """Running means of statistics from inside the model. They are means, so that a recomputed forward, which adds its
-    values again, does not change them."""
+    """Running means of statistics from inside the model.
+
+    A recomputed forward adds nothing (`xscale.parallel.activation_checkpointing`): where only some of the blocks that
+    share a part are recomputed, its means would count them twice.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -28,6 +31,14 @@ class Stats:
     def means(self) -> dict[str, Tensor]:
         """Name -> mean over its observations."""
         return {name: total / self._counts[name] for name, total in self._sums.items()}
+
+    def copy(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """Return the sums and the numbers of observations by name, as they are now."""
+        return dict(self._sums), dict(self._counts)
+
+    def reset(self, state: tuple[dict[str, Tensor], dict[str, int]]) -> None:
+        """Set the observations to those of an earlier `copy`."""
+        self._sums, self._counts = dict(state[0]), dict(state[1])
 
 
 class SharedValues:
@@ -78,6 +89,17 @@ def _tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True)
+class Gating:
+    """What the gates of a stack read beside the hidden states (`xscale.nn.gates`)."""
+
+    budgets: Tensor
+    """[B] index of each sequence's budget."""
+    noise: Tensor | None = None
+    """Standard deviation of the gates' noise, a scalar tensor, which no compiled graph takes for a constant; None:
+    there is no noise."""
+
+
+@dataclass(frozen=True)
 class Tokens:
     """One micro-batch of tokens."""
 
@@ -106,6 +128,8 @@ class Tokens:
     """Whether the head returns the logits of the last token alone, [B, 1, V], as generation reads them."""
     early_exit: EarlyExit | None = None
     """State of the tokens at the exits of the stack; None: all blocks are computed for every token."""
+    gating: Gating | None = None
+    """Budgets of the sequences, for the gates of the sublayers; None: a stack with gates draws them."""
     shared_values: SharedValues = field(default_factory=SharedValues, compare=False, repr=False)
     """Values that all blocks share."""
 
@@ -131,6 +155,10 @@ class Tokens:
             starts = torch.where(fresh, count, 0).cummax(dim=1).values
             count = count - starts
         return Tokens(ids=ids, positions=count, documents=documents, **more_fields)
+
+    def with_gating(self, gating: Gating) -> "Tokens":
+        """Return a copy with the budgets of the sequences."""
+        return replace(self, gating=gating)
 
     def with_prefix(self, count: int) -> "Tokens":
         """Prepend `count` positions without token ids (global tokens); they count from 0, and the text after them."""

@@ -148,22 +148,38 @@ def _runner(config: RecomputeConfig) -> Any:
     def run(block: Block, *inputs: Any) -> Any:
         if not is_recomputed(block.path, config) or not block.training:
             return block(*inputs)
-        return checkpoint(with_shared_values(block, inputs), *inputs, use_reentrant=False, context_fn=contexts)
+        return checkpoint(with_state_of_forward(block, inputs), *inputs, use_reentrant=False, context_fn=contexts)
 
     return run
 
 
-def with_shared_values(run: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Return `run` for a forward on `inputs` and its recomputation, which starts from the same shared values.
+def with_state_of_forward(run: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Return `run` for a forward on `inputs` and its recomputations, which start from the same shared values and
+    statistics, and leave the statistics as they were.
 
     A compiled block takes another graph, which saves other tensors, when values are already there.
     """
-    shared = [tokens.shared_values for tokens in inputs if isinstance(tokens, Tokens)]
-    copies = [values.copy() for values in shared]
+    tokens = [given for given in inputs if isinstance(given, Tokens)]
+    shared = [(given.shared_values, given.shared_values.copy()) for given in tokens]
+    # The tokens of a decoder and of its source may have the same statistics.
+    stats = {id(given.stats): given.stats for given in tokens if given.stats is not None}.values()
+    before = [(collected, collected.copy()) for collected in stats]
+    is_recomputation = False
 
     def forward(*inputs: Any) -> Any:
-        for values, before in zip(shared, copies, strict=True):
-            values.reset(before)
-        return run(*inputs)
+        nonlocal is_recomputation
+        for values, state in shared:
+            values.reset(state)
+        if not is_recomputation:
+            is_recomputation = True
+            return run(*inputs)
+        after = [collected.copy() for collected in stats]
+        for collected, observations in before:
+            collected.reset(observations)
+        try:
+            return run(*inputs)
+        finally:
+            for collected, observations in zip(stats, after, strict=True):
+                collected.reset(observations)
 
     return forward

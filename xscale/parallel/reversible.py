@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from xscale.core.errors import Problem
 from xscale.nn.block import Block, Sublayer
 from xscale.nn.module import substitute
-from xscale.parallel.activation_checkpointing import with_shared_values
+from xscale.parallel.activation_checkpointing import with_state_of_forward
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.pipeline.schedule import SCHEDULES, schedule_of
 
@@ -69,7 +69,7 @@ def add_and_free(sublayer: Sublayer, first: Tensor, second: Tensor, *inputs: Any
     arguments = (second, *inputs)
     # The recomputation must run to its end: its result restores the input.
     with set_checkpoint_early_stop(False):
-        y: Tensor = checkpoint(with_shared_values(run, arguments), *arguments, use_reentrant=False)
+        y: Tensor = checkpoint(with_state_of_forward(run, arguments), *arguments, use_reentrant=False)
     output = first + y
     freed.free(output)
     return output

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from xscale.mesh.collectives import sum_scalars
 from xscale.nn.early_exit import EarlyExit, ExitPolicyConfig
@@ -48,6 +48,16 @@ def exit_curve(
     return [_point(model, batches(), policy, threshold) for threshold in thresholds]
 
 
+def score(logits: Tensor, targets: Tensor) -> tuple[float, float, float]:
+    """Return the loss of logits [B, T, V], summed in nats, how many targets [B, T] they predict, and how many there
+    are."""
+    is_target = targets != IGNORE_INDEX
+    upcast = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+    nats = F.cross_entropy(upcast, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    right = ((logits.argmax(-1) == targets) & is_target).sum()
+    return float(nats), float(right), float(is_target.sum())
+
+
 @torch.no_grad()
 def _point(
     model: nn.Module, batches: Iterable[tuple[Batch, bool]], policy: ExitPolicyConfig, threshold: float | None
@@ -62,15 +72,11 @@ def _point(
         if not counts:
             continue
         targets = batch.targets
-        is_target = targets != IGNORE_INDEX
-        upcast = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-        nats = F.cross_entropy(upcast, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-        right = ((logits.argmax(-1) == targets) & is_target).sum()
         computed = targets.numel() * len(stack.blocks)
         if early is not None:
             assert early.blocks is not None, "a stack with exits has at least one"
             computed = int(early.blocks.sum())
-        batch_sums = [float(nats), float(right), float(is_target.sum()), float(computed), float(targets.numel())]
+        batch_sums = [*score(logits, targets), float(computed), float(targets.numel())]
         sums = [total + value for total, value in zip(sums, batch_sums, strict=True)]
     nats_sum, rights, count, blocks, tokens = sum_scalars(sums, device)
     share = blocks / max(tokens * len(stack.blocks), 1)

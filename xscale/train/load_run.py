@@ -35,6 +35,7 @@ from xscale.parallel.plan import DTYPES, ParallelPlan
 from xscale.parallel.sharded import ShardedParameter, sharded_parameters
 from xscale.train.batches import MicroBatches
 from xscale.train.beam_search import beam_search
+from xscale.train.budget_curve import budget_curve, gate_budgets
 from xscale.train.evaluate import Evaluation, evaluate
 from xscale.train.exit_curve import exit_curve, stack_with_exits
 from xscale.train.generate import encode_prompt, generate, lay_out_matrices
@@ -259,6 +260,22 @@ def exit_curve_of_run(
                 raise _no_validation(folder)
             batches = partial(data.batches.evaluation, data.count(sequences))
             return [asdict(point) for point in exit_curve(loaded.model, batches, policy, [*chosen, None])]
+
+
+def budget_curve_of_run(
+    folder: Path, sequences: int | None, *, source: str | None = None, plugins: bool = False
+) -> list[dict[str, float]]:
+    """Evaluate a run with gates at each of their budgets. Collective, as `evaluate_run`."""
+    with leaving_process_group():
+        loaded = load_run(folder, plugins=plugins)
+        if not gate_budgets(loaded.model):
+            fix = "Train with block.gates, such as {budgets: [0.5, 1]}."
+            raise ConfigError(str(folder), "the model has no gates, so it has no budgets", fix)
+        with evaluation_data(loaded, source) as data:
+            if data is None:
+                raise _no_validation(folder)
+            batches = partial(data.batches.evaluation, data.count(sequences))
+            return [asdict(point) for point in budget_curve(loaded.model, batches)]
 
 
 def exit_policy_of(model: nn.Module) -> ExitPolicyConfig | None:

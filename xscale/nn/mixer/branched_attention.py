@@ -75,8 +75,8 @@ class BranchFfns(Module):
     "branched_attention",
     traits=MixerTraits(causal=True, bidirectional=True, cross=True, documents=True, decode=True),
     deviations=(
-        "kappa and alpha are learned to the end, with the schedule of the other parameters up to a factor "
-        "(`optimizer.groups`); the paper's have a warm-up of their own, and are frozen in the last steps.",
+        "kappa and alpha have the schedule of the other parameters up to a factor (`optimizer.groups`), which can also "
+        "freeze them in the last steps, as the paper does; the paper's have a warm-up of their own.",
     ),
 )
 class BranchedAttention(Attention):

@@ -186,7 +186,9 @@ class S4(Mixer):
         bias: bool = True
         """Whether the linear map after the convolution has a bias."""
 
+    seams: ClassVar[tuple[str, ...]] = ("convolve",)
     uses_position: ClassVar[bool] = False
+    shards_sequence: ClassVar[bool] = True
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
@@ -210,12 +212,12 @@ class S4(Mixer):
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         skip = self.ssm.use(self.ssm.skip)
         u = upcast(x.narrow(-1, self.first_channel, len(skip)))  # [B, T, D]
-        y = self.convolve(u) if tokens.cache is None else self.recur(u, tokens.cache)
+        y = self.convolve(u, tokens) if tokens.cache is None else self.recur(u, tokens.cache)
         out: Tensor = self.o(F.gelu(y + skip * u).to(x.dtype))
         return out
 
-    def convolve(self, u: Tensor) -> Tensor:
-        """K * u, u [B, T, D] -> [B, T, D]."""
+    def convolve(self, u: Tensor, tokens: Tokens) -> Tensor:
+        """K * u, u [B, T, D] -> [B, T, D]. A seam: where the sequence is sharded, other ranks have tokens before u."""
         length = u.shape[1]
         if length > self.ssm.length:
             what = f"{self.path} has a kernel of {self.ssm.length} tokens, and the sequence has {length}"

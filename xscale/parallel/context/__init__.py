@@ -6,6 +6,7 @@ a core's traits list the styles that it supports. A convolution over the sequenc
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -13,23 +14,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from xscale.core.errors import Problem
-from xscale.mesh.collectives import all_gather
+from xscale.mesh.collectives import all_gather, sum_out
 from xscale.mesh.mesh import Mesh
 from xscale.nn.attention.core import CORES, ContextStyle
 from xscale.nn.block import Sublayer
 from xscale.nn.exits import Exits
 from xscale.nn.ffn.ffn import FFNS, Ffn
 from xscale.nn.ffn.moe import Moe
+from xscale.nn.gates import Gate, GateBudget
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.local_mixer import LocalMixer, NeighbourReader
 from xscale.nn.mixer.mixer import MIXERS, Mixer
+from xscale.nn.mixer.s4 import S4
 from xscale.nn.model.embed import Embed, global_tokens_of
 from xscale.nn.model.model import Model
 from xscale.nn.module import Part, substitute
 from xscale.nn.norm import NORMS
 from xscale.nn.recurrent_depth import Halting
 from xscale.parallel.config import ParallelConfig
-from xscale.parallel.context import halo, neighbours, ring, scan, ulysses
+from xscale.parallel.context import channels, halo, neighbours, ring, scan, ulysses
+from xscale.parallel.context.channels import ChannelExchange
 from xscale.parallel.context.halo import Halo
 from xscale.parallel.context.mask import ShardedMaskBuilder
 from xscale.parallel.context.moe import GlobalRouting
@@ -77,6 +81,9 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
             what = f"mixer '{_kind(module)}' mixes the full sequence, and each rank would have a shard of it"
             can = ", ".join(entry.name for entry in MIXERS if entry.part.shards_sequence)
             problems.append(Problem(where, what, f"Take cp=1, or one of these mixers: {can}."))
+        reason = channels.unsupported_reason(module, cp, config.mesh.tp) if isinstance(module, S4) else None
+        if reason is not None:
+            problems.append(Problem(where, f"mixer 's4' trades tokens for channels, and {reason}", "Take cp=1."))
         if isinstance(module, Sublayer) and not isinstance(module.part, Mixer):
             problems += _check_ffn(module.part, where)
     for norm in norms_between_regions(model):
@@ -170,6 +177,8 @@ def estimate(model: nn.Module, config: ParallelConfig, length: int) -> dict[str,
             style = style_of(module, config)
             assert isinstance(style, str), "`check` comes first"
             sent[style] = sent.get(style, 0.0) + STYLES[style][0].traffic(module, cp, tp, length)
+        elif isinstance(module, S4):
+            sent["channels"] = sent.get("channels", 0.0) + channels.traffic(module, cp, tp, length)
         elif isinstance(module, NeighbourReader):
             sent["neighbours"] = sent.get("neighbours", 0.0) + neighbours.traffic(module, cp, tp, length)
     return sent
@@ -204,14 +213,18 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> bool:
             if style == "ulysses":
                 draw_for_all_heads(module)
             substitute(module, "make_mask", ShardedMaskBuilder(module, module.make_mask))
+        if isinstance(module, S4):
+            substitute(module, "convolve", ChannelExchange(module, module.convolve))
         if isinstance(module, NeighbourReader):
             substitute(module, "with_neighbours", NeighbourExchange(module, module.with_neighbours))
-        if isinstance(module, Sublayer | Ffn | Embed | LocalMixer):
+        if isinstance(module, Sublayer | Ffn | Embed | LocalMixer | Gate):
             substitute(module, "random", TokensOverContext(module.random))
         if isinstance(module, Moe):
             substitute(module, "dispatch_plan", GlobalRouting(module.dispatch_plan))
         if isinstance(module, Exits):
             substitute(module, "sum_over_sequence", SumOverContext(mesh.context))
+        if isinstance(module, GateBudget):
+            substitute(module, "sum_over_sequence", partial(sum_out, group=mesh.context))
     return True
 
 

@@ -61,9 +61,9 @@ class Ulysses:
         k, v = (x if repeats == 1 else x.repeat_interleave(repeats, 1) for x in (k, v))
         length, keys = mask.query_shard.length, mask.key_shard.length
         if length == keys:
-            q, k, v = _sequence_to_heads(sharding, (q, k, v), length)
+            q, k, v = sequence_to_heads(sharding, (q, k, v), length)
         else:
-            (q,), (k, v) = _sequence_to_heads(sharding, (q,), length), _sequence_to_heads(sharding, (k, v), keys)
+            (q,), (k, v) = sequence_to_heads(sharding, (q,), length), sequence_to_heads(sharding, (k, v), keys)
         # The scores that layers hand on stay with the heads: each rank has those of all tokens for its own.
         full_mask = replace(mask.full(first, heads), score_edge=mask.score_edge)
         self.running, self.core.first_head = sharding, self.core.first_head + first
@@ -71,7 +71,7 @@ class Ulysses:
             o = self.core(q, k, v, full_mask)  # [B, H/R, T, K]
         finally:
             self.running, self.core.first_head = None, self.core.first_head - first
-        return _heads_to_sequence(sharding, o)
+        return heads_to_sequence(sharding, o)
 
     def _shard_heads(self, module: Module) -> Callable[[Tensor], Tensor]:
         """Return a parameter hook that slices this rank's heads from weights with a `heads` axis."""
@@ -89,7 +89,7 @@ class Ulysses:
         return hook
 
 
-def _sequence_to_heads(sharding: SequenceSharding, tensors: tuple[Tensor, ...], length: int) -> tuple[Tensor, ...]:
+def sequence_to_heads(sharding: SequenceSharding, tensors: tuple[Tensor, ...], length: int) -> tuple[Tensor, ...]:
     """All-to-all of each [B, H, P, K] to [B, H/R, T, K]."""
     ranks = sharding.count
     split = [x.reshape(x.shape[0], ranks, -1, *x.shape[2:]).movedim(1, 0) for x in tensors]  # [R, B, H/R, P, K]
@@ -100,7 +100,7 @@ def _sequence_to_heads(sharding: SequenceSharding, tensors: tuple[Tensor, ...], 
     return full.split(sizes, 1)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _heads_to_sequence(sharding: SequenceSharding, o: Tensor) -> Tensor:
+def heads_to_sequence(sharding: SequenceSharding, o: Tensor) -> Tensor:
     """All-to-all of [B, H/R, T, K] to [B, H, P, K]."""
     positions = sharding.positions(o.shape[2], o.device)  # [R, P]
     padded = pad_to_multiple(o, 2, 2 * sharding.count).index_select(2, positions.flatten())

@@ -6,6 +6,7 @@ from torch import nn
 
 from xscale.core.errors import Problem
 from xscale.nn.exits import Exits
+from xscale.nn.gates import GateBudget
 from xscale.nn.layer_mix import LayerMix
 from xscale.nn.recurrent_depth import Halting
 from xscale.nn.stack import Stack
@@ -32,16 +33,7 @@ def check(model: nn.Module, config: ParallelConfig, path: str, length: int = 0) 
         what = f"a {type(model).__name__} is not made of embeddings, stacks and one head, so it has no stages"
         return [Problem(f"{path}.mesh.pp", what, "Take pp=1, or a decoder, encoder or encoder_decoder.")]
     problems = _check_engine(config, path)
-    if any(isinstance(module, Halting) for module in model.modules()):
-        what = "each step hands on which tokens have halted and their outputs so far, and stages only hidden states"
-        problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or stack.halting=null."))
-    if any(isinstance(module, LayerMix) for module in model.modules()):
-        what = "the decoder reads the outputs of all encoder blocks, and stages pass on that of the last one"
-        problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or model.transparent=false."))
-    stacks = [module for module in model.modules() if isinstance(module, Stack)]
-    if len(stacks) > 1 and any(stack.reversible for stack in stacks):
-        what = "stages of an encoder-decoder pass on one residual stream, and reversible blocks have two"
-        problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or block.residual=sequential."))
+    problems += _check_streams(model, path)
     schedule, blocks = schedule_of(pipeline), len(block_paths(model))
     if schedule.interleaved and pipeline.stages_per_rank < 2:
         what = f"interleaved_1f1b needs at least 2 stages per rank, got {pipeline.stages_per_rank}"
@@ -84,6 +76,25 @@ def check(model: nn.Module, config: ParallelConfig, path: str, length: int = 0) 
     return problems
 
 
+def _check_streams(model: nn.Module, path: str) -> list[Problem]:
+    """List what blocks hand on, or read of all blocks, that stages do not."""
+    problems = []
+    if any(isinstance(module, Halting) for module in model.modules()):
+        what = "each step hands on which tokens have halted and their outputs so far, and stages only hidden states"
+        problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or stack.halting=null."))
+    if any(isinstance(module, GateBudget) for module in model.modules()):
+        what = "the budget's loss reads the gates of all blocks, and stages pass on hidden states"
+        problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or stack.block.gates=null."))
+    if any(isinstance(module, LayerMix) for module in model.modules()):
+        what = "the decoder reads the outputs of all encoder blocks, and stages pass on that of the last one"
+        problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or model.transparent=false."))
+    stacks = [module for module in model.modules() if isinstance(module, Stack)]
+    if len(stacks) > 1 and any(stack.reversible for stack in stacks):
+        what = "stages of an encoder-decoder pass on one residual stream, and reversible blocks have two"
+        problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or block.residual=sequential."))
+    return problems
+
+
 def _check_handed_on_scores(
     model: nn.Module, stage_blocks: list[list[str]], config: ParallelConfig, path: str, length: int
 ) -> list[Problem]:
@@ -122,6 +133,9 @@ def _check_exits(model: nn.Module, stage_blocks: list[list[str]], path: str) -> 
     if any(isinstance(module, Exits) and module.config.self_sampling is not None for module in model.modules()):
         what = "tokens leave in training, and stages do not pass on which have left"
         return [Problem(f"{path}.mesh.pp", what, "Take pp=1, or stack.exits.self_sampling=null.")]
+    if any(isinstance(module, Exits) and module.config.diversity for module in model.modules()):
+        what = "the diversity of exits reads the predictions of earlier ones, and stages do not pass on logits"
+        return [Problem(f"{path}.mesh.pp", what, "Take pp=1, or stack.exits.diversity=0.")]
     last = len(blocks) - len(stage_blocks[-1])
     away = [layer for layer, part in exits.items() if part.head is None and layer < last]
     if not away:

@@ -26,6 +26,7 @@ def check(model: nn.Module, path: str) -> list[Problem]:
     for stack in [module for module in model.modules() if isinstance(module, Stack)]:
         adds_position = any(block.position is not None for block in stack.blocks.values())
         reading = {
+            "block.gates": stack.gates is not None,
             "halting": stack.halting is not None,
             "step_signal": stack.step_signal,
             "block.position": adds_position,

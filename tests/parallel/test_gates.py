@@ -1,0 +1,37 @@
+"""Gates of sublayers on layouts: noise, budgets and the budgets' loss are those of one process."""
+
+from typing import Any
+
+import pytest
+
+from tests.distributed import Pool
+from tests.parallel.against_one import alone, same
+from tests.parallel.test_tensor import refused
+
+GATES = {"budgets": [0.25, 0.75], "loss_weight": 0.5, "hidden": 6}
+BLOCK: dict[str, Any] = {
+    "mixer": {"kind": "attention", "heads": 4},
+    "ffn": {"kind": "dense", "hidden": 24},
+    "dropout": 0.1,
+    "gates": GATES,
+}
+MODEL: dict[str, Any] = {"kind": "decoder", "width": 32, "position": "learned", "stack": {"depth": 2, "block": BLOCK}}
+
+
+@pytest.mark.long
+def test_a_layout_has_the_numbers_of_one_process(pool: Pool) -> None:
+    expected = alone(pool, MODEL)
+    for layout in (
+        {"mesh": {"tp": 2}, "recompute": {"every": 1}},
+        {"mesh": {"cp": 2}},
+        {"zero": {"stage": 3}, "recompute": {"every": 2, "granularity": "selective"}},
+    ):
+        same(pool, expected, 2, MODEL, layout)
+
+
+def test_a_layout_that_shards_the_gates_is_refused() -> None:
+    (problem,) = refused(MODEL, 2, mesh={"pp": 2}, pipeline={"schedule": "1f1b"})
+    assert "reads the gates of all blocks" in problem
+    assert "pp=1" in problem
+    (problem,) = refused(MODEL, 2, mesh={"tp": 2}, tensor={"sequence": True})
+    assert "stack.block.gates reads the tokens between the blocks" in problem

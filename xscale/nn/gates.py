@@ -1,0 +1,162 @@
+"""Gates that decide for each token which sublayers are computed, under a budget (Bapna et al. 2020, CCT).
+
+    y = x + g f(x),  training: g = sigmoid(G(x) + alpha N(0, 1)),  evaluation: g = 1 if G(x) >= 0, else 0
+    G(x) = w max(0, W x + b_p) + c,  loss = |p - mean g|
+
+The mean is over the tokens of a sequence and all sublayers of the stack. alpha grows linearly over the run, so that the
+gates learn to be decided. p is the budget of the sequence, drawn from a few in training; b_p, a bias for each budget,
+is what an embedding of the budget that is added to x becomes behind W.
+"""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+from torch.nn import Parameter
+
+from xscale.core.config import Config
+from xscale.core.errors import Problem
+from xscale.nn.auxiliary import attach
+from xscale.nn.init import ZEROS, Init
+from xscale.nn.module import Module
+from xscale.nn.random import reseed
+from xscale.nn.tokens import Gating, Tokens
+
+GATES = "gates"
+"""Key of the sum of the gates among what blocks hand on."""
+
+
+class GatesConfig(Config):
+    budgets: tuple[float, ...] = Field(default=(0.25, 0.5, 0.75, 1.0), min_length=1)
+    """Fractions of the sublayers that a token may be computed in, in the mean over its sequence. Each sequence of a
+    training batch draws one."""
+    budget: float | None = None
+    """The budget of evaluation and generation, one of `budgets`; null: the largest."""
+    hidden: int | None = Field(default=None, ge=1)
+    """Hidden units of each gate; null: a quarter of the width."""
+    noise: float = Field(default=1.0, ge=0)
+    """Standard deviation of the noise at the end of the run, to which it grows linearly from 0."""
+    bias: float = 1.0
+    """Initial bias c of each gate; above 0 all sublayers are computed at first."""
+    loss_weight: float = Field(default=1.0, ge=0)
+    """Weight of the budget's loss."""
+
+    @property
+    def evaluated(self) -> float:
+        """The budget of evaluation and generation."""
+        return max(self.budgets) if self.budget is None else self.budget
+
+
+class GateSum:
+    """The sum over sublayers of each token's gates: what a block got, and after its forward what it hands on."""
+
+    def __init__(self, total: Tensor) -> None:
+        self.total = total
+        """[B, T]."""
+
+
+class Gate(Module):
+    """The gate of one sublayer."""
+
+    first: Parameter
+    biases: Parameter
+    second: Parameter
+    bias: Parameter
+
+    def __init__(self, config: GatesConfig, width: int, init: Init) -> None:
+        super().__init__()
+        hidden = config.hidden or max(1, width // 4)
+        self.declare("first", (hidden, width), ("state", "width"), init)
+        self.declare("biases", (len(config.budgets), hidden), ("state", "state"), ZEROS, decays=False)
+        self.declare("second", (1, hidden), ("state", "state"), init)
+        self.declare("bias", (1,), ("state",), Init("constant", value=config.bias), decays=False)
+
+    def forward(self, x: Tensor, tokens: Tokens, gates: GateSum | None) -> Tensor:
+        """Return each token's gate for x [B, T, D], as [B, T, 1], and add it to the sum."""
+        gating = tokens.gating
+        assert gating is not None, "the stack draws the budgets"
+        biases = self.use(self.biases)[gating.budgets]  # [B, F]
+        hidden = torch.relu(F.linear(x, self.use(self.first)) + biases[:, None])  # [B, T, F]
+        logit = hidden @ self.use(self.second)[0] + self.use(self.bias)  # [B, T]
+        logit = logit.to(torch.promote_types(logit.dtype, torch.float32))
+        if not self.training:
+            gate = (logit >= 0).to(logit.dtype)
+        elif gating.noise is None:
+            gate = torch.sigmoid(logit)
+        else:
+            drawn = self.random.normal(logit, ("batch", "tokens"), tokens)
+            gate = torch.sigmoid(logit + gating.noise.to(logit.dtype) * drawn)
+        if gates is not None:
+            gates.total = gates.total + gate
+        return gate.to(x.dtype)[..., None]
+
+
+class GateBudget(Module):
+    """The budgets of a stack with gates, and their loss."""
+
+    seams: ClassVar[tuple[str, ...]] = ("sum_over_sequence",)
+    averages_tokens = True
+
+    def __init__(self, config: GatesConfig, sublayers: int) -> None:
+        """`sublayers`: how many the stack has, each with a gate."""
+        super().__init__()
+        self.config = config
+        self.sublayers = sublayers
+
+    def start(self, x: Tensor, tokens: Tokens, handed_on: dict[str, Tensor]) -> tuple[Tokens, dict[str, Tensor]]:
+        """Return the tokens of x [B, T, D] with their budgets, and what the first block gets with a sum of no gates."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return self.draw(tokens), handed_on | {GATES: x.new_zeros(x.shape[:-1], dtype=dtype)}
+
+    def draw(self, tokens: Tokens) -> Tokens:
+        """Return the tokens with a budget for each sequence, and the noise of this step of the run."""
+        config, (batch, device) = self.config, (len(tokens.ids), tokens.ids.device)
+        if tokens.gating is not None:
+            return tokens
+        if not self.training or tokens.rng_seed is None:
+            index = config.budgets.index(config.evaluated)
+            return tokens.with_gating(Gating(torch.full((batch,), index, device=device)))
+        # Not by the path of the module: the encoder and the decoder of a model draw the same budgets.
+        reseed(tokens.rng_seed, GATES)
+        index = self.random.integers(len(config.budgets), (batch,), ("batch",), device)
+        alpha = config.noise * (1.0 if tokens.progress is None else tokens.progress)
+        return tokens.with_gating(Gating(index, torch.tensor(alpha, dtype=torch.float64, device=device)))
+
+    def attach_loss(self, x: Tensor, total: Tensor, tokens: Tokens) -> Tensor:
+        """Return the output x [B, T, D] of the stack with the budget's loss attached; `total` [B, T] are the gates."""
+        gating, real = tokens.gating, tokens.real()
+        assert gating is not None
+        total = total if real is None else total * real
+        gates = self.sublayers * tokens.count() / tokens.fraction() / len(total)
+        mean = self.sum_over_sequence(total.sum(1)) / gates  # [B]
+        if tokens.stats is not None:
+            tokens.stats.add(f"{self.path}/computed", mean.mean())
+        budget = mean.new_tensor(self.config.budgets)[gating.budgets]
+        return attach(x, self.config.loss_weight * (budget - mean).abs().mean(), tokens.aux_loss_weight)
+
+    def sum_over_sequence(self, sums: Tensor) -> Tensor:
+        """Sum the gates [B] of a part of each sequence over its parts. A seam: a sequence may be sharded."""
+        return sums
+
+
+def check(config: GatesConfig | None, residual: str, placement: str, path: str) -> list[Problem]:
+    """List what the gates of a block with this residual connection and placement of norms cannot be."""
+    if config is None:
+        return []
+    problems = []
+    budgets = list(config.budgets)
+    if budgets != sorted(set(budgets)) or not 0 < budgets[0] <= budgets[-1] <= 1:
+        what = f"budgets are fractions above 0, up to 1, that ascend, got {budgets}"
+        problems.append(Problem(f"{path}.budgets", what, "Take such as [0.25, 0.5, 1]."))
+    elif config.evaluated not in budgets:
+        what = f"the model is trained for the budgets {budgets}, and not for {config.evaluated:g}"
+        problems.append(Problem(f"{path}.budget", what, "Take one of these, or null."))
+    if residual == "reversible":
+        what = "reversible blocks keep nothing for backward, and the gates' sum, which blocks hand on, would be kept"
+        problems.append(Problem(path, what, "Take null, or residual=sequential."))
+    if placement == "none":
+        what = "a sublayer that is not computed leaves the residual stream, and placement 'none' has none"
+        problems.append(Problem(path, what, "Take null, or another placement."))
+    return problems
