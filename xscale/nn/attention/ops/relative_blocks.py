@@ -1,11 +1,11 @@
 """Softmax attention with terms of relative positions, a block of queries at a time.
 
 A block's scores are made of products with slices of the tables of distances, which a strided view shifts to queries
-and keys (the skewing of Huang et al. 2019, section 3.4). Backward computes them again from the rows' log-sum-exps, as in
-Dao et al. 2022, so no tensor has T x S numbers. Causal blocks need no later keys. Where all distances from some reach on
-have one row of a table (Shaw et al. 2018, T5, DeBERTa), the rows are taken relative to that of the farthest keys before,
-which changes no weight, so that these keys need no product. Scores are in base 2: on a CPU exp2 takes half the time of
-exp, and a sixth where the result is 0.
+and keys (the skewing of Huang et al. 2019, section 3.4). Backward computes them again from the rows' log-sum-exps, as
+in Dao et al. 2022, so no tensor has T x S numbers. Causal blocks need no later keys. Where all distances from some
+reach on have one row of a table (Shaw et al. 2018, T5, DeBERTa), the rows are taken relative to that of the farthest
+keys before, which changes no weight, so that these keys need no product. Scores are in base 2: on a CPU exp2 takes
+half the time of exp, and a sixth where the result is 0.
 """
 
 import itertools
