@@ -208,13 +208,19 @@ def savings(pattern: Pattern.Config, heads: int, repeats: int = 5) -> list[Savin
     return measured
 
 
+def check_lengths(lengths: Sequence[int]) -> Sequence[int]:
+    """Return the lengths; ConfigError if no growth can be measured over them."""
+    if len(lengths) < 2 or min(lengths) < 64 or len(set(lengths)) < len(lengths):
+        raise ConfigError("--lengths", "scaling needs at least two different lengths of 64 or more", "4096,8192,16384")
+    return lengths
+
+
 def bench(only: Sequence[str], lengths: Sequence[int], heads: int, *, as_json: bool) -> None:
     """Print how each case's cost scales and what a window saves; ConfigError for an unknown case."""
     known = {name: (config, causal) for name, config, causal in cases()}
     if unknown := [name for name in only if name not in known]:
         raise ConfigError(unknown[0], "there is no such core or pattern", nearest(unknown[0], known))
-    if len(lengths) < 2 or min(lengths) < 64 or len(set(lengths)) < len(lengths):
-        raise ConfigError("--lengths", "scaling needs at least two different lengths of 64 or more", "4096,8192,16384")
+    check_lengths(lengths)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)

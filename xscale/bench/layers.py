@@ -1,8 +1,8 @@
 """Whole attention layers side by side, forward and backward: `xscale bench layers`.
 
-Relative positions run against plain attention: projections and torch's fused attention with a constant bias [H, T, T].
-Layers of papers run against those of the packages that people install for them, where these are installed. Layers take
-turns on one thread, in training mode and float32; the time is the shortest CPU time of a few rounds.
+Relative positions run against plain attention: projections and torch's fused attention with a constant bias [1, H, T,
+T]. Layers of papers run against those of the packages that people install for them, where these are installed. Layers
+take turns on one thread, in training mode and float32; the time is the shortest CPU time of a few rounds.
 """
 
 import importlib
@@ -113,7 +113,8 @@ class PlainAttention(nn.Module):
         super().__init__()
         self.heads = heads
         self.qkv, self.o = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        bias = torch.randn(heads, length, length)
+        # With three dimensions torch would take it for a mask that its fused attention cannot have.
+        bias = torch.randn(1, heads, length, length)
         if causal:
             bias = bias.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
         self.register_buffer("bias", bias)

@@ -51,15 +51,28 @@ def _lengths(text: str) -> list[int]:
 
 @bench_app.command("attention")
 def bench_attention(
-    only: Annotated[list[str] | None, typer.Argument(help="Cores, or 'block_sparse PATTERN'; default: all.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Argument(help="Cores, 'block_sparse PATTERN', or positions; default: all.")
+    ] = None,
     lengths: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = "4096,8192,16384,32768",
     heads: Annotated[int, typer.Option(help="Heads, of head width 64.", min=1)] = 1,
+    positions: Annotated[
+        bool,
+        typer.Option(
+            "--positions", help="Relative positions: dense against plain attention over 2048 tokens, and block-sparse."
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Benchmark attention cores and patterns over sequence lengths, and block-sparse against dense attention."""
-    from xscale.bench.attention import bench
+    if positions:
+        from xscale.bench.positions import bench_positions
 
-    bench(only or [], _lengths(lengths), heads, as_json=json)
+        bench_positions(only or [], _lengths(lengths), heads, as_json=json)
+    else:
+        from xscale.bench.attention import bench
+
+        bench(only or [], _lengths(lengths), heads, as_json=json)
 
 
 @bench_app.command("layers")

@@ -11,6 +11,7 @@ from xscale.core.registry import Family
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
 from xscale.nn.module import Axis, Module, Part
+from xscale.nn.position.position import Position
 
 ContextStyle = Literal["ring", "ulysses", "scan", "halo"]
 
@@ -92,6 +93,11 @@ class Core(Part):
     @classmethod
     def shares_layer_tables(cls, config: Any) -> bool:
         """Whether a core of this config has `layer_tables`."""
+        return False
+
+    def prefers_relative_bias(self, position: Position, q: Tensor, k: Tensor, mask: AttentionMask) -> bool:
+        """Return whether the bias of the position on q [B, H, T, K] and k [B, G, S, K] is better given by distance,
+        though the core also takes it by pair."""
         return False
 
     @classmethod

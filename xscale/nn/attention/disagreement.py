@@ -40,6 +40,8 @@ from xscale.nn.dims import Dims
     deviations=("Each term is the mean over the tokens of a micro-batch; the paper does not say how it adds them up.",),
 )
 class Disagreement(Softmax):
+    reads_bias: ClassVar[bool] = True
+
     class Config(Softmax.Config):
         subspace_weight: float = Field(default=0.0, ge=0)
         """Weight of the loss on the cosines of the heads' values."""

@@ -8,6 +8,7 @@ later ones. Places j count from 0 at the start of the document.
 """
 
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -45,6 +46,7 @@ NARROWEST = 0.01
     ),
 )
 class LocalTransformer(Softmax):
+    reads_bias: ClassVar[bool] = True
     hidden: Parameter
     center: Parameter
     window: Parameter

@@ -1,5 +1,7 @@
 """Vaswani et al. 2017, equation 1: softmax(q k^T / sqrt(K)) v, by torch's fused attention."""
 
+from typing import ClassVar
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -7,7 +9,10 @@ from torch import Tensor
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.dense import grouped_matmul, masked_softmax, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.attention.ops.relative_blocks import relative_attention, uses_blocks
 from xscale.nn.dims import Dims
+from xscale.nn.position.distance_tables import DistanceTables
+from xscale.nn.position.position import Position
 
 
 @CORES.register(
@@ -28,6 +33,9 @@ from xscale.nn.dims import Dims
     ),
 )
 class Softmax(Core):
+    reads_bias: ClassVar[bool] = False
+    """Whether the core reads the bias itself, which is then given by pair."""
+
     class Config(Core.Config):
         soft_cap: float | None = Field(default=None, gt=0)
         """Scores become cap * tanh(score / cap) (Gemma team 2024), by operators that keep all scores; null: no cap."""
@@ -37,7 +45,15 @@ class Softmax(Core):
         self.soft_cap = config.soft_cap
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-        terms = mask.position_terms
+        terms, relative_bias = mask.position_terms, mask.relative_bias
+        if relative_bias is not None:
+            assert self._uses_blocks(q, k, mask), "see `prefers_relative_bias`"
+            return relative_attention(
+                q, k, v, mask, lambda distances: DistanceTables(bias=relative_bias(distances)), mask.bias_reach
+            )
+        tables = None if terms is None or not self._uses_blocks(q, k, mask) else terms.tables(q)
+        if terms is not None and tables is not None:
+            return relative_attention(q, k, v, mask, tables, terms.position.reach)
         if self.soft_cap is not None or (terms is not None and terms.adds_values):
             return self._materialised(q, k, v, mask)
         dropout = mask.dropout if self.training else 0.0
@@ -49,6 +65,15 @@ class Softmax(Core):
             bias = bias.to(q.dtype)
             attn_mask = bias if attn_mask is None else torch.where(attn_mask, bias, float("-inf"))
         return self.random.attention(q, k, v, dropout, attn_mask=attn_mask)
+
+    def prefers_relative_bias(self, position: Position, q: Tensor, k: Tensor, mask: AttentionMask) -> bool:
+        # torch's fused attention has no gradient of a bias on a CPU.
+        return position.learns_relative_bias and not self.reads_bias and self._uses_blocks(q, k, mask)
+
+    def _uses_blocks(self, q: Tensor, k: Tensor, mask: AttentionMask) -> bool:
+        """Return whether to attend a block of queries at a time, where relative positions have terms of the scores."""
+        dropout = mask.dropout if self.training else 0.0
+        return self.soft_cap is None and not dropout and mask.bias is None and uses_blocks(q, k, mask)
 
     def _materialised(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         """Attend by operators that keep all scores, which may be capped and whose weights a position may read."""

@@ -366,10 +366,10 @@ class Attention(Mixer):
             mask: AttentionMask = tokens.shared_values.get_or_compute(key, compute)
             return mask
         # The bias of each block's own parameters is not a shared value.
-        if self.uses_relative_bias:
-            relative = self.position
-            return replace(compute(), relative_bias=relative.relative_bias, linear_bias=relative.linear_bias)
-        return replace(compute(), bias=self._bias(k, tokens))
+        plain, prefers = compute(), self.core.prefers_relative_bias
+        if self.uses_relative_bias or (not self.reads_bias and prefers(self.position, q, k, plain)):
+            return plain.with_relative_bias(self.position)
+        return replace(plain, bias=self._bias(k, tokens))
 
     def pairs(self, queries: int, keys: int) -> Pairs:
         """Describe the pairs of the last T of S tokens with all of them, for a position that reads queries and keys."""

@@ -39,6 +39,8 @@ class DynamicMask(Attention):
     cores: ClassVar[tuple[str, ...] | None] = ("softmax",)
     shards_sequence: ClassVar[bool] = False
 
+    reads_bias: ClassVar[bool] = True
+
     def __init__(self, config: Attention.Config, dims: Dims) -> None:
         super().__init__(config, dims)
         self.length = dims.length

@@ -44,6 +44,8 @@ class DynamicSpan(Attention):
     shards_sequence: ClassVar[bool] = False
     averages_tokens = True
 
+    reads_bias: ClassVar[bool] = True
+
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)
         self.max_span = config.max_span or dims.length

@@ -50,6 +50,8 @@ class GuidedAttention(Attention):
     shards_sequence: ClassVar[bool] = False
     averages_tokens = True
 
+    reads_bias: ClassVar[bool] = True
+
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)
         self.heads = config.heads

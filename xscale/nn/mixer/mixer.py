@@ -38,6 +38,8 @@ class Mixer(Part):
     """Whether it has no scores of its own, so that it cannot be in the first block."""
     shards_sequence: ClassVar[bool] = False
     """Whether it works on a sequence that is sharded over cp."""
+    reads_bias: ClassVar[bool] = False
+    """Whether it reads the mask's bias on the scores, or attention weights, so that it needs the bias by pair."""
 
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         """[B, T, D] -> [B, T, D]; cross attention also reads `memory` [B, S, D], the hidden states of `source`."""

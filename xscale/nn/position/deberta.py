@@ -17,6 +17,7 @@ from xscale.core.config import Slot
 from xscale.core.errors import Problem
 from xscale.nn.dims import Dims
 from xscale.nn.norm import NORMS, Norm
+from xscale.nn.position.distance_tables import DistanceTables
 from xscale.nn.position.pairs import Pairs
 from xscale.nn.position.position import POSITIONS, Position, PositionTraits
 
@@ -32,6 +33,7 @@ from xscale.nn.position.position import POSITIONS, Position, PositionTraits
 )
 class Deberta(Position):
     adds_scores = True
+    has_tables = True
     score_factor = 3**-0.5
     table: Parameter
 
@@ -61,11 +63,7 @@ class Deberta(Position):
         return []
 
     def scores(self, q: Tensor, k: Tensor, pairs: Pairs) -> Tensor:
-        assert pairs.project is not None
-        table = self.use(self.table)
-        queries, keys = pairs.project(table if self.norm is None else self.norm(table))  # [H, 2k, K], [G, 2k, K]
-        keys = keys.repeat_interleave(len(queries) // len(keys), 0)
-        queries, keys = pairs.select_heads(queries), pairs.select_heads(keys)
+        queries, keys = self._projected(pairs)
         scale = q.shape[-1] ** -0.5
         rows = self.row(-pairs.distances(q.device))
         to_position = pairs.shift(q * scale @ keys.index_select(1, rows).mT)  # [B, H, T, S]
@@ -74,6 +72,23 @@ class Deberta(Position):
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
         to_content = turned.shift(k * (scale * pairs.query_factor) @ queries.index_select(1, rows).mT)  # [B, H, S, T]
         return to_position + to_content.mT
+
+    @property
+    def reach(self) -> int:
+        return self.distance
+
+    def distance_tables(self, q: Tensor, distances: Tensor, pairs: Pairs) -> DistanceTables:
+        queries, keys = self._projected(pairs)
+        rows = self.row(-distances)
+        return DistanceTables(keys.index_select(1, rows), queries.index_select(1, rows) * pairs.query_factor)
+
+    def _projected(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        """Project the table as queries and as keys, each [H, 2k, K]."""
+        assert pairs.project is not None
+        table = self.use(self.table)
+        queries, keys = pairs.project(table if self.norm is None else self.norm(table))  # [H, 2k, K], [G, 2k, K]
+        keys = keys.repeat_interleave(len(queries) // len(keys), 0)
+        return pairs.select_heads(queries), pairs.select_heads(keys)
 
     def row(self, distances: Tensor) -> Tensor:
         """Return the rows of the table for distances query - key, of the same shape."""

@@ -20,6 +20,7 @@ from xscale.nn.position.position import POSITIONS, Position, PositionTraits
 )
 class Gaussian(Position):
     adds_bias = True
+    learns_relative_bias = True
     # Squares of long distances exceed what bfloat16 tells apart.
     keeps_precision = True
     weight: Parameter

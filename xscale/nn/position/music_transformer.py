@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.nn.dims import Dims
+from xscale.nn.position.distance_tables import DistanceTables
 from xscale.nn.position.pairs import Pairs
 from xscale.nn.position.position import POSITIONS, Position, PositionTraits
 
@@ -18,6 +19,7 @@ from xscale.nn.position.position import POSITIONS, Position, PositionTraits
 )
 class MusicTransformer(Position):
     adds_scores = True
+    has_tables = True
     table: Parameter
 
     class Config(Position.Config):
@@ -32,9 +34,15 @@ class MusicTransformer(Position):
         self.declare("table", (heads, rows, head_width), ("heads", "state", "state"), dims.init)
 
     def scores(self, q: Tensor, k: Tensor, pairs: Pairs) -> Tensor:
+        embeddings = self._embeddings(pairs.distances(q.device), pairs)
+        return pairs.shift(q * q.shape[-1] ** -0.5 @ embeddings.mT)  # [B, H, T, S]
+
+    def distance_tables(self, q: Tensor, distances: Tensor, pairs: Pairs) -> DistanceTables:
+        return DistanceTables(self._embeddings(distances, pairs))
+
+    def _embeddings(self, distances: Tensor, pairs: Pairs) -> Tensor:
+        """Embeddings of distances [R], [H, R, K]."""
         if pairs.keys > self.length:
             raise IndexError(f"{self.path} has embeddings of {self.length} distances, and there are {pairs.keys} keys")
-        rows = pairs.distances(q.device) + self.length - 1  # [R]
         table = pairs.select_heads(self.use(self.table))  # [H, rows, K]
-        embeddings = table.index_select(1, rows)  # [H, R, K]
-        return pairs.shift(q * q.shape[-1] ** -0.5 @ embeddings.mT)  # [B, H, T, S]
+        return table.index_select(1, distances + self.length - 1)

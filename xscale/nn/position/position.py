@@ -1,6 +1,6 @@
 """Base class and registry of position encodings, and `none`."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from xscale.core.registry import Family
 from xscale.nn.dims import Dims
 from xscale.nn.module import Part
+from xscale.nn.position.distance_tables import DistanceTables
 from xscale.nn.position.pairs import Pairs
 from xscale.nn.tokens import Tokens
 
@@ -42,6 +43,10 @@ class Position(Part):
     """Factor of q k^T besides 1 / sqrt(K), unless the mixer has a `scale`."""
     linear_bias = False
     """Whether the bias is minus a fixed slope per head times the distance (ALiBi)."""
+    learns_relative_bias = False
+    """Whether the bias depends on the distance and on parameters."""
+    has_tables = False
+    """Whether `distance_tables` gives all of the terms of the scores and of the output."""
     shared = False
     """Whether all mixers of a stack have this part's parameters in common."""
 
@@ -75,6 +80,15 @@ class Position(Part):
         """Attention weights [B, H, T, S] -> term of the output [B, H, T, K]: where = scores, `adds_values`."""
         raise NotImplementedError
 
+    @property
+    def reach(self) -> int | None:
+        """Tokens from which on all distances have one row in `distance_tables`; None: any two may differ."""
+        return None
+
+    def distance_tables(self, q: Tensor, distances: Tensor, pairs: Pairs) -> DistanceTables:
+        """Distances key - query [N] -> their tables' rows, on the device of q [B, H, T, K]: `has_tables`."""
+        raise NotImplementedError
+
     def relative_bias(self, offsets: Tensor) -> Tensor:
         """Offsets key - query [N] (negative = past) -> bias on the scores [H, N]: where = bias, relative."""
         bias = self.bias(offsets.new_zeros(1, 1), offsets[None])
@@ -93,6 +107,12 @@ class PositionTerms:
     def adds_values(self) -> bool:
         """Whether there is a term of the output."""
         return self.position.adds_values
+
+    def tables(self, q: Tensor) -> Callable[[Tensor], DistanceTables] | None:
+        """Return the function from distances [N] to rows of the position's tables; None: it has other terms."""
+        if not self.position.has_tables:
+            return None
+        return lambda distances: self.position.distance_tables(q, distances, self.pairs)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """Return what is added to the scores [B, H, T, S] of q [B, H, T, K] and k [B, G, S, K]."""

@@ -20,6 +20,7 @@ from xscale.nn.position.position import POSITIONS, Position, PositionTraits
 @POSITIONS.register("relative", traits=PositionTraits(where="bias", relative=True, extrapolates=True, cost="H*T*S"))
 class Relative(Position):
     adds_bias = True
+    learns_relative_bias = True
     weight: Parameter
 
     class Config(Position.Config):
@@ -49,6 +50,10 @@ class Relative(Position):
         table = self.use(self.weight)
         offsets = keys[:, None, :] - queries[:, :, None]  # [B, T, S]
         return table[self.bucket(offsets, table.shape[0])].permute(0, 3, 1, 2)  # [B, H, T, S]
+
+    @property
+    def reach(self) -> int:
+        return self.distance
 
     def bucket(self, offsets: Tensor, buckets: int) -> Tensor:
         """Offsets key - query -> bucket indices, of the same shape."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.nn.dims import Dims
+from xscale.nn.position.distance_tables import DistanceTables
 from xscale.nn.position.pairs import Pairs
 from xscale.nn.position.position import POSITIONS, Position, PositionTraits
 
@@ -17,6 +18,7 @@ from xscale.nn.position.position import POSITIONS, Position, PositionTraits
 @POSITIONS.register("shaw", traits=PositionTraits(where="scores", relative=True, extrapolates=True, cost="H*T*S*K"))
 class Shaw(Position):
     adds_scores = True
+    has_tables = True
     key_table: Parameter
     value_table: Parameter
 
@@ -41,6 +43,15 @@ class Shaw(Position):
 
     def values(self, weights: Tensor, pairs: Pairs) -> Tensor:
         return pairs.unshift(weights) @ self._rows(self.value_table, pairs, weights.device)  # [B, H, T, K]
+
+    @property
+    def reach(self) -> int:
+        return self.distance
+
+    def distance_tables(self, q: Tensor, distances: Tensor, pairs: Pairs) -> DistanceTables:
+        rows = distances.clamp(-self.distance, self.distance) + self.distance
+        values = self.use(self.value_table).index_select(0, rows)[None] if self.adds_values else None
+        return DistanceTables(self.use(self.key_table).index_select(0, rows)[None], value_rows=values)
 
     def _rows(self, table: Tensor, pairs: Pairs, device: torch.device) -> Tensor:
         """Embeddings of all distances of the pairs, [R, K]."""

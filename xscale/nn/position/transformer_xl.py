@@ -4,6 +4,8 @@ The score of query i and key j is ((q_i + u) k_j + (q_i + v) W r_ij) / sqrt(K), 
 projection to each head, and u and v are a vector of each head. XLNet (Yang et al. 2019) has it bidirectional.
 """
 
+from typing import Any
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -11,8 +13,26 @@ from torch.nn import Parameter
 
 from xscale.core.errors import Problem
 from xscale.nn.dims import Dims
+from xscale.nn.position.distance_tables import DistanceTables
 from xscale.nn.position.pairs import Pairs
 from xscale.nn.position.position import POSITIONS, Position, PositionTraits
+
+
+class _ProjectedSinusoids(torch.autograd.Function):
+    """Sinusoids of distances [N], projected by weights [H, K, D]: [H, N, K]. Backward makes the sinusoids again, which
+    are wider than what is made of them."""
+
+    @staticmethod
+    def forward(context: Any, weight: Tensor, distances: Tensor, position: "TransformerXl") -> Tensor:
+        context.save_for_backward(weight, distances)
+        context.position = position
+        return position.sinusoids(distances, weight) @ weight.mT
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(context: Any, gradient: Tensor) -> Any:
+        weight, distances = context.saved_tensors
+        return gradient.mT @ context.position.sinusoids(distances, weight), None, None
 
 
 @POSITIONS.register(
@@ -22,6 +42,7 @@ from xscale.nn.position.position import POSITIONS, Position, PositionTraits
 )
 class TransformerXl(Position):
     adds_scores = True
+    has_tables = True
     weight: Parameter
     content_bias: Parameter
     position_bias: Parameter
@@ -49,7 +70,7 @@ class TransformerXl(Position):
         weight = self.use(self.weight).view(*u.shape, -1)  # [H, K, D]
         u, v, weight = (pairs.select_heads(parameter) for parameter in (u, v, weight))
         scale = q.shape[-1] ** -0.5
-        sinusoids = self._sinusoids(pairs.distances(q.device), weight)  # [R, D]
+        sinusoids = self.sinusoids(pairs.distances(q.device), weight)  # [R, D]
         biased = (q + pairs.query_factor * v[:, None]) * scale
         by_distance = biased @ (weight @ sinusoids.mT)  # [B, H, T, R]
         grouped = (u * (pairs.query_factor * scale)).view(k.shape[1], -1, u.shape[-1])  # [G, H/G, K]
@@ -57,7 +78,14 @@ class TransformerXl(Position):
         scores: Tensor = pairs.shift(by_distance) + by_key  # [B, H, T, S]
         return scores
 
-    def _sinusoids(self, distances: Tensor, like: Tensor) -> Tensor:
+    def distance_tables(self, q: Tensor, distances: Tensor, pairs: Pairs) -> DistanceTables:
+        u, v = (self.use(bias) for bias in (self.content_bias, self.position_bias))
+        weight = self.use(self.weight).view(*u.shape, -1)  # [H, K, D]
+        u, v, weight = (pairs.select_heads(parameter) for parameter in (u, v, weight))
+        rows = _ProjectedSinusoids.apply(weight, distances, self)  # [H, N, K]
+        return DistanceTables(rows, content_bias=u * pairs.query_factor, position_bias=v * pairs.query_factor)
+
+    def sinusoids(self, distances: Tensor, like: Tensor) -> Tensor:
         """Sines, then cosines, of query - key: [R, D], of the dtype and width of `like` [..., D]."""
         # Angles of far positions need more digits than half precision has.
         width, dtype = like.shape[-1], torch.promote_types(like.dtype, torch.float32)

@@ -1,13 +1,13 @@
 """The attention mask that a core gets: causal order, packed documents, the bias on the scores, dropout."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from xscale.nn.position.position import PositionTerms
+from xscale.nn.position.position import Position, PositionTerms
 from xscale.nn.tokens import Stats
 
 
@@ -42,6 +42,8 @@ class AttentionMask:
     relative_bias: Callable[[Tensor], Tensor] | None = None
     """Relative bias: offsets key - query [N] (negative = past) -> [H, N]. Used instead of `bias` by cores with
     `uses_relative_bias`."""
+    bias_reach: int | None = None
+    """Distance in tokens from which on `relative_bias` is constant; None: it may change at any."""
     linear_bias: bool = False
     """Whether `relative_bias` is minus a slope of each head times the distance (ALiBi)."""
     position_terms: PositionTerms | None = None
@@ -66,6 +68,15 @@ class AttentionMask:
     """[B], document of the token before the shard; None without documents."""
     device: torch.device | None = None
     """Device of `allowed`; None: that of the documents or the bias, or the CPU without either."""
+
+    def with_relative_bias(self, position: Position) -> "AttentionMask":
+        """Return the mask with the position's bias on the scores, by distance."""
+        return replace(
+            self,
+            relative_bias=position.relative_bias,
+            bias_reach=position.reach,
+            linear_bias=position.linear_bias,
+        )
 
     @property
     def is_only_causal(self) -> bool:

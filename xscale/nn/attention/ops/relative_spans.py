@@ -1,0 +1,125 @@
+"""Distances of the keys that a block of queries sees, and strided views from distances to keys."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xscale.nn.attention.ops.mask import AttentionMask
+
+
+@dataclass(frozen=True)
+class RelativeSpan:
+    """The keys of one block of queries. Near keys are told apart by their distance, and stand between those before the
+    reach of the tables, which have none of their terms, and those beyond it, which have their last row."""
+
+    start: int
+    """First query."""
+    stop: int
+    near: int
+    """First near key."""
+    far: int
+    """First key beyond the reach."""
+    end: int
+    """Keys of the block: a causal one needs no later ones."""
+    table: int
+    """Index in the tables of the distance of the first near key to the last query."""
+
+    @property
+    def queries(self) -> slice:
+        return slice(self.start, self.stop)
+
+    @property
+    def rows(self) -> int:
+        """n, queries."""
+        return self.stop - self.start
+
+    @property
+    def columns(self) -> int:
+        """c, near keys."""
+        return self.far - self.near
+
+    @property
+    def distances(self) -> slice:
+        """The tables' rows for near keys, n + c - 1."""
+        return slice(self.table, self.table + self.rows + self.columns - 1)
+
+
+@dataclass(frozen=True)
+class RelativeSpans:
+    """Queries, keys and distances of an attention whose last query is the last key."""
+
+    queries: int
+    keys: int
+    causal: bool
+    low: int
+    """Keys at this distance, key - query, and before have one row of the tables."""
+    high: int
+    """Keys at this distance and after have one row."""
+    block: int
+    """Queries of a block."""
+
+    @classmethod
+    def of(cls, mask: AttentionMask, reach: int | None, block: int) -> "RelativeSpans":
+        """Describe the mask's pairs; keys at a distance of `reach` or more have one row, None: each has its own."""
+        low, high = -mask.keys, 1 if mask.causal else mask.queries
+        if reach is not None:
+            low, high = max(low, -reach), min(high, reach)
+        return cls(mask.queries, mask.keys, mask.causal, low, high, block)
+
+    @property
+    def is_clipped(self) -> bool:
+        """Whether there are keys before the reach."""
+        return self.low > -self.keys
+
+    @property
+    def tile_columns(self) -> int:
+        """Near keys of a block that is not at an end of the sequence."""
+        return self.high + self.block - 2 - self.low
+
+    def tile(self, span: RelativeSpan) -> tuple[slice, slice]:
+        """Return what of a tile [block, tile_columns], alike for all blocks, are the span's queries and near keys."""
+        first = span.near - (span.start + self.keys - self.queries) - self.low - 1
+        return slice(span.rows), slice(first, first + span.columns)
+
+    def turned(self, by_key: Tensor, span: RelativeSpan) -> Tensor:
+        """View values of keys and all distances, descending, [S, N], as those of queries and near keys [n, c]."""
+        columns = by_key.shape[1]
+        first = columns - span.table - span.rows  # the descending index of the first near key's distance to `start`
+        return by_key.as_strided((span.rows, span.columns), (1, columns - 1), span.near * columns + first)
+
+    def distances(self, device: torch.device) -> Tensor:
+        """Return the distances of the tables' rows, [N]; a block more than are told apart on either side."""
+        distances = torch.arange(self.low - self.block, self.high + self.block, device=device)
+        first, last = max(1 - self.keys, self.low), min(0 if self.causal else self.queries - 1, self.high)
+        return distances.clamp(first, last)
+
+    def spans(self) -> Iterator[RelativeSpan]:
+        """Yield the blocks of queries in order."""
+        offset = self.keys - self.queries
+        for start in range(0, self.queries, self.block):
+            stop = min(start + self.block, self.queries)
+            first, last = start + offset, stop - 1 + offset
+            end = last + 1 if self.causal else self.keys
+            near = max(first + self.low + 1, 0)
+            far = min(max(last + self.high, near), end)
+            yield RelativeSpan(start, stop, near, far, end, near - last - self.low + self.block)
+
+
+def shifted(by_distance: Tensor, columns: int) -> Tensor:
+    """View values of queries and ascending distances [n, n + c - 1], contiguous, as of queries and keys [n, c]."""
+    rows, distances = by_distance.shape
+    return by_distance.as_strided((rows, columns), (distances - 1, 1), by_distance.storage_offset() + rows - 1)
+
+
+def clear_unshifted(by_distance: Tensor, columns: int) -> None:
+    """Set to 0 what `shifted` does not show, so that a product with the table reads the shown values alone."""
+    rows, distances = by_distance.shape
+    flat, step = by_distance.view(-1), distances - 1
+    flat[: rows - 1].zero_()
+    flat[rows - 1 + (rows - 1) * step + columns :].zero_()
+    if rows > 2:
+        # Between the end of a shown row and the start of the next one.
+        gaps = (rows - 1, step - columns)
+        by_distance.as_strided(gaps, (step, 1), by_distance.storage_offset() + rows - 1 + columns).zero_()
