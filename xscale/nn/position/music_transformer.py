@@ -34,7 +34,8 @@ class MusicTransformer(Position):
     def scores(self, q: Tensor, k: Tensor, pairs: Pairs) -> Tensor:
         if pairs.keys > self.length:
             raise IndexError(f"{self.path} has embeddings of {self.length} distances, and there are {pairs.keys} keys")
-        rows = pairs.distances(q.device) + self.length - 1  # [R]
         table = pairs.select_heads(self.use(self.table))  # [H, rows, K]
+        # Padding behind a sharded sequence has farther distances, which nothing reads.
+        rows = (pairs.distances(q.device) + self.length - 1).clamp(0, table.shape[1] - 1)  # [R]
         embeddings = table.index_select(1, rows)  # [H, R, K]
         return pairs.shift(q * q.shape[-1] ** -0.5 @ embeddings.mT)  # [B, H, T, S]
