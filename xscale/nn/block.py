@@ -13,6 +13,7 @@ from xscale.core.errors import Problem
 from xscale.nn.attention.ops.mask import ScoreEdge
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn, Gated
+from xscale.nn.mask_decoder import MaskDecoderConfig
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.module import Module
@@ -186,11 +187,17 @@ class Block(Module):
     cross: Sublayer | None
     ffn: Sublayer | None
 
-    def __init__(self, config: BlockConfig, dims: Dims, *, cross: bool = False) -> None:
+    def __init__(
+        self, config: BlockConfig, dims: Dims, *, cross: bool = False, decoder: MaskDecoderConfig | None = None
+    ) -> None:
+        """`decoder`: the block decodes masked tokens, as that says; None: it does not."""
         super().__init__()
+        self.decoder_steps = 0 if decoder is None else decoder.steps
+        """Times that the block is applied to its own output, with keys of its input; 0: once, without such keys."""
+        position = config.position if decoder is None else decoder.position
         self.parallel = config.residual == "parallel"
         self.reversible = config.residual == "reversible"
-        self.position: Position | None = None if config.position is None else POSITIONS.build(config.position, dims)
+        self.position: Position | None = None if position is None else POSITIONS.build(position, dims)
         self.cross = self.ffn = None
         named = config.named(cross=cross)
         self.order = list(named)
@@ -244,8 +251,12 @@ class Block(Module):
         """
         if self.reversible:
             return self._next_streams(x, tokens, memory, source)
+        keys = x
         if self.position is not None:
             x = self.position.embed(x, tokens)
+        for _ in range(self.decoder_steps - 1):
+            x = self._through(self.order, x, tokens, (keys, tokens))
+        memory, source = (keys, tokens) if self.decoder_steps else (memory, source)
         edges = {} if scores is None else {name: ScoreEdge(scores.get(name)) for name in self.score_mixers()}
         if self.parallel:
             assert self.ffn is not None
@@ -264,11 +275,12 @@ class Block(Module):
         memory: tuple[Tensor | None, Tokens | None] = (None, None),
         edges: Mapping[str, ScoreEdge] = MappingProxyType({}),
     ) -> Tensor:
-        """Output [B, T, D] of the sublayers `names`; `memory` is the encoder's output and the tokens it is of."""
+        """Output [B, T, D] of the sublayers `names`; `memory` is the encoder's output and the tokens it is of, or what
+        the keys of a mask decoder are of."""
         before = x
         for name in names:
             before, residual = (before, x) if name in self.parallel_sublayers else (x, None)
-            memory_and_source = memory if name.startswith("cross") else ()
+            memory_and_source = memory if self.decoder_steps or name.startswith("cross") else ()
             x = getattr(self, name)(before, tokens, *memory_and_source, residual=residual, edge=edges.get(name))
         return x
 

@@ -117,6 +117,7 @@ FEATURES: dict[str, Any] = {
             ("step_signal", False),
             ("halting", None),
             ("exits", None),
+            ("mask_decoder", None),
         )
     },
     "block.residual": "sequential",
