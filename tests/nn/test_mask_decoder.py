@@ -45,7 +45,9 @@ def attention(part: Any, queries: Tensor, keys: Tensor) -> Tensor:
         for i in range(LENGTH):
             for j in range(LENGTH):
                 row = table[max(0, min(7, i - j + 4))]
-                scores[i, j] = (q[i] @ k[j] + q[i] @ project(part.k, row) + k[j] @ project(part.q, row)) / (3 * K) ** 0.5
+                scores[i, j] = (q[i] @ k[j] + q[i] @ project(part.k, row) + k[j] @ project(part.q, row)) / (
+                    3 * K
+                ) ** 0.5
         heads.append(scores.softmax(-1) @ v)
     return torch.cat(heads, -1) @ part.o.weight.T + part.o.bias
 

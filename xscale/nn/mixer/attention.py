@@ -197,7 +197,8 @@ class Attention(Mixer):
         if entry.part.set_by_mixer is not None and entry.part.set_by_mixer[2] == cls.Config.kind:
             key = entry.part.set_by_mixer[0]
             core = core.model_copy(update={key: type(core).model_fields[key].default})
-        problems = list(entry.part.check(core, replace(dims, position=config.position or dims.position), f"{path}.core"))
+        placed = replace(dims, position=config.position or dims.position)
+        problems = list(entry.part.check(core, placed, f"{path}.core"))
         problems += entry.part.check_heads(config.core, config.heads, f"{path}.core")
         head_width = getattr(config, "head_width", None) or dims.width // config.heads
         for core, core_path in entry.part.parts(config.core, f"{path}.core"):
@@ -254,8 +255,7 @@ class Attention(Mixer):
         if self.query_factor is not None:
             q = q * self.query_factor
         mask = self.make_mask(q, k, tokens, key_tokens)
-        if edge is not None:
-            mask = replace(mask, score_edge=edge)
+        mask = mask if edge is None else replace(mask, score_edge=edge)
         return self.project_output(self.attend_input(x, tokens, q, k, v, mask))
 
     def project(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
