@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from tests.conformance.made import core, dims, numbered, qkv, ready, run, tokens
 from tests.distributed import Pool, distributed
-from tests.parallel.against_one import DOUBLE, Found, alone, same
+from tests.parallel.against_one import DOUBLE, Found, alone, compare, same, trained
 from tests.parallel.models import DENSE, SPARSE, changed
 from tests.train.test_layouts import one_rank
 from tests.train.test_layouts import same as same_run
@@ -18,7 +19,7 @@ from tests.train.tiny import recipe
 from xscale.core.errors import ConfigError
 from xscale.nn.attention.core import CORES
 from xscale.nn.mixer.attention import Attention
-from xscale.parallel.context import STYLES
+from xscale.parallel.context import STYLES, ring
 from xscale.parallel.context.mask import ShardedAttentionMask, ShardedMaskBuilder
 from xscale.parallel.context.sequence_sharding import SequenceSharding, shard_tokens
 
@@ -97,6 +98,45 @@ def test_a_rank_of_padding_reduces_the_gradient_of_a_learned_position(position: 
     same(pool, alone(pool, model, **short), 4, model, layout("halo", mesh={"cp": 4}), **short)
 
 
+RING_POSITIONS: dict[str, dict[str, Any]] = {
+    "shaw": {"kind": "shaw", "distance": 5},
+    "relative": {"kind": "relative"},
+    "gaussian": {"kind": "gaussian"},
+    "music_transformer": {"kind": "music_transformer"},
+    "transformer_xl": {"kind": "transformer_xl"},
+    "tupe": {"kind": "tupe"},
+    "deberta": {"kind": "deberta", "buckets": 8, "distance": 16, "norm": {"kind": "layer"}, "shared": True},
+}
+
+
+def trained_in_small_tiles(*args: Any, **sections: Any) -> Found:
+    """Train with several tiles in each chunk of the sequence."""
+    with patch.object(ring, "TILE", 3):
+        return trained(*args, **sections)
+
+
+def of_position(position: str, *, causal: bool = True) -> dict[str, Any]:
+    """A decoder or encoder with a position that adds to the scores."""
+    model = {**of_core({"kind": "softmax"}), "position": RING_POSITIONS[position]}
+    return model if causal else {**model, "kind": "encoder"}
+
+
+def test_the_ring_adds_the_terms_of_relative_positions(pool: Pool) -> None:
+    """Shaw's tables are whole on each rank, and their gradients are summed over the ranks' queries."""
+    one = alone(pool, of_position("shaw"), steps=2)
+    compare(one, pool.run(trained_in_small_tiles, 2, of_position("shaw"), layout("ring"), steps=2))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("causal", [True, False], ids=["decoder", "encoder"])
+@pytest.mark.parametrize("position", RING_POSITIONS)
+def test_the_ring_adds_the_terms_of_a_position_by_tiles(position: str, causal: bool, pool: Pool) -> None:
+    model = of_position(position, causal=causal)
+    one = alone(pool, model, steps=2)
+    compare(one, pool.run(trained_in_small_tiles, 2, model, layout("ring"), steps=2))
+    same(pool, one, 4, model, layout("ring", mesh={"tp": 2}, recompute={"every": 1}, zero={"stage": 3}), steps=2)
+
+
 @distributed(ranks=2)
 def test_every_core_gives_its_numbers_in_every_style_it_declares() -> None:
     """Outputs and gradients of a piece are those of the whole, cut: for each core, style, direction and documents."""
@@ -156,11 +196,6 @@ def _piece(x: Tensor, spread: SequenceSharding) -> Tensor:
             "dropout of attention",
         ),
         ({"mixer": DROPPED_BLOCKS}, layout("halo"), "dropout of attention weights"),
-        (
-            {"mixer": {"kind": "attention", "heads": 4, "position": {"kind": "shaw"}}},
-            layout("ring"),
-            "no term of the scores that reads queries",
-        ),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(changes: dict[str, Any], parallel: dict[str, Any], says: str) -> None:

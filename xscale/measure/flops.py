@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from xscale.nn.attention.hamilton import COMPONENTS
+from xscale.nn.block import Block
 from xscale.nn.exits import Exit
 from xscale.nn.ffn.ffn import active_fractions
 from xscale.nn.head import Head
@@ -54,7 +55,7 @@ def training_flops(model: nn.Module, targets: int, source: int = 0) -> float:
         for count in _counts(model)
         if count.multiplied
     )
-    shared = _shared_sublayers(model)
+    shared = _repeated_sublayers(model)
     for path, module in model.named_modules():
         if isinstance(module, Mixer):
             length = global_tokens + (source if _on_source(path) else targets)
@@ -79,7 +80,7 @@ def _counts(model: nn.Module) -> Iterator[_Count]:
     fractions = active_fractions(model)
     heads = {id(module.weight) for module in model.modules() if isinstance(module, Head)}
     tables = {id(module.weight) for module in model.modules() if isinstance(module, Embedding)} - heads
-    axes, shared = parameter_axes(model), _shared_sublayers(model)
+    axes, shared = parameter_axes(model), _repeated_sublayers(model)
     quaternions = {id(module.weight) for module in model.modules() if isinstance(module, QuaternionLinear)}
     shared_exits = sum(isinstance(module, Exit) and module.head is None for module in model.modules())
     for name, parameter in model.named_parameters():
@@ -97,14 +98,20 @@ def _counts(model: nn.Module) -> Iterator[_Count]:
         )
 
 
-def _shared_sublayers(model: nn.Module) -> dict[str, int]:
-    """Return the prefix of the paths of each stack's shared sublayers -> the number of its blocks, which use them."""
+def _repeated_sublayers(model: nn.Module) -> dict[str, int]:
+    """Return the prefix of the paths of sublayers that a token passes several times -> how often: of those that all
+    blocks of a stack share, and of the block of a mask decoder."""
     stacks = {path: module for path, module in model.named_modules() if isinstance(module, Stack)}
-    return {f"{path}.shared.": len(stack.blocks) for path, stack in stacks.items() if stack.shared is not None}
+    uses = {f"{path}.shared.": len(stack.blocks) for path, stack in stacks.items() if stack.shared is not None}
+    for path, stack in stacks.items():
+        for layer, block in stack.blocks.items():
+            if isinstance(block, Block) and block.decoder_steps > 1:
+                uses[f"{path}.blocks.{layer}."] = block.decoder_steps
+    return uses
 
 
 def _uses(path: str, shared: dict[str, int]) -> int:
-    """Return the number of blocks that use the module or parameter at `path`."""
+    """Return how often a token passes the module or parameter at `path`."""
     return next((blocks for prefix, blocks in shared.items() if path.startswith(prefix)), 1)
 
 

@@ -15,6 +15,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn, Gated
 from xscale.nn.gates import GATES, Gate, GatesConfig, GateSum
 from xscale.nn.gates import check as check_gates
+from xscale.nn.mask_decoder import MaskDecoderConfig
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.module import Module
@@ -196,11 +197,17 @@ class Block(Module):
     cross: Sublayer | None
     ffn: Sublayer | None
 
-    def __init__(self, config: BlockConfig, dims: Dims, *, cross: bool = False) -> None:
+    def __init__(
+        self, config: BlockConfig, dims: Dims, *, cross: bool = False, decoder: MaskDecoderConfig | None = None
+    ) -> None:
+        """`decoder`: the block decodes masked tokens, as that says; None: it does not."""
         super().__init__()
+        self.decoder_steps = 0 if decoder is None else decoder.steps
+        """Times that the block is applied to its own output, with keys of its input; 0: once, without such keys."""
+        position = config.position if decoder is None else decoder.position
         self.parallel = config.residual == "parallel"
         self.reversible = config.residual == "reversible"
-        self.position: Position | None = None if config.position is None else POSITIONS.build(config.position, dims)
+        self.position: Position | None = None if position is None else POSITIONS.build(position, dims)
         self.cross = self.ffn = None
         named = config.named(cross=cross)
         self.order = list(named)
@@ -255,8 +262,12 @@ class Block(Module):
         """
         if self.reversible:
             return self._next_streams(x, tokens, memory, source)
+        keys = x
         if self.position is not None:
             x = self.position.embed(x, tokens)
+        for _ in range(self.decoder_steps - 1):
+            x = self._through(self.order, x, tokens, (keys, tokens))
+        memory, source = (keys, tokens) if self.decoder_steps else (memory, source)
         edges = {} if scores is None else {name: ScoreEdge(scores.get(name)) for name in self.score_mixers()}
         gates = GateSum(scores[GATES]) if scores and GATES in scores else None
         if self.parallel:
@@ -279,11 +290,12 @@ class Block(Module):
         edges: Mapping[str, ScoreEdge] = MappingProxyType({}),
         gates: GateSum | None = None,
     ) -> Tensor:
-        """Output [B, T, D] of the sublayers `names`; `memory` is the encoder's output and the tokens it is of."""
+        """Output [B, T, D] of the sublayers `names`; `memory` is the encoder's output and the tokens it is of, or what
+        the keys of a mask decoder are of."""
         before = x
         for name in names:
             before, residual = (before, x) if name in self.parallel_sublayers else (x, None)
-            memory_and_source = memory if name.startswith("cross") else ()
+            memory_and_source = memory if self.decoder_steps or name.startswith("cross") else ()
             edge = edges.get(name)
             x = getattr(self, name)(before, tokens, *memory_and_source, residual=residual, edge=edge, gates=gates)
         return x

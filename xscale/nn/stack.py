@@ -19,6 +19,8 @@ from xscale.nn.ffn.ffn import FFNS, Ffn
 from xscale.nn.gates import GATES, GateBudget
 from xscale.nn.head import Head
 from xscale.nn.layer_mix import LayerMix
+from xscale.nn.mask_decoder import MaskDecoderConfig
+from xscale.nn.mask_decoder import check as check_mask_decoder
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm
@@ -82,6 +84,10 @@ class StackConfig(Config):
     exits: ExitsConfig | None = None
     """Heads after inner blocks, whose losses are added to that of the model's head (early exit); null: none."""
 
+    mask_decoder: MaskDecoderConfig | None = None
+    """The last block of an encoder decodes masked tokens: its queries get absolute positions, and it is applied several
+    times to the output of the block before (He et al. 2021, DeBERTa); null: it is a block as the others."""
+
     def block_config(self, layer: int) -> BlockConfig:
         """Config of block `layer`, with the rules applied."""
         changes: dict[str, Any] = {}
@@ -121,7 +127,12 @@ class Stack(Module):
         dims = replace(dims, depth=config.depth)
         self.blocks = nn.ModuleDict(
             {
-                str(layer): Block(config.block_config(layer), replace(dims, layer=layer), cross=cross)
+                str(layer): Block(
+                    config.block_config(layer),
+                    replace(dims, layer=layer),
+                    cross=cross,
+                    decoder=config.mask_decoder if layer + 1 == config.depth else None,
+                )
                 for layer in range(config.depth)
             }
         )
@@ -171,8 +182,13 @@ class Stack(Module):
             where = f"{path}.block" if block == config.block else f"{path} (block {layer})"
             for problem in Block.check(block, replace(dims, depth=config.depth, layer=layer), where, cross=cross):
                 problems.setdefault(f"{problem.what}{problem.path.split(')')[-1]}", problem)
+        decoder: list[Problem] = []
+        if config.mask_decoder is not None:
+            last = config.block_config(config.depth - 1)
+            decoder = check_mask_decoder(config.mask_decoder, last, dims, f"{path}.mask_decoder", config)
         return [
             *problems.values(),
+            *decoder,
             *_check_parts(config, path, cross=cross),
             *_check_shared_position(config, dims, path),
             *_check_layer_tables(config, dims, path),

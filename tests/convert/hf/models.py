@@ -84,6 +84,19 @@ def encoder(mixer: Any = BIASED, activation: str = "gelu", **rest: Any) -> dict[
     }
 
 
+def deberta(buckets: int | None, activation: str, **changes: Any) -> dict[str, Any]:
+    """One table of distances for all blocks, with its norm unless `norm` is None."""
+    made = encoder(activation=activation)
+    norm = changes.pop("norm", made["stack"]["block"]["norm"])
+    made["position"] = {"kind": "deberta", "buckets": buckets, "distance": 9, "norm": norm, "shared": True}
+    return {**made, **changes}
+
+
+def xlnet(activation: str, **changes: Any) -> dict[str, Any]:
+    made = encoder(PLAIN, activation, position="transformer_xl")
+    return {**made, "embedding_norm": None, "transform": None, **changes}
+
+
 def windowed(side: int, **rest: Any) -> dict[str, Any]:
     """Attention to so many tokens on each side, in blocks of which a text has several."""
     core = {"kind": "block_sparse", "block": 4, "pattern": {"kind": "band", "left": side, "right": side}}
@@ -178,6 +191,10 @@ SECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "longformer",
         encoder({**windowed(3), "kind": "longformer", "global_token_indices": [0, 5]}),
     ),
+    "deberta_v2": ("deberta-v2", deberta(8, "gelu")),
+    "deberta_v2 of distances": ("deberta-v2", deberta(None, "relu", norm=None, token_types=2, tied=False)),
+    "xlnet": ("xlnet", xlnet("gelu")),
+    "xlnet untied": ("xlnet", xlnet("relu", tied=False)),
     "t5": ("t5", both(DENSE)),
     "t5 of one table": ("t5", both(DENSE, 3, **T5)),
     "flan": ("t5", both({**GATED, "gate": "geglu_tanh"}, tied=False, **T5 | {"scale_head": False})),

@@ -117,6 +117,7 @@ FEATURES: dict[str, Any] = {
             ("step_signal", False),
             ("halting", None),
             ("exits", None),
+            ("mask_decoder", None),
         )
     },
     "block.residual": "sequential",
@@ -174,14 +175,17 @@ def uniform_block(stack: Any, require: Requirements, path: str) -> Any:
     return block
 
 
-def classic_block(config: Any, placement: str, require: Requirements) -> Any:
+def classic_block(
+    config: Any, placement: str, require: Requirements, *, position: str = "learned", mixer_bias: bool = True
+) -> Any:
     """Return the block of GPT-2, BERT and similar models, which differ in `placement`; None if a part differs.
 
-    They have learned positions, layer norm, dense softmax attention and a dense ffn, with biases everywhere.
+    They have positions of that kind, layer norm, dense softmax attention and a dense ffn, with biases everywhere,
+    unless `mixer_bias` is false.
     """
     at = "model.stack.block"
     block = uniform_block(config.stack, require, "model.stack")
-    require.one_of("model.position", config.position.kind, "learned")
+    require.one_of("model.position", config.position.kind, position)
     require.one_of(f"{at}.placement", block.placement, placement)
     require.one_of(f"{at}.norm", block.norm.kind, "layer")
     require.one_of(f"{at}.mixer", block.mixer.kind, "attention")
@@ -195,8 +199,8 @@ def classic_block(config: Any, placement: str, require: Requirements) -> Any:
     require.one_of(f"{at}.mixer.head_width", mixer.head_width, None, config.width // mixer.heads)
     require.one_of(f"{at}.mixer.shared_qk", mixer.shared_qk or False, False)
     require.one_of(f"{at}.mixer.qk_norm", mixer.qk_norm, None)
-    require.one_of(f"{at}.mixer.bias", mixer.bias, True)
-    require.one_of(f"{at}.mixer.output_bias", mixer.output_bias, None, True)
+    require.one_of(f"{at}.mixer.bias", mixer.bias, mixer_bias)
+    require.one_of(f"{at}.mixer.output_bias", mixer.output_bias, None, mixer_bias)
     require.one_of(f"{at}.ffn.bias", ffn.bias, True)
     require.one_of(f"{at}.ffn.activation", ffn.activation, *ACTIVATIONS)
     return block

@@ -12,6 +12,7 @@ from xscale.convert.hf.architecture import (
     require_features,
 )
 from xscale.convert.hf.bert import BERT, BIG_BIRD, ROBERTA
+from xscale.convert.hf.deberta import DEBERTA_V2
 from xscale.convert.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from xscale.convert.hf.gemma import GEMMA2, GEMMA3
 from xscale.convert.hf.gpt2 import GPT2
@@ -19,6 +20,7 @@ from xscale.convert.hf.gpt_neox import GPT_NEOX
 from xscale.convert.hf.llama import LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMOE, PHI3, QWEN2, QWEN3, QWEN3_MOE
 from xscale.convert.hf.longformer import LONGFORMER
 from xscale.convert.hf.t5 import SWITCH, T5
+from xscale.convert.hf.xlnet import XLNET
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError, Problem
 from xscale.nn.model.model import MODELS, Model
@@ -44,6 +46,8 @@ ARCHITECTURES = (
     BIG_BIRD,
     ALBERT,
     LONGFORMER,
+    DEBERTA_V2,
+    XLNET,
     T5,
     SWITCH,
 )

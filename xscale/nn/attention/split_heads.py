@@ -66,6 +66,9 @@ class SplitHeads(Core):
             for core, share in zip(config.cores, self.shares, strict=True)
         ]
         self.cores = nn.ModuleList(cores)
+        self.widths = (head_width,) * len(cores)
+        """Width of the queries and keys of each core's heads: a mixer with narrower ones, whose channels behind it are
+        zeros, sets it."""
         self.uses_relative_bias = all(core.uses_relative_bias for core in cores)
 
     @classmethod
@@ -140,10 +143,11 @@ class SplitHeads(Core):
         if (q.shape[1] // k.shape[1]) % self.head_period:
             k, v = repeat_kv(k, q.shape[1]), repeat_kv(v, q.shape[1])
         outs, heads = [], torch.arange(q.shape[1], device=q.device)
-        for core, share, select in self._turns():
+        for (core, share, select), width in zip(self._turns(), self.widths, strict=True):
             core.first_head = self.first_head // self.head_period * share
-            keys, values = (select(x, 1) if x.shape[1] == q.shape[1] else x for x in (k, v))
-            outs.append(core(select(q, 1), keys, values, _mask_of(mask, select, heads)).unflatten(1, (-1, share)))
+            queries = select(q[..., :width], 1)
+            keys, values = (select(x, 1) if x.shape[1] == q.shape[1] else x for x in (k[..., :width], v))
+            outs.append(core(queries, keys, values, _mask_of(mask, select, heads)).unflatten(1, (-1, share)))
         return torch.cat(outs, 2).flatten(1, 2)  # [B, H, T, K]
 
     def _turns(self) -> Iterator[tuple[Core, int, Callable[[Tensor, int], Tensor]]]:
@@ -165,7 +169,11 @@ class SplitHeads(Core):
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         periods = heads // self.head_period
-        return sum(core.multiply_adds(queries, keys, periods * share, head_width) for core, share, _ in self._turns())
+        return sum(
+            # Scores of narrow heads cost less than their weighted sums of values.
+            core.multiply_adds(queries, keys, periods * share, head_width) * (width / head_width + 1) / 2
+            for (core, share, _), width in zip(self._turns(), self.widths, strict=True)
+        )
 
 
 def _shares(config: SplitHeads.Config) -> tuple[int, ...]:

@@ -197,7 +197,8 @@ class Attention(Mixer):
         if entry.part.set_by_mixer is not None and entry.part.set_by_mixer[2] == cls.Config.kind:
             key = entry.part.set_by_mixer[0]
             core = core.model_copy(update={key: type(core).model_fields[key].default})
-        problems = list(entry.part.check(core, dims, f"{path}.core"))
+        placed = replace(dims, position=config.position or dims.position)
+        problems = list(entry.part.check(core, placed, f"{path}.core"))
         problems += entry.part.check_heads(config.core, config.heads, f"{path}.core")
         head_width = getattr(config, "head_width", None) or dims.width // config.heads
         for core, core_path in entry.part.parts(config.core, f"{path}.core"):
@@ -245,7 +246,7 @@ class Attention(Mixer):
             q, (k, v) = self._normalised(self.q_norm, self.q(x)), self._memory(memory, tokens)
             key_tokens = source
         else:
-            q, k, v = self.project(x, tokens)
+            q, k, v = self.project(x, tokens, memory)
             key_tokens = tokens
             if self.position is not None:
                 q, k = self.position.rotate_both(q, k, tokens)
@@ -254,14 +255,13 @@ class Attention(Mixer):
         if self.query_factor is not None:
             q = q * self.query_factor
         mask = self.make_mask(q, k, tokens, key_tokens)
-        if edge is not None:
-            mask = replace(mask, score_edge=edge)
+        mask = mask if edge is None else replace(mask, score_edge=edge)
         return self.project_output(self.attend_input(x, tokens, q, k, v, mask))
 
-    def project(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [B, H, T, K], keys and values [B, G, T, K] of self-attention on x [B, T, D]."""
+    def project(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [B, H, T, K] of x [B, T, D], keys and values [B, G, T, K] of `memory` [B, T, D]; None: x."""
         projected = self.q(x)  # [B, T, H * K]
-        return self._normalised(self.q_norm, projected), *self._keys(x, projected)
+        return self._normalised(self.q_norm, projected), *self._keys(x if memory is None else memory, projected)
 
     def attend_input(self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         """Return the heads' outputs [B, H, T, K]; mixers that also attend with other projections of x override it."""

@@ -202,7 +202,8 @@ class SparseQkv(Attention):
     def key_channels(self) -> int:
         return self.width
 
-    def project(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        assert memory is None, "`check` refuses a mask decoder of other mixers than attention"
         q, k, v = self.projection(x, tokens)
         return self._heads(q), self._heads(k), self._heads(v)
 

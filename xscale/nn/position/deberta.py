@@ -34,6 +34,7 @@ from xscale.nn.position.position import POSITIONS, Position, PositionTraits
 class Deberta(Position):
     adds_scores = True
     has_tables = True
+    projects = True
     score_factor = 3**-0.5
     table: Parameter
 

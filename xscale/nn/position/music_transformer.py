@@ -45,4 +45,5 @@ class MusicTransformer(Position):
         if pairs.keys > self.length:
             raise IndexError(f"{self.path} has embeddings of {self.length} distances, and there are {pairs.keys} keys")
         table = pairs.select_heads(self.use(self.table))  # [H, rows, K]
-        return table.index_select(1, distances + self.length - 1)
+        # Padding behind a sharded sequence has farther distances, which nothing reads.
+        return table.index_select(1, (distances + self.length - 1).clamp(0, table.shape[1] - 1))

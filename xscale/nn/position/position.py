@@ -39,6 +39,8 @@ class Position(Part):
     """Whether `scores` returns a tensor: where = scores."""
     adds_values = False
     """Whether `values` returns a tensor, so that the core must have its attention weights."""
+    projects = False
+    """Whether `scores` reads the mixer's projections of queries and keys (`Pairs.project`)."""
     score_factor = 1.0
     """Factor of q k^T besides 1 / sqrt(K), unless the mixer has a `scale`."""
     linear_bias = False

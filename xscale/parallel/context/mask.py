@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.mixer.attention import Attention
@@ -26,6 +26,8 @@ class ShardedAttentionMask(AttentionMask):
     """Position encoding that biases the scores; None: no bias."""
     pairs: Pairs | None = None
     """All queries and keys, for a position whose terms read them; None: it has none."""
+    projections: tuple[nn.Module | None, ...] = ()
+    """The modules that `pairs.project` reads."""
     uses_relative_bias: bool = False
     """Whether the core takes the bias by distance."""
 
@@ -92,6 +94,7 @@ class ShardedMaskBuilder:
         position = attention.position
         reads = position is not None and position.adds_scores
         biased = position is not None and (position.adds_bias or reads)
+        projects = position is not None and position.projects
         return ShardedAttentionMask(
             queries=q.shape[2],
             keys=k.shape[2],
@@ -102,5 +105,6 @@ class ShardedMaskBuilder:
             key_shard=key_tokens,
             position=position if biased else None,
             pairs=attention.pairs(tokens.length, key_tokens.length) if reads else None,
+            projections=(attention.q, attention.k, attention.q_norm, attention.k_norm) if projects else (),
             uses_relative_bias=attention.uses_relative_bias,
         )

@@ -2,11 +2,11 @@
 
 Tiles are merged by their log-sum-exp. Backward is a second pass round the ring, in which the gradients of keys and
 values travel with them. In zig-zag order each rank has a chunk from the start and one from the end, which balances
-causal work.
+causal work. A position's terms of scores and output are computed tile by tile; its parameters do not travel.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from xscale.nn.attention.core import Core
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.mixer.attention import Attention
+from xscale.nn.position.position import POSITIONS
 from xscale.parallel.context.mask import ShardedAttentionMask
 from xscale.parallel.context.sequence_sharding import SequenceSharding
+from xscale.parallel.context.tile_terms import PositionParameters, TermGradients, TileTerms
 
 TILE = 512
 """Queries of a tile."""
@@ -31,10 +33,8 @@ def unsupported_reason(attention: Attention, cp: int, tp: int) -> str | None:
     if getattr(attention.core, "soft_cap", None) is not None:
         return "the tiles of the ring do not cap scores"
     position = attention.position
-    if position is not None and position.adds_scores:
-        return "the tiles of the ring have no term of the scores that reads queries and keys"
-    if position is not None and position.adds_bias and any(True for _ in position.parameters()):
-        return "the bias on the scores is learned, and its gradient is not passed round"
+    if position is not None and position.adds_scores and not POSITIONS.get(str(position.Config.kind)).traits.relative:
+        return "the tiles of the ring know distances, and the position's terms of the scores read positions"
     return None
 
 
@@ -54,26 +54,30 @@ class Ring:
         """[B, H, P, K] -> [B, H, P, K]."""
         if not isinstance(mask, ShardedAttentionMask):
             return self.core(q, k, v, mask)  # type: ignore[no-any-return]
-        o: Tensor = _RingAttention.apply(q, k, v, _RingTiles(mask.sharding, mask))  # type: ignore[no-untyped-call]
+        parameters = PositionParameters.of(() if mask.position is None else (mask.position, *mask.projections))
+        ring = _RingTiles(mask.sharding, mask, parameters, q.dtype)
+        o: Tensor = _RingAttention.apply(q, k, v, ring, *parameters.used())  # type: ignore[no-untyped-call]
         return o
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """Some queries and some keys of two shards, with their mask and bias."""
+    """Some queries and some keys of two shards, with their mask and what a position adds."""
 
     rows: slice
     columns: slice
     visible: Tensor | None
     """Bool [B or 1, 1, T, S]; None: all."""
-    bias: Tensor | None
-    """[B or 1, H, T, S]."""
+    terms: TileTerms | None
+    """None: the position adds nothing to scores."""
 
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return scores [B, G, H/G, T, S] of q [B, G, H/G, T, K] of these rows and k [B, G, S, K] of these columns."""
+    def scores(self, q: Tensor, k: Tensor, added: Tensor | None) -> Tensor:
+        """Return scores [B, G, H/G, T, S] of q [B, G, H/G, T, K] of these rows and k [B, G, S, K] of these columns.
+
+        `added` [B or 1, G, H/G, T, S] is what the position adds to them."""
         scores: Tensor = (q * q.shape[-1] ** -0.5) @ k.mT[:, :, None]
-        if self.bias is not None:
-            scores = scores + self.bias.to(scores.dtype).view(-1, *q.shape[1:3], *self.bias.shape[2:])
+        if added is not None:
+            scores = scores + added
         if self.visible is not None:
             scores = scores.masked_fill(~self.visible[:, :, None], float("-inf"))
         return scores
@@ -85,6 +89,10 @@ class _RingTiles:
 
     sharding: SequenceSharding
     mask: ShardedAttentionMask
+    parameters: PositionParameters
+    """Those that the position's terms read."""
+    dtype: torch.dtype
+    """Compute dtype."""
 
     def tiles(self, owner: int) -> Iterator[_Tile]:
         """Yield the tiles of this rank's queries and `owner`'s keys in which any key is visible."""
@@ -94,11 +102,13 @@ class _RingTiles:
             for key_number, key_chunk in enumerate(self.sharding.rank_chunks(owner)):
                 if key_chunk * width >= columns or (self.mask.causal and key_chunk > query_chunk):
                     continue
-                local_keys = slice(key_number * width, (key_number + 1) * width)
-                key_positions = range(key_chunk * width, (key_chunk + 1) * width)
                 for first in range(0, size, TILE):
                     count = min(TILE, size - first)
                     local, position = query_number * size + first, query_chunk * size + first
+                    # No query sees the keys behind the tile's last one.
+                    keys = min(width, first + count) if self.mask.causal and key_chunk == query_chunk else width
+                    local_keys = slice(key_number * width, key_number * width + keys)
+                    key_positions = range(key_chunk * width, key_chunk * width + keys)
                     query_positions = range(position, position + count)
                     yield self._tile(slice(local, local + count), local_keys, query_positions, key_positions)
 
@@ -116,14 +126,22 @@ class _RingTiles:
             documents = _slice(mask.query_shard.full.documents, rows, -1)[:, None, :, None]
             same = documents == _slice(mask.key_shard.full.documents, columns, -1)[:, None, None, :]
             visible = same if visible is None else visible & same
-        bias = None
-        if mask.position is not None:
-            positions = (
-                _slice(mask.query_shard.full.positions, rows, 0),
-                _slice(mask.key_shard.full.positions, columns, 0),
-            )
-            bias = mask.bias_of(*positions)
-        return _Tile(local_rows, local_columns, visible, bias)
+        return _Tile(local_rows, local_columns, visible, self._terms(rows, columns))
+
+    def _terms(self, rows: range, columns: range) -> TileTerms | None:
+        mask = self.mask
+        if mask.position is None:
+            return None
+        pairs = mask.pairs
+        if pairs is not None:
+            causal = mask.causal and columns.stop > rows.start
+            offset = rows.start - columns.start
+            pairs = replace(pairs, queries=len(rows), keys=len(columns), offset=offset, causal=causal)
+        places = (
+            _slice(mask.query_shard.full.positions, rows, 0),
+            _slice(mask.key_shard.full.positions, columns, 0),
+        )
+        return TileTerms(mask.position, pairs, places, self.dtype)
 
 
 def _slice(full: Tensor | None, positions: range, fill: int) -> Tensor:
@@ -138,26 +156,28 @@ def _slice(full: Tensor | None, positions: range, fill: int) -> Tensor:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, ring: _RingTiles) -> Tensor:
+    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, ring: _RingTiles, *used: Tensor) -> Tensor:
         sharding, grouped = ring.sharding, upcast(_grouped(q, k))
         out, total = torch.zeros_like(grouped), grouped.new_full(grouped.shape[:-1], float("-inf"))
         kv = torch.stack((k, v))
         for step in range(sharding.count):
             next_kv = ring_send(kv, sharding.group) if step < sharding.count - 1 else None
             keys, values = upcast(kv)
-            for tile in ring.tiles((sharding.rank - step) % sharding.count):
-                _merge(out, total, tile, grouped, keys, values)
+            with ring.parameters.replaced(used):
+                for tile in ring.tiles((sharding.rank - step) % sharding.count):
+                    _merge(out, total, tile, grouped, keys, values)
             kv = kv if next_kv is None else next_kv.wait()
         o = out.flatten(1, 2).to(q.dtype)
-        context.save_for_backward(q, k, v, out, total)
+        context.save_for_backward(q, k, v, out, total, *used)
         context.ring = ring
         return o
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(context: Any, gradient: Tensor) -> Any:
-        q, k, v, out, total = context.saved_tensors
+        q, k, v, out, total, *used = context.saved_tensors
         ring: _RingTiles = context.ring
+        terms = TermGradients.of(used)
         sharding, grouped, grad_out = ring.sharding, upcast(_grouped(q, k)), upcast(_grouped(gradient, k))
         dot = (grad_out * out).sum(-1, keepdim=True)  # [B, G, H/G, P, 1]
         to_q, kv = torch.zeros_like(grouped), torch.stack((k, v))
@@ -166,8 +186,9 @@ class _RingAttention(torch.autograd.Function):
             next_kv = ring_send(kv, sharding.group) if step < sharding.count - 1 else None
             keys, values = upcast(kv)
             to_kv = torch.zeros_like(keys), torch.zeros_like(values)
-            for tile in ring.tiles((sharding.rank - step) % sharding.count):
-                _add_gradients(to_q, to_kv, tile, (grouped, keys, values), (grad_out, dot, total))
+            with ring.parameters.replaced(terms.leaves):
+                for tile in ring.tiles((sharding.rank - step) % sharding.count):
+                    _add_gradients(to_q, to_kv, tile, (grouped, keys, values), (grad_out, dot, total), terms)
             sums = torch.stack(to_kv)
             grads_in_flight = ring_send(
                 sums if grads_in_flight is None else sums + grads_in_flight.wait(), sharding.group
@@ -175,7 +196,8 @@ class _RingAttention(torch.autograd.Function):
             kv = kv if next_kv is None else next_kv.wait()
         assert grads_in_flight is not None
         to_k, to_v = grads_in_flight.wait()
-        return to_q.flatten(1, 2).to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype), None
+        of_used = (None if x is None else x.to(leaf.dtype) for x, leaf in zip(terms.sums, used, strict=True))
+        return to_q.flatten(1, 2).to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype), None, *of_used
 
 
 def _grouped(q: Tensor, k: Tensor) -> Tensor:
@@ -186,12 +208,16 @@ def _grouped(q: Tensor, k: Tensor) -> Tensor:
 def _merge(out: Tensor, total: Tensor, tile: _Tile, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Merge a tile's softmax into that of the tiles so far, in place."""
     rows = (..., tile.rows, slice(None))
-    scores = tile.scores(q[rows], k[:, :, tile.columns])
+    q, k = q[rows], k[:, :, tile.columns]
+    scores = tile.scores(q, k, None if tile.terms is None else tile.terms.scores(q, k))
     before = total[..., tile.rows]
     both = torch.logaddexp(before, scores.logsumexp(-1))
     # A query without a visible key so far has no sum.
     floor = both.masked_fill(both == float("-inf"), 0.0)
-    mean = (scores - floor[..., None]).exp() @ v[:, :, None, tile.columns]
+    weights = (scores - floor[..., None]).exp()
+    mean = weights @ v[:, :, None, tile.columns]
+    added = None if tile.terms is None else tile.terms.values(weights)
+    mean = mean if added is None else mean + added
     out[rows] = out[rows] * (before - floor).exp()[..., None] + mean
     total[..., tile.rows] = both
 
@@ -202,18 +228,37 @@ def _add_gradients(
     tile: _Tile,
     inputs: tuple[Tensor, Tensor, Tensor],
     outputs: tuple[Tensor, Tensor, Tensor],
+    gradients: TermGradients,
 ) -> None:
     """Add a tile's gradients, in place.
 
-    `inputs` are q, k and v; `outputs` the output's gradient, the sum of its product with the output, the log-sum-exp.
+    `inputs` are q, k and v; `outputs` the output's gradient, the sum of its product with the output, the log-sum-exp;
+    `gradients` those of the parameters that a position's terms read.
     """
-    rows = (..., tile.rows, slice(None))
+    rows, terms = (..., tile.rows, slice(None)), tile.terms
     q, k, v = inputs[0][rows], inputs[1][:, :, tile.columns], inputs[2][:, :, tile.columns]
     grad_out, dot, total = outputs[0][rows], outputs[1][rows], outputs[2][..., tile.rows, None]
     floor = total.masked_fill(total == float("-inf"), 0.0)
-    weights = (tile.scores(q, k) - floor).exp()  # [B, G, H/G, T, S]
-    scale = q.shape[-1] ** -0.5
-    slopes = weights * (grad_out @ v.mT[:, :, None] - dot) * scale
-    to_q[rows] += slopes @ k[:, :, None]
-    to_kv[0][:, :, tile.columns] += (slopes.mT @ q).sum(2)
+    added = None
+    if terms is not None:
+        with torch.enable_grad():
+            q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
+            added = terms.scores(q, k)
+    scores = tile.scores(q.detach(), k.detach(), None if added is None else added.detach())
+    weights = (scores - floor).exp()  # [B, G, H/G, T, S]
+    of_weights = grad_out @ v.mT[:, :, None]
+    if terms is not None and terms.position.adds_values:
+        with torch.enable_grad():
+            read = weights.detach().requires_grad_()
+            values = terms.values(read)
+        if values is not None:
+            of_weights = of_weights + gradients.through(values, grad_out, read)[0]
+    slopes = weights * (of_weights - dot)
+    if added is not None:
+        of_q, of_k = gradients.through(added, slopes, q, k)
+        to_q[rows] += of_q
+        to_kv[0][:, :, tile.columns] += of_k
+    slopes = slopes * q.shape[-1] ** -0.5
+    to_q[rows] += slopes @ k.detach()[:, :, None]
+    to_kv[0][:, :, tile.columns] += (slopes.mT @ q.detach()).sum(2)
     to_kv[1][:, :, tile.columns] += (weights.mT @ grad_out).sum(2)

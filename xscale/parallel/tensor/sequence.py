@@ -24,11 +24,13 @@ def check(model: nn.Module, path: str) -> list[Problem]:
     """Return norms that need the full sequence."""
     problems = {}
     for stack in [module for module in model.modules() if isinstance(module, Stack)]:
+        decodes = any(block.decoder_steps for block in stack.blocks.values())
         adds_position = any(block.position is not None for block in stack.blocks.values())
         reading = {
             "block.gates": stack.gates is not None,
             "halting": stack.halting is not None,
             "step_signal": stack.step_signal,
+            "mask_decoder": decodes,
             "block.position": adds_position,
             "exits.self_sampling": stack.exits is not None and stack.exits.config.self_sampling is not None,
         }

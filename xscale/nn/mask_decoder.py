@@ -1,0 +1,60 @@
+"""He et al. 2021 (DeBERTa), section 3.2 and appendix A.7: the enhanced mask decoder, the last block of the encoder.
+
+    I_0 = H + P,  I_{n+1} = Block(queries and residual: I_n; keys and values: H),  the head reads I_N
+
+H [B, T, D] is the output of the block before and P a table of absolute positions, which enter nowhere else. The N steps
+have the same weights. The released models were trained with N = 2.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from xscale.core.config import Config, Slot
+from xscale.core.errors import Problem
+from xscale.nn.dims import Dims
+from xscale.nn.mixer.mixer import MIXERS
+from xscale.nn.position.learned import Learned
+from xscale.nn.position.position import POSITIONS, Position
+
+READS_ITS_INPUT = ("post", "admin", "res_post", "rezero", "no_norm", "none")
+"""Placements whose sublayers read x as it is, without a norm before it."""
+
+
+class MaskDecoderConfig(Config):
+    steps: int = Field(default=2, ge=1)
+    """N: how often the last block is applied, with the same weights."""
+    position: Annotated[Position.Config, Slot(POSITIONS)] = Learned.Config()
+    """Absolute positions P, which are added to the first queries; `none`: nothing is."""
+
+
+def check(config: MaskDecoderConfig, block: Any, dims: Dims, path: str, stack: Any) -> list[Problem]:
+    """List why the last block of `stack`, of config `block`, cannot decode; `path` is that of the mask decoder."""
+    reasons = []
+    if dims.causal:
+        reasons.append(("it predicts masked tokens of an encoder, and this model is causal", "Take null."))
+    if block.placement not in READS_ITS_INPUT:
+        what = f"its keys are the output of the block before, and placement '{block.placement}' reads a norm of it"
+        reasons.append((what, f"Take null, or block.placement among {', '.join(READS_ITS_INPUT)}."))
+    if block.residual != "sequential":
+        what = f"its queries have one residual stream, and the block's residual is '{block.residual}'"
+        reasons.append((what, "Take null, or block.residual=sequential."))
+    if block.position is not None:
+        what = "absolute positions enter its queries alone, and block.position adds some to the input of every block"
+        reasons.append((what, "Take null, or block.position=null."))
+    if stack.halting is not None:
+        what = "the last block is its decoder, and with halting a token may leave before"
+        reasons.append((what, "Take null, or stack.halting=null."))
+    for mixer in block.mixers():
+        if mixer.kind != "attention" or mixer.shared_qk:
+            what = "its queries are not of the tokens of its keys: it needs attention with a projection of each"
+            reasons.append((what, "Take null, or mixer.kind=attention with shared_qk=false."))
+        elif MIXERS.of(mixer).part.score_heads(mixer) is not None:
+            what = f"core '{mixer.core.kind}' hands on its scores, and each step would have its own"
+            reasons.append((what, "Take null, or the core softmax."))
+    where = POSITIONS.of(config.position)
+    if where.traits.where not in ("input", "none"):
+        can = ", ".join(POSITIONS.able(where="input"))
+        reasons.append((f"position '{where.name}' acts within attention", f"Take a position among {can}, or none."))
+    problems = [Problem(path, what, fix) for what, fix in reasons]
+    return problems + list(where.part.check(config.position, dims, f"{path}.position"))
