@@ -4,6 +4,7 @@ Precedence: schema default < `use` left to right < the file itself < the command
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 _Dumper.add_representer(str, _represent_text)
 
+COMMAND_LINE = "command line"
+"""Origin of the values of overrides."""
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -76,6 +79,8 @@ class Composed:
     """Every file that was read, or looked for and not found: while none changes, the result does not."""
     problems: list[Problem] = field(default_factory=list)
     """Files and overrides that were left out because they cannot be read."""
+    replaced: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Dotted path -> the mapping of the files that an override of its `kind`, without other keys, replaced."""
 
 
 def parse(text: str, name: str) -> Any:
@@ -146,7 +151,7 @@ def _add_override(composed: Composed, override: str) -> None:
     value: Any = parse(text, f"override {override}")
     for part in reversed(path.split(".")):
         value = {part: value}
-    _merge(composed, composed.data, value, "", "command line")
+    _merge(composed, composed.data, value, "", COMMAND_LINE)
 
 
 def _add_file(composed: Composed, file: Path, above: tuple[Path, ...]) -> None:
@@ -217,6 +222,8 @@ def _merge(composed: Composed, below: dict[str, Any], above: dict[str, Any], pat
         if isinstance(value, dict) and isinstance(old, dict) and value.get("kind", old.get("kind")) == old.get("kind"):
             _merge(composed, old, value, f"{key_path}.", origin)
         elif isinstance(value, dict):
+            if origin == COMMAND_LINE and isinstance(old, dict) and value.keys() == {"kind"}:
+                composed.replaced.setdefault(key_path, old)
             _forget(composed, key_path)
             below[key] = {}
             _merge(composed, below[key], value, f"{key_path}.", origin)
@@ -224,6 +231,15 @@ def _merge(composed: Composed, below: dict[str, Any], above: dict[str, Any], pat
             _forget(composed, key_path)
             below[key] = list(value) if isinstance(value, list | tuple) else value
             composed.origin[key_path] = origin
+
+
+def leaves(data: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted path and the value of each leaf of `data`, the mapping at `path`."""
+    for key, value in data.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{path}.{key}")
+        else:
+            yield f"{path}.{key}", value
 
 
 def _forget(composed: Composed, path: str) -> None:
