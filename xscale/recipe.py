@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from xscale.core.compose import Composed, compose
-from xscale.core.config import decode
+from xscale.core.compose import COMMAND_LINE, Composed, compose, flow_text, leaves
+from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.registry import Family
 from xscale.data.source.source import SOURCES
@@ -32,6 +32,9 @@ from xscale.parallel.pipeline.check import check_micro_batches
 from xscale.parallel.plan import ParallelPlan
 from xscale.train.settings import Settings, build_on_meta, pairs_problem
 from xscale_kernels.select import unknown
+
+LISTED = 8
+"""At most so many values are listed in a warning."""
 
 
 class Recipe(Settings):
@@ -253,6 +256,32 @@ def decode_recipe(composed: Composed) -> Recipe:
     if problems := _import_plugins(composed.data):
         raise ConfigError(problems)
     return decode(Recipe, composed.data, composed.origin)
+
+
+def dropped_values(recipe: Recipe, composed: Composed) -> list[Problem]:
+    """List the overrides of a kind that drop values of the files for which the new part has a key too."""
+    current, given = encode(recipe), composed.origin
+    problems = []
+    for path, old in composed.replaced.items():
+        lost = [
+            f"{key}={flow_text(value)}"
+            for key, value in leaves(old, path)
+            if key != f"{path}.kind" and given.get(key) != COMMAND_LINE and _changed(current, key, value)
+        ]
+        if lost:
+            values = ", ".join(lost[:LISTED]) + (f" and {len(lost) - LISTED} more" if len(lost) > LISTED else "")
+            what = f"another kind replaces the whole section, so that these values are dropped: {values}"
+            problems.append(Problem(f"{path}.kind", what, "Give those that you want to keep, as overrides."))
+    return problems
+
+
+def _changed(data: Any, path: str, value: Any) -> bool:
+    """Whether `data` has a key at the dotted path, with another value."""
+    for name in path.split("."):
+        if not isinstance(data, dict) or name not in data:
+            return False
+        data = data[name]
+    return bool(data != value and not (isinstance(data, dict) and data.get("kind") == value))
 
 
 def read_and_check(

@@ -93,7 +93,7 @@ def is_small_call(named: str | None, x: torch.Tensor) -> bool:
         not named
         and type(x) is torch.Tensor
         and x.numel() < refusals.SMALL
-        and x.device.type == "cpu"
+        and x.is_cpu
         and not LOG.isEnabledFor(logging.INFO)
         and not triton_runtime.interpreting()
     )

@@ -39,7 +39,7 @@ def calls_directly(x: torch.Tensor) -> bool:
     return (
         not torch.is_grad_enabled()
         and type(x) in (torch.Tensor, torch.nn.Parameter)
-        and x.device.type == "cpu"
+        and x.is_cpu
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch.compiler.is_compiling()
     )

@@ -120,14 +120,14 @@ def _checked_recipe(config: Path, overrides: list[str]) -> "Recipe":
     try:
         # A file that cannot be read is reported before torch is imported.
         composed = compose_leniently(config, overrides)
-        from xscale.recipe import read_and_check
+        from xscale.recipe import dropped_values, read_and_check
         from xscale.train.setup import check_machine
 
         recipe, _ = read_and_check(composed, rank.world, check_machine)
     except ConfigError as error:
         error.same_on_all_ranks = True
         raise
-    for problem in recipe.warnings() if rank.is_rank0 else ():
+    for problem in [*dropped_values(recipe, composed), *recipe.warnings()] if rank.is_rank0 else ():
         print(f"xscale: warning: {problem}", file=sys.stderr, flush=True)
     return recipe
 

@@ -12,7 +12,7 @@ from xscale.core.config import encode
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.file_safety import decode_json
 from xscale.mesh import axes
-from xscale.recipe import Recipe, read, read_and_check
+from xscale.recipe import Recipe, dropped_values, read, read_and_check
 
 if TYPE_CHECKING:
     from xscale.planning import Hardware
@@ -141,7 +141,7 @@ def check(config: Path, overrides: list[str], world: int | None, *, as_json: boo
 def _checked(config: Path, overrides: list[str], world: int | None) -> tuple[Recipe, Composed, int]:
     composed = compose_leniently(config, overrides)
     recipe, world = read_and_check(composed, world)
-    for problem in recipe.warnings():
+    for problem in [*dropped_values(recipe, composed), *recipe.warnings()]:
         print(f"xscale: warning: {problem}", file=sys.stderr, flush=True)
     return recipe, composed, world
 

@@ -4,7 +4,7 @@ Precedence: schema default < `use` left to right < the file itself < the command
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,6 +60,8 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 _Dumper.add_representer(str, _represent_text)
 
+COMMAND_LINE = "command line"
+"""Origin of the values of overrides."""
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -79,6 +81,8 @@ class Composed:
     """Every file that was read, or looked for and not found: while none changes, the result does not."""
     problems: list[Problem] = field(default_factory=list)
     """Files and overrides that were left out because they cannot be read."""
+    replaced: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Dotted path -> the mapping of the files that an override of its `kind`, without other keys, replaced."""
 
 
 def parse(text: str, name: str) -> Any:
@@ -165,7 +169,7 @@ def _add_override(composed: Composed, override: str) -> None:
     value: Any = parse(text, f"override {override}")
     for part in reversed(path.split(".")):
         value = {part: value}
-    _merge(composed, composed.data, value, "", "command line")
+    _merge(composed, composed.data, value, "", COMMAND_LINE)
 
 
 def _add_file(composed: Composed, file: Path, above: tuple[Path, ...]) -> None:
@@ -240,6 +244,8 @@ def _merge(composed: Composed, below: dict[str, Any], above: dict[str, Any], pat
         if isinstance(value, dict) and isinstance(old, dict) and value.get("kind", old.get("kind")) == old.get("kind"):
             _merge(composed, old, value, f"{key_path}.", origin)
         elif isinstance(value, dict):
+            if origin == COMMAND_LINE and isinstance(old, dict) and value.keys() == {"kind"}:
+                composed.replaced.setdefault(key_path, old)
             _forget(composed, key_path)
             below[key] = {}
             _merge(composed, below[key], value, f"{key_path}.", origin)
@@ -247,6 +253,15 @@ def _merge(composed: Composed, below: dict[str, Any], above: dict[str, Any], pat
             _forget(composed, key_path)
             below[key] = list(value) if isinstance(value, list | tuple) else value
             composed.origin[key_path] = origin
+
+
+def leaves(data: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted path and the value of each leaf of `data`, the mapping at `path`."""
+    for key, value in data.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{path}.{key}")
+        else:
+            yield f"{path}.{key}", value
 
 
 def _forget(composed: Composed, path: str) -> None:

@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from xscale.nn.moe.statistics import record_stats
 from xscale.nn.random import hash63
 from xscale.nn.tokens import Tokens
 from xscale_kernels.permute.op import permute, unpermute
+from xscale_kernels.torch_private import calls_directly
 
 
 @FFNS.register("moe", traits=FfnTraits(per_token=False, sparse=True))
@@ -129,6 +131,9 @@ class Moe(Ffn):
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         flat = x.flatten(0, 1)  # [N, D]
+        if self._has_shortcut(flat, tokens):
+            y = self._of_one_token(flat, tokens).view(x.shape)
+            return y if self.shared is None else self._add_shared(x, y, self.shared(x, tokens))
         plan, aux_loss = self.dispatch_plan(x, tokens)
         kernel = self.kernel_choices.get("permute")
         rows = permute(flat, plan.tokens, implementation=kernel)  # [M, D]
@@ -141,6 +146,30 @@ class Moe(Ffn):
         if aux_loss is not None:
             y = attach(y, aux_loss, tokens.aux_loss_weight)
         return y if self.shared is None else self._add_shared(x, y, self.shared(x, tokens))
+
+    def _has_shortcut(self, flat: Tensor, tokens: Tokens) -> bool:
+        """Whether `flat` is the one token of a step of generation, and nothing else acts on the path to the experts."""
+        return (
+            len(flat) == 1
+            and tokens.cache is not None
+            and tokens.stats is None
+            and type(self.dispatch) is LocalDispatch
+            and "dispatch_plan" not in vars(self)
+            and not self.kernel_choices
+            and calls_directly(flat)
+        )
+
+    def _of_one_token(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """Output [1, D] for one token x [1, D]: there is nothing to sort and nothing to drop for lack of capacity."""
+        routing = self.router(x, tokens)
+        experts, weights = routing.expert, routing.weight
+        if routing.kept is not None:
+            experts, weights = experts[routing.kept], weights[routing.kept]
+        if not len(experts):
+            return torch.zeros_like(x)
+        outputs = self.experts.of_token(x, experts.tolist())  # [k, D]
+        compute = torch.promote_types(x.dtype, torch.float32)
+        return (weights.to(compute)[None] @ outputs.to(compute)).to(x.dtype)
 
     def dispatch_plan(self, x: Tensor, tokens: Tokens) -> tuple[DispatchPlan, Tensor | None]:
         """Route x [B, T, D]: which of its flattened rows go to which experts, and the auxiliary loss.

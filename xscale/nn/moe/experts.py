@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -12,7 +13,7 @@ from xscale.nn.ffn.ffn import Dense, Ffn, Gated, activation, gated_hidden
 from xscale.nn.init import ZEROS
 from xscale.nn.module import Axis, Module
 from xscale.nn.random import hashed_dropout
-from xscale_kernels.gated_activation.op import gated_activation
+from xscale_kernels.gated_activation.op import activate, gated_activation
 from xscale_kernels.grouped_gemm import gated, plain
 from xscale_kernels.grouped_gemm.gated import grouped_gated
 from xscale_kernels.grouped_gemm.op import grouped_gemm
@@ -84,6 +85,22 @@ class Experts(Module):
             units = torch.arange(hidden.shape[1], device=hidden.device) + self.random.offset("ffn")
             hidden = hashed_dropout(hidden, self.dropout, dropout_keys, units)
         return self._grouped_linear(hidden, self.down, self.down_bias, tokens_per_expert)
+
+    def of_token(self, x: Tensor, experts: list[int]) -> Tensor:
+        """Outputs [k, D] of `experts` for one token x [1, D], without dropout: its row need not be grouped."""
+        up, down = self.use(self.up), self.use(self.down)
+        gate = None if self.gate is None else self.use(self.gate)
+        biases = [None if bias is None else self.use(bias) for bias in (self.up_bias, self.gate_bias, self.down_bias)]
+        outputs = []
+        for expert in experts:
+            up_bias, gate_bias, down_bias = (None if bias is None else bias[expert] for bias in biases)
+            hidden = F.linear(x, up[expert], up_bias)
+            if gate is None:
+                hidden = self.activation(hidden)
+            else:
+                hidden = activate(F.linear(x, gate[expert], gate_bias), self.kind) * hidden
+            outputs.append(F.linear(hidden, down[expert], down_bias))
+        return torch.cat(outputs)
 
     def _fused(self, rows: Tensor, tokens_per_expert: Tensor) -> Tensor | None:
         """Outputs [M, D] by the operator that computes whole experts; None where it does not support this call."""
