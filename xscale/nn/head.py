@@ -112,12 +112,16 @@ class Head(Module):
         A seam: the vocabulary-parallel loss of a sharded weight.
         """
         kernel = self.kernel_choices.get("linear_cross_entropy")
-        return linear_cross_entropy(
+        # Float16 holds gradients of the scaled loss alone: they are computed in backward, where the scale is known.
+        half = x.dtype == torch.float16
+        losses = linear_cross_entropy(
             x,
             weight,
             targets,
+            reduction="none" if half else "sum",
             ignore_index=IGNORE_INDEX,
             softcap=self.soft_cap,
             label_smoothing=label_smoothing,
             implementation=kernel,
         )
+        return losses.sum() if half else losses
