@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -77,6 +77,22 @@ def _tensors_of(value: Any) -> Iterator[Tensor]:
             yield from _tensors_of(getattr(value, attribute.name))
 
 
+class InnerStates(Protocol):
+    """Gets the states of a model in its forward and returns them, with losses attached if it likes (`distillation`)."""
+
+    def hidden(self, layer: int, x: Tensor, tokens: "Tokens") -> Tensor:
+        """Get x [B, T, D], the output of block `layer`, or for -1 the input of the first."""
+        ...
+
+    def attention(self, layer: int, q: Tensor, k: Tensor, mask: Any, o: Tensor, tokens: "Tokens") -> Tensor:
+        """Get q [B, H, T, K] and k [B, G, S, K] of block `layer`; return o [B, H, T, K], its heads' outputs."""
+        ...
+
+    def output(self, x: Tensor, tokens: "Tokens") -> Tensor:
+        """Get x [B, T, D], the output of the stack."""
+        ...
+
+
 @dataclass(frozen=True)
 class Tokens:
     """One micro-batch of tokens."""
@@ -106,6 +122,8 @@ class Tokens:
     """Whether the head returns the logits of the last token alone, [B, 1, V], as generation reads them."""
     early_exit: EarlyExit | None = None
     """State of the tokens at the exits of the stack; None: all blocks are computed for every token."""
+    states: InnerStates | None = None
+    """Gets the states of the model as they arise, for distillation; None: nothing does."""
     shared_values: SharedValues = field(default_factory=SharedValues, compare=False, repr=False)
     """Values that all blocks share."""
 
