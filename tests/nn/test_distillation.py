@@ -55,13 +55,14 @@ def test_the_soft_loss_is_hinton_equation_4() -> None:
             expected += p * (math.log(p) - math.log(q))
             # Section 2, equation 2: dC/dz = (q - p) / T.
             slopes[row, word] = (q - p) / temperature
-    assert math.isclose(float(loss), expected, rel_tol=1e-12)
+    assert math.isclose(loss.item(), expected, rel_tol=1e-12)
     assert torch.allclose(gradient, slopes, rtol=1e-10, atol=1e-14)
     assert torch.autograd.gradcheck(lambda x: SoftLoss.apply(x, t, temperature, FullVocabulary()), (z,))
 
 
 WEIGHTS: dict[str, dict[str, Any]] = {
     "soft": {"soft_weight": 0.7, "hard_weight": 0.3, "temperature": 3.0},
+    "soft over all": {"soft_weight": 0.7, "hard_weight": 0.0, "temperature": 3.0, "soft_over": "all"},
     "cosine": {"soft_weight": 0.0, "hard_weight": 0.0, "cosine_weight": 0.9},
     "embedding": {"soft_weight": 0.0, "hard_weight": 0.0, "embedding_weight": 1.1},
     "hidden": {"soft_weight": 0.0, "hard_weight": 0.0, "hidden_weight": 1.3},
@@ -84,6 +85,12 @@ def literal(name: str, student: nn.Module, ours: dict[str, Any], theirs: dict[st
                 total = total - 0.3 * ours["logits"][b, i].log_softmax(-1)[targets[b, i]]
         return total / count
     total = torch.zeros((), dtype=torch.float64)
+    if name == "soft over all":
+        for b in range(BATCH):
+            for i in range(LENGTH):
+                p = (theirs["logits"][b, i] / 3.0).softmax(-1)
+                total = total + 0.7 * 9.0 * (p * (p.log() - (ours["logits"][b, i] / 3.0).log_softmax(-1))).sum()
+        return total / (BATCH * LENGTH)
     if name == "cosine":
         for b in range(BATCH):
             for i in range(LENGTH):

@@ -1,4 +1,4 @@
-"""A student and its teacher in a run: the teacher stays as it is and on no disk of the student's; every layout is one."""
+"""A student and its teacher in a run: the teacher stays as it is and is not saved, and layouts change nothing."""
 
 import json
 import math
@@ -114,6 +114,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] =
     "tp2": (2, {"mesh": {"tp": 2}}, ALL, {}),
     "tp2_teacher_tp1": (2, {"mesh": {"tp": 2}}, OUTER, {"tp": 1}),
     "tp2_teacher_zero3": (2, {"mesh": {"tp": 2}}, OUTER, {"tp": 1, "zero": 3}),
+    "tp2_all": (2, {"mesh": {"tp": 2}}, {**SOFT, "soft_over": "all"}, {}),
     "tp2_sequence": (2, {"mesh": {"tp": 2}, "tensor": {"sequence": True}}, SOFT, {}),
     "pp2": (2, {"mesh": {"pp": 2}}, OUTER, {}),
     "recompute": (1, {"recompute": {"every": 1}}, ALL, {}),
@@ -254,7 +255,7 @@ def test_a_hugging_face_teacher(tmp_path: Path, pool: Pool) -> None:
     transformers = pytest.importorskip("transformers")
     from xscale.data.tokenizer.tokenizer import TOKENIZERS
 
-    vocabulary = TOKENIZERS.build(recipe(tmp_path).data.tokenizer).vocabulary
+    vocabulary = TOKENIZERS.build(recipe(tmp_path).data.tokenizer, tmp_path).vocabulary
     sizes = {"vocab_size": vocabulary, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(tmp_path / "hf")

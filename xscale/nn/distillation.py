@@ -2,7 +2,7 @@
 
 Losses of the student, each with its weight; z are logits, p = softmax(z / temperature), S and T student and teacher:
 
-    soft       temperature^2 KL(p_T || p_S), summed over the targets (Hinton et al. 2015)
+    soft       temperature^2 KL(p_T || p_S), the mean over targets or all tokens (Hinton et al. 2015)
     cosine     1 - cos(h_S, h_T), the mean over tokens of the outputs of the stacks (Sanh et al. 2019, DistilBERT)
     embedding  mean square of E_S W_e - E_T (Jiao et al. 2020, TinyBERT, equation 9)
     hidden     mean square of H_S W_h - H_T, summed over the student's blocks (equation 8)
@@ -43,6 +43,9 @@ class DistillConfig(Config):
     """Divisor of the logits of both models in the soft loss."""
     soft_weight: float = Field(default=0.5, ge=0)
     """Weight of the soft loss."""
+    soft_over: Literal["targets", "all"] = "targets"
+    """Tokens of the soft loss. targets: those that have a target; all: every token, as in the authors' code of
+    DistilBERT."""
     hard_weight: float = Field(default=0.5, ge=0)
     """Weight of the objective's own loss."""
     cosine_weight: float = Field(default=0.0, ge=0)
@@ -216,13 +219,16 @@ class StudentLosses:
         """Return the value of the objective's loss `hard` with the gradient of the weighted sum of the two losses."""
         stage = self._stage(tokens, inner=False)
         loss = hard.detach() + self.config.hard_weight * stage * (hard - hard.detach())
-        if self.config.soft_weight:
-            divergence = soft() * self.config.temperature**2
-            loss = loss + self.config.soft_weight * stage * (divergence - divergence.detach())
-            if tokens.stats is not None and tokens.aux_loss_weight and tokens.target_weight is not None:
-                share = tokens.target_weight / tokens.aux_loss_weight
-                tokens.stats.add("distillation/soft_loss", divergence * share)
-        return loss
+        if not self.config.soft_weight:
+            return loss
+        divergence = soft() * self.config.temperature**2
+        if self.config.soft_over == "all":
+            weight = self.config.soft_weight * stage
+            return self._attach(loss, divergence / tokens.count(), weight, tokens, "distillation/soft_loss")
+        if tokens.stats is not None and tokens.aux_loss_weight and tokens.target_weight is not None:
+            share = tokens.target_weight / tokens.aux_loss_weight
+            tokens.stats.add("distillation/soft_loss", divergence * share)
+        return loss + self.config.soft_weight * stage * (divergence - divergence.detach())
 
     def _stage(self, tokens: Tokens, *, inner: bool) -> float:
         """Return 1 where the losses of inner states, or the others, are trained at this step, else 0."""
@@ -336,22 +342,24 @@ class DistilledHead:
         hard = self.hard(x, weight, targets, tokens)
         if tokens is None or not isinstance(tokens.states, StudentLosses):
             return hard
-        taught = tokens.states.teacher.logits
+        taught, config = tokens.states.teacher.logits, tokens.states.config
 
         def soft() -> Tensor:
             assert taught is not None, "the soft loss reads the teacher's logits"
+            every = config.soft_over == "all"
             # Without this the logits of tokens that nothing is learned from would be computed too. A GPU would have to
             # wait for the count, and computes them.
-            kept = (targets != IGNORE_INDEX).nonzero()[:, 0] if x.device.type == "cpu" else slice(None)
+            on_cpu = x.device.type == "cpu"
+            kept = (targets != IGNORE_INDEX).nonzero()[:, 0] if on_cpu and not every else slice(None)
             z = upcast(F.linear(x[kept], weight))
             if self.soft_cap is not None:
                 z = self.soft_cap * torch.tanh(z / self.soft_cap)
             t = self.vocabulary.own(upcast(taught.flatten(0, 1)[kept]), len(weight))
-            if x.device.type != "cpu":
+            if not on_cpu and not every:
                 # Equal logits have no loss and no gradient.
                 ignored = (targets == IGNORE_INDEX)[:, None]
                 z, t = z.masked_fill(ignored, 0.0), t.masked_fill(ignored, 0.0)
-            divergence: Tensor = SoftLoss.apply(z, t, tokens.states.config.temperature, self.vocabulary)  # type: ignore[no-untyped-call,union-attr]
+            divergence: Tensor = SoftLoss.apply(z, t, config.temperature, self.vocabulary)  # type: ignore[no-untyped-call]
             return divergence
 
         return tokens.states.predict(hard, soft, tokens)
