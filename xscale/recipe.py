@@ -30,7 +30,9 @@ from xscale.optim.optimizer.optimizer import OPTIMIZERS
 from xscale.optim.schedule import SCHEDULES
 from xscale.parallel.pipeline.check import check_micro_batches
 from xscale.parallel.plan import ParallelPlan
+from xscale.train.distill import check_distillation
 from xscale.train.settings import Settings, build_on_meta, pairs_problem
+from xscale.train.teacher import in_train_teacher, teacher_run
 from xscale_kernels.select import unknown
 
 LISTED = 8
@@ -73,6 +75,8 @@ class Recipe(Settings):
             problems += _check_padding(model)
         if valid("parallel", "precision"):
             problems += ParallelPlan(self.parallel, self.precision, self.data.sequence_length).check(model, world)
+        if valid("distill", "model", "parallel"):
+            problems += check_distillation(self, model, world) + self._check_teacher_run(world)
         fitting = axes.checkable_world(self.parallel.mesh, world)
         if valid("parallel", "train") and fitting is not None:
             dp = axes.resolve(self.parallel.mesh, fitting).dp
@@ -103,6 +107,14 @@ class Recipe(Settings):
             fix = "Leave optimizer.groups empty, or take parallel.zero.engine=torch."
             problems.append(Problem("optimizer.groups", what, fix))
         return problems
+
+    def _check_teacher_run(self, world: int) -> list[Problem]:
+        """Check the run that trains the teacher first, if there is one."""
+        try:
+            teacher = teacher_run(self)
+        except ConfigError as error:
+            return list(error.problems)
+        return [] if teacher is None else [in_train_teacher(problem) for problem in Recipe.check(teacher, world)]  # type: ignore[arg-type]
 
     def _check_kernels(self) -> list[Problem]:
         faults = unknown(self.kernels)

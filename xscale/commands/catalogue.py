@@ -146,6 +146,9 @@ def _directions(recipe: "Recipe", about: "About", entries: list[tuple[str, Any]]
     if about.category in ("mode", "pretraining-objective"):
         (model,) = (entry.traits for family, entry in entries if family == "model")
         return model.causal and causal, not model.causal or model.source, model.source and cross
+    if recipe.distill is not None and recipe.distill.inner_weight + recipe.distill.cosine_weight:
+        # The states of two stacks are not mapped to those of a teacher.
+        cross = False
     return causal, bidirectional, cross
 
 

@@ -53,9 +53,10 @@ class Device:
 
     def flops_in(self, dtype: torch.dtype) -> float:
         """FLOP/s in a dtype."""
-        return self.flops / (1 if dtype == torch.bfloat16 or self.name == "cpu" else _SLOWDOWN.get(dtype, 15))
+        return self.flops / (1 if dtype in HALF or self.name == "cpu" else _SLOWDOWN.get(dtype, 15))
 
 
+HALF = (torch.bfloat16, torch.float16)
 _SLOWDOWN = {torch.float32: 2, torch.float64: 15}
 
 
@@ -150,7 +151,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
         return _matmul_flops(dtype)
     name = torch.cuda.get_device_name(device)
     peak = next((peak for known, peak in PEAKS.items() if known in name), None)
-    if peak is None or dtype == torch.bfloat16:
+    if peak is None or dtype in HALF:
         return peak
     return peak / (2 if dtype == torch.float32 else 15)
 

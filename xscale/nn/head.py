@@ -38,7 +38,7 @@ IGNORE_INDEX = -100
 class Head(Module):
     """Hidden states to logits; with `tied` the embedding's table is the weight (Press and Wolf 2017)."""
 
-    seams: ClassVar[tuple[str, ...]] = ("cross_entropy",)
+    seams: ClassVar[tuple[str, ...]] = ("cross_entropy", "loss")
     weight: Parameter
 
     def __init__(
@@ -103,8 +103,14 @@ class Head(Module):
         if targets is None:
             logits = F.linear(x, weight)
             return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
-        smoothing = 0.0 if tokens is None else tokens.label_smoothing
-        return self.cross_entropy(x.flatten(0, 1), weight, targets.flatten(), smoothing)
+        return self.loss(x.flatten(0, 1), weight, targets.flatten(), tokens)
+
+    def loss(self, x: Tensor, weight: Tensor, targets: Tensor, tokens: Tokens | None = None) -> Tensor:
+        """x [N, D], weight [V, D], targets [N] -> summed loss in nats, a scalar of float32 or wider.
+
+        A seam: distillation adds a loss by the teacher's logits, which `tokens` has.
+        """
+        return self.cross_entropy(x, weight, targets, 0.0 if tokens is None else tokens.label_smoothing)
 
     def cross_entropy(self, x: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """x [N, D], weight [V, D], targets [N] -> summed cross-entropy in nats, a scalar of float32 or wider.
@@ -112,12 +118,16 @@ class Head(Module):
         A seam: the vocabulary-parallel loss of a sharded weight.
         """
         kernel = self.kernel_choices.get("linear_cross_entropy")
-        return linear_cross_entropy(
+        # Float16 holds gradients of the scaled loss alone: they are computed in backward, where the scale is known.
+        half = x.dtype == torch.float16
+        losses = linear_cross_entropy(
             x,
             weight,
             targets,
+            reduction="none" if half else "sum",
             ignore_index=IGNORE_INDEX,
             softcap=self.soft_cap,
             label_smoothing=label_smoothing,
             implementation=kernel,
         )
+        return losses.sum() if half else losses

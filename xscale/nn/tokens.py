@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -88,6 +88,22 @@ def _tensors_of(value: Any) -> Iterator[Tensor]:
             yield from _tensors_of(getattr(value, attribute.name))
 
 
+class InnerStates(Protocol):
+    """Gets the states of a model in its forward and returns them, with losses attached if it likes (`distillation`)."""
+
+    def hidden(self, layer: int, x: Tensor, tokens: "Tokens") -> Tensor:
+        """Get x [B, T, D], the output of block `layer`, or for -1 the input of the first."""
+        ...
+
+    def attention(self, layer: int, q: Tensor, k: Tensor, mask: Any, o: Tensor, tokens: "Tokens") -> Tensor:
+        """Get q [B, H, T, K] and k [B, G, S, K] of block `layer`; return o [B, H, T, K], its heads' outputs."""
+        ...
+
+    def output(self, x: Tensor, tokens: "Tokens") -> Tensor:
+        """Get x [B, T, D], the output of the stack."""
+        ...
+
+
 @dataclass(frozen=True)
 class Gating:
     """What the gates of a stack read beside the hidden states (`xscale.nn.gates`)."""
@@ -130,6 +146,8 @@ class Tokens:
     """State of the tokens at the exits of the stack; None: all blocks are computed for every token."""
     gating: Gating | None = None
     """Budgets of the sequences, for the gates of the sublayers; None: a stack with gates draws them."""
+    states: InnerStates | None = None
+    """Gets the states of the model as they arise, for distillation; None: nothing does."""
     shared_values: SharedValues = field(default_factory=SharedValues, compare=False, repr=False)
     """Values that all blocks share."""
 

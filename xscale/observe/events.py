@@ -73,6 +73,8 @@ class StepReport:
     at steps that are not logged."""
     skipped: int = 0
     """Steps skipped so far, as their loss spiked or something was not finite."""
+    loss_scale: float | None = None
+    """Scale of the loss in backward (float16); None: it is not scaled."""
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ METRICS_FILE = "metrics.jsonl"
 class Metrics(Observer):
     """Appends to `folder`/metrics.jsonl.
 
-    A step's object has `step loss lr grad_norm tokens seconds step_seconds tokens_per_second mfu skipped`,
-    `split/<phase>` in seconds, and the statistics under their own names; an evaluation's `step eval_loss perplexity
-    bits_per_byte eval_seconds`. Non-finite numbers are null, so that every JSON reader can read the file.
+    A step's object has `step loss lr grad_norm tokens seconds step_seconds tokens_per_second mfu skipped`, with float16
+    `loss_scale`, `split/<phase>` in seconds, and the statistics under their own names; an evaluation's `step eval_loss
+    perplexity bits_per_byte eval_seconds`. Non-finite numbers are null, so that every JSON reader can read the file.
     """
 
     def __init__(self, folder: Path, every_steps: int = 1) -> None:
@@ -80,6 +80,8 @@ def step_object(report: StepReport) -> dict[str, Any]:
         "mfu": report.mfu,
         "skipped": report.skipped,
     }
+    if report.loss_scale is not None:
+        item["loss_scale"] = report.loss_scale
     for phase, seconds in report.split.items():
         item[f"split/{phase}"] = seconds
     assert not item.keys() & report.statistics.keys(), "a statistic has the name of a column"

@@ -97,11 +97,25 @@ class ParallelConfig(Config):
     A save may take any time while a rank writes; a rank that has ended is noticed at once."""
 
 
+class LossScaleConfig(Config):
+    initial: float = Field(default=65536.0, gt=0)
+    """Factor of the loss at the first step, a power of 2, so that scaling rounds nothing."""
+    growth_interval: int = Field(default=2000, ge=1)
+    """Steps without an overflow after which the scale is doubled."""
+    backoff: int = Field(default=1, ge=1)
+    """Powers of 2 by which an overflow lowers the scale: 1 halves it."""
+    minimum: float = Field(default=1.0, gt=0)
+    """Lowest scale, a power of 2. Gradients that overflow even so are not finite: train.nonfinite applies to them."""
+
+
 class PrecisionConfig(Config):
-    compute: Literal["float64", "float32", "bfloat16"] = "float32"
+    compute: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     """Dtype of activations and of parameters in use."""
     master: Literal["float64", "float32"] = "float32"
     """Dtype of stored parameters, gradients and optimizer states."""
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    """Dynamic loss scaling, which compute=float16 has (Micikevicius et al. 2018): the loss is multiplied by a scale
+    before backward, and gradients are divided by it before they are clipped."""
     float8: Literal["tensor", "row"] | None = None
     """Multiply linear maps, but not experts and the head, in float8 with a scale per tensor or per row; null: in
     `compute`. Needs a GPU of compute capability 8.9 (row: 9.0). Each tp rank scales its own shard of a weight."""

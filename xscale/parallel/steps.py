@@ -13,13 +13,27 @@ from xscale.mesh.mesh import Mesh
 from xscale.nn.block import Block
 from xscale.nn.ffn.moe import Moe
 from xscale.nn.mixer.attention import Attention
-from xscale.parallel import activation_checkpointing, batch_statistics, context, expert, float8, reversible, zero
+from xscale.parallel import (
+    activation_checkpointing,
+    batch_statistics,
+    context,
+    expert,
+    float8,
+    loss_scale,
+    reversible,
+    zero,
+)
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 from xscale.parallel.engine.deepspeed import check as deepspeed
 from xscale.parallel.pipeline import check as pipeline
 from xscale.parallel.tensor import apply as tensor
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 @dataclass(frozen=True)
@@ -114,8 +128,10 @@ class PrecisionStep(_Step):
 
     def check(self, model: nn.Module | None, settings: StepSettings) -> list[Problem]:
         precision = settings.precision
-        if model is not None or precision.compute != "float64" or precision.master == "float64":
+        if model is not None:
             return []
+        if precision.compute != "float64" or precision.master == "float64":
+            return loss_scale.check(precision, "precision")
         what = "master parameters would have a narrower dtype than the computation"
         return [Problem("precision.master", what, "Take master=float64 with compute=float64.")]
 

@@ -20,7 +20,8 @@ from xscale.parallel.plan import DTYPES
 from xscale.parallel.sharded import sharded_parameters
 from xscale.planning.simulate_step import SimulatedStep, simulate_step
 from xscale.planning.speed import roofline
-from xscale.train.settings import Settings
+from xscale.train.settings import Settings, build_on_meta
+from xscale.train.teacher import find_teacher, teacher_degrees, teacher_run
 
 KINDS = ("parameters", "gathered_parameters", "gradients", "optimizer", "activations", "communication")
 LONGEST = 16
@@ -35,12 +36,16 @@ class RankMemory:
     activation_factor: float
     """Activations of the whole step over those of the simulated micro-batches."""
     device: Device | None
+    teacher: int = 0
+    """Bytes of the teacher of a distilled model, and of the soft loss."""
 
     @cached_property
     def kinds(self) -> dict[str, int]:
         """Bytes at the peak by kind."""
         sizes = {kind: self.simulated.peak.kinds.get(kind, 0) for kind in KINDS}
         sizes["activations"] = round(sizes["activations"] * self.activation_factor)
+        if self.teacher:
+            sizes["teacher"] = self.teacher
         tensors = sum(sizes.values())
         sizes["slack"] = 0 if self.device is None else round(self.device.slack * tensors)
         sizes["runtime"] = 0 if self.device is None else round(self.device.runtime)
@@ -68,17 +73,47 @@ def memory_of_stages(
     It is the first rank of a stage, whose shards are never smaller than those of the other ranks.
     """
     seconds = None if device is None or not device.timed else roofline(device, DTYPES[settings.precision.compute])
-    pp = degrees.pp
+    pp, teacher = degrees.pp, teacher_bytes(settings, degrees.world, vocabulary)
     ranks = []
     for at in sorted({0, min(1, pp - 1), pp // 2, pp - 1}):
         micro_batches, activation_factor = _simulated_micro_batches(settings, pp, at, micros)
         rank = degrees.groups_along("pp")[0][at]
         ranks.append(
             RankMemory(
-                simulate_step(settings, degrees, rank, micro_batches, vocabulary, seconds), activation_factor, device
+                simulate_step(settings, degrees, rank, micro_batches, vocabulary, seconds),
+                activation_factor,
+                device,
+                teacher,
             )
         )
     return ranks
+
+
+SOFT_LOSS_COPIES = 4
+"""Tensors of the shape of a micro-batch's logits, in float32 or wider, that the soft loss has at once."""
+
+
+def teacher_bytes(settings: Settings, world: int, vocabulary: int) -> int:
+    """Return a rank's bytes of the teacher's parameters and logits and of the soft loss; 0 without a teacher.
+
+    The activations of one block of the teacher, which has no backward, are not counted. ConfigError where the teacher
+    is not there.
+    """
+    if settings.distill is None:
+        return 0
+    of_teacher = teacher_run(settings) or find_teacher(settings).settings
+    count = sum(parameter.numel() for parameter in build_on_meta(of_teacher, vocabulary).parameters())
+    _, degrees = teacher_degrees(settings, world)
+    compute, master = DTYPES[settings.precision.compute], DTYPES[settings.precision.master]
+    stored = count * master.itemsize // degrees.tp
+    if settings.distill.zero == 3:
+        stored = -(-stored // degrees.dp_shard)
+    elif world > 1 and compute != master:
+        # FSDP keeps what it has cast.
+        stored += count * compute.itemsize // degrees.tp
+    logits = settings.train.micro_batch_size * settings.data.target_length * vocabulary
+    soft = logits // settings.parallel.mesh.tp * SOFT_LOSS_COPIES * max(compute.itemsize, 4)
+    return stored + (logits * compute.itemsize + soft if settings.distill.soft_weight else 0)
 
 
 def _simulated_micro_batches(settings: Settings, pp: int, at: int, micros: int) -> tuple[int, float]:

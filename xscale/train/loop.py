@@ -28,6 +28,7 @@ from xscale.observe import EvalReport, Observer, StepReport
 from xscale.observe.events import Statistic
 from xscale.observe.observer import is_due
 from xscale.parallel.full_tensors import gather_full
+from xscale.parallel.loss_scale import LossScale
 from xscale.parallel.sharded import StagedModel, shard_like
 from xscale.train.evaluate import evaluate
 from xscale.train.run_folder import CHANGEABLE, differences, lookup, problems_of, with_defaults
@@ -140,8 +141,9 @@ class Loop:
         self.watchdog.heartbeat("start", state.step)
         with stepper.timer.phase("data"):
             micro_batches = self._micro_batches(samples, tally)
-        gradients = stepper.compute_gradients(micro_batches)
-        decision = decide(train, state.losses, gradients.loss, gradients.grad_norm)
+        scaling = self._loss_scale()
+        gradients = stepper.compute_gradients(micro_batches, None if scaling is None else scaling.scale)
+        decision = self._decide(gradients, scaling)
         lr = parts.settings.optimizer.lr * parts.schedule.factor(state.step)
         self._wait_for_copy()
         if decision.action == "accept":
@@ -157,6 +159,26 @@ class Loop:
         self._count_skipped(gradients, decision, means)
         self._report(gradients, lr, means, time.perf_counter() - start)
         return decision
+
+    def _loss_scale(self) -> LossScale | None:
+        """Return the scale of the loss in this step; None: it is not scaled."""
+        precision, state = self.parts.settings.precision, self.state
+        if precision.compute != "float16":
+            return None
+        return LossScale(state.loss_scale or precision.loss_scale.initial, state.loss_scale_steps)
+
+    def _decide(self, gradients: StepGradients, scaling: LossScale | None) -> StepDecision:
+        """Decide about the step, and set the scale of the loss in the next one."""
+        settings, state = self.parts.settings, self.state
+        loss, norm = gradients.loss, gradients.grad_norm
+        if scaling is not None:
+            overflow = scaling.overflows(settings.precision.loss_scale, loss, norm)
+            following = scaling.after(settings.precision.loss_scale, overflow=overflow)
+            state.loss_scale, state.loss_scale_steps = following.scale, following.steps
+            if overflow:
+                reason = f"gradients overflow; the loss scale falls from {scaling.scale:g} to {following.scale:g}"
+                return StepDecision("lower_loss_scale", reason)
+        return decide(settings.train, state.losses, loss, norm)
 
     def _mean(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Mean of the step's statistics over all ranks; a stage of a pipeline has those of its own layers."""
@@ -186,6 +208,10 @@ class Loop:
             state.skipped_in_a_row = 0
             if train.spike.policy != "none":
                 state.losses = [*state.losses, gradients.loss][-train.spike.window :]
+            return
+        if decision.action == "lower_loss_scale":
+            # The search for the scale belongs to float16; it is no fault of the data or the weights.
+            self.observer.message(f"step {state.step}: {decision.reason}, and the step is skipped")
             return
         state.skipped += 1
         state.skipped_in_a_row += 1
@@ -251,6 +277,7 @@ class Loop:
                 split=parts.stepper.timer.flush(),
                 statistics=self._statistics(means),
                 skipped=state.skipped,
+                loss_scale=gradients.loss_scale,
             )
         )
 

@@ -53,6 +53,7 @@ from xscale.train.run_folder import (
 from xscale.train.settings import Settings, build_on_meta
 from xscale.train.setup import RunParts, check_machine, set_up
 from xscale.train.state import State
+from xscale.train.teacher import teacher_run
 from xscale.watchdog.crash_dumps import CrashDumps
 from xscale.watchdog.watchdog import StopSignal, Watchdog
 from xscale_kernels.select import UnusableError
@@ -68,6 +69,11 @@ def train(settings: Settings) -> int:
             print(f"xscale: removed {file}, {what}", file=sys.stderr, flush=True)
     with StopSignal(speaks=rank_info.is_rank0) as stop, leaving_process_group():
         try:
+            teacher = teacher_run(settings)
+            if teacher is not None:
+                status = _train_teacher(teacher, rank_info, stop, began)
+                if status != EXIT_DONE:
+                    return status
             return _train(settings, rank_info, stop, began)
         except UnusableError as error:
             raise ConfigError("kernels", str(error), "Choose a usable implementation, or none.") from error
@@ -93,6 +99,16 @@ def check_and_train(settings: Settings, check: Callable[[int], list[Problem]]) -
         error.same_on_all_ranks = True
         raise
     return train(settings)
+
+
+def _train_teacher(settings: Settings, rank_info: RankInfo, stop: StopSignal, began: float) -> int:
+    """Train the teacher of a distilled run, unless that is done; return the exit status."""
+    folder = Path(settings.run.dir)
+    if finished_step(settings, folder) is not None:
+        return EXIT_DONE
+    if rank_info.is_rank0:
+        print(f"xscale: training the teacher in {folder} first (distill.train_teacher)", file=sys.stderr, flush=True)
+    return _train(settings, rank_info, stop, began)
 
 
 def _train(settings: Settings, rank_info: RankInfo, stop: StopSignal, began: float) -> int:

@@ -11,6 +11,7 @@ from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
 from xscale.data.config import DataConfig
 from xscale.data.source.source import SOURCES
+from xscale.nn.distillation import DistillConfig, add_width_maps
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.model.model import MODELS, Model
 from xscale.nn.module import choose_kernels
@@ -142,6 +143,8 @@ class Settings(Config):
     """The model."""
     objective: Annotated[Objective.Config, Slot(OBJECTIVES)] = Causal.Config()
     """The training objective."""
+    distill: DistillConfig | None = None
+    """Knowledge distillation: the model is a student, which learns from a teacher too; null: there is no teacher."""
     data: DataConfig = DataConfig()
     """The training text."""
     train: TrainConfig = TrainConfig()
@@ -187,5 +190,7 @@ def build_on_meta(settings: Settings, vocabulary: int) -> nn.Module:
     """The full model without storage, on torch's meta device."""
     with torch.device("meta"):
         model: nn.Module = MODELS.build(settings.model, vocabulary, settings.data.sequence_length)
+        if settings.distill is not None:
+            add_width_maps(model, settings.distill, settings.model.width, settings.model.init_std)
     choose_kernels(model, settings.kernels)
     return model

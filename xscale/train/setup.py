@@ -30,6 +30,7 @@ from xscale.parallel.full_tensors import ShardedTensors
 from xscale.parallel.plan import ParallelPlan
 from xscale.parallel.sharded import ShardedParameter, sharded_parameters
 from xscale.train.batches import MicroBatches
+from xscale.train.distill import check_teacher_on_disk, distil
 from xscale.train.run_folder import CHECKPOINTS, check_same_config
 from xscale.train.settings import Settings, build_on_meta, pairs_problem
 from xscale.train.step import Stepper
@@ -93,6 +94,7 @@ def check_machine(settings: Settings, invalid: Collection[str] = ()) -> list[Pro
             problems += [] if refused is None else [refused]
         except ConfigError as error:
             problems += error.problems
+    problems += [] if "distill" in invalid or "model" in invalid else check_teacher_on_disk(settings)
     return problems if "data" in invalid else problems + missing_files(data_of_run(settings)[0])
 
 
@@ -132,6 +134,8 @@ def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False) ->
     model = plan.apply(model, mesh, settings.run.seed, applied.append, draw_weights=draw_weights)
     parameters = sharded_parameters(model)
     objective: Objective = OBJECTIVES.build(settings.objective, specials, source_length, settings.run.seed)
+    objective, lines = distil(settings, objective, model, tokenizer, mesh, fresh=draw_weights)
+    applied += lines
     engine = make_engine(settings, model, plan, parameters, mesh)
     held_out = corpus.validation
     return RunParts(

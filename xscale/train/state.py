@@ -38,6 +38,11 @@ class State:
     tokenizer_fingerprint: str | None = None
     """Fingerprint of the run's tokenizer; None: not known, in checkpoints of earlier versions."""
 
+    loss_scale: float | None = None
+    """Scale of the loss at the next step; None: the run has not begun, or the loss is not scaled."""
+    loss_scale_steps: int = 0
+    """Steps without an overflow since the scale last changed."""
+
     RENAMED: ClassVar[dict[str, str]] = {"left_out": "skipped_samples"}
     """Old name of a field, which a checkpoint may have -> its name."""
 
@@ -50,11 +55,12 @@ class State:
         values = {State.RENAMED.get(name, name): value for name, value in data.items()}
         names = {item.name for item in fields(State)} | {"optimizer"}
         twice = len(values) != len(data)
-        # Earlier versions did not write it.
-        values.setdefault("tokenizer_fingerprint", None)
+        # Earlier versions did not write them.
+        for name, default in {"tokenizer_fingerprint": None, "loss_scale": None, "loss_scale_steps": 0}.items():
+            values.setdefault(name, default)
         if values.keys() != names or twice:
             raise ValueError(f"the state has other fields: {', '.join(sorted(values.keys() ^ names)) or 'one twice'}")
-        for name in ("step", "consumed", "tokens", "skipped", "skipped_in_a_row"):
+        for name in ("step", "consumed", "tokens", "skipped", "skipped_in_a_row", "loss_scale_steps"):
             _require(name, values[name], _is_count(values[name]))
         for name in ("best_step", "sequence_length"):
             _require(name, values[name], values[name] is None or _is_count(values[name]))
@@ -63,6 +69,8 @@ class State:
         _require("tokenizer_fingerprint", fingerprint, fingerprint is None or isinstance(fingerprint, str))
         best = values["best_bits_per_byte"]
         _require("best_bits_per_byte", best, best is None or (_is_number(best) and 0 <= best < 2**63))
+        scale = values["loss_scale"]
+        _require("loss_scale", scale, scale is None or (_is_number(scale) and 0 < scale < 2**63))
         losses, spans, optimizer = values["losses"], values["skipped_samples"], values["optimizer"]
         _require("losses", losses, isinstance(losses, list) and all(map(_is_number, losses)))
         pairs = isinstance(spans, list) and all(

@@ -74,6 +74,8 @@ class StepGradients:
     grad_norm: float
     """Before clipping."""
     targets: int
+    loss_scale: float | None = None
+    """Scale of the loss in backward; None: it was not scaled."""
 
     @property
     def finite(self) -> bool:
@@ -94,20 +96,23 @@ class Stepper:
     def __post_init__(self) -> None:
         self.timer = PhaseTimer(self.device)
 
-    def compute_gradients(self, micro_batches: Sequence[Batch]) -> StepGradients:
+    def compute_gradients(self, micro_batches: Sequence[Batch], loss_scale: float | None = None) -> StepGradients:
         """Accumulate the gradients of this rank's micro-batches and reduce them over all ranks.
 
         They are those of the mean loss over all targets of the step, on every rank and micro-batch together.
+        `loss_scale` multiplies the loss in backward, a power of 2 (None: 1); the loss and the norm that are returned
+        are without it.
         """
+        scale = 1.0 if loss_scale is None else loss_scale
         with self.timer.phase("communicate"):
             targets = float(sum(_targets(batch) for batch in micro_batches))
             targets = sum_scalars([targets], self.device)[0] / self.repeats
         divisor = max(targets, 1.0)
-        micro_batches = [_with_target_weight(batch, 1 / divisor) for batch in micro_batches]
-        nats = self._forward_backward(micro_batches, divisor)
+        micro_batches = [_with_loss_weights(batch, 1 / divisor, scale) for batch in micro_batches]
+        nats = self._forward_backward(micro_batches, divisor / scale)
         with self.timer.phase("communicate"):
-            total_nats, grad_norm = self.engine.reduce_gradients(nats)
-        return StepGradients(total_nats / divisor, grad_norm, int(targets))
+            total_nats, grad_norm = self.engine.reduce_gradients(nats, scale)
+        return StepGradients(total_nats / divisor, grad_norm, int(targets), loss_scale)
 
     def apply(self, gradients: StepGradients, lr: float, progress: float = 0.0) -> None:
         """Clip the gradients and update the parameters; `progress` is the fraction of the run's steps that are done."""
@@ -145,15 +150,20 @@ class Stepper:
         return nats
 
 
-def _with_target_weight(batch: Batch, weight: float) -> Batch:
-    return replace(batch, tokens=replace(batch.tokens, target_weight=weight))
+def _with_loss_weights(batch: Batch, target_weight: float, loss_scale: float) -> Batch:
+    """Return the batch with the weights of all losses that its backward adds to that of the objective."""
+    auxiliary = batch.tokens.aux_loss_weight
+    scaled = None if auxiliary is None else auxiliary * loss_scale
+    return replace(
+        batch, tokens=replace(batch.tokens, target_weight=target_weight * loss_scale, aux_loss_weight=scaled)
+    )
 
 
 def _targets(batch: Batch) -> int:
     return int(batch.weight) if batch.counted is None else batch.counted
 
 
-Action = Literal["accept", "skip", "rollback", "stop"]
+Action = Literal["accept", "skip", "rollback", "stop", "lower_loss_scale"]
 
 
 class SpikeError(FaultError):

@@ -88,7 +88,7 @@ class Attention(Mixer):
                 object.__setattr__(self, "shared_qk", False)
             return self
 
-    seams: ClassVar[tuple[str, ...]] = ("attend", "make_mask", "norm_all_heads")
+    seams: ClassVar[tuple[str, ...]] = ("attend", "attend_input", "make_mask", "norm_all_heads")
     cores: ClassVar[tuple[str, ...] | None] = None
     """Kinds of the cores that the mixer can hold; None: any."""
     shards_sequence: ClassVar[bool] = True

@@ -35,6 +35,8 @@ class FsdpEngine:
     """Weight of a gradient's squared norm in the global one -> indices of the gradients with that weight."""
     gradients: list[Tensor] = field(init=False, default_factory=list)
     """Local gradients of the step, between `reduce_gradients` and `apply` or `discard`."""
+    loss_scale: float = field(init=False, default=1.0)
+    """Scale of the loss of these gradients."""
 
     def __post_init__(self) -> None:
         self.trained = [parameter for parameter in self.parameters if parameter.parameter.requires_grad]
@@ -49,18 +51,21 @@ class FsdpEngine:
     def backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def reduce_gradients(self, nats: Tensor) -> tuple[float, float]:
+    def reduce_gradients(self, nats: Tensor, loss_scale: float = 1.0) -> tuple[float, float]:
+        self.loss_scale = loss_scale
         self.gradients = [_gradient(parameter) for parameter in self.trained]
         # The host reads once, both numbers: it waits here for all that the device has to do in the step.
         total, squared = sum_tensor(torch.stack((nats / self.repeats, self._squared_norm().to(nats)))).tolist()
-        return total, math.sqrt(squared) if squared >= 0 else math.nan
+        return total, math.sqrt(squared) / loss_scale if squared >= 0 else math.nan
 
     def set_progress(self, progress: float) -> None:
         self.optimizer.set_progress(progress)
 
     def apply(self, lr: float, grad_norm: float) -> None:
-        if self.clip_grad_norm is not None and grad_norm > self.clip_grad_norm:
-            self.optimizer.scaled_step(self.gradients, lr, self.clip_grad_norm / grad_norm)
+        clipped = self.clip_grad_norm is not None and grad_norm > self.clip_grad_norm
+        if clipped or self.loss_scale != 1:
+            factor = self.clip_grad_norm / grad_norm if clipped and self.clip_grad_norm is not None else 1.0
+            self.optimizer.scaled_step(self.gradients, lr, factor / self.loss_scale)
         else:
             self.optimizer.step(self.gradients, lr)
         self.discard()

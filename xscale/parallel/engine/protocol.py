@@ -28,8 +28,10 @@ class Engine(Protocol):
         """Accumulate the gradients of a loss that is already divided by the targets of the whole step."""
         ...
 
-    def reduce_gradients(self, nats: Tensor) -> tuple[float, float]:
+    def reduce_gradients(self, nats: Tensor, loss_scale: float = 1.0) -> tuple[float, float]:
         """Reduce the step's loss and gradients over all ranks: (summed loss in nats, gradient norm before clipping).
+
+        The gradients are those of the loss times `loss_scale`; the norm, and the update by `apply`, are of the loss.
 
         `nats`, a scalar of float64, is the part of the loss that this rank found, counted once among the ranks that
         repeat it. The norm is not finite where a gradient is not.

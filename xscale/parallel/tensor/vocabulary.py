@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xscale.mesh.collectives import all_gather, sum_out
+from xscale.nn.distillation import FullVocabulary
 from xscale.nn.head import IGNORE_INDEX
 from xscale.parallel.region import TensorRegion
 from xscale_kernels.cross_entropy import LossTerms
@@ -31,6 +32,24 @@ class VocabParallelEmbedding:
         is_local = (row >= 0) & (row < len(table))
         rows = F.embedding(row.where(is_local, 0), table) * is_local[..., None]
         return sum_out(rows, self.region.group)
+
+
+@dataclass(frozen=True)
+class VocabularyShard(FullVocabulary):
+    """This rank's part of the logits that a student and its teacher have over a vocabulary sharded over tp."""
+
+    region: TensorRegion
+    first: int
+    """Token id of this rank's first logit."""
+
+    def own(self, logits: Tensor, count: int) -> Tensor:
+        return logits.narrow(-1, self.first, count)
+
+    def logsumexp(self, logits: Tensor) -> Tensor:
+        return all_gather(logits.logsumexp(-1)[None], 0, self.region.group).logsumexp(0)
+
+    def total(self, sums: Tensor) -> Tensor:
+        return all_gather(sums[None], 0, self.region.group).sum(0)
 
 
 @dataclass(frozen=True)

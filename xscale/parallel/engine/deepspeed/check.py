@@ -112,6 +112,9 @@ def _numbers(config: ParallelConfig, precision: PrecisionConfig, path: str) -> l
     if precision.master == "float64":
         what = "DeepSpeed stores parameters in float32"
         problems.append(Problem("precision.master", what, f"Use master=float32. {TORCH} for float64."))
+    if precision.compute == "float16":
+        what = "DeepSpeed would scale the loss by itself, and its scale is not saved here"
+        problems.append(Problem("precision.compute", what, f"Use bfloat16. {TORCH} for float16."))
     if precision.float8 is not None:
         what = "float8 matmuls are not supported with DeepSpeed"
         problems.append(Problem("precision.float8", what, f"Use float8=null. {TORCH} for float8."))

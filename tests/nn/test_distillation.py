@@ -1,0 +1,211 @@
+"""Losses of distillation against literal loops over the papers' equations, in float64; their gradients by the graph."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from xscale.core.config import decode
+from xscale.nn.distillation import (
+    DistillConfig,
+    FullVocabulary,
+    SoftLoss,
+    StudentLosses,
+    TeacherStates,
+    add_width_maps,
+    observe_states,
+)
+from xscale.nn.init import materialize
+from xscale.nn.model.model import MODELS
+from xscale.nn.tokens import Stats, Tokens
+from xscale.train.settings import Settings
+
+VOCABULARY, LENGTH, BATCH = 11, 5, 2
+
+
+def built(width: int, depth: int, seed: int, kind: str = "encoder", **distill: Any) -> nn.Module:
+    block = {"mixer": {"kind": "attention", "heads": 2, "bias": True}, "norm": "layer", "placement": "post"}
+    data = {"model": {"kind": kind, "width": width, "position": "learned", "stack": {"depth": depth, "block": block}}}
+    settings = decode(Settings, data)
+    model: nn.Module = MODELS.build(settings.model, VOCABULARY, LENGTH)
+    add_width_maps(model, DistillConfig(**distill), width, 0.3)
+    materialize(model, seed, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)).double() * 0.1)
+    return model
+
+
+def test_the_soft_loss_is_hinton_equation_4() -> None:
+    torch.manual_seed(0)
+    z = torch.randn(3, VOCABULARY, dtype=torch.float64, requires_grad=True)
+    t = torch.randn(3, VOCABULARY, dtype=torch.float64)
+    temperature = 2.5
+    loss: Tensor = SoftLoss.apply(z, t, temperature, FullVocabulary())  # type: ignore[no-untyped-call]
+    (gradient,) = torch.autograd.grad(loss, z)
+    expected, slopes = 0.0, torch.zeros_like(z)
+    for row in range(3):
+        ours = [math.exp(float(value) / temperature) for value in z[row].detach()]
+        theirs = [math.exp(float(value) / temperature) for value in t[row]]
+        for word in range(VOCABULARY):
+            p, q = theirs[word] / sum(theirs), ours[word] / sum(ours)
+            expected += p * (math.log(p) - math.log(q))
+            # Section 2, equation 2: dC/dz = (q - p) / T.
+            slopes[row, word] = (q - p) / temperature
+    assert math.isclose(loss.item(), expected, rel_tol=1e-12)
+    assert torch.allclose(gradient, slopes, rtol=1e-10, atol=1e-14)
+    assert torch.autograd.gradcheck(lambda x: SoftLoss.apply(x, t, temperature, FullVocabulary()), (z,))
+
+
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "soft": {"soft_weight": 0.7, "hard_weight": 0.3, "temperature": 3.0},
+    "soft over all": {"soft_weight": 0.7, "hard_weight": 0.0, "temperature": 3.0, "soft_over": "all"},
+    "cosine": {"soft_weight": 0.0, "hard_weight": 0.0, "cosine_weight": 0.9},
+    "embedding": {"soft_weight": 0.0, "hard_weight": 0.0, "embedding_weight": 1.1},
+    "hidden": {"soft_weight": 0.0, "hard_weight": 0.0, "hidden_weight": 1.3},
+    "attention": {"soft_weight": 0.0, "hard_weight": 0.0, "attention_weight": 1.7},
+}
+
+
+def literal(name: str, student: nn.Module, ours: dict[str, Any], theirs: dict[str, Any], targets: Tensor) -> Tensor:
+    """The loss of a whole micro-batch, per target for soft and hard ones, by the equations."""
+    if name == "soft":
+        count, total = 0, torch.zeros((), dtype=torch.float64)
+        for b in range(BATCH):
+            for i in range(LENGTH):
+                if targets[b, i] < 0:
+                    continue
+                count += 1
+                p = (theirs["logits"][b, i] / 3.0).softmax(-1)
+                log_q = (ours["logits"][b, i] / 3.0).log_softmax(-1)
+                total = total + 0.7 * 9.0 * sum(p[w] * (p[w].log() - log_q[w]) for w in range(VOCABULARY))
+                total = total - 0.3 * ours["logits"][b, i].log_softmax(-1)[targets[b, i]]
+        return total / count
+    total = torch.zeros((), dtype=torch.float64)
+    if name == "soft over all":
+        for b in range(BATCH):
+            for i in range(LENGTH):
+                p = (theirs["logits"][b, i] / 3.0).softmax(-1)
+                total = total + 0.7 * 9.0 * (p * (p.log() - (ours["logits"][b, i] / 3.0).log_softmax(-1))).sum()
+        return total / (BATCH * LENGTH)
+    if name == "cosine":
+        for b in range(BATCH):
+            for i in range(LENGTH):
+                s, t = ours["hidden"][-1][b, i], theirs["hidden"][-1][b, i]
+                total = total + 1 - (s @ t) / (s.norm() * t.norm())
+        return 0.9 * total / (BATCH * LENGTH)
+    maps: Any = getattr(student, "distillation", None)
+    if name == "embedding":
+        difference = ours["hidden"][0] @ maps.embedding.weight.T - theirs["hidden"][0]
+        return 1.1 * (difference**2).sum() / difference.numel()
+    for m in (1, 2):
+        g = 2 * m
+        if name == "hidden":
+            difference = ours["hidden"][m] @ maps.hidden.weight.T - theirs["hidden"][g]
+            total = total + 1.3 * (difference**2).sum() / difference.numel()
+        else:
+            for head in range(2):
+                difference = ours["scores"][m - 1][:, head] - theirs["scores"][g - 1][:, head]
+                total = total + 1.7 * (difference**2).mean() / 2
+    return total
+
+
+def literal_states(model: nn.Module, ids: Tensor) -> dict[str, Any]:
+    """Hidden states, scores and logits of a post-norm encoder, read off its modules by hooks on the linear maps."""
+    states: dict[str, Any] = {"hidden": [], "scores": []}
+    projected: dict[str, Tensor] = {}
+    hooks = []
+    model_: Any = model
+    for layer, block in model_.stack.blocks.items():
+        mixer = block.mixer.part
+
+        def keep(_: Any, inputs: Any, out: Tensor, key: str) -> None:
+            projected[key] = out
+
+        for name in ("q", "k"):
+            linear = getattr(mixer, name)
+            hooks.append(linear.register_forward_hook(lambda m, i, o, key=f"{layer}{name}": keep(m, i, o, key)))
+        hooks.append(block.register_forward_pre_hook(lambda m, i: states["hidden"].append(i[0])))
+    hooks.append(model_.head.register_forward_pre_hook(lambda m, i: states["hidden"].append(i[0])))
+    states["logits"] = model(Tokens.from_ids(ids))
+    for hook in hooks:
+        hook.remove()
+    for layer in model_.stack.blocks:
+        q, k = projected[f"{layer}q"], projected[f"{layer}k"]
+        width = q.shape[-1] // 2
+        scores = torch.zeros(BATCH, 2, LENGTH, LENGTH, dtype=torch.float64)
+        rows = []
+        for head in range(2):
+            at = slice(head * width, (head + 1) * width)
+            rows.append(torch.einsum("bik,bjk->bij", q[..., at], k[..., at]) / math.sqrt(width))
+        scores = torch.stack(rows, 1)
+        states["scores"].append(scores)
+    return states
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_each_loss_and_its_gradients(name: str) -> None:
+    config = DistillConfig(**WEIGHTS[name], map_width=8 if name in ("embedding", "hidden") else None)
+    wide = 8 if config.map_width else 4
+    student = built(4, 2, 1, **WEIGHTS[name], map_width=config.map_width)
+    teacher = built(wide, 4, 2)
+    ids = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
+    targets = ids.masked_fill(torch.rand(BATCH, LENGTH, generator=torch.Generator().manual_seed(4)) < 0.4, -100)
+    count = int((targets >= 0).sum())
+    with torch.no_grad():
+        theirs = literal_states(teacher, ids)
+    expected = literal(name, student, literal_states(student, ids), theirs, targets)
+    wanted = torch.autograd.grad(expected, list(student.parameters()), allow_unused=True)
+
+    observe_states(student, FullVocabulary())
+    observe_states(teacher, None)
+    states = TeacherStates(config, (1, 3))
+    with torch.no_grad():
+        states.logits = teacher(replace(Tokens.from_ids(ids), states=states))
+    stats = Stats()
+    tokens = Tokens.from_ids(ids, aux_loss_weight=1.0, target_weight=1 / count, stats=stats)
+    maps: Any = getattr(student, "distillation", None)
+    loss = student(replace(tokens, states=StudentLosses(config, states, maps)), targets)
+    assert torch.allclose(loss, student(tokens, targets)), "the value is that of the objective's own loss"
+    (loss / count).backward()
+    for (parameter, value), gradient in zip(student.named_parameters(), wanted, strict=True):
+        got = torch.zeros_like(value) if value.grad is None else value.grad
+        assert torch.allclose(got, torch.zeros_like(value) if gradient is None else gradient, atol=1e-12), parameter
+    assert any(gradient is not None and gradient.abs().max() > 1e-6 for gradient in wanted)
+    if name in ("cosine", "embedding"):
+        weight = config.cosine_weight or config.embedding_weight
+        assert math.isclose(float(stats.means()[f"distillation/{name}_loss"]) * weight, float(expected), rel_tol=1e-12)
+
+
+def test_two_stages() -> None:
+    """First the losses of inner states alone are trained, then the others alone."""
+    config = DistillConfig(hidden_weight=1.0, inner_until=0.5)
+    student, teacher = built(4, 2, 1), built(4, 4, 2)
+    ids = torch.randint(VOCABULARY, (BATCH, LENGTH))
+    observe_states(student, FullVocabulary())
+    observe_states(teacher, None)
+    states = TeacherStates(config, (1, 3))
+    with torch.no_grad():
+        states.logits = teacher(replace(Tokens.from_ids(ids), states=states))
+    reached = {}
+    for progress in (0.0, 0.4, 0.5, 0.9):
+        student.zero_grad()
+        tokens = Tokens.from_ids(ids, aux_loss_weight=1.0, target_weight=0.1, progress=progress)
+        student(replace(tokens, states=StudentLosses(config, states)), ids).backward()
+        gradient = student.get_parameter("embed.table.weight").grad
+        assert gradient is not None
+        reached[progress] = gradient.clone()
+    assert torch.equal(reached[0.0], reached[0.4])
+    assert torch.equal(reached[0.5], reached[0.9])
+    assert not torch.allclose(reached[0.0], reached[0.5])
+
+
+def test_layers() -> None:
+    config = DistillConfig()
+    assert config.layers_of(2, 4) == (1, 3)
+    assert config.layers_of(4, 12) == (2, 5, 8, 11), "g(m) = m N / M, counted from 0"
+    assert config.layers_of(3, 4) is None
+    assert DistillConfig(layers=(0, 2)).layers_of(2, 4) == (0, 2)

@@ -1,0 +1,365 @@
+"""Knowledge distillation (Hinton et al. 2015, section 2): a student learns from the outputs and states of a teacher.
+
+Losses of the student, each with its weight; z are logits, p = softmax(z / temperature), S and T student and teacher:
+
+    soft       temperature^2 KL(p_T || p_S), the mean over targets or all tokens (Hinton et al. 2015)
+    cosine     1 - cos(h_S, h_T), the mean over tokens of the outputs of the stacks (Sanh et al. 2019, DistilBERT)
+    embedding  mean square of E_S W_e - E_T (Jiao et al. 2020, TinyBERT, equation 9)
+    hidden     mean square of H_S W_h - H_T, summed over the student's blocks (equation 8)
+    attention  mean square of A_S - A_T, summed over the student's blocks (equation 7); A are scores before the softmax
+
+The model's own loss is what a step reports; the other losses are in its statistics.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from xscale.core.config import Config
+from xscale.nn.attention.ops.dense import grouped_matmul, upcast
+from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.auxiliary import attach
+from xscale.nn.head import IGNORE_INDEX, Head
+from xscale.nn.init import Init
+from xscale.nn.linear import Linear
+from xscale.nn.mixer.attention import Attention
+from xscale.nn.module import Module, name_modules, substitute
+from xscale.nn.stack import Stack
+from xscale.nn.tokens import Tokens
+
+
+class DistillConfig(Config):
+    teacher: str | None = None
+    """Folder of the teacher: a run, or a model of Hugging Face transformers; null: `teacher` in run.dir."""
+    train_teacher: dict[str, Any] | None = None
+    """Sections of the config in which the teacher's run differs from this one, such as {model: {stack: {depth: 4}}}:
+    the teacher is trained first, until its run is done. null: the teacher is there."""
+    temperature: float = Field(default=2.0, gt=0)
+    """Divisor of the logits of both models in the soft loss."""
+    soft_weight: float = Field(default=0.5, ge=0)
+    """Weight of the soft loss."""
+    soft_over: Literal["targets", "all"] = "targets"
+    """Tokens of the soft loss. targets: those that have a target; all: every token, as in the authors' code of
+    DistilBERT."""
+    hard_weight: float = Field(default=0.5, ge=0)
+    """Weight of the objective's own loss."""
+    cosine_weight: float = Field(default=0.0, ge=0)
+    """Weight of the cosine loss between the outputs of the stacks."""
+    embedding_weight: float = Field(default=0.0, ge=0)
+    """Weight of the loss between the inputs of the first blocks."""
+    hidden_weight: float = Field(default=0.0, ge=0)
+    """Weight of the loss between the outputs of blocks."""
+    attention_weight: float = Field(default=0.0, ge=0)
+    """Weight of the loss between the attention scores of blocks."""
+    layers: tuple[int, ...] | None = None
+    """For each block of the student the teacher's block, from 0, that it learns from or is initialised from; null: the
+    last ones of N / M blocks each, for N blocks of the teacher and M of the student (Jiao et al. 2020)."""
+    map_width: int | None = Field(default=None, ge=1)
+    """Width of the teacher, to which learned maps W_e and W_h take the student's states; null: there are no maps, and
+    the widths are equal."""
+    inner_until: float | None = Field(default=None, gt=0, lt=1)
+    """Fraction of the run's steps in which only the losses of inner states are trained; afterwards only the others are
+    (Jiao et al. 2020, section 4.2). null: all are trained together."""
+    init_from_teacher: bool = False
+    """Whether the student starts with the teacher's embeddings, head and blocks `layers` (Sanh et al. 2019)."""
+    tp: int | None = Field(default=None, ge=1)
+    """Tensor parallelism of the teacher, a divisor of the run's; null: that of the run."""
+    zero: Literal[0, 3] = 0
+    """0: each tp group has the whole teacher; 3: it is sharded over all ranks (ZeRO-3)."""
+
+    @property
+    def inner_weight(self) -> float:
+        """Sum of the weights of the losses of inner states."""
+        return self.embedding_weight + self.hidden_weight + self.attention_weight
+
+    @property
+    def outer_weight(self) -> float:
+        """Sum of the weights of the other losses."""
+        return self.soft_weight + self.hard_weight + self.cosine_weight
+
+    def layers_of(self, student: int, teacher: int) -> tuple[int, ...] | None:
+        """Return the teacher's block of each of the student's; None: its depth does not divide that of the teacher."""
+        if self.layers is not None:
+            return self.layers
+        return None if teacher % student else tuple(range(teacher // student - 1, teacher, teacher // student))
+
+
+class WidthMaps(Module):
+    """The learned maps from the student's width to that of the teacher, which are used in training alone."""
+
+    def __init__(self, width: int, teacher_width: int, std: float, *, embedding: bool, hidden: bool) -> None:
+        super().__init__()
+        init = Init("normal", std)
+        self.embedding = Linear(width, teacher_width, ("state", "width"), init) if embedding else None
+        self.hidden = Linear(width, teacher_width, ("state", "width"), init) if hidden else None
+
+
+def add_width_maps(model: nn.Module, config: DistillConfig, width: int, std: float) -> None:
+    """Add the learned maps of a student to its model."""
+    if config.map_width is not None:
+        embedding, hidden = config.embedding_weight > 0, config.hidden_weight > 0
+        model.add_module("distillation", WidthMaps(width, config.map_width, std, embedding=embedding, hidden=hidden))
+        name_modules(model)
+
+
+@dataclass(frozen=True)
+class FullVocabulary:
+    """The logits of all tokens of the vocabulary, as one process has them."""
+
+    def own(self, logits: Tensor, count: int) -> Tensor:
+        """Return those of the logits [N, V] whose tokens this process has, [N, count]."""
+        return logits
+
+    def logsumexp(self, logits: Tensor) -> Tensor:
+        """[N, V] -> [N]."""
+        return logits.logsumexp(-1)
+
+    def total(self, sums: Tensor) -> Tensor:
+        """Sum over the shards of the vocabulary: [N] -> [N]."""
+        return sums
+
+
+class SoftLoss(torch.autograd.Function):
+    """KL(softmax(t / temperature) || softmax(z / temperature)), summed over N tokens whose logits may be sharded."""
+
+    @staticmethod
+    def forward(context: Any, z: Tensor, t: Tensor, temperature: float, vocabulary: FullVocabulary) -> Tensor:
+        """z and t, the logits [N, V] of student and teacher, in float32 or wider -> a scalar."""
+        z, t = z / temperature, t / temperature
+        log_sum, teacher_log_sum = vocabulary.logsumexp(z), vocabulary.logsumexp(t)
+        p = (t - teacher_log_sum[:, None]).exp()
+        divergence = vocabulary.total((p * (t - z)).sum(-1)) - teacher_log_sum + log_sum
+        context.save_for_backward(((z - log_sum[:, None]).exp() - p) / temperature)
+        return divergence.sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(context: Any, gradient: Tensor) -> Any:
+        (difference,) = context.saved_tensors
+        return gradient * difference, None, None, None
+
+
+@dataclass
+class TeacherStates:
+    """States of the teacher in a forward; it collects them there, and the student's losses read them."""
+
+    config: DistillConfig
+    layers: tuple[int, ...] = ()
+    """The teacher's block of each of the student's."""
+    hidden_states: dict[int, Tensor] = field(default_factory=dict)
+    """[B, T, D] after each block that the student learns from; -1: before the first block."""
+    attention_scores: dict[int, Tensor] = field(default_factory=dict)
+    """[B, H, T, T] of each such block."""
+    output_states: Tensor | None = None
+    """[B, T, D], output of the stack."""
+    logits: Tensor | None = None
+    """[B, T, V]."""
+
+    def hidden(self, layer: int, x: Tensor, tokens: Tokens) -> Tensor:
+        """Keep x [B, T, D], the output of block `layer`, -1 for the first block's input; return it."""
+        if (layer in self.layers and self.config.hidden_weight) or (layer < 0 and self.config.embedding_weight):
+            self.hidden_states[layer] = x
+        return x
+
+    def attention(self, layer: int, q: Tensor, k: Tensor, mask: AttentionMask, o: Tensor, tokens: Tokens) -> Tensor:
+        """Keep the scores of q and k [B, H, T, K] in block `layer`; return o [B, H, T, K]."""
+        if layer in self.layers and self.config.attention_weight:
+            self.attention_scores[layer] = attention_scores(q, k, mask)
+        return o
+
+    def output(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """Keep x [B, T, D], the output of the stack; return it."""
+        if self.config.cosine_weight:
+            self.output_states = x
+        return x
+
+
+@dataclass
+class StudentLosses:
+    """Attaches the losses of the student where its states arise."""
+
+    config: DistillConfig
+    teacher: TeacherStates
+    maps: WidthMaps | None = None
+
+    def hidden(self, layer: int, x: Tensor, tokens: Tokens) -> Tensor:
+        """Return x [B, T, D], the output of block `layer`, -1 for the first block's input, with its loss attached."""
+        weight = self.config.embedding_weight if layer < 0 else self.config.hidden_weight
+        if not weight:
+            return x
+        taught = self.teacher.hidden_states[layer if layer < 0 else self.teacher.layers[layer]]
+        linear = None if self.maps is None else self.maps.embedding if layer < 0 else self.maps.hidden
+        loss = F.mse_loss(upcast(x if linear is None else linear(x)), upcast(taught))
+        return self._attach(x, loss, weight * self._stage(tokens, inner=True), tokens, _name(layer, "hidden"))
+
+    def attention(self, layer: int, q: Tensor, k: Tensor, mask: AttentionMask, o: Tensor, tokens: Tokens) -> Tensor:
+        """Return o [B, H, T, K], the heads' outputs in block `layer`, with the loss of their scores attached."""
+        if not self.config.attention_weight:
+            return o
+        taught = self.teacher.attention_scores[self.teacher.layers[layer]]
+        loss = F.mse_loss(attention_scores(q, k, mask), taught)
+        weight = self.config.attention_weight * self._stage(tokens, inner=True)
+        return self._attach(o, loss, weight, tokens, _name(layer, "attention"))
+
+    def output(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """Return x [B, T, D], the output of the stack, with the cosine loss attached."""
+        taught = self.teacher.output_states
+        if taught is None:
+            return x
+        loss = (1 - F.cosine_similarity(upcast(x), upcast(taught), dim=-1)).mean()
+        weight = self.config.cosine_weight * self._stage(tokens, inner=False)
+        return self._attach(x, loss, weight, tokens, "distillation/cosine_loss")
+
+    def predict(self, hard: Tensor, soft: Callable[[], Tensor], tokens: Tokens) -> Tensor:
+        """Return the value of the objective's loss `hard` with the gradient of the weighted sum of the two losses."""
+        stage = self._stage(tokens, inner=False)
+        loss = hard.detach() + self.config.hard_weight * stage * (hard - hard.detach())
+        if not self.config.soft_weight:
+            return loss
+        divergence = soft() * self.config.temperature**2
+        if self.config.soft_over == "all":
+            weight = self.config.soft_weight * stage
+            return self._attach(loss, divergence / tokens.count(), weight, tokens, "distillation/soft_loss")
+        if tokens.stats is not None and tokens.aux_loss_weight and tokens.target_weight is not None:
+            share = tokens.target_weight / tokens.aux_loss_weight
+            tokens.stats.add("distillation/soft_loss", divergence * share)
+        return loss + self.config.soft_weight * stage * (divergence - divergence.detach())
+
+    def _stage(self, tokens: Tokens, *, inner: bool) -> float:
+        """Return 1 where the losses of inner states, or the others, are trained at this step, else 0."""
+        until = self.config.inner_until
+        if until is None or tokens.progress is None:
+            return 1.0
+        return float((tokens.progress < until) == inner)
+
+    def _attach(self, x: Tensor, loss: Tensor, weight: float, tokens: Tokens, name: str) -> Tensor:
+        if tokens.stats is not None:
+            tokens.stats.add(name, loss)
+        return attach(x, loss, None if tokens.aux_loss_weight is None else weight * tokens.aux_loss_weight)
+
+
+def _name(layer: int, states: str) -> str:
+    return "distillation/embedding_loss" if layer < 0 else f"distillation/block_{layer}/{states}_loss"
+
+
+def attention_scores(q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
+    """Return the scores [B, H, T, S] of q [B, H, T, K] and k [B, G, S, K] before the softmax, in float32 at least; 0
+    where a query does not see a key, as in the authors' code of TinyBERT."""
+    scores = upcast(grouped_matmul(q, k.mT)) * q.shape[-1] ** -0.5
+    bias, allowed = mask.score_bias(q, k), mask.allowed
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed.to(q.device), 0.0)
+    return scores
+
+
+def attentions_of(stack: Stack) -> dict[int, Attention]:
+    """Return the one self-attention of each block; a block without one, or with several, is left out."""
+    by_layer = {}
+    for layer, block in stack.blocks.items():
+        mixers = [module for module in block.modules() if isinstance(module, Attention) and not module.cross]
+        if len(mixers) == 1:
+            by_layer[int(layer)] = mixers[0]
+    return by_layer
+
+
+def observe_states(model: nn.Module, vocabulary: FullVocabulary | None) -> None:
+    """Substitute wrappers that hand the states of a model to `Tokens.states`, if a forward has it; a model without
+    `vocabulary` has no head, as a stage of a pipeline, or is a teacher."""
+    stack = getattr(model, "stack", None)
+    if isinstance(stack, Stack):
+        substitute(stack, "run_block", ObservedBlocks(stack.run_block))
+        if vocabulary is None or isinstance(getattr(model, "head", None), Head):
+            substitute(stack, "output", ObservedOutput(stack.output))
+        for layer, attention in attentions_of(stack).items():
+            substitute(attention, "attend_input", ObservedScores(layer, attention.attend_input))
+    if vocabulary is not None:
+        head = model.get_submodule("head")
+        assert isinstance(head, Head)
+        substitute(head, "loss", DistilledHead(head.loss, vocabulary, head.soft_cap))
+
+
+@dataclass(frozen=True)
+class ObservedBlocks:
+    """Runs a block, and hands its input, if it is the first, and its output to `Tokens.states`."""
+
+    run: Callable[..., Any]
+
+    def __call__(self, block: Module, x: Any, tokens: Tokens, *inputs: Any) -> Any:
+        """Return what the block returns: x [B, T, D], or also the scores that it hands on."""
+        if tokens.states is None:
+            return self.run(block, x, tokens, *inputs)
+        layer = int(block.path.rsplit(".", 1)[1])
+        if layer == 0:
+            x = tokens.states.hidden(-1, x, tokens)
+        result = self.run(block, x, tokens, *inputs)
+        if isinstance(result, tuple):
+            return tokens.states.hidden(layer, result[0], tokens), *result[1:]
+        return tokens.states.hidden(layer, result, tokens) if isinstance(result, Tensor) else result
+
+
+@dataclass(frozen=True)
+class ObservedOutput:
+    """Hands the output of a stack to `Tokens.states`."""
+
+    finish: Callable[..., Any]
+
+    def __call__(self, x: Any, scores: Any, tokens: Tokens) -> Any:
+        """Return the output [B, T, D] of the stack."""
+        out = self.finish(x, scores, tokens)
+        return out if tokens.states is None else tokens.states.output(out, tokens)
+
+
+@dataclass(frozen=True)
+class ObservedScores:
+    """Hands queries and keys of an attention to `Tokens.states`."""
+
+    layer: int
+    attend: Callable[..., Tensor]
+
+    def __call__(self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        """Return the heads' outputs [B, H, T, K]."""
+        o = self.attend(x, tokens, q, k, v, mask)
+        return o if tokens.states is None else tokens.states.attention(self.layer, q, k, mask, o, tokens)
+
+
+@dataclass(frozen=True)
+class DistilledHead:
+    """The loss of a student's head: the objective's, with the gradient of the soft loss."""
+
+    hard: Callable[..., Tensor]
+    vocabulary: FullVocabulary
+    soft_cap: float | None
+
+    def __call__(self, x: Tensor, weight: Tensor, targets: Tensor, tokens: Tokens | None = None) -> Tensor:
+        """x [N, D], this process' rows of the weight [V, D], targets [N] -> summed loss in nats, a scalar."""
+        hard = self.hard(x, weight, targets, tokens)
+        if tokens is None or not isinstance(tokens.states, StudentLosses):
+            return hard
+        taught, config = tokens.states.teacher.logits, tokens.states.config
+
+        def soft() -> Tensor:
+            assert taught is not None, "the soft loss reads the teacher's logits"
+            every = config.soft_over == "all"
+            # Without this the logits of tokens that nothing is learned from would be computed too. A GPU would have to
+            # wait for the count, and computes them.
+            on_cpu = x.device.type == "cpu"
+            kept = (targets != IGNORE_INDEX).nonzero()[:, 0] if on_cpu and not every else slice(None)
+            z = upcast(F.linear(x[kept], weight))
+            if self.soft_cap is not None:
+                z = self.soft_cap * torch.tanh(z / self.soft_cap)
+            t = self.vocabulary.own(upcast(taught.flatten(0, 1)[kept]), len(weight))
+            if not on_cpu and not every:
+                # Equal logits have no loss and no gradient.
+                ignored = (targets == IGNORE_INDEX)[:, None]
+                z, t = z.masked_fill(ignored, 0.0), t.masked_fill(ignored, 0.0)
+            divergence: Tensor = SoftLoss.apply(z, t, config.temperature, self.vocabulary)  # type: ignore[no-untyped-call]
+            return divergence
+
+        return tokens.states.predict(hard, soft, tokens)
