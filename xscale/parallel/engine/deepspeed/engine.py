@@ -135,8 +135,8 @@ class DeepSpeedEngine:
             self.engine.step()
 
     def reduce_gradients(self, nats: Tensor, loss_scale: float = 1.0) -> tuple[float, float]:
-        assert loss_scale == 1, "float16 is refused with DeepSpeed"
         """DeepSpeed reduced the gradients in the backward of the last micro-batch; the loss and the norm are left."""
+        assert loss_scale == 1, "float16 is refused with DeepSpeed"
         (total,) = sum_scalars([float(nats) / self.repeats], self.device)
         return total, self.partition.gradient_norm() * self.optimizer.scale
 
