@@ -30,6 +30,7 @@ from xscale.optim.optimizer.optimizer import OPTIMIZERS
 from xscale.optim.schedule import SCHEDULES
 from xscale.parallel.pipeline.check import check_micro_batches
 from xscale.parallel.plan import ParallelPlan
+from xscale.train.check_sentences import check_sentences
 from xscale.train.distill import check_distillation
 from xscale.train.settings import Settings, build_on_meta, pairs_problem
 from xscale.train.teacher import in_train_teacher, teacher_run
@@ -71,7 +72,7 @@ class Recipe(Settings):
             problems += _check_two_stage(model, self.optimizer.groups, names)
         if model is not None and not self.data.cross_documents:
             problems += _check_documents(model)
-        if model is not None and valid("objective") and OBJECTIVES.of(self.objective).traits.samples == "pairs":
+        if model is not None and valid("objective") and (self.has_pairs or self.has_sentences):
             problems += _check_padding(model)
         if valid("parallel", "precision"):
             problems += ParallelPlan(self.parallel, self.precision, self.data.sequence_length).check(model, world)
@@ -140,7 +141,7 @@ class Recipe(Settings):
             objectives = ", ".join(OBJECTIVES.able(causal=able.causal, source=able.source))
             fix = f"It goes with {models}; '{model.name}' goes with {objectives}."
             problems.append(Problem("objective", what, fix))
-        return problems + self._check_pairs()
+        return problems + self._check_pairs() + check_sentences(self)
 
     def _check_pairs(self) -> list[Problem]:
         """List where the objective and the data differ in whether samples are pairs of a source and a target."""
@@ -151,7 +152,7 @@ class Recipe(Settings):
         for key in ("max_source_length", "max_target_length"):
             length, path = getattr(data, key), f"data.{key}"
             if length is not None and objective.traits.samples != "pairs":
-                what = f"objective '{objective.name}' reads packed text, of which data.sequence_length is the length"
+                what = f"objective '{objective.name}' reads one text, of which data.sequence_length is the length"
                 problems.append(Problem(path, what, "Leave it out."))
             elif length is not None and length > data.sequence_length:
                 what = f"{length} exceeds data.sequence_length={data.sequence_length}, the longest that the model takes"
@@ -211,7 +212,7 @@ def _check_padding(model: nn.Module) -> list[Problem]:
     return [
         Problem(
             f"model ({path})",
-            f"in {name} the tokens of a micro-batch compete or are averaged, and padding of pairs would be among them",
+            f"in {name} the tokens of a micro-batch compete or are averaged, and padding would be among them",
             "Take a part whose output for a token depends on its document alone, or an objective on packed text.",
         )
         for name, path in paths.items()

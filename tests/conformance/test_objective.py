@@ -13,12 +13,12 @@ from xscale.core.registry import Entry, Family
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.model.model import Model
 from xscale.nn.tokens import Tokens
-from xscale.objective.objective import OBJECTIVES, Batch, Objective, ObjectiveTraits, SpecialTokens
+from xscale.objective.objective import OBJECTIVES, Batch, Objective, ObjectiveTraits, Samples, SpecialTokens
 
 LENGTH, SAMPLES = 64, 6
 FIRST = 15
 """Ids below are special."""
-SPECIALS = SpecialTokens(vocabulary=VOCABULARY, pad=0, eos=2, mask=4, sentinels=range(5, FIRST))
+SPECIALS = SpecialTokens(vocabulary=VOCABULARY, pad=0, eos=2, mask=4, sentinels=range(5, FIRST), bos=1)
 
 
 def built(entry: Entry[Any], seed: int = 1) -> Objective:
@@ -28,8 +28,12 @@ def built(entry: Entry[Any], seed: int = 1) -> Objective:
     return part
 
 
-def samples(pairs: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [B, T+1], the documents they are from, and the samples' numbers; pairs [B, S+T] have padding."""
+def samples(kind: Samples = "packed") -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [B, T+1], the documents they are from, and the samples' numbers; pairs [B, S+T] have padding, and so have
+    sentences [B, 2 (T-3)], which fill what the objective makes of them in some samples alone."""
+    pairs = kind == "pairs"
+    if kind == "sentences":
+        return sentence_samples()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(FIRST, VOCABULARY, (SAMPLES, 2 * LENGTH if pairs else LENGTH + 1), generator=generator)
     documents = (torch.arange(LENGTH + 1) >= 40).long().expand(SAMPLES, -1).contiguous()
@@ -39,16 +43,29 @@ def samples(pairs: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     return tokens, documents, torch.arange(SAMPLES)
 
 
-def has_pairs(objective: Objective) -> bool:
+def sentence_samples() -> tuple[Tensor, Tensor, Tensor]:
+    generator, most = torch.Generator().manual_seed(0), LENGTH - 3
+    tokens = torch.randint(FIRST, VOCABULARY, (SAMPLES, 2 * most), generator=generator)
+    documents = torch.full_like(tokens, 3)
+    for row in range(SAMPLES):
+        first = int(torch.randint(3, most - 3, (), generator=generator))
+        second, other = (most - first if row % 2 else 2 for _ in range(2))
+        documents[row, : first + second + other] = 2
+        documents[row, : first + second] = 1
+        documents[row, :first] = 0
+    return tokens, documents, torch.arange(SAMPLES)
+
+
+def samples_of(objective: Objective) -> Samples:
     kind = objective.config.kind
-    return kind in OBJECTIVES and OBJECTIVES.get(kind).traits.samples == "pairs"
+    return OBJECTIVES.get(kind).traits.samples if kind in OBJECTIVES else "packed"
 
 
 def batches(objective: Objective, rows: slice = slice(None), documents: bool = False) -> Batch:
-    """Padding is told from text by its document, so that pairs have their documents always."""
-    pairs = has_pairs(objective)
-    tokens, numbers, index = samples(pairs)
-    return objective.batch(tokens[rows], numbers[rows] if documents or pairs else None, index[rows])
+    """Padding is told from text by its document, so that samples other than packed ones have their documents always."""
+    kind = samples_of(objective)
+    tokens, numbers, index = samples(kind)
+    return objective.batch(tokens[rows], numbers[rows] if documents or kind != "packed" else None, index[rows])
 
 
 def model_for(entry: Entry[Any]) -> Model:
@@ -112,8 +129,8 @@ def test_ignored_tokens_weigh_nothing(entry: Entry[Any]) -> None:
 def test_what_is_asked_for_stands_behind_only_where_declared(entry: Entry[Any]) -> None:
     """A causal model is asked for what it has not read: other targets, and what is read up to there is the same."""
     objective = built(entry)
-    tokens, documents, index = samples(entry.traits.samples == "pairs")
-    given = documents if entry.traits.samples == "pairs" else None
+    tokens, documents, index = samples(entry.traits.samples)
+    given = documents if entry.traits.samples != "packed" else None
     first = objective.batch(tokens, given, index)
     copied = 0
     for place in range(tokens.shape[1]):
@@ -129,9 +146,9 @@ def test_what_is_asked_for_stands_behind_only_where_declared(entry: Entry[Any]) 
 
 @each(OBJECTIVES)
 def test_draws_depend_on_the_sample_alone(entry: Entry[Any]) -> None:
-    tokens, documents, index = samples(entry.traits.samples == "pairs")
+    tokens, documents, index = samples(entry.traits.samples)
     same = tokens[:1].expand(SAMPLES, -1)
-    given = documents[:1].expand(SAMPLES, -1) if entry.traits.samples == "pairs" else None
+    given = documents[:1].expand(SAMPLES, -1) if entry.traits.samples != "packed" else None
     torch.manual_seed(3)
     first = built(entry).batch(same, given, index)
     torch.manual_seed(4)
@@ -146,7 +163,7 @@ def test_draws_depend_on_the_sample_alone(entry: Entry[Any]) -> None:
 @each(OBJECTIVES)
 def test_documents_are_told_to_the_model(entry: Entry[Any]) -> None:
     objective = built(entry)
-    if entry.traits.samples == "pairs":
+    if entry.traits.samples != "packed":
         return
     apart, together = batches(objective, documents=True), batches(objective)
     assert together.tokens.documents is None
@@ -163,7 +180,7 @@ def test_padding_weighs_nothing(entry: Entry[Any]) -> None:
     if entry.traits.samples != "pairs":
         return
     objective, model = built(entry), model_for(entry).double()
-    tokens, documents, index = samples(pairs=True)
+    tokens, documents, index = samples("pairs")
     loss, gradients = of_model(objective, model, tokens, documents, index)
     noise = torch.randint_like(tokens, VOCABULARY)
     other, others = of_model(objective, model, torch.where(documents == 1, noise, tokens), documents, index)
@@ -201,8 +218,10 @@ def of_model(
 @each(OBJECTIVES)
 def test_label_smoothing_is_told_to_the_model(entry: Entry[Any]) -> None:
     objective = built(entry)
-    tokens, documents, index = samples(entry.traits.samples == "pairs")
-    batch = objective.batch(tokens, documents if entry.traits.samples == "pairs" else None, index, label_smoothing=0.25)
+    tokens, documents, index = samples(entry.traits.samples)
+    batch = objective.batch(
+        tokens, documents if entry.traits.samples != "packed" else None, index, label_smoothing=0.25
+    )
     assert batch.tokens.label_smoothing == 0.25
     model = model_for(entry).double()
     logits = model(batch.tokens, None, batch.source)

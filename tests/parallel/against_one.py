@@ -41,7 +41,7 @@ DOUBLE = {"compute": "float64", "master": "float64"}
 VOCABULARY, LENGTH, BATCH, STEPS, SEED = 67, 23, 8, 3, 5
 TARGET_LENGTH = 13
 """Tokens of a target of pairs, whose sources have LENGTH."""
-SPECIALS = SpecialTokens(VOCABULARY, pad=0, eos=1, mask=2, sentinels=range(3, 19))
+SPECIALS = SpecialTokens(VOCABULARY, pad=0, eos=1, mask=2, sentinels=range(3, 18), bos=18)
 Piece = tuple[tuple[int, ...], Tensor]
 """Where in the whole it begins, and what it is."""
 
@@ -170,6 +170,10 @@ def batch_of(
         sides = (objective.length, TARGET_LENGTH)
         used = [torch.randint(1, side + 1, (micro, 1), generator=generator) for side in sides]
         documents = torch.cat([(torch.arange(side) >= most).long() for side, most in zip(sides, used, strict=True)], 1)
+    if OBJECTIVES.of(objective.config).traits.samples == "sentences":
+        most = objective.length - 3
+        tokens = torch.randint(19, VOCABULARY, (micro, 2 * most), generator=generator)
+        documents = torch.tensor([[0] * 5 + [1] * (most - 7) + [2] * (most - 6) + [3] * 8]).expand(micro, -1)
     index = torch.arange(micro) + (step * BATCH + number * micro)
     noise = (
         {

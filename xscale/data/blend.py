@@ -12,6 +12,7 @@ from xscale.data.config import DataConfig
 from xscale.data.packed import PackedDataset
 from xscale.data.pairs import PairDataset
 from xscale.data.prepared import PreparedData, open_prepared_at
+from xscale.data.sentences import SentenceDataset
 
 
 class BlendedDataset:
@@ -22,7 +23,7 @@ class BlendedDataset:
     the same way. The arithmetic is exact, so that nothing drifts and nothing is stored.
     """
 
-    def __init__(self, sets: Sequence[PackedDataset | PairDataset], weights: list[float]) -> None:
+    def __init__(self, sets: Sequence[PackedDataset | PairDataset | SentenceDataset], weights: list[float]) -> None:
         assert len(sets) == len(weights) > 0, "one weight per dataset"
         self.datasets = sets
         exact = [Fraction(weight).limit_denominator(1 << 20) for weight in weights]

@@ -44,6 +44,9 @@ class DataConfig(Config):
     truncated, so that the model is not trained to end there; null: `sequence_length`."""
     validation: float = pydantic.Field(default=0.02, ge=0, lt=1)
     """Fraction of the documents held out for validation, chosen by a hash of each document's text."""
+    split_sentences: bool = False
+    """Whether the prepared data has a sequence for each sentence of a document, for objectives on pairs of sentences;
+    a sentence ends at the end of a line or at punctuation. Existing prepared data must have been written so."""
     cross_documents: bool = False
     """Whether attention may cross document boundaries within a packed sample."""
     shuffle: bool = True

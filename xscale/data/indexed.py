@@ -46,12 +46,14 @@ def suffixed(prefix: Path, ending: str) -> Path:
 class IndexedWriter:
     """Writes a pair under temporary names; `finish` flushes it and makes it visible, the index last."""
 
-    def __init__(self, prefix: Path, dtype: Any, sequences: int = 1) -> None:
-        """`sequences`: those of each document, two for a pair of a source and a target."""
+    def __init__(self, prefix: Path, dtype: Any, sequences: int | None = 1) -> None:
+        """`sequences`: those of each document, two for a pair of a source and a target; None: as many as it has."""
         self.prefix = prefix
         self.dtype = np.dtype(dtype)
         self.sequences = sequences
         self.lengths: list[NDArray[np.int32]] = []
+        self.counts: list[NDArray[np.int64]] = []
+        """Sequences of each document."""
         self.tokens = 0
         self.digest = hashlib.sha256()
         self.bin, self.idx = suffixed(prefix, ".bin"), suffixed(prefix, ".idx")
@@ -63,16 +65,21 @@ class IndexedWriter:
     @property
     def documents(self) -> int:
         """Documents written so far."""
-        return sum(map(len, self.lengths)) // self.sequences
+        return sum(map(len, self.counts))
 
     def add(self, *sequences: NDArray[Any] | list[int]) -> None:
         """Append one document by its sequences, each including its end-of-document token."""
-        assert len(sequences) == self.sequences, f"{len(sequences)} sequences in a file of {self.sequences} each"
-        for tokens in sequences:
-            self.extend(np.asarray(tokens, dtype=self.dtype), np.array([len(tokens)], dtype=np.int32))
+        arrays = [np.asarray(tokens, dtype=self.dtype) for tokens in sequences]
+        lengths = np.array([len(tokens) for tokens in arrays], dtype=np.int32)
+        self.extend(np.concatenate(arrays), lengths, np.array([len(arrays)], dtype=np.int64))
 
-    def extend(self, tokens: NDArray[Any], lengths: NDArray[np.int32]) -> None:
-        """Append concatenated sequences; `lengths` may be empty if the document continues in the next call."""
+    def extend(self, tokens: NDArray[Any], lengths: NDArray[np.int32], counts: NDArray[np.int64]) -> None:
+        """Append concatenated sequences with `lengths`, of which each document has as many as `counts` says; both are
+        empty if the document continues in the next call."""
+        assert self.sequences is None or (counts == self.sequences).all(), (
+            f"{counts} in a file of {self.sequences} each"
+        )
+        assert int(counts.sum()) == len(lengths), f"{len(lengths)} sequences in documents of {counts}"
         assert tokens.dtype == self.dtype, f"{tokens.dtype} tokens in a file of {self.dtype}"
         block = tokens.tobytes()
         with reporting_full_disk(self.bin):
@@ -81,12 +88,13 @@ class IndexedWriter:
         self.tokens += len(tokens)
         if len(lengths):
             self.lengths.append(lengths)
+            self.counts.append(counts)
 
     def finish(self) -> dict[str, str]:
         """Close the pair and return the SHA-256 of each file by its name."""
         lengths = np.concatenate(self.lengths) if self.lengths else np.zeros(0, np.int32)
         assert int(lengths.sum(dtype=np.int64)) == self.tokens, "the lengths do not add up to the tokens"
-        index = index_bytes(lengths, self.dtype, self.sequences)
+        index = index_bytes(lengths, self.dtype, np.concatenate(self.counts) if self.counts else None)
         with reporting_full_disk(self.bin):
             self.open_file.close()
             write_atomically(self.idx, index)
@@ -103,13 +111,14 @@ class _DiscardedError(Exception):
     """Makes `atomic_write` remove its temporary file."""
 
 
-def index_bytes(lengths: NDArray[np.int32], dtype: Any, sequences: int = 1) -> bytes:
-    """Encode the index of sequences with `lengths` tokens, of which so many in a row are a document."""
+def index_bytes(lengths: NDArray[np.int32], dtype: Any, counts: NDArray[np.int64] | None = None) -> bytes:
+    """Encode the index of sequences with `lengths` tokens; `counts` has those of each document, None: one each."""
     code = next(code for code, known in CODES.items() if np.dtype(known) == np.dtype(dtype))
     offsets = np.zeros(len(lengths), dtype=np.int64)
     np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
     offsets *= np.dtype(dtype).itemsize
-    bounds = np.arange(0, len(lengths) + 1, sequences, dtype=np.int64)
+    bounds = np.zeros((len(lengths) if counts is None else len(counts)) + 1, dtype=np.int64)
+    np.cumsum(np.ones(len(lengths), np.int64) if counts is None else counts, out=bounds[1:])
     header = HEADER.pack(MAGIC, 1, code, len(lengths), len(bounds))
     return header + lengths.astype("<i4").tobytes() + offsets.astype("<i8").tobytes() + bounds.astype("<i8").tobytes()
 

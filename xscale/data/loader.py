@@ -17,13 +17,14 @@ from xscale.data.config import DataConfig
 from xscale.data.packed import PackedDataset
 from xscale.data.pairs import PairDataset
 from xscale.data.prepared import PreparedData, open_prepared
+from xscale.data.sentences import SentenceDataset
 from xscale.data.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Samples:
     """B samples of T + 1 tokens, of which the last T are the targets of the first T; or of pairs, with S tokens of the
-    source before T of the target."""
+    source before T of the target; or of texts for objectives on sentences (`SentenceDataset`)."""
 
     tokens: Tensor
     """[B, T+1] or [B, S+T] int64."""
@@ -38,7 +39,7 @@ class Samples:
 
 
 class SampleDataset(Protocol):
-    """A dataset with random access: `PackedDataset`, `PairDataset` or `BlendedDataset`."""
+    """A dataset with random access: `PackedDataset`, `PairDataset`, `SentenceDataset` or `BlendedDataset`."""
 
     def sample(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 
@@ -154,16 +155,17 @@ def _dataset(
     config: DataConfig, sets: list[tuple[PreparedData, float]], part: Literal["train", "validation"], seed: int
 ) -> SampleDataset | None:
     shuffle = config.shuffle and part == "train"
-    datasets: list[PackedDataset | PairDataset] = []
+    datasets: list[PackedDataset | PairDataset | SentenceDataset] = []
     weights: list[float] = []
     for prepared, weight in sets:
         split = prepared.train if part == "train" else prepared.validation
         if split is not None:
-            datasets.append(
-                PairDataset(split, config, prepared.tokenizer.pad, seed=seed, shuffle=shuffle)
-                if prepared.pairs
-                else PackedDataset(split, config.sequence_length, seed=seed, shuffle=shuffle)
-            )
+            if prepared.pairs:
+                datasets.append(PairDataset(split, config, prepared.tokenizer.pad, seed=seed, shuffle=shuffle))
+            elif config.split_sentences:
+                datasets.append(SentenceDataset(split, config, prepared.tokenizer, seed=seed, shuffle=shuffle))
+            else:
+                datasets.append(PackedDataset(split, config.sequence_length, seed=seed, shuffle=shuffle))
             weights.append(weight)
     if not datasets:
         return None

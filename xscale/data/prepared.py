@@ -53,6 +53,8 @@ class DatasetManifest:
     """Documents that could not be read: how many, for which reasons, and the first places; empty: none."""
     pairs: bool = False
     """Whether each document is a source and a target, each with an end-of-document token."""
+    sentences: bool = False
+    """Whether each sentence of a document is a sequence; the last one has the end-of-document token."""
 
     def save(self, file: Path) -> None:
         write_atomically(file, json.dumps(asdict(self), indent=2) + "\n")
@@ -86,6 +88,7 @@ def _check_types(manifest: DatasetManifest) -> None:
         "files": dict,
         "skipped": dict,
         "pairs": bool,
+        "sentences": bool,
     }
     for name, kind in types.items():
         if not isinstance(getattr(manifest, name), kind):
@@ -181,7 +184,9 @@ class PreparedData:
 def prepared_folder(config: DataConfig) -> Path:
     """Return the folder for this source, tokenizer and validation fraction; other choices have other folders."""
     source = SOURCES.build(config.source)
-    choice = [source.identity(), encode(config.tokenizer), config.validation]
+    choice: list[Any] = [source.identity(), encode(config.tokenizer), config.validation]
+    # Data of other samples keeps the folder that it had before there were sentences.
+    choice += ["sentences"] * config.split_sentences
     key = hashlib.blake2b(json.dumps(choice, sort_keys=True).encode(), digest_size=5).hexdigest()
     return Path(config.folder) / f"{config.source.kind}-{config.tokenizer.kind}-{key}"
 

@@ -24,6 +24,7 @@ from xscale.data.source.source import (
     document_hash,
     validation_below,
 )
+from xscale.data.split_sentences import split_sentences
 from xscale.data.tokenizer.tokenizer import Tokenizer
 
 MIN_SHARD_BYTES, MAX_SHARD_BYTES, TARGET_SHARDS = 1 << 20, 256 << 20, 64
@@ -85,9 +86,11 @@ def plan_shards(config: DataConfig) -> list[list[ByteRange]]:
     return shards
 
 
-def sequences_of(config: DataConfig) -> int:
-    """Return the sequences of a document: two for a pair of a source and a target."""
-    return 2 if SOURCES.of(config.source).traits.records == "pairs" else 1
+def sequences_of(config: DataConfig) -> int | None:
+    """Return the sequences of a document: two for a pair of a source and a target; None: one for each sentence."""
+    if SOURCES.of(config.source).traits.records == "pairs":
+        return 2
+    return None if config.split_sentences else 1
 
 
 def shard_key(tokenizer: Tokenizer, ranges: list[ByteRange]) -> str:
@@ -140,7 +143,11 @@ def _tokenise(
             rank = document_hash(document.text)
             name = "validation" if rank < below else "train"
             texts = [document.text] if document.target is None else [document.text, document.target]
-            sequences = [[*tokenizer.encode(text), tokenizer.eos] for text in texts]
+            if document.target is None and config.split_sentences:
+                sequences = [tokenizer.encode(sentence) for sentence in split_sentences(document.text)]
+                sequences[-1].append(tokenizer.eos)
+            else:
+                sequences = [[*tokenizer.encode(text), tokenizer.eos] for text in texts]
             size = sum(len(text.encode("utf-8")) for text in texts)
             if name == "train" and (least is None or rank < least.place):
                 least = LowestHash(rank, totals[name][0], size)
@@ -191,6 +198,7 @@ def merge_shards(config: DataConfig) -> DatasetManifest:
         files=hashes,
         skipped=skipped,
         pairs=sequences_of(config) == 2,
+        sentences=sequences_of(config) is None,
     )
     with reporting_full_disk(folder / MANIFEST):
         manifest.save(folder / MANIFEST)
@@ -249,20 +257,21 @@ def _join(
     for number in range(shards):
         prefix = shard_prefix(config, number)
         part = IndexedDataset(prefix.with_name(f"{prefix.name}.{name}"))
-        lengths = np.diff(part.sequence_starts).astype(np.int32)
+        lengths, counts = np.diff(part.sequence_starts).astype(np.int32), np.diff(part.bounds)
         if moved is None or moved[0] != number:
             for at in range(0, len(part.tokens), BLOCK):
-                writer.extend(part.tokens[at : at + BLOCK], lengths[:0])
-            writer.extend(part.tokens[:0], lengths)
+                writer.extend(part.tokens[at : at + BLOCK], lengths[:0], counts[:0])
+            writer.extend(part.tokens[:0], lengths, counts)
             continue
         index = moved[1].document
         train = IndexedDataset(prefix.with_name(f"{prefix.name}.train"))
         first, stop = (int(train.bounds[at]) for at in (index, index + 1))
         if name == "validation":
-            writer.extend(train.document(index), np.diff(train.sequence_starts[first : stop + 1]).astype(np.int32))
+            moved_lengths = np.diff(train.sequence_starts[first : stop + 1]).astype(np.int32)
+            writer.extend(train.document(index), moved_lengths, np.diff(train.bounds)[index : index + 1])
         else:
-            writer.extend(train.tokens[: train.starts[index]], lengths[:first])
-            writer.extend(train.tokens[train.starts[index + 1] :], lengths[stop:])
+            writer.extend(train.tokens[: train.starts[index]], lengths[:first], counts[:index])
+            writer.extend(train.tokens[train.starts[index + 1] :], lengths[stop:], counts[index + 1 :])
 
 
 def _bytes(shards: list[ShardSummary], name: str, moved: tuple[int, LowestHash] | None) -> int:

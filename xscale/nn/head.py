@@ -13,6 +13,7 @@ from xscale.nn.init import ZEROS
 from xscale.nn.linear import Embedding, Linear
 from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm
+from xscale.nn.pooler import SentenceHead
 from xscale.nn.tokens import Tokens
 from xscale_kernels.linear_cross_entropy.op import linear_cross_entropy
 
@@ -48,6 +49,7 @@ class Head(Module):
         *,
         bias: bool = False,
         transform: HeadTransform | None = None,
+        sentence: SentenceHead | None = None,
         globals: int = 0,
         soft_cap: float | None = None,
         scale: float | None = None,
@@ -64,6 +66,8 @@ class Head(Module):
         """Global tokens before the text, for which there are no logits."""
         self.transform = transform
         """Applied to the hidden states first; None: nothing."""
+        self.sentence = sentence
+        """Classifier of the sequences, whose loss is attached to the hidden states; None: there is none."""
         self.bias: Tensor | None
         if bias:
             self.declare("bias", (dims.vocabulary,), ("vocab",), ZEROS, decays=False)
@@ -86,6 +90,8 @@ class Head(Module):
         `tokens` are those of `x`; a wrapper of the head may need them. A target of -100 is ignored. With targets, the
         logits of a whole batch never exist at once.
         """
+        if self.sentence is not None and targets is not None and tokens is not None:
+            x = self.sentence.attach_loss(x, tokens)
         x = x[:, self.globals :]
         if tokens is not None and tokens.only_last_logits and targets is None:
             x = x[:, -1:]

@@ -125,6 +125,10 @@ class Tokens:
     """[B, T] position of each token, counted from its document's start if documents are masked from each other."""
     documents: Tensor | None = None
     """[B, T] index of each token's document; attention stays within a document. None: one document per row."""
+    types: Tensor | None = None
+    """[B, T] type of each token (its segment, Devlin et al. 2019); None: every token has the first type."""
+    labels: Tensor | None = None
+    """[B] class of each sequence, for the loss of a sentence head; None: there is none."""
     rng_seed: int | None = None
     """Seed of this micro-batch's random numbers (dropout, router noise). None: no random numbers, as in evaluation."""
     aux_loss_weight: float | None = None
@@ -188,15 +192,18 @@ class Tokens:
             self,
             ids=torch.cat((torch.zeros_like(places), self.ids), 1),
             positions=torch.cat((places, self.positions + count), 1),
+            types=None if self.types is None else torch.cat((torch.zeros_like(places), self.types), 1),
             shared_values=SharedValues(),
         )
 
     def to(self, device: torch.device) -> "Tokens":
         """Copy to a device."""
-        documents = None if self.documents is None else self.documents.to(device, non_blocking=True)
-        return replace(
-            self,
-            ids=self.ids.to(device, non_blocking=True),
-            positions=self.positions.to(device, non_blocking=True),
-            documents=documents,
-        )
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor], **changes: Any) -> "Tokens":
+        """Apply a function to the tensor of each field that has one, and make `changes` to other fields."""
+        names = ("ids", "positions", "documents", "types", "labels")
+        for name in names:
+            if (value := getattr(self, name)) is not None:
+                changes[name] = function(value)
+        return replace(self, **changes)

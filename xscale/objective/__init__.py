@@ -2,6 +2,7 @@
 
 from xscale.objective import (
     masked,
+    masked_sentences,
     objective,
     seq2seq,
     span,
@@ -9,6 +10,7 @@ from xscale.objective import (
 
 __all__ = [
     "masked",
+    "masked_sentences",
     "objective",
     "seq2seq",
     "span",

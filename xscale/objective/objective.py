@@ -13,8 +13,9 @@ from xscale.core.registry import Family
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.tokens import Tokens
 
-Samples = Literal["packed", "pairs"]
-"""Kinds of samples: packed text; pairs of a source and a target, each padded to its length."""
+Samples = Literal["packed", "pairs", "sentences"]
+"""Kinds of samples: packed text; pairs of a source and a target, each padded to its length; and sentences, which are
+consecutive text in two halves and text of another document."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class SpecialTokens:
     mask: int | None
     """None: the tokenizer has none."""
     sentinels: range
+    bos: int | None = None
+    """Beginning of a text, the [CLS] of BERT, whose [SEP] is `eos`; None: the tokenizer has none."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +92,19 @@ class Objective:
         """List the problems with samples of `length` tokens; `specials` is None before the tokenizer is known."""
         return []
 
+    @classmethod
+    def classes(cls, config: Any) -> int | None:
+        """Return the number of classes of a sequence, which `Tokens.labels` tells; None: there are none."""
+        return None
+
     def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
         """Make a batch of packed samples, or of pairs.
 
         `tokens` are [B, T+1], `documents` the number of each token's document (None: attention may cross documents),
         `index` [B] the samples' numbers. Pairs are [B, S+T], S being `length`, and their documents are 0 for text and 1
-        for padding. `fields` are further fields of `Tokens`: rng_seed, aux_loss_weight, stats, label_smoothing.
+        for padding. Sentences are [B, 2 N], N being `length` - 3, and their documents are 0 and 1 for the halves of
+        consecutive text, 2 for text of another document, and 3 for padding. `fields` are further fields of `Tokens`:
+        rng_seed, aux_loss_weight, stats, label_smoothing.
         """
         raise NotImplementedError
 

@@ -89,6 +89,8 @@ class EvalReport:
     """None or nan where the objective does not predict every byte of the text."""
     seconds: float
     """Duration of the pass."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Further measures by name, such as the accuracy of a sentence head."""
 
 
 @dataclass(frozen=True)

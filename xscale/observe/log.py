@@ -37,6 +37,7 @@ class Log(Observer):
     def evaluated(self, report: EvalReport) -> None:
         known = report.bits_per_byte is not None and math.isfinite(report.bits_per_byte)
         bits = f", {report.bits_per_byte:.4f} bits per byte" if known else ""
+        bits += "".join(f", {name.replace('_', ' ')} {value:.4f}" for name, value in report.scores.items())
         self._write(
             f"step {report.step}: validation loss {report.eval_loss:.4f}, perplexity {report.perplexity:.4g}{bits} "
             f"({duration(report.seconds)})"

@@ -47,6 +47,7 @@ class Metrics(Observer):
                 "perplexity": report.perplexity,
                 "bits_per_byte": report.bits_per_byte,
                 "eval_seconds": report.seconds,
+                **{f"eval_{name}": value for name, value in report.scores.items()},
             }
         )
 

@@ -48,7 +48,8 @@ class Progress(Observer):
 
     def evaluated(self, report: EvalReport) -> None:
         self._evaluation = report
-        self.message(f"step {report.step}: validation loss {report.eval_loss:.4f}{_bits(report.bits_per_byte)}")
+        scores = "".join(f", {name.replace('_', ' ')} {value:.4f}" for name, value in report.scores.items())
+        self.message(f"step {report.step}: validation loss {report.eval_loss:.4f}{_bits(report.bits_per_byte)}{scores}")
 
     def sampled(self, report: SampleReport) -> None:
         text = printable(report.prompt + report.text).rstrip().replace("\n", "\n  | ")

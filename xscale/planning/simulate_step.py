@@ -193,16 +193,21 @@ def _few_row_blocks(settings: Settings) -> Iterator[None]:
 
 def _specials(vocabulary: int) -> SpecialTokens:
     """Special token ids of a tokenizer with that vocabulary size."""
-    return SpecialTokens(vocabulary, 0, 1, 2, range(max(3, vocabulary - 100), vocabulary))
+    return SpecialTokens(vocabulary, 0, 1, 2, range(max(3, vocabulary - 100), vocabulary), bos=1)
 
 
 def _batch(settings: Settings, objective: Objective) -> Batch:
     """Build a micro-batch of synthetic samples."""
     rows, length = settings.train.micro_batch_size, settings.sample_tokens + (not settings.has_pairs)
+    if settings.has_sentences:
+        length = 2 * (settings.data.sequence_length - 3)
     tokens = torch.full((rows, length), 3)
     documents = torch.zeros_like(tokens) if settings.has_pairs else None
     if documents is None and not settings.data.cross_documents:
         documents = (torch.arange(length) // DOCUMENT).expand(rows, -1)
+    if settings.has_sentences:
+        # Both halves of a pair, in a sample without padding, and as much other text as the second.
+        documents = (torch.arange(length) * 4 // length).clamp(max=3).expand(rows, -1)
     return objective.batch(tokens, documents, torch.arange(rows), rng_seed=0, aux_loss_weight=1.0, target_weight=1.0)
 
 
@@ -210,9 +215,7 @@ def _faked(batch: Batch, fake: FakeTensorMode) -> Batch:
     def put(tokens: Tokens | None) -> Any:
         if tokens is None:
             return None
-        documents = None if tokens.documents is None else fake.from_tensor(tokens.documents)
-        ids, positions = fake.from_tensor(tokens.ids), fake.from_tensor(tokens.positions)
-        return replace(tokens, ids=ids, positions=positions, documents=documents, shared_values=SharedValues())
+        return tokens.map_tensors(fake.from_tensor, shared_values=SharedValues())
 
     return Batch(put(batch.tokens), fake.from_tensor(batch.targets), put(batch.source))
 

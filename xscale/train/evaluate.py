@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,13 @@ from xscale.data.loader import Corpus
 from xscale.data.prepared import Split
 from xscale.mesh.collectives import sum_scalars
 from xscale.nn.head import IGNORE_INDEX
+from xscale.nn.tokens import Stats
 from xscale.objective.objective import Batch, Objective
 from xscale.parallel.sharded import StagedModel
+
+SENTENCE_HEAD = "head.sentence"
+"""Path of a model's sentence head, under which it records its statistics."""
+SENTENCE_LOSS = f"{SENTENCE_HEAD}/loss"
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,8 @@ class Evaluation:
     perplexity: float
     bits_per_byte: float
     """Over the bytes that the targets encode; comparable between tokenizers."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Further means over the sequences: loss and accuracy of a sentence head."""
 
 
 @torch.no_grad()
@@ -44,21 +51,52 @@ def evaluate(
     nats = torch.zeros((), dtype=torch.float64, device=token_bytes.device)
     # Added up on the device, so that the host waits once.
     totals = torch.zeros(2, dtype=torch.int64, device=token_bytes.device)
+    scores = _SentenceScores(token_bytes.device)
     for batch, counts in batches:
-        loss = objective.loss(model, batch)
+        tally = Stats()
+        loss = objective.loss(model, scores.observed(batch, tally))
         if counts:
+            scores.add(batch, tally)
             nats += loss
             is_target = batch.targets != IGNORE_INDEX
             sizes = token_bytes[batch.targets.clamp(min=0)] * is_target
             totals += torch.stack((is_target.sum(), sizes.sum()))
     targets, size = totals.tolist()
     sums = [float(nats), targets / stages, size / stages]
-    total, count, length = sum_scalars(sums, token_bytes.device)
+    total, count, length, *sums_of_scores = sum_scalars([*sums, *scores.sums.tolist()], token_bytes.device)
     if isinstance(model, StagedModel):
         model.wait_sends()
     loss_value = total / max(count, 1)
     perplexity = math.exp(loss_value) if loss_value < 700 else math.inf
-    return Evaluation(loss_value, perplexity, total / math.log(2) / max(length, 1))
+    return Evaluation(loss_value, perplexity, total / math.log(2) / max(length, 1), scores.means(sums_of_scores))
+
+
+class _SentenceScores:
+    """Sums of the loss and the accuracy of a model's sentence head over the sequences, on this rank."""
+
+    NAMES = ("loss", "accuracy")
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(len(self.NAMES) + 1, dtype=torch.float64, device=device)
+        """Sum of each score, then the number of sequences."""
+
+    def observed(self, batch: Batch, tally: Stats) -> Batch:
+        """Return the batch with its statistics collected, where its sequences have classes."""
+        return batch if batch.tokens.labels is None else replace(batch, tokens=replace(batch.tokens, stats=tally))
+
+    def add(self, batch: Batch, tally: Stats) -> None:
+        """Add the scores of a micro-batch; a rank without the head has none."""
+        means = tally.means()
+        if SENTENCE_LOSS in means:
+            scores = [means[f"{SENTENCE_HEAD}/{name}"] for name in self.NAMES]
+            self.sums += torch.stack([*scores, torch.ones_like(scores[0])]) * len(batch.targets)
+
+    def means(self, sums: list[float]) -> dict[str, float]:
+        """Return the means by name, of the sums over all ranks; none without a sentence head."""
+        *totals, sequences = sums
+        if not sequences:
+            return {}
+        return {f"sentence_{name}": total / sequences for name, total in zip(self.NAMES, totals, strict=True)}
 
 
 def order2_baseline(corpus: Corpus) -> float:

@@ -293,7 +293,9 @@ def _evaluate(loaded: LoadedRun, folder: Path, sequences: int | None, source: st
     with evaluation_data(loaded, source) as data:
         if data is None:
             raise _no_validation(folder)
-        return {"step": loaded.step, **asdict(data.evaluate(loaded.model, sequences))}
+        result = data.evaluate(loaded.model, sequences)
+        means = {name: value for name, value in asdict(result).items() if name != "scores"}
+        return {"step": loaded.step, **means, **result.scores}
 
 
 @contextmanager

@@ -170,6 +170,11 @@ class Settings(Config):
         return bool(OBJECTIVES.of(self.objective).traits.samples == "pairs")
 
     @property
+    def has_sentences(self) -> bool:
+        """Whether samples are consecutive text in two halves and text of another document."""
+        return bool(OBJECTIVES.of(self.objective).traits.samples == "sentences")
+
+    @property
     def sample_tokens(self) -> int:
         """Tokens of a sample that the model reads, with those that pad a pair."""
         data = self.data

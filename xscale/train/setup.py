@@ -100,7 +100,9 @@ def check_machine(settings: Settings, invalid: Collection[str] = ()) -> list[Pro
 
 def special_tokens_of(tokenizer: Tokenizer) -> SpecialTokens:
     """The ids that objectives need."""
-    return SpecialTokens(tokenizer.vocabulary, tokenizer.pad, tokenizer.eos, tokenizer.mask, tokenizer.sentinels)
+    return SpecialTokens(
+        tokenizer.vocabulary, tokenizer.pad, tokenizer.eos, tokenizer.mask, tokenizer.sentinels, tokenizer.bos
+    )
 
 
 def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False) -> RunParts:

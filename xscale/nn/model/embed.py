@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -34,8 +35,9 @@ class Embed(Module):
         factor_width: int | None = None,
     ) -> None:
         """`table` is tied to another Embed's, as encoder and decoder do. `mean`: the mean of the text's embeddings is
-        added to each global token. `types`: rows of the table of token types, whose first row every token gets.
-        `factor_width`: E, the width of everything here up to a linear map to D (Lan et al. 2020, ALBERT); None: D."""
+        added to each global token. `types`: rows of the table of token types; a token whose type
+        is not told gets the first. `factor_width`: E, the width of everything here up to a linear map to D (Lan et al.
+        2020, ALBERT); None: D."""
         super().__init__()
         self.project: Linear | None = None
         if factor_width is not None:
@@ -62,7 +64,8 @@ class Embed(Module):
         if self.position is not None:
             x = self.position.embed(x, tokens)
         if self.has_types:
-            x = x + self.use(self.types)[0].to(x.dtype)
+            table = self.use(self.types).to(x.dtype)
+            x = x + (table[0] if tokens.types is None else F.embedding(tokens.types, table))
         if self.globals:
             start = self.use(self.start).to(x.dtype).expand(len(x), -1, -1)  # [B, M, D]
             x = torch.cat((start + x.mean(1, keepdim=True) if self.mean else start, x), 1)  # [B, M + T, D]

@@ -16,6 +16,7 @@ from xscale.nn.model.embed import Embed
 from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, model_dims
 from xscale.nn.module import name_modules
 from xscale.nn.norm import NORMS, Norm
+from xscale.nn.pooler import SentenceHead, SentenceHeadConfig
 from xscale.nn.stack import Stack, StackConfig, predict
 from xscale.nn.tokens import Tokens
 
@@ -35,8 +36,11 @@ class Encoder(Model):
         """E, the width of the embeddings and of the head, with linear maps from and to the width of the blocks (Lan et
         al. 2020, ALBERT); null: the width."""
         token_types: int = Field(default=0, ge=0)
-        """Rows of a table of token types (segments, Devlin et al. 2019). Every token is of the first type, whose row is
-        added to its embedding; the others keep imported weights. 0: no table."""
+        """Rows of a table of token types (segments, Devlin et al. 2019), of which each token's is added to its
+        embedding. An objective on sentences tells the types; with others every token has the first. 0: no table."""
+        sentence_head: SentenceHeadConfig | None = None
+        """A classifier of each sequence by its first token, as BERT has for next-sentence prediction (Devlin et al.
+        2019); null: none."""
         global_tokens: int = Field(default=0, ge=0)
         """Learned tokens that are prepended to the text and pass through all blocks (the global memory of ETC, Ainslie
         et al. 2020, and of BigBird's extended construction): for patterns and cores whose first tokens are global."""
@@ -59,7 +63,7 @@ class Encoder(Model):
             factor_width=config.embedding_width,
         )
 
-        def make_head(table: Embedding | None) -> Head:
+        def make_head(table: Embedding | None, sentence: SentenceHead | None = None) -> Head:
             width = config.embedding_width or config.width
             transform = None
             if config.transform is not None:
@@ -69,13 +73,15 @@ class Encoder(Model):
                 table,
                 bias=config.head_bias,
                 transform=transform,
+                sentence=sentence,
                 globals=count,
                 soft_cap=config.logit_soft_cap,
                 fix_norm=config.fix_norm,
             )
 
         self.stack = Stack(config.stack, replace(dims, length=length + count), make_head=lambda: make_head(None))
-        self.head = make_head(self.embed.table if config.tied else None)
+        sentence = None if config.sentence_head is None else SentenceHead(config.sentence_head, dims, count)
+        self.head = make_head(self.embed.table if config.tied else None, sentence)
         name_modules(self)
 
     @classmethod

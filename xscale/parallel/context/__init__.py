@@ -30,6 +30,7 @@ from xscale.nn.model.embed import Embed, global_tokens_of
 from xscale.nn.model.model import Model
 from xscale.nn.module import Part, substitute
 from xscale.nn.norm import NORMS
+from xscale.nn.pooler import SentenceHead
 from xscale.nn.recurrent_depth import Halting
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.context import channels, halo, neighbours, ring, scan, ulysses
@@ -225,6 +226,10 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> bool:
             substitute(module, "sum_over_sequence", SumOverContext(mesh.context))
         if isinstance(module, GateBudget):
             substitute(module, "sum_over_sequence", partial(sum_out, group=mesh.context))
+        if isinstance(module, SentenceHead):
+            substitute(module, "sum_over_sequence", SumOverContext(mesh.context))
+            # The first rank has the first tokens; the others compute the same collectives and lose nothing.
+            substitute(module, "loss_fraction", module.loss_fraction * (mesh.context.rank() == 0))
     return True
 
 

@@ -94,6 +94,8 @@ def shard_tokens(tokens: Tokens, sharding: SequenceSharding) -> TokenShard:
         ids=sharding.shard(tokens.ids),
         positions=sharding.shard(tokens.positions),
         documents=None if tokens.documents is None else sharding.shard(tokens.documents, fill=-1),
+        types=None if tokens.types is None else sharding.shard(tokens.types),
+        labels=tokens.labels,
         rng_seed=tokens.rng_seed,
         aux_loss_weight=tokens.aux_loss_weight,
         target_weight=tokens.target_weight,

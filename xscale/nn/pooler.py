@@ -1,0 +1,78 @@
+"""The pooler and the sentence head of BERT (Devlin et al. 2019, section 3.1): a sequence's class by its first token.
+
+    p = tanh(W_p h_1 + b_p),  logits = W_c p + b_c
+
+h_1 [B, D] is the state of [CLS].
+"""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from xscale.core.config import Config
+from xscale.nn.auxiliary import attach
+from xscale.nn.dims import Dims
+from xscale.nn.linear import Linear
+from xscale.nn.module import Module
+from xscale.nn.tokens import Tokens
+
+
+class SentenceHeadConfig(Config):
+    classes: int = Field(default=2, ge=2)
+    """Classes of a sequence: 2 for next-sentence prediction and for the order of sentences, 3 for both in one."""
+
+
+class Pooler(Module):
+    """The state of a sequence's first token through a dense layer and tanh: [B, M + T, D] -> [B, D]; M are the global
+    tokens, which come before the text."""
+
+    def __init__(self, dims: Dims, globals: int = 0) -> None:
+        super().__init__()
+        self.globals = globals
+        self.dense = Linear(dims.width, dims.width, ("state", "width"), dims.init, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.dense(x[:, self.globals]))
+
+
+class SentenceHead(Module):
+    """A pooler and a classifier, whose loss is attached to the hidden states as an auxiliary one: the mean over the
+    sequences of a micro-batch, beside the loss of the tokens."""
+
+    seams: ClassVar[tuple[str, ...]] = ("sum_over_sequence", "loss_fraction")
+
+    def __init__(self, config: SentenceHeadConfig, dims: Dims, globals: int = 0) -> None:
+        super().__init__()
+        self.classes = config.classes
+        self.pooler = Pooler(dims, globals)
+        self.classifier = Linear(dims.width, config.classes, ("state", "width"), dims.init, bias=True)
+        self.loss_fraction = 1.0
+        """Fraction of the loss of which this rank computes the gradient. A seam: the fractions of the ranks that have
+        the same sequences add up to 1; a rank without their first tokens has 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Hidden states [B, M + T, D] -> logits [B, C]."""
+        logits: Tensor = self.classifier(self.pooler(x))
+        return logits
+
+    def attach_loss(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """Return x [B, M + T, D] with the loss of `tokens.labels` attached; without labels x itself."""
+        if tokens.labels is None or (tokens.aux_loss_weight is None and tokens.stats is None):
+            return x
+        logits = self(x)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = F.cross_entropy(logits, tokens.labels)
+        if tokens.stats is not None:
+            has_first = float(self.loss_fraction > 0)
+            accuracy = (logits.argmax(-1) == tokens.labels).to(loss.dtype).mean()
+            for name, value in (("loss", loss.detach()), ("accuracy", accuracy)):
+                tokens.stats.add(f"{self.path}/{name}", self.sum_over_sequence(value * has_first))
+        weight = None if tokens.aux_loss_weight is None else tokens.aux_loss_weight * self.loss_fraction
+        return attach(x, loss, weight)
+
+    def sum_over_sequence(self, value: Tensor) -> Tensor:
+        """Sum a value over the ranks that have shards of the same sequences. A seam: a sequence may be sharded."""
+        return value

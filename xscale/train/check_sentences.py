@@ -1,0 +1,56 @@
+"""Check that objective, data and model agree on samples of sentences: their texts, their classes and their types."""
+
+from xscale.core.errors import Problem
+from xscale.objective.objective import OBJECTIVES
+from xscale.train.settings import Settings
+
+
+def check_sentences(settings: Settings) -> list[Problem]:
+    """List where the data has no sentences for an objective on them, or the model no head for its classes."""
+    return _check_data(settings) + _check_model(settings)
+
+
+def _check_data(settings: Settings) -> list[Problem]:
+    name, data = OBJECTIVES.of(settings.objective).name, settings.data
+    able = ", ".join(OBJECTIVES.able(samples="sentences"))
+    if not settings.has_sentences:
+        what = f"objective '{name}' reads no sentences"
+        fix = f"Take false, or an objective of {able}."
+        return [Problem("data.split_sentences", what, fix)] if data.split_sentences else []
+    problems = []
+    if not data.split_sentences:
+        what = f"objective '{name}' reads sentences, and the text is not split into them"
+        packed = ", ".join(OBJECTIVES.able(samples="packed"))
+        problems.append(Problem("data.split_sentences", what, f"Take true, or an objective of {packed}."))
+    if data.cross_documents:
+        what = f"'{name}' hides padding as a document of its own"
+        problems.append(Problem("data.cross_documents", what, "Take false."))
+    if data.sequence_length < 5:
+        what = "two texts of a token each, [CLS] and two [SEP] are five tokens"
+        problems.append(Problem("data.sequence_length", what, "Take at least 5."))
+    if "data.sequence_length" in settings.run.allow_changed:
+        what = "the text of another length is split into other samples, so that the run could not resume in its place"
+        problems.append(Problem("run.allow_changed", what, "Leave data.sequence_length out of it."))
+    return problems
+
+
+def _check_model(settings: Settings) -> list[Problem]:
+    objective, model = OBJECTIVES.of(settings.objective), settings.model
+    classes = objective.part.classes(settings.objective)
+    head = getattr(model, "sentence_head", None)
+    path = "model.sentence_head"
+    if classes is None:
+        what = f"objective '{objective.name}' has no classes of sequences, so that the head would not be trained"
+        return [] if head is None else [Problem(path, what, "Take null, or an objective on sentences.")]
+    problems = []
+    if head is None:
+        what = f"objective '{objective.name}' has {classes} classes of sequences, and the model has no head for them"
+        problems.append(Problem(path, what, f"Take {{classes: {classes}}} in a model of kind encoder."))
+    elif head.classes != classes:
+        what = f"objective '{objective.name}' has {classes} classes of sequences, and the head {head.classes}"
+        problems.append(Problem(f"{path}.classes", what, f"Take {classes}."))
+    types = getattr(model, "token_types", 0)
+    if types < 2:
+        what = f"'{objective.name}' tells the two texts of a pair apart by their types, and the model knows {types}"
+        problems.append(Problem("model.token_types", what, "Take 2 in a model of kind encoder."))
+    return problems
