@@ -120,7 +120,7 @@ class StateSpace(Module):
         numerators = weights.real, (weights * eigenvalues.conj()[:, None]).real
         # A CPU takes some frequencies at a time, whose products with all states fit into its cache.
         size = FREQUENCIES if step.device.type == "cpu" else len(roots)
-        spectrum = [_spectrum(part, eigenvalues, numerators, step) for part in roots.split(size)]
+        spectrum = [_spectrum(part, eigenvalues, numerators, step) for part in torch.split(roots, size)]
         kernel: Tensor = torch.fft.irfft(torch.cat(spectrum, 1), n=self.length)
         return kernel
 
