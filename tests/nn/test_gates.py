@@ -69,7 +69,7 @@ def literal(made: Any, x: Tensor, about: Tokens, budgets: list[int], alpha: floa
 
 def drawn_budgets(seed: int, batch: int) -> list[int]:
     reseed(seed, GATES)
-    return torch.randint(len(BUDGETS), (batch,)).tolist()  # type: ignore[no-any-return]
+    return torch.randint(len(BUDGETS), (batch,)).tolist()
 
 
 def test_training_has_noisy_gates_and_the_loss_of_the_budgets() -> None:

@@ -112,12 +112,12 @@ class GateBudget(Module):
 
     def draw(self, tokens: Tokens) -> Tokens:
         """Return the tokens with a budget for each sequence, and the noise of this step of the run."""
-        config, (batch, device) = self.config, (len(tokens.ids), tokens.ids.device)
+        config, batch, device = self.config, len(tokens.ids), tokens.ids.device
         if tokens.gating is not None:
             return tokens
         if not self.training or tokens.rng_seed is None:
-            index = config.budgets.index(config.evaluated)
-            return tokens.with_gating(Gating(torch.full((batch,), index, device=device)))
+            evaluated = config.budgets.index(config.evaluated)
+            return tokens.with_gating(Gating(torch.full((batch,), evaluated, device=device)))
         # Not by the path of the module: the encoder and the decoder of a model draw the same budgets.
         reseed(tokens.rng_seed, GATES)
         index = self.random.integers(len(config.budgets), (batch,), ("batch",), device)

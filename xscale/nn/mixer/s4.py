@@ -35,6 +35,8 @@ from xscale.nn.module import Module
 from xscale.nn.tokens import Tokens
 
 Array = NDArray[Any]
+FREQUENCIES = 256
+"""Frequencies of a kernel that a CPU computes at a time."""
 
 
 def hippo_legs(states: int) -> tuple[Array, Array]:
@@ -111,20 +113,15 @@ class StateSpace(Module):
         frequencies = torch.arange(self.length // 2 + 1, device=step.device, dtype=step.dtype)
         angles = -2 * math.pi * frequencies / self.length
         roots = torch.complex(angles.cos(), angles.sin())
-        # 2 (1 - z) / step - lambda (1 + z): the resolvent without its pole at z = -1.
-        s, q = 2 * (1 - roots) / step[:, None], 1 + roots  # [D, L / 2 + 1], [L / 2 + 1]
-        real, square = eigenvalues.real[..., None], eigenvalues.abs().square()[..., None]
-        pairs = 1 / ((s * s)[:, None] - 2 * real * (s * q)[:, None] + square * (q * q))  # [D, N / 2, L / 2 + 1]
         # v / (s - lambda q) and its conjugate pair are 2 (s Re v - q Re(v conj(lambda))) over the product of both.
         weights = torch.stack(
             (c * b, c * correction, correction.conj() * b, correction.conj() * correction), 1
         )  # [D, 4, N / 2]
-        first = weights.real.to(pairs.dtype) @ pairs
-        second = (weights * eigenvalues.conj()[:, None]).real.to(pairs.dtype) @ pairs
-        cauchy = 2 * (s[:, None] * first - q * second)  # [D, 4, L / 2 + 1]
-        k00, k01, k10, k11 = cauchy.unbind(1)
-        spectrum = 2 * (k00 - k01 * q * k10 / (1 + q * k11))
-        kernel: Tensor = torch.fft.irfft(spectrum, n=self.length)
+        numerators = weights.real, (weights * eigenvalues.conj()[:, None]).real
+        # A CPU takes some frequencies at a time, whose products with all states fit into its cache.
+        size = FREQUENCIES if step.device.type == "cpu" else len(roots)
+        spectrum = [_spectrum(part, eigenvalues, numerators, step) for part in torch.split(roots, size)]
+        kernel: Tensor = torch.fft.irfft(torch.cat(spectrum, 1), n=self.length)
         return kernel
 
     def output_matrix(self) -> Tensor:
@@ -154,6 +151,18 @@ class StateSpace(Module):
         inner = 1 + _pair_sum(correction.conj() * resolvent * correction)
         state = y - resolvent * correction * (_pair_sum(correction.conj() * y) / inner)
         return _pair_sum(c * state).squeeze(-1), state
+
+
+def _spectrum(roots: Tensor, eigenvalues: Tensor, numerators: tuple[Tensor, Tensor], step: Tensor) -> Tensor:
+    """Fourier transform of the kernels at the roots of unity [F]: [D, F]."""
+    # 2 (1 - z) / step - lambda (1 + z): the resolvent without its pole at z = -1.
+    s, q = 2 * (1 - roots) / step[:, None], 1 + roots  # [D, F], [F]
+    real, square = eigenvalues.real[..., None], eigenvalues.abs().square()[..., None]
+    pairs = 1 / ((s * s)[:, None] - 2 * real * (s * q)[:, None] + square * (q * q))  # [D, N / 2, F]
+    first, second = (numerator.to(pairs.dtype) @ pairs for numerator in numerators)
+    cauchy = 2 * (s[:, None] * first - q * second)  # [D, 4, F]
+    k00, k01, k10, k11 = cauchy.unbind(1)
+    return 2 * (k00 - k01 * q * k10 / (1 + q * k11))
 
 
 def _values(x: Array) -> Init:
