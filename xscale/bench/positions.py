@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from xscale.bench.attention import WIDTH, check_lengths, exponent, inputs
 from xscale.core.config import decode
@@ -101,7 +100,8 @@ def plain_run(length: int, causal: bool, heads: int) -> Callable[[], object]:
     gradient = torch.ones_like(qkv[0])
 
     def run() -> object:
-        out: Tensor = F.scaled_dot_product_attention(*qkv, attn_mask=attn_mask)
+        q, k, v = qkv
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
         return torch.autograd.grad(out, qkv, gradient)
 
     return run

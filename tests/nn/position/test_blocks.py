@@ -43,6 +43,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[AttentionMask]:
 
     monkeypatch.setattr(relative_blocks, "LEAST_SCORES", 2)
     monkeypatch.setattr(softmax, "relative_attention", attend)
+    monkeypatch.setattr(relative_blocks, "PIECE", 4)
     return calls
 
 

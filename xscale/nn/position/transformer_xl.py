@@ -82,7 +82,7 @@ class TransformerXl(Position):
         u, v = (self.use(bias) for bias in (self.content_bias, self.position_bias))
         weight = self.use(self.weight).view(*u.shape, -1)  # [H, K, D]
         u, v, weight = (pairs.select_heads(parameter) for parameter in (u, v, weight))
-        rows = _ProjectedSinusoids.apply(weight, distances, self)  # [H, N, K]
+        rows: Tensor = _ProjectedSinusoids.apply(weight, distances, self)  # type: ignore[no-untyped-call]
         return DistanceTables(rows, content_bias=u * pairs.query_factor, position_bias=v * pairs.query_factor)
 
     def sinusoids(self, distances: Tensor, like: Tensor) -> Tensor:

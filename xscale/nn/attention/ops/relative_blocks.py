@@ -23,7 +23,9 @@ from xscale.nn.eager import eager
 from xscale.nn.position.distance_tables import DistanceTables
 
 BLOCK = 128
-"""Queries of a block: its scores stay in the cache between passes over them."""
+"""Queries of a block."""
+PIECE = 512
+"""Keys that backward takes at a time, so that their scores stay in the cache between passes over them."""
 LEAST_SCORES = 1 << 18
 """Pairs of queries and keys from which on attention is by blocks."""
 LOG2E = math.log2(math.e)
@@ -77,7 +79,7 @@ def relative_attention(
         content, term = rows["content_bias"], farthest["key_rows"][:, 0]
         rows["content_bias"] = term if content is None else content + term
     documents = (mask.query_documents, mask.key_documents)
-    out: Tensor = _Attend.apply(spans, documents, q, k, v, *(rows[name] for name in NAMES))
+    out: Tensor = _Attend.apply(spans, documents, q, k, v, *(rows[name] for name in NAMES))  # type: ignore[no-untyped-call]
     # The weights of a query sum to 1.
     return out + farthest["value_rows"] if "value_rows" in farthest else out
 
@@ -92,7 +94,7 @@ class _Attend(torch.autograd.Function):
         work = _Work(spans, documents, q)
         for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
             head = _Head(spans, (q, k, v, *rows), b, h, work.buffer)
-            for span in spans.spans():
+            for span in spans.blocks():
                 scores = work.scores(head, span, b)
                 top = scores.amax(-1, keepdim=True)
                 weights = scores.sub_(top).exp2_()
@@ -115,9 +117,12 @@ class _Attend(torch.autograd.Function):
         gradients = _Gradients(inputs)
         for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
             head, slopes = _Head(spans, inputs, b, h, work.buffer), gradients.head(spans, b, h)
-            for span in spans.spans():
-                weights = work.scores(head, span, b).sub_(log_sums[b, h, span.queries, None]).exp2_()
-                work.add_gradients(slopes, head, span, weights, gradient[b, h, span.queries], out[b, h, span.queries])
+            for span in spans.blocks():
+                above, log_sum = gradient[b, h, span.queries], log_sums[b, h, span.queries, None]
+                inner = (above * out[b, h, span.queries]).sum(-1, keepdim=True)
+                for piece in spans.pieces(span, PIECE):
+                    weights = work.scores(head, piece, b).sub_(log_sum).exp2_()
+                    work.add_gradients(slopes, head, piece, weights, above, inner)
             slopes.finish(head, work)
         return None, None, *gradients.scaled(q.shape[-1] ** -0.5)
 
@@ -142,10 +147,9 @@ class _Head:
         self.k, self.v = k[b, group].contiguous(), v[b, group].contiguous()  # [S, K]
         self.q = _scaled(q[b, h], content_bias, factor)  # [T, K]
         self.query_rows, self.value_rows = query_rows, value_rows  # [N, K]
-        self.far_queries: Tensor | None = None
-        """[T, 1], terms of each query with keys beyond the reach."""
         if query_rows is not None:
             self.position_q = _scaled(q[b, h], position_bias, factor)  # [T, K]
+            # [T, 1], terms of each query with keys beyond the reach.
             self.far_queries = (self.position_q @ query_rows[-1])[:, None]
         self.key_rows: Tensor | None = None
         """[N, K], by descending distance."""
@@ -251,7 +255,7 @@ class _Work:
         """Bool [S, N], true where no query is at a distance from a key."""
         if self._unread is None:
             unread = torch.ones(self.spans.keys, len(self.spans.distances(self.q.device)), dtype=torch.bool)
-            for span in self.spans.spans():
+            for span in self.spans.blocks():
                 self.spans.turned(unread, span).fill_(False)
             self._unread = unread
         return self._unread
@@ -270,24 +274,35 @@ class _Work:
 
     def scores(self, head: _Head, span: RelativeSpan, b: int) -> Tensor:
         """Return the base-2 scores of a block of queries, [n, end]; -inf where a key is not seen."""
-        scores = torch.mm(head.q[span.queries], head.k[: span.end].T, out=self.buffer("scores", span.rows, span.end))
-        near, far = scores[:, span.near : span.far], scores[:, span.far :]
+        scores = torch.mm(
+            head.q[span.queries], head.k[span.keys].T, out=self.buffer("scores", span.rows, span.end - span.begin)
+        )
+        near, far = self._zones(scores, span)
         if head.query_rows is not None:
-            by_distance = self.by_distance(head.position_q[span.queries], head.query_rows[span.distances])
-            near.add_(shifted(by_distance, span.columns))
+            if span.columns:
+                by_distance = self.by_distance(head.position_q[span.queries], head.query_rows[span.distances])
+                near.add_(shifted(by_distance, span.columns))
             far.add_(head.far_queries[span.queries])
         if head.key_rows is not None:
             near.add_(self.spans.turned(head.by_key, span))
             far.add_(head.far_keys[span.far : span.end])
         if head.tile is not None:
-            near.add_(head.tile[self.spans.tile(span)])
+            if span.columns:
+                near.add_(head.tile[self.spans.tile(span)])
             far.add_(head.far_bias)
-        if self.spans.causal:
-            scores[:, -span.rows :].add_(self.future[: span.rows, : span.rows])
+        first = span.start + self.spans.keys - self.spans.queries
+        if self.spans.causal and span.end > first:
+            seen = max(first, span.begin)
+            scores[:, seen - span.begin :].add_(self.future[: span.rows, seen - first : span.end - first])
         queries, keys = self.documents
         if queries is not None and keys is not None:
-            scores.masked_fill_(queries[b, span.queries, None] != keys[b, : span.end], float("-inf"))
+            scores.masked_fill_(queries[b, span.queries, None] != keys[b, None, span.keys], float("-inf"))
         return scores
+
+    @staticmethod
+    def _zones(scores: Tensor, span: RelativeSpan) -> tuple[Tensor, Tensor]:
+        """Views of what has the span's keys as columns: the near ones, and those beyond the reach."""
+        return scores[:, span.near - span.begin : span.far - span.begin], scores[:, span.far - span.begin :]
 
     def add_value_rows(self, mixed: Tensor, weights: Tensor, table: Tensor, span: RelativeSpan) -> None:
         """Add the weights' sum of the table's rows to `mixed` [n, K]."""
@@ -296,59 +311,70 @@ class _Work:
             mixed.addr_(weights[:, span.far :].sum(1), table[-1])
 
     def add_gradients(
-        self, slopes: _HeadGradients, head: _Head, span: RelativeSpan, weights: Tensor, above: Tensor, out: Tensor
+        self, slopes: _HeadGradients, head: _Head, span: RelativeSpan, weights: Tensor, above: Tensor, inner: Tensor
     ) -> None:
-        """Add a block's gradients; `above` is that of its output `out`, both [n, K]."""
-        slopes.v[: span.end].addmm_(weights.T, above)
-        raised = torch.mm(above, head.v[: span.end].T, out=self.buffer("raised", *weights.shape))
+        """Add the gradients of a piece, given those of the block's output, `above` [n, K], and their products with the
+        output, `inner` [n, 1]."""
+        slopes.v[span.keys].addmm_(weights.T, above)
+        raised = torch.mm(above, head.v[span.keys].T, out=self.buffer("raised", *weights.shape))
         if head.value_rows is not None:
             self._add_value_gradients(slopes, head.value_rows, span, weights, above, raised)
-        dscores = raised.sub_((above * out).sum(-1, keepdim=True)).mul_(weights)  # [n, end]
-        dq = torch.mm(dscores, head.k[: span.end], out=slopes.q[span.queries])
-        slopes.k[: span.end].addmm_(dscores.T, head.q[span.queries])
+        dscores = raised.sub_(inner).mul_(weights)  # [n, keys]
+        dq = torch.mm(dscores, head.k[span.keys])
+        slopes.k[span.keys].addmm_(dscores.T, head.q[span.queries])
         if slopes.content_bias is not None:
             slopes.content_bias.add_(dq.sum(0))
-        near, far = dscores[:, span.near : span.far], dscores[:, span.far :]
+        near, far = self._zones(dscores, span)
         if head.query_rows is not None:
-            self._add_query_gradients(slopes, head, span, near, far)
+            dq.add_(self._query_gradients(slopes, head, span, near, far))
+        slopes.q[span.queries].add_(dq)
         if head.key_rows is not None:
             self._add_key_gradients(slopes, head, span, near, far)
         if head.tile is not None:
-            slopes.tile[self.spans.tile(span)].add_(near)
+            assert slopes.bias is not None
+            if span.columns:
+                slopes.tile[self.spans.tile(span)].add_(near)
             slopes.bias[-1].add_(far.sum())
 
     def _add_value_gradients(
         self, slopes: _HeadGradients, table: Tensor, span: RelativeSpan, weights: Tensor, above: Tensor, raised: Tensor
     ) -> None:
-        """Add the gradient of the values' table, and what it adds to those of the weights, `raised` [n, end]."""
-        by_distance = self.by_distance(above, table[span.distances])
-        raised[:, span.near : span.far].add_(shifted(by_distance, span.columns))
-        by_distance = self.unshifted(weights[:, span.near : span.far])
-        slopes.value_rows[span.distances].addmm_(by_distance.T, above)
-        if span.far < span.end:
-            raised[:, span.far :].add_((above @ table[-1])[:, None])
-            slopes.value_rows[-1].add_(weights[:, span.far :].sum(1) @ above)
+        """Add the gradient of the values' table, and what it adds to those of the weights, `raised` [n, keys]."""
+        assert slopes.value_rows is not None
+        (near, far), (near_weights, far_weights) = self._zones(raised, span), self._zones(weights, span)
+        if span.columns:
+            near.add_(shifted(self.by_distance(above, table[span.distances]), span.columns))
+            slopes.value_rows[span.distances].addmm_(self.unshifted(near_weights).T, above)
+        if far.shape[1]:
+            far.add_((above @ table[-1])[:, None])
+            slopes.value_rows[-1].add_(far_weights.sum(1) @ above)
 
-    def _add_query_gradients(
+    def _query_gradients(
         self, slopes: _HeadGradients, head: _Head, span: RelativeSpan, near: Tensor, far: Tensor
-    ) -> None:
-        """Add gradients of the terms of queries and distances; `near` [n, c] and `far` are those of scores."""
+    ) -> Tensor:
+        """Add gradients of the terms of queries and distances, and return that of the queries, [n, K]."""
+        assert head.query_rows is not None
+        assert slopes.query_rows is not None
         queries = head.position_q[span.queries]
-        by_distance = self.unshifted(near)
-        dq = by_distance @ head.query_rows[span.distances]
-        slopes.query_rows[span.distances].addmm_(by_distance.T, queries)
+        dq = torch.zeros_like(queries)
+        if span.columns:
+            by_distance = self.unshifted(near)
+            torch.mm(by_distance, head.query_rows[span.distances], out=dq)
+            slopes.query_rows[span.distances].addmm_(by_distance.T, queries)
         if far.shape[1]:
             sums = far.sum(1)
             dq.addr_(sums, head.query_rows[-1])
             slopes.query_rows[-1].add_(sums @ queries)
         if slopes.position_bias is not None:
             slopes.position_bias.add_(dq.sum(0))
-        slopes.q[span.queries].add_(dq)
+        return dq
 
     def _add_key_gradients(
         self, slopes: _HeadGradients, head: _Head, span: RelativeSpan, near: Tensor, far: Tensor
     ) -> None:
         """Put gradients of the terms of keys and distances where the terms were, and add those beyond the reach."""
+        assert head.key_rows is not None
+        assert slopes.key_rows is not None
         self.spans.turned(head.by_key, span).copy_(near)
         if far.shape[1]:
             sums, keys = far.sum(0), head.k[span.far : span.end]

@@ -1,7 +1,7 @@
 """Distances of the keys that a block of queries sees, and strided views from distances to keys."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,18 +17,28 @@ class RelativeSpan:
     start: int
     """First query."""
     stop: int
+    begin: int
+    """First key."""
     near: int
     """First near key."""
     far: int
     """First key beyond the reach."""
     end: int
-    """Keys of the block: a causal one needs no later ones."""
+    """Behind the last key: a causal block needs no later ones."""
     table: int
     """Index in the tables of the distance of the first near key to the last query."""
 
     @property
     def queries(self) -> slice:
         return slice(self.start, self.stop)
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.begin, self.end)
+
+    @property
+    def near_keys(self) -> slice:
+        return slice(self.near, self.far)
 
     @property
     def rows(self) -> int:
@@ -95,8 +105,8 @@ class RelativeSpans:
         first, last = max(1 - self.keys, self.low), min(0 if self.causal else self.queries - 1, self.high)
         return distances.clamp(first, last)
 
-    def spans(self) -> Iterator[RelativeSpan]:
-        """Yield the blocks of queries in order."""
+    def blocks(self) -> Iterator[RelativeSpan]:
+        """Yield the blocks of queries in order, each with all keys that it needs."""
         offset = self.keys - self.queries
         for start in range(0, self.queries, self.block):
             stop = min(start + self.block, self.queries)
@@ -104,7 +114,14 @@ class RelativeSpans:
             end = last + 1 if self.causal else self.keys
             near = max(first + self.low + 1, 0)
             far = min(max(last + self.high, near), end)
-            yield RelativeSpan(start, stop, near, far, end, near - last - self.low + self.block)
+            yield RelativeSpan(start, stop, 0, near, far, end, near - last - self.low + self.block)
+
+    def pieces(self, span: RelativeSpan, keys: int) -> Iterator[RelativeSpan]:
+        """Yield pieces of a block of at most so many keys."""
+        for begin in range(0, span.end, keys):
+            end = min(begin + keys, span.end)
+            near, far = (min(max(key, begin), end) for key in (span.near, span.far))
+            yield replace(span, begin=begin, near=near, far=far, end=end, table=span.table + near - span.near)
 
 
 def shifted(by_distance: Tensor, columns: int) -> Tensor:
