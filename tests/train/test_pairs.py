@@ -134,7 +134,7 @@ AVERAGING: dict[str, dict[str, Any]] = {
 def test_parts_that_average_over_padding_are_refused(tmp_path: Path, name: str) -> None:
     stack = {**STACK, "block": {**STACK["block"], **AVERAGING[name]}}
     refused = problems_of(tmp_path, model={**MODEL, "encoder": stack})
-    assert f"in {name} the tokens of a micro-batch compete or are averaged, and padding of pairs would be" in refused
+    assert f"in {name} the tokens of a micro-batch compete or are averaged, and padding would be" in refused
 
 
 def test_halting_averages_over_padding(tmp_path: Path) -> None:

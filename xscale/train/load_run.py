@@ -166,7 +166,7 @@ def generate_text(
     ids, source = torch.tensor(prompt_ids, device=device), None
     if traits.source:
         source = torch.tensor(objective.source_of(prompt_ids), device=device)
-        ids = torch.tensor([tokenizer.pad], device=device)
+        ids = torch.tensor([objective.start], device=device)
     # Nothing trains this model afterwards, so what it caches may be good for inference alone, which costs less.
     with torch.inference_mode(loaded.mesh.rank_info.is_single_process):
         shared: dict[str, Any] = {"end": tokenizer.eos, "source": source, "window": window}

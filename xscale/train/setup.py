@@ -98,7 +98,15 @@ def check_machine(settings: Settings, invalid: Collection[str] = ()) -> list[Pro
 
 def special_tokens_of(tokenizer: Tokenizer) -> SpecialTokens:
     """The ids that objectives need."""
-    return SpecialTokens(tokenizer.vocabulary, tokenizer.pad, tokenizer.eos, tokenizer.mask, tokenizer.sentinels)
+    pieces = enumerate(tokenizer.token_bytes())
+    return SpecialTokens(
+        tokenizer.vocabulary,
+        tokenizer.pad,
+        tokenizer.eos,
+        tokenizer.mask,
+        tokenizer.sentinels,
+        frozenset(token for token, piece in pieces if piece.rstrip().endswith(b".")),
+    )
 
 
 def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False) -> RunParts:

@@ -11,6 +11,7 @@ from xscale.convert.hf.architecture import (
     Section,
     require_features,
 )
+from xscale.convert.hf.bart import BART
 from xscale.convert.hf.bert import BERT, BIG_BIRD, ROBERTA
 from xscale.convert.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from xscale.convert.hf.gemma import GEMMA2, GEMMA3
@@ -46,6 +47,7 @@ ARCHITECTURES = (
     LONGFORMER,
     T5,
     SWITCH,
+    BART,
 )
 """In the order in which they are tried."""
 LENGTH = 512
