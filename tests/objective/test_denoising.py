@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Generator, Tensor
 
+from tests.train.tiny import recipe
 from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.objective.denoising import (
     CORRUPTIONS,
@@ -161,13 +163,13 @@ def test_a_batch_restores_each_document_from_its_own_corruption() -> None:
 
 def test_padding_does_not_count() -> None:
     """The loss is that of each row by itself, its source cut to its length."""
-    torch.manual_seed(0)
     block = {"mixer": {"kind": "attention", "heads": 2}, "ffn": {"kind": "dense", "hidden": 16}}
     stack = {"depth": 1, "block": block}
     config = EncoderDecoder.Config.model_validate({"width": 16, "encoder": stack, "decoder": stack})
     model = EncoderDecoder(config, VOCABULARY, 48).double()
+    generator = seeded(0)
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
+        torch.nn.init.normal_(parameter.requires_grad_(False), std=0.3, generator=generator)
     _, _, batch = corrupted({})
     total = 0.0
     for row in range(6):
@@ -192,3 +194,14 @@ def test_what_cannot_be_is_refused() -> None:
     assert "objective.infilled: the tokenizer has no mask token" in refused
     assert "objective.permuted_sentences: the tokenizer has no token that ends in a full stop" in refused
     assert problems(bare, **{**NOTHING, "deleted_tokens": 0.2}) == ""
+
+
+def test_padding_is_hidden_also_where_documents_are_not(tmp_path: Path) -> None:
+    mixer = {"kind": "attention", "heads": 4, "core": "linformer"}
+    stack = {"depth": 1, "block": {"mixer": mixer}}
+    model = {"kind": "encoder_decoder", "encoder": stack}
+    settings = {"model": model, "data": {"cross_documents": True}}
+    assert recipe(tmp_path, objective={"kind": "span"}, **settings).check() == []
+    (problem,) = recipe(tmp_path, objective={"kind": "denoising"}, **settings).check()
+    assert "objective: core 'linformer' cannot mask the padding of a sample" in str(problem)
+    assert "Take an objective without padding, or one of: " in str(problem)

@@ -34,7 +34,7 @@ from xscale.parallel import precision
 from xscale.parallel.plan import DTYPES, ParallelPlan
 from xscale.parallel.sharded import ShardedParameter, sharded_parameters
 from xscale.train.batches import MicroBatches
-from xscale.train.beam_search import beam_search
+from xscale.train.beam_search import PenaltyForm, beam_search
 from xscale.train.evaluate import Evaluation, evaluate
 from xscale.train.exit_curve import exit_curve, stack_with_exits
 from xscale.train.generate import encode_prompt, generate, lay_out_matrices
@@ -137,6 +137,7 @@ def generate_text(
     *,
     beams: int = 1,
     length_penalty: float = 0.6,
+    penalty_form: PenaltyForm = "wu",
     plugins: bool = False,
     exits: bool = True,
 ) -> str:
@@ -171,7 +172,8 @@ def generate_text(
     with torch.inference_mode(loaded.mesh.rank_info.is_single_process):
         shared: dict[str, Any] = {"end": tokenizer.eos, "source": source, "window": window}
         if beams > 1:
-            hypotheses = beam_search(loaded.model, ids, tokens, beams=beams, length_penalty=length_penalty, **shared)
+            shared |= {"length_penalty": length_penalty, "penalty_form": penalty_form}
+            hypotheses = beam_search(loaded.model, ids, tokens, beams=beams, **shared)
             written = list(hypotheses[0].ids)
         else:
             sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}
