@@ -70,9 +70,11 @@ class Recipe(Settings):
             names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
             problems += check_groups(self.optimizer.groups, names, "optimizer.groups")
             problems += _check_two_stage(model, self.optimizer.groups, names)
-        if model is not None and not self.data.cross_documents:
-            problems += _check_documents(model)
-        if model is not None and valid("objective") and (self.has_pairs or self.has_sentences):
+        traits = OBJECTIVES.of(self.objective).traits if valid("objective") else None
+        pads = traits is not None and traits.padded
+        if model is not None and (pads or not self.data.cross_documents):
+            problems += _check_documents(model, pads and self.data.cross_documents)
+        if model is not None and traits is not None and (pads or traits.samples != "packed"):
             problems += _check_padding(model)
         if valid("parallel", "precision"):
             problems += ParallelPlan(self.parallel, self.precision, self.data.sequence_length).check(model, world)
@@ -232,8 +234,12 @@ def _check_batch(settings: Settings, dp: int) -> list[Problem]:
     return [Problem("train.batch_size", what, fix)]
 
 
-def _check_documents(model: nn.Module) -> list[Problem]:
-    """List the mixers and cores that cannot mask the documents of a sample from each other."""
+def _check_documents(model: nn.Module, only_padding: bool = False) -> list[Problem]:
+    """List the mixers and cores that cannot mask the documents of a sample from each other, or its padding."""
+    path, hidden = "data.cross_documents", "mask the documents of a sample from each other"
+    other = f"Take {path}=true"
+    if only_padding:
+        path, hidden, other = "objective", "mask the padding of a sample", "Take an objective without padding"
     kinds: dict[str, list[str]] = {}
     for module in model.modules():
         parts: list[Part] = [module] if isinstance(module, Mixer) else []
@@ -245,16 +251,15 @@ def _check_documents(model: nn.Module) -> list[Problem]:
                 kinds[f"{family.name} '{part.Config.kind}'"] = family.able(documents=True)
     problems = [
         Problem(
-            "data.cross_documents",
-            f"{kind} cannot mask the documents of a sample from each other",
-            f"Take data.cross_documents=true, or one of: {', '.join(able)}.",
+            path,
+            f"{kind} cannot {hidden}",
+            f"{other}, or one of: {', '.join(able)}.",
         )
         for kind, able in kinds.items()
     ]
     if count := global_tokens_of(model):
         what = f"the {count} global tokens of a sample are shared by its documents, which must not see each other"
-        fix = "Take data.cross_documents=true, or model.global_tokens=0."
-        problems.append(Problem("data.cross_documents", what, fix))
+        problems.append(Problem(path, what, f"{other}, or model.global_tokens=0."))
     return problems
 
 

@@ -104,3 +104,28 @@ def test_mistakes_are_sentences(
     assert "--from: unknown format 'onnx'. Choose hf, deepspeed-universal or megatron." in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"file config.json is missing"):
         call("checkpoint", "import", tmp_path, tmp_path / "run")
+
+
+@pytest.mark.long
+def test_bart_out_and_in_again(tmp_path: Path) -> None:
+    """Without a config the imported run has BART's objective, and writes after the end of a document, as it learned."""
+    block = {
+        "mixer": {"kind": "attention", "heads": 4, "bias": True},
+        "ffn": {"kind": "dense", "hidden": 48, "activation": "gelu", "bias": True},
+        "norm": "layer",
+        "placement": "post",
+    }
+    stack = {"depth": 1, "block": block}
+    model = {"kind": "encoder_decoder", "width": 32, "position": "learned", "embedding_norm": "layer"}
+    assert (
+        run(recipe(tmp_path, model=model | {"encoder": stack, "decoder": stack}, objective={"kind": "denoising"})) == 0
+    )
+    status, output = call("checkpoint", "export", tmp_path / "run", tmp_path / "out", "--to", "hf")
+    assert status == 0, output
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["decoder_start_token_id"] == 2
+    again = tmp_path / "again"
+    status, output = call("checkpoint", "import", tmp_path / "out", again, "--from", "hf")
+    assert status == 0, output
+    assert "kind: denoising" in (again / "config.yaml").read_text()
+    texts = [generate_text(folder, "def ", 6, 0.0, None, 0, beams=2) for folder in (again, tmp_path / "run")]
+    assert texts[0] == texts[1]

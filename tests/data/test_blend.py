@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.data.corpora import text_config
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
-from xscale.data.blend import BlendedDataset
+from xscale.data.blend import BlendedDataset, mixing_rates
 from xscale.data.config import BlendItem, DataConfig
 from xscale.data.loader import open_corpus
 from xscale.data.packed import PackedDataset
@@ -95,3 +95,34 @@ def test_a_blend_and_a_prepared_set_exclude_each_other() -> None:
         decode(DataConfig, {"prepared": "a", "blend": [{"prepared": "b"}]})
     with pytest.raises(ConfigError, match=r"blend\.0\.weight: must be > 0"):
         decode(DataConfig, {"blend": [{"prepared": "b", "weight": 0.0}]})
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0, 4.0])
+def test_rates_by_samples_are_those_of_t5(temperature: float) -> None:
+    """r_m = min(e_m, K) / sum min(e_n, K), then to the power of 1 / T and divided by their sum again."""
+    samples, limit = [100, 5000, 90000], 10000
+    config = decode(
+        DataConfig,
+        {
+            "blend": [{"prepared": name} for name in "abc"],
+            "blend_rates": "samples",
+            "blend_limit": limit,
+            "blend_temperature": temperature,
+        },
+    )
+    rates = mixing_rates(config, [1.0, 1.0, 1.0], samples)
+    proportional = [min(count, limit) / 15100 for count in samples]
+    scaled = [rate ** (1 / temperature) for rate in proportional]
+    assert rates == pytest.approx([rate / sum(scaled) for rate in scaled])
+    unlimited = config.model_copy(update={"blend_limit": None, "blend_temperature": 1.0})
+    assert mixing_rates(unlimited, [1.0, 2.0, 1.0], samples) == pytest.approx(
+        [100 / 100100, 1e4 / 100100, 9e4 / 100100]
+    )
+    assert mixing_rates(DataConfig(), [3.0, 1.0], [5, 7]) == [3.0, 1.0]
+
+
+def test_rates_without_a_blend_are_refused() -> None:
+    with pytest.raises(ConfigError, match="are of a blend; name its datasets"):
+        decode(DataConfig, {"blend_temperature": 2.0})
+    with pytest.raises(ConfigError, match="`blend_limit` limits rates by samples"):
+        decode(DataConfig, {"blend": [{"prepared": "a"}], "blend_limit": 5})

@@ -156,3 +156,18 @@ def test_a_split_without_pairs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the validation split has no pairs"):
         PairDataset(empty, settings, 0)
     assert np.array_equal(split.pair_lengths.sum(1), np.diff(split.starts))
+
+
+def test_a_prefix_names_the_task_of_each_source(tmp_path: Path) -> None:
+    plain = config(tmp_path, shuffle=False, validation=0.0)
+    prefixed = plain.model_copy(update={"source": plain.source.model_copy(update={"prefix": "add: "})})
+    assert prepared_folder(plain) != prepared_folder(prefixed)
+    prepare(prefixed, processes=1, progress=False)
+    samples = open_corpus(prefixed, seed=0).train.samples(0, len(ROWS))
+    tokenizer = Byte(Byte.Config(), tmp_path)
+    for (source, _), row in zip(ROWS, samples.tokens.tolist(), strict=True):
+        assert row[:19] == [*tokenizer.encode(f"add: {source}"), tokenizer.eos, *[tokenizer.pad] * 19][:19]
+    longest = plain.model_copy(update={"source": plain.source.model_copy(update={"prefix": "a" * 19})})
+    prepare(longest, processes=1, progress=False)
+    with pytest.raises(ConfigError, match=r"data\.source\.prefix: the prefix 'a+' has 19 tokens, and a source has 20"):
+        open_corpus(longest, seed=0)

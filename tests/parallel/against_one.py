@@ -41,7 +41,9 @@ DOUBLE = {"compute": "float64", "master": "float64"}
 VOCABULARY, LENGTH, BATCH, STEPS, SEED = 67, 23, 8, 3, 5
 TARGET_LENGTH = 13
 """Tokens of a target of pairs, whose sources have LENGTH."""
-SPECIALS = SpecialTokens(VOCABULARY, pad=0, eos=1, mask=2, sentinels=range(3, 18), bos=18)
+SPECIALS = SpecialTokens(
+    VOCABULARY, pad=0, eos=1, mask=2, sentinels=range(3, 18), bos=18, sentence_ends=frozenset({20})
+)
 Piece = tuple[tuple[int, ...], Tensor]
 """Where in the whole it begins, and what it is."""
 

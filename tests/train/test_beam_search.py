@@ -47,7 +47,7 @@ def literal_search(model: Table, beams: int, length: int, alpha: float) -> list[
             for token in range(model.vocabulary)
         ]
         candidates = sorted(candidates, key=lambda pair: -pair[1])[: 2 * beams]
-        finished += [(ids[1:-1], penalised(score, step, alpha)) for ids, score in candidates if ids[-1] == END]
+        finished += [(ids[1:-1], penalised(score, step, alpha)) for ids, score in candidates[:beams] if ids[-1] == END]
         live = [(ids, score) for ids, score in candidates if ids[-1] != END][:beams]
     if not finished:
         return [(ids[1:], penalised(score, length, alpha)) for ids, score in live]

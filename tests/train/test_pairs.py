@@ -84,6 +84,8 @@ def test_beam_search_samples_nothing(tmp_path: Path) -> None:
         call("generate", tmp_path, "--beams", 2, "--temperature", 0.5, "--top-k", 3)
     with pytest.raises(ConfigError, match=r"--length-penalty: it is that of beam search.*--beams 4"):
         call("generate", tmp_path, "--length-penalty", 0.5)
+    with pytest.raises(ConfigError, match=r"--penalty-form: it is that of beam search.*--beams 4"):
+        call("generate", tmp_path, "--penalty-form", "power")
 
 
 @pytest.mark.parametrize("parallel", [{}, {"mesh": {"dp_shard": 2}, "zero": {"stage": 3}}], ids=["one", "zero3"])
@@ -109,7 +111,7 @@ def test_what_does_not_fit_pairs_is_refused(tmp_path: Path) -> None:
     assert "data.max_source_length: objective 'span' reads packed text" in refused
     refused = problems_of(tmp_path, data={"source": {"kind": "stdlib"}})
     assert "the documents of the source 'stdlib' are no pairs" in refused
-    assert "Take a source of pairs, stdlib_pairs; or an objective of causal, masked, span." in refused
+    assert "Take a source of pairs, stdlib_pairs; or an objective of causal, denoising, masked, span." in refused
     refused = problems_of(tmp_path, data={"cross_documents": True})
     assert "data.cross_documents: 'seq2seq' hides padding as a document of its own. Take false." in refused
     refused = problems_of(tmp_path, data={"max_target_length": 33})
@@ -134,7 +136,7 @@ AVERAGING: dict[str, dict[str, Any]] = {
 def test_parts_that_average_over_padding_are_refused(tmp_path: Path, name: str) -> None:
     stack = {**STACK, "block": {**STACK["block"], **AVERAGING[name]}}
     refused = problems_of(tmp_path, model={**MODEL, "encoder": stack})
-    assert f"in {name} the tokens of a micro-batch compete or are averaged, and padding of pairs would be" in refused
+    assert f"in {name} the tokens of a micro-batch compete or are averaged, and padding would be" in refused
 
 
 def test_halting_averages_over_padding(tmp_path: Path) -> None:

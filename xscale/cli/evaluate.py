@@ -1,6 +1,7 @@
 """The command `xscale eval`."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,10 @@ def evaluate(
         bool, typer.Option("--budgets", help="Evaluate at each budget of the gates; print loss and accuracy by budget.")
     ] = False,
     thresholds: Annotated[str | None, typer.Option(help="With --exits: thresholds, such as 1,2.5.")] = None,
+    bleu: Annotated[
+        bool, typer.Option("--bleu", help="Write the targets of pairs by beam search; print their BLEU (sacrebleu).")
+    ] = False,
+    beams: Annotated[int | None, typer.Option(min=1, help="With --bleu: beams of the search; default: 4.")] = None,
     as_json: Json = False,
     plugins: Plugins = False,
 ) -> None:
@@ -32,13 +37,21 @@ def evaluate(
 
     Prints loss, perplexity and bits per byte as JSON. With --exits it prints a line for each threshold: the fraction of
     the blocks that tokens were computed in, loss and accuracy. With --budgets it prints a line for each budget of the
-    gates: the fraction of the sublayers that tokens were computed in, loss and accuracy.
+    gates: the fraction of the sublayers that tokens were computed in, loss and accuracy. With --bleu it prints the BLEU
+    of the targets that a run on pairs writes, and that of its sources as they stand.
     """
     rank_from_launcher()
     from xscale.mesh.environment import read_rank_info
 
     if exits and budgets:
         raise ConfigError("--budgets", "prints another curve than --exits", "Give one of them.")
+    if beams is not None and not bleu:
+        raise ConfigError("--beams", "it is that of the search for BLEU", "Add --bleu, or omit it.")
+    if bleu:
+        from xscale.train.bleu import evaluate_bleu
+
+        print(json.dumps(asdict(evaluate_bleu(run, sequences or None, beams=beams or 4, source=data, plugins=plugins))))
+        return
     if exits:
         _evaluate_exits(run, sequences or None, _numbers(thresholds, "--thresholds"), data, plugins, as_json=as_json)
         return

@@ -1,12 +1,15 @@
 """The command `xscale generate`."""
 
 import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from xscale.cli.options import Plugins, RunFolder
 from xscale.core.errors import ConfigError, Problem
+
+PenaltyForm = Literal["wu", "power"]
+"""As in `xscale.train.beam_search`, which imports torch."""
 
 
 def generate(
@@ -24,6 +27,10 @@ def generate(
     length_penalty: Annotated[
         float | None,
         typer.Option(min=0, help="Alpha of the beam search, which favours longer texts; 0: none; default: 0.6."),
+    ] = None,
+    penalty_form: Annotated[
+        PenaltyForm | None,
+        typer.Option(help="Form of that penalty: wu, ((5 + length) / 6)^alpha, or power, length^alpha; default: wu."),
     ] = None,
     exits: Annotated[
         bool,
@@ -45,6 +52,8 @@ def generate(
         raise ConfigError([Problem(option, what, "Leave it out, or take --beams 1.") for option in refused])
     if beams == 1 and length_penalty is not None:
         raise ConfigError("--length-penalty", "it is that of beam search", "Leave it out, or give --beams 4.")
+    if beams == 1 and penalty_form is not None:
+        raise ConfigError("--penalty-form", "it is that of beam search", "Leave it out, or give --beams 4.")
     text = sys.stdin.read() if prompt == "-" else prompt
     print(
         generate_text(
@@ -56,6 +65,7 @@ def generate(
             seed or 0,
             beams=beams,
             length_penalty=0.6 if length_penalty is None else length_penalty,
+            penalty_form=penalty_form or "wu",
             exits=exits,
             plugins=plugins,
         )

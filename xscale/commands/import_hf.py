@@ -81,6 +81,6 @@ def _settings(
     settings = encode(base) | {"model": encode(model), "run": encode(changes["run"])}
     settings["data"] = settings["data"] | data | ({"tokenizer": tokenizer} if tokenizer else {})
     if config is None:
-        settings["objective"] = {"kind": OBJECTIVE[str(model.kind)]}
+        settings["objective"] = {"kind": converted.architecture.objective or OBJECTIVE[str(model.kind)]}
     decoded = decode(Recipe, settings)
     return decoded, open_tokenizer(decoded.data) if tokenizer else None

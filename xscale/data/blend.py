@@ -67,6 +67,21 @@ class BlendedDataset:
         return self.datasets[number].sample(within)
 
 
+def mixing_rates(config: DataConfig, weights: Sequence[float], samples: Sequence[int]) -> list[float]:
+    """Return the rate of each dataset, up to a common factor (Raffel et al. 2020, section 3.5.2).
+
+    It is weight^(1 / T), or by samples (weight * min(samples, K))^(1 / T).
+    """
+    rates = list(weights)
+    if config.blend_rates == "samples":
+        limit = max(samples) if config.blend_limit is None else config.blend_limit
+        rates = [weight * min(count, limit) for weight, count in zip(weights, samples, strict=True)]
+    if config.blend_temperature != 1:
+        largest = max(rates)
+        rates = [(rate / largest) ** (1 / config.blend_temperature) for rate in rates]
+    return [rate / sum(rates) for rate in rates] if config.blend_rates == "samples" else rates
+
+
 def open_blend(config: DataConfig) -> list[tuple[PreparedData, float]]:
     """Open the datasets of `config.blend` with their weights; ConfigError when their tokenizers differ."""
     sets = []

@@ -1,6 +1,6 @@
 """The `data:` section of a config: the source of text, the tokenizer and the length of samples."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pydantic
 
@@ -34,6 +34,14 @@ class DataConfig(Config):
     Megatron .bin/.idx pair without its ending (its last documents are the validation split)."""
     blend: tuple[BlendItem, ...] = ()
     """Several prepared datasets to use instead of `source`, mixed by weight."""
+    blend_rates: Literal["weights", "samples"] = "weights"
+    """Rates at which the datasets of a blend are read: their weights, or their weights times their samples, which are
+    pairs or packed texts (examples-proportional mixing, Raffel et al. 2020)."""
+    blend_limit: int | None = pydantic.Field(default=None, ge=1)
+    """K, the most samples that a dataset counts as in rates by samples; null: no limit."""
+    blend_temperature: float = pydantic.Field(default=1.0, gt=0)
+    """T of temperature-scaled mixing (Raffel et al. 2020): rates are raised to the power of 1 / T, so that a high T
+    makes them equal."""
     sequence_length: int = pydantic.Field(default=512, ge=1)
     """Tokens in a sample (context length)."""
     max_source_length: int | None = pydantic.Field(default=None, ge=2)
@@ -68,4 +76,9 @@ class DataConfig(Config):
     def _one_origin(self) -> "DataConfig":
         if self.prepared is not None and self.blend:
             raise ValueError("`prepared` and `blend` exclude each other; for one dataset give `prepared`")
+        mixed = self.blend_rates == "samples" or self.blend_temperature != 1 or self.blend_limit is not None
+        if mixed and not self.blend:
+            raise ValueError("`blend_rates`, `blend_limit` and `blend_temperature` are of a blend; name its datasets")
+        if self.blend_limit is not None and self.blend_rates == "weights":
+            raise ValueError("`blend_limit` limits rates by samples; give `blend_rates: samples`")
         return self

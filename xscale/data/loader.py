@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xscale.core.errors import ConfigError
-from xscale.data.blend import BlendedDataset, open_blend
+from xscale.data.blend import BlendedDataset, mixing_rates, open_blend
 from xscale.data.config import DataConfig
 from xscale.data.packed import PackedDataset
-from xscale.data.pairs import PairDataset
+from xscale.data.pairs import PairDataset, require_room_behind_prefix
 from xscale.data.prepared import PreparedData, open_prepared
 from xscale.data.sentences import SentenceDataset
 from xscale.data.tokenizer.tokenizer import Tokenizer
@@ -140,6 +140,8 @@ def open_corpus(config: DataConfig, *, seed: int) -> Corpus:
     """Open prepared data, read only; any number of processes may. ConfigError when it is missing or does not match."""
     sets = open_blend(config) if config.blend else [(open_prepared(config), 1.0)]
     tokenizer = sets[0][0].tokenizer
+    if sets[0][0].pairs and config.prepared is None and not config.blend:
+        require_room_behind_prefix(config, tokenizer)
     train = _dataset(config, sets, "train", seed)
     assert train is not None
     validation = _dataset(config, sets, "validation", seed)
@@ -169,4 +171,7 @@ def _dataset(
             weights.append(weight)
     if not datasets:
         return None
-    return datasets[0] if len(datasets) == 1 else BlendedDataset(datasets, weights)
+    if len(datasets) == 1:
+        return datasets[0]
+    rates = mixing_rates(config, weights, [len(dataset) for dataset in datasets])
+    return BlendedDataset(datasets, rates)

@@ -7,6 +7,7 @@ from xscale.core.errors import ConfigError
 from xscale.data.config import DataConfig
 from xscale.data.packed import ShuffledDataset
 from xscale.data.prepared import Split
+from xscale.data.tokenizer.tokenizer import Tokenizer
 
 TEXT, PADDING = 0, 1
 """Document numbers in a sample: those of the two texts, and of what pads them."""
@@ -30,10 +31,8 @@ class PairDataset(ShuffledDataset):
 
         A source that is too long keeps its end-of-document token, which the model reads as its end; a target loses it.
         """
-        pair = int(self.positions(np.array([index], dtype=np.int64))[0])
-        indexed, first = self.split.indexed, self.split.first
-        sequence = indexed.bounds[first + pair]
-        begin, middle, end = indexed.sequence_starts[sequence : sequence + 3].tolist()
+        indexed = self.split.indexed
+        begin, middle, end = self._bounds(index)
         tokens = np.full(self.source_length + self.target_length, self.pad, dtype=np.int64)
         documents = np.full_like(tokens, PADDING)
         read = min(middle - begin, self.source_length)
@@ -45,7 +44,29 @@ class PairDataset(ShuffledDataset):
         documents[self.source_length : self.source_length + written] = TEXT
         return tokens, documents
 
+    def pair(self, index: int) -> tuple[list[int], list[int]]:
+        """Return the ids of source and target of sample `index`, each whole and without its end."""
+        begin, middle, end = self._bounds(index)
+        tokens = self.split.indexed.tokens
+        return tokens[begin : middle - 1].tolist(), tokens[middle : end - 1].tolist()
+
+    def _bounds(self, index: int) -> tuple[int, int, int]:
+        """First token of the source, first of the target, and the one after it, of sample `index`."""
+        pair = int(self.positions(np.array([index], dtype=np.int64))[0])
+        sequence = self.split.indexed.bounds[self.split.first + pair]
+        begin, middle, end = self.split.indexed.sequence_starts[sequence : sequence + 3].tolist()
+        return begin, middle, end
+
     def truncated(self) -> tuple[int, int]:
         """Count the pairs of an epoch whose source, and whose target, is truncated."""
         longer = (self.split.pair_lengths > [self.source_length, self.target_length]).sum(0)
         return int(longer[0]), int(longer[1])
+
+
+def require_room_behind_prefix(config: DataConfig, tokenizer: Tokenizer) -> None:
+    """Refuse a prefix of the sources that leaves no room for a token of their texts: ConfigError."""
+    prefix = getattr(config.source, "prefix", "")
+    count = len(tokenizer.encode(prefix)) if prefix else 0
+    if count > config.source_length - 2:
+        what = f"the prefix {prefix[:40]!r} has {count} tokens, and a source has {config.source_length} with its end"
+        raise ConfigError("data.source.prefix", what, "Give a shorter one, or a longer data.max_source_length.")

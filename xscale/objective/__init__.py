@@ -1,6 +1,7 @@
 """Training objectives: they turn packed samples into inputs and targets, and compute the loss."""
 
 from xscale.objective import (
+    denoising,
     masked,
     masked_sentences,
     objective,
@@ -9,6 +10,7 @@ from xscale.objective import (
 )
 
 __all__ = [
+    "denoising",
     "masked",
     "masked_sentences",
     "objective",

@@ -28,6 +28,9 @@ class ObjectiveTraits:
     """Needs a model that reads a source sequence."""
     random: bool
     """Corrupts inputs at random, seeded by the sample's number, so that every layout corrupts the same tokens."""
+    padded: bool = False
+    """Batches of packed text end in padding, which is a document of its own, also where attention may cross the
+    documents of a sample."""
     samples: Samples = "packed"
     """Kind of the samples: packed text, pairs of a source and a target, or another one that `Samples` names."""
 
@@ -49,6 +52,8 @@ class SpecialTokens:
     sentinels: range
     bos: int | None = None
     """Beginning of a text, the [CLS] of BERT, whose [SEP] is `eos`; None: the tokenizer has none."""
+    sentence_ends: frozenset[int] = frozenset()
+    """Tokens whose text ends in a full stop."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,11 @@ class Objective:
         rng_seed, aux_loss_weight, stats, label_smoothing.
         """
         raise NotImplementedError
+
+    @property
+    def start(self) -> int:
+        """Token that stands before the first one that a model with a source writes: padding, as in T5."""
+        return self.specials.pad
 
     def source_of(self, ids: list[int]) -> list[int]:
         """Return the source that the model reads in generation for a text of these ids."""

@@ -34,7 +34,7 @@ class Span(Objective):
     def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
         rows = [self._corrupt(row, number) for row, number in zip(tokens[:, :-1], index.tolist(), strict=True)]
         source, source_at, target, target_at = (torch.stack(column) for column in zip(*rows, strict=True))
-        start = torch.full_like(target[:, :1], self.specials.pad)
+        start = torch.full_like(target[:, :1], self.start)
         decoder_inputs = torch.cat((start, target[:, :-1]), 1)
         source_documents = target_documents = None
         if documents is not None:

@@ -1,7 +1,7 @@
 """Beam search with a length penalty (Wu et al. 2016, equation 14; Vaswani et al. 2017, section 6.1)."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,13 @@ class Hypothesis:
     """Log-probability over the length penalty."""
 
 
-def length_penalty_of(length: int, alpha: float) -> float:
-    """Return ((5 + length) / 6)^alpha, by which the log-probability of `length` tokens is divided."""
-    return float(((5 + length) / 6) ** alpha)
+PenaltyForm = Literal["wu", "power"]
+"""wu: ((5 + length) / 6)^alpha (Wu et al. 2016); power: length^alpha (fairseq, Ott et al. 2019; transformers)."""
+
+
+def length_penalty_of(length: int, alpha: float, form: PenaltyForm = "wu") -> float:
+    """Return the number by which the log-probability of `length` tokens is divided."""
+    return float(((5 + length) / 6 if form == "wu" else length) ** alpha)
 
 
 @torch.no_grad()
@@ -34,16 +38,17 @@ def beam_search(
     end: int,
     beams: int,
     length_penalty: float = 0.6,
+    penalty_form: PenaltyForm = "wu",
     source: Tensor | None = None,
     window: int | None = None,
 ) -> list[Hypothesis]:
     """Search the likeliest continuations of prompt ids [T] by up to `length` tokens; return up to `beams`, best first.
 
-    In each step the 2 `beams` likeliest continuations by one token are looked at: those that end are finished, and the
-    `beams` likeliest others go on, until none of them can have a better score than those that are finished. Where none
-    ends, those that go on at the last step are returned. `length_penalty` is alpha of `length_penalty_of`, whose length
-    includes the token `end`. `source` [S]: input ids of an encoder-decoder. `window` is the longest sequence that the
-    model's positions support. On one process.
+    In each step the 2 `beams` likeliest continuations by one token are looked at: those of the first `beams` that end
+    are finished, and the `beams` likeliest that do not end go on, until none of them can have a better score than those
+    that are finished. Where none ends, those that go on at the last step are returned. `length_penalty` is alpha of
+    `length_penalty_of`, whose length includes the token `end`, and `penalty_form` its form. `source` [S]: input ids of
+    an encoder-decoder. `window` is the longest sequence that the model's positions support. On one process.
     """
     assert beams >= 1, "a search without beams"
     model.eval()
@@ -53,17 +58,19 @@ def beam_search(
     step = _Step(model, source)
     live, scores = prompt[None], torch.zeros(1, dtype=torch.float64)
     finished: list[Hypothesis] = []
-    best = length_penalty_of(limit, length_penalty)
+    best = length_penalty_of(limit, length_penalty, penalty_form)
     for written in range(1, limit + 1):
         total = scores[:, None] + step.log_probabilities(live)  # [K, V]
         vocabulary = total.shape[1]
         values, candidates = total.flatten().topk(min(2 * beams, total.numel()))
         kept: list[tuple[int, int, float]] = []
-        for value, candidate in zip(values.tolist(), candidates.tolist(), strict=True):
+        for rank, (value, candidate) in enumerate(zip(values.tolist(), candidates.tolist(), strict=True)):
             row, token = divmod(candidate, vocabulary)
             if token == end:
-                ids = tuple(live[row, len(prompt) :].tolist())
-                finished.append(Hypothesis(ids, value / length_penalty_of(written, length_penalty)))
+                if rank < beams:
+                    ids = tuple(live[row, len(prompt) :].tolist())
+                    penalty = length_penalty_of(written, length_penalty, penalty_form)
+                    finished.append(Hypothesis(ids, value / penalty))
             elif len(kept) < beams:
                 kept.append((row, token, value))
         finished = sorted(finished, key=lambda hypothesis: -hypothesis.score)[:beams]
@@ -75,9 +82,8 @@ def beam_search(
             break
     if finished:
         return finished
-    penalty = length_penalty_of(limit, length_penalty)
     texts = live[:, len(prompt) :].tolist()
-    return [Hypothesis(tuple(ids), score / penalty) for ids, score in zip(texts, scores.tolist(), strict=True)]
+    return [Hypothesis(tuple(ids), score / best) for ids, score in zip(texts, scores.tolist(), strict=True)]
 
 
 class _Step:

@@ -34,7 +34,7 @@ from xscale.parallel import precision
 from xscale.parallel.plan import DTYPES, ParallelPlan
 from xscale.parallel.sharded import ShardedParameter, sharded_parameters
 from xscale.train.batches import MicroBatches
-from xscale.train.beam_search import beam_search
+from xscale.train.beam_search import PenaltyForm, beam_search
 from xscale.train.budget_curve import budget_curve, gate_budgets
 from xscale.train.evaluate import Evaluation, evaluate
 from xscale.train.exit_curve import exit_curve, stack_with_exits
@@ -147,6 +147,7 @@ def generate_text(
     *,
     beams: int = 1,
     length_penalty: float = 0.6,
+    penalty_form: PenaltyForm = "wu",
     plugins: bool = False,
     exits: bool = True,
 ) -> str:
@@ -176,12 +177,13 @@ def generate_text(
     ids, source = torch.tensor(prompt_ids, device=device), None
     if traits.source:
         source = torch.tensor(objective.source_of(prompt_ids), device=device)
-        ids = torch.tensor([tokenizer.pad], device=device)
+        ids = torch.tensor([objective.start], device=device)
     # Nothing trains this model afterwards, so what it caches may be good for inference alone, which costs less.
     with torch.inference_mode(loaded.mesh.rank_info.is_single_process):
         shared: dict[str, Any] = {"end": tokenizer.eos, "source": source, "window": window}
         if beams > 1:
-            hypotheses = beam_search(loaded.model, ids, tokens, beams=beams, length_penalty=length_penalty, **shared)
+            shared |= {"length_penalty": length_penalty, "penalty_form": penalty_form}
+            hypotheses = beam_search(loaded.model, ids, tokens, beams=beams, **shared)
             written = list(hypotheses[0].ids)
         else:
             sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}

@@ -27,7 +27,20 @@ FIXED = (
     "run.seed",
     "optimizer.kind",
     "train.batch_size",
-    *(f"data.{key}" for key in ("source", "tokenizer", "prepared", "blend", "validation", "shuffle")),
+    *(
+        f"data.{key}"
+        for key in (
+            "source",
+            "tokenizer",
+            "prepared",
+            "blend",
+            "blend_rates",
+            "blend_limit",
+            "blend_temperature",
+            "validation",
+            "shuffle",
+        )
+    ),
     *(f"data.{key}" for key in ("sequence_length", "max_source_length", "max_target_length")),
 )
 """Keys that must not change when a run resumes."""

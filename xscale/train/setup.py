@@ -100,8 +100,15 @@ def check_machine(settings: Settings, invalid: Collection[str] = ()) -> list[Pro
 
 def special_tokens_of(tokenizer: Tokenizer) -> SpecialTokens:
     """The ids that objectives need."""
+    pieces = enumerate(tokenizer.token_bytes())
     return SpecialTokens(
-        tokenizer.vocabulary, tokenizer.pad, tokenizer.eos, tokenizer.mask, tokenizer.sentinels, tokenizer.bos
+        tokenizer.vocabulary,
+        tokenizer.pad,
+        tokenizer.eos,
+        tokenizer.mask,
+        tokenizer.sentinels,
+        tokenizer.bos,
+        frozenset(token for token, piece in pieces if piece.rstrip().endswith(b".")),
     )
 
 

@@ -123,6 +123,23 @@ def both(ffn: Any, depth: int = 2, rules: Any = (), mixer: Any = PLAIN, **rest: 
     return {"kind": "encoder_decoder", "width": 32, "encoder": stack, "decoder": stack, "position": "none", **rest}
 
 
+def bart(**rest: Any) -> dict[str, Any]:
+    norm = {"kind": "layer", "eps": 1e-5}
+    stacks = {
+        name: {
+            "depth": depth,
+            "block": {
+                "mixer": {**BIASED, "heads": heads},
+                "ffn": {"kind": "dense", "hidden": hidden, "bias": True, "activation": "gelu"},
+                "norm": norm,
+                "placement": "post",
+            },
+        }
+        for name, depth, heads, hidden in (("encoder", 2, 4, 48), ("decoder", 3, 2, 40))
+    }
+    return {"kind": "encoder_decoder", "width": 32, "position": "learned", "embedding_norm": norm, **stacks, **rest}
+
+
 T5 = {
     "mixer": {**PLAIN, "scale": 1.0},
     "position": {"kind": "relative", "buckets": 18, "distance": 20, "shared": True},
@@ -203,6 +220,8 @@ SECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "switch_transformers",
         both(DENSE, 3, [{"every": 3, "at": 1, "ffn": SWITCH}], **T5),
     ),
+    "bart": ("bart", bart()),
+    "bart with scaled embeddings": ("bart", bart(scale_embeddings=True)),
     "switch": ("switch_transformers", both(DENSE, 4, [{"every": 2, "at": 1, "ffn": SWITCH}])),
 }
 """Name -> architecture and `model` section."""

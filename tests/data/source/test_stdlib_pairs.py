@@ -1,6 +1,7 @@
 """Functions and their summaries: pairs of real code and text, the same each time, on every machine."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,18 @@ def test_the_python_is_part_of_the_identity(monkeypatch: pytest.MonkeyPatch) -> 
     before = source.identity()
     monkeypatch.setattr("platform.python_version", lambda: "4.0.0")
     assert before != source.identity()
+
+
+def test_several_tasks_have_their_names_before_their_sources() -> None:
+    plain, tasks = StdlibPairs(StdlibPairs.Config()), StdlibPairs(StdlibPairs.Config(tasks=("summary", "name")))
+    assert "tasks" not in plain.identity(), "data of one task is found where it was prepared before"
+    (byte_range,) = [each for each in plain.byte_ranges() if each.file.endswith("/textwrap.py")]
+    pairs, documents = list(plain.read(byte_range)), list(tasks.read(byte_range))
+    assert len(documents) == 2 * len(pairs) > 4
+    for pair, summary, name in zip(pairs, documents[::2], documents[1::2], strict=True):
+        assert (summary.text, summary.target) == (f"summary: {pair.text}", pair.target)
+        assert name.target is not None
+        assert pair.text.startswith(f"def {name.target}(")
+        assert name.text.startswith("name: def _(")
+        assert not re.search(rf"\b{name.target}\b", name.text)
+    assert len({each.name for each in documents}) == len(documents)

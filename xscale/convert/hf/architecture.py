@@ -56,6 +56,8 @@ class ModelSizes:
     length: int
     pad: int = 0
     """Padding id, after which some architectures start to count positions."""
+    eos: int = 2
+    """End-of-text id, from which some architectures start to write."""
 
 
 Data = dict[str, Any]
@@ -95,6 +97,8 @@ class Architecture:
     """Return the config without expert capacity, which an export removes; used to compare logits."""
     inputs: Callable[[Any, Tensor], dict[str, Tensor]] = lambda config, ids: {}
     """Inputs of the library's model besides ids [B, T], for the comparison of the logits."""
+    objective: str | None = None
+    """Objective of an imported run if no config is given; None: the usual one of the model's kind."""
     keeps_z_loss: bool = False
     """Whether config.json has a weight of the router's z-loss."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -176,15 +180,21 @@ def uniform_block(stack: Any, require: Requirements, path: str) -> Any:
 
 
 def classic_block(
-    config: Any, placement: str, require: Requirements, *, position: str = "learned", mixer_bias: bool = True
+    config: Any,
+    placement: str,
+    require: Requirements,
+    stack: str = "stack",
+    *,
+    position: str = "learned",
+    mixer_bias: bool = True,
 ) -> Any:
     """Return the block of GPT-2, BERT and similar models, which differ in `placement`; None if a part differs.
 
     They have positions of that kind, layer norm, dense softmax attention and a dense ffn, with biases everywhere,
     unless `mixer_bias` is false.
     """
-    at = "model.stack.block"
-    block = uniform_block(config.stack, require, "model.stack")
+    at = f"model.{stack}.block"
+    block = uniform_block(getattr(config, stack), require, f"model.{stack}")
     require.one_of("model.position", config.position.kind, position)
     require.one_of(f"{at}.placement", block.placement, placement)
     require.one_of(f"{at}.norm", block.norm.kind, "layer")

@@ -56,7 +56,8 @@ def export_model(
     if kept is None or kept.had_tokenizer:
         tokenizer = tokenizer_of(path, config["data"])
     special = special_ids(tokenizer, config["data"]) if kept is None else kept.ids
-    sizes = ModelSizes(table.shape[0], config["data"]["sequence_length"], special.get("pad_token_id") or 0)
+    pad, eos = special.get("pad_token_id") or 0, special.get("eos_token_id")
+    sizes = ModelSizes(table.shape[0], config["data"]["sequence_length"], pad, eos if isinstance(eos, int) else 2)
     chosen, data = select_architecture(model, sizes, architecture)
     data = special | data if kept is None else data | special
     part = out.with_name(f".{out.name}.writing")

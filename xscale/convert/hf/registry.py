@@ -11,6 +11,7 @@ from xscale.convert.hf.architecture import (
     Section,
     require_features,
 )
+from xscale.convert.hf.bart import BART
 from xscale.convert.hf.bert import BERT, BIG_BIRD, ROBERTA
 from xscale.convert.hf.deberta import DEBERTA_V2
 from xscale.convert.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
@@ -50,6 +51,7 @@ ARCHITECTURES = (
     XLNET,
     T5,
     SWITCH,
+    BART,
 )
 """In the order in which they are tried."""
 LENGTH = 512

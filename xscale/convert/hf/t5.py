@@ -65,6 +65,7 @@ class T5Family:
 
     def to_hf(self, config: Any, sizes: ModelSizes, require: Requirements) -> Data:
         require.one_of("model.position", config.position.kind, "relative", "none")
+        require.one_of("model.embedding_norm", config.embedding_norm, None)
         if self.sparse:
             # An untied head unties the library's three embedding tables too.
             require.one_of("model.tied", config.tied, True)

@@ -32,6 +32,8 @@ class PairSource(FileSource):
         """The key or column of the text that the model reads."""
         target_field: str = "target"
         """The key or column of the text that the model writes."""
+        prefix: str = ""
+        """Text that is put before each source and names the task, such as `summarize: ` (Raffel et al. 2020, T5)."""
         longest: int = pydantic.Field(default=16 << 20, ge=1)
         """Longest allowed line, in bytes."""
 
@@ -57,6 +59,13 @@ class PairSource(FileSource):
             writer.writeheader()
             writer.writerows(rows)
         return cls.Config(paths=(str(folder),))
+
+    def identity(self) -> dict[str, Any]:
+        data = super().identity()
+        # Data that was prepared before there was a prefix is that without one.
+        if not data["prefix"]:
+            del data["prefix"]
+        return data
 
     def byte_ranges(self) -> list[ByteRange]:
         key = "data.source.paths"
@@ -152,7 +161,7 @@ class PairSource(FileSource):
 
     def _pair(self, data: dict[str, Any], bad: Bad) -> tuple[str, str]:
         source, target = (self._text(data, key, bad) for key in ("source_field", "target_field"))
-        return source, target
+        return self.config.prefix + source, target
 
     def _text(self, data: dict[str, Any], key: str, bad: Bad) -> str:
         name = getattr(self.config, key)

@@ -9,13 +9,16 @@ import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import pydantic
 
 from xscale.data import files
 from xscale.data.source.source import SOURCES, ByteRange, Document, Source, SourceTraits
 from xscale.data.source.stdlib import Stdlib
 
 DEFINITION = re.compile(r"^([ \t]*)(?:async[ \t]+)?def[ \t]+\w")
+NAME = re.compile(r"def[ \t]+(\w+)")
 DOCSTRING = re.compile(r"[rR]?[\"']")
 
 
@@ -23,8 +26,17 @@ DOCSTRING = re.compile(r"[rR]?[\"']")
 class StdlibPairs(Source):
     """A function without its docstring -> the docstring's first paragraph (as in Husain et al. 2019, CodeSearchNet)."""
 
+    class Config(Source.Config):
+        tasks: tuple[Literal["summary", "name"], ...] = pydantic.Field(default=("summary",), min_length=1)
+        """summary: a function -> its docstring's first paragraph. name: a function whose name is replaced by `_` -> its
+        name. With several tasks each source begins with that of its pair, such as `summary: `, as in T5."""
+
     def identity(self) -> dict[str, Any]:
-        return {**super().identity(), "python": platform.python_version()}
+        data = super().identity()
+        # Data that was prepared before there was a choice has one task.
+        if self.config.tasks == ("summary",):
+            del data["tasks"]
+        return {**data, "python": platform.python_version()}
 
     def byte_ranges(self) -> list[ByteRange]:
         return Stdlib(Stdlib.Config(tests=False)).byte_ranges()
@@ -39,7 +51,17 @@ class StdlibPairs(Source):
             return
         for number, line in enumerate(lines):
             if (definition := DEFINITION.match(line)) and (pair := _pair(lines, number, len(definition[1]))):
-                yield Document(f"{name}:{number + 1}", *pair)
+                yield from self._documents(f"{name}:{number + 1}", *pair)
+
+    def _documents(self, name: str, code: str, summary: str) -> Iterator[Document]:
+        tasks = self.config.tasks
+        for task in tasks:
+            text, target = code, summary
+            if task == "name":
+                target = NAME.search(code)[1]  # type: ignore[index]
+                text = re.sub(rf"\b{target}\b", "_", code)
+            several = len(tasks) > 1
+            yield Document(f"{name}:{task}" if several else name, f"{task}: {text}" if several else text, target)
 
 
 def _pair(lines: list[str], first: int, indent: int) -> tuple[str, str] | None:

@@ -1,16 +1,18 @@
 """Vaswani et al. 2017; Raffel et al. 2020: an encoder reads the source, a causal decoder writes the target."""
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import Slot
 from xscale.core.errors import Problem
 from xscale.nn.head import Head
 from xscale.nn.layer_mix import LayerMix
 from xscale.nn.model.embed import Embed
 from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, model_dims
 from xscale.nn.module import name_modules
+from xscale.nn.norm import NORMS, Norm
 from xscale.nn.stack import Stack, StackConfig
 from xscale.nn.t_fixup import check_mixers, init_by_t_fixup
 from xscale.nn.tokens import Tokens
@@ -26,6 +28,8 @@ class EncoderDecoder(Model):
         scale_head: bool = False
         """Whether the head's input is divided by sqrt(width), as T5 does, whose head is tied (Raffel et al. 2020)."""
 
+        embedding_norm: Annotated[Norm.Config, Slot(NORMS)] | None = None
+        """Norm of the embeddings of each side, before their dropout (as in BART, Lewis et al. 2020); null: none."""
         transparent: bool = False
         """Whether each decoder block attends to a learned mix of the encoder's embeddings and of the outputs of all its
         blocks, in place of the last one's (Bapna et al. 2018); the encoder's final norm is applied to each."""
@@ -41,8 +45,8 @@ class EncoderDecoder(Model):
         super().__init__()
         reading = model_dims(config, vocabulary, length, causal=False)
         writing = model_dims(config, vocabulary, length, causal=True)
-        self.source = Embed(config, reading)
-        self.target = Embed(config, writing, self.source.table)
+        self.source = Embed(config, reading, norm=config.embedding_norm)
+        self.target = Embed(config, writing, self.source.table, norm=config.embedding_norm)
         mix = None
         if config.transparent:
             mix = LayerMix(config.encoder.depth + 1, config.decoder.depth, config.transparent_dropout)

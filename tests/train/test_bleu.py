@@ -1,0 +1,61 @@
+"""BLEU of a run on pairs: that of sacrebleu on what beam search writes, and the BLEU of copying the source."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.test_load_run import call
+from tests.train.test_pairs import asked, pairs_file
+from tests.train.tiny import recipe, run
+from xscale.core.errors import EXIT_DONE, ConfigError
+from xscale.train import bleu
+from xscale.train.load_run import generate_text
+
+sacrebleu = pytest.importorskip("sacrebleu", reason="sacrebleu is not installed")
+
+
+def test_corpus_bleu_is_that_of_sacrebleu() -> None:
+    hypotheses = ["the cat is on the mat", "there is a dog in the garden today"]
+    references = ["the cat sat on the mat", "there is a dog in the garden"]
+    score, signature = bleu.corpus_bleu(hypotheses, references)
+    assert score == sacrebleu.corpus_bleu(hypotheses, [references]).score > 50
+    assert signature.startswith("nrefs:1|case:mixed")
+
+
+@pytest.mark.long
+def test_texts_are_those_that_beam_search_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(asked(tmp_path, train={"steps": 4}, data={"validation": 0.0})) == EXIT_DONE
+    file = pairs_file(tmp_path)
+    compared: list[tuple[list[str], list[str]]] = []
+
+    def corpus_bleu(hypotheses: list[str], references: list[str]) -> tuple[float, str]:
+        compared.append((hypotheses, references))
+        return float(len(compared)), "signature"
+
+    monkeypatch.setattr(bleu, "corpus_bleu", corpus_bleu)
+    output = call("eval", tmp_path / "run", "--bleu", "--beams", 2, "--data", file, "--sequences", 5)
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
+    assert result == {"step": 4, "pairs": 5, "bleu": 2.0, "source_bleu": 3.0, "signature": "signature"}
+    rows = [json.loads(line) for line in Path(file).read_text().splitlines()][:5]
+    # The first two sources are truncated before their end.
+    prompts = [row["code"][:19] for row in rows]
+    references = [row["doc"] for row in rows]
+    written = [generate_text(tmp_path / "run", prompt, 12, 0.0, None, 0, beams=2) for prompt in prompts]
+    assert compared[1:] == [(written, references), ([row["code"] for row in rows], references)]
+    assert any(written)
+
+
+def test_what_has_no_bleu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"--beams: it is that of the search for BLEU"):
+        call("eval", tmp_path, "--beams", 2)
+    assert run(recipe(tmp_path, train={"steps": 1})) == EXIT_DONE
+    with pytest.raises(ConfigError, match=r"--bleu: the objective causal has no pairs"):
+        call("eval", tmp_path / "run", "--bleu")
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
+    with pytest.raises(
+        ConfigError, match=r"sacrebleu, which is not installed. Install it: pip install 'xscale\[bleu\]'"
+    ):
+        call("eval", tmp_path / "run", "--bleu")

@@ -1,0 +1,110 @@
+"""BLEU (Papineni et al. 2002) of the targets that a run writes by beam search, computed by sacrebleu (Post 2018)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from xscale.core.errors import ConfigError
+from xscale.data.blend import BlendedDataset
+from xscale.data.pairs import PairDataset
+from xscale.parallel import precision
+from xscale.parallel.plan import DTYPES
+from xscale.train.beam_search import beam_search
+from xscale.train.generate import lay_out_matrices
+from xscale.train.load_run import LoadedRun, evaluation_data, load_run
+
+
+@dataclass(frozen=True)
+class Bleu:
+    """BLEU of a run on pairs, from 0 to 100."""
+
+    step: int
+    pairs: int
+    bleu: float
+    source_bleu: float
+    """BLEU of the sources as they stand, which a model that copies would have."""
+    signature: str
+    """Settings of sacrebleu, which belong to a published number."""
+
+
+def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
+    """Return the BLEU of texts with one reference each, and the signature. ConfigError without sacrebleu."""
+    try:
+        from sacrebleu.metrics import BLEU
+    except ImportError:
+        fix = "Install it: pip install 'xscale[bleu]'."
+        raise ConfigError("--bleu", "it is computed by sacrebleu, which is not installed", fix) from None
+    metric = BLEU()
+    score = metric.corpus_score(list(hypotheses), [list(references)])
+    return float(score.score), str(metric.get_signature())
+
+
+def evaluate_bleu(
+    folder: Path,
+    sequences: int | None,
+    *,
+    beams: int = 4,
+    length_penalty: float = 0.6,
+    source: str | None = None,
+    plugins: bool = False,
+) -> Bleu:
+    """Write the targets of the run's first `sequences` validation pairs, or of those in `source`; None: of all.
+
+    On one process. ConfigError for a run without pairs, and without sacrebleu before anything is computed.
+    """
+    corpus_bleu(["a"], ["a"])
+    loaded = load_run(folder, plugins=plugins)
+    if not loaded.settings.has_pairs:
+        what = f"the objective {loaded.settings.objective.kind} has no pairs of a source and a target"
+        raise ConfigError("--bleu", what, "Use the run of seq2seq.")
+    if not loaded.mesh.rank_info.is_single_process:
+        raise ConfigError("--bleu", "beam search runs on one process", "Start one.")
+    with evaluation_data(loaded, source) as data:
+        if data is None:
+            raise ConfigError(str(folder), "the run has no validation documents", "Give other pairs with --data.")
+        dataset: Any = data.batches.loader.data
+        texts = [_pair(dataset, index) for index in range(data.count(sequences))]
+        objective = data.objective
+    decode = loaded.tokenizer.decode
+    hypotheses = _written(loaded, objective, [ids for ids, _ in texts], beams, length_penalty)
+    references = [decode(target) for _, target in texts]
+    score, signature = corpus_bleu([decode(ids) for ids in hypotheses], references)
+    of_sources, _ = corpus_bleu([decode(ids) for ids, _ in texts], references)
+    return Bleu(loaded.step, len(texts), score, of_sources, signature)
+
+
+def _pair(dataset: PairDataset | BlendedDataset, index: int) -> tuple[list[int], list[int]]:
+    if isinstance(dataset, BlendedDataset):
+        number, within = dataset.locate(index)
+        blended: Any = dataset.datasets[number]
+        return _pair(blended, within)
+    return dataset.pair(index)
+
+
+def _written(
+    loaded: LoadedRun, objective: Any, sources: list[list[int]], beams: int, length_penalty: float
+) -> list[tuple[int, ...]]:
+    """Search the target of each source, which is truncated as in training."""
+    settings, device = loaded.settings, loaded.mesh.device
+    precision.cast_parameters(loaded.model, DTYPES[settings.precision.compute], DTYPES[settings.precision.master])
+    lay_out_matrices(loaded.model)
+    prompt = torch.tensor([objective.start], device=device)
+    results = []
+    with torch.inference_mode():
+        for ids in sources:
+            read = objective.source_of(ids[: settings.data.source_length - 1])
+            hypotheses = beam_search(
+                loaded.model,
+                prompt,
+                settings.data.target_length,
+                end=loaded.tokenizer.eos,
+                beams=beams,
+                length_penalty=length_penalty,
+                source=torch.tensor(read, device=device),
+                window=settings.data.sequence_length,
+            )
+            results.append(hypotheses[0].ids)
+    return results
