@@ -4,7 +4,7 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -14,33 +14,38 @@ from torch import Tensor
 from xscale.core.errors import ConfigError
 from xscale.data.blend import BlendedDataset, open_blend
 from xscale.data.config import DataConfig
+from xscale.data.labelled import LabelledDataset
 from xscale.data.packed import PackedDataset
 from xscale.data.pairs import PairDataset
 from xscale.data.prepared import PreparedData, open_prepared
+from xscale.data.source.source import Labels
 from xscale.data.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Samples:
     """B samples of T + 1 tokens, of which the last T are the targets of the first T; or of pairs, with S tokens of the
-    source before T of the target."""
+    source before T of the target; or of labelled examples of T tokens."""
 
     tokens: Tensor
-    """[B, T+1] or [B, S+T] int64."""
+    """[B, T+1], [B, S+T] or [B, T] int64."""
     documents: Tensor
     """Documents of the tokens, in their shape: 0, 1, 2, ... within each sample; an end-of-document token belongs to the
-    document it ends. In pairs 0 is text, and 1 padding."""
+    document it ends. In pairs and labelled examples 0 is text, and 1 padding."""
     index: Tensor
     """[B] int64: the number of each sample in the run."""
+    labels: Tensor | None = None
+    """Of labelled examples [B, 1] classes (int64) or scores (float64), or [B, T] tags (int64) with -100 for none."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
 
 class SampleDataset(Protocol):
-    """A dataset with random access: `PackedDataset`, `PairDataset` or `BlendedDataset`."""
+    """A dataset with random access: `PackedDataset`, `PairDataset`, `LabelledDataset` or `BlendedDataset`."""
 
-    def sample(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
+    def sample(self, index: int) -> tuple[NDArray[Any], ...]:
+        """Return the tokens and documents of a sample, and then its labels if it has any."""
 
     def __len__(self) -> int: ...
 
@@ -57,14 +62,15 @@ class Loader:
         """Return the samples [first, first + count) of the run; ConfigError when a token is out of range."""
         assert count > 0, "a batch of no samples"
         drawn = [self.data.sample(index) for index in range(first, first + count)]
-        tokens = np.stack([tokens for tokens, _ in drawn])
+        tokens, documents, *labels = (np.stack(arrays) for arrays in zip(*drawn, strict=True))
         if self.vocabulary is not None and (tokens.max() >= self.vocabulary or tokens.min() < 0):
             what = f"the data contains token {tokens.max()}, but the tokenizer's vocabulary is {self.vocabulary}"
             raise ConfigError("data.tokenizer", what, "Use the tokenizer with which the data was written.")
         return Samples(
             tokens=torch.from_numpy(tokens),
-            documents=torch.from_numpy(np.stack([documents for _, documents in drawn])),
+            documents=torch.from_numpy(documents),
             index=torch.arange(first, first + count),
+            labels=torch.from_numpy(labels[0]) if labels else None,
         )
 
     def stream(self, requests: Iterable[tuple[int, int]], *, ahead: int = 2) -> Iterator[Samples]:
@@ -128,11 +134,27 @@ class Corpus:
         return self.sets[0].pairs
 
     @property
+    def records(self) -> Literal["text", "pairs", "labels"]:
+        """Content of the documents, as the trait of sources."""
+        return self.sets[0].records
+
+    @property
+    def labels(self) -> Labels | None:
+        """The labels of labelled examples; None: there are none."""
+        return self.sets[0].labels
+
+    @property
     def pair_datasets(self) -> list[PairDataset]:
         """The datasets of pairs for training; none without pairs."""
         data = self.train.data
         datasets = data.datasets if isinstance(data, BlendedDataset) else [data]
         return [dataset for dataset in datasets if isinstance(dataset, PairDataset)]
+
+    @property
+    def labelled_datasets(self) -> list[LabelledDataset]:
+        """The labelled datasets for training, and after them that for validation; none without labels."""
+        loaders = [self.train, *([] if self.validation is None else [self.validation])]
+        return [loader.data for loader in loaders if isinstance(loader.data, LabelledDataset)]
 
 
 def open_corpus(config: DataConfig, *, seed: int) -> Corpus:
@@ -155,6 +177,8 @@ def _dataset(
 ) -> SampleDataset | None:
     shuffle = config.shuffle and part == "train"
     datasets: list[PackedDataset | PairDataset] = []
+    if sets[0][0].labels is not None:
+        return _labelled_dataset(config, sets[0][0], part, seed)
     weights: list[float] = []
     for prepared, weight in sets:
         split = prepared.train if part == "train" else prepared.validation
@@ -168,3 +192,17 @@ def _dataset(
     if not datasets:
         return None
     return datasets[0] if len(datasets) == 1 else BlendedDataset(datasets, weights)
+
+
+def _labelled_dataset(
+    config: DataConfig, prepared: PreparedData, part: Literal["train", "validation"], seed: int
+) -> LabelledDataset | None:
+    split = prepared.train if part == "train" else prepared.validation
+    if split is None:
+        return None
+    assert split.labels is not None
+    assert prepared.labels is not None
+    shuffle = config.shuffle and part == "train"
+    return LabelledDataset(
+        split.indexed, split.labels, prepared.labels, config, prepared.tokenizer, seed=seed, shuffle=shuffle
+    )

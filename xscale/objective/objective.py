@@ -13,8 +13,8 @@ from xscale.core.registry import Family
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.tokens import Tokens
 
-Samples = Literal["packed", "pairs"]
-"""Kinds of samples: packed text; pairs of a source and a target, each padded to its length."""
+Samples = Literal["packed", "pairs", "labels"]
+"""Kinds of samples: packed text; pairs of a source and a target, or labelled examples, each padded to its length."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class ObjectiveTraits:
     """Kind of the samples: packed text, pairs of a source and a target, or another one that `Samples` names."""
 
     @property
-    def records(self) -> Literal["text", "pairs"]:
+    def records(self) -> Literal["text", "pairs", "labels"]:
         """Content of the documents of which the samples are made, which is a trait of sources."""
-        return "pairs" if self.samples == "pairs" else "text"
+        return "text" if self.samples == "packed" else self.samples
 
 
 @dataclass(frozen=True)
