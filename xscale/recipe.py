@@ -15,6 +15,7 @@ from xscale.core.registry import Family
 from xscale.data.source.source import SOURCES
 from xscale.mesh import axes
 from xscale.nn.attention.core import CORES, Core
+from xscale.nn.class_head import ClassHead
 from xscale.nn.exits import Exits
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, Mixer
@@ -30,7 +31,7 @@ from xscale.optim.optimizer.optimizer import OPTIMIZERS
 from xscale.optim.schedule import SCHEDULES
 from xscale.parallel.pipeline.check import check_micro_batches
 from xscale.parallel.plan import ParallelPlan
-from xscale.train.settings import Settings, build_on_meta, pairs_problem
+from xscale.train.settings import RECORDS, Settings, build_on_meta, labels_problems, records_problem
 from xscale_kernels.select import unknown
 
 
@@ -66,8 +67,10 @@ class Recipe(Settings):
             problems += _check_two_stage(model, self.optimizer.groups, names)
         if model is not None and not self.data.cross_documents:
             problems += _check_documents(model)
-        if model is not None and valid("objective") and OBJECTIVES.of(self.objective).traits.samples == "pairs":
+        if model is not None and valid("objective") and OBJECTIVES.of(self.objective).traits.samples != "packed":
             problems += _check_padding(model)
+        if model is not None and valid("objective") and isinstance(getattr(model, "head", None), ClassHead):
+            problems += _check_exits(model)
         if valid("parallel", "precision"):
             problems += ParallelPlan(self.parallel, self.precision, self.data.sequence_length).check(model, world)
         fitting = axes.checkable_world(self.parallel.mesh, world)
@@ -117,31 +120,39 @@ class Recipe(Settings):
         model, objective = MODELS.of(self.model), OBJECTIVES.of(self.objective)
         problems = list(objective.part.check(self.objective, None, self.data.source_length, "objective"))
         able, needs = model.traits, objective.traits
-        if (able.causal, able.source) != (needs.causal, needs.source):
+        if needs.causal not in (None, able.causal) or able.source != needs.source:
             kind = "reads a source sequence" if needs.source else "reads one sequence"
-            side = "is causal" if needs.causal else "is bidirectional"
-            what = f"'{objective.name}' needs a model that {kind} and {side}; '{model.name}' is not one"
-            models = ", ".join(MODELS.able(causal=needs.causal, source=needs.source))
-            objectives = ", ".join(OBJECTIVES.able(causal=able.causal, source=able.source))
+            side = {True: " and is causal", False: " and is bidirectional", None: ""}[needs.causal]
+            what = f"'{objective.name}' needs a model that {kind}{side}; '{model.name}' is not one"
+            sides = {} if needs.causal is None else {"causal": needs.causal}
+            models = ", ".join(MODELS.able(source=needs.source, **sides))
+            either = OBJECTIVES.able(causal=None, source=able.source)
+            objectives = ", ".join(sorted([*OBJECTIVES.able(causal=able.causal, source=able.source), *either]))
             fix = f"It goes with {models}; '{model.name}' goes with {objectives}."
             problems.append(Problem("objective", what, fix))
-        return problems + self._check_pairs()
+        problems += objective.part.check_model(self.objective, causal=able.causal, path="objective")
+        return problems + self._check_samples()
 
-    def _check_pairs(self) -> list[Problem]:
-        """List where the objective and the data differ in whether samples are pairs of a source and a target."""
+    def _check_samples(self) -> list[Problem]:
+        """List where the objective and the data differ in what samples are."""
         objective, data, problems = OBJECTIVES.of(self.objective), self.data, list[Problem]()
         source = SOURCES.of(data.source)
-        if data.prepared is None and not data.blend and source.traits.records != objective.traits.records:
-            problems.append(pairs_problem("data.source", objective.name, f"source '{source.name}'"))
+        if data.prepared is None and not data.blend:
+            where, labels = f"source '{source.name}'", source.part.labels(data.source)
+            if source.traits.records != objective.traits.records:
+                problems.append(records_problem("data.source", objective.name, where, source.traits.records))
+            elif labels is not None:
+                problems += labels_problems(self, labels, where)
         for key in ("max_source_length", "max_target_length"):
             length, path = getattr(data, key), f"data.{key}"
             if length is not None and objective.traits.samples != "pairs":
-                what = f"objective '{objective.name}' reads packed text, of which data.sequence_length is the length"
+                text = "packed text" if objective.traits.samples == "packed" else "examples"
+                what = f"objective '{objective.name}' reads {text}, of which data.sequence_length is the length"
                 problems.append(Problem(path, what, "Leave it out."))
             elif length is not None and length > data.sequence_length:
                 what = f"{length} exceeds data.sequence_length={data.sequence_length}, the longest that the model takes"
                 problems.append(Problem(path, what, f"Take at most {data.sequence_length}, or a longer one there."))
-        if objective.traits.samples != "pairs":
+        if objective.traits.samples == "packed":
             return problems
         if data.cross_documents:
             what = f"'{objective.name}' hides padding as a document of its own"
@@ -149,8 +160,11 @@ class Recipe(Settings):
         if data.source_length < 2:
             what = "a source needs two tokens, one of text and one that ends it"
             problems.append(Problem("data.sequence_length", what, "Take at least 2."))
+        if objective.traits.samples == "labels" and data.sequence_length < 5:
+            what = "two texts need five tokens: one that begins them, and each one of text and one that ends it"
+            problems.append(Problem("data.sequence_length", what, "Take at least 5."))
         if "data.sequence_length" in self.run.allow_changed:
-            what = "pairs are not split anew by another length: each stays a sample"
+            what = f"{RECORDS[objective.traits.records]} are not split anew by another length: each stays a sample"
             problems.append(Problem("run.allow_changed", what, "Leave data.sequence_length out of it."))
         return problems
 
@@ -186,8 +200,16 @@ def _unused_position(settings: Settings) -> list[Problem]:
     return [Problem("model.position", what, "Take one that acts on the embeddings: learned or sinusoidal; or none.")]
 
 
+def _check_exits(model: nn.Module) -> list[Problem]:
+    """List the heads that would predict tokens beside a head of classes."""
+    if not any(isinstance(module, Exits) for module in model.modules()):
+        return []
+    what = "the heads of exits predict tokens, and the objective's labels are classes or scores of examples"
+    return [Problem("model.stack.exits", what, "Take null, or an objective on tokens.")]
+
+
 def _check_padding(model: nn.Module) -> list[Problem]:
-    """List the parts for which the padding of pairs would count."""
+    """List the parts for which the padding of pairs and of labelled examples would count."""
     paths: dict[str, str] = {}
     for path, module in model.named_modules():
         averages = isinstance(module, Module) and module.averages_tokens
@@ -196,7 +218,7 @@ def _check_padding(model: nn.Module) -> list[Problem]:
     return [
         Problem(
             f"model ({path})",
-            f"in {name} the tokens of a micro-batch compete or are averaged, and padding of pairs would be among them",
+            f"in {name} the tokens of a micro-batch compete or are averaged, and padding would be among them",
             "Take a part whose output for a token depends on its document alone, or an objective on packed text.",
         )
         for name, path in paths.items()

@@ -35,7 +35,7 @@ class Samples:
     index: Tensor
     """[B] int64: the number of each sample in the run."""
     labels: Tensor | None = None
-    """Of labelled examples [B, 1] classes (int64) or scores (float64), or [B, T] tags (int64) with -100 for none."""
+    """Labels of examples: classes [B, 1] (int64), scores [B, 1] (float64) or tags [B, T] (int64, -100: none)."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -149,12 +149,6 @@ class Corpus:
         data = self.train.data
         datasets = data.datasets if isinstance(data, BlendedDataset) else [data]
         return [dataset for dataset in datasets if isinstance(dataset, PairDataset)]
-
-    @property
-    def labelled_datasets(self) -> list[LabelledDataset]:
-        """The labelled datasets for training, and after them that for validation; none without labels."""
-        loaders = [self.train, *([] if self.validation is None else [self.validation])]
-        return [loader.data for loader in loaders if isinstance(loader.data, LabelledDataset)]
 
 
 def open_corpus(config: DataConfig, *, seed: int) -> Corpus:

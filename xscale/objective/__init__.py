@@ -1,6 +1,7 @@
 """Training objectives: they turn packed samples into inputs and targets, and compute the loss."""
 
 from xscale.objective import (
+    labelled,
     masked,
     objective,
     seq2seq,
@@ -8,6 +9,7 @@ from xscale.objective import (
 )
 
 __all__ = [
+    "labelled",
     "masked",
     "objective",
     "seq2seq",

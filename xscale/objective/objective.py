@@ -21,19 +21,33 @@ Samples = Literal["packed", "pairs", "labels"]
 class ObjectiveTraits:
     """Requirements of an objective on the model, and its properties."""
 
-    causal: bool
-    """Needs a causal model; otherwise a bidirectional one."""
+    causal: bool | None
+    """Needs a causal model; otherwise a bidirectional one; None: either."""
     source: bool
     """Needs a model that reads a source sequence."""
     random: bool
     """Corrupts inputs at random, seeded by the sample's number, so that every layout corrupts the same tokens."""
     samples: Samples = "packed"
     """Kind of the samples: packed text, pairs of a source and a target, or another one that `Samples` names."""
+    labels: Literal["class", "score", "tags"] | None = None
+    """Kind of the labels of labelled examples; None: the samples are no labelled examples."""
 
     @property
     def records(self) -> Literal["text", "pairs", "labels"]:
         """Content of the documents of which the samples are made, which is a trait of sources."""
         return "text" if self.samples == "packed" else self.samples
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """The head that an objective puts in place of the language-model head."""
+
+    outputs: int
+    """Classes, or 1 for a score."""
+    scores: bool = False
+    """Whether the output is a score, and not the logit of a class."""
+    dense: bool = False
+    """Whether a dense layer with tanh precedes the outputs."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +68,7 @@ class Batch:
 
     tokens: Tokens
     targets: Tensor
-    """[B, T] token ids; -100 is ignored."""
+    """[B, T] ids of tokens or classes, or scores (float64); -100 is ignored."""
     source: Tokens | None = None
     counted: int | None = None
     """`weight`, where it was counted before the batch went to a device; None: not counted yet."""
@@ -89,12 +103,27 @@ class Objective:
         """List the problems with samples of `length` tokens; `specials` is None before the tokenizer is known."""
         return []
 
+    @classmethod
+    def check_model(cls, config: Any, *, causal: bool, path: str) -> list[Problem]:
+        """List the problems with a model that is causal, or bidirectional."""
+        return []
+
+    @classmethod
+    def head_sizes(cls, config: Any) -> HeadSizes | None:
+        """Return the head that takes the place of the language-model head; None: that one stays."""
+        return None
+
+    def metrics(self, predicted: Tensor, targets: Tensor) -> dict[str, float]:
+        """Return the metrics of predicted classes or scores [N] by name, of an objective with a head of its own."""
+        raise NotImplementedError
+
     def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
-        """Make a batch of packed samples, or of pairs.
+        """Make a batch of packed samples, of pairs, or of labelled examples.
 
         `tokens` are [B, T+1], `documents` the number of each token's document (None: attention may cross documents),
         `index` [B] the samples' numbers. Pairs are [B, S+T], S being `length`, and their documents are 0 for text and 1
-        for padding. `fields` are further fields of `Tokens`: rng_seed, aux_loss_weight, stats, label_smoothing.
+        for padding. Labelled examples are [B, T], with such documents and `labels`. `fields` are further fields of
+        `Tokens`: rng_seed, aux_loss_weight, stats, label_smoothing.
         """
         raise NotImplementedError
 

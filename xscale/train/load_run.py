@@ -267,7 +267,10 @@ def _evaluate(loaded: LoadedRun, folder: Path, sequences: int | None, source: st
     with evaluation_data(loaded, source) as data:
         if data is None:
             raise _no_validation(folder)
-        return {"step": loaded.step, **asdict(data.evaluate(loaded.model, sequences))}
+        numbers = asdict(data.evaluate(loaded.model, sequences))
+        metrics = numbers.pop("metrics")
+        # Perplexity and bits per byte of labels are no numbers.
+        return {"step": loaded.step, **{key: value for key, value in numbers.items() if value == value}, **metrics}
 
 
 @contextmanager

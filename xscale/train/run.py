@@ -35,6 +35,7 @@ from xscale.parallel.sharded import sharded_parameters
 from xscale.train.compile_cache import remove_incomplete_libraries
 from xscale.train.evaluate import order2_baseline
 from xscale.train.generate import encode_prompts, write_samples
+from xscale.train.label_baseline import label_notes
 from xscale.train.loop import Loop, state_check, state_of, with_same_tokenizer
 from xscale.train.residual_gains import init_residual_gains
 from xscale.train.run_folder import (
@@ -200,6 +201,7 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
     state = resumed.state
     if resumed.step is None:
         resumed.messages.extend(init_residual_gains(parts))
+        resumed.messages.extend(label_notes(parts.corpus))
     # A rank that fails above must stop the run before anything is written.
     barrier(parts.mesh.background)
     if is_rank0:
@@ -227,7 +229,7 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
         if memory is not None:
             memory.clear()
         if cause is None:
-            if is_rank0 and settings.train.baseline and parts.validation is not None:
+            if is_rank0 and settings.train.baseline and parts.validation is not None and parts.corpus.labels is None:
                 baseline = order2_baseline(parts.corpus)
             write_samples(parts, observer, state.step)
     except Exception as error:

@@ -31,7 +31,7 @@ from xscale.parallel.plan import ParallelPlan
 from xscale.parallel.sharded import ShardedParameter, sharded_parameters
 from xscale.train.batches import MicroBatches
 from xscale.train.run_folder import CHECKPOINTS, check_same_config
-from xscale.train.settings import Settings, build_on_meta, pairs_problem
+from xscale.train.settings import Settings, build_on_meta, labels_problems, records_problem
 from xscale.train.step import Stepper
 
 
@@ -235,8 +235,11 @@ def prepare_and_open_data(
     ranks = Consensus(None if mesh is None else mesh.background, "prepared", single_process=rank_info.is_single_process)
     ranks.on_rank0(Path(data.folder), prepare_data)
     corpus = open_corpus(data, seed=settings.run.seed)
-    if corpus.pairs != settings.has_pairs:
-        raise ConfigError([pairs_problem("data", str(settings.objective.kind), f"data in {corpus.sets[0].path}")])
+    name, where = str(settings.objective.kind), f"data in {corpus.sets[0].path}"
+    if corpus.records != OBJECTIVES.get(name).traits.records:
+        raise ConfigError([records_problem("data", name, where, corpus.records)])
+    if corpus.labels is not None and (problems := labels_problems(settings, corpus.labels, where)):
+        raise ConfigError(problems)
     if tokenizer is not None:
         require_run_tokenizer(corpus.tokenizer, tokenizer, corpus.sets[0].path)
     return corpus
