@@ -1,5 +1,6 @@
 """A recipe: the config of one whole run, checked before any process or GPU starts."""
 
+import fnmatch
 import importlib
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -26,7 +27,7 @@ from xscale.nn.norm import check_places
 from xscale.nn.position.position import POSITIONS
 from xscale.objective.objective import OBJECTIVES
 from xscale.observe.config import check as check_observers
-from xscale.optim.groups import ParameterGroup, check_groups, group_of
+from xscale.optim.groups import ParameterGroup, check_groups, group_of, nearest_patterns
 from xscale.optim.optimizer.optimizer import OPTIMIZERS
 from xscale.optim.schedule import SCHEDULES
 from xscale.parallel.pipeline.check import check_micro_batches
@@ -65,6 +66,8 @@ class Recipe(Settings):
             names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
             problems += check_groups(self.optimizer.groups, names, "optimizer.groups")
             problems += _check_two_stage(model, self.optimizer.groups, names)
+        if model is not None and valid("train"):
+            problems += self._check_freeze(model)
         if model is not None and not self.data.cross_documents:
             problems += _check_documents(model)
         if model is not None and valid("objective") and OBJECTIVES.of(self.objective).traits.samples != "packed":
@@ -102,6 +105,24 @@ class Recipe(Settings):
             what = "DeepSpeed flattens parameters of many names into one tensor, which has one learning rate"
             fix = "Leave optimizer.groups empty, or take parallel.zero.engine=torch."
             problems.append(Problem("optimizer.groups", what, fix))
+        return problems
+
+    def _check_freeze(self, model: nn.Module) -> list[Problem]:
+        """List patterns of frozen parameters that match none, and what cannot train with frozen ones."""
+        names, path, problems = [name for name, _ in model.named_parameters()], "train.freeze", list[Problem]()
+        for index, pattern in enumerate(self.train.freeze):
+            if not fnmatch.filter(names, pattern):
+                fix = f"The nearest are {', '.join(nearest_patterns(pattern, names))}."
+                what = f"no parameter has a name that matches '{pattern}'"
+                problems.append(Problem(f"{path}.{index}", what, fix))
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            problems.append(Problem(path, "freezes all parameters", "Leave out the pattern of those to be trained."))
+        if self.init.from_ is not None and self.parallel.zero.engine == "deepspeed":
+            what = "DeepSpeed keeps the parameters in tensors of its own, into which no other weights are read"
+            problems.append(Problem("init.from", what, "Take parallel.zero.engine=torch."))
+        if self.train.freeze and self.parallel.zero.engine == "deepspeed":
+            what = "DeepSpeed flattens parameters into one tensor, which is trained as a whole"
+            problems.append(Problem(path, what, "Leave it empty, or take parallel.zero.engine=torch."))
         return problems
 
     def _check_kernels(self) -> list[Problem]:

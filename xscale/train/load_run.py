@@ -38,6 +38,7 @@ from xscale.train.beam_search import beam_search
 from xscale.train.evaluate import Evaluation, evaluate
 from xscale.train.exit_curve import exit_curve, stack_with_exits
 from xscale.train.generate import encode_prompt, generate, lay_out_matrices
+from xscale.train.init_weights import data_with_adopted_tokenizer
 from xscale.train.run_folder import CHECKPOINTS, read_config
 from xscale.train.settings import Settings, build_on_meta
 from xscale.train.setup import device_of, make_micro_batches, prepare_and_open_data, special_tokens_of
@@ -311,7 +312,9 @@ def shared_temporary_folder() -> Iterator[str]:
 
 
 def _open_validation(loaded: LoadedRun) -> Loader | None:
-    data, of_run = with_tokenizer(loaded.settings.data, loaded.tokenizer), (loaded.settings, loaded.mesh.rank_info)
+    settings, tokenizer = loaded.settings, loaded.tokenizer
+    data = data_with_adopted_tokenizer(settings, tokenizer) or with_tokenizer(settings.data, tokenizer)
+    of_run = (settings, loaded.mesh.rank_info)
     try:
         return prepare_and_open_data(*of_run, data, loaded.tokenizer, loaded.mesh).validation
     except ConfigError as error:

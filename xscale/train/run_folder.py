@@ -25,6 +25,7 @@ FIXED = (
     "model",
     "objective",
     "run.seed",
+    "train.freeze",
     "optimizer.kind",
     "train.batch_size",
     *(f"data.{key}" for key in ("source", "tokenizer", "prepared", "blend", "validation", "shuffle")),

@@ -1,5 +1,6 @@
 """Every section of a run's config."""
 
+from fnmatch import fnmatchcase
 from typing import Annotated, ClassVar, Literal
 
 import pydantic
@@ -78,6 +79,13 @@ class RunConfig(Config):
     """cpu, cuda, or auto: a GPU when there is one."""
 
 
+class InitConfig(Config):
+    from_: str | None = pydantic.Field(default=None, alias="from")
+    """Run, checkpoint or folder of Hugging Face's transformers with the initial weights, for fine-tuning; parameters of
+    the head that it lacks are drawn from the seed. It is read before the first step only: a run that resumes does not
+    need it. null: all weights are drawn."""
+
+
 class SampleConfig(Config):
     prompts: tuple[str, ...] = ()
     """Prompts to generate from at the end of a run (models that can generate)."""
@@ -122,6 +130,9 @@ class TrainConfig(Config):
     """Most steps skipped in a row; one more ends the run."""
     rollback_limit: int = pydantic.Field(default=3, ge=1)
     """Most rollbacks to the same checkpoint; one more ends the run."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of full parameter names that are not trained, such as `embed.*`: * any characters, ? one. They have no
+    optimizer states."""
     eval_every: int = pydantic.Field(default=100, ge=0)
     """Steps between evaluations on the validation documents; one more follows the last step. 0: no evaluations."""
     eval_sequences: int | None = pydantic.Field(default=64, ge=1)
@@ -143,6 +154,8 @@ class Settings(Config):
     """Python modules to import first; they may register parts."""
     model: Annotated[Model.Config, Slot(MODELS)] = Decoder.Config()
     """The model."""
+    init: InitConfig = InitConfig()
+    """Initial weights."""
     objective: Annotated[Objective.Config, Slot(OBJECTIVES)] = Causal.Config()
     """The training objective."""
     data: DataConfig = DataConfig()
@@ -213,6 +226,9 @@ def build_on_meta(settings: Settings, vocabulary: int) -> nn.Module:
         head = OBJECTIVES.of(settings.objective).part.head_sizes(settings.objective)
         if head is not None:
             put_class_head(model, settings.model, head)
+        for name, parameter in model.named_parameters():
+            if any(fnmatchcase(name, pattern) for pattern in settings.train.freeze):
+                parameter.requires_grad_(False)
     choose_kernels(model, settings.kernels)
     return model
 

@@ -30,6 +30,7 @@ from xscale.parallel.full_tensors import ShardedTensors
 from xscale.parallel.plan import ParallelPlan
 from xscale.parallel.sharded import ShardedParameter, sharded_parameters
 from xscale.train.batches import MicroBatches
+from xscale.train.init_weights import adopt_tokenizer, data_with_adopted_tokenizer
 from xscale.train.run_folder import CHECKPOINTS, check_same_config
 from xscale.train.settings import Settings, build_on_meta, labels_problems, records_problem
 from xscale.train.step import Stepper
@@ -113,6 +114,7 @@ def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False) ->
     degrees = axes.resolve(settings.parallel.mesh, rank_info.world)
     seconds, io_seconds = settings.parallel.timeout_seconds, settings.parallel.io_timeout_seconds
     mesh = init_mesh(rank_info, degrees, device, seconds, lambda: check_same_config(settings), io_seconds)
+    adopt_tokenizer(settings, mesh)
     corpus = prepare_and_open_data(settings, rank_info, *data_of_run(settings), mesh)
     tokenizer = corpus.tokenizer
     specials = special_tokens_of(tokenizer)
@@ -208,8 +210,10 @@ def data_of_run(settings: Settings) -> tuple[DataConfig, Tokenizer | None]:
     """
     run = Path(settings.run.dir)
     begun = newest_on_this_process(run / CHECKPOINTS) is not None
-    tokenizer = open_stored_tokenizer(run) if begun else None
-    return settings.data if tokenizer is None else with_tokenizer(settings.data, tokenizer), tokenizer
+    tokenizer = open_stored_tokenizer(run) if begun or settings.init.from_ is not None else None
+    if tokenizer is None:
+        return settings.data, None
+    return data_with_adopted_tokenizer(settings, tokenizer) or with_tokenizer(settings.data, tokenizer), tokenizer
 
 
 def prepare_and_open_data(
