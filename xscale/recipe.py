@@ -18,6 +18,9 @@ from xscale.mesh import axes
 from xscale.nn.attention.core import CORES, Core
 from xscale.nn.class_head import ClassHead
 from xscale.nn.exits import Exits
+from xscale.nn.ffn.sparse import SparseFfn
+from xscale.nn.linear import Linear
+from xscale.nn.lora import LoraConfig, lora_paths
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.model.embed import global_tokens_of
@@ -120,9 +123,12 @@ class Recipe(Settings):
         if self.init.from_ is not None and self.parallel.zero.engine == "deepspeed":
             what = "DeepSpeed keeps the parameters in tensors of its own, into which no other weights are read"
             problems.append(Problem("init.from", what, "Take parallel.zero.engine=torch."))
-        if self.train.freeze and self.parallel.zero.engine == "deepspeed":
+        if self.lora is not None:
+            problems += _check_lora(model, self.lora, self.parallel.mesh.tp)
+        if (self.train.freeze or self.lora is not None) and self.parallel.zero.engine == "deepspeed":
             what = "DeepSpeed flattens parameters into one tensor, which is trained as a whole"
-            problems.append(Problem(path, what, "Leave it empty, or take parallel.zero.engine=torch."))
+            fix = "Leave it empty and lora null, or take parallel.zero.engine=torch."
+            problems.append(Problem(path, what, fix))
         return problems
 
     def _check_kernels(self) -> list[Problem]:
@@ -219,6 +225,31 @@ def _unused_position(settings: Settings) -> list[Problem]:
     kinds = ", ".join(dict.fromkeys(f"'{mixer.kind}'" for mixer in mixers))
     what = f"'{position.kind}' acts inside attention, and the model has none ({kinds}): it has no effect"
     return [Problem("model.position", what, "Take one that acts on the embeddings: learned or sinusoidal; or none.")]
+
+
+def _check_lora(model: nn.Module, config: LoraConfig, tp: int) -> list[Problem]:
+    """List the patterns of LoRA that match no linear map, and the maps that it cannot be added to."""
+    maps = [path for path, module in model.named_modules() if isinstance(module, Linear)]
+    problems: list[Problem] = []
+    for index, pattern in enumerate(config.match):
+        where, paths = f"lora.match.{index}", lora_paths(model, pattern)
+        if not paths:
+            what = f"no linear map has a path that matches '{pattern}'"
+            problems.append(Problem(where, what, f"The nearest are {', '.join(nearest_patterns(pattern, maps))}."))
+        for path in paths:
+            parent = model.get_submodule(path.rpartition(".")[0])
+            if isinstance(parent, SparseFfn):
+                what = f"{path} is read by blocks, to which LoRA adds nothing"
+                problems.append(Problem(where, what, "Leave it out, or take an ffn of kind dense or gated."))
+            linear = model.get_submodule(path)
+            fewer = isinstance(parent, Attention) and parent.key_channels // parent.head_width < tp
+            if fewer and isinstance(linear, Linear) and "kv_heads" in linear.axes["weight"]:
+                what = f"tp={tp} replicates {path}, which has fewer kv_heads than ranks"
+                problems.append(Problem(where, what, "Leave it out, or take a lower tp."))
+            if path.startswith("head."):
+                what = f"{path} is of the head, which is trained as a whole or not at all"
+                problems.append(Problem(where, what, "Leave it out."))
+    return list({problem.path: problem for problem in problems}.values())
 
 
 def _check_exits(model: nn.Module) -> list[Problem]:

@@ -74,3 +74,27 @@ def test_frozen_parameters_stay_as_they_are(pool: Pool, layout: str) -> None:
         assert value.equal(found.ended[name][1]) == is_frozen, name
     assert not any(name.startswith("embed.") for name in found.gradients)
     same(pool, found, 2, ENCODER, LAYOUTS[layout], **frozen)
+
+
+LORA = {"rank": 3, "alpha": 12.0, "match": ["*.q", "*.o", "*.up"]}
+
+
+@pytest.fixture(scope="module")
+def adapted(pool: Pool) -> Found:
+    return alone(pool, ENCODER, **sections("classify"), lora=LORA, train={"clip_grad_norm": None})
+
+
+@pytest.mark.parametrize("layout", ["tp", pytest.param("sp", marks=pytest.mark.long), "zero3"])
+def test_lora_has_the_numbers_of_one_process(pool: Pool, adapted: Found, layout: str) -> None:
+    names = {name.rpartition(".")[0] for name in adapted.gradients}
+    assert "stack.blocks.0.mixer.part.o.lora" in names
+    assert all(name.endswith(".lora") or name.startswith("head.") for name in names)
+    wanted: dict[str, Any] = {**sections("classify"), "lora": LORA, "train": {"clip_grad_norm": None}}
+    same(pool, adapted, 2, ENCODER, LAYOUTS[layout], **wanted)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["ring", "pp", "dp"])
+def test_lora_goes_with_other_layouts(pool: Pool, adapted: Found, layout: str) -> None:
+    wanted: dict[str, Any] = {**sections("classify"), "lora": LORA, "train": {"clip_grad_norm": None}}
+    same(pool, adapted, 2, ENCODER, LAYOUTS[layout], **wanted)

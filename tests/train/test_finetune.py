@@ -10,6 +10,7 @@ import torch
 from tests.distributed import Pool
 from tests.train.tiny import losses, metrics, recipe, run
 from xscale.checkpoint.load import load_tensors
+from xscale.commands.merge_lora import merge_run
 from xscale.core.config import decode, encode
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from xscale.recipe import Recipe
@@ -88,6 +89,26 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path: Path) -> None:
     (tmp_path / "base").rename(tmp_path / "gone")
     assert finetuned(tmp_path, **{**start, "train": {**start["train"], "steps": 6}}) == EXIT_DONE
     assert evaluate_run(tmp_path / "run", None)["step"] == 6
+
+
+def test_lora_is_merged_into_a_run_of_its_own(tmp_path: Path) -> None:
+    assert pretrained(tmp_path) == EXIT_DONE
+    start = {"init": {"from": str(tmp_path / "base")}, "lora": {"rank": 2, "match": ["*.q", "*.down"]}}
+    assert finetuned(tmp_path, **start, optimizer={"kind": "adamw", "lr": 0.05}) == EXIT_DONE
+    newest = max((tmp_path / "run" / "checkpoints").glob("step-*"))
+    states = {name for name in load_tensors(newest) if name.startswith("optimizer.")}
+    assert states
+    assert all(".lora." in name or ".head." in name for name in states)
+    written: list[str] = []
+    assert merge_run(tmp_path / "run", tmp_path / "merged", written.append) == EXIT_DONE
+    assert not any(".lora." in name for name in weights(tmp_path, "merged"))
+    adapted, merged = (evaluate_run(tmp_path / name, None) for name in ("run", "merged"))
+    assert merged["loss"] == pytest.approx(adapted["loss"], rel=1e-5)
+    with pytest.raises(ConfigError, match="the run has no LoRA to merge"):
+        merge_run(tmp_path / "merged", tmp_path / "again")
+    refused = problems_of(tmp_path, lora={"match": ["*.quary"]})
+    assert "lora.match.0: no linear map has a path that matches '*.quary'" in refused
+    assert "The nearest are" in refused
 
 
 @pytest.mark.long

@@ -17,12 +17,14 @@ from xscale.data.stored_tokenizer import open_stored_tokenizer, require_fingerpr
 from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.mesh import Mesh
+from xscale.nn.lora import MARK
 from xscale.parallel.sharded import ShardedParameter, shard_like, to_local
 from xscale.train.run_folder import CHECKPOINTS
 from xscale.train.settings import Settings, build_on_meta
 
 HEADS = ("head.", "stack.exits.")
-"""Beginnings of the names of parameters that may be new, or left out: they belong to an objective."""
+"""Beginnings of the names of parameters that may be new, or left out: they belong to an objective; so may LoRA's be
+new."""
 LISTED = 6
 """Names that a message lists; it counts the others."""
 PREFIX = "model."
@@ -51,7 +53,7 @@ def match(path: str, there: Mapping[str, tuple[int, ...]], model: Mapping[str, t
     loaded = [name for name, shape in model.items() if there.get(name) == shape]
     new = [name for name in model if name not in loaded]
     left_out = [name for name in there if name not in loaded]
-    missing = [name for name in new if name not in there and not name.startswith(HEADS)]
+    missing = [name for name in new if name not in there and not name.startswith(HEADS) and MARK not in name]
     unexpected = [name for name in left_out if name not in model and not name.startswith(HEADS)]
     shapes = [
         f"{name} is {[*there[name]]} there and {[*model[name]]} here"

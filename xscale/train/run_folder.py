@@ -26,6 +26,7 @@ FIXED = (
     "objective",
     "run.seed",
     "train.freeze",
+    "lora",
     "optimizer.kind",
     "train.batch_size",
     *(f"data.{key}" for key in ("source", "tokenizer", "prepared", "blend", "validation", "shuffle")),

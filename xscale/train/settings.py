@@ -14,6 +14,7 @@ from xscale.data.config import DataConfig
 from xscale.data.source.source import SOURCES, Labels
 from xscale.nn.class_head import ClassHead
 from xscale.nn.init import Init
+from xscale.nn.lora import LoraConfig, add_lora
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.model.model import MODELS, Model
@@ -156,6 +157,8 @@ class Settings(Config):
     """The model."""
     init: InitConfig = InitConfig()
     """Initial weights."""
+    lora: LoraConfig | None = None
+    """LoRA: narrow trained matrices beside frozen ones, for fine-tuning; null: none."""
     objective: Annotated[Objective.Config, Slot(OBJECTIVES)] = Causal.Config()
     """The training objective."""
     data: DataConfig = DataConfig()
@@ -226,6 +229,8 @@ def build_on_meta(settings: Settings, vocabulary: int) -> nn.Module:
         head = OBJECTIVES.of(settings.objective).part.head_sizes(settings.objective)
         if head is not None:
             put_class_head(model, settings.model, head)
+        if settings.lora is not None:
+            add_lora(model, settings.lora)
         for name, parameter in model.named_parameters():
             if any(fnmatchcase(name, pattern) for pattern in settings.train.freeze):
                 parameter.requires_grad_(False)
