@@ -1,8 +1,9 @@
 """A recipe: the config of one whole run, checked before any process or GPU starts."""
 
+import fnmatch
 import importlib
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +12,25 @@ from torch import nn
 from xscale.core.compose import COMMAND_LINE, Composed, compose, flow_text, leaves
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError, Problem
-from xscale.core.registry import Family
 from xscale.data.source.source import SOURCES
 from xscale.mesh import axes
-from xscale.nn.attention.core import CORES, Core
-from xscale.nn.exits import Exits
-from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, Mixer
-from xscale.nn.model.embed import global_tokens_of
+from xscale.nn.class_head import ClassHead
+from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.model.model import MODELS
-from xscale.nn.module import CHOOSABLE_KERNELS, Module, Part
+from xscale.nn.module import CHOOSABLE_KERNELS
 from xscale.nn.norm import check_places
 from xscale.nn.position.position import POSITIONS
 from xscale.objective.objective import OBJECTIVES
 from xscale.observe.config import check as check_observers
-from xscale.optim.groups import ParameterGroup, check_groups, group_of
+from xscale.optim.groups import check_groups, nearest_patterns
 from xscale.optim.optimizer.optimizer import OPTIMIZERS
 from xscale.optim.schedule import SCHEDULES
 from xscale.parallel.pipeline.check import check_micro_batches
 from xscale.parallel.plan import ParallelPlan
+from xscale.train.check_model import check_documents, check_exits, check_lora, check_padding, check_two_stage
 from xscale.train.check_sentences import check_sentences
 from xscale.train.distill import check_distillation
-from xscale.train.settings import Settings, build_on_meta, pairs_problem
+from xscale.train.settings import RECORDS, Settings, build_on_meta, labels_problems, records_problem
 from xscale.train.teacher import in_train_teacher, teacher_run
 from xscale_kernels.select import unknown
 
@@ -69,13 +67,17 @@ class Recipe(Settings):
         if model is not None and valid("optimizer"):
             names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
             problems += check_groups(self.optimizer.groups, names, "optimizer.groups")
-            problems += _check_two_stage(model, self.optimizer.groups, names)
+            problems += check_two_stage(model, self.optimizer.groups, names)
+        if model is not None and valid("train"):
+            problems += self._check_freeze(model)
         traits = OBJECTIVES.of(self.objective).traits if valid("objective") else None
         pads = traits is not None and traits.padded
         if model is not None and (pads or not self.data.cross_documents):
-            problems += _check_documents(model, pads and self.data.cross_documents)
+            problems += check_documents(model, pads and self.data.cross_documents)
         if model is not None and traits is not None and (pads or traits.samples != "packed"):
-            problems += _check_padding(model)
+            problems += check_padding(model)
+        if model is not None and valid("objective") and isinstance(getattr(model, "head", None), ClassHead):
+            problems += check_exits(model)
         if valid("parallel", "precision"):
             problems += ParallelPlan(self.parallel, self.precision, self.data.sequence_length).check(model, world)
         if valid("distill", "model", "parallel"):
@@ -119,6 +121,27 @@ class Recipe(Settings):
             return list(error.problems)
         return [] if teacher is None else [in_train_teacher(problem) for problem in Recipe.check(teacher, world)]  # type: ignore[arg-type]
 
+    def _check_freeze(self, model: nn.Module) -> list[Problem]:
+        """List patterns of frozen parameters that match none, and what cannot train with frozen ones."""
+        names, path, problems = [name for name, _ in model.named_parameters()], "train.freeze", list[Problem]()
+        for index, pattern in enumerate(self.train.freeze):
+            if not fnmatch.filter(names, pattern):
+                fix = f"The nearest are {', '.join(nearest_patterns(pattern, names))}."
+                what = f"no parameter has a name that matches '{pattern}'"
+                problems.append(Problem(f"{path}.{index}", what, fix))
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            problems.append(Problem(path, "freezes all parameters", "Leave out the pattern of those to be trained."))
+        if self.init.from_ is not None and self.parallel.zero.engine == "deepspeed":
+            what = "DeepSpeed keeps the parameters in tensors of its own, into which no other weights are read"
+            problems.append(Problem("init.from", what, "Take parallel.zero.engine=torch."))
+        if self.lora is not None:
+            problems += check_lora(model, self.lora, self.parallel.mesh.tp)
+        if (self.train.freeze or self.lora is not None) and self.parallel.zero.engine == "deepspeed":
+            what = "DeepSpeed flattens parameters into one tensor, which is trained as a whole"
+            fix = "Leave it empty and lora null, or take parallel.zero.engine=torch."
+            problems.append(Problem(path, what, fix))
+        return problems
+
     def _check_kernels(self) -> list[Problem]:
         faults = unknown(self.kernels)
         for operator in self.kernels.keys() - faults.keys() - set(CHOOSABLE_KERNELS):
@@ -135,22 +158,29 @@ class Recipe(Settings):
         model, objective = MODELS.of(self.model), OBJECTIVES.of(self.objective)
         problems = list(objective.part.check(self.objective, None, self.data.source_length, "objective"))
         able, needs = model.traits, objective.traits
-        if (able.causal, able.source) != (needs.causal, needs.source):
+        if needs.causal not in (None, able.causal) or able.source != needs.source:
             kind = "reads a source sequence" if needs.source else "reads one sequence"
-            side = "is causal" if needs.causal else "is bidirectional"
-            what = f"'{objective.name}' needs a model that {kind} and {side}; '{model.name}' is not one"
-            models = ", ".join(MODELS.able(causal=needs.causal, source=needs.source))
-            objectives = ", ".join(OBJECTIVES.able(causal=able.causal, source=able.source))
+            side = {True: " and is causal", False: " and is bidirectional", None: ""}[needs.causal]
+            what = f"'{objective.name}' needs a model that {kind}{side}; '{model.name}' is not one"
+            sides = {} if needs.causal is None else {"causal": needs.causal}
+            models = ", ".join(MODELS.able(source=needs.source, **sides))
+            either = OBJECTIVES.able(causal=None, source=able.source)
+            objectives = ", ".join(sorted([*OBJECTIVES.able(causal=able.causal, source=able.source), *either]))
             fix = f"It goes with {models}; '{model.name}' goes with {objectives}."
             problems.append(Problem("objective", what, fix))
-        return problems + self._check_pairs() + check_sentences(self)
+        problems += objective.part.check_model(self.objective, causal=able.causal, path="objective")
+        return problems + self._check_samples() + check_sentences(self)
 
-    def _check_pairs(self) -> list[Problem]:
-        """List where the objective and the data differ in whether samples are pairs of a source and a target."""
+    def _check_samples(self) -> list[Problem]:
+        """List where the objective and the data differ in what samples are."""
         objective, data, problems = OBJECTIVES.of(self.objective), self.data, list[Problem]()
         source = SOURCES.of(data.source)
-        if data.prepared is None and not data.blend and source.traits.records != objective.traits.records:
-            problems.append(pairs_problem("data.source", objective.name, f"source '{source.name}'"))
+        if data.prepared is None and not data.blend:
+            where, labels = f"source '{source.name}'", source.part.labels(data.source)
+            if source.traits.records != objective.traits.records:
+                problems.append(records_problem("data.source", objective.name, where, source.traits.records))
+            elif labels is not None:
+                problems += labels_problems(self, labels, where)
         for key in ("max_source_length", "max_target_length"):
             length, path = getattr(data, key), f"data.{key}"
             if length is not None and objective.traits.samples != "pairs":
@@ -159,7 +189,7 @@ class Recipe(Settings):
             elif length is not None and length > data.sequence_length:
                 what = f"{length} exceeds data.sequence_length={data.sequence_length}, the longest that the model takes"
                 problems.append(Problem(path, what, f"Take at most {data.sequence_length}, or a longer one there."))
-        if objective.traits.samples != "pairs":
+        if objective.traits.samples in ("packed", "sentences"):
             return problems
         if data.cross_documents:
             what = f"'{objective.name}' hides padding as a document of its own"
@@ -167,26 +197,13 @@ class Recipe(Settings):
         if data.source_length < 2:
             what = "a source needs two tokens, one of text and one that ends it"
             problems.append(Problem("data.sequence_length", what, "Take at least 2."))
+        if objective.traits.samples == "labels" and data.sequence_length < 5:
+            what = "two texts need five tokens: one that begins them, and each one of text and one that ends it"
+            problems.append(Problem("data.sequence_length", what, "Take at least 5."))
         if "data.sequence_length" in self.run.allow_changed:
-            what = "pairs are not split anew by another length: each stays a sample"
+            what = f"{RECORDS[objective.traits.records]} are not split anew by another length: each stays a sample"
             problems.append(Problem("run.allow_changed", what, "Leave data.sequence_length out of it."))
         return problems
-
-
-def _check_two_stage(model: nn.Module, groups: Sequence[ParameterGroup], names: Sequence[str]) -> list[Problem]:
-    """Check that the parameters which a stage of the training of exits does not train are frozen in it."""
-    stages = [module.config.two_stage for module in model.modules() if isinstance(module, Exits)]
-    if not stages or stages[0] is None:
-        return []
-    change = stages[0]
-    for name in names:
-        index = group_of(name, groups)
-        frozen = (0.0, 1.0) if index is None else (groups[index].since, groups[index].until)
-        if frozen != ((change, 1.0) if ".exits." in name else (0.0, change)):
-            what = f"with exits.two_stage={change:g} each stage freezes the exits or all else, and {name} is not frozen"
-            fix = f"Take [{{match: '*.exits.*', since: {change:g}}}, {{match: '*', until: {change:g}}}]."
-            return [Problem("optimizer.groups", what, fix)]
-    return []
 
 
 def _unused_position(settings: Settings) -> list[Problem]:
@@ -204,23 +221,6 @@ def _unused_position(settings: Settings) -> list[Problem]:
     return [Problem("model.position", what, "Take one that acts on the embeddings: learned or sinusoidal; or none.")]
 
 
-def _check_padding(model: nn.Module) -> list[Problem]:
-    """List the parts for which the padding of pairs would count."""
-    paths: dict[str, str] = {}
-    for path, module in model.named_modules():
-        averages = isinstance(module, Module) and module.averages_tokens
-        if averages or (isinstance(module, Core) and module.traits.running_stats):
-            paths.setdefault(type(module).__name__, path)
-    return [
-        Problem(
-            f"model ({path})",
-            f"in {name} the tokens of a micro-batch compete or are averaged, and padding would be among them",
-            "Take a part whose output for a token depends on its document alone, or an objective on packed text.",
-        )
-        for name, path in paths.items()
-    ]
-
-
 def _check_batch(settings: Settings, dp: int) -> list[Problem]:
     """Whether micro_batch_size x dp divides the batch size (gradient accumulation takes whole micro-batches)."""
     batch, micro = settings.train.batch_size, settings.train.micro_batch_size
@@ -232,35 +232,6 @@ def _check_batch(settings: Settings, dp: int) -> list[Problem]:
         f"Take micro_batch_size among {', '.join(map(str, fits))}." if fits else f"Take a batch_size that {dp} divides."
     )
     return [Problem("train.batch_size", what, fix)]
-
-
-def _check_documents(model: nn.Module, only_padding: bool = False) -> list[Problem]:
-    """List the mixers and cores that cannot mask the documents of a sample from each other, or its padding."""
-    path, hidden = "data.cross_documents", "mask the documents of a sample from each other"
-    other = f"Take {path}=true"
-    if only_padding:
-        path, hidden, other = "objective", "mask the padding of a sample", "Take an objective without padding"
-    kinds: dict[str, list[str]] = {}
-    for module in model.modules():
-        parts: list[Part] = [module] if isinstance(module, Mixer) else []
-        if isinstance(module, Attention):
-            parts = [core for core, _ in module.core.head_cores(module.query_channels // module.head_width)]
-        family: Family[Any] = CORES if isinstance(module, Attention) else MIXERS
-        for part in parts:
-            if part.Config.kind is not None and not family.get(part.Config.kind).traits.documents:
-                kinds[f"{family.name} '{part.Config.kind}'"] = family.able(documents=True)
-    problems = [
-        Problem(
-            path,
-            f"{kind} cannot {hidden}",
-            f"{other}, or one of: {', '.join(able)}.",
-        )
-        for kind, able in kinds.items()
-    ]
-    if count := global_tokens_of(model):
-        what = f"the {count} global tokens of a sample are shared by its documents, which must not see each other"
-        problems.append(Problem(path, what, f"{other}, or model.global_tokens=0."))
-    return problems
 
 
 def read(file: Path, overrides: list[str]) -> tuple[Recipe, Composed]:

@@ -14,6 +14,7 @@ from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.model.model import Model
 from xscale.nn.tokens import Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, Objective, ObjectiveTraits, Samples, SpecialTokens
+from xscale.train.settings import put_class_head
 
 LENGTH, SAMPLES = 64, 6
 FIRST = 15
@@ -42,6 +43,9 @@ def samples(kind: Samples = "packed") -> tuple[Tensor, Tensor, Tensor]:
     if pairs:
         used = torch.randint(1, LENGTH + 1, (SAMPLES, 2, 1), generator=generator)
         documents = (torch.arange(LENGTH) >= used).long().flatten(1)  # [B, S + T]
+    if kind == "labels":
+        used = torch.randint(1, LENGTH + 1, (SAMPLES, 1), generator=generator)
+        return tokens[:, :-1], (torch.arange(LENGTH) >= used).long(), torch.arange(SAMPLES)
     return tokens, documents, torch.arange(SAMPLES)
 
 
@@ -58,6 +62,21 @@ def sentence_samples() -> tuple[Tensor, Tensor, Tensor]:
     return tokens, documents, torch.arange(SAMPLES)
 
 
+def labels_of(objective: Objective, rows: slice = slice(None)) -> dict[str, Tensor]:
+    """The labels of the samples, for an objective on labelled examples."""
+    kind = objective.config.kind
+    traits = OBJECTIVES.get(kind).traits if kind in OBJECTIVES else None
+    if traits is None or traits.labels is None:
+        return {}
+    generator = torch.Generator().manual_seed(2)
+    if traits.labels == "score":
+        return {"labels": torch.rand(SAMPLES, 1, generator=generator, dtype=torch.float64)[rows]}
+    if traits.labels == "class":
+        return {"labels": torch.randint(2, (SAMPLES, 1), generator=generator)[rows]}
+    tags = torch.randint(2, (SAMPLES, LENGTH), generator=generator)
+    return {"labels": torch.where(samples("labels")[1] == 0, tags, IGNORE_INDEX)[rows]}
+
+
 def samples_of(objective: Objective) -> Samples:
     kind = objective.config.kind
     return OBJECTIVES.get(kind).traits.samples if kind in OBJECTIVES else "packed"
@@ -67,16 +86,24 @@ def batches(objective: Objective, rows: slice = slice(None), documents: bool = F
     """Padding is told from text by its document, so that samples other than packed ones have their documents always."""
     kind = samples_of(objective)
     tokens, numbers, index = samples(kind)
-    return objective.batch(tokens[rows], numbers[rows] if documents or kind != "packed" else None, index[rows])
+    given = numbers[rows] if documents or kind != "packed" else None
+    return objective.batch(tokens[rows], given, index[rows], **labels_of(objective, rows))
 
 
 def model_for(entry: Entry[Any]) -> Model:
     """Any model with the traits that the objective needs."""
     traits = entry.traits
-    able = [one for one in family("model") if one.traits.causal == traits.causal and one.traits.source == traits.source]
+    able = [
+        one
+        for one in family("model")
+        if traits.causal in (None, one.traits.causal) and one.traits.source == traits.source
+    ]
     assert able, f"no model has what '{entry.name}' needs"
-    part: Model = ready(able[0].part(able[0].part.Config(width=16), VOCABULARY, 2 * LENGTH))
-    return part
+    config = able[0].part.Config(width=16)
+    part: Model = able[0].part(config, VOCABULARY, 2 * LENGTH)
+    if (head := entry.part.head_sizes(example(entry))) is not None:
+        put_class_head(part, config, head)
+    return ready(part)
 
 
 def tensors(batch: Batch) -> list[Tensor]:
@@ -92,6 +119,8 @@ def test_a_model_with_the_needed_traits_learns(entry: Entry[Any]) -> None:
     assert batch.tokens.ids.shape == batch.targets.shape
     assert batch.targets.shape[0] == SAMPLES
     assert ((batch.targets == IGNORE_INDEX) | ((batch.targets >= 0) & (batch.targets < VOCABULARY))).all()
+    if entry.traits.labels is not None:
+        assert (batch.targets != IGNORE_INDEX).any(1).all()
     loss = objective.loss(model, batch)
     assert loss.shape == ()
     assert loss.item() > 0
@@ -122,7 +151,9 @@ def test_ignored_tokens_weigh_nothing(entry: Entry[Any]) -> None:
     fewer = Batch(batch.tokens, targets, batch.source)
     assert fewer.weight == batch.weight - 1
     logits = model(batch.tokens, source=batch.source)[where[0], where[1]]
-    of_token = F.cross_entropy(logits, batch.targets[where[0], where[1]])
+    target = batch.targets[where[0], where[1]]
+    scored = entry.traits.labels == "score"
+    of_token = (logits[0] - target).square() if scored else F.cross_entropy(logits, target)
     difference = objective.loss(model, batch) - objective.loss(model, fewer)
     assert difference.item() == pytest.approx(of_token.item(), rel=1e-3)
 
@@ -130,6 +161,9 @@ def test_ignored_tokens_weigh_nothing(entry: Entry[Any]) -> None:
 @each(OBJECTIVES)
 def test_what_is_asked_for_stands_behind_only_where_declared(entry: Entry[Any]) -> None:
     """A causal model is asked for what it has not read: other targets, and what is read up to there is the same."""
+    if entry.traits.causal is None:
+        # Labels are no tokens that a model could read.
+        return
     objective = built(entry)
     tokens, documents, index = samples(entry.traits.samples)
     given = documents if entry.traits.samples != "packed" else None
@@ -151,13 +185,14 @@ def test_draws_depend_on_the_sample_alone(entry: Entry[Any]) -> None:
     tokens, documents, index = samples(entry.traits.samples)
     same = tokens[:1].expand(SAMPLES, -1)
     given = documents[:1].expand(SAMPLES, -1) if entry.traits.samples != "packed" else None
+    labels = {key: value[:1].expand(SAMPLES, -1) for key, value in labels_of(built(entry)).items()}
     torch.manual_seed(3)
-    first = built(entry).batch(same, given, index)
+    first = built(entry).batch(same, given, index, **labels)
     torch.manual_seed(4)
-    again = built(entry).batch(same, given, index)
+    again = built(entry).batch(same, given, index, **labels)
     assert all(torch.equal(one, two) for one, two in zip(tensors(first), tensors(again), strict=True))
     by_number = any((one[:1] != one).any() for one in tensors(first))
-    other = built(entry, seed=2).batch(same, given, index)
+    other = built(entry, seed=2).batch(same, given, index, **labels)
     by_seed = any(not torch.equal(one, two) for one, two in zip(tensors(first), tensors(other), strict=True))
     assert by_number == by_seed == entry.traits.random
 
@@ -204,6 +239,24 @@ def test_padding_weighs_nothing(entry: Entry[Any]) -> None:
         assert torch.allclose(one, two, rtol=1e-9, atol=1e-12)
 
 
+@each(OBJECTIVES)
+def test_padding_of_examples_weighs_nothing(entry: Entry[Any]) -> None:
+    """Other ids in the padding leave the loss and its gradients, and no target is there."""
+    if entry.traits.samples != "labels":
+        return
+    objective, model = built(entry), model_for(entry).double()
+    tokens, documents, index = samples("labels")
+    noise = torch.where(documents == 1, torch.randint_like(tokens, VOCABULARY), tokens)
+    assert not torch.equal(noise, tokens)
+    batch, other = (objective.batch(ids, documents, index, **labels_of(objective)) for ids in (tokens, noise))
+    assert (batch.targets[documents == 1] == IGNORE_INDEX).all()
+    results = [objective.loss(model, one) for one in (batch, other)]
+    assert torch.equal(results[0], results[1])
+    parameters = list(model.parameters())
+    for one, two in zip(*(torch.autograd.grad(loss, parameters) for loss in results), strict=True):
+        assert torch.equal(one, two)
+
+
 def of_length(objective: Objective, length: int) -> Objective:
     """The objective on sources of another length."""
     part: Objective = type(objective)(objective.config, objective.specials, length, objective.seed)
@@ -221,10 +274,11 @@ def of_model(
 @each(OBJECTIVES)
 def test_label_smoothing_is_told_to_the_model(entry: Entry[Any]) -> None:
     objective = built(entry)
+    if entry.traits.labels == "score":
+        return
     tokens, documents, index = samples(entry.traits.samples)
-    batch = objective.batch(
-        tokens, documents if entry.traits.samples != "packed" else None, index, label_smoothing=0.25
-    )
+    given = documents if entry.traits.samples != "packed" else None
+    batch = objective.batch(tokens, given, index, label_smoothing=0.25, **labels_of(objective))
     assert batch.tokens.label_smoothing == 0.25
     model = model_for(entry).double()
     logits = model(batch.tokens, None, batch.source)

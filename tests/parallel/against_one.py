@@ -123,7 +123,8 @@ def trained(model: dict[str, Any], parallel: dict[str, Any], *, steps: int = STE
         for number in range(mesh.data_rank, 4, mesh.degrees.dp)
     ]
     bytes_each = torch.ones(VOCABULARY, dtype=torch.long)
-    found.numbers.append(evaluate(network, objective, held_out, bytes_each, stages=mesh.degrees.pp).loss)
+    evaluation = evaluate(network, objective, held_out, bytes_each, stages=mesh.degrees.pp)
+    found.numbers += [evaluation.loss, *evaluation.metrics.values()]
     found.ended = _pieces(every)
     return found
 
@@ -164,8 +165,9 @@ def batch_of(
 ) -> Batch:
     """Micro-batch `number` of a step: the same samples, documents (if kept `apart`) and noise whoever reads it."""
     generator = torch.Generator().manual_seed(seed_of(SEED, step, number))
-    pairs = OBJECTIVES.of(objective.config).traits.samples == "pairs"
-    length = objective.length + (TARGET_LENGTH if pairs else 1)
+    traits = OBJECTIVES.of(objective.config).traits
+    pairs = traits.samples == "pairs"
+    length = objective.length + (TARGET_LENGTH if pairs else 0 if traits.labels else 1)
     tokens = torch.randint(19, VOCABULARY, (micro, length), generator=generator)
     documents = (torch.rand(tokens.shape, generator=generator) < 0.1).long().cumsum(1)
     if pairs:
@@ -176,6 +178,11 @@ def batch_of(
         most = objective.length - 3
         tokens = torch.randint(19, VOCABULARY, (micro, 2 * most), generator=generator)
         documents = torch.tensor([[0] * 5 + [1] * (most - 7) + [2] * (most - 6) + [3] * 8]).expand(micro, -1)
+    labels = {}
+    if traits.labels is not None:
+        used = torch.randint(1, length + 1, (micro, 1), generator=generator)
+        documents = (torch.arange(length) >= used).long()
+        labels["labels"] = labels_of(traits.labels, documents, generator)
     index = torch.arange(micro) + (step * BATCH + number * micro)
     noise = (
         {
@@ -187,7 +194,16 @@ def batch_of(
         if noisy
         else {}
     )
-    return objective.batch(tokens, documents if apart else None, index, **noise)
+    return objective.batch(tokens, documents if apart else None, index, **noise, **labels)
+
+
+def labels_of(kind: str, documents: Tensor, generator: torch.Generator) -> Tensor:
+    """Labels of examples, of two classes or tags, or scores."""
+    if kind == "score":
+        return torch.rand(len(documents), 1, generator=generator, dtype=torch.float64)
+    shape = documents.shape if kind == "tags" else (len(documents), 1)
+    drawn = torch.randint(2, shape, generator=generator)
+    return torch.where(documents == 0, drawn, -100) if kind == "tags" else drawn
 
 
 def _pieces(rests: list[ShardedParameter]) -> dict[str, Piece]:

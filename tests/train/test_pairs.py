@@ -106,12 +106,12 @@ def test_what_does_not_fit_pairs_is_refused(tmp_path: Path) -> None:
     assert problems_of(tmp_path) == ""
     refused = problems_of(tmp_path, objective={"kind": "span"})
     assert "data.source: the documents of the source 'pairs' are pairs of a source and a target" in refused
-    assert "those that 'span' reads are no pairs" in refused
+    assert "a target, and 'span' reads texts" in refused
     assert "Take a source of jsonl, stdlib, text; or an objective of seq2seq." in refused
     assert "data.max_source_length: objective 'span' reads packed text" in refused
     refused = problems_of(tmp_path, data={"source": {"kind": "stdlib"}})
-    assert "the documents of the source 'stdlib' are no pairs" in refused
-    assert "Take a source of pairs, stdlib_pairs; or an objective of causal, denoising, masked, span." in refused
+    assert "the documents of the source 'stdlib' are texts" in refused
+    assert "Take a source of pairs, stdlib_pairs; or an objective of causal, denoising, masked, masked_sentences, span." in refused
     refused = problems_of(tmp_path, data={"cross_documents": True})
     assert "data.cross_documents: 'seq2seq' hides padding as a document of its own. Take false." in refused
     refused = problems_of(tmp_path, data={"max_target_length": 33})
@@ -119,7 +119,7 @@ def test_what_does_not_fit_pairs_is_refused(tmp_path: Path) -> None:
     refused = problems_of(tmp_path, data={"sequence_length": 1, "max_source_length": None, "max_target_length": None})
     assert "a source needs two tokens" in refused
     refused = problems_of(tmp_path, run={"allow_changed": ["data.sequence_length"]})
-    assert "run.allow_changed: pairs are not split anew" in refused
+    assert "run.allow_changed: pairs of a source and a target are not split anew" in refused
     decoder = {"kind": "decoder", "width": 32}
     assert "'seq2seq' needs a model that reads a source sequence" in problems_of(tmp_path, model=decoder)
 

@@ -65,6 +65,14 @@ def load(
     return Loaded(path, step, state, config)
 
 
+def read_some(path: Path, tensors: Mapping[str, Tensor | FlatShard], group: dist.ProcessGroup | None = None) -> None:
+    """Fill `tensors`, some of those in the checkpoint, in place and whatever their dtype. Collective.
+
+    The caller has compared names and shapes; DamageError when a file is not what was written.
+    """
+    tensor_files.read(path, tensors, consensus(group, "read"))
+
+
 @dataclass(frozen=True)
 class Restored:
     """The checkpoint that a run resumes from."""

@@ -1,4 +1,4 @@
-"""`xscale checkpoint`: inspect, verify, compare, prune, convert and upcycle checkpoints."""
+"""`xscale checkpoint`: inspect, verify, compare, prune, convert, upcycle and merge checkpoints."""
 
 from pathlib import Path
 from typing import Annotated
@@ -123,3 +123,15 @@ def checkpoint_upcycle(
     from xscale.commands.upcycle import upcycle_run
 
     raise typer.Exit(upcycle_run(dense, run, overrides or [], sequences, plugins=plugins))
+
+
+@checkpoint_app.command("merge-lora")
+def checkpoint_merge_lora(
+    source: Annotated[Path, typer.Argument(help="The run folder of a run with LoRA.", autocompletion=complete_run)],
+    run: Annotated[Path, typer.Argument(help="The run folder to create.")],
+    plugins: Plugins = False,
+) -> None:
+    """Merge the LoRA of a run's newest checkpoint into its linear maps, as a new run at step 0."""
+    from xscale.commands.merge_lora import merge_run
+
+    raise typer.Exit(merge_run(source, run, plugins=plugins))

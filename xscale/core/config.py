@@ -43,9 +43,11 @@ class Config(pydantic.BaseModel):
         json_schema = handler(schema)
         resolved = handler.resolve_ref_schema(json_schema)
         fields = resolved.get("properties", {})
+        keys = {name: field.alias or name for name, field in cls.model_fields.items()}
         for name, text in sentences(cls).items():
-            fields[name].setdefault("description", text)
+            fields[keys[name]].setdefault("description", text)
         for name, field in cls.model_fields.items():
+            name = keys[name]
             if FAMILY_MARK in fields[name] and isinstance(field.default, Config):
                 fields[name]["default"] = _shortest(field.default)
         if cls.renamed:
@@ -109,8 +111,8 @@ def _refuse(what: str, fix: str = "", unknown_kind: str = "") -> PydanticCustomE
 def encode(config: Config) -> dict[str, Any]:
     """Encode to plain data (mappings, lists, numbers, strings) from which `decode` makes an equal config."""
     data: dict[str, Any] = {} if config.kind is None else {"kind": config.kind}
-    for name in type(config).model_fields:
-        data[name] = _plain(getattr(config, name))
+    for name, field in type(config).model_fields.items():
+        data[field.alias or name] = _plain(getattr(config, name))
     return data
 
 

@@ -4,7 +4,7 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -14,34 +14,41 @@ from torch import Tensor
 from xscale.core.errors import ConfigError
 from xscale.data.blend import BlendedDataset, mixing_rates, open_blend
 from xscale.data.config import DataConfig
+from xscale.data.labelled import LabelledDataset
 from xscale.data.packed import PackedDataset
 from xscale.data.pairs import PairDataset, require_room_behind_prefix
 from xscale.data.prepared import PreparedData, open_prepared
 from xscale.data.sentences import SentenceDataset
+from xscale.data.source.source import Labels
 from xscale.data.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Samples:
     """B samples of T + 1 tokens, of which the last T are the targets of the first T; or of pairs, with S tokens of the
-    source before T of the target; or of texts for objectives on sentences (`SentenceDataset`)."""
+    source before T of the target; or of texts for objectives on sentences (`SentenceDataset`); or of labelled examples
+    of T tokens."""
 
     tokens: Tensor
-    """[B, T+1] or [B, S+T] int64."""
+    """[B, T+1], [B, S+T] or [B, T] int64."""
     documents: Tensor
     """Documents of the tokens, in their shape: 0, 1, 2, ... within each sample; an end-of-document token belongs to the
-    document it ends. In pairs 0 is text, and 1 padding."""
+    document it ends. In pairs and labelled examples 0 is text, and 1 padding."""
     index: Tensor
     """[B] int64: the number of each sample in the run."""
+    labels: Tensor | None = None
+    """Labels of examples: classes [B, 1] (int64), scores [B, 1] (float64) or tags [B, T] (int64, -100: none)."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
 
 class SampleDataset(Protocol):
-    """A dataset with random access: `PackedDataset`, `PairDataset`, `SentenceDataset` or `BlendedDataset`."""
+    """A dataset with random access: `PackedDataset`, `PairDataset`, `SentenceDataset`, `LabelledDataset` or
+    `BlendedDataset`."""
 
-    def sample(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
+    def sample(self, index: int) -> tuple[NDArray[Any], ...]:
+        """Return the tokens and documents of a sample, and then its labels if it has any."""
 
     def __len__(self) -> int: ...
 
@@ -58,14 +65,15 @@ class Loader:
         """Return the samples [first, first + count) of the run; ConfigError when a token is out of range."""
         assert count > 0, "a batch of no samples"
         drawn = [self.data.sample(index) for index in range(first, first + count)]
-        tokens = np.stack([tokens for tokens, _ in drawn])
+        tokens, documents, *labels = (np.stack(arrays) for arrays in zip(*drawn, strict=True))
         if self.vocabulary is not None and (tokens.max() >= self.vocabulary or tokens.min() < 0):
             what = f"the data contains token {tokens.max()}, but the tokenizer's vocabulary is {self.vocabulary}"
             raise ConfigError("data.tokenizer", what, "Use the tokenizer with which the data was written.")
         return Samples(
             tokens=torch.from_numpy(tokens),
-            documents=torch.from_numpy(np.stack([documents for _, documents in drawn])),
+            documents=torch.from_numpy(documents),
             index=torch.arange(first, first + count),
+            labels=torch.from_numpy(labels[0]) if labels else None,
         )
 
     def stream(self, requests: Iterable[tuple[int, int]], *, ahead: int = 2) -> Iterator[Samples]:
@@ -129,6 +137,16 @@ class Corpus:
         return self.sets[0].pairs
 
     @property
+    def records(self) -> Literal["text", "pairs", "labels"]:
+        """Content of the documents, as the trait of sources."""
+        return self.sets[0].records
+
+    @property
+    def labels(self) -> Labels | None:
+        """The labels of labelled examples; None: there are none."""
+        return self.sets[0].labels
+
+    @property
     def pair_datasets(self) -> list[PairDataset]:
         """The datasets of pairs for training; none without pairs."""
         data = self.train.data
@@ -157,6 +175,8 @@ def _dataset(
     config: DataConfig, sets: list[tuple[PreparedData, float]], part: Literal["train", "validation"], seed: int
 ) -> SampleDataset | None:
     shuffle = config.shuffle and part == "train"
+    if sets[0][0].labels is not None:
+        return _labelled_dataset(config, sets[0][0], part, seed)
     datasets: list[PackedDataset | PairDataset | SentenceDataset] = []
     weights: list[float] = []
     for prepared, weight in sets:
@@ -175,3 +195,17 @@ def _dataset(
         return datasets[0]
     rates = mixing_rates(config, weights, [len(dataset) for dataset in datasets])
     return BlendedDataset(datasets, rates)
+
+
+def _labelled_dataset(
+    config: DataConfig, prepared: PreparedData, part: Literal["train", "validation"], seed: int
+) -> LabelledDataset | None:
+    split = prepared.train if part == "train" else prepared.validation
+    if split is None:
+        return None
+    assert split.labels is not None
+    assert prepared.labels is not None
+    shuffle = config.shuffle and part == "train"
+    return LabelledDataset(
+        split.indexed, split.labels, prepared.labels, config, prepared.tokenizer, seed=seed, shuffle=shuffle
+    )

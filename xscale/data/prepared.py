@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,8 @@ from xscale.core.errors import ConfigError
 from xscale.core.file_safety import decode_json, read_regular
 from xscale.data.config import DataConfig
 from xscale.data.indexed import IndexedDataset, suffixed
-from xscale.data.source.source import SOURCES
+from xscale.data.labels import LABELS, NO_TAG, decode_labels
+from xscale.data.source.source import SOURCES, Labels
 from xscale.data.tokenizer.tokenizer import TOKENIZERS, Tokenizer
 
 MANIFEST = "manifest.json"
@@ -55,6 +56,8 @@ class DatasetManifest:
     """Whether each document is a source and a target, each with an end-of-document token."""
     sentences: bool = False
     """Whether each sentence of a document is a sequence; the last one has the end-of-document token."""
+    labels: dict[str, Any] = field(default_factory=dict)
+    """Fields of the `Labels` of labelled examples, whose column is beside each split; empty: there are none."""
 
     def save(self, file: Path) -> None:
         write_atomically(file, json.dumps(asdict(self), indent=2) + "\n")
@@ -89,6 +92,7 @@ def _check_types(manifest: DatasetManifest) -> None:
         "skipped": dict,
         "pairs": bool,
         "sentences": bool,
+        "labels": dict,
     }
     for name, kind in types.items():
         if not isinstance(getattr(manifest, name), kind):
@@ -102,11 +106,24 @@ def _check_types(manifest: DatasetManifest) -> None:
     for name, counts in manifest.counts.items():
         if not all(type(count) is int and count >= 0 for count in (counts.documents, counts.tokens, counts.bytes)):
             raise ValueError(f"the counts of {name} are none")
+    if manifest.labels:
+        labels_of_manifest(manifest)
     if skipped := manifest.skipped:
         documents, reasons, places = (skipped.get(name) for name in ("documents", "reasons", "first"))
         are_places = isinstance(places, list) and all(isinstance(text, str) for text in places)
         if type(documents) is not int or not isinstance(reasons, dict) or not are_places:
             raise ValueError("the documents that were skipped are none")
+
+
+def labels_of_manifest(manifest: DatasetManifest) -> Labels | None:
+    """Return the labels of the data; None: it has none. ValueError, with a clause, where they are not what is saved."""
+    if not manifest.labels:
+        return None
+    kind, names, pairs = (manifest.labels.get(key) for key in ("kind", "names", "pairs"))
+    are_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if kind not in ("class", "score", "tags") or not are_names or type(pairs) is not bool or len(manifest.labels) != 3:
+        raise ValueError("its labels are none")
+    return Labels(kind, tuple(names or ()), pairs)
 
 
 @dataclass(frozen=True)
@@ -117,6 +134,8 @@ class Split:
     indexed: IndexedDataset
     first: int
     stop: int
+    labels: IndexedDataset | None = None
+    """The labels of labelled examples; None: there are none."""
 
     @property
     def tokens(self) -> NDArray[Any]:
@@ -180,6 +199,16 @@ class PreparedData:
         """Whether each document is a source and a target."""
         return self.manifest is not None and self.manifest.pairs
 
+    @property
+    def labels(self) -> Labels | None:
+        """The labels of labelled examples; None: there are none."""
+        return None if self.manifest is None else labels_of_manifest(self.manifest)
+
+    @property
+    def records(self) -> Literal["text", "pairs", "labels"]:
+        """Content of a document, as the trait of sources."""
+        return "pairs" if self.pairs else "labels" if self.labels is not None else "text"
+
 
 def prepared_folder(config: DataConfig) -> Path:
     """Return the folder for this source, tokenizer and validation fraction; other choices have other folders."""
@@ -237,8 +266,28 @@ def open_prepared_at(config: DataConfig, path: Path) -> PreparedData:
             what = "its documents are not a source and a target each, as the manifest says"
             raise ConfigError(str(indexed.idx), what, f"Remove {path} and prepare the data again.")
         check_sampled_ids(indexed, tokenizer.vocabulary)
-        splits[name] = Split(name, indexed, 0, len(indexed))
+        column = _open_labels(path, name, indexed, manifest)
+        splits[name] = Split(name, indexed, 0, len(indexed), column)
     return PreparedData(path, tokenizer, splits["train"], splits.get("validation"), manifest)
+
+
+def _open_labels(path: Path, name: str, indexed: IndexedDataset, manifest: DatasetManifest) -> IndexedDataset | None:
+    """Open the labels of a split; None: the data has none. ConfigError where they are not those of its documents."""
+    labels = labels_of_manifest(manifest)
+    if labels is None:
+        return None
+    column = IndexedDataset(path / f"{name}{LABELS}")
+    lengths = np.diff(indexed.starts) if labels.kind == "tags" else np.ones(len(indexed), dtype=np.int64)
+    sequences = np.diff(indexed.bounds)
+    if not np.array_equal(np.diff(column.starts), lengths) or not (sequences == 1 + labels.pairs).all():
+        what = "its labels are not those of the examples, as the manifest says"
+        raise ConfigError(str(column.idx), what, f"Remove {path} and prepare the data again.")
+    values = decode_labels(column.tokens, labels)
+    is_class = (values >= 0) & (values < len(labels.names)) | ((values == NO_TAG) & (labels.kind == "tags"))
+    if labels.kind != "score" and not is_class.all():
+        what = f"it has a label that is none of the {len(labels.names)} classes of the manifest"
+        raise ConfigError(str(column.bin), what, f"Remove {path} and prepare the data again.")
+    return column
 
 
 def check_sampled_ids(indexed: IndexedDataset, vocabulary: int, blocks: int = 64, length: int = 4096) -> None:
@@ -338,6 +387,16 @@ def _document(prepared: PreparedData, index: int) -> list[str]:
     if prepared.pairs:
         source = int(indexed.sequence_starts[indexed.bounds[number] + 1] - indexed.starts[number])
         text = f"{tokenizer.decode(tokens[:source])}\n=> {tokenizer.decode(tokens[source:])}"
+    if prepared.labels is not None:
+        assert split.labels is not None
+        text += f"\n=> {_label(decode_labels(split.labels.document(number), prepared.labels), prepared.labels)}"
     more = f" ... ({len(text) - EXCERPT_CHARACTERS:,} characters more)" if len(text) > EXCERPT_CHARACTERS else ""
     pieces = " ".join(repr(tokenizer.piece(token)) for token in tokens[:12])
     return [f"--- document {index}: {len(tokens):,} tokens, first {pieces}", text[:EXCERPT_CHARACTERS] + more]
+
+
+def _label(values: NDArray[Any], labels: Labels) -> str:
+    """Format the label of an example: a score, the name of a class, or those of tags."""
+    if labels.kind == "score":
+        return f"{values[0]:g}"
+    return " ".join(labels.names[value] for value in values[values != NO_TAG].tolist())

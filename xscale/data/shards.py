@@ -15,10 +15,12 @@ from xscale.core.file_safety import decode_json, read_regular, remove_file
 from xscale.data.config import DataConfig
 from xscale.data.files import line_at
 from xscale.data.indexed import IndexedDataset, IndexedWriter, token_type
+from xscale.data.labels import LABELS, encode_labelled, label_type
 from xscale.data.prepared import MANIFEST, Counts, DatasetManifest, open_tokenizer, prepared_folder
 from xscale.data.source.source import (
     SOURCES,
     ByteRange,
+    Labels,
     SkippedDocuments,
     Source,
     document_hash,
@@ -87,10 +89,25 @@ def plan_shards(config: DataConfig) -> list[list[ByteRange]]:
 
 
 def sequences_of(config: DataConfig) -> int | None:
-    """Return the sequences of a document: two for a pair of a source and a target; None: one for each sentence."""
-    if SOURCES.of(config.source).traits.records == "pairs":
+    """Return the sequences of a document: two for a pair of a source and a target, and for a labelled pair; None: one
+    for each sentence."""
+    labels = labels_of(config)
+    if SOURCES.of(config.source).traits.records == "pairs" or (labels is not None and labels.pairs):
         return 2
     return None if config.split_sentences else 1
+
+
+def labels_of(config: DataConfig) -> Labels | None:
+    """Return the labels of the source's examples; None: its records have none."""
+    labels: Labels | None = SOURCES.of(config.source).part.labels(config.source)
+    return labels
+
+
+def columns_of(config: DataConfig) -> list[tuple[str, Any, int]]:
+    """Return (suffix of the file's name, dtype, sequences of a document) of what is stored beside the tokens of each
+    split: the labels, if there are any."""
+    labels = labels_of(config)
+    return [] if labels is None else [(LABELS, label_type(labels), 1)]
 
 
 def shard_key(tokenizer: Tokenizer, ranges: list[ByteRange]) -> str:
@@ -115,9 +132,12 @@ def prepare_shard(config: DataConfig, shard: int, ranges: list[ByteRange] | None
     if ShardSummary.load(done, key) is not None:
         return size
     remove_file(done.parent, done.name)
-    dtype = token_type(tokenizer.vocabulary)
-    sequences = sequences_of(config)
-    writers = {name: IndexedWriter(prefix.with_name(f"{prefix.name}.{name}"), dtype, sequences) for name in SPLITS}
+    files = [("", token_type(tokenizer.vocabulary), sequences_of(config)), *columns_of(config)]
+    writers = {
+        f"{name}{suffix}": IndexedWriter(prefix.with_name(f"{prefix.name}.{name}{suffix}"), dtype, sequences)
+        for name in SPLITS
+        for suffix, dtype, sequences in files
+    }
     try:
         summary = _tokenise(config, tokenizer, ranges, writers)
         for writer in writers.values():
@@ -142,12 +162,15 @@ def _tokenise(
         for document in source.read(byte_range):
             rank = document_hash(document.text)
             name = "validation" if rank < below else "train"
-            texts = [document.text] if document.target is None else [document.text, document.target]
-            if document.target is None and config.split_sentences:
+            texts = [text for text in (document.text, document.target, document.second) if text is not None]
+            if config.split_sentences and len(texts) == 1 and document.label is None:
                 sequences = [tokenizer.encode(sentence) for sentence in split_sentences(document.text)]
                 sequences[-1].append(tokenizer.eos)
             else:
                 sequences = [[*tokenizer.encode(text), tokenizer.eos] for text in texts]
+            if document.label is not None:
+                sequences[:1], labels = encode_labelled(document, sequences[0], tokenizer)
+                writers[f"{name}{LABELS}"].add(labels)
             size = sum(len(text.encode("utf-8")) for text in texts)
             if name == "train" and (least is None or rank < least.place):
                 least = LowestHash(rank, totals[name][0], size)
@@ -179,14 +202,19 @@ def merge_shards(config: DataConfig) -> DatasetManifest:
     counts: dict[str, Counts] = {}
     hashes: dict[str, str] = {}
     for name in names:
-        writer = IndexedWriter(folder / name, token_type(tokenizer.vocabulary), sequences_of(config))
-        try:
-            _join(config, writer, name, len(shards), moved)
-            counts[name] = Counts(writer.documents, writer.tokens, _bytes(shards, name, moved))
-            hashes |= writer.finish()
-        except BaseException:
-            writer.discard()
-            raise
+        for suffix, dtype, sequences in [
+            ("", token_type(tokenizer.vocabulary), sequences_of(config)),
+            *columns_of(config),
+        ]:
+            writer = IndexedWriter(folder / f"{name}{suffix}", dtype, sequences)
+            try:
+                _join(config, writer, name, suffix, len(shards), moved)
+                if not suffix:
+                    counts[name] = Counts(writer.documents, writer.tokens, _bytes(shards, name, moved))
+                hashes |= writer.finish()
+            except BaseException:
+                writer.discard()
+                raise
     manifest = DatasetManifest(
         source=SOURCES.build(config.source).identity(),
         corpus=corpus_hash([part for ranges in planned for part in ranges]),
@@ -197,8 +225,9 @@ def merge_shards(config: DataConfig) -> DatasetManifest:
         counts=counts,
         files=hashes,
         skipped=skipped,
-        pairs=sequences_of(config) == 2,
         sentences=sequences_of(config) is None,
+        pairs=SOURCES.of(config.source).traits.records == "pairs",
+        labels={} if (labels := labels_of(config)) is None else asdict(labels),
     )
     with reporting_full_disk(folder / MANIFEST):
         manifest.save(folder / MANIFEST)
@@ -252,11 +281,17 @@ def _moved_document(config: DataConfig, shards: list[ShardSummary]) -> tuple[int
 
 
 def _join(
-    config: DataConfig, writer: IndexedWriter, name: str, shards: int, moved: tuple[int, LowestHash] | None
+    config: DataConfig,
+    writer: IndexedWriter,
+    name: str,
+    suffix: str,
+    shards: int,
+    moved: tuple[int, LowestHash] | None,
 ) -> None:
+    """Write what the shards have of the split `name`, or of the column beside it with that suffix."""
     for number in range(shards):
         prefix = shard_prefix(config, number)
-        part = IndexedDataset(prefix.with_name(f"{prefix.name}.{name}"))
+        part = IndexedDataset(prefix.with_name(f"{prefix.name}.{name}{suffix}"))
         lengths, counts = np.diff(part.sequence_starts).astype(np.int32), np.diff(part.bounds)
         if moved is None or moved[0] != number:
             for at in range(0, len(part.tokens), BLOCK):
@@ -264,7 +299,7 @@ def _join(
             writer.extend(part.tokens[:0], lengths, counts)
             continue
         index = moved[1].document
-        train = IndexedDataset(prefix.with_name(f"{prefix.name}.train"))
+        train = IndexedDataset(prefix.with_name(f"{prefix.name}.train{suffix}"))
         first, stop = (int(train.bounds[at]) for at in (index, index + 1))
         if name == "validation":
             moved_lengths = np.diff(train.sequence_starts[first : stop + 1]).astype(np.int32)

@@ -1,6 +1,6 @@
 """The linear map and the token embedding, with named axes."""
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Optional
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,16 +9,22 @@ from torch.nn import Parameter
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.module import Axis, Module
 
+if TYPE_CHECKING:
+    from xscale.nn.lora import Lora
+
 
 class Linear(Module):
     """y = x W^T + b."""
 
     seams: ClassVar[tuple[str, ...]] = ("matmul",)
     weight: Parameter
+    lora: Optional["Lora"]
+    """What LoRA adds to the map; None: nothing."""
 
     def __init__(self, inputs: int, outputs: int, axes: tuple[Axis, Axis], init: Init, *, bias: bool = False) -> None:
         """`axes` names the weight's dims: (outputs, inputs)."""
         super().__init__()
+        self.lora = None
         self.declare("weight", (outputs, inputs), axes, init, linear_map=True)
         self.bias: Tensor | None
         if bias:
@@ -29,7 +35,8 @@ class Linear(Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] -> [..., outputs]."""
         bias = None if self.bias is None else self.use(self.bias)
-        return self.matmul(x, self.use(self.weight), bias)
+        out = self.matmul(x, self.use(self.weight), bias)
+        return out if self.lora is None else out + self.lora(x)
 
     def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., inputs], weight [outputs, inputs], bias [outputs] -> [..., outputs]. A seam: other number formats."""

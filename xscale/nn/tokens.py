@@ -41,6 +41,22 @@ class Stats:
         self._sums, self._counts = dict(state[0]), dict(state[1])
 
 
+class Predictions:
+    """Predicted classes or scores and their targets, from the micro-batches of an evaluation."""
+
+    def __init__(self) -> None:
+        self._pairs: list[Tensor] = []
+
+    def add(self, predicted: Tensor, targets: Tensor, is_target: Tensor) -> None:
+        """Add the predictions and targets, both [B, T], where there is a target."""
+        # In double precision both kinds are exact: classes are small numbers.
+        self._pairs.append(torch.stack((predicted.detach().double(), targets.double()))[:, is_target])  # [2, N]
+
+    def pairs(self) -> Tensor:
+        """Return predictions and targets [2, N], in double precision, on the CPU."""
+        return torch.cat(self._pairs, 1).cpu() if self._pairs else torch.zeros(2, 0, dtype=torch.float64)
+
+
 class SharedValues:
     """Values that all blocks share in a forward of one micro-batch, such as the rotations of RoPE: each computed once.
 
@@ -142,6 +158,8 @@ class Tokens:
     """Label smoothing of the loss of this micro-batch; 0 in evaluation."""
     stats: Stats | None = None
     """Collects the statistics of the parts; None: not collected."""
+    predictions: Predictions | None = None
+    """Collects what a head of classes predicts; None: not collected."""
     cache: dict[str, Any] | None = None
     """State of each mixer by its path during generation (KV cache); None otherwise."""
     only_last_logits: bool = False

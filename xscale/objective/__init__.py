@@ -2,6 +2,7 @@
 
 from xscale.objective import (
     denoising,
+    labelled,
     masked,
     masked_sentences,
     objective,
@@ -11,6 +12,7 @@ from xscale.objective import (
 
 __all__ = [
     "denoising",
+    "labelled",
     "masked",
     "masked_sentences",
     "objective",

@@ -13,17 +13,17 @@ from xscale.core.registry import Family
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.tokens import Tokens
 
-Samples = Literal["packed", "pairs", "sentences"]
-"""Kinds of samples: packed text; pairs of a source and a target, each padded to its length; and sentences, which are
-consecutive text in two halves and text of another document."""
+Samples = Literal["packed", "pairs", "sentences", "labels"]
+"""Kinds of samples: packed text; pairs of a source and a target, each padded to its length; sentences, which are
+consecutive text in two halves and text of another document; and labelled examples, padded to their length."""
 
 
 @dataclass(frozen=True)
 class ObjectiveTraits:
     """Requirements of an objective on the model, and its properties."""
 
-    causal: bool
-    """Needs a causal model; otherwise a bidirectional one."""
+    causal: bool | None
+    """Needs a causal model; otherwise a bidirectional one; None: either."""
     source: bool
     """Needs a model that reads a source sequence."""
     random: bool
@@ -33,11 +33,25 @@ class ObjectiveTraits:
     documents of a sample."""
     samples: Samples = "packed"
     """Kind of the samples: packed text, pairs of a source and a target, or another one that `Samples` names."""
+    labels: Literal["class", "score", "tags"] | None = None
+    """Kind of the labels of labelled examples; None: the samples are no labelled examples."""
 
     @property
-    def records(self) -> Literal["text", "pairs"]:
+    def records(self) -> Literal["text", "pairs", "labels"]:
         """Content of the documents of which the samples are made, which is a trait of sources."""
-        return "pairs" if self.samples == "pairs" else "text"
+        return self.samples if self.samples in ("pairs", "labels") else "text"
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """The head that an objective puts in place of the language-model head."""
+
+    outputs: int
+    """Classes, or 1 for a score."""
+    scores: bool = False
+    """Whether the output is a score, and not the logit of a class."""
+    dense: bool = False
+    """Whether a dense layer with tanh precedes the outputs."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +76,7 @@ class Batch:
 
     tokens: Tokens
     targets: Tensor
-    """[B, T] token ids; -100 is ignored."""
+    """[B, T] ids of tokens or classes, or scores (float64); -100 is ignored."""
     source: Tokens | None = None
     counted: int | None = None
     """`weight`, where it was counted before the batch went to a device; None: not counted yet."""
@@ -102,14 +116,29 @@ class Objective:
         """Return the number of classes of a sequence, which `Tokens.labels` tells; None: there are none."""
         return None
 
+    @classmethod
+    def check_model(cls, config: Any, *, causal: bool, path: str) -> list[Problem]:
+        """List the problems with a model that is causal, or bidirectional."""
+        return []
+
+    @classmethod
+    def head_sizes(cls, config: Any) -> HeadSizes | None:
+        """Return the head that takes the place of the language-model head; None: that one stays."""
+        return None
+
+    def metrics(self, predicted: Tensor, targets: Tensor) -> dict[str, float]:
+        """Return the metrics of predicted classes or scores [N] by name, of an objective with a head of its own."""
+        raise NotImplementedError
+
     def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
-        """Make a batch of packed samples, or of pairs.
+        """Make a batch of packed samples, of pairs, or of labelled examples.
 
         `tokens` are [B, T+1], `documents` the number of each token's document (None: attention may cross documents),
         `index` [B] the samples' numbers. Pairs are [B, S+T], S being `length`, and their documents are 0 for text and 1
         for padding. Sentences are [B, 2 N], N being `length` - 3, and their documents are 0 and 1 for the halves of
-        consecutive text, 2 for text of another document, and 3 for padding. `fields` are further fields of `Tokens`:
-        rng_seed, aux_loss_weight, stats, label_smoothing.
+        consecutive text, 2 for text of another document, and 3 for padding. Labelled examples are [B, T], with
+        documents 0 and 1 as those of pairs, and `labels`. `fields` are further fields of `Tokens`: rng_seed,
+        aux_loss_weight, stats, label_smoothing.
         """
         raise NotImplementedError
 

@@ -85,12 +85,13 @@ class EvalReport:
     eval_loss: float
     """Mean over tokens, in nats."""
     perplexity: float
+    """nan of labels."""
     bits_per_byte: float | None
     """None or nan where the objective does not predict every byte of the text."""
     seconds: float
     """Duration of the pass."""
-    scores: dict[str, float] = field(default_factory=dict)
-    """Further measures by name, such as the accuracy of a sentence head."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of an objective on labels, such as accuracy, by name."""
 
 
 @dataclass(frozen=True)

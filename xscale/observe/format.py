@@ -2,6 +2,7 @@
 
 import math
 import unicodedata
+from collections.abc import Mapping
 
 
 def quantity(value: float) -> str:
@@ -52,3 +53,8 @@ def _visible(character: str) -> str:
         return character
     code = ord(character)
     return chr(0x2400 + code) if code < 0x20 else "\N{REPLACEMENT CHARACTER}"
+
+
+def metrics_clause(metrics: Mapping[str, float]) -> str:
+    """', accuracy 0.9123, macro F1 0.8991'; empty without metrics."""
+    return "".join(f", {name.replace('_', ' ').replace('f1', 'F1')} {value:.4f}" for name, value in metrics.items())

@@ -8,7 +8,7 @@ import yaml
 
 from xscale.core.atomic_write import AppendFile
 from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport
-from xscale.observe.format import duration, printable, quantity
+from xscale.observe.format import duration, metrics_clause, printable, quantity
 from xscale.observe.observer import Observer
 
 LOG_FILE = "log.txt"
@@ -37,10 +37,10 @@ class Log(Observer):
     def evaluated(self, report: EvalReport) -> None:
         known = report.bits_per_byte is not None and math.isfinite(report.bits_per_byte)
         bits = f", {report.bits_per_byte:.4f} bits per byte" if known else ""
-        bits += "".join(f", {name.replace('_', ' ')} {value:.4f}" for name, value in report.scores.items())
+        perplexity = "" if math.isnan(report.perplexity) else f", perplexity {report.perplexity:.4g}"
         self._write(
-            f"step {report.step}: validation loss {report.eval_loss:.4f}, perplexity {report.perplexity:.4g}{bits} "
-            f"({duration(report.seconds)})"
+            f"step {report.step}: validation loss {report.eval_loss:.4f}{perplexity}{bits}"
+            f"{metrics_clause(report.metrics)} ({duration(report.seconds)})"
         )
 
     def sampled(self, report: SampleReport) -> None:

@@ -19,7 +19,8 @@ class Metrics(Observer):
 
     A step's object has `step loss lr grad_norm tokens seconds step_seconds tokens_per_second mfu skipped`, with float16
     `loss_scale`, `split/<phase>` in seconds, and the statistics under their own names; an evaluation's `step eval_loss
-    perplexity bits_per_byte eval_seconds`. Non-finite numbers are null, so that every JSON reader can read the file.
+    perplexity bits_per_byte eval_seconds`, and the metrics of classes as `eval_<name>`. Non-finite numbers are null, so
+    that every JSON reader can read the file.
     """
 
     def __init__(self, folder: Path, every_steps: int = 1) -> None:
@@ -47,7 +48,7 @@ class Metrics(Observer):
                 "perplexity": report.perplexity,
                 "bits_per_byte": report.bits_per_byte,
                 "eval_seconds": report.seconds,
-                **{f"eval_{name}": value for name, value in report.scores.items()},
+                **{f"eval_{name}": value for name, value in report.metrics.items()},
             }
         )
 

@@ -7,7 +7,7 @@ from typing import ClassVar, TextIO
 
 from xscale.core.progress_bar import TerminalBar
 from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport, StepReport
-from xscale.observe.format import duration, percentage, printable, quantity
+from xscale.observe.format import duration, metrics_clause, percentage, printable, quantity
 from xscale.observe.observer import Observer, due
 
 
@@ -48,8 +48,8 @@ class Progress(Observer):
 
     def evaluated(self, report: EvalReport) -> None:
         self._evaluation = report
-        scores = "".join(f", {name.replace('_', ' ')} {value:.4f}" for name, value in report.scores.items())
-        self.message(f"step {report.step}: validation loss {report.eval_loss:.4f}{_bits(report.bits_per_byte)}{scores}")
+        numbers = f"{report.eval_loss:.4f}{_bits(report.bits_per_byte)}{metrics_clause(report.metrics)}"
+        self.message(f"step {report.step}: validation loss {numbers}")
 
     def sampled(self, report: SampleReport) -> None:
         text = printable(report.prompt + report.text).rstrip().replace("\n", "\n  | ")

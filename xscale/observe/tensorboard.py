@@ -60,7 +60,7 @@ class TensorBoard(Observer):
         scalars = {"eval/loss": report.eval_loss, "eval/perplexity": report.perplexity}
         if report.bits_per_byte is not None:
             scalars["eval/bits_per_byte"] = report.bits_per_byte
-        scalars |= {f"eval/{name}": value for name, value in report.scores.items()}
+        scalars |= {f"eval/{name}": value for name, value in report.metrics.items()}
         self._scalars(scalars, report.step)
 
     def sampled(self, report: SampleReport) -> None:

@@ -45,7 +45,7 @@ class Wandb(Observer):
         item = {"eval/loss": report.eval_loss, "eval/perplexity": report.perplexity}
         if report.bits_per_byte is not None and math.isfinite(report.bits_per_byte):
             item["eval/bits_per_byte"] = report.bits_per_byte
-        item |= {f"eval/{name}": value for name, value in report.scores.items()}
+        item |= {f"eval/{name}": value for name, value in report.metrics.items() if math.isfinite(value)}
         self._log(item, report.step)
 
     def sampled(self, report: SampleReport) -> None:

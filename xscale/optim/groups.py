@@ -56,12 +56,12 @@ def check_groups(groups: Sequence[ParameterGroup], names: Sequence[str], path: s
             fix = "Put it before them, or leave it out."
         else:
             what = f"no trained parameter has a name that matches '{group.match}'"
-            fix = f"The nearest are {', '.join(_nearest_patterns(group.match, names))}."
+            fix = f"The nearest are {', '.join(nearest_patterns(group.match, names))}."
         problems.append(Problem(f"{path}.{index}.match", what, fix))
     return problems
 
 
-def _nearest_patterns(pattern: str, names: Sequence[str]) -> list[str]:
+def nearest_patterns(pattern: str, names: Sequence[str]) -> list[str]:
     """Return the names that have the most similar words, with * for each number: they are patterns that match."""
     wanted = [word for word in re.split(r"[.*?\[\]!]+", pattern) if word]
 

@@ -54,6 +54,7 @@ class MicroBatches:
             progress=None if self.steps is None else (step - 1) / self.steps,
             stats=tally,
             label_smoothing=self.objective.config.label_smoothing,
+            **_labels(samples),
         )
         sharding, targets = self.sequence_sharding, micro_batch.targets
         local_targets = targets if sharding is None else sharding.shard(targets, fill=IGNORE_INDEX)
@@ -72,11 +73,17 @@ class MicroBatches:
             counts = number < total
             first = number * self.micro_batch if counts else 0
             count = min(self.micro_batch, sequences - first)
-            batch = self.objective.batch(*self._tensors(self.loader.samples(first, count)))
+            samples = self.loader.samples(first, count)
+            batch = self.objective.batch(*self._tensors(samples), **_labels(samples))
             yield shard_over_cp(batch.to(self.device), self.sequence_sharding), counts
 
     def _tensors(self, samples: Samples) -> tuple[Tensor, Tensor | None, Tensor]:
         return samples.tokens, samples.documents if self.separate else None, samples.index
+
+
+def _labels(samples: Samples) -> dict[str, Tensor]:
+    """Return the field of the objective's batch with the labels, if the samples have any."""
+    return {} if samples.labels is None else {"labels": samples.labels}
 
 
 def shard_over_cp(batch: Batch, sharding: SequenceSharding | None) -> Batch:

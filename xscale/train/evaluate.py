@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from xscale.data.baseline import order2_bits_per_byte
 from xscale.data.loader import Corpus
 from xscale.data.prepared import Split
-from xscale.mesh.collectives import sum_scalars
+from xscale.mesh.collectives import all_gather_object, sum_scalars
 from xscale.nn.head import IGNORE_INDEX
-from xscale.nn.tokens import Stats
-from xscale.objective.objective import Batch, Objective
+from xscale.nn.tokens import Predictions, Stats
+from xscale.objective.objective import OBJECTIVES, Batch, Objective
 from xscale.parallel.sharded import StagedModel
 
 SENTENCE_HEAD = "head.sentence"
@@ -29,9 +29,9 @@ class Evaluation:
     """Mean over the targets, in nats."""
     perplexity: float
     bits_per_byte: float
-    """Over the bytes that the targets encode; comparable between tokenizers."""
-    scores: dict[str, float] = field(default_factory=dict)
-    """Further means over the sequences: loss and accuracy of a sentence head."""
+    """Over the bytes that the targets encode; comparable between tokenizers. nan of labels."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics of an objective on labels, such as accuracy, by name."""
 
 
 @torch.no_grad()
@@ -48,17 +48,24 @@ def evaluate(
     others find 0.
     """
     model.eval()
+    predicts_labels = objective.head_sizes(objective.config) is not None
+    predictions = Predictions()
     nats = torch.zeros((), dtype=torch.float64, device=token_bytes.device)
     # Added up on the device, so that the host waits once.
     totals = torch.zeros(2, dtype=torch.int64, device=token_bytes.device)
     scores = _SentenceScores(token_bytes.device)
     for batch, counts in batches:
         tally = Stats()
+        if predicts_labels and counts:
+            batch = replace(batch, tokens=replace(batch.tokens, predictions=predictions))
         loss = objective.loss(model, scores.observed(batch, tally))
         if counts:
             scores.add(batch, tally)
             nats += loss
             is_target = batch.targets != IGNORE_INDEX
+            if predicts_labels:
+                totals[0] += is_target.sum()
+                continue
             sizes = token_bytes[batch.targets.clamp(min=0)] * is_target
             totals += torch.stack((is_target.sum(), sizes.sum()))
     targets, size = totals.tolist()
@@ -67,6 +74,10 @@ def evaluate(
     if isinstance(model, StagedModel):
         model.wait_sends()
     loss_value = total / max(count, 1)
+    if predicts_labels:
+        # Ranks of tp predict the same of the same samples, and no metric changes if each pair counts several times.
+        pairs = torch.cat(all_gather_object(predictions.pairs()), 1)
+        return Evaluation(loss_value, math.nan, math.nan, metrics_of(pairs, objective))
     perplexity = math.exp(loss_value) if loss_value < 700 else math.inf
     return Evaluation(loss_value, perplexity, total / math.log(2) / max(length, 1), scores.means(sums_of_scores))
 
@@ -97,6 +108,13 @@ class _SentenceScores:
         if not sequences:
             return {}
         return {f"sentence_{name}": total / sequences for name, total in zip(self.NAMES, totals, strict=True)}
+
+
+def metrics_of(pairs: Tensor, objective: Objective) -> dict[str, float]:
+    """Return the metrics of predictions and targets [2, N]."""
+    is_class = OBJECTIVES.of(objective.config).traits.labels != "score"
+    predicted, targets = pairs.long() if is_class else pairs
+    return objective.metrics(predicted, targets) if len(targets) else {}
 
 
 def order2_baseline(corpus: Corpus) -> float:

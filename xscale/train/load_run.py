@@ -39,6 +39,7 @@ from xscale.train.budget_curve import budget_curve, gate_budgets
 from xscale.train.evaluate import Evaluation, evaluate
 from xscale.train.exit_curve import exit_curve, stack_with_exits
 from xscale.train.generate import encode_prompt, generate, lay_out_matrices
+from xscale.train.init_weights import data_with_adopted_tokenizer
 from xscale.train.run_folder import CHECKPOINTS, read_config
 from xscale.train.settings import Settings, build_on_meta
 from xscale.train.setup import device_of, make_micro_batches, prepare_and_open_data, special_tokens_of
@@ -295,9 +296,10 @@ def _evaluate(loaded: LoadedRun, folder: Path, sequences: int | None, source: st
     with evaluation_data(loaded, source) as data:
         if data is None:
             raise _no_validation(folder)
-        result = data.evaluate(loaded.model, sequences)
-        means = {name: value for name, value in asdict(result).items() if name != "scores"}
-        return {"step": loaded.step, **means, **result.scores}
+        numbers = asdict(data.evaluate(loaded.model, sequences))
+        metrics = numbers.pop("metrics")
+        # Perplexity and bits per byte of labels are no numbers.
+        return {"step": loaded.step, **{key: value for key, value in numbers.items() if value == value}, **metrics}
 
 
 @contextmanager
@@ -338,7 +340,9 @@ def shared_temporary_folder() -> Iterator[str]:
 
 
 def _open_validation(loaded: LoadedRun) -> Loader | None:
-    data, of_run = with_tokenizer(loaded.settings.data, loaded.tokenizer), (loaded.settings, loaded.mesh.rank_info)
+    settings, tokenizer = loaded.settings, loaded.tokenizer
+    data = data_with_adopted_tokenizer(settings, tokenizer) or with_tokenizer(settings.data, tokenizer)
+    of_run = (settings, loaded.mesh.rank_info)
     try:
         return prepare_and_open_data(*of_run, data, loaded.tokenizer, loaded.mesh).validation
     except ConfigError as error:

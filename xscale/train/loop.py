@@ -323,8 +323,8 @@ class Loop:
         if math.isfinite(result.bits_per_byte) and (best is None or result.bits_per_byte < best):
             state.best_bits_per_byte, state.best_step = result.bits_per_byte, state.step
         seconds = time.perf_counter() - start
-        report = EvalReport(state.step, result.loss, result.perplexity, result.bits_per_byte, seconds, result.scores)
-        self.observer.evaluated(report)
+        numbers = (result.loss, result.perplexity, result.bits_per_byte, seconds)
+        self.observer.evaluated(EvalReport(state.step, *numbers, result.metrics))
 
     def _save_in_memory(self, memory: InMemoryCheckpoint) -> None:
         """Copy the state into memory that outlives this process."""

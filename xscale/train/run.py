@@ -36,6 +36,8 @@ from xscale.parallel.sharded import sharded_parameters
 from xscale.train.compile_cache import remove_incomplete_libraries
 from xscale.train.evaluate import order2_baseline
 from xscale.train.generate import encode_prompts, write_samples
+from xscale.train.init_weights import load_initial_weights
+from xscale.train.label_baseline import label_notes
 from xscale.train.loop import Loop, state_check, state_of, with_same_tokenizer
 from xscale.train.residual_gains import init_residual_gains
 from xscale.train.run_folder import (
@@ -230,7 +232,10 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
     resumed = resume(parts, folder, memory)
     state = resumed.state
     if resumed.step is None:
+        tokenizer = parts.corpus.tokenizer
+        resumed.messages.extend(load_initial_weights(settings, parts.parameters, tokenizer, parts.mesh))
         resumed.messages.extend(init_residual_gains(parts))
+        resumed.messages.extend(label_notes(parts.corpus))
     # A rank that fails above must stop the run before anything is written.
     barrier(parts.mesh.background)
     if is_rank0:
@@ -258,7 +263,7 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
         if memory is not None:
             memory.clear()
         if cause is None:
-            if is_rank0 and settings.train.baseline and parts.validation is not None:
+            if is_rank0 and settings.train.baseline and parts.validation is not None and parts.corpus.labels is None:
                 baseline = order2_baseline(parts.corpus)
             write_samples(parts, observer, state.step)
     except Exception as error:

@@ -25,6 +25,8 @@ FIXED = (
     "model",
     "objective",
     "run.seed",
+    "train.freeze",
+    "lora",
     "optimizer.kind",
     "train.batch_size",
     *(

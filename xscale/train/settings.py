@@ -1,5 +1,6 @@
 """Every section of a run's config."""
 
+from fnmatch import fnmatchcase
 from typing import Annotated, ClassVar, Literal
 
 import pydantic
@@ -10,12 +11,16 @@ from xscale.checkpoint.config import CheckpointConfig
 from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
 from xscale.data.config import DataConfig
-from xscale.data.source.source import SOURCES
+from xscale.data.source.source import SOURCES, Labels
+from xscale.nn.class_head import ClassHead
 from xscale.nn.distillation import DistillConfig, add_width_maps
+from xscale.nn.init import Init
+from xscale.nn.lora import LoraConfig, add_lora
 from xscale.nn.model.decoder import Decoder
+from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.model.model import MODELS, Model
-from xscale.nn.module import choose_kernels
-from xscale.objective.objective import OBJECTIVES, Causal, Objective
+from xscale.nn.module import choose_kernels, name_modules, substitute
+from xscale.objective.objective import OBJECTIVES, Causal, HeadSizes, Objective
 from xscale.observe.config import ObserveConfig
 from xscale.optim.optimizer.adamw import AdamW
 from xscale.optim.optimizer.optimizer import OPTIMIZERS, Optimizer
@@ -76,6 +81,13 @@ class RunConfig(Config):
     """cpu, cuda, or auto: a GPU when there is one."""
 
 
+class InitConfig(Config):
+    from_: str | None = pydantic.Field(default=None, alias="from")
+    """Run, checkpoint or folder of Hugging Face's transformers with the initial weights, for fine-tuning; parameters of
+    the head that it lacks are drawn from the seed. It is read before the first step only: a run that resumes does not
+    need it. null: all weights are drawn."""
+
+
 class SampleConfig(Config):
     prompts: tuple[str, ...] = ()
     """Prompts to generate from at the end of a run (models that can generate)."""
@@ -120,6 +132,9 @@ class TrainConfig(Config):
     """Most steps skipped in a row; one more ends the run."""
     rollback_limit: int = pydantic.Field(default=3, ge=1)
     """Most rollbacks to the same checkpoint; one more ends the run."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of full parameter names that are not trained, such as `embed.*`: * any characters, ? one. They have no
+    optimizer states."""
     eval_every: int = pydantic.Field(default=100, ge=0)
     """Steps between evaluations on the validation documents; one more follows the last step. 0: no evaluations."""
     eval_sequences: int | None = pydantic.Field(default=64, ge=1)
@@ -141,6 +156,10 @@ class Settings(Config):
     """Python modules to import first; they may register parts."""
     model: Annotated[Model.Config, Slot(MODELS)] = Decoder.Config()
     """The model."""
+    init: InitConfig = InitConfig()
+    """Initial weights."""
+    lora: LoraConfig | None = None
+    """LoRA: narrow trained matrices beside frozen ones, for fine-tuning; null: none."""
     objective: Annotated[Objective.Config, Slot(OBJECTIVES)] = Causal.Config()
     """The training objective."""
     distill: DistillConfig | None = None
@@ -181,14 +200,34 @@ class Settings(Config):
         return data.source_length + data.target_length if self.has_pairs else data.sequence_length
 
 
-def pairs_problem(path: str, objective: str, data: str) -> Problem:
-    """Return the problem at `path` of an objective of that name and data that do not both have pairs, or both none."""
-    records = OBJECTIVES.get(objective).traits.records
-    has, needs = ("are no pairs", "are pairs") if records == "pairs" else ("are pairs", "are no pairs")
-    sources = ", ".join(SOURCES.able(records=records))
-    objectives = ", ".join(entry.name for entry in OBJECTIVES if entry.traits.records != records)
-    what = f"the documents of the {data} {has} of a source and a target; those that '{objective}' reads {needs}"
+RECORDS = {"text": "texts", "pairs": "pairs of a source and a target", "labels": "labelled examples"}
+"""Content of documents -> how messages call them."""
+
+
+def records_problem(path: str, objective: str, data: str, records: str) -> Problem:
+    """Return the problem at `path` of an objective of that name, which reads other documents than the `records` of
+    `data`."""
+    wanted = OBJECTIVES.get(objective).traits.records
+    sources = ", ".join(SOURCES.able(records=wanted))
+    objectives = ", ".join(entry.name for entry in OBJECTIVES if entry.traits.records == records)
+    what = f"the documents of the {data} are {RECORDS[records]}, and '{objective}' reads {RECORDS[wanted]}"
     return Problem(path, what, f"Take a source of {sources}; or an objective of {objectives}.")
+
+
+def labels_problems(settings: Settings, labels: Labels, data: str) -> list[Problem]:
+    """List where the objective and the labels of `data`, examples that it reads, differ in kind or number."""
+    config, entry = settings.objective, OBJECTIVES.of(settings.objective)
+    if labels.kind != entry.traits.labels:
+        kinds = f"of the kind '{labels.kind}', and '{entry.name}' reads '{entry.traits.labels}'"
+        what = f"the labels of the {data} are {kinds}"
+        objectives = ", ".join(OBJECTIVES.able(labels=labels.kind))
+        fix = f"Take an objective of {objectives}, or set data.source.labels={entry.traits.labels}."
+        return [Problem("objective", what, fix)]
+    classes = getattr(config, "classes", None)
+    if classes is not None and classes != len(labels.names):
+        what = f"is {classes}, and the {data} has {len(labels.names)} classes: {', '.join(labels.names)}"
+        return [Problem("objective.classes", what, f"Take objective.classes={len(labels.names)}.")]
+    return []
 
 
 def build_on_meta(settings: Settings, vocabulary: int) -> nn.Module:
@@ -197,5 +236,21 @@ def build_on_meta(settings: Settings, vocabulary: int) -> nn.Module:
         model: nn.Module = MODELS.build(settings.model, vocabulary, settings.data.sequence_length)
         if settings.distill is not None:
             add_width_maps(model, settings.distill, settings.model.width, settings.model.init_std)
+        head = OBJECTIVES.of(settings.objective).part.head_sizes(settings.objective)
+        if head is not None:
+            put_class_head(model, settings.model, head)
+        if settings.lora is not None:
+            add_lora(model, settings.lora)
+        for name, parameter in model.named_parameters():
+            if any(fnmatchcase(name, pattern) for pattern in settings.train.freeze):
+                parameter.requires_grad_(False)
     choose_kernels(model, settings.kernels)
     return model
+
+
+def put_class_head(model: nn.Module, config: Model.Config, sizes: HeadSizes) -> None:
+    """Put the head of an objective on labels in place of the language-model head of a model on meta."""
+    head = ClassHead(config.width, sizes.outputs, Init(std=config.init_std), scores=sizes.scores, dense=sizes.dense)
+    head.globals = global_tokens_of(model)
+    substitute(model, "head", head)
+    name_modules(model)

@@ -31,8 +31,9 @@ from xscale.parallel.plan import ParallelPlan
 from xscale.parallel.sharded import ShardedParameter, sharded_parameters
 from xscale.train.batches import MicroBatches
 from xscale.train.distill import check_teacher_on_disk, distil
+from xscale.train.init_weights import adopt_tokenizer, data_with_adopted_tokenizer
 from xscale.train.run_folder import CHECKPOINTS, check_same_config
-from xscale.train.settings import Settings, build_on_meta, pairs_problem
+from xscale.train.settings import Settings, build_on_meta, labels_problems, records_problem
 from xscale.train.step import Stepper
 
 
@@ -124,6 +125,7 @@ def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False) ->
     degrees = axes.resolve(settings.parallel.mesh, rank_info.world)
     seconds, io_seconds = settings.parallel.timeout_seconds, settings.parallel.io_timeout_seconds
     mesh = init_mesh(rank_info, degrees, device, seconds, lambda: check_same_config(settings), io_seconds)
+    adopt_tokenizer(settings, mesh)
     corpus = prepare_and_open_data(settings, rank_info, *data_of_run(settings), mesh)
     tokenizer = corpus.tokenizer
     specials = special_tokens_of(tokenizer)
@@ -221,8 +223,10 @@ def data_of_run(settings: Settings) -> tuple[DataConfig, Tokenizer | None]:
     """
     run = Path(settings.run.dir)
     begun = newest_on_this_process(run / CHECKPOINTS) is not None
-    tokenizer = open_stored_tokenizer(run) if begun else None
-    return settings.data if tokenizer is None else with_tokenizer(settings.data, tokenizer), tokenizer
+    tokenizer = open_stored_tokenizer(run) if begun or settings.init.from_ is not None else None
+    if tokenizer is None:
+        return settings.data, None
+    return data_with_adopted_tokenizer(settings, tokenizer) or with_tokenizer(settings.data, tokenizer), tokenizer
 
 
 def prepare_and_open_data(
@@ -248,8 +252,11 @@ def prepare_and_open_data(
     ranks = Consensus(None if mesh is None else mesh.background, "prepared", single_process=rank_info.is_single_process)
     ranks.on_rank0(Path(data.folder), prepare_data)
     corpus = open_corpus(data, seed=settings.run.seed)
-    if corpus.pairs != settings.has_pairs:
-        raise ConfigError([pairs_problem("data", str(settings.objective.kind), f"data in {corpus.sets[0].path}")])
+    name, where = str(settings.objective.kind), f"data in {corpus.sets[0].path}"
+    if corpus.records != OBJECTIVES.get(name).traits.records:
+        raise ConfigError([records_problem("data", name, where, corpus.records)])
+    if corpus.labels is not None and (problems := labels_problems(settings, corpus.labels, where)):
+        raise ConfigError(problems)
     if tokenizer is not None:
         require_run_tokenizer(corpus.tokenizer, tokenizer, corpus.sets[0].path)
     return corpus

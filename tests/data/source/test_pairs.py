@@ -62,9 +62,9 @@ def test_ranges_are_the_whole_and_a_table_is_one(tmp_path: Path, monkeypatch: py
 FAULTS = {
     '{"source": "x", "target": ': r"a\.jsonl:2: the line is not JSON.*one object",
     "[1]": r'a\.jsonl:2: the line is not an object. Write \{"source": "...", "target": "..."\}',
-    '{"source": "x"}': r"a\.jsonl:2: the pair has no field 'target'.*Set data.source.target_field",
+    '{"source": "x"}': r"a\.jsonl:2: the record has no field 'target'.*Set data.source.target_field",
     '{"source": "x", "traget": "y"}': r"a\.jsonl:2: .* no field 'target'. Did you mean 'traget'\?",
-    '{"target": "x"}': r"a\.jsonl:2: the pair has no field 'source'",
+    '{"target": "x"}': r"a\.jsonl:2: the record has no field 'source'",
     '{"source": "x", "target": " "}': r"a\.jsonl:2: the field 'target' is empty",
     '{"source": "", "target": "x"}': r"a\.jsonl:2: the field 'source' is empty",
     '{"source": "x", "target": null}': r"a\.jsonl:2: the field 'target' must be a string, got NoneType",

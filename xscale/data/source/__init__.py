@@ -2,16 +2,20 @@
 
 from xscale.data.source import (
     jsonl,
+    labelled,
     pairs,
     stdlib,
+    stdlib_labelled,
     stdlib_pairs,
     text,
 )
 
 __all__ = [
     "jsonl",
+    "labelled",
     "pairs",
     "stdlib",
+    "stdlib_labelled",
     "stdlib_pairs",
     "text",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, ClassVar, Literal
 
 import pydantic
 
@@ -19,6 +19,8 @@ LINES, TABLES = (".jsonl", ".ndjson"), {".csv": ",", ".tsv": "\t"}
 SUFFIXES = tuple(f"{ending}{packed}" for ending in (*LINES, *TABLES) for packed in ("", ".gz", ".zst"))
 Bad = Callable[[str, str, str], BadDocumentError]
 """Makes the error of a record of (reason, what, fix)."""
+Record = tuple[Any, ...]
+"""The fields of a `Document` after its name."""
 
 
 @SOURCES.register("pairs", traits=SourceTraits(bounded=True, resumable=True, download=False, records="pairs"))
@@ -48,6 +50,9 @@ class PairSource(FileSource):
                 raise ValueError(f"`source_field` and `target_field` are both '{self.source_field}'; name two fields")
             return self
 
+    field_keys: ClassVar[tuple[str, ...]] = ("source_field", "target_field")
+    """Keys of the config with the names of the fields that every record has."""
+
     @classmethod
     def example_in(cls, folder: Path, size: int) -> Source.Config:
         rows = [
@@ -63,8 +68,8 @@ class PairSource(FileSource):
     def identity(self) -> dict[str, Any]:
         data = super().identity()
         # Data that was prepared before there was a prefix is that without one.
-        if not data["prefix"]:
-            del data["prefix"]
+        if not data.get("prefix"):
+            data.pop("prefix", None)
         return data
 
     def byte_ranges(self) -> list[ByteRange]:
@@ -100,11 +105,11 @@ class PairSource(FileSource):
         line = files.line_at(file, offset) if self.config.bad == "refuse" else f"byte {offset}"
         return BadDocumentError(reason, file, offset, Problem(f"{file}:{line}", what, fix))
 
-    def _lines(self, byte_range: ByteRange) -> Iterator[tuple[int, Callable[[Bad], tuple[str, str] | None]]]:
+    def _lines(self, byte_range: ByteRange) -> Iterator[tuple[int, Callable[[Bad], Record | None]]]:
         for offset, line in files.records(byte_range, b"\n", self.config.longest, self.skip):
             yield offset, partial(self._parse_line, byte_range.file, offset, line)
 
-    def _parse_line(self, file: str, offset: int, line: bytes, bad: Bad) -> tuple[str, str] | None:
+    def _parse_line(self, file: str, offset: int, line: bytes, bad: Bad) -> Record | None:
         """Return the pair of a line; None for a blank one."""
         text = files.decode_utf8(line, file, offset)
         if not text.strip():
@@ -115,11 +120,12 @@ class PairSource(FileSource):
             what = f"the line is not JSON: {getattr(error, 'msg', error)}"
             raise bad("not JSON", what, "Each line of a .jsonl file is one object.") from None
         if not isinstance(data, dict):
-            fix = f'Write {{"{self.config.source_field}": "...", "{self.config.target_field}": "..."}}.'
+            example = ", ".join(f'"{getattr(self.config, key)}": "..."' for key in self.field_keys)
+            fix = f"Write {{{example}}}."
             raise bad("not an object", "the line is not an object", fix)
-        return self._pair(data, bad)
+        return self.record(data, bad)
 
-    def _table(self, file: str, delimiter: str) -> Iterator[tuple[int, Callable[[Bad], tuple[str, str] | None]]]:
+    def _table(self, file: str, delimiter: str) -> Iterator[tuple[int, Callable[[Bad], Record | None]]]:
         with files.open_decompressed(file) as stream:
             lines = _Lines(stream, file, self.config.longest)
             quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
@@ -143,37 +149,44 @@ class PairSource(FileSource):
             header = next(reader, [])
         except csv.Error as error:
             raise ConfigError(f"{file}:1", f"the row of column names cannot be read: {error}") from None
-        for key in ("source_field", "target_field"):
+        for key in self.field_keys:
             name = getattr(self.config, key)
             if name not in header:
                 what = f"there is no column '{name}'; the first row names: {', '.join(header) or 'none'}"
                 raise ConfigError(f"{file}:1", what, f"{nearest(name, header)} Set data.source.{key}.".strip())
         return header
 
-    def _parse_row(self, header: list[str], row: list[str], bad: Bad) -> tuple[str, str] | None:
+    def _parse_row(self, header: list[str], row: list[str], bad: Bad) -> Record | None:
         """Return the pair of a row; None for a blank one."""
         if not row:
             return None
         if len(row) != len(header):
             what = f"the row has {len(row)} cells, and the first row names {len(header)} columns"
             raise bad("another number of cells than columns", what, "Quote cells that contain the delimiter.")
-        return self._pair(dict(zip(header, row, strict=True)), bad)
+        return self.record(dict(zip(header, row, strict=True)), bad)
 
-    def _pair(self, data: dict[str, Any], bad: Bad) -> tuple[str, str]:
-        source, target = (self._text(data, key, bad) for key in ("source_field", "target_field"))
+    def record(self, data: dict[str, Any], bad: Bad) -> Record:
+        """Return the record of an object of JSON, or of a row by its columns; raises what `bad` makes."""
+        source, target = (self.text(data, key, bad) for key in self.field_keys)
         return self.config.prefix + source, target
 
-    def _text(self, data: dict[str, Any], key: str, bad: Bad) -> str:
+    def value(self, data: dict[str, Any], key: str, bad: Bad) -> Any:
+        """Return the value of the field that the config names under `key`."""
         name = getattr(self.config, key)
         if name not in data:
             fix = f"{nearest(name, data)} Set data.source.{key}.".strip()
-            raise bad(f"without the field '{name}'", f"the pair has no field '{name}'", fix)
-        value = data[name]
+            raise bad(f"without the field '{name}'", f"the record has no field '{name}'", fix)
+        return data[name]
+
+    def text(self, data: dict[str, Any], key: str, bad: Bad) -> str:
+        """Return the text of the field that the config names under `key`."""
+        name, value = getattr(self.config, key), self.value(data, key, bad)
         if not isinstance(value, str):
             what = f"the field '{name}' must be a string, got {type(value).__name__}"
             raise bad(f"the field '{name}' is no string", what, f"Set data.source.{key}, or write a string.")
         if not value.strip():
-            raise bad(f"the field '{name}' is empty", f"the field '{name}' is empty", "Leave the pair out, or fill it.")
+            what = f"the field '{name}' is empty"
+            raise bad(what, what, "Leave the record out, or fill it.")
         if "\0" in value or (not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value)):
             what = f"the field '{name}' is not text: it contains NUL or half a surrogate pair"
             raise bad(f"the field '{name}' is not text", what, "Clean it.")
@@ -186,7 +199,7 @@ def _delimiter(file: str) -> str | None:
     return next((delimiter for ending, delimiter in TABLES.items() if plain.endswith(ending)), None)
 
 
-def _refuse_row(error: csv.Error | BadDocumentError, bad: Bad) -> tuple[str, str] | None:
+def _refuse_row(error: csv.Error | BadDocumentError, bad: Bad) -> Record | None:
     if isinstance(error, BadDocumentError):
         raise error
     what = f"the row cannot be read: {error}"

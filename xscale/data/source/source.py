@@ -22,6 +22,11 @@ class Document:
     text: str
     target: str | None = None
     """The text that a model writes after reading `text`, of sources whose records are pairs; None: there is none."""
+    second: str | None = None
+    """The second text of a labelled pair of texts; None: there is none."""
+    label: "int | float | tuple[int, ...] | None" = None
+    """The label of labelled examples: the number of a class, a score, or the number of the tag of each word, of which
+    `text` is made by single spaces; None: there is none."""
 
 
 def document_hash(text: str) -> int:
@@ -44,8 +49,9 @@ class SourceTraits:
     """Documents have the same names and order each time."""
     download: bool
     """Reading needs a network."""
-    records: Literal["text", "pairs"] = "text"
-    """Content of a document: a text; or a pair, of a text and the target that a model writes after reading it."""
+    records: Literal["text", "pairs", "labels"] = "text"
+    """Content of a document: a text; a pair, of a text and the target that a model writes after reading it; or a
+    labelled example, of one or two texts and a label."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,18 @@ PLACES = 5
 """How many skipped documents are named."""
 
 
+@dataclass(frozen=True)
+class Labels:
+    """The labels of a source of labelled examples, or of data that was prepared from one."""
+
+    kind: Literal["class", "score", "tags"]
+    """A class or a score for an example, or a tag for each of its words."""
+    names: tuple[str, ...] = ()
+    """Names of the classes or tags, by number; scores have none."""
+    pairs: bool = False
+    """Whether an example has two texts."""
+
+
 class Source:
     """A corpus as a list of byte ranges, each a stream of documents. The constructor reads nothing."""
 
@@ -132,6 +150,11 @@ class Source:
     def read(self, byte_range: ByteRange) -> Iterator[Document]:
         """Yield the documents of a range in order; ConfigError names a file that is missing or not text."""
         raise NotImplementedError
+
+    @classmethod
+    def labels(cls, config: Any) -> Labels | None:
+        """Return the labels of the source's examples; None unless the traits say that its records are labels."""
+        return None
 
     def documents(self, shard: int = 0, shards: int = 1) -> Iterator[Document]:
         """Yield the documents of shard `shard` of `shards`: every shards-th range."""

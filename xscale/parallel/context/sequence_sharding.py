@@ -102,6 +102,7 @@ def shard_tokens(tokens: Tokens, sharding: SequenceSharding) -> TokenShard:
         progress=tokens.progress,
         label_smoothing=tokens.label_smoothing,
         stats=tokens.stats,
+        predictions=tokens.predictions,
         cache=tokens.cache,
         full=tokens,
         sharding=sharding,

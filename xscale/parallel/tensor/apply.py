@@ -16,6 +16,7 @@ from xscale.mesh.mesh import Mesh
 from xscale.nn.attention.core import CORES
 from xscale.nn.attention.disagreement import Disagreement
 from xscale.nn.block import Sublayer
+from xscale.nn.class_head import ClassHead
 from xscale.nn.ffn.moe import Moe
 from xscale.nn.ffn.sparse import SparseFfn
 from xscale.nn.head import Head
@@ -159,7 +160,7 @@ def estimate(model: nn.Module, config: ParallelConfig, length: int, source: int 
             sent["regions"] += fraction * len(module.up.weight) * tokens
         elif isinstance(module, Embed):
             sent["vocabulary"] += 2 * fraction * width * tokens
-        elif isinstance(module, Head):
+        elif isinstance(module, Head) and not isinstance(module, ClassHead):
             # The loss sends two numbers a token to every other rank, and no logits.
             sent["vocabulary"] += fraction * width * tokens * sequence_parallel + 2 * (tp - 1) * tokens
     return sent
@@ -214,7 +215,10 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
             substitute(module, "random", HiddenOverTensor(module.random, first, hidden))
         if isinstance(module, Embedding):
             substitute(module, "lookup", VocabParallelEmbedding(region, _first_row(module.weight, region)))
-        if isinstance(module, Head):
+        if isinstance(module, ClassHead):
+            if region.sequence:
+                substitute(module, "gather", GatherSequence(region))
+        elif isinstance(module, Head):
             _shard_vocabulary(module, region)
             if module.transform is not None:
                 all_reduce_replicated_grads(module.transform, region)
@@ -269,6 +273,20 @@ class NormOfAllHeads:
         full = gather_in(x.mT, local * self.region.count, self.region.group).mT  # [B, T, H * K]
         normalised: Tensor = norm(full)
         return normalised.narrow(-1, self.region.rank * local, local)
+
+
+@dataclass(frozen=True)
+class GatherSequence:
+    """Hidden states of the full sequence, for a replicated head: each rank has the gradient of its own shard."""
+
+    region: TensorRegion
+
+    def __call__(self, x: Tensor, tokens: Tokens | None) -> Tensor:
+        """[B, T/R, D] -> [B, T, D]."""
+        assert tokens is not None, "a shard does not tell the length of its sequence"
+        length = tokens.ids.shape[1]
+        padded = x.shape[1] * self.region.count
+        return gather_out(x.mT, padded, self.region.group).mT[:, :length]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,170 @@
+"""Fine-tuning on labels: what it reads and draws anew, resume bit for bit, frozen weights, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import Pool
+from tests.train.tiny import losses, metrics, recipe, run
+from xscale.checkpoint.load import load_tensors
+from xscale.commands.merge_lora import merge_run
+from xscale.core.config import decode, encode
+from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
+from xscale.recipe import Recipe
+from xscale.train.load_run import evaluate_run
+
+MODEL: dict[str, Any] = {
+    "kind": "encoder",
+    "width": 32,
+    "position": "learned",
+    "transform": "gelu",
+    "head_bias": True,
+    "stack": {
+        "depth": 2,
+        "block": {"mixer": {"kind": "attention", "heads": 4}, "ffn": {"kind": "dense", "hidden": 48}},
+    },
+}
+CLASSES = ["even", "odd", "big"]
+
+
+def examples(folder: Path) -> str:
+    """Ninety numbers in letters; the class says what they are."""
+    file = folder / "examples.jsonl"
+    rows = [
+        {"text": " ".join("abcdefghij"[int(digit)] for digit in str(number)), "label": CLASSES[number % 3]}
+        for number in range(90)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def pretrained(folder: Path, **sections: Any) -> int:
+    return run(recipe(folder, "base", model=MODEL, objective={"kind": "masked"}, **sections))
+
+
+def asked(folder: Path, name: str = "run", **sections: Any) -> Recipe:
+    data = {"source": {"kind": "labelled", "paths": [examples(folder)], "classes": CLASSES}, **sections.pop("data", {})}
+    objective = {"kind": "classify", "classes": 3, **sections.pop("objective", {})}
+    return recipe(folder, name, **{"model": MODEL, "objective": objective, "data": data, **sections})
+
+
+def finetuned(folder: Path, name: str = "run", **sections: Any) -> int:
+    return run(asked(folder, name, **sections))
+
+
+def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    newest = max((folder / name / "checkpoints").glob("step-*"))
+    return {key: value for key, value in load_tensors(newest).items() if key.startswith("model.")}
+
+
+def test_a_run_learns_and_reports_its_metrics(tmp_path: Path) -> None:
+    train = {"steps": 40, "eval_every": 20, "eval_sequences": None, "micro_batch_size": 8}
+    assert finetuned(tmp_path, train=train, optimizer={"kind": "adamw", "lr": 0.01}) == EXIT_DONE
+    line = next(item for item in reversed(metrics(tmp_path)) if "eval_accuracy" in item)
+    assert {"eval_loss", "eval_accuracy", "eval_macro_f1", "eval_matthews"} <= line.keys()
+    assert line["perplexity"] is None
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "baseline: the most frequent class '" in log
+    assert "labelled examples for training and" in log
+    evaluation = evaluate_run(tmp_path / "run", None)
+    assert evaluation["accuracy"] == line["eval_accuracy"]
+    assert evaluation.keys() == {"step", "loss", "accuracy", "macro_f1", "matthews"}
+
+
+def test_a_run_begins_with_the_weights_of_another(tmp_path: Path) -> None:
+    assert pretrained(tmp_path) == EXIT_DONE
+    start = {"init": {"from": str(tmp_path / "base")}, "train": {"steps": 4, "freeze": ["embed.*", "stack.*"]}}
+    assert finetuned(tmp_path, **start) == EXIT_DONE
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "new, drawn from the seed: head.classes.weight, head.classes.bias" in log
+    assert "left out of" in log
+    assert "head.transform.dense.weight" in log
+    base, tuned = weights(tmp_path, "base"), weights(tmp_path, "run")
+    for name, value in tuned.items():
+        assert name.startswith("model.head.") or torch.equal(value, base[name]), name
+    # Another process starts without the first run: its checkpoint is complete.
+    (tmp_path / "base").rename(tmp_path / "gone")
+    assert finetuned(tmp_path, **{**start, "train": {**start["train"], "steps": 6}}) == EXIT_DONE
+    assert evaluate_run(tmp_path / "run", None)["step"] == 6
+
+
+def test_lora_is_merged_into_a_run_of_its_own(tmp_path: Path) -> None:
+    assert pretrained(tmp_path) == EXIT_DONE
+    start = {"init": {"from": str(tmp_path / "base")}, "lora": {"rank": 2, "match": ["*.q", "*.down"]}}
+    assert finetuned(tmp_path, **start, optimizer={"kind": "adamw", "lr": 0.05}) == EXIT_DONE
+    newest = max((tmp_path / "run" / "checkpoints").glob("step-*"))
+    states = {name for name in load_tensors(newest) if name.startswith("optimizer.")}
+    assert states
+    assert all(".lora." in name or ".head." in name for name in states)
+    written: list[str] = []
+    assert merge_run(tmp_path / "run", tmp_path / "merged", written.append) == EXIT_DONE
+    assert not any(".lora." in name for name in weights(tmp_path, "merged"))
+    adapted, merged = (evaluate_run(tmp_path / name, None) for name in ("run", "merged"))
+    assert merged["loss"] == pytest.approx(adapted["loss"], rel=1e-5)
+    with pytest.raises(ConfigError, match="the run has no LoRA to merge"):
+        merge_run(tmp_path / "merged", tmp_path / "again")
+    refused = problems_of(tmp_path, lora={"match": ["*.quary"]})
+    assert "lora.match.0: no linear map has a path that matches '*.quary'" in refused
+    assert "The nearest are" in refused
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("parallel", [{"mesh": {"tp": 2}}, {"mesh": {"dp_shard": 2}, "zero": {"stage": 3}}])
+def test_layouts_begin_and_resume_alike(tmp_path: Path, pool: Pool, parallel: dict[str, Any]) -> None:
+    assert pretrained(tmp_path) == EXIT_DONE
+    start = {"init": {"from": str(tmp_path / "base")}}
+    assert finetuned(tmp_path, "alone", **start) == EXIT_DONE
+    short = {**start, "train": {"stop_after": 3}, "parallel": parallel}
+    assert pool.run(finetuned, 2, tmp_path, "parts", **short) == [EXIT_REQUEUE] * 2
+    assert pool.run(finetuned, 2, tmp_path, "parts", **start, parallel=parallel) == [EXIT_DONE] * 2
+    assert losses(tmp_path, "parts") == pytest.approx(losses(tmp_path, "alone"), rel=1e-3)
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    assert pretrained(tmp_path) == EXIT_DONE
+    base = {"init": {"from": str(tmp_path / "base")}}
+    deeper = {**MODEL, "stack": {**MODEL["stack"], "depth": 3}}
+    with pytest.raises(ConfigError, match=r"init\.from: .* of another model: it lacks stack\.blocks\.2\."):
+        finetuned(tmp_path, model=deeper, **base)
+    wider = {**MODEL, "width": 64}
+    with pytest.raises(ConfigError, match=r"embed\.table\.weight is \[\d+, 32\] there and \[\d+, 64\] here"):
+        finetuned(tmp_path, model=wider, **base)
+    with pytest.raises(ConfigError, match=r"init\.from: 'nowhere' is neither a run"):
+        finetuned(tmp_path, init={"from": "nowhere"})
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def problems_of(folder: Path, **sections: Any) -> str:
+    return "\n".join(map(str, asked(folder, **sections).check()))
+
+
+def test_what_does_not_fit_labels_is_refused(tmp_path: Path) -> None:
+    assert problems_of(tmp_path) == ""
+    assert "objective.classes: is 5, and the source 'labelled' has 3 classes: even, odd, big" in problems_of(
+        tmp_path, objective={"classes": 5}
+    )
+    decoder = {"kind": "decoder", "width": 32, "stack": MODEL["stack"]}
+    assert "objective.pool: the first token of a causal model has read no other" in problems_of(tmp_path, model=decoder)
+    assert problems_of(tmp_path, model=decoder, objective={"pool": "last"}) == ""
+    assert "'tag' reads 'tags'" in problems_of(tmp_path, objective={"kind": "tag"})
+    refused = problems_of(tmp_path, data={"source": {"kind": "stdlib"}})
+    assert "the documents of the source 'stdlib' are texts, and 'classify' reads labelled examples" in refused
+    assert "Take a source of labelled, stdlib_labelled" in refused
+    refused = problems_of(tmp_path, train={"freeze": ["stack.block.*"]})
+    assert "train.freeze.0: no parameter has a name that matches 'stack.block.*'" in refused
+    assert "freezes all parameters" in problems_of(tmp_path, train={"freeze": ["*"]})
+    refused = problems_of(tmp_path, data={"cross_documents": True})
+    assert "data.cross_documents: 'classify' hides padding" in refused
+    exits = {**decoder, "stack": {**MODEL["stack"], "exits": {}}}
+    refused = problems_of(tmp_path, model=exits, objective={"pool": "last"})
+    assert "model.stack.exits: the heads of exits predict tokens" in refused
+
+
+def test_the_key_from_is_data(tmp_path: Path) -> None:
+    settings = asked(tmp_path, init={"from": "runs/x"})
+    data = encode(settings)
+    assert data["init"] == {"from": "runs/x"}
+    assert decode(Recipe, data) == settings

@@ -1,0 +1,76 @@
+"""A head that classifies, scores or tags in place of the language-model head (Devlin et al. 2019, section 4)."""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+from xscale.nn.head import IGNORE_INDEX, Head
+from xscale.nn.init import Init
+from xscale.nn.linear import Linear
+from xscale.nn.module import Module
+from xscale.nn.tokens import Tokens
+
+
+class ClassHead(Head):
+    """Hidden states to the logits of classes, or to a score. The targets say at which tokens it predicts: at one of
+    each example, whose hidden state stands for the whole, or at each word.
+
+    It is replicated over tp: its classes are few, and often fewer than the ranks.
+    """
+
+    seams: ClassVar[tuple[str, ...]] = ("gather",)
+
+    def __init__(self, width: int, outputs: int, init: Init, *, scores: bool = False, dense: bool = False) -> None:
+        """`scores`: the one output is a score, whose loss is the squared error. `dense`: a linear map and tanh come
+        first, the pooler of BERT."""
+        Module.__init__(self)
+        self.scores, self.globals = scores, 0
+        self.dense = Linear(width, width, ("state", "width"), init, bias=True) if dense else None
+        self.classes = Linear(width, outputs, ("state", "width"), init, bias=True)
+        # A classifier is no map between hidden states, which optimizers of matrices update.
+        self.classes.linear_maps.clear()
+        self.transform = None
+
+    @property
+    def weight(self) -> Parameter:  # type: ignore[override]
+        """Matrix of the classes [C, D]."""
+        return self.classes.weight
+
+    @property
+    def width(self) -> int:
+        return int(self.classes.weight.shape[1])
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, tokens: Tokens | None = None) -> Tensor:
+        """[B, M + T, D] -> logits or scores [B, T, C]; with targets [B, T] their summed loss, a float32 scalar.
+
+        M are the global tokens. A target of -100 is ignored. The loss is the cross-entropy in nats, or the squared
+        error. Predictions at the targets are added to `tokens.predictions`, where that is given.
+        """
+        x = self.gather(x, tokens)[:, self.globals :]
+        if self.dense is not None:
+            x = torch.tanh(self.dense(x))
+        outputs: Tensor = self.classes(x)  # [B, T, C]
+        if targets is None:
+            return outputs
+        outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
+        if tokens is not None and tokens.predictions is not None:
+            predicted = outputs[..., 0] if self.scores else outputs.argmax(-1)  # [B, T]
+            tokens.predictions.add(predicted, targets, targets != IGNORE_INDEX)
+        if self.scores:
+            is_target = targets != IGNORE_INDEX
+            return (outputs[..., 0] - targets.to(outputs.dtype)).masked_fill(~is_target, 0.0).square().sum()
+        smoothing = 0.0 if tokens is None else tokens.label_smoothing
+        return F.cross_entropy(
+            outputs.flatten(0, 1),
+            targets.flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+            label_smoothing=smoothing,
+        )
+
+    def gather(self, x: Tensor, tokens: Tokens | None) -> Tensor:
+        """Return the hidden states of the sequence. A seam: those whose sequence is sharded over tp."""
+        return x

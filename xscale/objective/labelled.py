@@ -1,0 +1,128 @@
+"""Objectives on labelled examples, for fine-tuning (Devlin et al. 2019, section 4): `classify`, `regress` and `tag`.
+
+A head of classes or of a score takes the place of the language-model head. The model predicts at one token of each
+example, or at each word; all other targets are ignored.
+"""
+
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from xscale.core.errors import Problem
+from xscale.nn.head import IGNORE_INDEX
+from xscale.nn.tokens import Tokens
+from xscale.objective.metrics import class_metrics, score_metrics
+from xscale.objective.objective import OBJECTIVES, Batch, HeadSizes, Objective, ObjectiveTraits, SpecialTokens
+
+
+class Labelled(Objective):
+    """Base class of the objectives on labelled examples."""
+
+    class Config(Objective.Config):
+        dense: bool = False
+        """Whether a dense layer with tanh precedes the outputs, as the pooler of BERT does."""
+
+    def batch(
+        self,
+        tokens: Tensor,
+        documents: Tensor | None,
+        index: Tensor,
+        *,
+        labels: Tensor | None = None,
+        **fields: Any,
+    ) -> Batch:
+        """`tokens` and `documents` [B, T], which are 0 for text and 1 for padding; `labels` are those of `Samples`."""
+        assert documents is not None, "padding is told from text by its document"
+        assert labels is not None, "examples have labels"
+        return Batch(Tokens.from_ids(tokens, documents, **fields), self.targets(documents, labels))
+
+    def targets(self, documents: Tensor, labels: Tensor) -> Tensor:
+        """Documents [B, T] and labels [B, 1] or [B, T] -> targets [B, T]."""
+        raise NotImplementedError
+
+
+class _Pooled(Labelled):
+    class Config(Labelled.Config):
+        pool: Literal["first", "last"] = "first"
+        """Token whose output stands for the example. first: the beginning-of-text token, as [CLS] in BERT. last: the
+        last end-of-document token, as in GPT (Radford et al. 2018), for causal models, in which it alone has read all.
+        """
+
+    @classmethod
+    def check_model(cls, config: Any, *, causal: bool, path: str) -> list[Problem]:
+        if causal and config.pool == "first":
+            what = "the first token of a causal model has read no other"
+            return [Problem(f"{path}.pool", what, "Take last, or a bidirectional model.")]
+        return []
+
+    def targets(self, documents: Tensor, labels: Tensor) -> Tensor:
+        at = torch.zeros_like(labels, dtype=torch.long)
+        if self.config.pool == "last":
+            at = (documents == 0).sum(1, keepdim=True) - 1
+        targets = torch.full(documents.shape, IGNORE_INDEX, dtype=labels.dtype)
+        return targets.scatter(1, at, labels)
+
+
+@OBJECTIVES.register(
+    "classify",
+    traits=ObjectiveTraits(causal=None, source=False, random=False, samples="labels", labels="class"),
+)
+class Classify(_Pooled):
+    """Classification: cross-entropy of the class of each example; of one text, or of a pair of texts."""
+
+    class Config(_Pooled.Config):
+        classes: int = Field(default=2, ge=2)
+        """Number of classes, which is that of the data."""
+
+    @classmethod
+    def head_sizes(cls, config: Any) -> HeadSizes:
+        return HeadSizes(config.classes, dense=config.dense)
+
+    def metrics(self, predicted: Tensor, targets: Tensor) -> dict[str, float]:
+        return class_metrics(predicted, targets, self.config.classes)
+
+
+@OBJECTIVES.register(
+    "regress",
+    traits=ObjectiveTraits(causal=None, source=False, random=False, samples="labels", labels="score"),
+)
+class Regress(_Pooled):
+    """Regression: squared error of the score of each example; of one text, or of a pair of texts."""
+
+    @classmethod
+    def check(cls, config: Any, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
+        if config.label_smoothing:
+            what = "scores have no distribution to smooth"
+            return [Problem(f"{path}.label_smoothing", what, "Take 0.")]
+        return []
+
+    @classmethod
+    def head_sizes(cls, config: Any) -> HeadSizes:
+        return HeadSizes(1, scores=True, dense=config.dense)
+
+    def metrics(self, predicted: Tensor, targets: Tensor) -> dict[str, float]:
+        return score_metrics(predicted, targets)
+
+
+@OBJECTIVES.register(
+    "tag",
+    traits=ObjectiveTraits(causal=None, source=False, random=False, samples="labels", labels="tags"),
+)
+class Tag(Labelled):
+    """Tagging: cross-entropy of the tag of each word, at its first token."""
+
+    class Config(Labelled.Config):
+        classes: int = Field(default=2, ge=2)
+        """Number of tags, which is that of the data."""
+
+    @classmethod
+    def head_sizes(cls, config: Any) -> HeadSizes:
+        return HeadSizes(config.classes, dense=config.dense)
+
+    def targets(self, documents: Tensor, labels: Tensor) -> Tensor:
+        return labels
+
+    def metrics(self, predicted: Tensor, targets: Tensor) -> dict[str, float]:
+        return class_metrics(predicted, targets, self.config.classes)

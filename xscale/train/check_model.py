@@ -1,0 +1,114 @@
+"""Check what a model on meta cannot be in a run: frozen stages of exits, LoRA, padding, packed documents."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from xscale.core.errors import Problem
+from xscale.core.registry import Family
+from xscale.nn.attention.core import CORES, Core
+from xscale.nn.exits import Exits
+from xscale.nn.ffn.sparse import SparseFfn
+from xscale.nn.linear import Linear
+from xscale.nn.lora import LoraConfig, lora_paths
+from xscale.nn.mixer.attention import Attention
+from xscale.nn.mixer.mixer import MIXERS, Mixer
+from xscale.nn.model.embed import global_tokens_of
+from xscale.nn.module import Module, Part
+from xscale.optim.groups import ParameterGroup, group_of, nearest_patterns
+
+
+def check_two_stage(model: nn.Module, groups: Sequence[ParameterGroup], names: Sequence[str]) -> list[Problem]:
+    """Check that the parameters which a stage of the training of exits does not train are frozen in it."""
+    stages = [module.config.two_stage for module in model.modules() if isinstance(module, Exits)]
+    if not stages or stages[0] is None:
+        return []
+    change = stages[0]
+    for name in names:
+        index = group_of(name, groups)
+        frozen = (0.0, 1.0) if index is None else (groups[index].since, groups[index].until)
+        if frozen != ((change, 1.0) if ".exits." in name else (0.0, change)):
+            what = f"with exits.two_stage={change:g} each stage freezes the exits or all else, and {name} is not frozen"
+            fix = f"Take [{{match: '*.exits.*', since: {change:g}}}, {{match: '*', until: {change:g}}}]."
+            return [Problem("optimizer.groups", what, fix)]
+    return []
+
+
+def check_lora(model: nn.Module, config: LoraConfig, tp: int) -> list[Problem]:
+    """List the patterns of LoRA that match no linear map, and the maps that it cannot be added to."""
+    maps = [path for path, module in model.named_modules() if isinstance(module, Linear)]
+    problems: list[Problem] = []
+    for index, pattern in enumerate(config.match):
+        where, paths = f"lora.match.{index}", lora_paths(model, pattern)
+        if not paths:
+            what = f"no linear map has a path that matches '{pattern}'"
+            problems.append(Problem(where, what, f"The nearest are {', '.join(nearest_patterns(pattern, maps))}."))
+        for path in paths:
+            parent = model.get_submodule(path.rpartition(".")[0])
+            if isinstance(parent, SparseFfn):
+                what = f"{path} is read by blocks, to which LoRA adds nothing"
+                problems.append(Problem(where, what, "Leave it out, or take an ffn of kind dense or gated."))
+            linear = model.get_submodule(path)
+            fewer = isinstance(parent, Attention) and parent.key_channels // parent.head_width < tp
+            if fewer and isinstance(linear, Linear) and "kv_heads" in linear.axes["weight"]:
+                what = f"tp={tp} replicates {path}, which has fewer kv_heads than ranks"
+                problems.append(Problem(where, what, "Leave it out, or take a lower tp."))
+            if path.startswith("head."):
+                what = f"{path} is of the head, which is trained as a whole or not at all"
+                problems.append(Problem(where, what, "Leave it out."))
+    return list({problem.path: problem for problem in problems}.values())
+
+
+def check_exits(model: nn.Module) -> list[Problem]:
+    """List the heads that would predict tokens beside a head of classes."""
+    if not any(isinstance(module, Exits) for module in model.modules()):
+        return []
+    what = "the heads of exits predict tokens, and the objective's labels are classes or scores of examples"
+    return [Problem("model.stack.exits", what, "Take null, or an objective on tokens.")]
+
+
+def check_padding(model: nn.Module) -> list[Problem]:
+    """List the parts for which the padding of pairs and of labelled examples would count."""
+    paths: dict[str, str] = {}
+    for path, module in model.named_modules():
+        averages = isinstance(module, Module) and module.averages_tokens
+        if averages or (isinstance(module, Core) and module.traits.running_stats):
+            paths.setdefault(type(module).__name__, path)
+    return [
+        Problem(
+            f"model ({path})",
+            f"in {name} the tokens of a micro-batch compete or are averaged, and padding would be among them",
+            "Take a part whose output for a token depends on its document alone, or an objective on packed text.",
+        )
+        for name, path in paths.items()
+    ]
+
+
+def check_documents(model: nn.Module, only_padding: bool = False) -> list[Problem]:
+    """List the mixers and cores that cannot mask the documents of a sample from each other, or its padding."""
+    path, hidden = "data.cross_documents", "mask the documents of a sample from each other"
+    other = f"Take {path}=true"
+    if only_padding:
+        path, hidden, other = "objective", "mask the padding of a sample", "Take an objective without padding"
+    kinds: dict[str, list[str]] = {}
+    for module in model.modules():
+        parts: list[Part] = [module] if isinstance(module, Mixer) else []
+        if isinstance(module, Attention):
+            parts = [core for core, _ in module.core.head_cores(module.query_channels // module.head_width)]
+        family: Family[Any] = CORES if isinstance(module, Attention) else MIXERS
+        for part in parts:
+            if part.Config.kind is not None and not family.get(part.Config.kind).traits.documents:
+                kinds[f"{family.name} '{part.Config.kind}'"] = family.able(documents=True)
+    problems = [
+        Problem(
+            path,
+            f"{kind} cannot {hidden}",
+            f"{other}, or one of: {', '.join(able)}.",
+        )
+        for kind, able in kinds.items()
+    ]
+    if count := global_tokens_of(model):
+        what = f"the {count} global tokens of a sample are shared by its documents, which must not see each other"
+        problems.append(Problem(path, what, f"{other}, or model.global_tokens=0."))
+    return problems
