@@ -90,7 +90,7 @@ def _tensors_of(value: Any) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Gating:
-    """What the gates of a stack read beside the hidden states (`xscale.nn.gates`)."""
+    """Inputs of the gates of a stack beside the hidden states (`xscale.nn.gates`)."""
 
     budgets: Tensor
     """[B] index of each sequence's budget."""
