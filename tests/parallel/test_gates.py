@@ -17,6 +17,14 @@ BLOCK: dict[str, Any] = {
 }
 MODEL: dict[str, Any] = {"kind": "decoder", "width": 32, "position": "learned", "stack": {"depth": 2, "block": BLOCK}}
 
+PAIR: dict[str, Any] = {
+    **{key: MODEL[key] for key in ("width", "position")},
+    "kind": "encoder_decoder",
+    "encoder": MODEL["stack"],
+    "decoder": MODEL["stack"],
+}
+PIPELINE: dict[str, Any] = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}
+
 
 @pytest.mark.long
 def test_a_layout_has_the_numbers_of_one_process(pool: Pool) -> None:
@@ -24,13 +32,14 @@ def test_a_layout_has_the_numbers_of_one_process(pool: Pool) -> None:
     for layout in (
         {"mesh": {"tp": 2}, "recompute": {"every": 1}},
         {"mesh": {"cp": 2}},
+        PIPELINE,
         {"zero": {"stage": 3}, "recompute": {"every": 2, "granularity": "selective"}},
     ):
         same(pool, expected, 2, MODEL, layout)
 
 
 def test_a_layout_that_shards_the_gates_is_refused() -> None:
-    (problem,) = refused(MODEL, 2, mesh={"pp": 2}, pipeline={"schedule": "1f1b"})
+    (problem,) = refused(PAIR, 2, **PIPELINE)
     assert "reads the gates of all blocks" in problem
     assert "pp=1" in problem
     (problem,) = refused(MODEL, 2, mesh={"tp": 2}, tensor={"sequence": True})

@@ -34,7 +34,7 @@ BOTH = model("all", {"kind": "dense", "hidden": 24}, "encoder_decoder")
 
 
 def test_a_recomputed_use_counts_once_in_the_statistics(pool: Pool) -> None:
-    """Of the three uses of the mixture two are recomputed, and its load is the mean over the three."""
+    """The mixture has three uses, of which two are recomputed, and its load is the mean over the three."""
     expected = alone(pool, EXPERTS, steps=1)
     assert any(name.endswith("/entropy") for name in expected.statistics)
     same(pool, expected, 1, EXPERTS, {"recompute": {"every": 2}}, steps=1)

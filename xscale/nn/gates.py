@@ -96,7 +96,7 @@ class Gate(Module):
 class GateBudget(Module):
     """The budgets of a stack with gates, and their loss."""
 
-    seams: ClassVar[tuple[str, ...]] = ("sum_over_sequence",)
+    seams: ClassVar[tuple[str, ...]] = ("sum_over_sequence", "attach_loss")
     averages_tokens = True
 
     def __init__(self, config: GatesConfig, sublayers: int) -> None:
@@ -106,9 +106,12 @@ class GateBudget(Module):
         self.sublayers = sublayers
 
     def start(self, x: Tensor, tokens: Tokens, handed_on: dict[str, Tensor]) -> tuple[Tokens, dict[str, Tensor]]:
-        """Return the tokens of x [B, T, D] with their budgets, and what the first block gets with a sum of no gates."""
+        """Return the tokens of x [B, T, D] with their budgets, and what the first block gets with a sum of no gates.
+
+        In a pipeline stage the sum is that of the stages before.
+        """
         dtype = torch.promote_types(x.dtype, torch.float32)
-        return self.draw(tokens), handed_on | {GATES: x.new_zeros(x.shape[:-1], dtype=dtype)}
+        return self.draw(tokens), {GATES: x.new_zeros(x.shape[:-1], dtype=dtype), **handed_on}
 
     def draw(self, tokens: Tokens) -> Tokens:
         """Return the tokens with a budget for each sequence, and the noise of this step of the run."""
@@ -125,7 +128,10 @@ class GateBudget(Module):
         return tokens.with_gating(Gating(index, torch.tensor(alpha, dtype=torch.float64, device=device)))
 
     def attach_loss(self, x: Tensor, total: Tensor, tokens: Tokens) -> Tensor:
-        """Return the output x [B, T, D] of the stack with the budget's loss attached; `total` [B, T] are the gates."""
+        """Return the output x [B, T, D] of the stack with the budget's loss attached; `total` [B, T] are the gates.
+
+        A seam: a pipeline stage hands the gates on.
+        """
         gating, real = tokens.gating, tokens.real()
         assert gating is not None
         total = total if real is None else total * real

@@ -122,7 +122,7 @@ class InnerStates(Protocol):
 
 @dataclass(frozen=True)
 class Gating:
-    """What the gates of a stack read beside the hidden states (`xscale.nn.gates`)."""
+    """Inputs of the gates of a stack beside the hidden states (`xscale.nn.gates`)."""
 
     budgets: Tensor
     """[B] index of each sequence's budget."""

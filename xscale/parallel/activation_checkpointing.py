@@ -159,10 +159,10 @@ def with_state_of_forward(run: Callable[..., Any], inputs: Sequence[Any]) -> Cal
 
     A compiled block takes another graph, which saves other tensors, when values are already there.
     """
-    tokens = [given for given in inputs if isinstance(given, Tokens)]
-    shared = [(given.shared_values, given.shared_values.copy()) for given in tokens]
+    tokens = [argument for argument in inputs if isinstance(argument, Tokens)]
+    shared = [(about.shared_values, about.shared_values.copy()) for about in tokens]
     # The tokens of a decoder and of its source may have the same statistics.
-    stats = {id(given.stats): given.stats for given in tokens if given.stats is not None}.values()
+    stats = {id(about.stats): about.stats for about in tokens if about.stats is not None}.values()
     before = [(collected, collected.copy()) for collected in stats]
     is_recomputation = False
 

@@ -6,7 +6,6 @@ from torch import nn
 
 from xscale.core.errors import Problem
 from xscale.nn.exits import Exits
-from xscale.nn.gates import GateBudget
 from xscale.nn.layer_mix import LayerMix
 from xscale.nn.recurrent_depth import Halting
 from xscale.nn.stack import Stack
@@ -82,13 +81,13 @@ def _check_streams(model: nn.Module, path: str) -> list[Problem]:
     if any(isinstance(module, Halting) for module in model.modules()):
         what = "each step hands on which tokens have halted and their outputs so far, and stages only hidden states"
         problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or stack.halting=null."))
-    if any(isinstance(module, GateBudget) for module in model.modules()):
-        what = "the budget's loss reads the gates of all blocks, and stages pass on hidden states"
-        problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or stack.block.gates=null."))
     if any(isinstance(module, LayerMix) for module in model.modules()):
         what = "the decoder reads the outputs of all encoder blocks, and stages pass on that of the last one"
         problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or model.transparent=false."))
     stacks = [module for module in model.modules() if isinstance(module, Stack)]
+    if len(stacks) > 1 and any(stack.gates is not None for stack in stacks):
+        what = "stages of an encoder-decoder pass on hidden states, and the budget's loss reads the gates of all blocks"
+        problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or block.gates=null."))
     if len(stacks) > 1 and any(stack.reversible for stack in stacks):
         what = "stages of an encoder-decoder pass on one residual stream, and reversible blocks have two"
         problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or block.residual=sequential."))

@@ -80,6 +80,9 @@ class PipelineSpec:
             assert read is not None
             batch, length = read.ids.shape
             precise = torch.promote_types(dtype, torch.float32)
+            if sent.per_token:
+                specs.append(TensorSpec((batch, self.length_of(length)), precise))
+                continue
             if sent.score_heads is None:
                 shape: tuple[int, ...] = (batch, self.length_of(length), self.width)
                 specs.append(TensorSpec(shape, precise if sent.stream else dtype))

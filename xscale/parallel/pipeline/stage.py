@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from xscale.nn.block import Block, Scores
+from xscale.nn.gates import GATES
 from xscale.nn.linear import Embedding
 from xscale.nn.module import Module, substitute
 from xscale.nn.reversible import Streams, upcast_copy
@@ -29,6 +30,8 @@ class StageInput:
     """Heads of the attention scores, over all ranks of tp; None: hidden states."""
     stream: bool = False
     """Whether the hidden states are one of the two residual streams of reversible blocks, in float32 at least."""
+    per_token: bool = False
+    """Whether it is one number for each token, the sum of its gates so far, in float32 at least."""
 
 
 class Received(Protocol):
@@ -154,6 +157,11 @@ def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> Pipelin
         assert isinstance(stack, Stack)
         if index:
             _add_input(stage, "embed", from_source=False, table=last and bool(tied), stream=stack.reversible)
+        if stack.gates is not None:
+            received |= {GATES: 0} if index else {}
+            sent += [] if last else [GATES]
+            if not last:
+                substitute(stack.gates, "attach_loss", lambda x, total, tokens: x)
         _hand_on_scores(stage, stack, received, sent)
         if stack.reversible:
             _hand_on_streams(stage, stack)
@@ -206,12 +214,15 @@ def scores_read(model: nn.Module, block: str) -> dict[str, int]:
 
 
 def _hand_on_scores(stage: PipelineStage, stack: nn.Module, received: dict[str, int], sent: list[str]) -> None:
-    """Receive the scores that the stage's first block reads, and send those that the next stage's reads."""
+    """Receive what the stage's first block reads beside hidden states, and send what the next stage's reads."""
     if received:
         scores = ReceivedScores(list(received))
         substitute(stack, "first_scores", scores)
         stage.stubs += scores.stubs.values()
-        stage.inputs += [StageInput(score_heads=heads) for heads in received.values()]
+        stage.inputs += [
+            StageInput(per_token=True) if name == GATES else StageInput(score_heads=heads)
+            for name, heads in received.items()
+        ]
     if sent:
         substitute(stack, "output", SendScores(sent))
 
