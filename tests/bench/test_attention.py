@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from xscale.bench.attention import cases, exponent, measure_growth, multiply_adds, savings
+from xscale.bench.positions import measure_positions
 from xscale.cli.main import main
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.pattern.window import Window
@@ -114,3 +115,15 @@ def test_block_sparse_stores_no_scores() -> None:
         assert stored.memory < 0.25
         # Fused attention stores no scores either; both store outputs and gradients.
         assert fused.memory < 2
+
+
+def test_positions_are_measured_beside_plain_attention() -> None:
+    (both, causal) = measure_positions(["relative"], 64, 1, rounds=1)
+    assert (both.causal, causal.causal) == (False, True)
+    assert both.time > 0
+    assert both.memory > 0
+    assert "of the memory of plain attention" in str(both)
+
+
+def test_an_unknown_position_has_the_nearest_one(run: Run) -> None:
+    assert "Did you mean 'shaw'?" in run("--positions", "shew", status=2)
