@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conformance.made import close, numbered, ready
+from tests.conformance.made import close, dims, drawn, numbered, ready
 from xscale.core.config import decode
+from xscale.nn.attention.ops.mask import AttentionMask, ScoreEdge
+from xscale.nn.attention.prior_scores import PriorScores
+from xscale.nn.attention.softmax import Softmax
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.model.encoder import Encoder
 from xscale.nn.model.encoder_decoder import EncoderDecoder
@@ -127,6 +130,19 @@ def test_learned_weights_are_those_of_equation_22() -> None:
 def test_without_the_scores_below_it_is_the_plain_model() -> None:
     plain, zero = model("decoder", {"kind": "softmax"}), model("decoder", LAZY)
     assert close(zero(Tokens.from_ids(ids())), plain(Tokens.from_ids(ids())))
+
+
+def test_an_edge_of_zeros_changes_nothing() -> None:
+    core, (q, k, v) = (
+        ready(PriorScores(PriorScores.Config(), dims(layer=1), 2, 4)),
+        (drawn(1, 2, 6, 4, seed=at) for at in range(3)),
+    )
+    edge = ScoreEdge(torch.zeros(1, 2, 6, 6, dtype=torch.float64))
+    plain = Softmax(Softmax.Config(), dims(), 2, 4)
+    assert close(core(q, k, v, AttentionMask(6, 6, True, score_edge=edge)), plain(q, k, v, AttentionMask(6, 6, True)))
+    edge.previous = drawn(1, 2, 6, 6)
+    other = core(q, k, v, AttentionMask(6, 6, True, score_edge=edge))
+    assert not close(other, plain(q, k, v, AttentionMask(6, 6, True)))
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])

@@ -139,9 +139,9 @@ class NarrowAndLocal(Attention):
     def _normalised(self, norm: Norm | None, x: Tensor) -> Tensor:
         """Queries or keys [B, T, N] -> [B, H, T, K]; those of low-rank heads end in zeros, which no core reads."""
         groups, first = [], 0
-        turns = x.unflatten(-1, (-1, self.turn_rows))  # [B, T, turns, rows]
+        turns = x.reshape(*x.shape[:-1], -1, self.turn_rows)  # [B, T, turns, rows]
         for share, width in zip(self.core.shares, self.core.widths, strict=True):
-            group = turns.narrow(-1, first, share * width).unflatten(-1, (share, width))
+            group = turns.narrow(-1, first, share * width).reshape(*turns.shape[:3], share, width)
             groups.append(F.pad(group, (0, self.head_width - width)))  # [B, T, turns, share, K]
             first += share * width
         return torch.cat(groups, 3).flatten(2, 3).transpose(1, 2)  # [B, H, T, K]

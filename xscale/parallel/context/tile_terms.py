@@ -66,14 +66,19 @@ class TileTerms:
             assert added is not None
         else:
             added = self.position.scores(q.flatten(1, 2).to(self.dtype), k.to(self.dtype), self.pairs)
-        return upcast(added).unflatten(1, q.shape[1:3]).to(q.dtype)
+        return _grouped(added, q)
 
     def values(self, weights: Tensor) -> Tensor | None:
         """Return what is added to the output [B, G, H/G, T, K] of weights [B, G, H/G, T, S]; None: nothing."""
         if self.pairs is None or not self.position.adds_values:
             return None
         added = self.position.values(weights.flatten(1, 2).to(self.dtype), self.pairs)
-        return upcast(added).unflatten(1, weights.shape[1:3]).to(weights.dtype)
+        return _grouped(added, weights)
+
+
+def _grouped(x: Tensor, like: Tensor) -> Tensor:
+    """[B or 1, H, ...] -> [B or 1, G, H/G, ...], the heads and dtype of `like`."""
+    return upcast(x).reshape(x.shape[0], *like.shape[1:3], *x.shape[2:]).to(like.dtype)
 
 
 @dataclass
