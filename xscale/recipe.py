@@ -249,13 +249,13 @@ def decode_recipe(composed: Composed) -> Recipe:
 
 def dropped_values(recipe: Recipe, composed: Composed) -> list[Problem]:
     """List the overrides of a kind that drop values of the files for which the new part has a key too."""
-    current, given = encode(recipe), composed.origin
+    current, origin = encode(recipe), composed.origin
     problems = []
     for path, old in composed.replaced.items():
         lost = [
             f"{key}={flow_text(value)}"
             for key, value in leaves(old, path)
-            if key != f"{path}.kind" and given.get(key) != COMMAND_LINE and _changed(current, key, value)
+            if key != f"{path}.kind" and origin.get(key) != COMMAND_LINE and _changed(current, key, value)
         ]
         if lost:
             values = ", ".join(lost[:LISTED]) + (f" and {len(lost) - LISTED} more" if len(lost) > LISTED else "")

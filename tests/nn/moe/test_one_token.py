@@ -1,6 +1,7 @@
 """A mixture's path for one token of generation computes what the path for any number of tokens does."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ EXPERTS = {
     "gated with biases": {"kind": "gated", "hidden": 32, "bias": True},
     "dense": {**DENSE, "bias": True},
 }
-ROUTED = {name: {"router": name} for name in ROUTERS.able(choice="token")}
-CASES = (
+ROUTED: dict[str, dict[str, Any]] = {name: {"router": name} for name in ROUTERS.able(choice="token")}
+CASES: dict[str, dict[str, Any]] = (
     ROUTED
     | {f"topk, {name}": {"expert": expert} for name, expert in EXPERTS.items()}
     | {"capacity": {"capacity_factor": 0.5}, "shared": {"shared": DENSE, "shared_combine": "gate"}}
@@ -29,7 +30,7 @@ CASES = (
 def test_one_token_is_as_several(name: str) -> None:
     part = mixture(**CASES[name]).eval()
     for index, parameter in enumerate(part.parameters()):
-        parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
     x, tokens = sample(rows=1, length=1, cache={})
     assert part._has_shortcut(x[0], tokens)
     watched = replace(tokens, stats=Stats())

@@ -169,7 +169,8 @@ class Moe(Ffn):
             return torch.zeros_like(x)
         outputs = self.experts.of_token(x, experts.tolist())  # [k, D]
         compute = torch.promote_types(x.dtype, torch.float32)
-        return (weights.to(compute)[None] @ outputs.to(compute)).to(x.dtype)
+        y: Tensor = weights.to(compute)[None] @ outputs.to(compute)
+        return y.to(x.dtype)
 
     def dispatch_plan(self, x: Tensor, tokens: Tokens) -> tuple[DispatchPlan, Tensor | None]:
         """Route x [B, T, D]: which of its flattened rows go to which experts, and the auxiliary loss.
