@@ -30,9 +30,9 @@ from xscale.optim.optimizer.optimizer import OPTIMIZERS
 from xscale.optim.schedule import SCHEDULES
 from xscale.parallel.pipeline.check import check_micro_batches
 from xscale.parallel.plan import ParallelPlan
-from xscale.train.distill import check_distillation
+from xscale.train.distill_check import check_distillation
 from xscale.train.settings import Settings, build_on_meta, pairs_problem
-from xscale.train.teacher import in_train_teacher, teacher_run
+from xscale.train.teacher_source import in_train_teacher, teacher_run
 from xscale_kernels.select import unknown
 
 
