@@ -29,9 +29,9 @@ from xscale.parallel.pipeline.check import check_micro_batches
 from xscale.parallel.plan import ParallelPlan
 from xscale.train.check_model import check_documents, check_exits, check_lora, check_padding, check_two_stage
 from xscale.train.check_sentences import check_sentences
-from xscale.train.distill import check_distillation
+from xscale.train.distill_check import check_distillation
 from xscale.train.settings import RECORDS, Settings, build_on_meta, labels_problems, records_problem
-from xscale.train.teacher import in_train_teacher, teacher_run
+from xscale.train.teacher_source import in_train_teacher, teacher_run
 from xscale_kernels.select import unknown
 
 LISTED = 8

@@ -57,7 +57,7 @@ def test_the_soft_loss_is_hinton_equation_4() -> None:
             slopes[row, word] = (q - p) / temperature
     assert math.isclose(loss.item(), expected, rel_tol=1e-12)
     assert torch.allclose(gradient, slopes, rtol=1e-10, atol=1e-14)
-    assert torch.autograd.gradcheck(lambda x: SoftLoss.apply(x, t, temperature, FullVocabulary()), (z,))
+    assert torch.autograd.gradcheck(lambda x: SoftLoss.apply(x, t, temperature, FullVocabulary()), (z,))  # type: ignore[no-untyped-call]
 
 
 WEIGHTS: dict[str, dict[str, Any]] = {
@@ -99,7 +99,7 @@ def literal(name: str, student: nn.Module, ours: dict[str, Any], theirs: dict[st
         return 0.9 * total / (BATCH * LENGTH)
     maps: Any = getattr(student, "distillation", None)
     if name == "embedding":
-        difference = ours["hidden"][0] @ maps.embedding.weight.T - theirs["hidden"][0]
+        difference: Tensor = ours["hidden"][0] @ maps.embedding.weight.T - theirs["hidden"][0]
         return 1.1 * (difference**2).sum() / difference.numel()
     for m in (1, 2):
         g = 2 * m

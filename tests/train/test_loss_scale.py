@@ -30,7 +30,7 @@ DENSE: dict[str, Any] = {
 
 def half(folder: Path, name: str, overflow_at: int | None = None, **sections: Any) -> int:
     """A run in float16; in backward of step `overflow_at` the last rank's gradients overflow."""
-    backward, reduce, steps = FsdpEngine.backward, FsdpEngine.reduce_gradients, [0]
+    reduce, steps = FsdpEngine.reduce_gradients, [0]
 
     def spoiled(self: FsdpEngine, *given: Any) -> Any:
         steps[0] += 1
@@ -40,11 +40,11 @@ def half(folder: Path, name: str, overflow_at: int | None = None, **sections: An
             gradient.view(-1)[0] = math.inf
         return reduce(self, *given)
 
-    FsdpEngine.reduce_gradients = spoiled  # type: ignore[method-assign]
+    FsdpEngine.reduce_gradients = spoiled  # type: ignore[method-assign,assignment]
     try:
         return run(recipe(folder, name, **{"train": TRAIN, "precision": HALF, "model": DENSE, **sections}))
     finally:
-        FsdpEngine.backward, FsdpEngine.reduce_gradients = backward, reduce  # type: ignore[method-assign]
+        FsdpEngine.reduce_gradients = reduce  # type: ignore[method-assign]
 
 
 def test_an_overflow_halves_the_scale_and_skips_the_step(tmp_path: Path, pool: Pool) -> None:

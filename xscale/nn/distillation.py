@@ -250,7 +250,7 @@ def _name(layer: int, states: str) -> str:
 def attention_scores(q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
     """Return the scores [B, H, T, S] of q [B, H, T, K] and k [B, G, S, K] before the softmax, in float32 at least; 0
     where a query does not see a key, as in the authors' code of TinyBERT."""
-    scores = upcast(grouped_matmul(q, k.mT)) * q.shape[-1] ** -0.5
+    scores: Tensor = upcast(grouped_matmul(q, k.mT)) * q.shape[-1] ** -0.5
     bias, allowed = mask.score_bias(q, k), mask.allowed
     if bias is not None:
         scores = scores + bias.to(scores.dtype)

@@ -21,7 +21,7 @@ from xscale.parallel.sharded import sharded_parameters
 from xscale.planning.simulate_step import SimulatedStep, simulate_step
 from xscale.planning.speed import roofline
 from xscale.train.settings import Settings, build_on_meta
-from xscale.train.teacher import find_teacher, teacher_degrees, teacher_run
+from xscale.train.teacher_source import find_teacher, teacher_degrees, teacher_run
 
 KINDS = ("parameters", "gathered_parameters", "gradients", "optimizer", "activations", "communication")
 LONGEST = 16

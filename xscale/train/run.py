@@ -55,7 +55,7 @@ from xscale.train.run_folder import (
 from xscale.train.settings import Settings, build_on_meta
 from xscale.train.setup import RunParts, check_machine, set_up
 from xscale.train.state import State
-from xscale.train.teacher import teacher_run
+from xscale.train.teacher_source import teacher_run
 from xscale.watchdog.crash_dumps import CrashDumps
 from xscale.watchdog.watchdog import StopSignal, Watchdog
 from xscale_kernels.select import UnusableError

@@ -30,7 +30,8 @@ from xscale.parallel.full_tensors import ShardedTensors
 from xscale.parallel.plan import ParallelPlan
 from xscale.parallel.sharded import ShardedParameter, sharded_parameters
 from xscale.train.batches import MicroBatches
-from xscale.train.distill import check_teacher_on_disk, distil
+from xscale.train.distill import distil
+from xscale.train.distill_check import check_teacher_on_disk
 from xscale.train.init_weights import adopt_tokenizer, data_with_adopted_tokenizer
 from xscale.train.run_folder import CHECKPOINTS, check_same_config
 from xscale.train.settings import Settings, build_on_meta, labels_problems, records_problem

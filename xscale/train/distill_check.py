@@ -1,0 +1,202 @@
+"""Checks of what a distilled model cannot be: with its config alone, and with the teacher that is on disk."""
+
+from torch import nn
+
+from xscale.core.errors import ConfigError, Problem
+from xscale.mesh import axes
+from xscale.nn.attention.softmax import Softmax
+from xscale.nn.distillation import DistillConfig, attentions_of
+from xscale.nn.head import Head
+from xscale.nn.mixer.attention import Attention
+from xscale.nn.model.model import MODELS
+from xscale.nn.stack import Stack
+from xscale.train.settings import Settings, build_on_meta
+from xscale.train.teacher_source import TeacherSource, find_teacher, teacher_degrees, teacher_folder
+
+PATH = "distill"
+
+
+def layers_of(config: DistillConfig, student: nn.Module, teacher: nn.Module) -> tuple[int, ...] | None:
+    """Return the teacher's block of each of the student's; None: they do not map."""
+    stacks = [getattr(model, "stack", None) for model in (student, teacher)]
+    if not all(isinstance(stack, Stack) for stack in stacks):
+        return None
+    depths = [len(stack.blocks) for stack in stacks if isinstance(stack, Stack)]
+    return config.layers_of(*depths)
+
+
+def check_distillation(settings: Settings, model: nn.Module | None, world: int) -> list[Problem]:
+    """List what the section `distill` and the student cannot be; needs no teacher. `model` is on meta, or None."""
+    config = settings.distill
+    if config is None:
+        return []
+    problems = []
+    if config.teacher is None and config.train_teacher is None:
+        what = "there is no teacher"
+        fix = "Give the folder of a run or of a Hugging Face model, or train one first by distill.train_teacher."
+        problems.append(Problem(f"{PATH}.teacher", what, fix))
+    if not config.inner_weight + config.outer_weight:
+        problems.append(Problem(PATH, "all weights are 0, so nothing is learned", "Take soft_weight=0.5."))
+    if config.inner_until is not None and not (config.inner_weight and config.outer_weight):
+        what = "one of the two stages would train nothing: it needs weights of inner states and of outputs"
+        problems.append(Problem(f"{PATH}.inner_until", what, "Take null, or such weights as hidden_weight=1."))
+    if config.map_width is not None and not config.embedding_weight + config.hidden_weight:
+        what = "the maps are for the losses of embeddings and hidden states, which have no weight"
+        problems.append(Problem(f"{PATH}.map_width", what, "Take null, or hidden_weight=1."))
+    return problems + _check_layout(settings, config, world) + ([] if model is None else _check_model(model, config))
+
+
+def _check_layout(settings: Settings, config: DistillConfig, world: int) -> list[Problem]:
+    mesh, problems = settings.parallel.mesh, []
+    if mesh.cp > 1:
+        what = "a rank would have a shard of the student's sequence, and the teacher reads it whole"
+        problems.append(Problem("parallel.mesh.cp", what, "Use cp=1, with tp in its place."))
+    if settings.parallel.zero.engine != "torch":
+        what = "distillation with DeepSpeed is not supported"
+        problems.append(Problem("parallel.zero.engine", what, "Use parallel.zero.engine=torch."))
+    fitting = axes.checkable_world(mesh, world)
+    if fitting is not None and not _within(settings, fitting):
+        what = f"the tp groups of a teacher with tp={config.tp} would have ranks that read different samples"
+        fix = f"Take null or a divisor of {mesh.tp}, with tp last in parallel.mesh.order."
+        problems.append(Problem(f"{PATH}.tp", what, fix))
+    if config.attention_weight and config.tp not in (None, mesh.tp):
+        what = "attention scores are compared head by head, and a rank would have other heads of the teacher"
+        problems.append(Problem(f"{PATH}.tp", what, f"Take null, or {mesh.tp}."))
+    if config.zero == 3 and mesh.pp > 1:
+        what = "the first stages of a pipeline do not run the teacher, whose shards they would have"
+        problems.append(Problem(f"{PATH}.zero", what, "Take 0, or parallel.mesh.pp=1."))
+    if config.inner_weight and mesh.pp > 1:
+        what = "inner states are learned where the teacher runs, which is the last stage of a pipeline"
+        fix = "Use pp=1, or the weights of soft, hard and cosine losses alone."
+        problems.append(Problem("parallel.mesh.pp", what, fix))
+    if settings.parallel.tensor.sequence and config.inner_weight + config.cosine_weight:
+        what = "a rank would have a shard of the student's states along the sequence, and the teacher's are whole"
+        problems.append(Problem("parallel.tensor.sequence", what, "Take false, or the soft loss alone."))
+    if settings.parallel.compile and config.attention_weight:
+        what = "a loss inside the attention would be compiled anew in every forward"
+        problems.append(Problem("parallel.compile", what, f"Take false, or {PATH}.attention_weight=0."))
+    return problems
+
+
+def _within(settings: Settings, world: int) -> bool:
+    """Whether each tp group of the teacher lies within one of the student's."""
+    try:
+        _, degrees = teacher_degrees(settings, world)
+        of_teacher = degrees.groups_along("tp")
+    except (ConfigError, AssertionError, ValueError):
+        return False
+    of_student = [set(group) for group in axes.resolve(settings.parallel.mesh, world).groups_along("tp")]
+    return degrees.world == world and all(any(set(group) <= own for own in of_student) for group in of_teacher)
+
+
+def _check_model(model: nn.Module, config: DistillConfig) -> list[Problem]:
+    """Check a student on meta."""
+    stack = getattr(model, "stack", None)
+    problems = []
+    if isinstance(stack, Stack) and stack.exits is not None:
+        what = "the exits have losses of their own, which know no teacher"
+        problems.append(Problem("model.stack.exits", what, "Take null, or distill=null."))
+    if not config.inner_weight + config.cosine_weight and not config.init_from_teacher:
+        return problems
+    if not isinstance(stack, Stack):
+        what = "states of two stacks are not mapped to those of a teacher"
+        problems.append(Problem(PATH, what, "Take the soft loss alone, or a model of one stack."))
+    elif config.inner_weight and (stack.reversible or stack.halting is not None):
+        what = "reversible blocks and halting have no state after each block to compare"
+        problems.append(Problem(f"{PATH}.hidden_weight", what, "Take weights of 0 for inner states."))
+    elif config.attention_weight:
+        problems += _check_attention(stack, len(stack.blocks), "the student")
+    return problems
+
+
+def _check_attention(stack: Stack, depth: int, which: str) -> list[Problem]:
+    attentions = attentions_of(stack)
+    if len(attentions) == depth and all(_has_scores(attention) for attention in attentions.values()):
+        return []
+    what = f"{which} has blocks without one attention of core softmax, whose scores could be compared"
+    return [Problem(f"{PATH}.attention_weight", what, "Take 0, or the mixer attention with the core softmax.")]
+
+
+def _has_scores(attention: Attention) -> bool:
+    return isinstance(attention.core, Softmax) and attention.core.soft_cap is None
+
+
+def check_teacher(settings: Settings, source: TeacherSource) -> list[Problem]:
+    """List why the student cannot learn from this teacher."""
+    config, where = settings.distill, f"{PATH}.teacher"
+    assert config is not None
+    ours, theirs = MODELS.of(settings.model), MODELS.of(source.settings.model)
+    if (ours.traits.causal, ours.traits.source) != (theirs.traits.causal, theirs.traits.source):
+        what = f"the teacher is of kind '{theirs.name}', and the student of kind '{ours.name}'"
+        same = MODELS.able(causal=ours.traits.causal, source=ours.traits.source)
+        return [Problem(where, what, f"Take a teacher of {', '.join(same)}.")]
+    problems = []
+    longest, length = source.settings.data.sequence_length, settings.data.sequence_length
+    if length > longest:
+        what = f"the teacher reads at most {longest} tokens, and data.sequence_length is {length}"
+        problems.append(Problem(where, what, f"Take data.sequence_length={longest}."))
+    student, teacher = build_on_meta(settings, 64), build_on_meta(source.settings, 64)
+    needs_layers = config.inner_weight or config.init_from_teacher
+    return problems + (_check_blocks(config, student, teacher) if needs_layers or config.cosine_weight else [])
+
+
+def _check_blocks(config: DistillConfig, student: nn.Module, teacher: nn.Module) -> list[Problem]:
+    """Check that the blocks of two models on meta map to each other."""
+    ours, theirs = (getattr(model, "stack", None) for model in (student, teacher))
+    if not isinstance(ours, Stack) or not isinstance(theirs, Stack):
+        return [Problem(f"{PATH}.teacher", "it has no single stack of blocks", "Take the soft loss alone.")]
+    depth, layers, problems = len(theirs.blocks), layers_of(config, student, teacher), []
+    if layers is None or len(layers) != len(ours.blocks) or any(not 0 <= layer < depth for layer in layers):
+        what = f"the {len(ours.blocks)} blocks of the student do not map to the {depth} of the teacher"
+        fix = f"Give {len(ours.blocks)} numbers from 0 to {depth - 1}."
+        return [Problem(f"{PATH}.layers", what, fix)]
+    heads = [model.get_submodule("head") for model in (student, teacher)]
+    widths = [head.width for head in heads if isinstance(head, Head)]
+    mapped = widths[0] if config.map_width is None else config.map_width
+    if config.embedding_weight + config.hidden_weight and mapped != widths[1]:
+        what = f"states of width {mapped} are compared with the teacher's of width {widths[1]}"
+        problems.append(Problem(f"{PATH}.map_width", what, f"Take {widths[1]}, for learned maps from {widths[0]}."))
+    if config.cosine_weight and widths[0] != widths[1]:
+        what = f"the outputs have the widths {widths[0]} and {widths[1]}"
+        problems.append(Problem(f"{PATH}.cosine_weight", what, f"Take 0, or model.width={widths[1]}."))
+    if config.attention_weight:
+        problems += _check_attention(theirs, depth, "the teacher")
+        pairs = zip(layers, attentions_of(ours).values(), strict=False) if not problems else ()
+        counts = {(a.query_channels // a.head_width, _heads(theirs, layer)) for layer, a in pairs}
+        for own, taught in sorted(counts):
+            if own != taught:
+                what = f"attention scores of {own} heads are compared with the teacher's of {taught}"
+                problems.append(Problem(f"{PATH}.attention_weight", what, f"Take 0, or heads={taught}."))
+    return problems + (_check_shapes(student, teacher, layers) if config.init_from_teacher else [])
+
+
+def _heads(stack: Stack, layer: int) -> int:
+    attention = attentions_of(stack)[layer]
+    return attention.query_channels // attention.head_width
+
+
+def _check_shapes(student: nn.Module, teacher: nn.Module, layers: tuple[int, ...]) -> list[Problem]:
+    """Check that each parameter of the student is one of the teacher, of the same shape."""
+    theirs = dict(teacher.named_parameters())
+    for name, parameter in student.named_parameters():
+        head, within, tail = name.partition("stack.blocks.")
+        number, _, inner = tail.partition(".")
+        taught = theirs.get(f"{head}{within}{layers[int(number)]}.{inner}" if within else name)
+        if name.startswith("distillation.") or (taught is not None and taught.shape == parameter.shape):
+            continue
+        other = "has no such parameter" if taught is None else f"has {list(taught.shape)}"
+        what = f"{name} of the student has the shape {list(parameter.shape)}, and the teacher {other}"
+        return [Problem(f"{PATH}.init_from_teacher", what, "Take false, or a student that differs in depth alone.")]
+    return []
+
+
+def check_teacher_on_disk(settings: Settings) -> list[Problem]:
+    """List why the student cannot learn from the teacher that is there; one that is trained first need not be there."""
+    if settings.distill is None or (settings.distill.teacher is None and settings.distill.train_teacher is None):
+        return []
+    if settings.distill.train_teacher is not None and not (teacher_folder(settings) / "checkpoints").is_dir():
+        return []
+    try:
+        return check_teacher(settings, find_teacher(settings))
+    except ConfigError as error:
+        return list(error.problems)
