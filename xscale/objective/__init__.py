@@ -6,6 +6,7 @@ from xscale.objective import (
     objective,
     seq2seq,
     span,
+    span_boundary,
 )
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "objective",
     "seq2seq",
     "span",
+    "span_boundary",
 ]

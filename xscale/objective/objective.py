@@ -97,6 +97,11 @@ class Objective:
         """Return the number of classes of a sequence, which `Tokens.labels` tells; None: there are none."""
         return None
 
+    @classmethod
+    def max_span(cls, config: Any) -> int | None:
+        """Return the longest masked span, whose boundaries `Tokens.boundaries` tells; None: it tells none."""
+        return None
+
     def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
         """Make a batch of packed samples, or of pairs.
 
