@@ -1,4 +1,4 @@
-"""An exported BERT with a sentence head is `transformers`' BertForPreTraining, with token types and the class of a pair."""
+"""An exported BERT with a sentence head is BertForPreTraining of `transformers`, with token types and classes."""
 
 from pathlib import Path
 
