@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.nn.auxiliary import attach
+from xscale.nn.boundary_head import BoundaryHead
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import Activation, activation
 from xscale.nn.init import ZEROS
@@ -50,6 +52,7 @@ class Head(Module):
         bias: bool = False,
         transform: HeadTransform | None = None,
         sentence: SentenceHead | None = None,
+        boundary: BoundaryHead | None = None,
         globals: int = 0,
         soft_cap: float | None = None,
         scale: float | None = None,
@@ -68,6 +71,9 @@ class Head(Module):
         """Applied to the hidden states first; None: nothing."""
         self.sentence = sentence
         """Classifier of the sequences, whose loss is attached to the hidden states; None: there is none."""
+        self.boundary = boundary
+        """Predicts masked tokens by the boundaries of their spans, with a loss beside that of the head; None: nothing
+        does."""
         self.bias: Tensor | None
         if bias:
             self.declare("bias", (dims.vocabulary,), ("vocab",), ZEROS, decays=False)
@@ -93,6 +99,8 @@ class Head(Module):
         if self.sentence is not None and targets is not None and tokens is not None:
             x = self.sentence.attach_loss(x, tokens)
         x = x[:, self.globals :]
+        if self.boundary is not None and targets is not None and tokens is not None:
+            x = self._attach_boundary_loss(self.boundary, x, targets, tokens)
         if tokens is not None and tokens.only_last_logits and targets is None:
             x = x[:, -1:]
         if self.transform is not None:
@@ -117,6 +125,18 @@ class Head(Module):
         A seam: distillation adds a loss by the teacher's logits, which `tokens` has.
         """
         return self.cross_entropy(x, weight, targets, 0.0 if tokens is None else tokens.label_smoothing)
+
+    def _attach_boundary_loss(self, boundary: BoundaryHead, x: Tensor, targets: Tensor, tokens: Tokens) -> Tensor:
+        """Return x [B, T, D] with the loss of the targets attached that the boundary head predicts."""
+        if tokens.boundaries is None or tokens.target_weight is None:
+            return x
+        predictions = boundary(x, tokens.boundaries)  # [B, T, D]
+        loss = self.cross_entropy(predictions.flatten(0, 1), self.use(self.weight), targets.flatten())
+        if tokens.stats is not None and tokens.aux_loss_weight is not None:
+            # Its mean over the targets of the step is the mean of these over its micro-batches.
+            weight = tokens.target_weight / tokens.aux_loss_weight
+            tokens.stats.add(f"{boundary.path}/loss", loss.detach() * weight)
+        return attach(x, loss, tokens.target_weight)
 
     def cross_entropy(self, x: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """x [N, D], weight [V, D], targets [N] -> summed cross-entropy in nats, a scalar of float32 or wider.

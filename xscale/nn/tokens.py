@@ -145,6 +145,9 @@ class Tokens:
     """[B, T] type of each token (its segment, Devlin et al. 2019); None: every token has the first type."""
     labels: Tensor | None = None
     """[B] class of each sequence, for the loss of a sentence head; None: there is none."""
+    boundaries: Tensor | None = None
+    """[B, T, 2] places of the tokens before and after the masked span of each token, for a boundary head; those of a
+    token in no span are its own place. None: there are no spans."""
     rng_seed: int | None = None
     """Seed of this micro-batch's random numbers (dropout, router noise). None: no random numbers, as in evaluation."""
     aux_loss_weight: float | None = None
@@ -220,7 +223,7 @@ class Tokens:
 
     def map_tensors(self, function: Callable[[Tensor], Tensor], **changes: Any) -> "Tokens":
         """Apply a function to the tensor of each field that has one, and make `changes` to other fields."""
-        names = ("ids", "positions", "documents", "types", "labels")
+        names = ("ids", "positions", "documents", "types", "labels", "boundaries")
         for name in names:
             if (value := getattr(self, name)) is not None:
                 changes[name] = function(value)

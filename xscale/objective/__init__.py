@@ -8,6 +8,7 @@ from xscale.objective import (
     objective,
     seq2seq,
     span,
+    span_boundary,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "objective",
     "seq2seq",
     "span",
+    "span_boundary",
 ]

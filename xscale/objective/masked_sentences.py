@@ -84,7 +84,7 @@ class MaskedSentences(Masked):
         labels = torch.tensor([sample.label for sample in samples])
         return Batch(Tokens.from_ids(ids, padding.long(), types=types, labels=labels, **fields), targets)
 
-    def _sample(self, tokens: Tensor, documents: Tensor, number: int) -> "Sample":
+    def _sample(self, tokens: Tensor, documents: Tensor, number: int) -> "MaskedPair":
         generator = torch.Generator().manual_seed(seed_of(self.seed, "masked_sentences", number))
         pairs = TASKS[self.config.task]
         label = int(torch.randint(len(pairs), (), generator=generator))
@@ -99,7 +99,7 @@ class MaskedSentences(Masked):
         types = ((places >= middle) & (places < len(pair))).long()
         is_text = (places > 0) & (places < len(pair) - 1) & (places != middle - 1)
         inputs, targets = self._corrupt(ids, is_text, len(pair), generator)
-        return Sample(inputs, types, targets, places >= len(pair), label)
+        return MaskedPair(inputs, types, targets, places >= len(pair), label)
 
     def _corrupt(self, ids: Tensor, is_text: Tensor, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Mask and shuffle the ids [T] of a pair with `length` tokens: inputs and targets, each [T]."""
@@ -122,7 +122,7 @@ class MaskedSentences(Masked):
 
 
 @dataclass(frozen=True)
-class Sample:
+class MaskedPair:
     """A pair of texts with its class."""
 
     ids: Tensor

@@ -130,6 +130,11 @@ class Objective:
         """Return the metrics of predicted classes or scores [N] by name, of an objective with a head of its own."""
         raise NotImplementedError
 
+    @classmethod
+    def max_span(cls, config: Any) -> int | None:
+        """Return the longest masked span, whose boundaries `Tokens.boundaries` tells; None: it tells none."""
+        return None
+
     def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
         """Make a batch of packed samples, of pairs, or of labelled examples.
 

@@ -1,4 +1,4 @@
-"""Check that objective, data and model agree on samples of sentences: their texts, their classes and their types."""
+"""Check that objective, data and model agree on sentences and masked spans: on texts, classes, types and boundaries."""
 
 from xscale.core.errors import Problem
 from xscale.objective.objective import OBJECTIVES
@@ -6,8 +6,24 @@ from xscale.train.settings import Settings
 
 
 def check_sentences(settings: Settings) -> list[Problem]:
-    """List where the data has no sentences for an objective on them, or the model no head for its classes."""
-    return _check_data(settings) + _check_model(settings)
+    """List where the data has no sentences for an objective on them, or the model no head for classes or boundaries."""
+    return _check_data(settings) + _check_model(settings) + _check_boundaries(settings)
+
+
+def _check_boundaries(settings: Settings) -> list[Problem]:
+    objective = OBJECTIVES.of(settings.objective)
+    longest, head = objective.part.max_span(settings.objective), getattr(settings.model, "boundary_head", None)
+    path = "model.boundary_head"
+    if longest is None:
+        what = f"objective '{objective.name}' masks no spans, so that the head would not be trained"
+        return [] if head is None else [Problem(path, what, "Take null, or objective=span_boundary.")]
+    if head is None:
+        what = f"objective '{objective.name}' predicts tokens by the boundaries of their spans, and the model does not"
+        return [Problem(path, what, f"Take {{max_span: {longest}}} in a model of kind encoder.")]
+    if head.max_span != longest:
+        what = f"spans have up to {longest} tokens, and the head knows {head.max_span} places in one"
+        return [Problem(f"{path}.max_span", what, f"Take {longest}, or another objective.max_span.")]
+    return []
 
 
 def _check_data(settings: Settings) -> list[Problem]:

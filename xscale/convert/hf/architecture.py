@@ -111,6 +111,8 @@ FEATURES: dict[str, Any] = {
     "logit_soft_cap": None,
     "position.scaling": None,
     "embedding_width": None,
+    "sentence_head": None,
+    "boundary_head": None,
     "transparent": False,
     **{
         f"{stack}.{key}": default

@@ -25,7 +25,9 @@ from xscale.convert.mapping import (
     with_biases,
 )
 
-TYPES = "token types: every token has the first type"
+TYPES = "token types: every token has the first type, unless an objective on sentences told others"
+CLASSIFIER = "cls.seq_relationship"
+"""Tensors of BERT's classifier of pairs of sentences."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,10 @@ class BertFamily:
             decoder = f"{self.bias.rpartition('.')[0]}.decoder"
             outer.append(weight("head.weight", f"{decoder}.weight"))
             outer.append(weight("head.bias", f"{decoder}.bias {self.bias}", DUPLICATED))
+        if config.sentence_head is not None:
+            pooler = weight("head.sentence.pooler.dense.weight", f"{body}.pooler.dense.weight")
+            classifier = weight("head.sentence.classifier.weight", f"{CLASSIFIER}.weight")
+            outer += with_biases([pooler, classifier], True)
         return [*outer, *per_block(config.stack.depth, with_biases(layer, True))]
 
     def architecture(self) -> Architecture:
@@ -166,6 +172,7 @@ class BertFamily:
                 r"(cls\.predictions|lm_head)\.decoder\.(bias|weight)",
             ),
             notes=(TYPES, *self.notes),
+            features=frozenset({"sentence_head"} if self.body == "bert" else ()),
         )
 
 

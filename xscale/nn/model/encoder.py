@@ -8,6 +8,7 @@ from torch import Tensor
 
 from xscale.core.config import Slot
 from xscale.core.errors import ConfigError, Problem
+from xscale.nn.boundary_head import BoundaryHead, BoundaryHeadConfig
 from xscale.nn.exits import Prediction
 from xscale.nn.ffn.ffn import Activation
 from xscale.nn.head import Head, HeadTransform
@@ -41,6 +42,9 @@ class Encoder(Model):
         sentence_head: SentenceHeadConfig | None = None
         """A classifier of each sequence by its first token, as BERT has for next-sentence prediction (Devlin et al.
         2019); null: none."""
+        boundary_head: BoundaryHeadConfig | None = None
+        """Predicts each token of a masked span also by the tokens around the span (Joshi et al. 2020, SpanBERT); null:
+        nothing does."""
         global_tokens: int = Field(default=0, ge=0)
         """Learned tokens that are prepended to the text and pass through all blocks (the global memory of ETC, Ainslie
         et al. 2020, and of BigBird's extended construction): for patterns and cores whose first tokens are global."""
@@ -63,7 +67,9 @@ class Encoder(Model):
             factor_width=config.embedding_width,
         )
 
-        def make_head(table: Embedding | None, sentence: SentenceHead | None = None) -> Head:
+        def make_head(
+            table: Embedding | None, sentence: SentenceHead | None = None, boundary: BoundaryHead | None = None
+        ) -> Head:
             width = config.embedding_width or config.width
             transform = None
             if config.transform is not None:
@@ -74,6 +80,7 @@ class Encoder(Model):
                 bias=config.head_bias,
                 transform=transform,
                 sentence=sentence,
+                boundary=boundary,
                 globals=count,
                 soft_cap=config.logit_soft_cap,
                 fix_norm=config.fix_norm,
@@ -81,7 +88,10 @@ class Encoder(Model):
 
         self.stack = Stack(config.stack, replace(dims, length=length + count), make_head=lambda: make_head(None))
         sentence = None if config.sentence_head is None else SentenceHead(config.sentence_head, dims, count)
-        self.head = make_head(self.embed.table if config.tied else None, sentence)
+        boundary = None
+        if config.boundary_head is not None:
+            boundary = BoundaryHead(config.boundary_head, config.stack.block.norm, dims)
+        self.head = make_head(self.embed.table if config.tied else None, sentence, boundary)
         name_modules(self)
 
     @classmethod
@@ -97,6 +107,10 @@ class Encoder(Model):
             problems += [Problem(f"{path}.embedding_width", what, "Set model.transform, such as gelu.")] * missing
             what = "multiplies by sqrt(width) embeddings of another width"
             problems += [Problem(f"{path}.scale_embeddings", what, "Take false.")] * config.scale_embeddings
+        if config.boundary_head is not None and (config.embedding_width is not None or config.fix_norm):
+            what = "predicts by the table of embeddings as it is, with its full width"
+            fix = "Take null, or embedding_width=null and fix_norm=false."
+            problems.append(Problem(f"{path}.boundary_head", what, fix))
         if config.global_mean and not config.global_tokens:
             problems.append(Problem(f"{path}.global_mean", "needs global tokens", "Take false, or global_tokens >= 1."))
         return problems

@@ -18,6 +18,7 @@ from xscale.mesh.collectives import all_gather, sum_out
 from xscale.mesh.mesh import Mesh
 from xscale.nn.attention.core import CORES, ContextStyle
 from xscale.nn.block import Sublayer
+from xscale.nn.boundary_head import BoundaryHead
 from xscale.nn.exits import Exits
 from xscale.nn.ffn.ffn import FFNS, Ffn
 from xscale.nn.ffn.moe import Moe
@@ -69,6 +70,9 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
         if isinstance(module, Halting):
             what = "the ponder cost is a mean over all tokens, and a rank's shard of them may end in padding"
             problems.append(Problem(where, what, "Take cp=1, or stack.halting=null."))
+        if isinstance(module, BoundaryHead):
+            what = "the tokens around a masked span may be on another rank"
+            problems.append(Problem(where, what, "Take cp=1, or model.boundary_head=null."))
         if isinstance(module, Exits) and module.config.second_target:
             what = "the target of the token after the next may be on another rank"
             problems.append(Problem(where, what, "Take cp=1, or stack.exits.second_target=0."))

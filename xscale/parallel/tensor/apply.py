@@ -222,6 +222,8 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
             _shard_vocabulary(module, region)
             if module.transform is not None:
                 all_reduce_replicated_grads(module.transform, region)
+            if module.boundary is not None:
+                all_reduce_replicated_grads(module.boundary, region)
             if module.sentence is not None:
                 # Each rank computes the full loss, and the gradients that leave the region are summed.
                 substitute(module.sentence, "loss_fraction", module.sentence.loss_fraction / region.count)
