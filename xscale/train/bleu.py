@@ -35,7 +35,7 @@ def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> tuple[f
     try:
         from sacrebleu.metrics.bleu import BLEU
     except ImportError:
-        fix = "Install it: pip install 'xscale[bleu]'."
+        fix = "Install it: pip install 'sacrebleu>=2.4'."
         raise ConfigError("--bleu", "it is computed by sacrebleu, which is not installed", fix) from None
     metric = BLEU()
     score = metric.corpus_score(list(hypotheses), [list(references)])
