@@ -200,7 +200,7 @@ def test_padding_is_hidden_also_where_documents_are_not(tmp_path: Path) -> None:
     mixer = {"kind": "attention", "heads": 4, "core": "linformer"}
     stack = {"depth": 1, "block": {"mixer": mixer}}
     model = {"kind": "encoder_decoder", "encoder": stack}
-    settings = {"model": model, "data": {"cross_documents": True}}
+    settings: dict[str, Any] = {"model": model, "data": {"cross_documents": True}}
     assert recipe(tmp_path, objective={"kind": "span"}, **settings).check() == []
     (problem,) = recipe(tmp_path, objective={"kind": "denoising"}, **settings).check()
     assert "objective: core 'linformer' cannot mask the padding of a sample" in str(problem)

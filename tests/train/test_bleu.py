@@ -54,8 +54,8 @@ def test_what_has_no_bleu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert run(recipe(tmp_path, train={"steps": 1})) == EXIT_DONE
     with pytest.raises(ConfigError, match=r"--bleu: the objective causal has no pairs"):
         call("eval", tmp_path / "run", "--bleu")
-    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics.bleu", None)
     with pytest.raises(
-        ConfigError, match=r"sacrebleu, which is not installed. Install it: pip install 'xscale\[bleu\]'"
+        ConfigError, match=r"sacrebleu, which is not installed. Install it: pip install 'sacrebleu>=2.4'"
     ):
         call("eval", tmp_path / "run", "--bleu")

@@ -9,7 +9,7 @@ from xscale.cli.options import Plugins, RunFolder
 from xscale.core.errors import ConfigError, Problem
 
 PenaltyForm = Literal["wu", "power"]
-"""As in `xscale.train.beam_search`, which imports torch."""
+"""Forms of the length penalty of `xscale.train.beam_search`, which imports torch."""
 
 
 def generate(

@@ -127,8 +127,10 @@ def permute_sentences(text: Tensor, ends: frozenset[int], fraction: float, gener
 
 def mask_tokens(text: Tensor, mask: int, fraction: float, generator: Generator) -> Tensor:
     """Replace `fraction` of the tokens of `text` [N] by `mask`."""
-    chosen = torch.randperm(len(text), generator=generator)[: round(fraction * len(text))] if fraction else []
-    return text.index_fill(0, torch.as_tensor(chosen, dtype=torch.long), mask)
+    if not fraction:
+        return text
+    chosen = torch.randperm(len(text), generator=generator)[: round(fraction * len(text))]
+    return text.index_fill(0, chosen, mask)
 
 
 def infill(text: Tensor, mask: int, fraction: float, mean: float, generator: Generator) -> Tensor:

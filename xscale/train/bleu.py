@@ -33,9 +33,9 @@ class Bleu:
 def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
     """Return the BLEU of texts with one reference each, and the signature. ConfigError without sacrebleu."""
     try:
-        from sacrebleu.metrics import BLEU
+        from sacrebleu.metrics.bleu import BLEU
     except ImportError:
-        fix = "Install it: pip install 'xscale[bleu]'."
+        fix = "Install it: pip install 'sacrebleu>=2.4'."
         raise ConfigError("--bleu", "it is computed by sacrebleu, which is not installed", fix) from None
     metric = BLEU()
     score = metric.corpus_score(list(hypotheses), [list(references)])

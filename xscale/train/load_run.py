@@ -177,14 +177,13 @@ def generate_text(
     prompt_ids = encode_prompt(prompt, tokenizer, longest, "--prompt")
     ids, source = torch.tensor(prompt_ids, device=device), None
     if traits.source:
-        source = torch.tensor(objective.source_of(prompt_ids), device=device)
-        ids = torch.tensor([objective.start], device=device)
+        ids, source = (torch.tensor(x, device=device) for x in ([objective.start], objective.source_of(prompt_ids)))
     # Nothing trains this model afterwards, so what it caches may be good for inference alone, which costs less.
     with torch.inference_mode(loaded.mesh.rank_info.is_single_process):
         shared: dict[str, Any] = {"end": tokenizer.eos, "source": source, "window": window}
         if beams > 1:
-            shared |= {"length_penalty": length_penalty, "penalty_form": penalty_form}
-            hypotheses = beam_search(loaded.model, ids, tokens, beams=beams, **shared)
+            penalty: dict[str, Any] = {"length_penalty": length_penalty, "penalty_form": penalty_form}
+            hypotheses = beam_search(loaded.model, ids, tokens, beams=beams, **penalty, **shared)
             written = list(hypotheses[0].ids)
         else:
             sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}

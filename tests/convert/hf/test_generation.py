@@ -8,8 +8,9 @@ import torch
 
 from tests.convert.hf.models import DENSE, T5, bart, both
 from xscale.convert.compare import build
+from xscale.convert.hf.architecture import ModelSizes
 from xscale.convert.hf.import_model import import_model
-from xscale.convert.hf.registry import ModelSizes, model_of, select_architecture
+from xscale.convert.hf.registry import model_of, select_architecture
 from xscale.train.beam_search import beam_search
 from xscale.train.generate import generate
 
