@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale.core.config import decode, encode
+from xscale.objective.labelled import Classify
 from xscale.recipe import Recipe, read
 
 ROOT = Path(__file__).parents[2]
@@ -46,11 +47,18 @@ def small(recipe: Path, folder: Path) -> Recipe:
 
 
 def _corpus(recipe: Path, folder: Path) -> dict[str, Any]:
-    """The fixed text; its lines by twos for a recipe of pairs."""
+    """The fixed text; its lines by twos for a recipe of pairs; with the class of their length for one of labels."""
     corpus = ROOT / "tests/golden/old_run/corpus"
+<<<<<<< HEAD
     if read(recipe, [])[0].has_sentences:
         return {"kind": "text", "paths": [str(corpus / "*.txt")], "document": "paragraph"}
     if not read(recipe, [])[0].has_pairs:
+=======
+    settings = read(recipe, [])[0]
+    if isinstance(settings.objective, Classify.Config):
+        return _labelled(corpus, folder, settings.objective.classes)
+    if not settings.has_pairs:
+>>>>>>> finetune
         return {"kind": "text", "paths": [str(corpus / "*.txt")]}
     text = "\n".join(file.read_text(encoding="utf-8") for file in sorted(corpus.glob("*.txt")))
     lines = [line for line in text.splitlines() if line.strip()]
@@ -58,6 +66,15 @@ def _corpus(recipe: Path, folder: Path) -> dict[str, Any]:
     file = folder / "pairs.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return {"kind": "pairs", "paths": [str(file)]}
+
+
+def _labelled(corpus: Path, folder: Path, classes: int) -> dict[str, Any]:
+    names = [f"class {number}" for number in range(classes)]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in sorted(corpus.glob("*.txt")))
+    rows = [{"text": line, "label": names[len(line) % classes]} for line in text.splitlines() if line.strip()]
+    file = folder / "labelled.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return {"kind": "labelled", "paths": [str(file)], "classes": names}
 
 
 def _shrink(value: Any) -> Any:

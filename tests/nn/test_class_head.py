@@ -11,7 +11,7 @@ from xscale.core.config import decode
 from xscale.nn.class_head import ClassHead
 from xscale.nn.init import Init, materialize
 from xscale.nn.tokens import Predictions, Tokens
-from xscale.objective.metrics import class_metrics, ranks, score_metrics
+from xscale.objective.metrics import class_metrics, places, score_metrics
 from xscale.recipe import Recipe
 
 INPUT = torch.arange(14).view(2, 7)
@@ -51,7 +51,8 @@ def test_scores_have_a_squared_error() -> None:
     made = head(1, scores=True)
     x = torch.randn(2, 3, 6, dtype=torch.float64)
     targets = torch.tensor([[0.5, -100, -100], [-100, -100, -2.0]], dtype=torch.float64)
-    scores = [float(made.classes.weight[0] @ x[row, at] + made.classes.bias[0]) for row, at in ((0, 0), (1, 2))]
+    weight, bias = made.classes.weight.detach()[0], float(made.classes.bias.detach()[0])
+    scores = [float(weight @ x[row, at]) + bias for row, at in ((0, 0), (1, 2))]
     assert made(x, targets).item() == pytest.approx((scores[0] - 0.5) ** 2 + (scores[1] + 2) ** 2, rel=1e-12)
 
 
@@ -84,8 +85,8 @@ def test_metrics_of_scores_are_those_of_their_definitions() -> None:
     found = score_metrics(predicted, targets)
     assert found["mse"] == pytest.approx((1 + 4 + 1 + 4 + 9) / 5)
     assert found["pearson"] == pytest.approx(float(torch.corrcoef(torch.stack((predicted, targets)))[0, 1]))
-    assert ranks(predicted).tolist() == [1.0, 4.0, 2.5, 2.5, 5.0]
+    assert places(predicted).tolist() == [1.0, 4.0, 2.5, 2.5, 5.0]
     in_order = torch.tensor([1.0, 4.0, 2.5, 2.5, 5.0]), torch.tensor([1.0, 4.0, 2.0, 3.0, 5.0])
     assert found["spearman"] == pytest.approx(float(torch.corrcoef(torch.stack(in_order))[0, 1]))
     assert math.isnan(score_metrics(torch.ones(3), torch.arange(3.0))["pearson"])
-    assert all(a < b for a, b in pairwise(sorted(ranks(targets).tolist())))
+    assert all(a < b for a, b in pairwise(sorted(places(targets).tolist())))

@@ -19,7 +19,7 @@ class Linear(Module):
     seams: ClassVar[tuple[str, ...]] = ("matmul",)
     weight: Parameter
     lora: Optional["Lora"]
-    """What LoRA adds to the map; None: nothing."""
+    """LoRA of the map, whose output is added; None: there is none."""
 
     def __init__(self, inputs: int, outputs: int, axes: tuple[Axis, Axis], init: Init, *, bias: bool = False) -> None:
         """`axes` names the weight's dims: (outputs, inputs)."""

@@ -17,7 +17,7 @@ from xscale.objective.metrics import class_metrics, score_metrics
 from xscale.objective.objective import OBJECTIVES, Batch, HeadSizes, Objective, ObjectiveTraits, SpecialTokens
 
 
-class Labelled(Objective):
+class LabelledObjective(Objective):
     """Base class of the objectives on labelled examples."""
 
     class Config(Objective.Config):
@@ -43,8 +43,8 @@ class Labelled(Objective):
         raise NotImplementedError
 
 
-class _Pooled(Labelled):
-    class Config(Labelled.Config):
+class _Pooled(LabelledObjective):
+    class Config(LabelledObjective.Config):
         pool: Literal["first", "last"] = "first"
         """Token whose output stands for the example. first: the beginning-of-text token, as [CLS] in BERT. last: the
         last end-of-document token, as in GPT (Radford et al. 2018), for causal models, in which it alone has read all.
@@ -110,10 +110,10 @@ class Regress(_Pooled):
     "tag",
     traits=ObjectiveTraits(causal=None, source=False, random=False, samples="labels", labels="tags"),
 )
-class Tag(Labelled):
+class Tag(LabelledObjective):
     """Tagging: cross-entropy of the tag of each word, at its first token."""
 
-    class Config(Labelled.Config):
+    class Config(LabelledObjective.Config):
         classes: int = Field(default=2, ge=2)
         """Number of tags, which is that of the data."""
 

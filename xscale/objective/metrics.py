@@ -32,7 +32,7 @@ def score_metrics(predicted: Tensor, targets: Tensor) -> dict[str, float]:
     return {
         "mse": float((predicted - targets).square().mean()),
         "pearson": pearson(predicted, targets),
-        "spearman": pearson(ranks(predicted), ranks(targets)),
+        "spearman": pearson(places(predicted), places(targets)),
     }
 
 
@@ -43,8 +43,8 @@ def pearson(x: Tensor, y: Tensor) -> float:
     return float((x * y).sum()) / spread if spread else math.nan
 
 
-def ranks(x: Tensor) -> Tensor:
-    """Return the rank of each of x [N], from 1; equal ones have the mean of their ranks."""
+def places(x: Tensor) -> Tensor:
+    """Return the place of each of x [N] in their order, from 1; equal ones have the mean of their places."""
     _, inverse, counts = torch.unique(x, return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()
     return (last - (counts.double() - 1) / 2)[inverse]

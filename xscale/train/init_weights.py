@@ -37,9 +37,9 @@ class Matching:
 
     loaded: list[str]
     new: list[str]
-    """Of the model, drawn from the seed."""
+    """Parameters of the model that are drawn from the seed."""
     left_out: list[str]
-    """Of the weights."""
+    """Parameters that the model does not have."""
 
     def sentences(self, path: str) -> list[str]:
         """Describe them for the log."""
