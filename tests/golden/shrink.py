@@ -49,16 +49,12 @@ def small(recipe: Path, folder: Path) -> Recipe:
 def _corpus(recipe: Path, folder: Path) -> dict[str, Any]:
     """The fixed text; its lines by twos for a recipe of pairs; with the class of their length for one of labels."""
     corpus = ROOT / "tests/golden/old_run/corpus"
-<<<<<<< HEAD
-    if read(recipe, [])[0].has_sentences:
-        return {"kind": "text", "paths": [str(corpus / "*.txt")], "document": "paragraph"}
-    if not read(recipe, [])[0].has_pairs:
-=======
     settings = read(recipe, [])[0]
     if isinstance(settings.objective, Classify.Config):
         return _labelled(corpus, folder, settings.objective.classes)
+    if settings.has_sentences:
+        return {"kind": "text", "paths": [str(corpus / "*.txt")], "document": "paragraph"}
     if not settings.has_pairs:
->>>>>>> finetune
         return {"kind": "text", "paths": [str(corpus / "*.txt")]}
     text = "\n".join(file.read_text(encoding="utf-8") for file in sorted(corpus.glob("*.txt")))
     lines = [line for line in text.splitlines() if line.strip()]
