@@ -158,6 +158,7 @@ MEANT = {
     ("Blockwise.Config", "shifts", -1): "a shift modulo the number of blocks",
     ("HardCodedGaussian.Config", "offsets", -1): "the token before",
     ("HaltingConfig", "bias", -1.0): "tokens that go on for longer at first",
+    ("GatesConfig", "bias", -1.0): "tokens that go on for longer at first",
     ("PriorScores.Config", "own", -1.0): "any real weight of equation 22",
     ("PriorScores.Config", "previous", -1.0): "any real weight of equation 22",
 }
