@@ -36,14 +36,14 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[AttentionMask]:
     """Attend by blocks of 5 queries whatever the length; the masks of the calls."""
     calls: list[AttentionMask] = []
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *rest: Any) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *options: Any) -> Tensor:
         calls.append(mask)
-        out: Tensor = relative_attention(q, k, v, mask, *rest, block=5)
+        out: Tensor = relative_attention(q, k, v, mask, *options, block=5)
         return out
 
     monkeypatch.setattr(relative_blocks, "LEAST_SCORES", 2)
     monkeypatch.setattr(softmax, "relative_attention", attend)
-    monkeypatch.setattr(relative_blocks, "PIECE", 4)
+    monkeypatch.setattr(relative_blocks, "CHUNK", 4)
     return calls
 
 

@@ -24,7 +24,7 @@ from xscale.nn.position.distance_tables import DistanceTables
 
 BLOCK = 128
 """Queries of a block."""
-PIECE = 4096
+CHUNK = 4096
 """Keys that backward takes at a time, which bounds its buffers; 512 took 1.2 times as long."""
 LEAST_SCORES = 1 << 18
 """Pairs of queries and keys from which on attention is by blocks."""
@@ -120,9 +120,9 @@ class _Attend(torch.autograd.Function):
             for span in spans.blocks():
                 above, log_sum = gradient[b, h, span.queries], log_sums[b, h, span.queries, None]
                 inner = (above * out[b, h, span.queries]).sum(-1, keepdim=True)
-                for piece in spans.pieces(span, PIECE):
-                    weights = work.scores(head, piece, b).sub_(log_sum).exp2_()
-                    work.add_gradients(slopes, head, piece, weights, above, inner)
+                for chunk in spans.chunks(span, CHUNK):
+                    weights = work.scores(head, chunk, b).sub_(log_sum).exp2_()
+                    work.add_gradients(slopes, head, chunk, weights, above, inner)
             slopes.finish(head, work)
         return None, None, *gradients.scaled(q.shape[-1] ** -0.5)
 
@@ -313,7 +313,7 @@ class _Work:
     def add_gradients(
         self, slopes: _HeadGradients, head: _Head, span: RelativeSpan, weights: Tensor, above: Tensor, inner: Tensor
     ) -> None:
-        """Add the gradients of a piece, given those of the block's output, `above` [n, K], and their products with the
+        """Add the gradients of a chunk, given those of the block's output, `above` [n, K], and their products with the
         output, `inner` [n, 1]."""
         slopes.v[span.keys].addmm_(weights.T, above)
         raised = torch.mm(above, head.v[span.keys].T, out=self.buffer("raised", *weights.shape))

@@ -116,8 +116,8 @@ class RelativeSpans:
             far = min(max(last + self.high, near), end)
             yield RelativeSpan(start, stop, 0, near, far, end, near - last - self.low + self.block)
 
-    def pieces(self, span: RelativeSpan, keys: int) -> Iterator[RelativeSpan]:
-        """Yield pieces of a block of at most so many keys."""
+    def chunks(self, span: RelativeSpan, keys: int) -> Iterator[RelativeSpan]:
+        """Yield chunks of a block of at most so many keys."""
         for begin in range(0, span.end, keys):
             end = min(begin + keys, span.end)
             near, far = (min(max(key, begin), end) for key in (span.near, span.far))
