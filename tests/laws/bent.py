@@ -7,9 +7,16 @@ FUSED_DROPOUT = "the kernel of dropout and residual draws itself; xscale.nn.rand
 INITIALISER = "initial weights: a function of the seed and the parameter's name, drawn in this one place"
 DEEPSPEED = "DeepSpeed has no argument for it, and reads a global"
 READER = "a file reader of torch, made to read without unpickling; it talks to nobody"
+TEACHER = "a teacher may be a Hugging Face folder; imported when one is named, and not needed else"
 BENT: dict[str, dict[str, str]] = {
     # law -> {path, `path: what` or `path:function`: the reason}
     "imports": {
+        "xscale/train/teacher_source.py: xscale.convert.hf.import_model": TEACHER,
+        "xscale/train/teacher_source.py: xscale.convert.hf.import_model.import_model": TEACHER,
+        "xscale/train/teacher_source.py: xscale.convert.hf.import_model.read_config": TEACHER,
+        "xscale/train/teacher_source.py: xscale.convert.hf.import_model.resolve_snapshot": TEACHER,
+        "xscale/train/teacher_source.py: xscale.convert.hf.registry": TEACHER,
+        "xscale/train/teacher_source.py: xscale.convert.hf.registry.model_from_hf_config": TEACHER,
         "launch/xscale_launch/mpi_rank.py: mpi4py": MPI,
         "launch/xscale_launch/mpi_rank.py: mpi4py.MPI": MPI,
         "launch/xscale_launch/profile.py: yaml": "for who writes profiles as YAML; without it TOML is asked for",
