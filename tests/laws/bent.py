@@ -7,14 +7,11 @@ FUSED_DROPOUT = "the kernel of dropout and residual draws itself; xscale.nn.rand
 INITIALISER = "initial weights: a function of the seed and the parameter's name, drawn in this one place"
 DEEPSPEED = "DeepSpeed has no argument for it, and reads a global"
 READER = "a file reader of torch, made to read without unpickling; it talks to nobody"
-HF_WEIGHTS = "init.from may be a folder of transformers, whose conversion is imported when one is given"
 BENT: dict[str, dict[str, str]] = {
     # law -> {path, `path: what` or `path:function`: the reason}
     "imports": {
         "launch/xscale_launch/mpi_rank.py: mpi4py": MPI,
         "launch/xscale_launch/mpi_rank.py: mpi4py.MPI": MPI,
-        "xscale/train/init_weights.py: xscale.convert.hf.import_model": HF_WEIGHTS,
-        "xscale/train/init_weights.py: xscale.convert.hf.import_model.import_model": HF_WEIGHTS,
         "launch/xscale_launch/profile.py: yaml": "for who writes profiles as YAML; without it TOML is asked for",
     },
     "random draws": {

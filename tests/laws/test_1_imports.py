@@ -27,7 +27,7 @@ MAY: dict[str, frozenset[str]] = {
     "convert": frozenset({"core", "nn", "data", "checkpoint"}),
     "observe": frozenset({"core", "mesh", "nn"}),
     "watchdog": frozenset({"core", "mesh"}),
-    "train": ALL | {"observe", "watchdog"},
+    "train": ALL | {"convert", "observe", "watchdog"},
     "planning": ALL | {"train"},
     "recipe": ALL | {"observe", "train"},
     "bench": ALL | {"train", "planning", "observe", "convert", "recipe"},

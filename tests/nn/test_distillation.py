@@ -16,11 +16,11 @@ from xscale.nn.distillation import (
     StudentLosses,
     TeacherStates,
     add_width_maps,
-    observe_states,
 )
 from xscale.nn.init import materialize
 from xscale.nn.model.model import MODELS
 from xscale.nn.tokens import Stats, Tokens
+from xscale.parallel.distillation import observe_states
 from xscale.train.settings import Settings
 
 VOCABULARY, LENGTH, BATCH = 11, 5, 2

@@ -13,7 +13,7 @@ The model's own loss is what a step reports; the other losses are in its statist
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +24,11 @@ from xscale.core.config import Config
 from xscale.nn.attention.ops.dense import grouped_matmul, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.auxiliary import attach
-from xscale.nn.head import IGNORE_INDEX, Head
+from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.init import Init
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.module import Module, name_modules, substitute
+from xscale.nn.module import Module, name_modules
 from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
 
@@ -56,7 +56,7 @@ class DistillConfig(Config):
     """Weight of the loss between the outputs of blocks."""
     attention_weight: float = Field(default=0.0, ge=0)
     """Weight of the loss between the attention scores of blocks."""
-    layers: tuple[int, ...] | None = None
+    layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """For each block of the student the teacher's block, from 0, that it learns from or is initialised from; null: the
     last ones of N / M blocks each, for N blocks of the teacher and M of the student (Jiao et al. 2020)."""
     map_width: int | None = Field(default=None, ge=1)
@@ -267,22 +267,6 @@ def attentions_of(stack: Stack) -> dict[int, Attention]:
         if len(mixers) == 1:
             by_layer[int(layer)] = mixers[0]
     return by_layer
-
-
-def observe_states(model: nn.Module, vocabulary: FullVocabulary | None) -> None:
-    """Substitute wrappers that hand the states of a model to `Tokens.states`, if a forward has it; a model without
-    `vocabulary` has no head, as a stage of a pipeline, or is a teacher."""
-    stack = getattr(model, "stack", None)
-    if isinstance(stack, Stack):
-        substitute(stack, "run_block", ObservedBlocks(stack.run_block))
-        if vocabulary is None or isinstance(getattr(model, "head", None), Head):
-            substitute(stack, "output", ObservedOutput(stack.output))
-        for layer, attention in attentions_of(stack).items():
-            substitute(attention, "attend_input", ObservedScores(layer, attention.attend_input))
-    if vocabulary is not None:
-        head = model.get_submodule("head")
-        assert isinstance(head, Head)
-        substitute(head, "loss", DistilledHead(head.loss, vocabulary, head.soft_cap))
 
 
 @dataclass(frozen=True)

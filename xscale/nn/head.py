@@ -41,7 +41,7 @@ IGNORE_INDEX = -100
 class Head(Module):
     """Hidden states to logits; with `tied` the embedding's table is the weight (Press and Wolf 2017)."""
 
-    seams: ClassVar[tuple[str, ...]] = ("cross_entropy", "loss")
+    seams: ClassVar[tuple[str, ...]] = ("cross_entropy", "prediction_loss")
     weight: Parameter
 
     def __init__(
@@ -117,9 +117,9 @@ class Head(Module):
         if targets is None:
             logits = F.linear(x, weight)
             return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
-        return self.loss(x.flatten(0, 1), weight, targets.flatten(), tokens)
+        return self.prediction_loss(x.flatten(0, 1), weight, targets.flatten(), tokens)
 
-    def loss(self, x: Tensor, weight: Tensor, targets: Tensor, tokens: Tokens | None = None) -> Tensor:
+    def prediction_loss(self, x: Tensor, weight: Tensor, targets: Tensor, tokens: Tokens | None = None) -> Tensor:
         """x [N, D], weight [V, D], targets [N] -> summed loss in nats, a scalar of float32 or wider.
 
         A seam: distillation adds a loss by the teacher's logits, which `tokens` has.

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from xscale.core.errors import ConfigError
 from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.mesh.mesh import Mesh
-from xscale.nn.distillation import FullVocabulary, StudentLosses, WidthMaps, observe_states
+from xscale.nn.distillation import FullVocabulary, StudentLosses, WidthMaps
 from xscale.nn.head import Head
 from xscale.nn.model.model import MODELS
 from xscale.objective.objective import Batch, Objective
+from xscale.parallel.distillation import observe_states
 from xscale.parallel.sharded import stage_models
 from xscale.parallel.tensor.vocabulary import VocabParallelCrossEntropy, VocabularyShard
 from xscale.train.distill_check import check_teacher, layers_of

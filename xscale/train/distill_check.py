@@ -86,7 +86,7 @@ def _within(settings: Settings, world: int) -> bool:
     except (ConfigError, AssertionError, ValueError):
         return False
     of_student = [set(group) for group in axes.resolve(settings.parallel.mesh, world).groups_along("tp")]
-    return degrees.world == world and all(any(set(group) <= own for own in of_student) for group in of_teacher)
+    return degrees.world == world and all(any(set(group) <= ranks for ranks in of_student) for group in of_teacher)
 
 
 def _check_model(model: nn.Module, config: DistillConfig) -> list[Problem]:
@@ -125,30 +125,32 @@ def check_teacher(settings: Settings, source: TeacherSource) -> list[Problem]:
     """List why the student cannot learn from this teacher."""
     config, where = settings.distill, f"{PATH}.teacher"
     assert config is not None
-    ours, theirs = MODELS.of(settings.model), MODELS.of(source.settings.model)
-    if (ours.traits.causal, ours.traits.source) != (theirs.traits.causal, theirs.traits.source):
-        what = f"the teacher is of kind '{theirs.name}', and the student of kind '{ours.name}'"
-        same = MODELS.able(causal=ours.traits.causal, source=ours.traits.source)
+    student, teacher = MODELS.of(settings.model), MODELS.of(source.settings.model)
+    if (student.traits.causal, student.traits.source) != (teacher.traits.causal, teacher.traits.source):
+        what = f"the teacher is of kind '{teacher.name}', and the student of kind '{student.name}'"
+        same = MODELS.able(causal=student.traits.causal, source=student.traits.source)
         return [Problem(where, what, f"Take a teacher of {', '.join(same)}.")]
     problems = []
     longest, length = source.settings.data.sequence_length, settings.data.sequence_length
     if length > longest:
         what = f"the teacher reads at most {longest} tokens, and data.sequence_length is {length}"
         problems.append(Problem(where, what, f"Take data.sequence_length={longest}."))
-    student, teacher = build_on_meta(settings, 64), build_on_meta(source.settings, 64)
+    student_model, teacher_model = build_on_meta(settings, 64), build_on_meta(source.settings, 64)
     needs_layers = config.inner_weight or config.init_from_teacher
-    return problems + (_check_blocks(config, student, teacher) if needs_layers or config.cosine_weight else [])
+    return problems + (
+        _check_blocks(config, student_model, teacher_model) if needs_layers or config.cosine_weight else []
+    )
 
 
 def _check_blocks(config: DistillConfig, student: nn.Module, teacher: nn.Module) -> list[Problem]:
     """Check that the blocks of two models on meta map to each other."""
-    ours, theirs = (getattr(model, "stack", None) for model in (student, teacher))
-    if not isinstance(ours, Stack) or not isinstance(theirs, Stack):
+    stack, teacher_stack = (getattr(model, "stack", None) for model in (student, teacher))
+    if not isinstance(stack, Stack) or not isinstance(teacher_stack, Stack):
         return [Problem(f"{PATH}.teacher", "it has no single stack of blocks", "Take the soft loss alone.")]
-    depth, layers, problems = len(theirs.blocks), layers_of(config, student, teacher), []
-    if layers is None or len(layers) != len(ours.blocks) or any(not 0 <= layer < depth for layer in layers):
-        what = f"the {len(ours.blocks)} blocks of the student do not map to the {depth} of the teacher"
-        fix = f"Give {len(ours.blocks)} numbers from 0 to {depth - 1}."
+    depth, layers, problems = len(teacher_stack.blocks), layers_of(config, student, teacher), []
+    if layers is None or len(layers) != len(stack.blocks) or any(not 0 <= layer < depth for layer in layers):
+        what = f"the {len(stack.blocks)} blocks of the student do not map to the {depth} of the teacher"
+        fix = f"Give {len(stack.blocks)} numbers from 0 to {depth - 1}."
         return [Problem(f"{PATH}.layers", what, fix)]
     heads = [model.get_submodule("head") for model in (student, teacher)]
     widths = [head.width for head in heads if isinstance(head, Head)]
@@ -160,12 +162,12 @@ def _check_blocks(config: DistillConfig, student: nn.Module, teacher: nn.Module)
         what = f"the outputs have the widths {widths[0]} and {widths[1]}"
         problems.append(Problem(f"{PATH}.cosine_weight", what, f"Take 0, or model.width={widths[1]}."))
     if config.attention_weight:
-        problems += _check_attention(theirs, depth, "the teacher")
-        pairs = zip(layers, attentions_of(ours).values(), strict=False) if not problems else ()
-        counts = {(a.query_channels // a.head_width, _heads(theirs, layer)) for layer, a in pairs}
-        for own, taught in sorted(counts):
-            if own != taught:
-                what = f"attention scores of {own} heads are compared with the teacher's of {taught}"
+        problems += _check_attention(teacher_stack, depth, "the teacher")
+        pairs = zip(layers, attentions_of(stack).values(), strict=False) if not problems else ()
+        counts = {(a.query_channels // a.head_width, _heads(teacher_stack, layer)) for layer, a in pairs}
+        for heads_of_student, taught in sorted(counts):
+            if heads_of_student != taught:
+                what = f"attention scores of {heads_of_student} heads are compared with the teacher's of {taught}"
                 problems.append(Problem(f"{PATH}.attention_weight", what, f"Take 0, or heads={taught}."))
     return problems + (_check_shapes(student, teacher, layers) if config.init_from_teacher else [])
 
@@ -177,11 +179,11 @@ def _heads(stack: Stack, layer: int) -> int:
 
 def _check_shapes(student: nn.Module, teacher: nn.Module, layers: tuple[int, ...]) -> list[Problem]:
     """Check that each parameter of the student is one of the teacher, of the same shape."""
-    theirs = dict(teacher.named_parameters())
+    parameters = dict(teacher.named_parameters())
     for name, parameter in student.named_parameters():
         head, within, tail = name.partition("stack.blocks.")
         number, _, inner = tail.partition(".")
-        taught = theirs.get(f"{head}{within}{layers[int(number)]}.{inner}" if within else name)
+        taught = parameters.get(f"{head}{within}{layers[int(number)]}.{inner}" if within else name)
         if name.startswith("distillation.") or (taught is not None and taught.shape == parameter.shape):
             continue
         other = "has no such parameter" if taught is None else f"has {list(taught.shape)}"

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from xscale.checkpoint.load import load
 from xscale.core.errors import ConfigError
 from xscale.mesh.mesh import Mesh, build_mesh, create_communicators
-from xscale.nn.distillation import DistillConfig, TeacherStates, observe_states
+from xscale.nn.distillation import DistillConfig, TeacherStates
 from xscale.nn.tokens import SharedValues, Tokens
 from xscale.objective.objective import Batch
 from xscale.parallel.config import ParallelConfig, ZeroConfig
+from xscale.parallel.distillation import observe_states
 from xscale.parallel.full_tensors import gather_full
 from xscale.parallel.plan import ParallelPlan
 from xscale.parallel.sharded import fill_parameters, local_shape_and_offset, shard_like, sharded_parameters
@@ -44,9 +45,9 @@ class Teacher:
         targets = {parameter.name: parameter.parameter for parameter in sharded_parameters(student)}
         count = 0
         for parameter in sharded_parameters(self.model):
-            head, found, tail = parameter.name.partition("stack.blocks.")
+            head, marker, tail = parameter.name.partition("stack.blocks.")
             number, _, inner = tail.partition(".")
-            name = f"{head}{found}{blocks.get(number, '-')}.{inner}" if found else parameter.name
+            name = f"{head}{marker}{blocks.get(number, '-')}.{inner}" if marker else parameter.name
             full = gather_full(parameter.parameter)
             if name in targets:
                 targets[name].copy_(shard_like(full.to(targets[name].dtype), targets[name]))

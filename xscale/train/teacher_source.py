@@ -114,8 +114,8 @@ def check_vocabulary(source: TeacherSource, tokenizer: Tokenizer) -> list[Proble
     """Check that the teacher's tokens are those of the run."""
     fix = "Take a teacher that was trained with the run's tokenizer, or train the student with the teacher's."
     if source.vocabulary not in (None, tokenizer.vocabulary):
-        ours = tokenizer.vocabulary
-        what = f"the teacher has a vocabulary of {source.vocabulary} tokens, and the run's tokenizer {ours}"
+        entries = tokenizer.vocabulary
+        what = f"the teacher has a vocabulary of {source.vocabulary} tokens, and the run's tokenizer {entries}"
         return [Problem("distill.teacher", what, fix)]
     if source.fingerprint not in (None, tokenizer.fingerprint):
         return [Problem("distill.teacher", "the teacher was trained with another tokenizer than the run's", fix)]
