@@ -47,4 +47,5 @@ def places(x: Tensor) -> Tensor:
     """Return the place of each of x [N] in their order, from 1; equal ones have the mean of their places."""
     _, inverse, counts = torch.unique(x, return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()
-    return (last - (counts.double() - 1) / 2)[inverse]
+    mean: Tensor = last - (counts.double() - 1) / 2
+    return mean[inverse]
