@@ -136,6 +136,9 @@ class Recipe(Settings):
             problems.append(Problem("init.from", what, "Take parallel.zero.engine=torch."))
         if self.lora is not None:
             problems += check_lora(model, self.lora, self.parallel.mesh.tp)
+        if (self.train.freeze or self.lora is not None) and self.parallel.mesh.pp > 1:
+            what = "a pipeline stage whose parameters are all frozen has no gradient to pass on"
+            problems.append(Problem(path, what, "Leave it empty and lora null, or take pp=1."))
         if (self.train.freeze or self.lora is not None) and self.parallel.zero.engine == "deepspeed":
             what = "DeepSpeed flattens parameters into one tensor, which is trained as a whole"
             fix = "Leave it empty and lora null, or take parallel.zero.engine=torch."
