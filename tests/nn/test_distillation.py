@@ -164,7 +164,7 @@ def test_each_loss_and_its_gradients(name: str) -> None:
     observe_states(teacher, None)
     states = TeacherStates(config, (1, 3))
     with torch.no_grad():
-        states.logits = teacher(replace(Tokens.from_ids(ids), states=states))
+        states.output_logits = teacher(replace(Tokens.from_ids(ids), states=states))
     stats = Stats()
     tokens = Tokens.from_ids(ids, aux_loss_weight=1.0, target_weight=1 / count, stats=stats)
     maps: Any = getattr(student, "distillation", None)
@@ -177,7 +177,7 @@ def test_each_loss_and_its_gradients(name: str) -> None:
     assert any(gradient is not None and gradient.abs().max() > 1e-6 for gradient in wanted)
     if name in ("cosine", "embedding"):
         weight = config.cosine_weight or config.embedding_weight
-        assert math.isclose(float(stats.means()[f"distillation/{name}_loss"]) * weight, float(expected), rel_tol=1e-12)
+        assert math.isclose(float(stats.means()[f"distillation/{name}_loss"]) * weight, expected.item(), rel_tol=1e-12)
 
 
 def test_two_stages() -> None:
@@ -189,7 +189,7 @@ def test_two_stages() -> None:
     observe_states(teacher, None)
     states = TeacherStates(config, (1, 3))
     with torch.no_grad():
-        states.logits = teacher(replace(Tokens.from_ids(ids), states=states))
+        states.output_logits = teacher(replace(Tokens.from_ids(ids), states=states))
     reached = {}
     for progress in (0.0, 0.4, 0.5, 0.9):
         student.zero_grad()

@@ -157,7 +157,7 @@ class TeacherStates:
     """[B, H, T, T] of each such block."""
     output_states: Tensor | None = None
     """[B, T, D], output of the stack."""
-    logits: Tensor | None = None
+    output_logits: Tensor | None = None
     """[B, T, V]."""
 
     def hidden(self, layer: int, x: Tensor, tokens: Tokens) -> Tensor:
@@ -326,7 +326,7 @@ class DistilledHead:
         hard = self.hard(x, weight, targets, tokens)
         if tokens is None or not isinstance(tokens.states, StudentLosses):
             return hard
-        taught, config = tokens.states.teacher.logits, tokens.states.config
+        taught, config = tokens.states.teacher.output_logits, tokens.states.config
 
         def soft() -> Tensor:
             assert taught is not None, "the soft loss reads the teacher's logits"

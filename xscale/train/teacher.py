@@ -35,7 +35,7 @@ class Teacher:
         states = TeacherStates(self.config, self.layers)
         tokens = replace(_plain(batch.tokens), states=states, only_last_logits=not self.config.soft_weight)
         source = None if batch.source is None else _plain(batch.source)
-        states.logits = self.model(tokens, None, source)
+        states.output_logits = self.model(tokens, None, source)
         return states
 
     @torch.no_grad()
