@@ -161,6 +161,9 @@ MEANT = {
     ("GatesConfig", "bias", -1.0): "tokens that go on for longer at first",
     ("PriorScores.Config", "own", -1.0): "any real weight of equation 22",
     ("PriorScores.Config", "previous", -1.0): "any real weight of equation 22",
+    ("GeneralPrior.Config", "own", -1.0): "any real factor of scores",
+    ("GeneralPrior.Config", "prior", -1.0): "any real factor of scores",
+    ("GeneralPrior.Config", "previous", -1.0): "any real factor of scores",
 }
 """Class, field and value: what a value that is impossible elsewhere means here."""
 

@@ -245,14 +245,12 @@ def open_prepared_at(config: DataConfig, path: Path) -> PreparedData:
     if config.prepared is not None and not path.is_dir() and suffixed(path, ".idx").exists():
         return _open_pair(config, path)
     manifest = DatasetManifest.load(path / MANIFEST)
-    if manifest.tokenizer.get("kind") != config.tokenizer.kind:
-        what = (
-            f"the data was written with the tokenizer '{manifest.tokenizer.get('kind')}', not '{config.tokenizer.kind}'"
-        )
+    if (kind := manifest.tokenizer.get("kind")) != config.tokenizer.kind:
+        what = f"the data was written with the tokenizer '{kind}', not '{config.tokenizer.kind}'"
         raise ConfigError(str(path / MANIFEST), what, "Set data.tokenizer to that kind, or prepare the data again.")
     tokenizer: Tokenizer = TOKENIZERS.build(config.tokenizer, path)
     if tokenizer.fingerprint != manifest.fingerprint:
-        what = f"the data was written with another tokenizer ({manifest.tokenizer.get('kind')} {manifest.fingerprint})"
+        what = f"the data was written with another tokenizer ({kind} {manifest.fingerprint})"
         fix = f"The config's is {config.tokenizer.kind} {tokenizer.fingerprint}: choose the one of the manifest, "
         raise ConfigError(str(path / MANIFEST), what, fix + "or prepare the data again in another folder.")
     splits: dict[str, Split] = {}

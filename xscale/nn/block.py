@@ -26,8 +26,7 @@ from xscale.nn.reversible import Streams
 from xscale.nn.tokens import Tokens
 
 Scores = dict[str, Tensor]
-"""Attention scores [B, H, T, S] before mask and softmax, by the name of the sublayer that handed them on, and the sum
-of the gates so far [B, T] (`GATES`): all that blocks hand on beside hidden states."""
+"""Attention scores [B, H, T, S] before mask and softmax by sublayer, and the sum of the gates [B, T] (`GATES`)."""
 NORMLESS = ("rezero", "no_norm", "none")
 """Placements without a norm."""
 ENDS_IN_NORM = ("post", "admin")

@@ -94,7 +94,7 @@ class _Attend(torch.autograd.Function):
         work = _Work(spans, documents, q)
         for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
             head = _Head(spans, (q, k, v, *rows), b, h, work.buffer)
-            for span in spans.blocks():
+            for span in spans.query_blocks():
                 scores = work.scores(head, span, b)
                 top = scores.amax(-1, keepdim=True)
                 weights = scores.sub_(top).exp2_()
@@ -117,7 +117,7 @@ class _Attend(torch.autograd.Function):
         gradients = _Gradients(inputs)
         for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
             head, slopes = _Head(spans, inputs, b, h, work.buffer), gradients.head(spans, b, h)
-            for span in spans.blocks():
+            for span in spans.query_blocks():
                 above, log_sum = gradient[b, h, span.queries], log_sums[b, h, span.queries, None]
                 inner = (above * out[b, h, span.queries]).sum(-1, keepdim=True)
                 for chunk in spans.chunks(span, CHUNK):
@@ -255,7 +255,7 @@ class _Work:
         """Bool [S, N], true where no query is at a distance from a key."""
         if self._unread is None:
             unread = torch.ones(self.spans.keys, len(self.spans.distances(self.q.device)), dtype=torch.bool)
-            for span in self.spans.blocks():
+            for span in self.spans.query_blocks():
                 self.spans.turned(unread, span).fill_(False)
             self._unread = unread
         return self._unread

@@ -105,7 +105,7 @@ class RelativeSpans:
         first, last = max(1 - self.keys, self.low), min(0 if self.causal else self.queries - 1, self.high)
         return distances.clamp(first, last)
 
-    def blocks(self) -> Iterator[RelativeSpan]:
+    def query_blocks(self) -> Iterator[RelativeSpan]:
         """Yield the blocks of queries in order, each with all keys that it needs."""
         offset = self.keys - self.queries
         for start in range(0, self.queries, self.block):
