@@ -103,15 +103,10 @@ def test_gradients_are_divided_by_the_scale(clip: float | None) -> None:
         def scaled_step(self, gradients: list[torch.Tensor], lr: float, scale: float) -> None:
             updates.append((gradients, scale))
 
-    engine = FsdpEngine(
-        torch.nn.Linear(1, 1),
-        None,
-        Optimizer(),
-        [],
-        torch.device("cpu"),
-        1,
-        clip,  # type: ignore[arg-type]
-    )
+    owner: Any = torch.nn.Linear(1, 1)
+    optimizer: Any = Optimizer()
+    plan: Any = None
+    engine = FsdpEngine(owner, plan, optimizer, [], torch.device("cpu"), 1, clip)
     engine.gradients, engine.loss_scale = [torch.tensor([3.0, 4.0]) * 1024], 1024.0
     engine.apply(0.1, 5.0)
     ((gradients, scale),) = updates
