@@ -94,6 +94,25 @@ def test_layouts_train_as_one_process_does(tmp_path: Path, pool: Pool) -> None:
             assert math.isclose(loss, single, rel_tol=5e-3), name
 
 
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_gradients_are_divided_by_the_scale(clip: float | None) -> None:
+    """Adam hardly sees a factor of its gradients, so they are read where the optimizer gets them."""
+    updates: list[tuple[list[torch.Tensor], float]] = []
+
+    class Optimizer:
+        def scaled_step(self, gradients: list[torch.Tensor], lr: float, scale: float) -> None:
+            updates.append((gradients, scale))
+
+    owner: Any = torch.nn.Linear(1, 1)
+    optimizer: Any = Optimizer()
+    plan: Any = None
+    engine = FsdpEngine(owner, plan, optimizer, [], torch.device("cpu"), 1, clip)
+    engine.gradients, engine.loss_scale = [torch.tensor([3.0, 4.0]) * 1024], 1024.0
+    engine.apply(0.1, 5.0)
+    ((gradients, scale),) = updates
+    assert torch.equal(gradients[0] * scale, torch.tensor([3.0, 4.0]) * (1.0 if clip is None else clip / 5.0))
+
+
 def test_the_scale() -> None:
     config = LossScaleConfig(growth_interval=3, minimum=4.0)
     scale = LossScale(16.0)
