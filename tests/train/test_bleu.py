@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sacrebleu
 
 from tests.train.test_load_run import call
 from tests.train.test_pairs import asked, pairs_file
@@ -13,8 +14,6 @@ from tests.train.tiny import recipe, run
 from xscale.core.errors import EXIT_DONE, ConfigError
 from xscale.train import bleu
 from xscale.train.load_run import generate_text
-
-sacrebleu = pytest.importorskip("sacrebleu", reason="sacrebleu is not installed")
 
 
 def test_corpus_bleu_is_that_of_sacrebleu() -> None:
