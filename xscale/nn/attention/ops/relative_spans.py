@@ -89,7 +89,7 @@ class RelativeSpans:
         return self.high + self.block - 2 - self.low
 
     def tile(self, span: RelativeSpan) -> tuple[slice, slice]:
-        """Return what of a tile [block, tile_columns], alike for all blocks, are the span's queries and near keys."""
+        """Return the queries and near keys of the span as slices of a tile [block, tile_columns]."""
         first = span.near - (span.start + self.keys - self.queries) - self.low - 1
         return slice(span.rows), slice(first, first + span.columns)
 
