@@ -27,7 +27,7 @@ MISTAKES = {
     "a causal objective on an encoder": (
         ["model.kind=encoder"],
         "'causal' needs a model that reads one sequence and is causal; 'encoder' is not one",
-        "'encoder' goes with masked",
+        "'encoder' goes with classify, masked",
     ),
     "a causal model with a mixer that is not": (
         ["model.stack.block.mixer=fourier"],
@@ -160,7 +160,7 @@ def test_a_refused_section_hides_only_what_depends_on_it(
     ("more", "fix"),
     [
         ([], "Take parallel.context.style=ring, or parallel.mesh.cp=2 or 3 or 6."),
-        (["model.position={kind: relative}"], "Take parallel.mesh.cp=2 or 3 or 6."),
+        (["model.position={kind: relative}"], "Take parallel.context.style=ring, or parallel.mesh.cp=2 or 3 or 6."),
     ],
 )
 def test_a_refused_cp_names_what_would_work_for_these_heads(

@@ -57,7 +57,9 @@ def test_linear_mixers() -> None:
         "average_attention", "axial", "evolved_branches", "hard_coded_gaussian", "lightweight_conv", "local_rnn",
         "mlp_mixer", "s4", "star",
     }  # fmt: skip
-    assert mixers.keys() - linear == {"gmlp", "long_short_range", "multi_linear", "reused_attention", "synthesizer"}
+    assert mixers.keys() - linear == {
+        "gmlp", "long_short_range", "multi_linear", "prior_only", "reused_attention", "synthesizer",
+    }  # fmt: skip
 
 
 def test_a_linear_mixer_is_timed() -> None:

@@ -107,8 +107,8 @@ def test_the_defaults_are_those_of_the_config_classes() -> None:
     def check(config: Config, path: str) -> None:
         nonlocal checked
         for name in type(config).model_fields:
-            value = getattr(config, name)
-            (key,) = keys.at(f"{path}{name}")
+            value, field = getattr(config, name), type(config).model_fields[name]
+            (key,) = keys.at(f"{path}{field.alias or name}")
             if isinstance(value, Config) and value.kind is None:
                 check(value, f"{path}{name}.")
             elif not isinstance(value, Config):

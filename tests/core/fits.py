@@ -40,6 +40,8 @@ def _holds(key: str, rule: Any, value: Any, node: Any, root: Any) -> bool:
             )
         case "additionalProperties" if rule is False:
             return not isinstance(value, dict) or set(value) <= set(node.get("properties", {}))
+        case "additionalProperties" if rule is True:
+            return True
         case "additionalProperties" if isinstance(rule, dict):
             return all(fits(value[k], rule, root) for k in set(value) - set(node.get("properties", {})))
         case "required":

@@ -174,6 +174,8 @@ REFUSED: list[tuple[dict[str, Any], int, dict[str, Any], str]] = [
         {"parallel": {"mesh": {"tp": 2}, "tensor": {"sequence": True}}},
         "parallel.tensor.sequence: a rank would have a shard",
     ),
+    ({"cosine_weight": 1.0}, 1, {"objective": {"kind": "denoising"}}, "distill: states and logits of all tokens"),
+    ({"soft_over": "all"}, 1, {"objective": {"kind": "denoising"}}, "distill: states and logits of all tokens"),
     ({"attention_weight": 1.0}, 1, {"parallel": {"compile": True}}, "parallel.compile: a loss inside"),
     ({"train_teacher": {"train": {"batch_size": 7}}}, 1, {}, "distill.train_teacher.train.batch_size: "),
     ({"train_teacher": {"trian": {}}}, 1, {}, "distill.train_teacher.trian: "),

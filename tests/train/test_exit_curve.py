@@ -80,7 +80,7 @@ def test_the_second_stage_trains_the_exits_alone(tmp_path: Path) -> None:
 def test_a_curve_goes_from_the_first_exit_to_all_blocks(tmp_path: Path) -> None:
     run(with_exits(tmp_path, optimizer={"kind": "adamw", "lr": 0.02}))
     folder = tmp_path / "run"
-    first, *usual, none, plain = exit_curve_of_run(folder, 4, [99.0, *(5.6 - 0.1 * step for step in range(20)), 0.0])
+    first, *usual, none, plain = exit_curve_of_run(folder, 4, [99.0, *(5.5 - 0.015 * step for step in range(40)), 0.0])
     assert first["blocks"] == pytest.approx(1 / 3)
     assert none["blocks"] == plain["blocks"] == 1.0
     shares = [float(point["blocks"] or 0) for point in (first, *usual, none)]

@@ -108,7 +108,7 @@ def test_what_does_not_fit_pairs_is_refused(tmp_path: Path) -> None:
     assert "data.source: the documents of the source 'pairs' are pairs of a source and a target" in refused
     assert "a target, and 'span' reads texts" in refused
     assert "Take a source of jsonl, stdlib, text; or an objective of seq2seq." in refused
-    assert "data.max_source_length: objective 'span' reads packed text" in refused
+    assert "data.max_source_length: objective 'span' reads one text" in refused
     refused = problems_of(tmp_path, data={"source": {"kind": "stdlib"}})
     assert "the documents of the source 'stdlib' are texts" in refused
     objectives = "causal, denoising, masked, masked_sentences, span, span_boundary"
@@ -149,7 +149,7 @@ def test_prepared_text_is_no_pairs(tmp_path: Path) -> None:
     text = recipe(tmp_path, "text", model=MODEL, objective={"kind": "span"}, train={"steps": 1, "eval_every": 0})
     assert run(text) == EXIT_DONE
     (prepared,) = [folder for folder in (tmp_path / "data").iterdir() if folder.name.startswith("text")]
-    with pytest.raises(ConfigError, match="are no pairs of a source and a target; those that 'seq2seq' reads"):
+    with pytest.raises(ConfigError, match="are texts, and 'seq2seq' reads pairs of a source and a target"):
         trained(tmp_path, data={"prepared": str(prepared)})
     train = {"steps": 1, "eval_every": 0}
     assert trained(tmp_path, "pairs", train=train) == EXIT_DONE
@@ -158,8 +158,9 @@ def test_prepared_text_is_no_pairs(tmp_path: Path) -> None:
     assert losses(tmp_path, "again") == losses(tmp_path, "pairs")
 
 
-PADDING_WEIGHS_NOTHING = {"AdaptiveSpan", "Exits"}
-"""Classes whose auxiliary loss is of parameters, or of targets, of which padding has none."""
+PADDING_WEIGHS_NOTHING = {"AdaptiveSpan", "Exits", "Head", "SentenceHead", "StudentLosses"}
+"""Classes whose auxiliary loss is of parameters, of targets or of classes of sequences, of which padding has none; the
+losses of a student that are of all tokens are refused where samples have padding."""
 
 
 def test_every_part_with_an_auxiliary_loss_of_tokens_says_so() -> None:

@@ -10,6 +10,7 @@ from xscale.nn.head import Head
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.model.model import MODELS
 from xscale.nn.stack import Stack
+from xscale.objective.objective import OBJECTIVES
 from xscale.train.settings import Settings, build_on_meta
 from xscale.train.teacher_source import TeacherSource, find_teacher, teacher_degrees, teacher_folder
 
@@ -43,7 +44,18 @@ def check_distillation(settings: Settings, model: nn.Module | None, world: int) 
     if config.map_width is not None and not config.embedding_weight + config.hidden_weight:
         what = "the maps are for the losses of embeddings and hidden states, which have no weight"
         problems.append(Problem(f"{PATH}.map_width", what, "Take null, or hidden_weight=1."))
+    problems += _check_padding(settings, config)
     return problems + _check_layout(settings, config, world) + ([] if model is None else _check_model(model, config))
+
+
+def _check_padding(settings: Settings, config: DistillConfig) -> list[Problem]:
+    """Refuse losses that are means over all tokens where some of them are padding."""
+    objective = OBJECTIVES.of(settings.objective)
+    all_tokens = config.inner_weight + config.cosine_weight + config.soft_weight * (config.soft_over == "all")
+    if not all_tokens or (objective.traits.samples == "packed" and not objective.traits.padded):
+        return []
+    what = f"states and logits of all tokens are compared, and samples of '{objective.name}' end in padding"
+    return [Problem(PATH, what, "Take soft_over=targets and the soft loss alone, or an objective on packed text.")]
 
 
 def _check_layout(settings: Settings, config: DistillConfig, world: int) -> list[Problem]:
