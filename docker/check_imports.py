@@ -18,6 +18,7 @@ MODULES = {
     "megatron": ["megatron.core"],
     "mpi": ["mpi4py.MPI"],
     "hf": ["transformers"],
+    "bleu": ["sacrebleu"],
     "wandb": ["wandb"],
     "dev": ["hatchling", "pytest", "xdist", "hypothesis", "ruff", "mypy", "pre_commit", "psutil", "triton", "mkdocs",
             "material"],
