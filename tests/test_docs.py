@@ -85,6 +85,9 @@ def shortened(command: str) -> str:
     small = "" if " compare " in command else " data.tokenizer.vocabulary=1024"
     if " bench " in command:
         words.append("--steps=1")
+    if "finetune" in command:
+        # Its texts have labels, and length and tokenizer are those of the run that it begins with.
+        text, small, words = "", "", [word for word in words if "sequence_length" not in word]
     if " compare " in command:
         words = [*(word for word in words if "eval_every" not in word), "train.eval_every=1", "--seed=0", "--steps=1"]
     return re.sub(CONFIG, lambda match: f"{match[0]}{text}{small} {' '.join(words)}", command)
