@@ -28,8 +28,10 @@ UNKNOWN = [
     "tokenizer_fingerprint deleted",
     "tokenizer_fingerprint null",
     "sequence_length null",
+    "loss_scale deleted",
+    "loss_scale_steps deleted",
 ]
-"""Changes that say less than before, which a state may: these fields may be unknown."""
+"""Changes that say less than before, which a state may: these fields may be unknown, or earlier versions lack them."""
 DEEP = "DEEP"
 """Stands for a value nested too deeply to write by json."""
 WRONG: dict[str, Callable[[Any], Any]] = {

@@ -163,10 +163,14 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
 def changes_since(before: dict[str, Any], now: dict[str, Any], step: int) -> list[str]:
     """One line for each value of the config that is not what it was up to `step`."""
     old, new = flatten(before, ""), flatten(now, "")
+
+    def value(leaves: dict[str, Any], key: str) -> str:
+        return one_line(leaves[key]) if key in leaves else "(absent)"
+
     return [
-        f"since step {step}: {key.lstrip('.')} {one_line(old.get(key))} -> {one_line(new.get(key))}"
+        f"since step {step}: {key.lstrip('.')} {value(old, key)} -> {value(new, key)}"
         for key in [*new, *(key for key in old if key not in new)]
-        if old.get(key) != new.get(key)
+        if key not in old or key not in new or old[key] != new[key]
     ]
 
 
