@@ -137,7 +137,7 @@ def test_an_override_that_is_printed_sets_its_key(tmp_path: Path) -> None:
     keys = config_keys()
     (tmp_path / "run.yaml").write_text(dump(encode(Recipe())), encoding="utf-8")
     seen: dict[int, Key] = {}
-    for key in keys.walk():
+    for key in keys.all:
         if "[]" not in key.path:
             seen.setdefault(id(key.node), key)
     checked = 0

@@ -115,7 +115,7 @@ def slope_fits(function: Any, inputs: list[Tensor]) -> bool:
         direction = drawn(*gradient.shape, seed=20 + at)
         derivative = (gradient * direction).sum()
         # A long step straddles kinks and bends, a short one drowns in rounding: a right slope fits one of them.
-        slopes = [_difference(function, inputs, at, direction, weights, step) for step in (1e-5, 1e-6, 1e-7, 1e-8)]
+        slopes = (_difference(function, inputs, at, direction, weights, step) for step in (1e-5, 1e-6, 1e-7, 1e-8))
         if not any(torch.isclose(measured, derivative, rtol=1e-5, atol=1e-6) for measured in slopes):
             return False
     return True

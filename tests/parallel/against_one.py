@@ -38,7 +38,7 @@ from xscale.train.step import Stepper
 
 TOLERANCE = 1e-9
 DOUBLE = {"compute": "float64", "master": "float64"}
-VOCABULARY, LENGTH, BATCH, STEPS, SEED = 67, 23, 8, 3, 5
+VOCABULARY, LENGTH, BATCH, STEPS, SEED = 67, 23, 8, 2, 5
 TARGET_LENGTH = 13
 """Tokens of a target of pairs, whose sources have LENGTH."""
 SPECIALS = SpecialTokens(

@@ -1,4 +1,4 @@
-"""Layouts made from the axes give the numbers of one process: start, losses, gradients, weights after three steps."""
+"""Layouts made from the axes give the numbers of one process: start, losses, gradients, weights after two steps."""
 
 from collections.abc import Callable
 from dataclasses import replace

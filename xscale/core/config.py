@@ -1,6 +1,7 @@
 """Config schemas: frozen, strict pydantic models; a part of a family fills each `kind:` slot."""
 
 import ast
+import functools
 import inspect
 import sys
 from collections.abc import Iterator
@@ -245,6 +246,7 @@ def sentences(schema: type[pydantic.BaseModel]) -> dict[str, str]:
     return {name: by_field[name] for name in schema.model_fields if name in by_field}
 
 
+@functools.cache
 def _sentences_of_file(file: str) -> dict[str, dict[str, str]]:
     """Qualified name of each class of a file -> its fields' sentences."""
     tree = ast.parse(Path(file).read_text(encoding="utf-8"))
@@ -258,7 +260,7 @@ def _classes(node: ast.AST, above: str) -> Iterator[tuple[str, ast.ClassDef]]:
             yield from _classes(child, f"{above}{child.name}.")
         elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield from _classes(child, f"{above}{child.name}.<locals>.")
-        else:
+        elif isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):  # an expression defines no class
             yield from _classes(child, above)
 
 

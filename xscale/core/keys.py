@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property
 from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,8 +121,12 @@ class ConfigKeys:
             ]
         return keys
 
-    def walk(self) -> Iterator[Key]:
+    @cached_property
+    def all(self) -> tuple[Key, ...]:
         """Every key, the shortest paths first; no part is entered from within its own family."""
+        return tuple(self._walk())
+
+    def _walk(self) -> Iterator[Key]:
         level: list[tuple[Key, frozenset[str]]] = [(self.root, frozenset())]
         while level:
             below = []
@@ -144,7 +149,7 @@ class ConfigKeys:
             return [[key] for key in exact]
         words = [word.removesuffix("[]") for word in query.split(".")]
         groups: dict[int, list[Key]] = {}
-        for key in self.walk():
+        for key in self.all:
             if words[-1] in (key.name, *key.old_names) and self._leads(words[:-1], key):
                 groups.setdefault(id(key.node), []).append(key)
         near = [group for group in groups.values() if self._is_below(words[-2:-1], group[0])]
@@ -154,7 +159,7 @@ class ConfigKeys:
         """Slots and kinds that `query` names by a kind in the end: `moe`, `ffn.moe`; each kind of a family once."""
         *above, kind = query.split(".")
         slots: dict[tuple[str, str], Key] = {}
-        for key in self.walk():
+        for key in self.all:
             family = self.family(key)
             name = kind if family is None else self.old_kinds(family).get(kind, kind)
             if family is not None and name in self.parts(family) and (not above or self._leads(above, key, last=True)):
@@ -163,14 +168,13 @@ class ConfigKeys:
 
     def suggest(self, query: str) -> list[str]:
         """Paths of keys that a misspelt query may mean, the likeliest first."""
-        keys = list(self.walk())
-        known = {word for key in keys for words in self._words(key) for word in words}
+        known = {word for key in self.all for words in self._words(key) for word in words}
         spellings = [
             [word] if word in known else get_close_matches(word, known, n=3, cutoff=0.6) for word in query.split(".")
         ]
         candidates = [".".join(words) for words in islice(product(*spellings), 27)]
         paths = [group[0].path for candidate in candidates if candidate != query for group in self.find(candidate)]
-        paths += get_close_matches(query, list(dict.fromkeys(key.path for key in keys)), n=3, cutoff=0.7)
+        paths += get_close_matches(query, list(dict.fromkeys(key.path for key in self.all)), n=3, cutoff=0.7)
         return list(dict.fromkeys(paths))[:3]
 
     def _sections(self, node: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Renamed config keys and kinds: the old word still works for one version, with a warning that says the new one."""
 
+import functools
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, get_args
@@ -46,13 +47,19 @@ def _in_schema(schema: "type[Config]", data: Any, path: str, origin: dict[str, s
             continue
         result[new] = value
     for key, value in result.items():
-        if field := schema.model_fields.get(key):
-            targets = [item for item in (*field.metadata, *_annotations(field.annotation)) if _is_target(item)]
-            result[key] = _in_value(targets, value, f"{path}{key}", origin, messages)
+        if key in schema.model_fields:
+            result[key] = _in_value(_targets(schema, key), value, f"{path}{key}", origin, messages)
     return result
 
 
-def _in_value(targets: list[Any], value: Any, path: str, origin: dict[str, str], messages: list[str]) -> Any:
+@functools.cache
+def _targets(schema: "type[Config]", key: str) -> tuple[Any, ...]:
+    """The config classes and slots that a field may hold."""
+    field = schema.model_fields[key]
+    return tuple(item for item in (*field.metadata, *_annotations(field.annotation)) if _is_target(item))
+
+
+def _in_value(targets: tuple[Any, ...], value: Any, path: str, origin: dict[str, str], messages: list[str]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(
             _in_value(targets, item, f"{path}.{number}", origin, messages) for number, item in enumerate(value)
