@@ -7,7 +7,7 @@ import pytest
 
 from xscale.observe import EvalReport
 from xscale.observe.metrics import Metrics
-from xscale.observe.record import COLUMNS, load_history, tokens_at
+from xscale.observe.record import COLUMNS, load_history, value_at
 
 
 def _write(folder, facts, reports, every=1):
@@ -29,7 +29,7 @@ def test_every_logged_step_is_there(tmp_path, facts, run):
 def test_a_folder_without_metrics_is_an_empty_history(tmp_path):
     history = load_history(tmp_path)
     assert len(history.steps) == 0
-    assert tokens_at(history, 5) == 0
+    assert value_at(history.steps, history.scalars["tokens"], 5) == 0
 
 
 def test_the_first_steps_are_no_part_of_the_split(tmp_path, facts, step):
@@ -75,6 +75,6 @@ def test_null_is_nan_and_no_part_of_a_mean(tmp_path):
 def test_tokens_between_logged_steps_are_in_proportion(tmp_path, facts, run):
     _write(tmp_path, facts(), run(), every=15)
     history = load_history(tmp_path)
-    assert tokens_at(history, 0) == 0
-    assert tokens_at(history, 20) == pytest.approx(4096 * 20)
-    assert tokens_at(history, 99) == 4096 * 40
+    assert value_at(history.steps, history.scalars["tokens"], 0) == 0
+    assert value_at(history.steps, history.scalars["tokens"], 20) == pytest.approx(4096 * 20)
+    assert value_at(history.steps, history.scalars["tokens"], 99) == 4096 * 40

@@ -14,7 +14,7 @@ from xscale.observe import EndReport, EvalReport, ObserveConfig, RunFacts, Sampl
 from xscale.observe.html import HtmlReport, build_report
 from xscale.observe.metrics import Metrics
 
-VOID = {"meta", "img", "br"}
+VOID = {"meta", "img", "br", "input"}
 HOSTILE = '<script>alert(1)</script>\x1b[2J & "quoted" \' \ud800'
 
 

@@ -13,7 +13,7 @@ import typer
 from xscale import __version__
 from xscale.cli.bench import bench_app
 from xscale.cli.checkpoint import checkpoint_app
-from xscale.cli.complete import complete_key, complete_part_or_recipe, complete_recipe
+from xscale.cli.complete import complete_key, complete_part_or_recipe, complete_recipe, complete_run
 from xscale.cli.data import data_app
 from xscale.cli.evaluate import evaluate
 from xscale.cli.generate import generate
@@ -21,7 +21,6 @@ from xscale.cli.options import (
     ConfigFile,
     Json,
     Overrides,
-    RunFolder,
     rank_from_launcher,
     read_config,
     readable,
@@ -251,11 +250,28 @@ def compare(
 
 
 @app.command()
-def report(run: RunFolder) -> None:
-    """Build report.html from the files of a run, finished or not."""
+def report(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...",
+            help="A run folder; or several, a folder of them, or a pattern.",
+            autocompletion=complete_run,
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="Write this file, not RUN/report.html, or comparison.html for several runs.")
+    ] = None,
+) -> None:
+    """Build report.html of a run, finished or not; of several runs, one page that compares them."""
+    from xscale.observe.compare_runs import build_comparison, find_runs
     from xscale.observe.html import build_report
 
-    print(build_report(run))
+    folders = find_runs(runs)
+    if len(folders) == 1:
+        print(build_report(folders[0], output))
+    else:
+        print(build_comparison(folders, output or Path("comparison.html")))
 
 
 app.command()(generate)

@@ -54,12 +54,12 @@ class HtmlReport(Observer):
             build_report(self._folder)
 
 
-def build_report(folder: Path) -> Path:
-    """Write report.html into the run folder `folder` from the files there; returns its path.
+def build_report(folder: Path, path: Path | None = None) -> Path:
+    """Write the report of the run in `folder` from the files there to `path`, else its report.html; returns that.
 
     Errors: ConfigError where `folder` contains no record of a run; OSError.
     """
-    path = folder / REPORT_FILE
+    path = path or folder / REPORT_FILE
     # UTF-8 cannot encode half a surrogate pair, which a model can generate.
     write_atomically(path, page(record.read_record(folder), record.load_history(folder)).encode(errors="replace"))
     return path

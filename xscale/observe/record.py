@@ -4,7 +4,7 @@ import base64
 import dataclasses
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
@@ -183,20 +183,19 @@ def load_history(folder: Path) -> History:
     steps, sums = splits[0]
     history.split = {phase: seconds / steps for phase, seconds in sums.items()}
     for evaluation in history.evaluations:
-        evaluation["tokens"] = tokens_at(history, evaluation["step"])
+        evaluation["tokens"] = value_at(history.steps, history.scalars["tokens"], evaluation["step"])
     return history
 
 
-def tokens_at(history: History, step: int) -> float:
-    """Tokens consumed when `step` was done, between two logged steps in proportion; 0 at step 0."""
-    index = bisect_left(history.steps, step)
-    tokens = history.scalars["tokens"]
-    first, start = (history.steps[index - 1], tokens[index - 1]) if index else (0, 0.0)
-    if index == len(history.steps):
+def value_at(steps: Sequence[int], values: Sequence[float], step: int) -> float:
+    """Value of a total, of which `values` are known at `steps`, at `step`: in proportion between two; 0 at step 0."""
+    index = bisect_left(steps, step)
+    first, start = (steps[index - 1], values[index - 1]) if index else (0, 0.0)
+    if index == len(steps):
         return start
-    gap = history.steps[index] - first
+    gap = steps[index] - first
     # Steps that do not rise were not written by a run.
-    return start + (tokens[index] - start) * (step - first) / gap if gap > 0 else start
+    return start + (values[index] - start) * (step - first) / gap if gap > 0 else start
 
 
 def _scalars(history: History, item: dict[str, Any]) -> None:

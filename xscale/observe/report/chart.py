@@ -26,6 +26,16 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class SeedRange:
+    """The area between two curves over the same positions."""
+
+    x: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+    style: str = "one"
+
+
+@dataclass(frozen=True)
 class Level:
     """A horizontal line with a label."""
 
@@ -34,10 +44,22 @@ class Level:
 
 
 def chart(
-    lines: Sequence[Curve], title: str, marks: Sequence[Level] = (), *, log: bool = False, zero: bool = False
+    lines: Sequence[Curve],
+    title: str,
+    marks: Sequence[Level] = (),
+    *,
+    bands: Sequence[SeedRange] = (),
+    log: bool = False,
+    zero: bool = False,
+    unit: str = "tokens",
 ) -> str:
-    """A figure with `title`, legend and drawing. `log`: logarithmic y axis. `zero`: the y axis begins at 0."""
+    """A figure with `title`, legend and drawing. `log`: logarithmic y axis. `zero`: the y axis begins at 0.
+
+    `unit` is that of the x axis.
+    """
     points = [(x, y) for line in lines for x, y in zip(line.x, line.y, strict=True) if _placed(x, y, log)]
+    sides = [(band.x, side) for band in bands for side in (band.low, band.high)]
+    points += [(x, y) for positions, side in sides for x, y in zip(positions, side, strict=True) if _placed(x, y, log)]
     if not points:
         return ""
     levels = [y for _, y in points] + [mark.y for mark in marks if _shown(mark.y, log)]
@@ -45,15 +67,16 @@ def chart(
     across = _Scale(0.0, max(x for x, _ in points), LEFT, WIDTH - RIGHT)
     low = min(0.0, *levels) if zero else min(levels)
     up = _Scale(low, max(levels), HEIGHT - BOTTOM, TOP, log=log, roomy=True)
-    drawing = [_grid(across, up)]
+    drawing = [_grid(across, up, unit)]
+    drawing += [_band(band, across, up, log=log) for band in bands]
     drawing += [_mark(mark, up) for mark in marks if _shown(mark.y, log)]
-    drawing += [_line(line, across, up, log=log) for line in lines]
+    drawing += [_line(line, across, up, log=log, unit=unit) for line in lines]
     keys = "".join(
         f'<span class="key {line.style}">{escape(line.label)}</span>' for line in lines if line.label and len(line.y)
     )
     return (
         f"<figure><figcaption>{escape(title)} {keys}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)} against tokens">'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)} against {unit}">'
         f"{''.join(drawing)}</svg></figure>"
     )
 
@@ -103,7 +126,7 @@ def _placed(x: float, y: float, log: bool) -> bool:
     return math.isfinite(x) and x >= 0 and _shown(y, log)
 
 
-def _grid(across: _Scale, up: _Scale) -> str:
+def _grid(across: _Scale, up: _Scale, unit: str) -> str:
     parts = []
     for y in up.ticks():
         line_y = up(y)
@@ -112,7 +135,7 @@ def _grid(across: _Scale, up: _Scale) -> str:
     for x in across.ticks():
         parts.append(f'<text x="{across(x):.1f}" y="{HEIGHT - 27}" text-anchor="middle">{number(x)}</text>')
     parts.append(f'<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
-    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 6}" text-anchor="end" class="unit">tokens</text>')
+    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 6}" text-anchor="end" class="unit">{unit}</text>')
     return "".join(parts)
 
 
@@ -126,7 +149,15 @@ def _mark(mark: Level, up: _Scale) -> str:
     )
 
 
-def _line(line: Curve, across: _Scale, up: _Scale, *, log: bool) -> str:
+def _band(band: SeedRange, across: _Scale, up: _Scale, *, log: bool) -> str:
+    sides = zip(band.x, band.low, band.high, strict=True)
+    known = [(x, low, high) for x, low, high in sides if _placed(x, low, log) and _placed(x, high, log)]
+    corners = [(x, low) for x, low, _ in known] + [(x, high) for x, _, high in reversed(known)]
+    path = "L".join(f"{across(x):.1f} {up(y):.1f}" for x, y in corners)
+    return f'<path class="band {band.style}" d="M{path}Z"/>' if corners else ""
+
+
+def _line(line: Curve, across: _Scale, up: _Scale, *, log: bool, unit: str) -> str:
     path, pen_down, dots = [], False, []
     for x, y in thin(line.x, line.y):
         if not _placed(x, y, log):
@@ -137,7 +168,7 @@ def _line(line: Curve, across: _Scale, up: _Scale, *, log: bool) -> str:
         if line.dots:
             dots.append(
                 f'<circle class="{line.style}" cx="{across(x):.1f}" cy="{up(y):.1f}" r="3">'
-                f"<title>{number(x)} tokens: {y:.5g}</title></circle>"
+                f"<title>{number(x)} {unit}: {y:.5g}</title></circle>"
             )
     return f'<path class="curve {line.style}" d="{"".join(path)}"/>' + "".join(dots)
 

@@ -46,28 +46,28 @@ def summary(record: Record, history: History) -> str:
 def _figures(record: Record, history: History) -> Iterable[str]:
     facts = record.facts
     baseline = record.end.baseline_bits_per_byte if record.end else None
-    last = history.evaluations[-1] if history.evaluations else None
-    if last is not None and last.get("bits_per_byte") is not None:
+    newest = history.evaluations[-1] if history.evaluations else {}
+    if newest.get("bits_per_byte") is not None:
         note = "" if baseline is None else f"an order-2 byte model: {baseline:.3f}"
-        yield _figure("validation bits per byte", f"{last['bits_per_byte']:.3f}", note, first=True)
-    if last is not None and last.get("eval_loss") is not None:
-        perplexity = last.get("perplexity")
+        yield _figure("validation bits per byte", f"{newest['bits_per_byte']:.3f}", note, first=True)
+    if newest.get("eval_loss") is not None:
+        perplexity = newest.get("perplexity")
         note = "" if perplexity is None else f"perplexity {perplexity:.4g}"
-        yield _figure("validation loss", f"{last['eval_loss']:.3f}", note, first=True)
+        yield _figure("validation loss", f"{newest['eval_loss']:.3f}", note, first=True)
     if history.steps:
-        newest = [loss for loss in history.scalars["loss"] if math.isfinite(loss)][-20:] or [math.nan]
-        yield _figure("training loss", f"{sum(newest) / len(newest):.3f}", f"mean of {len(newest)} logged steps")
-        yield _figure("tokens", quantity(_last(history.scalars["tokens"])), f"{quantity(facts.tokens_per_step)} a step")
+        losses = [loss for loss in history.scalars["loss"] if math.isfinite(loss)][-20:] or [math.nan]
+        yield _figure("training loss", f"{sum(losses) / len(losses):.3f}", f"mean of {len(losses)} logged steps")
+        yield _figure("tokens", quantity(last(history.scalars["tokens"])), f"{quantity(facts.tokens_per_step)} a step")
         yield _figure(
-            "tokens a second", quantity(_median(history.scalars["tokens_per_second"])), "median, all processes"
+            "tokens a second", quantity(median(history.scalars["tokens_per_second"])), "median, all processes"
         )
         if any(map(math.isfinite, history.scalars["mfu"])):
-            yield _figure("MFU", percentage(_median(history.scalars["mfu"])), "median")
-        yield _figure("time", duration(_last(history.scalars["seconds"])), "of the last process")
+            yield _figure("MFU", percentage(median(history.scalars["mfu"])), "median")
+        yield _figure("time", duration(last(history.scalars["seconds"])), "of the last process")
     note = f"{quantity(facts.active_parameters)} active for a token"
     yield _figure("parameters", quantity(facts.parameters), note)
     yield _figure("devices", str(facts.devices), facts.device)
-    if history.steps and (skipped := _last(history.scalars["skipped"])):
+    if history.steps and (skipped := last(history.scalars["skipped"])):
         yield _figure("skipped steps", f"{skipped:.0f}", "not finite")
 
 
@@ -216,11 +216,13 @@ def _known(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _last(values: Sequence[float]) -> float:
+def last(values: Sequence[float]) -> float:
+    """The newest value that is finite; nan without one."""
     return next((value for value in reversed(values) if math.isfinite(value)), math.nan)
 
 
-def _median(values: Iterable[float]) -> float:
+def median(values: Iterable[float]) -> float:
+    """Median of the finite values; nan without one."""
     known = sorted(filter(math.isfinite, values))
     return known[len(known) // 2] if known else math.nan
 

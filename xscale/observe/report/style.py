@@ -54,6 +54,8 @@ svg .unit { font-size: 11px; }
 svg .grid { stroke: var(--rule); stroke-width: 1; }
 svg .axis { stroke: var(--soft); stroke-width: 1; }
 svg .curve { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
+svg .dashed { stroke-dasharray: 7 4; }
+svg .band { fill: var(--colour); opacity: .16; }
 svg .faint { stroke-width: 1; opacity: .35; }
 svg .mark { stroke: var(--soft); stroke-width: 1.5; stroke-dasharray: 5 4; }
 svg .marked { fill: var(--ink); }
@@ -67,6 +69,11 @@ svg circle { fill: var(--paper); stroke: var(--colour); stroke-width: 2; }
   background: var(--colour); border-radius: 2px;
 }
 .key.faint::before { opacity: .4; }
+.axes > input { margin: 0 .3rem 1.2rem 0; } .axes > label { margin-right: 1.1rem; }
+.axes > div { display: none; }
+#axis-tokens:checked ~ .against-tokens, #axis-steps:checked ~ .against-steps, #axis-time:checked ~ .against-time {
+  display: grid;
+}
 .bar { display: flex; height: 1.6rem; border-radius: 4px; overflow: hidden; gap: 1px; margin: .5rem 0 .7rem; }
 .bar i { background: var(--colour); min-width: 1px; }
 .plot { position: relative; padding-left: 1.9rem; }
