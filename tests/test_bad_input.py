@@ -206,7 +206,12 @@ def test_a_config_that_cannot_be_read_is_refused_before_torch_is_imported(
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"), [(b"", "is empty"), (b"\x00\x01binary\x00" * 50, "NUL"), (b"\xff\xfe text", "UTF-8")]
+    ("content", "sentence"),
+    [
+        pytest.param(b"", "is empty", marks=pytest.mark.long),
+        pytest.param(b"\x00\x01binary\x00" * 50, "NUL", marks=pytest.mark.long),
+        (b"\xff\xfe text", "UTF-8"),
+    ],
 )
 def test_a_corpus_that_is_no_text(content: bytes, sentence: str, tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_bytes(content)
@@ -233,6 +238,7 @@ def test_ranks_say_it_once(tmp_path: Path) -> None:
     assert said[1] == ""
 
 
+@pytest.mark.long
 def test_a_full_disk_ends_a_save_with_a_sentence(tmp_path: Path) -> None:
     """The last save must succeed: status 1, no traceback, no half-written checkpoint that could be taken for one."""
     words = [f"run.dir={tmp_path / 'run'}", "train.steps=1", "train.eval_every=0", "train.sample.prompts=[]"]

@@ -40,7 +40,7 @@ def launch(mpirun: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_meet_and_train(mpirun: str, config: Path, tmp_path: Path, ranks: int) -> None:
     done = launch(mpirun, "--processes", ranks, config)
     assert done.returncode == 0, done.stderr

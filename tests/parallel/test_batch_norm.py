@@ -28,6 +28,8 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "pp": (2, 8, {"mesh": {"pp": 2}}),
 }
 """Ranks, sequences of a micro-batch on each, and the layout."""
+LONG = ("dp", "tp", "pp")
+"""Layouts of `make test-long`."""
 
 
 @pytest.fixture(scope="module", params=["batch", "power"])
@@ -49,7 +51,9 @@ def sections(norm: str, micro_batch: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in LAYOUTS]
+)
 def test_a_run_has_the_numbers_of_one_process(name: str, one: tuple[Path, str], pool: Pool) -> None:
     """Losses, evaluations with running statistics, and everything in the checkpoint."""
     folder, norm = one

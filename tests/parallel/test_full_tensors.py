@@ -30,7 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 UNEVEN = changed(SHALLOW["mixture"], stack__block__ffn__hidden=50, stack__rules__0__ffn__experts=6)
 """Four ranks have 13, 13, 13 and 11 rows, and 2, 2, 2 and no experts."""
-QUICK = ("zero1", "zero3", "tp", "ep", "pp", "tp_ep_zero3", "uneven")
+QUICK = ("zero1", "pp", "tp_ep_zero3", "uneven")
 SIZES = {"train": {"micro_batch_size": 1}}
 
 
