@@ -22,6 +22,7 @@ from xscale.nn.norm import check_places
 from xscale.nn.position.position import POSITIONS
 from xscale.objective.objective import OBJECTIVES
 from xscale.observe.config import check as check_observers
+from xscale.observe.config import check_profile
 from xscale.optim.groups import check_groups, nearest_patterns
 from xscale.optim.optimizer.optimizer import OPTIMIZERS
 from xscale.optim.schedule import SCHEDULES
@@ -60,6 +61,8 @@ class Recipe(Settings):
             problems += schedule.check(self.schedule, self.train.steps, "schedule")
         if valid("observe"):
             problems += check_observers(self.observe)
+        if valid("observe", "train"):
+            problems += check_profile(self.observe.profile, self.train.steps)
         if valid("optimizer", "parallel"):
             problems += self._check_optimizer()
         # The vocabulary is unknown before there is a tokenizer; nothing that is checked here depends on its size.

@@ -9,6 +9,13 @@ from xscale.core.config import Config
 from xscale.core.errors import Problem
 
 
+class ProfileConfig(Config):
+    at: Annotated[int, Field(ge=1)] = 10
+    """First step that is profiled. The first steps of a run compile and allocate."""
+    steps: Annotated[int, Field(ge=1)] = 3
+    """Steps that are profiled."""
+
+
 class ObserveConfig(Config):
     every_steps: Annotated[int, Field(ge=1)] = 1
     """Steps between entries in metrics.jsonl and TensorBoard; the first and the last step are always logged. Only then
@@ -23,6 +30,8 @@ class ObserveConfig(Config):
     """Write report.html at the end."""
     health_steps: Annotated[int, Field(ge=1)] = 50
     """Logged steps over which the load of an expert is averaged before a warning that it gets almost no tokens."""
+    profile: ProfileConfig | None = None
+    """Profile some steps on each rank: traces, the largest operators, memory on a GPU, in RUN/profile. null: none."""
     wandb: bool = False
     """Log to Weights & Biases too; needs the extra `wandb`."""
     wandb_project: str = "xscale"
@@ -35,3 +44,11 @@ def check(config: ObserveConfig, path: str = "observe") -> list[Problem]:
         fix = f"Install it with: pip install wandb, or set {path}.wandb=false."
         return [Problem(f"{path}.wandb", "the package wandb is not installed", fix)]
     return []
+
+
+def check_profile(config: ProfileConfig | None, steps: int, path: str = "observe.profile") -> list[Problem]:
+    """Problems of the profiled steps in a run of `steps`; `path` is the section's dotted path in the recipe."""
+    if config is None or (last := config.at + config.steps - 1) <= steps:
+        return []
+    what = f"profiles steps {config.at} to {last}, and the run ends at train.steps={steps}"
+    return [Problem(path, what, f"Take {path}.at of at most {max(1, steps - config.steps + 1)}, or fewer steps.")]

@@ -1,7 +1,6 @@
 """The training loop: everything that changes the run, from its first step to its last."""
 
 import contextlib
-import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -31,42 +30,13 @@ from xscale.parallel.full_tensors import gather_full
 from xscale.parallel.loss_scale import LossScale
 from xscale.parallel.sharded import StagedModel, shard_like
 from xscale.train.evaluate import evaluate
+from xscale.train.kernel_log import KernelSelectionLog
+from xscale.train.profiler import StepProfiler
 from xscale.train.run_folder import CHANGEABLE, differences, lookup, problems_of, with_defaults
 from xscale.train.setup import RunParts
 from xscale.train.state import State
 from xscale.train.step import SpikeError, StepDecision, StepGradients, decide
 from xscale.watchdog.watchdog import IoHeartbeat, StopSignal, Watchdog
-from xscale_kernels.select import LOG, LogOnce
-
-
-class KernelSelectionLog(logging.Handler):
-    """Collects each selection once, from the logger of the kernels. Recording costs microseconds a call."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.addFilter(LogOnce())
-        self.sentences: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.sentences.append(record.getMessage())
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record the selections made in the body."""
-        before = LOG.level
-        LOG.addHandler(self)
-        LOG.setLevel(logging.INFO)
-        try:
-            yield
-        finally:
-            LOG.setLevel(before)
-            LOG.removeHandler(self)
-
-    def drain(self) -> str:
-        """Return the new selections, a line each, and forget them; empty when there are none."""
-        text = "\n".join(sorted(self.sentences))
-        self.sentences.clear()
-        return f"kernels:\n{text}" if text else ""
 
 
 @dataclass
@@ -82,6 +52,7 @@ class Loop:
     watchdog: Watchdog
     memory: InMemoryCheckpoint | None
     lock: RunLock
+    profiler: StepProfiler
     stalls: dict[int, float] = field(default_factory=dict)
     """Seconds that the loop waited for each save in flight, by step."""
     kernel_log: KernelSelectionLog = field(default_factory=KernelSelectionLog)
@@ -107,7 +78,8 @@ class Loop:
             self._save(must=True)
         while state.step < train.steps and cause is None:
             # Recording takes time, and later steps select the same kernels as the first.
-            with self.kernel_log.recording() if state.step == first else contextlib.nullcontext():
+            recording = self.kernel_log.recording() if state.step == first else contextlib.nullcontext()
+            with recording, self.profiler.step(state.step + 1):
                 decision = self._step(samples)
             self._log_kernels()
             self._report_saves()

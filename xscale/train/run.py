@@ -39,6 +39,7 @@ from xscale.train.generate import encode_prompts, write_samples
 from xscale.train.init_weights import load_initial_weights
 from xscale.train.label_baseline import label_notes
 from xscale.train.loop import Loop, state_check, state_of, with_same_tokenizer
+from xscale.train.profiler import StepProfiler
 from xscale.train.residual_gains import init_residual_gains
 from xscale.train.run_folder import (
     CHECKPOINTS,
@@ -248,7 +249,9 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
     for message in resumed.messages:
         observer.message(message)
     watchdog = make_watchdog(parts, folder, stop)
-    loop = Loop(parts, state, observer, stop, began, saves, watchdog, memory, lock)
+    rank, device = parts.mesh.rank_info.rank, parts.mesh.device
+    profiler = StepProfiler(settings.observe.profile, folder, rank, device, observer.message)
+    loop = Loop(parts, state, observer, stop, began, saves, watchdog, memory, lock, profiler)
     reason, message = "failed", ""
     baseline = None
     try:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from xscale.core.errors import FaultError
 from xscale.core.robust_threshold import spike_threshold
@@ -38,6 +39,10 @@ class PhaseTimer:
     def phase(self, name: str) -> Iterator[None]:
         """Time the body under `name`."""
         self.on_phase(name)
+        with record_function(name):  # the phase's name in a profile
+            yield from self._timed(name)
+
+    def _timed(self, name: str) -> Iterator[None]:
         if self._device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
