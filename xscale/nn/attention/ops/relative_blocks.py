@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from xscale.nn.attention.ops.mask import AttentionMask
-from xscale.nn.attention.ops.relative_spans import RelativeSpan, RelativeSpans, clear_unshifted, shifted
+from xscale.nn.attention.ops.relative_spans import RelativeSpan, RelativeSpans, SkewedScores, shifted
 from xscale.nn.eager import eager
 from xscale.nn.position.distance_tables import DistanceTables
 
@@ -95,12 +95,11 @@ class _Attend(torch.autograd.Function):
         for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
             head = _Head(spans, (q, k, v, *rows), b, h, work.buffer)
             for span in spans.query_blocks():
-                scores = work.scores(head, span, b)
-                top = scores.amax(-1, keepdim=True)
-                weights = scores.sub_(top).exp2_()
-                total = weights.sum(-1, keepdim=True)
+                weights = work.scores(head, span, b)
+                top = weights.scores.amax(-1, keepdim=True)
+                total = weights.scores.sub_(top).exp2_().sum(-1, keepdim=True)
                 log_sums[b, h, span.queries] = top.add_(total.log2()).squeeze(-1)
-                mixed = torch.mm(weights, head.v[: span.end], out=out[b, h, span.queries])
+                mixed = torch.mm(weights.scores, head.v[: span.end], out=out[b, h, span.queries])
                 if head.value_rows is not None:
                     work.add_value_rows(mixed, weights, head.value_rows, span)
                 mixed.div_(total)
@@ -116,12 +115,13 @@ class _Attend(torch.autograd.Function):
         work = _Work(spans, context.documents, q)
         gradients = _Gradients(inputs)
         for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
-            head, slopes = _Head(spans, inputs, b, h, work.buffer), gradients.head(spans, b, h)
+            head, slopes = _Head(spans, inputs, b, h, work.buffer), gradients.head(spans, b, h, work.buffer)
             for span in spans.query_blocks():
                 above, log_sum = gradient[b, h, span.queries], log_sums[b, h, span.queries, None]
                 inner = (above * out[b, h, span.queries]).sum(-1, keepdim=True)
                 for chunk in spans.chunks(span, CHUNK):
-                    weights = work.scores(head, chunk, b).sub_(log_sum).exp2_()
+                    weights = work.scores(head, chunk, b)
+                    weights.scores.sub_(log_sum).exp2_()
                     work.add_gradients(slopes, head, chunk, weights, above, inner)
             slopes.finish(head, work)
         return None, None, *gradients.scaled(q.shape[-1] ** -0.5)
@@ -147,22 +147,26 @@ class _Head:
         self.k, self.v = k[b, group].contiguous(), v[b, group].contiguous()  # [S, K]
         self.q = _scaled(q[b, h], content_bias, factor)  # [T, K]
         self.query_rows, self.value_rows = query_rows, value_rows  # [N, K]
+        self.has_terms = not (query_rows is None and key_rows is None and bias is None)
+        """Whether anything is added to the products of queries and keys."""
+        self.far_queries, self.far_keys = q.new_zeros(len(self.q), 1), q.new_zeros(len(self.k))
+        """[T, 1] and [S]: terms of each query, and of each key, where the key is beyond the reach."""
         if query_rows is not None:
             self.position_q = _scaled(q[b, h], position_bias, factor)  # [T, K]
-            # [T, 1], terms of each query with keys beyond the reach.
-            self.far_queries = (self.position_q @ query_rows[-1])[:, None]
+            self.far_queries += (self.position_q @ query_rows[-1])[:, None]
         self.key_rows: Tensor | None = None
         """[N, K], by descending distance."""
         if key_rows is not None:
             self.key_rows = key_rows.flip(0).mul_(factor)
-            self.far_keys = self.k @ self.key_rows[0]  # [S], terms of each key, where it is beyond the reach
+            self.far_keys += self.k @ self.key_rows[0]
             self.by_key = torch.mm(self.k, self.key_rows.T, out=buffer("by key", spans.keys, len(key_rows)))  # [S, N]
         self.tile: Tensor | None = None
         """[block, tile_columns], biases of a block's queries and near keys."""
         if bias is not None:
             scaled, columns = bias * LOG2E, spans.tile_columns
             by_distance = scaled[2 : columns + spans.block + 1].expand(spans.block, -1).contiguous()
-            self.tile, self.far_bias = shifted(by_distance, columns), scaled[-1]
+            self.tile = shifted(by_distance, columns)
+            self.far_queries += scaled[-1]
 
 
 def _scaled(q: Tensor, bias: Tensor | None, factor: float) -> Tensor:
@@ -177,14 +181,15 @@ class _Gradients:
             None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs
         ]
 
-    def head(self, spans: RelativeSpans, b: int, h: int) -> "_HeadGradients":
+    def head(self, spans: RelativeSpans, b: int, h: int, buffer: Buffer) -> "_HeadGradients":
         """Return views of the gradients of one head of one sequence."""
         q, k, v, *rows = self.inputs
         assert q is not None
         assert k is not None
         assert v is not None
         group = h // (q.shape[1] // k.shape[1])
-        return _HeadGradients(spans, q[b, h], k[b, group], v[b, group], *(_select(table, h) for table in rows))
+        tables = (_select(table, h) for table in rows)
+        return _HeadGradients(spans, buffer, q[b, h], k[b, group], v[b, group], *tables)
 
     def scaled(self, scale: float) -> list[Tensor | None]:
         """Return the gradients of the inputs in their order."""
@@ -200,11 +205,13 @@ class _Gradients:
 
 
 class _HeadGradients:
-    """Views of the gradients of one head."""
+    """Gradients of one head. Those that all blocks add to are kept as rows of channels, [K, S] or [K, N]: products with
+    a long result of few rows take three quarters of the time of those with few columns."""
 
     def __init__(
         self,
         spans: RelativeSpans,
+        buffer: Buffer,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -215,10 +222,14 @@ class _HeadGradients:
         content_bias: Tensor | None,
         position_bias: Tensor | None,
     ) -> None:
-        self.q, self.k, self.v = q, k, v
-        self.query_rows, self.value_rows, self.bias = query_rows, value_rows, bias
+        self.q, self.key_rows, self.bias = q, key_rows, bias
         self.content_bias, self.position_bias = content_bias, position_bias
-        self.key_rows = key_rows
+        by_rows = {"k": k, "v": v, "query rows": query_rows, "value rows": value_rows}
+        self._by_rows = {name: x for name, x in by_rows.items() if x is not None}
+        self.by_channels = {
+            name: buffer(f"gradient of {name}", x.shape[1], len(x)).zero_() for name, x in self._by_rows.items()
+        }
+        """Gradients of keys, values and tables, [K, S] and [K, N]."""
         if bias is not None:
             columns = spans.tile_columns
             self._by_distance = bias.new_zeros(spans.block, columns + spans.block - 1)
@@ -229,10 +240,12 @@ class _HeadGradients:
         if self.key_rows is not None:
             assert head.key_rows is not None
             by_key = head.by_key.masked_fill_(work.unread, 0.0)
-            self.k.addmm_(by_key, head.key_rows)
-            self.key_rows.add_(torch.mm(by_key.T, head.k).flip(0))
+            self.by_channels["k"].addmm_(head.key_rows.T, by_key.T)
+            self.key_rows.add_(torch.mm(head.k.T, by_key).T.flip(0))
         if self.bias is not None:
             self.bias[2 : self._by_distance.shape[1] + 2].add_(self._by_distance.sum(0))
+        for name, x in self._by_rows.items():
+            x.add_(self.by_channels[name].T)
 
 
 class _Work:
@@ -260,123 +273,117 @@ class _Work:
             self._unread = unread
         return self._unread
 
-    def by_distance(self, x: Tensor, table: Tensor) -> Tensor:
-        """x [n, K] times rows of a table [R, K]: [n, R]."""
-        return torch.mm(x, table.T, out=self.buffer("by distance", len(x), len(table)))
+    def skewed(self, name: str, span: RelativeSpan) -> SkewedScores:
+        """Return the buffer of that name for values of the span's queries and keys."""
+        return SkewedScores(self.buffer(name, 1, SkewedScores.size(span))[0], span)
 
-    def unshifted(self, near: Tensor) -> Tensor:
-        """Return values of queries and near keys [n, c] by distance, [n, n + c - 1]; others are 0."""
-        rows, columns = near.shape
-        by_distance = self.buffer("by distance", rows, rows + columns - 1)
-        shifted(by_distance, columns).copy_(near)
-        clear_unshifted(by_distance, columns)
-        return by_distance
-
-    def scores(self, head: _Head, span: RelativeSpan, b: int) -> Tensor:
-        """Return the base-2 scores of a block of queries, [n, end]; -inf where a key is not seen."""
-        scores = torch.mm(
-            head.q[span.queries], head.k[span.keys].T, out=self.buffer("scores", span.rows, span.end - span.begin)
-        )
-        near, far = self._zones(scores, span)
-        if head.query_rows is not None:
-            if span.columns:
-                by_distance = self.by_distance(head.position_q[span.queries], head.query_rows[span.distances])
-                near.add_(shifted(by_distance, span.columns))
-            far.add_(head.far_queries[span.queries])
-        if head.key_rows is not None:
-            near.add_(self.spans.turned(head.by_key, span))
-            far.add_(head.far_keys[span.far : span.end])
-        if head.tile is not None:
-            if span.columns:
-                near.add_(head.tile[self.spans.tile(span)])
-            far.add_(head.far_bias)
+    def scores(self, head: _Head, span: RelativeSpan, b: int) -> SkewedScores:
+        """Return the base-2 scores of a block of queries; -inf where a key is not seen."""
+        block = self.skewed("scores", span)
+        q, k = head.q[span.queries], head.k[span.keys]
+        if head.has_terms:
+            self._write_terms(block, head, span)
+            block.scores.addmm_(q, k.T)
+        else:
+            torch.mm(q, k.T, out=block.scores)
         first = span.start + self.spans.keys - self.spans.queries
         if self.spans.causal and span.end > first:
             seen = max(first, span.begin)
-            scores[:, seen - span.begin :].add_(self.future[: span.rows, seen - first : span.end - first])
+            block.scores[:, seen - span.begin :].add_(self.future[: span.rows, seen - first : span.end - first])
         queries, keys = self.documents
         if queries is not None and keys is not None:
-            scores.masked_fill_(queries[b, span.queries, None] != keys[b, None, span.keys], float("-inf"))
-        return scores
+            block.scores.masked_fill_(queries[b, span.queries, None] != keys[b, None, span.keys], float("-inf"))
+        return block
 
-    @staticmethod
-    def _zones(scores: Tensor, span: RelativeSpan) -> tuple[Tensor, Tensor]:
-        """Views of what has the span's keys as columns: the near ones, and those beyond the reach."""
-        return scores[:, span.near - span.begin : span.far - span.begin], scores[:, span.far - span.begin :]
+    def _write_terms(self, block: SkewedScores, head: _Head, span: RelativeSpan) -> None:
+        """Write what is added to the products of queries and keys."""
+        write: Callable[[Tensor], Tensor] = block.near.copy_
+        if head.query_rows is not None and span.columns:
+            torch.mm(head.position_q[span.queries], head.query_rows[span.distances].T, out=block.by_distance)
+            write = block.near.add_
+        # The product by distance has overwritten these.
+        block.before.zero_()
+        torch.add(head.far_queries[span.queries], head.far_keys[span.far : span.end], out=block.far)
+        if head.key_rows is not None and span.columns:
+            write(self.spans.turned(head.by_key, span))
+            write = block.near.add_
+        if head.tile is not None and span.columns:
+            write(head.tile[self.spans.tile(span)])
 
-    def add_value_rows(self, mixed: Tensor, weights: Tensor, table: Tensor, span: RelativeSpan) -> None:
-        """Add the weights' sum of the table's rows to `mixed` [n, K]."""
-        mixed.addmm_(self.unshifted(weights[:, span.near : span.far]), table[span.distances])
+    def add_value_rows(self, mixed: Tensor, weights: SkewedScores, table: Tensor, span: RelativeSpan) -> None:
+        """Add the weights' sum of the table's rows to `mixed` [n, K]; destroys the weights."""
         if span.far < span.end:
-            mixed.addr_(weights[:, span.far :].sum(1), table[-1])
+            mixed.addr_(weights.far.sum(1), table[-1])
+        if span.columns:
+            weights.clear_others()
+            mixed.addmm_(weights.by_distance, table[span.distances])
 
     def add_gradients(
-        self, slopes: _HeadGradients, head: _Head, span: RelativeSpan, weights: Tensor, above: Tensor, inner: Tensor
+        self, slopes: _HeadGradients, head: _Head, span: RelativeSpan, weights: SkewedScores, above: Tensor, inner: Tensor
     ) -> None:
         """Add the gradients of a chunk, given those of the block's output, `above` [n, K], and their products with the
-        output, `inner` [n, 1]."""
-        slopes.v[span.keys].addmm_(weights.T, above)
-        raised = torch.mm(above, head.v[span.keys].T, out=self.buffer("raised", *weights.shape))
+        output, `inner` [n, 1]; destroys the weights."""
+        slopes.by_channels["v"][:, span.keys].addmm_(above.T, weights.scores)
+        raised, v = self.skewed("raised", span), head.v[span.keys]
+        if head.value_rows is None:
+            torch.mm(above, v.T, out=raised.scores)
+        else:
+            if span.columns:
+                torch.mm(above, head.value_rows[span.distances].T, out=raised.by_distance)
+            raised.before.zero_()
+            raised.far.copy_((above @ head.value_rows[-1])[:, None].expand_as(raised.far))
+            raised.scores.addmm_(above, v.T)
+        dscores = raised.scores.sub_(inner).mul_(weights.scores)  # [n, keys]
         if head.value_rows is not None:
-            self._add_value_gradients(slopes, head.value_rows, span, weights, above, raised)
-        dscores = raised.sub_(inner).mul_(weights)  # [n, keys]
+            self._add_by_distance(slopes.by_channels["value rows"], weights, span, above)
         dq = torch.mm(dscores, head.k[span.keys])
-        slopes.k[span.keys].addmm_(dscores.T, head.q[span.queries])
+        slopes.by_channels["k"][:, span.keys].addmm_(head.q[span.queries].T, dscores)
         if slopes.content_bias is not None:
             slopes.content_bias.add_(dq.sum(0))
-        near, far = self._zones(dscores, span)
-        if head.query_rows is not None:
-            dq.add_(self._query_gradients(slopes, head, span, near, far))
-        slopes.q[span.queries].add_(dq)
         if head.key_rows is not None:
-            self._add_key_gradients(slopes, head, span, near, far)
+            self._add_key_gradients(slopes, head, span, raised)
         if head.tile is not None:
             assert slopes.bias is not None
             if span.columns:
-                slopes.tile[self.spans.tile(span)].add_(near)
-            slopes.bias[-1].add_(far.sum())
+                slopes.tile[self.spans.tile(span)].add_(raised.near)
+            slopes.bias[-1].add_(raised.far.sum())
+        if head.query_rows is not None:
+            dq.add_(self._query_gradients(slopes, head, span, raised))
+        slopes.q[span.queries].add_(dq)
 
-    def _add_value_gradients(
-        self, slopes: _HeadGradients, table: Tensor, span: RelativeSpan, weights: Tensor, above: Tensor, raised: Tensor
-    ) -> None:
-        """Add the gradient of the values' table, and what it adds to those of the weights, `raised` [n, keys]."""
-        assert slopes.value_rows is not None
-        (near, far), (near_weights, far_weights) = self._zones(raised, span), self._zones(weights, span)
+    @staticmethod
+    def _add_by_distance(gradient: Tensor, factors: SkewedScores, span: RelativeSpan, x: Tensor) -> Tensor:
+        """Add the gradient of a table by channels, [K, N], where the factor of a pair's row is of a query's x [n, K];
+        return the sums of factors beyond the reach, [n]. Destroys factors beside the near ones."""
+        sums = factors.far.sum(1)
+        gradient[:, -1].addmv_(x.T, sums)
         if span.columns:
-            near.add_(shifted(self.by_distance(above, table[span.distances]), span.columns))
-            slopes.value_rows[span.distances].addmm_(self.unshifted(near_weights).T, above)
-        if far.shape[1]:
-            far.add_((above @ table[-1])[:, None])
-            slopes.value_rows[-1].add_(far_weights.sum(1) @ above)
+            factors.clear_others()
+            gradient[:, span.distances].addmm_(x.T, factors.by_distance)
+        return sums
 
     def _query_gradients(
-        self, slopes: _HeadGradients, head: _Head, span: RelativeSpan, near: Tensor, far: Tensor
+        self, slopes: _HeadGradients, head: _Head, span: RelativeSpan, dscores: SkewedScores
     ) -> Tensor:
         """Add gradients of the terms of queries and distances, and return that of the queries, [n, K]."""
         assert head.query_rows is not None
-        assert slopes.query_rows is not None
         queries = head.position_q[span.queries]
-        dq = torch.zeros_like(queries)
+        sums = self._add_by_distance(slopes.by_channels["query rows"], dscores, span, queries)
+        dq = torch.outer(sums, head.query_rows[-1])
         if span.columns:
-            by_distance = self.unshifted(near)
-            torch.mm(by_distance, head.query_rows[span.distances], out=dq)
-            slopes.query_rows[span.distances].addmm_(by_distance.T, queries)
-        if far.shape[1]:
-            sums = far.sum(1)
-            dq.addr_(sums, head.query_rows[-1])
-            slopes.query_rows[-1].add_(sums @ queries)
+            dq.addmm_(dscores.by_distance, head.query_rows[span.distances])
         if slopes.position_bias is not None:
             slopes.position_bias.add_(dq.sum(0))
         return dq
 
     def _add_key_gradients(
-        self, slopes: _HeadGradients, head: _Head, span: RelativeSpan, near: Tensor, far: Tensor
+        self, slopes: _HeadGradients, head: _Head, span: RelativeSpan, dscores: SkewedScores
     ) -> None:
         """Put gradients of the terms of keys and distances where the terms were, and add those beyond the reach."""
         assert head.key_rows is not None
         assert slopes.key_rows is not None
-        self.spans.turned(head.by_key, span).copy_(near)
-        if far.shape[1]:
-            sums, keys = far.sum(0), head.k[span.far : span.end]
-            slopes.k[span.far : span.end].addr_(sums, head.key_rows[0])
+        self.spans.turned(head.by_key, span).copy_(dscores.near)
+        if span.far < span.end:
+            sums, keys = dscores.far.sum(0), head.k[span.far : span.end]
+            slopes.by_channels["k"][:, span.far : span.end].addr_(head.key_rows[0], sums)
             slopes.key_rows[-1].add_(sums @ keys)

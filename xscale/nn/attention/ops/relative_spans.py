@@ -124,19 +124,46 @@ class RelativeSpans:
             yield replace(span, begin=begin, near=near, far=far, end=end, table=span.table + near - span.near)
 
 
+class SkewedScores:
+    """Scores of a block of queries and its keys in a buffer that a second view reads by distance.
+
+    A row of the second view is one number longer, so that it begins one distance earlier for each query (the skewing of
+    Huang et al. 2019, section 3.4). A product by distance is written where the scores are, and gradients of scores are
+    read by distance, without a copy.
+    """
+
+    def __init__(self, buffer: Tensor, span: RelativeSpan) -> None:
+        """View a buffer of at least `size` numbers; they are not initialised."""
+        rows, columns, keys = span.rows, span.columns, span.end - span.begin
+        self.margin, self.stride = rows - 1, self.row_stride(span)
+        self._flat, self._first_near = buffer, self.margin + span.near - span.begin
+        near, far = span.near - span.begin, span.far - span.begin
+        self.scores = buffer.as_strided((rows, keys), (self.stride, 1), self.margin)
+        """[n, keys]."""
+        self.before, self.near, self.far = self.scores[:, :near], self.scores[:, near:far], self.scores[:, far:]
+        """[n, before], [n, c] and [n, beyond]: keys before the reach, near ones, and those beyond the reach."""
+        distances = (rows, rows + columns - 1)
+        self.by_distance = buffer.as_strided(distances, (self.stride + 1, 1), self._first_near - self.margin)
+        """[n, n + c - 1], ascending; what it holds beside `near` belongs to no pair, or to other keys."""
+
+    @staticmethod
+    def row_stride(span: RelativeSpan) -> int:
+        """Return the numbers from a query's row to the next: rows of neither view overlap, nor margins of near keys."""
+        return max(span.end - span.begin, span.rows + span.columns - 1)
+
+    @classmethod
+    def size(cls, span: RelativeSpan) -> int:
+        """Return the numbers that the buffer of a block needs."""
+        return span.rows * cls.row_stride(span) + 2 * span.rows
+
+    def clear_others(self) -> None:
+        """Set what `by_distance` shows beside the near keys to 0, so that a product reads these alone. This destroys
+        values of other keys."""
+        for first in (self._first_near - self.margin, self._first_near + self.near.shape[1]):
+            self._flat.as_strided((len(self.near), self.margin), (self.stride, 1), first).zero_()
+
+
 def shifted(by_distance: Tensor, columns: int) -> Tensor:
     """View values of queries and ascending distances [n, n + c - 1], contiguous, as of queries and keys [n, c]."""
     rows, distances = by_distance.shape
     return by_distance.as_strided((rows, columns), (distances - 1, 1), by_distance.storage_offset() + rows - 1)
-
-
-def clear_unshifted(by_distance: Tensor, columns: int) -> None:
-    """Set to 0 what `shifted` does not show, so that a product with the table reads the shown values alone."""
-    rows, distances = by_distance.shape
-    flat, step = by_distance.view(-1), distances - 1
-    flat[: rows - 1].zero_()
-    flat[rows - 1 + (rows - 1) * step + columns :].zero_()
-    if rows > 2:
-        # Between the end of a shown row and the start of the next one.
-        gaps = (rows - 1, step - columns)
-        by_distance.as_strided(gaps, (step, 1), by_distance.storage_offset() + rows - 1 + columns).zero_()
