@@ -18,21 +18,31 @@ from xscale.nn.position.pairs import Pairs
 from xscale.nn.position.position import POSITIONS, Position, PositionTraits
 
 
+CHUNK = 512
+"""Distances whose sinusoids are made at a time: they are wider than what is made of them."""
+
+
 class _ProjectedSinusoids(torch.autograd.Function):
-    """Sinusoids of distances [N], projected by weights [H, K, D]: [H, N, K]. Backward makes the sinusoids again, which
-    are wider than what is made of them."""
+    """Sinusoids of distances [N], projected by weights [H, K, D]: [H, N, K]. Backward makes the sinusoids again."""
 
     @staticmethod
     def forward(context: Any, weight: Tensor, distances: Tensor, position: "TransformerXl") -> Tensor:
         context.save_for_backward(weight, distances)
         context.position = position
-        return position.sinusoids(distances, weight) @ weight.mT
+        rows = weight.new_empty(weight.shape[0], len(distances), weight.shape[1])
+        for chunk, part in zip(rows.split(CHUNK, 1), distances.split(CHUNK), strict=True):
+            chunk.copy_(position.sinusoids(part, weight) @ weight.mT)
+        return rows
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(context: Any, gradient: Tensor) -> Any:
         weight, distances = context.saved_tensors
-        return gradient.mT @ context.position.sinusoids(distances, weight), None, None
+        weight_gradient = torch.zeros_like(weight)
+        for chunk, part in zip(gradient.split(CHUNK, 1), distances.split(CHUNK), strict=True):
+            sinusoids = context.position.sinusoids(part, weight)
+            weight_gradient += chunk.mT @ sinusoids
+        return weight_gradient, None, None
 
 
 @POSITIONS.register(

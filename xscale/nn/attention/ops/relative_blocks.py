@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from xscale.nn.attention.ops.mask import AttentionMask
-from xscale.nn.attention.ops.relative_spans import RelativeSpan, RelativeSpans, SkewedScores, shifted
+from xscale.nn.attention.ops.relative_spans import RelativeSpan, RelativeSpans, SkewedScores, shifted, unaligned
 from xscale.nn.eager import eager
 from xscale.nn.position.distance_tables import DistanceTables
 
 BLOCK = 128
 """Queries of a block."""
-CHUNK = 4096
-"""Keys that backward takes at a time, which bounds its buffers; 512 took 1.2 times as long."""
+CHUNK = 1024
+"""Keys that backward takes at a time, which bounds its buffers."""
 LEAST_SCORES = 1 << 18
 """Pairs of queries and keys from which on attention is by blocks."""
 LOG2E = math.log2(math.e)
@@ -93,8 +93,9 @@ class _Attend(torch.autograd.Function):
         log_sums = q.new_empty(q.shape[:3])
         work = _Work(spans, documents, q)
         for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
-            head = _Head(spans, (q, k, v, *rows), b, h, work.buffer)
-            for span in spans.query_blocks():
+            head = _Head(spans, (q, k, v, *rows), b, h)
+            work.multiply_keys(head, slice(0, spans.keys))
+            for span in work.blocks:
                 weights = work.scores(head, span, b)
                 top = weights.scores.amax(-1, keepdim=True)
                 total = weights.scores.sub_(top).exp2_().sum(-1, keepdim=True)
@@ -115,20 +116,19 @@ class _Attend(torch.autograd.Function):
         work = _Work(spans, context.documents, q)
         gradients = _Gradients(inputs)
         for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
-            head, slopes = _Head(spans, inputs, b, h, work.buffer), gradients.head(spans, b, h, work.buffer)
-            for span in spans.query_blocks():
-                above, log_sum = gradient[b, h, span.queries], log_sums[b, h, span.queries, None]
-                inner = (above * out[b, h, span.queries]).sum(-1, keepdim=True)
-                for chunk in spans.chunks(span, CHUNK):
-                    weights = work.scores(head, chunk, b)
-                    weights.scores.sub_(log_sum).exp2_()
-                    work.add_gradients(slopes, head, chunk, weights, above, inner)
-            slopes.finish(head, work)
+            head, slopes = _Head(spans, inputs, b, h), gradients.head(spans, b, h)
+            inner = (gradient[b, h] * out[b, h]).sum(-1, keepdim=True)
+            for keys in spans.key_chunks(CHUNK):
+                work.multiply_keys(head, keys)
+                for span in work.blocks:
+                    chunk, queries = span.within(keys), span.queries
+                    if chunk.begin < chunk.end:
+                        weights = work.scores(head, chunk, b)
+                        weights.scores.sub_(log_sums[b, h, queries, None]).exp2_()
+                        work.add_gradients(slopes, head, chunk, weights, gradient[b, h, queries], inner[queries])
+                work.add_products_of_keys(slopes, head, keys)
+            slopes.finish()
         return None, None, *gradients.scaled(q.shape[-1] ** -0.5)
-
-
-Buffer = Callable[[str, int, int], Tensor]
-"""Gives the buffer of a name, [rows, columns]."""
 
 
 def _select(x: Tensor | None, head: int) -> Tensor | None:
@@ -139,7 +139,7 @@ def _select(x: Tensor | None, head: int) -> Tensor | None:
 class _Head:
     """Tensors of one head of one sequence; queries, and what else a score is linear in, are scaled to base 2."""
 
-    def __init__(self, spans: RelativeSpans, inputs: Sequence[Any], b: int, h: int, buffer: Buffer) -> None:
+    def __init__(self, spans: RelativeSpans, inputs: Sequence[Any], b: int, h: int) -> None:
         q, k, v, *rows = inputs
         group = h // (q.shape[1] // k.shape[1])
         query_rows, key_rows, bias, value_rows, content_bias, position_bias = (_select(table, h) for table in rows)
@@ -159,7 +159,6 @@ class _Head:
         if key_rows is not None:
             self.key_rows = key_rows.flip(0).mul_(factor)
             self.far_keys += self.k @ self.key_rows[0]
-            self.by_key = torch.mm(self.k, self.key_rows.T, out=buffer("by key", spans.keys, len(key_rows)))  # [S, N]
         self.tile: Tensor | None = None
         """[block, tile_columns], biases of a block's queries and near keys."""
         if bias is not None:
@@ -181,15 +180,14 @@ class _Gradients:
             None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs
         ]
 
-    def head(self, spans: RelativeSpans, b: int, h: int, buffer: Buffer) -> "_HeadGradients":
+    def head(self, spans: RelativeSpans, b: int, h: int) -> "_HeadGradients":
         """Return views of the gradients of one head of one sequence."""
         q, k, v, *rows = self.inputs
         assert q is not None
         assert k is not None
         assert v is not None
         group = h // (q.shape[1] // k.shape[1])
-        tables = (_select(table, h) for table in rows)
-        return _HeadGradients(spans, buffer, q[b, h], k[b, group], v[b, group], *tables)
+        return _HeadGradients(spans, q[b, h], k[b, group], v[b, group], *(_select(table, h) for table in rows))
 
     def scaled(self, scale: float) -> list[Tensor | None]:
         """Return the gradients of the inputs in their order."""
@@ -205,13 +203,11 @@ class _Gradients:
 
 
 class _HeadGradients:
-    """Gradients of one head. Those that all blocks add to are kept as rows of channels, [K, S] or [K, N]: products with
-    a long result of few rows take three quarters of the time of those with few columns."""
+    """Views of the gradients of one head."""
 
     def __init__(
         self,
         spans: RelativeSpans,
-        buffer: Buffer,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -222,30 +218,19 @@ class _HeadGradients:
         content_bias: Tensor | None,
         position_bias: Tensor | None,
     ) -> None:
-        self.q, self.key_rows, self.bias = q, key_rows, bias
+        self.q, self.k, self.v = q, k, v
+        self.query_rows, self.value_rows, self.bias = query_rows, value_rows, bias
         self.content_bias, self.position_bias = content_bias, position_bias
-        by_rows = {"k": k, "v": v, "query rows": query_rows, "value rows": value_rows}
-        self._by_rows = {name: x for name, x in by_rows.items() if x is not None}
-        self.by_channels = {
-            name: buffer(f"gradient of {name}", x.shape[1], len(x)).zero_() for name, x in self._by_rows.items()
-        }
-        """Gradients of keys, values and tables, [K, S] and [K, N]."""
+        self.key_rows = key_rows
         if bias is not None:
             columns = spans.tile_columns
             self._by_distance = bias.new_zeros(spans.block, columns + spans.block - 1)
             self.tile = shifted(self._by_distance, columns)
 
-    def finish(self, head: _Head, work: "_Work") -> None:
+    def finish(self) -> None:
         """Add what is summed over all blocks of the head."""
-        if self.key_rows is not None:
-            assert head.key_rows is not None
-            by_key = head.by_key.masked_fill_(work.unread, 0.0)
-            self.by_channels["k"].addmm_(head.key_rows.T, by_key.T)
-            self.key_rows.add_(torch.mm(head.k.T, by_key).T.flip(0))
         if self.bias is not None:
             self.bias[2 : self._by_distance.shape[1] + 2].add_(self._by_distance.sum(0))
-        for name, x in self._by_rows.items():
-            x.add_(self.by_channels[name].T)
 
 
 class _Work:
@@ -254,6 +239,9 @@ class _Work:
     def __init__(self, spans: RelativeSpans, documents: tuple[Tensor | None, Tensor | None], q: Tensor) -> None:
         self.spans, self.documents, self.q = spans, documents, q
         self.buffers: dict[str, Tensor] = {}
+        self.blocks = list(spans.query_blocks())
+        self.tiles: dict[int, list[tuple[slice, slice]]] = {}
+        """Tiles of keys, by the first key of those that are taken at a time."""
         self._unread: Tensor | None = None
         self.future = q.new_full((spans.block, spans.block), float("-inf")).triu_(1)
 
@@ -267,11 +255,38 @@ class _Work:
     def unread(self) -> Tensor:
         """Bool [S, N], true where no query is at a distance from a key."""
         if self._unread is None:
-            unread = torch.ones(self.spans.keys, len(self.spans.distances(self.q.device)), dtype=torch.bool)
-            for span in self.spans.query_blocks():
-                self.spans.turned(unread, span).fill_(False)
+            unread = torch.ones(self.spans.keys, self.spans.high - self.spans.low + 2 * self.spans.block, dtype=torch.bool)
+            for span in self.blocks:
+                self.spans.turned(unread, span, 0).fill_(False)
             self._unread = unread
         return self._unread
+
+    def multiply_keys(self, head: _Head, keys: slice) -> None:
+        """Multiply keys with the rows of their terms."""
+        if head.key_rows is None:
+            return
+        self.first_key, distances = keys.start, len(head.key_rows)
+        self.by_key = self.buffer("by key", keys.stop - keys.start, unaligned(distances))[:, :distances]
+        """[keys, N], terms by descending distance and then their gradients, where a query is at the distance."""
+        if keys.start not in self.tiles:
+            self.tiles[keys.start] = list(self.spans.key_tiles(keys))
+        for tile, columns in self.tiles[keys.start]:
+            torch.mm(head.k[tile], head.key_rows[columns].T, out=self._tile(tile, columns))
+
+    def _tile(self, keys: slice, columns: slice) -> Tensor:
+        return self.by_key[keys.start - self.first_key : keys.stop - self.first_key, columns]
+
+    def add_products_of_keys(self, slopes: _HeadGradients, head: _Head, keys: slice) -> None:
+        """Add the gradients of what `multiply_keys` has multiplied."""
+        if head.key_rows is None:
+            return
+        assert slopes.key_rows is not None
+        gradient = torch.zeros_like(head.key_rows)
+        for tile, columns in self.tiles[keys.start]:
+            by_key = self._tile(tile, columns).masked_fill_(self.unread[tile, columns], 0.0)
+            slopes.k[tile].addmm_(by_key, head.key_rows[columns])
+            gradient[columns].addmm_(by_key.T, head.k[tile])
+        slopes.key_rows.add_(gradient.flip(0))
 
     def skewed(self, name: str, span: RelativeSpan) -> SkewedScores:
         """Return the buffer of that name for values of the span's queries and keys."""
@@ -305,7 +320,7 @@ class _Work:
         block.before.zero_()
         torch.add(head.far_queries[span.queries], head.far_keys[span.far : span.end], out=block.far)
         if head.key_rows is not None and span.columns:
-            write(self.spans.turned(head.by_key, span))
+            write(self.spans.turned(self.by_key, span, self.first_key))
             write = block.near.add_
         if head.tile is not None and span.columns:
             write(head.tile[self.spans.tile(span)])
@@ -323,7 +338,7 @@ class _Work:
     ) -> None:
         """Add the gradients of a chunk, given those of the block's output, `above` [n, K], and their products with the
         output, `inner` [n, 1]; destroys the weights."""
-        slopes.by_channels["v"][:, span.keys].addmm_(above.T, weights.scores)
+        slopes.v[span.keys].addmm_(weights.scores.T, above)
         raised, v = self.skewed("raised", span), head.v[span.keys]
         if head.value_rows is None:
             torch.mm(above, v.T, out=raised.scores)
@@ -334,10 +349,10 @@ class _Work:
             raised.far.copy_((above @ head.value_rows[-1])[:, None].expand_as(raised.far))
             raised.scores.addmm_(above, v.T)
         dscores = raised.scores.sub_(inner).mul_(weights.scores)  # [n, keys]
-        if head.value_rows is not None:
-            self._add_by_distance(slopes.by_channels["value rows"], weights, span, above)
+        if slopes.value_rows is not None:
+            self._add_by_distance(slopes.value_rows, weights, span, above)
         dq = torch.mm(dscores, head.k[span.keys])
-        slopes.by_channels["k"][:, span.keys].addmm_(head.q[span.queries].T, dscores)
+        slopes.k[span.keys].addmm_(dscores.T, head.q[span.queries])
         if slopes.content_bias is not None:
             slopes.content_bias.add_(dq.sum(0))
         if head.key_rows is not None:
@@ -353,13 +368,13 @@ class _Work:
 
     @staticmethod
     def _add_by_distance(gradient: Tensor, factors: SkewedScores, span: RelativeSpan, x: Tensor) -> Tensor:
-        """Add the gradient of a table by channels, [K, N], where the factor of a pair's row is of a query's x [n, K];
-        return the sums of factors beyond the reach, [n]. Destroys factors beside the near ones."""
+        """Add the gradient of a table, [N, K], the products of the pairs' factors with the queries' x [n, K]; return the
+        sums of factors beyond the reach, [n]. Destroys factors beside the near ones."""
         sums = factors.far.sum(1)
-        gradient[:, -1].addmv_(x.T, sums)
+        gradient[-1].addmv_(x.T, sums)
         if span.columns:
             factors.clear_others()
-            gradient[:, span.distances].addmm_(x.T, factors.by_distance)
+            gradient[span.distances].addmm_(factors.by_distance.T, x)
         return sums
 
     def _query_gradients(
@@ -367,8 +382,9 @@ class _Work:
     ) -> Tensor:
         """Add gradients of the terms of queries and distances, and return that of the queries, [n, K]."""
         assert head.query_rows is not None
+        assert slopes.query_rows is not None
         queries = head.position_q[span.queries]
-        sums = self._add_by_distance(slopes.by_channels["query rows"], dscores, span, queries)
+        sums = self._add_by_distance(slopes.query_rows, dscores, span, queries)
         dq = torch.outer(sums, head.query_rows[-1])
         if span.columns:
             dq.addmm_(dscores.by_distance, head.query_rows[span.distances])
@@ -382,8 +398,9 @@ class _Work:
         """Put gradients of the terms of keys and distances where the terms were, and add those beyond the reach."""
         assert head.key_rows is not None
         assert slopes.key_rows is not None
-        self.spans.turned(head.by_key, span).copy_(dscores.near)
+        if span.columns:
+            self.spans.turned(self.by_key, span, self.first_key).copy_(dscores.near)
         if span.far < span.end:
             sums, keys = dscores.far.sum(0), head.k[span.far : span.end]
-            slopes.by_channels["k"][:, span.far : span.end].addr_(head.key_rows[0], sums)
+            slopes.k[span.far : span.end].addr_(sums, head.key_rows[0])
             slopes.key_rows[-1].add_(sums @ keys)
