@@ -4,6 +4,7 @@ The score of query i and key j is ((q_i + u) k_j + (q_i + v) W r_ij) / sqrt(K), 
 projection to each head, and u and v are a vector of each head. XLNet (Yang et al. 2019) has it bidirectional.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from xscale.nn.position.distance_tables import DistanceTables
 from xscale.nn.position.pairs import Pairs
 from xscale.nn.position.position import POSITIONS, Position, PositionTraits
 
-
 CHUNK = 512
 """Distances whose sinusoids are made at a time: they are wider than what is made of them."""
 
@@ -30,8 +30,8 @@ class _ProjectedSinusoids(torch.autograd.Function):
         context.save_for_backward(weight, distances)
         context.position = position
         rows = weight.new_empty(weight.shape[0], len(distances), weight.shape[1])
-        for chunk, part in zip(rows.split(CHUNK, 1), distances.split(CHUNK), strict=True):
-            chunk.copy_(position.sinusoids(part, weight) @ weight.mT)
+        for chunk in _chunks(distances):
+            rows[:, chunk] = position.sinusoids(distances[chunk], weight) @ weight.mT
         return rows
 
     @staticmethod
@@ -39,10 +39,13 @@ class _ProjectedSinusoids(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> Any:
         weight, distances = context.saved_tensors
         weight_gradient = torch.zeros_like(weight)
-        for chunk, part in zip(gradient.split(CHUNK, 1), distances.split(CHUNK), strict=True):
-            sinusoids = context.position.sinusoids(part, weight)
-            weight_gradient += chunk.mT @ sinusoids
+        for chunk in _chunks(distances):
+            weight_gradient += gradient[:, chunk].mT @ context.position.sinusoids(distances[chunk], weight)
         return weight_gradient, None, None
+
+
+def _chunks(distances: Tensor) -> Iterator[slice]:
+    return (slice(start, start + CHUNK) for start in range(0, len(distances), CHUNK))
 
 
 @POSITIONS.register(

@@ -1,11 +1,12 @@
 """Softmax attention with terms of relative positions, a block of queries at a time.
 
 A block's scores are made of products with slices of the tables of distances, which a strided view shifts to queries
-and keys (the skewing of Huang et al. 2019, section 3.4). Backward computes them again from the rows' log-sum-exps, as
-in Dao et al. 2022, so no tensor has T x S numbers. Causal blocks need no later keys. Where all distances from some
-reach on have one row of a table (Shaw et al. 2018, T5, DeBERTa), the rows are taken relative to that of the farthest
-keys before, which changes no weight, so that these keys need no product. Scores are in base 2: on a CPU exp2 takes
-half the time of exp, and a sixth where the result is 0.
+and keys (the skewing of Huang et al. 2019, section 3.4). One buffer has both views, so that scores are not copied from
+one to the other; only terms of keys and distances are turned. Backward computes the scores again from the rows'
+log-sum-exps, as in Dao et al. 2022, so no tensor has T x S numbers. Causal blocks need no later keys. Where all
+distances from some reach on have one row of a table (Shaw et al. 2018, T5, DeBERTa), the rows are taken relative to
+that of the farthest keys before, which changes no weight, so that these keys need no product. Scores are in base 2: on
+a CPU exp2 takes half the time of exp, and a sixth where the result is 0.
 """
 
 import itertools
@@ -18,14 +19,21 @@ import torch
 from torch import Tensor
 
 from xscale.nn.attention.ops.mask import AttentionMask
-from xscale.nn.attention.ops.relative_spans import RelativeSpan, RelativeSpans, SkewedScores, shifted, unaligned
+from xscale.nn.attention.ops.relative_spans import (
+    KeyTile,
+    RelativeSpan,
+    RelativeSpans,
+    SkewedScores,
+    shifted,
+    unaligned,
+)
 from xscale.nn.eager import eager
 from xscale.nn.position.distance_tables import DistanceTables
 
 BLOCK = 128
 """Queries of a block."""
 CHUNK = 1024
-"""Keys that backward takes at a time, which bounds its buffers."""
+"""Keys that backward takes at a time, which bounds its buffers; all at once is no faster."""
 LEAST_SCORES = 1 << 18
 """Pairs of queries and keys from which on attention is by blocks."""
 LOG2E = math.log2(math.e)
@@ -68,12 +76,11 @@ def relative_attention(
         name: None if tables[name] is None else tables[name].to(q.dtype) for name in NAMES
     }
     farthest: dict[str, Tensor] = {}
-    if spans.is_clipped:
-        for name in ("query_rows", "key_rows", "bias", "value_rows"):
-            table = rows[name]
-            if table is not None:
-                farthest[name] = table[:, :1].clone()
-                rows[name] = table - farthest[name]
+    for name in ("query_rows", "key_rows", "bias", "value_rows") if spans.is_clipped else ():
+        table = rows[name]
+        if table is not None:
+            farthest[name] = table[:, :1].clone()
+            rows[name] = table - farthest[name]
     if "key_rows" in farthest:
         # Each key has the same term with all queries: k_j f = f k_j, as if f were added to the queries.
         content, term = rows["content_bias"], farthest["key_rows"][:, 0]
@@ -91,11 +98,11 @@ class _Attend(torch.autograd.Function):
     ) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         log_sums = q.new_empty(q.shape[:3])
-        work = _Work(spans, documents, q)
+        work = _Work(spans, documents, q, spans.keys)
         for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
             head = _Head(spans, (q, k, v, *rows), b, h)
             work.multiply_keys(head, slice(0, spans.keys))
-            for span in work.blocks:
+            for span in work.chunks[0][1]:
                 weights = work.scores(head, span, b)
                 top = weights.scores.amax(-1, keepdim=True)
                 total = weights.scores.sub_(top).exp2_().sum(-1, keepdim=True)
@@ -113,19 +120,18 @@ class _Attend(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> Any:
         *inputs, out, log_sums = context.saved_tensors
         spans, q = context.spans, inputs[0]
-        work = _Work(spans, context.documents, q)
+        work = _Work(spans, context.documents, q, CHUNK)
         gradients = _Gradients(inputs)
         for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
             head, slopes = _Head(spans, inputs, b, h), gradients.head(spans, b, h)
             inner = (gradient[b, h] * out[b, h]).sum(-1, keepdim=True)
-            for keys in spans.key_chunks(CHUNK):
+            for keys, blocks in work.chunks:
                 work.multiply_keys(head, keys)
-                for span in work.blocks:
-                    chunk, queries = span.within(keys), span.queries
-                    if chunk.begin < chunk.end:
-                        weights = work.scores(head, chunk, b)
-                        weights.scores.sub_(log_sums[b, h, queries, None]).exp2_()
-                        work.add_gradients(slopes, head, chunk, weights, gradient[b, h, queries], inner[queries])
+                for span in blocks:
+                    queries = span.queries
+                    weights = work.scores(head, span, b)
+                    weights.scores.sub_(log_sums[b, h, queries, None]).exp2_()
+                    work.add_gradients(slopes, head, span, weights, gradient[b, h, queries], inner[queries])
                 work.add_products_of_keys(slopes, head, keys)
             slopes.finish()
         return None, None, *gradients.scaled(q.shape[-1] ** -0.5)
@@ -193,38 +199,19 @@ class _Gradients:
         """Return the gradients of the inputs in their order."""
         # The queries of products were scaled to base 2.
         nats = 1 / LOG2E
-        factors = dict(
-            zip(("q", "k", "v", *NAMES), (scale, nats, 1.0, nats, scale, 1.0, 1.0, scale, scale), strict=True)
-        )
-        return [
-            None if x is None else x.mul_(y) if y != 1 else x
-            for x, y in zip(self.inputs, factors.values(), strict=True)
-        ]
+        factors = (scale, nats, 1.0, nats, scale, 1.0, 1.0, scale, scale)  # of q, k, v and what NAMES has
+        return [None if x is None else x.mul_(y) if y != 1 else x for x, y in zip(self.inputs, factors, strict=True)]
 
 
 class _HeadGradients:
     """Views of the gradients of one head."""
 
-    def __init__(
-        self,
-        spans: RelativeSpans,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        query_rows: Tensor | None,
-        key_rows: Tensor | None,
-        bias: Tensor | None,
-        value_rows: Tensor | None,
-        content_bias: Tensor | None,
-        position_bias: Tensor | None,
-    ) -> None:
+    def __init__(self, spans: RelativeSpans, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None) -> None:
         self.q, self.k, self.v = q, k, v
-        self.query_rows, self.value_rows, self.bias = query_rows, value_rows, bias
-        self.content_bias, self.position_bias = content_bias, position_bias
-        self.key_rows = key_rows
-        if bias is not None:
+        self.query_rows, self.key_rows, self.bias, self.value_rows, self.content_bias, self.position_bias = rows
+        if self.bias is not None:
             columns = spans.tile_columns
-            self._by_distance = bias.new_zeros(spans.block, columns + spans.block - 1)
+            self._by_distance = self.bias.new_zeros(spans.block, columns + spans.block - 1)
             self.tile = shifted(self._by_distance, columns)
 
     def finish(self) -> None:
@@ -236,13 +223,17 @@ class _HeadGradients:
 class _Work:
     """Computes scores and gradients of one block of queries of one head, in buffers that all blocks share."""
 
-    def __init__(self, spans: RelativeSpans, documents: tuple[Tensor | None, Tensor | None], q: Tensor) -> None:
+    def __init__(
+        self, spans: RelativeSpans, documents: tuple[Tensor | None, Tensor | None], q: Tensor, keys: int
+    ) -> None:
         self.spans, self.documents, self.q = spans, documents, q
+        self.chunks = list(spans.key_chunks(keys))
+        """So many keys at a time, and the blocks of queries that see any of them."""
+        self.size = max(SkewedScores.size(span) for _, blocks in self.chunks for span in blocks)
         self.buffers: dict[str, Tensor] = {}
-        self.blocks = list(spans.query_blocks())
-        self.tiles: dict[int, list[tuple[slice, slice]]] = {}
-        """Tiles of keys, by the first key of those that are taken at a time."""
-        self._unread: Tensor | None = None
+        self.views: dict[tuple[str, RelativeSpan], SkewedScores] = {}
+        self.tiles: dict[int, list[KeyTile]] = {}
+        """Tiles of a chunk's keys, by its first key."""
         self.future = q.new_full((spans.block, spans.block), float("-inf")).triu_(1)
 
     def buffer(self, name: str, rows: int, columns: int) -> Tensor:
@@ -250,16 +241,6 @@ class _Work:
         if name not in self.buffers or self.buffers[name].numel() < rows * columns:
             self.buffers[name] = self.q.new_empty(rows * columns)
         return self.buffers[name][: rows * columns].view(rows, columns)
-
-    @property
-    def unread(self) -> Tensor:
-        """Bool [S, N], true where no query is at a distance from a key."""
-        if self._unread is None:
-            unread = torch.ones(self.spans.keys, self.spans.high - self.spans.low + 2 * self.spans.block, dtype=torch.bool)
-            for span in self.blocks:
-                self.spans.turned(unread, span, 0).fill_(False)
-            self._unread = unread
-        return self._unread
 
     def multiply_keys(self, head: _Head, keys: slice) -> None:
         """Multiply keys with the rows of their terms."""
@@ -270,11 +251,11 @@ class _Work:
         """[keys, N], terms by descending distance and then their gradients, where a query is at the distance."""
         if keys.start not in self.tiles:
             self.tiles[keys.start] = list(self.spans.key_tiles(keys))
-        for tile, columns in self.tiles[keys.start]:
-            torch.mm(head.k[tile], head.key_rows[columns].T, out=self._tile(tile, columns))
+        for tile in self.tiles[keys.start]:
+            torch.mm(head.k[tile.keys], head.key_rows[tile.distances].T, out=self._of_tile(tile, tile.distances))
 
-    def _tile(self, keys: slice, columns: slice) -> Tensor:
-        return self.by_key[keys.start - self.first_key : keys.stop - self.first_key, columns]
+    def _of_tile(self, tile: KeyTile, distances: slice) -> Tensor:
+        return self.by_key[tile.keys.start - self.first_key : tile.keys.stop - self.first_key, distances]
 
     def add_products_of_keys(self, slopes: _HeadGradients, head: _Head, keys: slice) -> None:
         """Add the gradients of what `multiply_keys` has multiplied."""
@@ -282,15 +263,19 @@ class _Work:
             return
         assert slopes.key_rows is not None
         gradient = torch.zeros_like(head.key_rows)
-        for tile, columns in self.tiles[keys.start]:
-            by_key = self._tile(tile, columns).masked_fill_(self.unread[tile, columns], 0.0)
-            slopes.k[tile].addmm_(by_key, head.key_rows[columns])
-            gradient[columns].addmm_(by_key.T, head.k[tile])
+        for tile in self.tiles[keys.start]:
+            for distances, unread in tile.unread:
+                self._of_tile(tile, distances).masked_fill_(unread, 0.0)
+            by_key = self._of_tile(tile, tile.distances)
+            slopes.k[tile.keys].addmm_(by_key, head.key_rows[tile.distances])
+            gradient[tile.distances].addmm_(by_key.T, head.k[tile.keys])
         slopes.key_rows.add_(gradient.flip(0))
 
     def skewed(self, name: str, span: RelativeSpan) -> SkewedScores:
-        """Return the buffer of that name for values of the span's queries and keys."""
-        return SkewedScores(self.buffer(name, 1, SkewedScores.size(span))[0], span)
+        """View the buffer of that name as values of the span's queries and keys."""
+        if (name, span) not in self.views:
+            self.views[name, span] = SkewedScores(self.buffer(name, 1, self.size)[0], span)
+        return self.views[name, span]
 
     def scores(self, head: _Head, span: RelativeSpan, b: int) -> SkewedScores:
         """Return the base-2 scores of a block of queries; -inf where a key is not seen."""
@@ -334,7 +319,13 @@ class _Work:
             mixed.addmm_(weights.by_distance, table[span.distances])
 
     def add_gradients(
-        self, slopes: _HeadGradients, head: _Head, span: RelativeSpan, weights: SkewedScores, above: Tensor, inner: Tensor
+        self,
+        slopes: _HeadGradients,
+        head: _Head,
+        span: RelativeSpan,
+        weights: SkewedScores,
+        above: Tensor,
+        inner: Tensor,
     ) -> None:
         """Add the gradients of a chunk, given those of the block's output, `above` [n, K], and their products with the
         output, `inner` [n, 1]; destroys the weights."""
@@ -368,7 +359,7 @@ class _Work:
 
     @staticmethod
     def _add_by_distance(gradient: Tensor, factors: SkewedScores, span: RelativeSpan, x: Tensor) -> Tensor:
-        """Add the gradient of a table, [N, K], the products of the pairs' factors with the queries' x [n, K]; return the
+        """Add the gradient of a table, [N, K]: products of the pairs' factors with the queries' x [n, K]. Return the
         sums of factors beyond the reach, [n]. Destroys factors beside the near ones."""
         sums = factors.far.sum(1)
         gradient[-1].addmv_(x.T, sums)

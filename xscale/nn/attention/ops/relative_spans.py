@@ -64,6 +64,17 @@ class RelativeSpan:
 
 
 @dataclass(frozen=True)
+class KeyTile:
+    """A block of keys and the distances to them at which there are queries."""
+
+    keys: slice
+    distances: slice
+    """Columns of values by descending distance."""
+    unread: list[tuple[slice, Tensor]]
+    """Columns at which only some of the keys have a query, with masks [keys, columns] of those that have none."""
+
+
+@dataclass(frozen=True)
 class RelativeSpans:
     """Queries, keys and distances of an attention whose last query is the last key."""
 
@@ -105,18 +116,31 @@ class RelativeSpans:
         near keys [n, c] of a span."""
         row, column = by_key.stride()
         first = by_key.shape[1] - span.table - span.rows  # index of the first near key's distance to `start`
-        return by_key.as_strided((span.rows, span.columns), (column, row - column), (span.near - first_key) * row + first)
+        return by_key.as_strided(
+            (span.rows, span.columns), (column, row - column), (span.near - first_key) * row + first
+        )
 
-    def key_tiles(self, keys: slice) -> Iterator[tuple[slice, slice]]:
-        """Yield tiles of a slice of keys, a block each, with the descending distances to them at which queries are."""
+    def key_tiles(self, keys: slice) -> Iterator[KeyTile]:
+        """Yield tiles of a block of keys each; keys that are near to no query are in none."""
         distances = self.high - self.low + 2 * self.block
-        spans = [span for span in self.query_blocks() if span.columns]
         for begin in range(keys.start, keys.stop, self.block):
-            end = min(begin + self.block, keys.stop)
-            near = [span.within(slice(begin, end)) for span in spans if span.near < end and span.far > begin]
-            if near:
-                first, last = min(span.table for span in near), max(span.distances.stop for span in near)
-                yield slice(begin, end), slice(distances - last, distances - first)
+            tile = slice(begin, min(begin + self.block, keys.stop))
+            spans = [span for span in (block.within(tile) for block in self.query_blocks()) if span.columns]
+            if spans:
+                first, last = min(span.table for span in spans), max(span.distances.stop for span in spans)
+                columns = slice(distances - last, distances - first)
+                yield KeyTile(tile, columns, self._unread(tile, columns, spans))
+
+    def _unread(self, tile: slice, columns: slice, spans: list[RelativeSpan]) -> list[tuple[slice, Tensor]]:
+        """Return the columns that only some keys of the tile read, with masks [keys, columns] of those that do not."""
+        mask = torch.ones(tile.stop - tile.start, self.high - self.low + 2 * self.block, dtype=torch.bool)
+        for span in spans:
+            self.turned(mask, span, tile.start).fill_(False)
+        all_read = (~mask[:, columns].any(0)).nonzero().flatten() + columns.start
+        # A key reads adjacent distances, so that what all keys read is one range.
+        first, last = (int(all_read[0]), int(all_read[-1]) + 1) if len(all_read) else (columns.stop, columns.stop)
+        sides = (slice(columns.start, first), slice(last, columns.stop))
+        return [(side, mask[:, side].clone()) for side in sides if side.start < side.stop]
 
     def distances(self, device: torch.device) -> Tensor:
         """Return the distances of the tables' rows, [N]; a block more than are told apart on either side."""
@@ -135,10 +159,11 @@ class RelativeSpans:
             far = min(max(last + self.high, near), end)
             yield RelativeSpan(start, stop, 0, near, far, end, near - last - self.low + self.block)
 
-    def key_chunks(self, keys: int) -> Iterator[slice]:
-        """Yield slices of at most so many keys."""
+    def key_chunks(self, keys: int) -> Iterator[tuple[slice, list[RelativeSpan]]]:
+        """Yield slices of at most so many keys, with the blocks of queries that see any of them."""
         for begin in range(0, self.keys, keys):
-            yield slice(begin, min(begin + keys, self.keys))
+            chunk = slice(begin, min(begin + keys, self.keys))
+            yield chunk, [span.within(chunk) for span in self.query_blocks() if span.end > begin]
 
 
 class SkewedScores:
@@ -181,8 +206,8 @@ class SkewedScores:
 
 
 def unaligned(columns: int) -> int:
-    """Return a row stride for so many columns: neither it nor its successor is a multiple of 32 numbers. Rows that are a
-    multiple of 4 KiB apart share few sets of the cache, and products with them take up to 1.3 times as long."""
+    """Return a row stride for so many columns: neither it nor its successor is a multiple of 32 numbers. Rows at a
+    multiple of 4 KiB share few sets of the cache, and products with them take up to 1.3 times as long."""
     return (columns | 31) + 16
 
 
