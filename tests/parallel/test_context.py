@@ -1,8 +1,9 @@
 """Context parallelism gives the numbers of one process: losses, gradients' norms, evaluations and final weights."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from tests.train.test_layouts import one_rank
 from tests.train.test_layouts import same as same_run
 from tests.train.tiny import recipe
 from xscale.core.errors import ConfigError
+from xscale.nn.attention import softmax
 from xscale.nn.attention.core import CORES
+from xscale.nn.attention.ops import relative_blocks
 from xscale.nn.mixer.attention import Attention
 from xscale.parallel.context import STYLES, ring
 from xscale.parallel.context.mask import ShardedAttentionMask, ShardedMaskBuilder
@@ -135,6 +138,30 @@ def test_the_ring_adds_the_terms_of_a_position_by_tiles(position: str, causal: b
     one = alone(pool, model, steps=2)
     compare(one, pool.run(trained_in_small_tiles, 2, model, layout("ring"), steps=2))
     same(pool, one, 4, model, layout("ring", mesh={"tp": 2}, recompute={"every": 1}, zero={"stage": 3}), steps=2)
+
+
+def trained_by_blocks(model: dict[str, Any], parallel: dict[str, Any], **sections: Any) -> Found:
+    """Train with relative positions a few queries at a time, as long sequences do. The ring has tiles of its own."""
+    attend = Mock(side_effect=partial(relative_blocks.relative_attention, block=5))
+    with (
+        patch.multiple(relative_blocks, LEAST_SCORES=1, CHUNK=7),
+        patch.object(softmax, "relative_attention", attend),
+    ):
+        found = trained(model, parallel, **sections)
+    assert attend.called == (parallel.get("context") != {"style": "ring"})
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("position", "causal"), [("shaw", False), ("relative", True), ("transformer_xl", True), ("deberta", False)]
+)
+def test_relative_positions_by_blocks_of_queries(position: str, causal: bool, pool: Pool) -> None:
+    """Each rank by blocks equals all scores at once on one process, with heads or the sequence sharded."""
+    model = of_position(position, causal=causal)
+    one = alone(pool, model, steps=2)
+    for parallel in ({"mesh": {"tp": 2}}, layout("ulysses"), layout("ring")):
+        compare(one, pool.run(trained_by_blocks, 2, model, parallel, steps=2))
 
 
 @distributed(ranks=2)

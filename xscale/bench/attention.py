@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xscale.bench.machine import one_thread
 from xscale.core.errors import ConfigError, nearest
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.core import CORES, Core
@@ -221,19 +222,13 @@ def bench(only: Sequence[str], lengths: Sequence[int], heads: int, *, as_json: b
     if unknown := [name for name in only if name not in known]:
         raise ConfigError(unknown[0], "there is no such core or pattern", nearest(unknown[0], known))
     check_lengths(lengths)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    try:
+    with one_thread():
         rows = []
         for name in only or known:
             rows.append(measure_growth(name, *known[name], lengths, heads))
             if not as_json:
                 print(_line(rows[-1]), flush=True)
         saved = [] if only else savings(Window.Config(window=7), heads=4)
-    finally:
-        torch.set_num_threads(threads)
-        torch.set_flush_denormal(False)
     if as_json:
         print(json.dumps({"growth": list(map(asdict, rows)), "savings": list(map(asdict, saved))}, indent=2))
         return

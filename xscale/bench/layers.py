@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xscale.bench.machine import one_thread
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError, nearest
 from xscale.nn.dims import Dims
@@ -104,6 +105,13 @@ class LayerComparison:
         )
 
 
+def additive_mask(heads: int, length: int, causal: bool) -> Tensor:
+    """Draw a mask [1, H, T, T] that torch's fused attention adds to the scores, -inf at later keys if causal."""
+    # With three dimensions torch would take it for a mask that its fused attention cannot have.
+    mask = torch.randn(1, heads, length, length, generator=torch.Generator().manual_seed(1))
+    return mask.masked_fill_(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf")) if causal else mask
+
+
 class PlainAttention(nn.Module):
     """Projections around torch's fused attention with a constant bias on the scores."""
 
@@ -113,11 +121,7 @@ class PlainAttention(nn.Module):
         super().__init__()
         self.heads = heads
         self.qkv, self.o = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        # With three dimensions torch would take it for a mask that its fused attention cannot have.
-        bias = torch.randn(1, heads, length, length)
-        if causal:
-            bias = bias.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
-        self.register_buffer("bias", bias)
+        self.register_buffer("bias", additive_mask(heads, length, causal))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
@@ -127,13 +131,18 @@ class PlainAttention(nn.Module):
         return out
 
 
-def layer_of(section: dict[str, Any], width: int, length: int, causal: bool) -> Callable[[Tensor], Tensor]:
-    """Build an attention mixer of this config, in training mode; call it with x [B, T, D]."""
+def attention_of(section: dict[str, Any], width: int, length: int, causal: bool) -> Attention:
+    """Build an attention mixer of this config with initial weights."""
     dims = Dims(width, depth=1, vocabulary=2, length=length, causal=causal)
     mixer = Attention(decode(Attention.Config, section), dims)
     name_modules(mixer)
     materialize(mixer, 0)
-    return MixerCall(mixer.train(), length)
+    return mixer
+
+
+def layer_of(section: dict[str, Any], width: int, length: int, causal: bool) -> Callable[[Tensor], Tensor]:
+    """Build an attention mixer of this config, in training mode; call it with x [B, T, D]."""
+    return MixerCall(attention_of(section, width, length, causal).train(), length)
 
 
 class MixerCall(nn.Module):
@@ -209,10 +218,7 @@ def bench(only: Sequence[str], width: int, heads: int, lengths: Sequence[int], r
         raise ConfigError(unknown[0], "there is no such layer to compare", nearest(unknown[0], known))
     if width % heads:
         raise ConfigError("--heads", f"{heads} heads do not divide the width {width}", "Give a divisor of the width.")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    try:
+    with one_thread():
         rows = []
         for length in lengths:
             for name in only or known:
@@ -221,8 +227,5 @@ def bench(only: Sequence[str], width: int, heads: int, lengths: Sequence[int], r
                     rows.append({"skipped": row} if isinstance(row, str) else asdict(row))
                     if not as_json:
                         print(row, flush=True)
-    finally:
-        torch.set_num_threads(threads)
-        torch.set_flush_denormal(False)
     if as_json:
         print(json.dumps(rows, indent=2))

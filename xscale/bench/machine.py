@@ -3,6 +3,8 @@
 import datetime
 import platform
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,19 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread, with denormal numbers taken as 0, until the end of the block."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(False)
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

@@ -15,12 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from xscale.bench.attention import WIDTH, check_lengths, exponent, inputs
-from xscale.core.config import decode
+from xscale.bench.layers import additive_mask, attention_of
+from xscale.bench.machine import one_thread
 from xscale.core.errors import ConfigError, nearest
-from xscale.nn.dims import Dims
-from xscale.nn.init import materialize
-from xscale.nn.mixer.attention import Attention
-from xscale.nn.module import name_modules
 from xscale.nn.position.position import POSITIONS
 from xscale.nn.tokens import Tokens
 from xscale_kernels.bench.timing import alternate, host_clock, peak_bytes
@@ -73,11 +70,8 @@ class PositionGrowth:
 
 def position_run(kind: str, core: dict[str, Any], length: int, causal: bool, heads: int) -> Callable[[], object]:
     """Return a call that runs a core with a position forward and backward."""
-    dims = Dims(width=heads * WIDTH, depth=1, vocabulary=2, length=length, causal=causal)
     section = {"heads": heads, "core": core, "position": {"kind": kind}}
-    mixer = Attention(decode(Attention.Config, section), dims)
-    name_modules(mixer)
-    materialize(mixer, 0)
+    mixer = attention_of(section, heads * WIDTH, length, causal)
     tokens = Tokens.from_ids(torch.zeros(1, length, dtype=torch.long))
     qkv = inputs(length, heads)
     assert mixer.position is not None
@@ -94,9 +88,7 @@ def position_run(kind: str, core: dict[str, Any], length: int, causal: bool, hea
 def plain_run(length: int, causal: bool, heads: int) -> Callable[[], object]:
     """Return a call that runs torch's fused attention with an additive mask forward and backward."""
     qkv = inputs(length, heads)
-    attn_mask = torch.randn(1, heads, length, length, generator=torch.Generator().manual_seed(1))
-    if causal:
-        attn_mask.masked_fill_(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
+    attn_mask = additive_mask(heads, length, causal)
     gradient = torch.ones_like(qkv[0])
 
     def run() -> object:
@@ -146,18 +138,12 @@ def bench_positions(only: Sequence[str], lengths: Sequence[int], heads: int, *, 
     kinds = only or DENSE_POSITIONS
     check_lengths(lengths)
     rows: list[PositionCost | PositionGrowth] = []
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    try:
+    with one_thread():
         costs, growth = measure_positions(kinds, LENGTH, heads), measure_position_growth(bias_kinds(kinds), lengths, 1)
         for row in itertools.chain[PositionCost | PositionGrowth](costs, growth):
             rows.append(row)
             if not as_json:
                 print(row, flush=True)
-    finally:
-        torch.set_num_threads(threads)
-        torch.set_flush_denormal(False)
     if as_json:
         by_kind = {"costs": PositionCost, "growth": PositionGrowth}
         print(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
+from xscale.nn.attention.ops.dense import grouped_matmul
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
 from xscale.nn.module import Axis, Module, Part
@@ -149,6 +150,13 @@ class Core(Part):
         dims: list[Axis] = ["batch", "heads"]
         dims += ["state"] * (weights.ndim - len(dims))
         return self.random.dropout(weights, mask.dropout if self.training else 0.0, tuple(dims))
+
+    def mix_values(self, weights: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        """Sum values [B, G, S, K], and what the position adds to them, with weights [B, H, T, S] after dropout:
+        [B, H, T, K]."""
+        weights, terms = self.drop_weights(weights, mask).to(v.dtype), mask.position_terms
+        o = grouped_matmul(weights, v)
+        return o + terms.values(weights) if terms is not None and terms.adds_values else o
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         """Return the multiply-adds of a forward over one sequence, all heads, as MFU counts them."""

@@ -46,16 +46,13 @@ class Entmax(Core):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         scores = upcast(grouped_matmul(q, k.mT)) * q.shape[-1] ** -0.5
-        bias, terms = mask.score_bias(q, k), mask.position_terms
+        bias = mask.score_bias(q, k)
         if bias is not None:
             scores = scores + bias.to(scores.dtype)
         if mask.allowed is not None:
             scores = scores.masked_fill(~mask.allowed.to(q.device), float("-inf"))
         alpha = 1 + torch.sigmoid(upcast(self.use(self.a)))
-        weights = entmax(scores, alpha[:, None, None].to(scores.dtype))
-        weights = self.drop_weights(weights, mask).to(v.dtype)
-        o = grouped_matmul(weights, v)
-        return o + terms.values(weights) if terms is not None and terms.adds_values else o
+        return self.mix_values(entmax(scores, alpha[:, None, None].to(scores.dtype)), v, mask)
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         return 2.0 * heads * queries * keys * head_width

@@ -110,7 +110,7 @@ class GeneralPrior(ScoreCore):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         scores = self._scaled(upcast(grouped_matmul(q, k.mT)) * q.shape[-1] ** -0.5, "own")  # [B, H, T, S]
-        edge, terms = mask.score_edge, mask.position_terms
+        edge = mask.score_edge
         hidden = None if mask.allowed is None else ~mask.allowed.to(q.device)
         prior = self._prior(q, k, mask, scores)
         merged = scores
@@ -125,9 +125,7 @@ class GeneralPrior(ScoreCore):
             weights = torch.lerp(weights, masked_softmax(prior.expand_as(weights), hidden), gate)
         if edge is not None:
             edge.scores = merged
-        weights = self.drop_weights(weights, mask).to(v.dtype)
-        o = grouped_matmul(weights, v)
-        return o + terms.values(weights) if terms is not None and terms.adds_values else o
+        return self.mix_values(weights, v, mask)
 
     def _prior(self, q: Tensor, k: Tensor, mask: AttentionMask, scores: Tensor) -> Tensor | None:
         """P [B or 1, H, T, S] of the generators that there are; None: there is none."""

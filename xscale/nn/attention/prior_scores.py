@@ -32,16 +32,14 @@ class ScoreCore(Core):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         scores = upcast(grouped_matmul(q, k.mT)) * q.shape[-1] ** -0.5  # [B, H, T, S]
-        bias, edge, terms = mask.score_bias(q, k), mask.score_edge, mask.position_terms
+        bias, edge = mask.score_bias(q, k), mask.score_edge
         if bias is not None:
             scores = scores + bias.to(scores.dtype)
         hidden = None if mask.allowed is None else ~mask.allowed.to(q.device)
         scores = self.combine(scores, None if edge is None else edge.previous, mask)
         if edge is not None:
             edge.scores = scores
-        weights = self.drop_weights(masked_softmax(scores, hidden), mask).to(v.dtype)
-        o = grouped_matmul(weights, v)
-        return o + terms.values(weights) if terms is not None and terms.adds_values else o
+        return self.mix_values(masked_softmax(scores, hidden), v, mask)
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         return 2.0 * heads * queries * keys * head_width

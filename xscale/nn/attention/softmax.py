@@ -55,7 +55,8 @@ class Softmax(Core):
         if terms is not None and tables is not None:
             return relative_attention(q, k, v, mask, tables, terms.position.reach)
         if self.soft_cap is not None or (terms is not None and terms.adds_values):
-            return self._materialised(q, k, v, mask)
+            # Operators that keep all scores, which may be capped and whose weights a position may read.
+            return self.mix_values(self.attention_weights(q, k, mask), v, mask)
         dropout = mask.dropout if self.training else 0.0
         if mask.is_only_causal:
             return self.random.attention(q, k, v, dropout, is_causal=mask.causal)
@@ -74,13 +75,6 @@ class Softmax(Core):
         """Return whether to attend a block of queries at a time, where relative positions have terms of the scores."""
         dropout = mask.dropout if self.training else 0.0
         return self.soft_cap is None and not dropout and mask.bias is None and uses_blocks(q, k, mask)
-
-    def _materialised(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-        """Attend by operators that keep all scores, which may be capped and whose weights a position may read."""
-        weights = self.drop_weights(self.attention_weights(q, k, mask), mask).to(v.dtype)
-        o = grouped_matmul(weights, v)
-        terms = mask.position_terms
-        return o + terms.values(weights) if terms is not None and terms.adds_values else o
 
     def attention_weights(self, q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
         """Return the weights [B, H, T, S] of queries and keys, before dropout, in float32 at least."""

@@ -47,14 +47,12 @@ class TalkingHeads(Core):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         products = upcast(grouped_matmul(q, k.mT)) * q.shape[-1] ** -0.5  # [B, H, T, S]
         scores = mix_heads(products, self.use(self.logits))
-        bias, terms = mask.score_bias(q, k), mask.position_terms
+        bias = mask.score_bias(q, k)
         if bias is not None:
             scores = scores + bias.to(scores.dtype)
         hidden = None if mask.allowed is None else ~mask.allowed.to(q.device)
         weights = mix_heads(masked_softmax(scores, hidden), self.use(self.weights))
-        weights = self.drop_weights(weights, mask).to(v.dtype)
-        o = grouped_matmul(weights, v)
-        return o + terms.values(weights) if terms is not None and terms.adds_values else o
+        return self.mix_values(weights, v, mask)
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         return 2.0 * heads * queries * keys * (head_width + heads)

@@ -4,6 +4,7 @@ The score of query i and key j is ((q_i + u) k_j + (q_i + v) W r_ij) / sqrt(K), 
 projection to each head, and u and v are a vector of each head. XLNet (Yang et al. 2019) has it bidirectional.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,22 +18,34 @@ from xscale.nn.position.distance_tables import DistanceTables
 from xscale.nn.position.pairs import Pairs
 from xscale.nn.position.position import POSITIONS, Position, PositionTraits
 
+CHUNK = 512
+"""Distances whose sinusoids are made at a time: they are wider than what is made of them."""
+
 
 class _ProjectedSinusoids(torch.autograd.Function):
-    """Sinusoids of distances [N], projected by weights [H, K, D]: [H, N, K]. Backward makes the sinusoids again, which
-    are wider than what is made of them."""
+    """Sinusoids of distances [N], projected by weights [H, K, D]: [H, N, K]. Backward makes the sinusoids again."""
 
     @staticmethod
     def forward(context: Any, weight: Tensor, distances: Tensor, position: "TransformerXl") -> Tensor:
         context.save_for_backward(weight, distances)
         context.position = position
-        return position.sinusoids(distances, weight) @ weight.mT
+        rows = weight.new_empty(weight.shape[0], len(distances), weight.shape[1])
+        for chunk in _chunks(distances):
+            rows[:, chunk] = position.sinusoids(distances[chunk], weight) @ weight.mT
+        return rows
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(context: Any, gradient: Tensor) -> Any:
         weight, distances = context.saved_tensors
-        return gradient.mT @ context.position.sinusoids(distances, weight), None, None
+        weight_gradient = torch.zeros_like(weight)
+        for chunk in _chunks(distances):
+            weight_gradient += gradient[:, chunk].mT @ context.position.sinusoids(distances[chunk], weight)
+        return weight_gradient, None, None
+
+
+def _chunks(distances: Tensor) -> Iterator[slice]:
+    return (slice(start, start + CHUNK) for start in range(0, len(distances), CHUNK))
 
 
 @POSITIONS.register(

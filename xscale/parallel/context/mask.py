@@ -30,27 +30,30 @@ class ShardedAttentionMask(AttentionMask):
     """The modules that `pairs.project` reads."""
     uses_relative_bias: bool = False
     """Whether the core takes the bias by distance."""
+    reads_bias: bool = False
+    """Whether the mixer reads the bias by pair."""
 
     @property
     def sharding(self) -> SequenceSharding:
         """How the sequences are sharded over cp."""
         return self.query_shard.sharding
 
-    def full(self, first_head: int, heads: int) -> AttentionMask:
-        """Return the mask of all queries on all keys, for some of the local heads."""
+    def full(
+        self, first_head: int, heads: int, prefers_relative_bias: Callable[[Position, AttentionMask], bool]
+    ) -> AttentionMask:
+        """Return the mask of all queries on all keys, for some of the local heads; the core says what it prefers."""
         key = f"context/{self.causal}/{self.query_shard.length}/{self.key_shard.length}/{self.dropout}/{self.shared_qk}"
         plain: AttentionMask = self.query_shard.shared_values.get_or_compute(key, self._plain)
         position, selected = self.position, slice(first_head, first_head + heads)
-        if position is not None and self.uses_relative_bias:
-            return replace(
-                plain,
-                relative_bias=lambda after: position.relative_bias(after)[selected],
-                linear_bias=position.linear_bias,
-            )
         if position is not None and self.pairs is not None:
             terms = PositionTerms(position, self.pairs)
             indices = torch.arange(first_head, first_head + heads, device=plain.device)
             return replace(plain, position_terms=terms.select_heads(indices))
+        if position is not None and (
+            self.uses_relative_bias or (not self.reads_bias and prefers_relative_bias(position, plain))
+        ):
+            by_distance = plain.with_relative_bias(position)
+            return replace(by_distance, relative_bias=lambda after: position.relative_bias(after)[selected])
         bias = self.bias_of(self.query_shard.full.positions, self.key_shard.full.positions)
         return plain if bias is None else replace(plain, bias=bias[:, selected])
 
@@ -107,4 +110,5 @@ class ShardedMaskBuilder:
             pairs=attention.pairs(tokens.length, key_tokens.length) if reads else None,
             projections=(attention.q, attention.k, attention.q_norm, attention.k_norm) if projects else (),
             uses_relative_bias=attention.uses_relative_bias,
+            reads_bias=attention.reads_bias,
         )

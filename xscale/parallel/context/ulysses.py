@@ -65,7 +65,8 @@ class Ulysses:
         else:
             (q,), (k, v) = sequence_to_heads(sharding, (q,), length), sequence_to_heads(sharding, (k, v), keys)
         # The scores that layers hand on stay with the heads: each rank has those of all tokens for its own.
-        full_mask = replace(mask.full(first, heads), score_edge=mask.score_edge)
+        full = mask.full(first, heads, lambda position, plain: self.core.prefers_relative_bias(position, q, k, plain))
+        full_mask = replace(full, score_edge=mask.score_edge)
         self.running, self.core.first_head = sharding, self.core.first_head + first
         try:
             o = self.core(q, k, v, full_mask)  # [B, H/R, T, K]

@@ -1,11 +1,12 @@
 """Softmax attention with terms of relative positions, a block of queries at a time.
 
 A block's scores are made of products with slices of the tables of distances, which a strided view shifts to queries
-and keys (the skewing of Huang et al. 2019, section 3.4). Backward computes them again from the rows' log-sum-exps, as
-in Dao et al. 2022, so no tensor has T x S numbers. Causal blocks need no later keys. Where all distances from some
-reach on have one row of a table (Shaw et al. 2018, T5, DeBERTa), the rows are taken relative to that of the farthest
-keys before, which changes no weight, so that these keys need no product. Scores are in base 2: on a CPU exp2 takes
-half the time of exp, and a sixth where the result is 0.
+and keys (the skewing of Huang et al. 2019, section 3.4). One buffer has both views, so that scores are not copied from
+one to the other; only terms of keys and distances are turned. Backward computes the scores again from the rows'
+log-sum-exps, as in Dao et al. 2022, so no tensor has T x S numbers. Causal blocks need no later keys. Where all
+distances from some reach on have one row of a table (Shaw et al. 2018, T5, DeBERTa), the rows are taken relative to
+that of the farthest keys before, which changes no weight, so that these keys need no product. Scores are in base 2: on
+a CPU exp2 takes half the time of exp, and a sixth where the result is 0.
 """
 
 import itertools
@@ -18,14 +19,21 @@ import torch
 from torch import Tensor
 
 from xscale.nn.attention.ops.mask import AttentionMask
-from xscale.nn.attention.ops.relative_spans import RelativeSpan, RelativeSpans, clear_unshifted, shifted
+from xscale.nn.attention.ops.relative_spans import (
+    KeyTile,
+    RelativeSpan,
+    RelativeSpans,
+    SkewedScores,
+    shifted,
+    unaligned,
+)
 from xscale.nn.eager import eager
 from xscale.nn.position.distance_tables import DistanceTables
 
 BLOCK = 128
 """Queries of a block."""
-CHUNK = 4096
-"""Keys that backward takes at a time, which bounds its buffers; 512 took 1.2 times as long."""
+CHUNK = 1024
+"""Keys that backward takes at a time, which bounds its buffers; all at once is no faster."""
 LEAST_SCORES = 1 << 18
 """Pairs of queries and keys from which on attention is by blocks."""
 LOG2E = math.log2(math.e)
@@ -68,12 +76,11 @@ def relative_attention(
         name: None if tables[name] is None else tables[name].to(q.dtype) for name in NAMES
     }
     farthest: dict[str, Tensor] = {}
-    if spans.is_clipped:
-        for name in ("query_rows", "key_rows", "bias", "value_rows"):
-            table = rows[name]
-            if table is not None:
-                farthest[name] = table[:, :1].clone()
-                rows[name] = table - farthest[name]
+    for name in ("query_rows", "key_rows", "bias", "value_rows") if spans.is_clipped else ():
+        table = rows[name]
+        if table is not None:
+            farthest[name] = table[:, :1].clone()
+            rows[name] = table - farthest[name]
     if "key_rows" in farthest:
         # Each key has the same term with all queries: k_j f = f k_j, as if f were added to the queries.
         content, term = rows["content_bias"], farthest["key_rows"][:, 0]
@@ -91,16 +98,16 @@ class _Attend(torch.autograd.Function):
     ) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         log_sums = q.new_empty(q.shape[:3])
-        work = _Work(spans, documents, q)
+        work = _Work(spans, documents, q, spans.keys)
         for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
-            head = _Head(spans, (q, k, v, *rows), b, h, work.buffer)
-            for span in spans.query_blocks():
-                scores = work.scores(head, span, b)
-                top = scores.amax(-1, keepdim=True)
-                weights = scores.sub_(top).exp2_()
-                total = weights.sum(-1, keepdim=True)
+            head = _Head(spans, (q, k, v, *rows), b, h)
+            work.multiply_keys(head, slice(0, spans.keys))
+            for span in work.chunks[0][1]:
+                weights = work.scores(head, span, b)
+                top = weights.scores.amax(-1, keepdim=True)
+                total = weights.scores.sub_(top).exp2_().sum(-1, keepdim=True)
                 log_sums[b, h, span.queries] = top.add_(total.log2()).squeeze(-1)
-                mixed = torch.mm(weights, head.v[: span.end], out=out[b, h, span.queries])
+                mixed = torch.mm(weights.scores, head.v[: span.end], out=out[b, h, span.queries])
                 if head.value_rows is not None:
                     work.add_value_rows(mixed, weights, head.value_rows, span)
                 mixed.div_(total)
@@ -113,22 +120,21 @@ class _Attend(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> Any:
         *inputs, out, log_sums = context.saved_tensors
         spans, q = context.spans, inputs[0]
-        work = _Work(spans, context.documents, q)
+        work = _Work(spans, context.documents, q, CHUNK)
         gradients = _Gradients(inputs)
         for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
-            head, slopes = _Head(spans, inputs, b, h, work.buffer), gradients.head(spans, b, h)
-            for span in spans.query_blocks():
-                above, log_sum = gradient[b, h, span.queries], log_sums[b, h, span.queries, None]
-                inner = (above * out[b, h, span.queries]).sum(-1, keepdim=True)
-                for chunk in spans.chunks(span, CHUNK):
-                    weights = work.scores(head, chunk, b).sub_(log_sum).exp2_()
-                    work.add_gradients(slopes, head, chunk, weights, above, inner)
-            slopes.finish(head, work)
+            head, slopes = _Head(spans, inputs, b, h), gradients.head(spans, b, h)
+            inner = (gradient[b, h] * out[b, h]).sum(-1, keepdim=True)
+            for keys, blocks in work.chunks:
+                work.multiply_keys(head, keys)
+                for span in blocks:
+                    queries = span.queries
+                    weights = work.scores(head, span, b)
+                    weights.scores.sub_(log_sums[b, h, queries, None]).exp2_()
+                    work.add_gradients(slopes, head, span, weights, gradient[b, h, queries], inner[queries])
+                work.add_products_of_keys(slopes, head, keys)
+            slopes.finish()
         return None, None, *gradients.scaled(q.shape[-1] ** -0.5)
-
-
-Buffer = Callable[[str, int, int], Tensor]
-"""Gives the buffer of a name, [rows, columns]."""
 
 
 def _select(x: Tensor | None, head: int) -> Tensor | None:
@@ -139,7 +145,7 @@ def _select(x: Tensor | None, head: int) -> Tensor | None:
 class _Head:
     """Tensors of one head of one sequence; queries, and what else a score is linear in, are scaled to base 2."""
 
-    def __init__(self, spans: RelativeSpans, inputs: Sequence[Any], b: int, h: int, buffer: Buffer) -> None:
+    def __init__(self, spans: RelativeSpans, inputs: Sequence[Any], b: int, h: int) -> None:
         q, k, v, *rows = inputs
         group = h // (q.shape[1] // k.shape[1])
         query_rows, key_rows, bias, value_rows, content_bias, position_bias = (_select(table, h) for table in rows)
@@ -147,22 +153,25 @@ class _Head:
         self.k, self.v = k[b, group].contiguous(), v[b, group].contiguous()  # [S, K]
         self.q = _scaled(q[b, h], content_bias, factor)  # [T, K]
         self.query_rows, self.value_rows = query_rows, value_rows  # [N, K]
+        self.has_terms = not (query_rows is None and key_rows is None and bias is None)
+        """Whether anything is added to the products of queries and keys."""
+        self.far_queries, self.far_keys = q.new_zeros(len(self.q), 1), q.new_zeros(len(self.k))
+        """[T, 1] and [S]: terms of each query, and of each key, where the key is beyond the reach."""
         if query_rows is not None:
             self.position_q = _scaled(q[b, h], position_bias, factor)  # [T, K]
-            # [T, 1], terms of each query with keys beyond the reach.
-            self.far_queries = (self.position_q @ query_rows[-1])[:, None]
+            self.far_queries += (self.position_q @ query_rows[-1])[:, None]
         self.key_rows: Tensor | None = None
         """[N, K], by descending distance."""
         if key_rows is not None:
             self.key_rows = key_rows.flip(0).mul_(factor)
-            self.far_keys = self.k @ self.key_rows[0]  # [S], terms of each key, where it is beyond the reach
-            self.by_key = torch.mm(self.k, self.key_rows.T, out=buffer("by key", spans.keys, len(key_rows)))  # [S, N]
+            self.far_keys += self.k @ self.key_rows[0]
         self.tile: Tensor | None = None
         """[block, tile_columns], biases of a block's queries and near keys."""
         if bias is not None:
             scaled, columns = bias * LOG2E, spans.tile_columns
             by_distance = scaled[2 : columns + spans.block + 1].expand(spans.block, -1).contiguous()
-            self.tile, self.far_bias = shifted(by_distance, columns), scaled[-1]
+            self.tile = shifted(by_distance, columns)
+            self.far_queries += scaled[-1]
 
 
 def _scaled(q: Tensor, bias: Tensor | None, factor: float) -> Tensor:
@@ -190,47 +199,23 @@ class _Gradients:
         """Return the gradients of the inputs in their order."""
         # The queries of products were scaled to base 2.
         nats = 1 / LOG2E
-        factors = dict(
-            zip(("q", "k", "v", *NAMES), (scale, nats, 1.0, nats, scale, 1.0, 1.0, scale, scale), strict=True)
-        )
-        return [
-            None if x is None else x.mul_(y) if y != 1 else x
-            for x, y in zip(self.inputs, factors.values(), strict=True)
-        ]
+        factors = (scale, nats, 1.0, nats, scale, 1.0, 1.0, scale, scale)  # of q, k, v and what NAMES has
+        return [None if x is None else x.mul_(y) if y != 1 else x for x, y in zip(self.inputs, factors, strict=True)]
 
 
 class _HeadGradients:
     """Views of the gradients of one head."""
 
-    def __init__(
-        self,
-        spans: RelativeSpans,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        query_rows: Tensor | None,
-        key_rows: Tensor | None,
-        bias: Tensor | None,
-        value_rows: Tensor | None,
-        content_bias: Tensor | None,
-        position_bias: Tensor | None,
-    ) -> None:
+    def __init__(self, spans: RelativeSpans, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None) -> None:
         self.q, self.k, self.v = q, k, v
-        self.query_rows, self.value_rows, self.bias = query_rows, value_rows, bias
-        self.content_bias, self.position_bias = content_bias, position_bias
-        self.key_rows = key_rows
-        if bias is not None:
+        self.query_rows, self.key_rows, self.bias, self.value_rows, self.content_bias, self.position_bias = rows
+        if self.bias is not None:
             columns = spans.tile_columns
-            self._by_distance = bias.new_zeros(spans.block, columns + spans.block - 1)
+            self._by_distance = self.bias.new_zeros(spans.block, columns + spans.block - 1)
             self.tile = shifted(self._by_distance, columns)
 
-    def finish(self, head: _Head, work: "_Work") -> None:
+    def finish(self) -> None:
         """Add what is summed over all blocks of the head."""
-        if self.key_rows is not None:
-            assert head.key_rows is not None
-            by_key = head.by_key.masked_fill_(work.unread, 0.0)
-            self.k.addmm_(by_key, head.key_rows)
-            self.key_rows.add_(torch.mm(by_key.T, head.k).flip(0))
         if self.bias is not None:
             self.bias[2 : self._by_distance.shape[1] + 2].add_(self._by_distance.sum(0))
 
@@ -238,10 +223,17 @@ class _HeadGradients:
 class _Work:
     """Computes scores and gradients of one block of queries of one head, in buffers that all blocks share."""
 
-    def __init__(self, spans: RelativeSpans, documents: tuple[Tensor | None, Tensor | None], q: Tensor) -> None:
+    def __init__(
+        self, spans: RelativeSpans, documents: tuple[Tensor | None, Tensor | None], q: Tensor, keys: int
+    ) -> None:
         self.spans, self.documents, self.q = spans, documents, q
+        self.chunks = list(spans.key_chunks(keys))
+        """So many keys at a time, and the blocks of queries that see any of them."""
+        self.size = max(SkewedScores.size(span) for _, blocks in self.chunks for span in blocks)
         self.buffers: dict[str, Tensor] = {}
-        self._unread: Tensor | None = None
+        self.views: dict[tuple[str, RelativeSpan], SkewedScores] = {}
+        self.tiles: dict[int, list[KeyTile]] = {}
+        """Tiles of a chunk's keys, by its first key."""
         self.future = q.new_full((spans.block, spans.block), float("-inf")).triu_(1)
 
     def buffer(self, name: str, rows: int, columns: int) -> Tensor:
@@ -250,133 +242,156 @@ class _Work:
             self.buffers[name] = self.q.new_empty(rows * columns)
         return self.buffers[name][: rows * columns].view(rows, columns)
 
-    @property
-    def unread(self) -> Tensor:
-        """Bool [S, N], true where no query is at a distance from a key."""
-        if self._unread is None:
-            unread = torch.ones(self.spans.keys, len(self.spans.distances(self.q.device)), dtype=torch.bool)
-            for span in self.spans.query_blocks():
-                self.spans.turned(unread, span).fill_(False)
-            self._unread = unread
-        return self._unread
+    def multiply_keys(self, head: _Head, keys: slice) -> None:
+        """Multiply keys with the rows of their terms."""
+        if head.key_rows is None:
+            return
+        self.first_key, distances = keys.start, len(head.key_rows)
+        self.by_key = self.buffer("by key", keys.stop - keys.start, unaligned(distances))[:, :distances]
+        """[keys, N], terms by descending distance and then their gradients, where a query is at the distance."""
+        if keys.start not in self.tiles:
+            self.tiles[keys.start] = list(self.spans.key_tiles(keys))
+        for tile in self.tiles[keys.start]:
+            torch.mm(head.k[tile.keys], head.key_rows[tile.distances].T, out=self._of_tile(tile, tile.distances))
 
-    def by_distance(self, x: Tensor, table: Tensor) -> Tensor:
-        """x [n, K] times rows of a table [R, K]: [n, R]."""
-        return torch.mm(x, table.T, out=self.buffer("by distance", len(x), len(table)))
+    def _of_tile(self, tile: KeyTile, distances: slice) -> Tensor:
+        return self.by_key[tile.keys.start - self.first_key : tile.keys.stop - self.first_key, distances]
 
-    def unshifted(self, near: Tensor) -> Tensor:
-        """Return values of queries and near keys [n, c] by distance, [n, n + c - 1]; others are 0."""
-        rows, columns = near.shape
-        by_distance = self.buffer("by distance", rows, rows + columns - 1)
-        shifted(by_distance, columns).copy_(near)
-        clear_unshifted(by_distance, columns)
-        return by_distance
+    def add_products_of_keys(self, slopes: _HeadGradients, head: _Head, keys: slice) -> None:
+        """Add the gradients of what `multiply_keys` has multiplied."""
+        if head.key_rows is None:
+            return
+        assert slopes.key_rows is not None
+        gradient = torch.zeros_like(head.key_rows)
+        for tile in self.tiles[keys.start]:
+            for distances, unread in tile.unread:
+                self._of_tile(tile, distances).masked_fill_(unread, 0.0)
+            by_key = self._of_tile(tile, tile.distances)
+            slopes.k[tile.keys].addmm_(by_key, head.key_rows[tile.distances])
+            gradient[tile.distances].addmm_(by_key.T, head.k[tile.keys])
+        slopes.key_rows.add_(gradient.flip(0))
 
-    def scores(self, head: _Head, span: RelativeSpan, b: int) -> Tensor:
-        """Return the base-2 scores of a block of queries, [n, end]; -inf where a key is not seen."""
-        scores = torch.mm(
-            head.q[span.queries], head.k[span.keys].T, out=self.buffer("scores", span.rows, span.end - span.begin)
-        )
-        near, far = self._zones(scores, span)
-        if head.query_rows is not None:
-            if span.columns:
-                by_distance = self.by_distance(head.position_q[span.queries], head.query_rows[span.distances])
-                near.add_(shifted(by_distance, span.columns))
-            far.add_(head.far_queries[span.queries])
-        if head.key_rows is not None:
-            near.add_(self.spans.turned(head.by_key, span))
-            far.add_(head.far_keys[span.far : span.end])
-        if head.tile is not None:
-            if span.columns:
-                near.add_(head.tile[self.spans.tile(span)])
-            far.add_(head.far_bias)
+    def skewed(self, name: str, span: RelativeSpan) -> SkewedScores:
+        """View the buffer of that name as values of the span's queries and keys."""
+        if (name, span) not in self.views:
+            self.views[name, span] = SkewedScores(self.buffer(name, 1, self.size)[0], span)
+        return self.views[name, span]
+
+    def scores(self, head: _Head, span: RelativeSpan, b: int) -> SkewedScores:
+        """Return the base-2 scores of a block of queries; -inf where a key is not seen."""
+        block = self.skewed("scores", span)
+        q, k = head.q[span.queries], head.k[span.keys]
+        if head.has_terms:
+            self._write_terms(block, head, span)
+            block.scores.addmm_(q, k.T)
+        else:
+            torch.mm(q, k.T, out=block.scores)
         first = span.start + self.spans.keys - self.spans.queries
         if self.spans.causal and span.end > first:
             seen = max(first, span.begin)
-            scores[:, seen - span.begin :].add_(self.future[: span.rows, seen - first : span.end - first])
+            block.scores[:, seen - span.begin :].add_(self.future[: span.rows, seen - first : span.end - first])
         queries, keys = self.documents
         if queries is not None and keys is not None:
-            scores.masked_fill_(queries[b, span.queries, None] != keys[b, None, span.keys], float("-inf"))
-        return scores
+            block.scores.masked_fill_(queries[b, span.queries, None] != keys[b, None, span.keys], float("-inf"))
+        return block
 
-    @staticmethod
-    def _zones(scores: Tensor, span: RelativeSpan) -> tuple[Tensor, Tensor]:
-        """Views of what has the span's keys as columns: the near ones, and those beyond the reach."""
-        return scores[:, span.near - span.begin : span.far - span.begin], scores[:, span.far - span.begin :]
+    def _write_terms(self, block: SkewedScores, head: _Head, span: RelativeSpan) -> None:
+        """Write what is added to the products of queries and keys."""
+        write: Callable[[Tensor], Tensor] = block.near.copy_
+        if head.query_rows is not None and span.columns:
+            torch.mm(head.position_q[span.queries], head.query_rows[span.distances].T, out=block.by_distance)
+            write = block.near.add_
+        # The product by distance has overwritten these.
+        block.before.zero_()
+        torch.add(head.far_queries[span.queries], head.far_keys[span.far : span.end], out=block.far)
+        if head.key_rows is not None and span.columns:
+            write(self.spans.turned(self.by_key, span, self.first_key))
+            write = block.near.add_
+        if head.tile is not None and span.columns:
+            write(head.tile[self.spans.tile(span)])
 
-    def add_value_rows(self, mixed: Tensor, weights: Tensor, table: Tensor, span: RelativeSpan) -> None:
-        """Add the weights' sum of the table's rows to `mixed` [n, K]."""
-        mixed.addmm_(self.unshifted(weights[:, span.near : span.far]), table[span.distances])
+    def add_value_rows(self, mixed: Tensor, weights: SkewedScores, table: Tensor, span: RelativeSpan) -> None:
+        """Add the weights' sum of the table's rows to `mixed` [n, K]; destroys the weights."""
         if span.far < span.end:
-            mixed.addr_(weights[:, span.far :].sum(1), table[-1])
+            mixed.addr_(weights.far.sum(1), table[-1])
+        if span.columns:
+            weights.clear_others()
+            mixed.addmm_(weights.by_distance, table[span.distances])
 
     def add_gradients(
-        self, slopes: _HeadGradients, head: _Head, span: RelativeSpan, weights: Tensor, above: Tensor, inner: Tensor
+        self,
+        slopes: _HeadGradients,
+        head: _Head,
+        span: RelativeSpan,
+        weights: SkewedScores,
+        above: Tensor,
+        inner: Tensor,
     ) -> None:
         """Add the gradients of a chunk, given those of the block's output, `above` [n, K], and their products with the
-        output, `inner` [n, 1]."""
-        slopes.v[span.keys].addmm_(weights.T, above)
-        raised = torch.mm(above, head.v[span.keys].T, out=self.buffer("raised", *weights.shape))
-        if head.value_rows is not None:
-            self._add_value_gradients(slopes, head.value_rows, span, weights, above, raised)
-        dscores = raised.sub_(inner).mul_(weights)  # [n, keys]
+        output, `inner` [n, 1]; destroys the weights."""
+        slopes.v[span.keys].addmm_(weights.scores.T, above)
+        raised, v = self.skewed("raised", span), head.v[span.keys]
+        if head.value_rows is None:
+            torch.mm(above, v.T, out=raised.scores)
+        else:
+            if span.columns:
+                torch.mm(above, head.value_rows[span.distances].T, out=raised.by_distance)
+            raised.before.zero_()
+            raised.far.copy_((above @ head.value_rows[-1])[:, None].expand_as(raised.far))
+            raised.scores.addmm_(above, v.T)
+        dscores = raised.scores.sub_(inner).mul_(weights.scores)  # [n, keys]
+        if slopes.value_rows is not None:
+            self._add_by_distance(slopes.value_rows, weights, span, above)
         dq = torch.mm(dscores, head.k[span.keys])
         slopes.k[span.keys].addmm_(dscores.T, head.q[span.queries])
         if slopes.content_bias is not None:
             slopes.content_bias.add_(dq.sum(0))
-        near, far = self._zones(dscores, span)
-        if head.query_rows is not None:
-            dq.add_(self._query_gradients(slopes, head, span, near, far))
-        slopes.q[span.queries].add_(dq)
         if head.key_rows is not None:
-            self._add_key_gradients(slopes, head, span, near, far)
+            self._add_key_gradients(slopes, head, span, raised)
         if head.tile is not None:
             assert slopes.bias is not None
             if span.columns:
-                slopes.tile[self.spans.tile(span)].add_(near)
-            slopes.bias[-1].add_(far.sum())
+                slopes.tile[self.spans.tile(span)].add_(raised.near)
+            slopes.bias[-1].add_(raised.far.sum())
+        if head.query_rows is not None:
+            dq.add_(self._query_gradients(slopes, head, span, raised))
+        slopes.q[span.queries].add_(dq)
 
-    def _add_value_gradients(
-        self, slopes: _HeadGradients, table: Tensor, span: RelativeSpan, weights: Tensor, above: Tensor, raised: Tensor
-    ) -> None:
-        """Add the gradient of the values' table, and what it adds to those of the weights, `raised` [n, keys]."""
-        assert slopes.value_rows is not None
-        (near, far), (near_weights, far_weights) = self._zones(raised, span), self._zones(weights, span)
+    @staticmethod
+    def _add_by_distance(gradient: Tensor, factors: SkewedScores, span: RelativeSpan, x: Tensor) -> Tensor:
+        """Add the gradient of a table, [N, K]: products of the pairs' factors with the queries' x [n, K]. Return the
+        sums of factors beyond the reach, [n]. Destroys factors beside the near ones."""
+        sums = factors.far.sum(1)
+        gradient[-1].addmv_(x.T, sums)
         if span.columns:
-            near.add_(shifted(self.by_distance(above, table[span.distances]), span.columns))
-            slopes.value_rows[span.distances].addmm_(self.unshifted(near_weights).T, above)
-        if far.shape[1]:
-            far.add_((above @ table[-1])[:, None])
-            slopes.value_rows[-1].add_(far_weights.sum(1) @ above)
+            factors.clear_others()
+            gradient[span.distances].addmm_(factors.by_distance.T, x)
+        return sums
 
     def _query_gradients(
-        self, slopes: _HeadGradients, head: _Head, span: RelativeSpan, near: Tensor, far: Tensor
+        self, slopes: _HeadGradients, head: _Head, span: RelativeSpan, dscores: SkewedScores
     ) -> Tensor:
         """Add gradients of the terms of queries and distances, and return that of the queries, [n, K]."""
         assert head.query_rows is not None
         assert slopes.query_rows is not None
         queries = head.position_q[span.queries]
-        dq = torch.zeros_like(queries)
+        sums = self._add_by_distance(slopes.query_rows, dscores, span, queries)
+        dq = torch.outer(sums, head.query_rows[-1])
         if span.columns:
-            by_distance = self.unshifted(near)
-            torch.mm(by_distance, head.query_rows[span.distances], out=dq)
-            slopes.query_rows[span.distances].addmm_(by_distance.T, queries)
-        if far.shape[1]:
-            sums = far.sum(1)
-            dq.addr_(sums, head.query_rows[-1])
-            slopes.query_rows[-1].add_(sums @ queries)
+            dq.addmm_(dscores.by_distance, head.query_rows[span.distances])
         if slopes.position_bias is not None:
             slopes.position_bias.add_(dq.sum(0))
         return dq
 
     def _add_key_gradients(
-        self, slopes: _HeadGradients, head: _Head, span: RelativeSpan, near: Tensor, far: Tensor
+        self, slopes: _HeadGradients, head: _Head, span: RelativeSpan, dscores: SkewedScores
     ) -> None:
         """Put gradients of the terms of keys and distances where the terms were, and add those beyond the reach."""
         assert head.key_rows is not None
         assert slopes.key_rows is not None
-        self.spans.turned(head.by_key, span).copy_(near)
-        if far.shape[1]:
-            sums, keys = far.sum(0), head.k[span.far : span.end]
+        if span.columns:
+            self.spans.turned(self.by_key, span, self.first_key).copy_(dscores.near)
+        if span.far < span.end:
+            sums, keys = dscores.far.sum(0), head.k[span.far : span.end]
             slopes.k[span.far : span.end].addr_(sums, head.key_rows[0])
             slopes.key_rows[-1].add_(sums @ keys)

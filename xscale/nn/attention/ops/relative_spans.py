@@ -55,6 +55,24 @@ class RelativeSpan:
         """The tables' rows for near keys, n + c - 1."""
         return slice(self.table, self.table + self.rows + self.columns - 1)
 
+    def within(self, keys: slice) -> "RelativeSpan":
+        """Return the span of the same queries with those of its keys that are in the slice, maybe none."""
+        begin, near, far, end = (
+            min(max(key, keys.start), keys.stop) for key in (self.begin, self.near, self.far, self.end)
+        )
+        return replace(self, begin=begin, near=near, far=far, end=end, table=self.table + near - self.near)
+
+
+@dataclass(frozen=True)
+class KeyTile:
+    """A block of keys and the distances to them at which there are queries."""
+
+    keys: slice
+    distances: slice
+    """Columns of values by descending distance."""
+    unread: list[tuple[slice, Tensor]]
+    """Columns at which only some of the keys have a query, with masks [keys, columns] of those that have none."""
+
 
 @dataclass(frozen=True)
 class RelativeSpans:
@@ -93,11 +111,36 @@ class RelativeSpans:
         first = span.near - (span.start + self.keys - self.queries) - self.low - 1
         return slice(span.rows), slice(first, first + span.columns)
 
-    def turned(self, by_key: Tensor, span: RelativeSpan) -> Tensor:
-        """View values of keys and all distances, descending, [S, N], as those of queries and near keys [n, c]."""
-        columns = by_key.shape[1]
-        first = columns - span.table - span.rows  # the descending index of the first near key's distance to `start`
-        return by_key.as_strided((span.rows, span.columns), (1, columns - 1), span.near * columns + first)
+    def turned(self, by_key: Tensor, span: RelativeSpan, first_key: int) -> Tensor:
+        """View values of keys from `first_key` on and all distances, descending, [keys, N], as those of the queries and
+        near keys [n, c] of a span."""
+        row, column = by_key.stride()
+        first = by_key.shape[1] - span.table - span.rows  # index of the first near key's distance to `start`
+        return by_key.as_strided(
+            (span.rows, span.columns), (column, row - column), (span.near - first_key) * row + first
+        )
+
+    def key_tiles(self, keys: slice) -> Iterator[KeyTile]:
+        """Yield tiles of a block of keys each; keys that are near to no query are in none."""
+        distances = self.high - self.low + 2 * self.block
+        for begin in range(keys.start, keys.stop, self.block):
+            tile = slice(begin, min(begin + self.block, keys.stop))
+            spans = [span for span in (block.within(tile) for block in self.query_blocks()) if span.columns]
+            if spans:
+                first, last = min(span.table for span in spans), max(span.distances.stop for span in spans)
+                columns = slice(distances - last, distances - first)
+                yield KeyTile(tile, columns, self._unread(tile, columns, spans))
+
+    def _unread(self, tile: slice, columns: slice, spans: list[RelativeSpan]) -> list[tuple[slice, Tensor]]:
+        """Return the columns that only some keys of the tile read, with masks [keys, columns] of those that do not."""
+        mask = torch.ones(tile.stop - tile.start, self.high - self.low + 2 * self.block, dtype=torch.bool)
+        for span in spans:
+            self.turned(mask, span, tile.start).fill_(False)
+        all_read = (~mask[:, columns].any(0)).nonzero().flatten() + columns.start
+        # A key reads adjacent distances, so that what all keys read is one range.
+        first, last = (int(all_read[0]), int(all_read[-1]) + 1) if len(all_read) else (columns.stop, columns.stop)
+        sides = (slice(columns.start, first), slice(last, columns.stop))
+        return [(side, mask[:, side].clone()) for side in sides if side.start < side.stop]
 
     def distances(self, device: torch.device) -> Tensor:
         """Return the distances of the tables' rows, [N]; a block more than are told apart on either side."""
@@ -116,27 +159,59 @@ class RelativeSpans:
             far = min(max(last + self.high, near), end)
             yield RelativeSpan(start, stop, 0, near, far, end, near - last - self.low + self.block)
 
-    def chunks(self, span: RelativeSpan, keys: int) -> Iterator[RelativeSpan]:
-        """Yield chunks of a block of at most so many keys."""
-        for begin in range(0, span.end, keys):
-            end = min(begin + keys, span.end)
-            near, far = (min(max(key, begin), end) for key in (span.near, span.far))
-            yield replace(span, begin=begin, near=near, far=far, end=end, table=span.table + near - span.near)
+    def key_chunks(self, keys: int) -> Iterator[tuple[slice, list[RelativeSpan]]]:
+        """Yield slices of at most so many keys, with the blocks of queries that see any of them."""
+        for begin in range(0, self.keys, keys):
+            chunk = slice(begin, min(begin + keys, self.keys))
+            yield chunk, [span.within(chunk) for span in self.query_blocks() if span.end > begin]
+
+
+class SkewedScores:
+    """Scores of a block of queries and its keys in a buffer that a second view reads by distance.
+
+    A row of the second view is one number longer, so that it begins one distance earlier for each query (the skewing of
+    Huang et al. 2019, section 3.4). A product by distance is written where the scores are, and gradients of scores are
+    read by distance, without a copy.
+    """
+
+    def __init__(self, buffer: Tensor, span: RelativeSpan) -> None:
+        """View a buffer of at least `size` numbers; they are not initialised."""
+        rows, columns, keys = span.rows, span.columns, span.end - span.begin
+        self.margin, self.stride = rows - 1, self.row_stride(span)
+        self._flat, self._first_near = buffer, self.margin + span.near - span.begin
+        near, far = span.near - span.begin, span.far - span.begin
+        self.scores = buffer.as_strided((rows, keys), (self.stride, 1), self.margin)
+        """[n, keys]."""
+        self.before, self.near, self.far = self.scores[:, :near], self.scores[:, near:far], self.scores[:, far:]
+        """[n, before], [n, c] and [n, beyond]: keys before the reach, near ones, and those beyond the reach."""
+        distances = (rows, rows + columns - 1)
+        self.by_distance = buffer.as_strided(distances, (self.stride + 1, 1), self._first_near - self.margin)
+        """[n, n + c - 1], ascending; what it holds beside `near` belongs to no pair, or to other keys."""
+
+    @staticmethod
+    def row_stride(span: RelativeSpan) -> int:
+        """Return the numbers from a query's row to the next: rows of neither view overlap, nor margins of near keys."""
+        return unaligned(max(span.end - span.begin, span.rows + span.columns - 1))
+
+    @classmethod
+    def size(cls, span: RelativeSpan) -> int:
+        """Return the numbers that the buffer of a block needs."""
+        return span.rows * cls.row_stride(span) + 2 * span.rows
+
+    def clear_others(self) -> None:
+        """Set what `by_distance` shows beside the near keys to 0, so that a product reads these alone. This destroys
+        values of other keys."""
+        for first in (self._first_near - self.margin, self._first_near + self.near.shape[1]):
+            self._flat.as_strided((len(self.near), self.margin), (self.stride, 1), first).zero_()
+
+
+def unaligned(columns: int) -> int:
+    """Return a row stride for so many columns: neither it nor its successor is a multiple of 32 numbers. Rows at a
+    multiple of 4 KiB share few sets of the cache, and products with them take up to 1.3 times as long."""
+    return (columns | 31) + 16
 
 
 def shifted(by_distance: Tensor, columns: int) -> Tensor:
     """View values of queries and ascending distances [n, n + c - 1], contiguous, as of queries and keys [n, c]."""
     rows, distances = by_distance.shape
     return by_distance.as_strided((rows, columns), (distances - 1, 1), by_distance.storage_offset() + rows - 1)
-
-
-def clear_unshifted(by_distance: Tensor, columns: int) -> None:
-    """Set to 0 what `shifted` does not show, so that a product with the table reads the shown values alone."""
-    rows, distances = by_distance.shape
-    flat, step = by_distance.view(-1), distances - 1
-    flat[: rows - 1].zero_()
-    flat[rows - 1 + (rows - 1) * step + columns :].zero_()
-    if rows > 2:
-        # Between the end of a shown row and the start of the next one.
-        gaps = (rows - 1, step - columns)
-        by_distance.as_strided(gaps, (step, 1), by_distance.storage_offset() + rows - 1 + columns).zero_()
