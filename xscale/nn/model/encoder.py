@@ -120,6 +120,6 @@ class Encoder(Model):
         if count and tokens.documents is not None:
             what = f"the {count} global tokens of a sample are shared by its documents, which must not see each other"
             raise ConfigError("data.cross_documents", what, "Set it to true, or model.global_tokens to 0.")
-        prefixed, prediction = tokens.with_prefix(count), Prediction(self.head, targets)
+        prefixed, prediction = tokens.with_global_tokens(count), Prediction(self.head, targets)
         x = self.stack(self.embed(tokens), prefixed, prediction=prediction)
         return predict(self.stack, x, prefixed, prediction)
