@@ -10,6 +10,7 @@ from xscale.objective import (
     seq2seq,
     span,
     span_boundary,
+    ul2,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "seq2seq",
     "span",
     "span_boundary",
+    "ul2",
 ]
