@@ -138,13 +138,14 @@ class Recipe(Settings):
                 fix = f"The nearest are {', '.join(nearest_patterns(pattern, names))}."
                 what = f"no parameter has a name that matches '{pattern}'"
                 problems.append(Problem(f"{path}.{index}", what, fix))
-        if not any(parameter.requires_grad for parameter in model.parameters()):
+        unadapted = [] if self.lora is None else check_lora(model, self.lora, self.parallel.mesh)
+        # LoRA that is added to no map leaves nothing to train, which is no fault of the patterns of frozen parameters.
+        if not unadapted and not any(parameter.requires_grad for parameter in model.parameters()):
             problems.append(Problem(path, "freezes all parameters", "Leave out the pattern of those to be trained."))
         if self.init.from_ is not None and self.parallel.zero.engine == "deepspeed":
             what = "DeepSpeed keeps the parameters in tensors of its own, into which no other weights are read"
             problems.append(Problem("init.from", what, "Take parallel.zero.engine=torch."))
-        if self.lora is not None:
-            problems += check_lora(model, self.lora, self.parallel.mesh.tp)
+        problems += unadapted
         if (self.train.freeze or self.lora is not None) and self.parallel.mesh.pp > 1:
             what = "a pipeline stage whose parameters are all frozen has no gradient to pass on"
             problems.append(Problem(path, what, "Leave it empty and lora null, or take pp=1."))

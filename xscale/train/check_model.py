@@ -7,6 +7,7 @@ from torch import nn
 
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
+from xscale.mesh.axes import MeshConfig
 from xscale.nn.attention.core import CORES, Core
 from xscale.nn.exits import Exits
 from xscale.nn.ffn.sparse import SparseFfn
@@ -37,10 +38,14 @@ def check_two_stage(model: nn.Module, groups: Sequence[ParameterGroup], names: S
     return []
 
 
-def check_lora(model: nn.Module, config: LoraConfig, tp: int) -> list[Problem]:
+def check_lora(model: nn.Module, config: LoraConfig, mesh: MeshConfig) -> list[Problem]:
     """List the patterns of LoRA that match no linear map, and the maps that it cannot be added to."""
     maps = [path for path, module in model.named_modules() if isinstance(module, Linear)]
     problems: list[Problem] = []
+    tp = mesh.tp
+    if config.dropout and mesh.cp > 1:
+        what = "draws over the sequence, of which each rank of cp has a shard"
+        problems.append(Problem("lora.dropout", what, "Take 0, or cp=1."))
     for index, pattern in enumerate(config.match):
         where, paths = f"lora.match.{index}", lora_paths(model, pattern)
         if not paths:
@@ -56,6 +61,10 @@ def check_lora(model: nn.Module, config: LoraConfig, tp: int) -> list[Problem]:
             if fewer and isinstance(linear, Linear) and "kv_heads" in linear.axes["weight"]:
                 what = f"tp={tp} replicates {path}, which has fewer kv_heads than ranks"
                 problems.append(Problem(where, what, "Leave it out, or take a lower tp."))
+            sharded = isinstance(linear, Linear) and linear.axes["weight"][1] not in ("width", "state")
+            if config.dropout and tp > 1 and sharded:
+                what = f"{path} reads channels that tp={tp} shards, of which no rank draws the whole mask"
+                problems.append(Problem("lora.dropout", what, "Take 0 or tp=1, or leave it out of lora.match."))
             if path.startswith("head."):
                 what = f"{path} is of the head, which is trained as a whole or not at all"
                 problems.append(Problem(where, what, "Leave it out."))

@@ -57,7 +57,12 @@ def _check_model(settings: Settings) -> list[Problem]:
     path = "model.sentence_head"
     if classes is None:
         what = f"objective '{objective.name}' has no classes of sequences, so that the head would not be trained"
-        return [] if head is None else [Problem(path, what, "Take null, or an objective on sentences.")]
+        problems = [] if head is None else [Problem(path, what, "Take null, or an objective on sentences.")]
+        if getattr(settings.objective, "pair_types", False) and getattr(model, "token_types", 0) < 2:
+            what = "tells the second of two texts by its token type, and the model does not know two"
+            fix = "Take false, or model.token_types=2 in a model of kind encoder."
+            problems.append(Problem("objective.pair_types", what, fix))
+        return problems
     problems = []
     if head is None:
         what = f"objective '{objective.name}' has {classes} classes of sequences, and the model has no head for them"
