@@ -1,4 +1,4 @@
-"""Conformance of the trait `prefix` of cores and mixers: a prefix is read in both directions, the rest in order."""
+"""Conformance of the trait `prefix` of cores: a prefix is read in both directions, the rest in order."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,15 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conformance.made import WIDTH, close, core, dims, drawn, numbered, qkv, ready, run
+from tests.conformance.made import close, core, numbered, qkv, run
 from tests.conformance.test_core_cheats import registered
-from tests.families import each, example
+from tests.families import each
 from xscale.core.registry import Entry
 from xscale.nn.attention.core import CORES
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.softmax import Softmax
-from xscale.nn.mixer.mixer import MIXERS
-from xscale.nn.tokens import Tokens
 
 FIRST, SECOND, PREFIX = 12, 20, 8
 """Lengths of the two documents, and of the prefix of the second; the first has none."""
@@ -43,19 +41,6 @@ def a_core_reads_a_prefix_both_ways(entry: Entry[Any]) -> None:
     assert close(out[:, :, outside], plain[:, :, outside])
     assert not close(out, plain)
     assert close(run(causal, *inputs, key_prefix=torch.zeros(2, FIRST + SECOND).bool()), run(causal, *inputs))
-
-
-@each(entry for entry in MIXERS if entry.traits.prefix)
-def test_a_mixer_reads_a_prefix_both_ways(entry: Entry[Any]) -> None:
-    """With the default core: what a core does with the prefix is tried above."""
-    config = example(entry)
-    causal, other = (ready(entry.part(config, dims(causal=order))) for order in (True, False))
-    x, ids = drawn(2, FIRST + SECOND, WIDTH), torch.zeros(2, FIRST + SECOND).long()
-    tokens = Tokens.from_ids(ids, numbered(FIRST, SECOND), prefix=in_prefix())
-    out, plain = causal(x, tokens), causal(x, replace(tokens, prefix=None))
-    both, outside = slice(FIRST, FIRST + PREFIX), ~in_prefix()[0]
-    assert close(out[:, both], other(x[:, both], Tokens.from_ids(ids[:, both])))
-    assert close(out[:, outside], plain[:, outside])
 
 
 class Forgets(Softmax):
