@@ -97,8 +97,8 @@ def test_a_prompt_is_a_prefix() -> None:
     written = generate(model, prompt, 8, end=-1, temperature=0, prefix=True)
     assert written.tolist() == ids[len(prompt) :].tolist()
     assert written.tolist() != generate(model, prompt, 8, end=-1, temperature=0).tolist()
-    search = {"end": -1, "beams": 1, "length_penalty": 0.0}
-    assert beam_search(model, prompt, 8, prefix=True, **search)[0].score == pytest.approx(total)
+    hypotheses = beam_search(model, prompt, 8, end=-1, beams=1, length_penalty=0.0, prefix=True)
+    assert hypotheses[0].score == pytest.approx(total)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_model_that_hides_the_prefix_is_refused(tmp_path: Path, sections: Any,
 def test_sharded_sequences_need_ulysses(tmp_path: Path) -> None:
     def problems(style: str) -> list[str]:
         parallel = {"mesh": {"cp": 2}, "context": {"style": style}}
-        sections = {"model": MODEL, "objective": {"kind": "prefix_lm"}, "parallel": parallel}
+        sections: dict[str, Any] = {"model": MODEL, "objective": {"kind": "prefix_lm"}, "parallel": parallel}
         return [problem.path for problem in recipe(tmp_path, **sections).check(2)]
 
     assert problems("ulysses") == []

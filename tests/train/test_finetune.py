@@ -188,9 +188,9 @@ def test_what_does_not_fit_labels_is_refused(tmp_path: Path) -> None:
     assert "objective.pair_types: tells" in problems_of(tmp_path, objective={"pair_types": True})
     assert "head" not in problems_of(tmp_path, model={**MODEL, "token_types": 2}, objective={"pair_types": True})
     sharded = {"lora": {"match": ["*.q", "*.down"], "dropout": 0.1}, "parallel": {"mesh": {"tp": 2}}}
-    refused = [str(problem) for problem in asked(tmp_path, **sharded).check(2)]
-    assert len(refused) == 1
-    assert "down reads channels that tp=2 shards" in refused[0]
+    listed = [str(problem) for problem in asked(tmp_path, **sharded).check(2)]
+    assert len(listed) == 1
+    assert "down reads channels that tp=2 shards" in listed[0]
     assert "freezes all parameters" in problems_of(tmp_path, train={"freeze": ["*"]})
     refused = problems_of(tmp_path, data={"cross_documents": True})
     assert "data.cross_documents: 'classify' hides padding" in refused

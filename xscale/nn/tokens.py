@@ -148,6 +148,12 @@ class Tokens:
     boundaries: Tensor | None = None
     """[B, T, 2] places of the tokens before and after the masked span of each token, for a boundary head; those of a
     token in no span are its own place. None: there are no spans."""
+    sentences: Tensor | None = None
+    """[B, K, N] ids of the masked sentences of each sequence, as they were, for a contrastive loss; None: none."""
+    sentence_globals: Tensor | None = None
+    """[B, K] index of the global token of each of these sentences."""
+    sentence_weight: float = 0.0
+    """Weight of the contrastive loss beside the loss of the tokens."""
     prefix: Tensor | None = None
     """[B, T], whether each token is of its document's prefix, which all tokens of the document see (a prefix language
     model); None: there is no prefix, and the model's order decides."""
@@ -226,7 +232,17 @@ class Tokens:
 
     def map_tensors(self, function: Callable[[Tensor], Tensor], **changes: Any) -> "Tokens":
         """Apply a function to the tensor of each field that has one, and make `changes` to other fields."""
-        names = ("ids", "positions", "documents", "types", "labels", "boundaries", "prefix")
+        names = (
+            "ids",
+            "positions",
+            "documents",
+            "types",
+            "labels",
+            "boundaries",
+            "sentences",
+            "sentence_globals",
+            "prefix",
+        )
         for name in names:
             if (value := getattr(self, name)) is not None:
                 changes[name] = function(value)

@@ -1,6 +1,7 @@
 """Training objectives: they turn packed samples into inputs and targets, and compute the loss."""
 
 from xscale.objective import (
+    cpc,
     denoising,
     labelled,
     masked,
@@ -14,6 +15,7 @@ from xscale.objective import (
 )
 
 __all__ = [
+    "cpc",
     "denoising",
     "labelled",
     "masked",

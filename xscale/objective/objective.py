@@ -137,6 +137,11 @@ class Objective:
         """Return the longest masked span, whose boundaries `Tokens.boundaries` tells; None: it tells none."""
         return None
 
+    @classmethod
+    def sentences(cls, config: Any, length: int) -> int | None:
+        """Return the sentences of a sample that global tokens stand for (`Tokens.sentences`); None: there are none."""
+        return None
+
     def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
         """Make a batch of packed samples, of pairs, or of labelled examples.
 
