@@ -28,7 +28,14 @@ from xscale.optim.optimizer.optimizer import OPTIMIZERS
 from xscale.optim.schedule import SCHEDULES
 from xscale.parallel.pipeline.check import check_micro_batches
 from xscale.parallel.plan import ParallelPlan
-from xscale.train.check_model import check_documents, check_exits, check_lora, check_padding, check_two_stage
+from xscale.train.check_model import (
+    check_documents,
+    check_exits,
+    check_lora,
+    check_padding,
+    check_prefix,
+    check_two_stage,
+)
 from xscale.train.check_sentences import check_sentences
 from xscale.train.distill_check import check_distillation
 from xscale.train.settings import RECORDS, Settings, build_on_meta, labels_problems, records_problem
@@ -79,6 +86,8 @@ class Recipe(Settings):
             problems += check_documents(model, pads and self.data.cross_documents)
         if model is not None and traits is not None and (pads or traits.samples != "packed"):
             problems += check_padding(model)
+        if model is not None and traits is not None and traits.prefix and valid("parallel"):
+            problems += check_prefix(model, self.parallel)
         if model is not None and valid("objective") and isinstance(getattr(model, "head", None), ClassHead):
             problems += check_exits(model)
         if valid("parallel", "precision"):
@@ -132,13 +141,14 @@ class Recipe(Settings):
                 fix = f"The nearest are {', '.join(nearest_patterns(pattern, names))}."
                 what = f"no parameter has a name that matches '{pattern}'"
                 problems.append(Problem(f"{path}.{index}", what, fix))
-        if not any(parameter.requires_grad for parameter in model.parameters()):
+        unadapted = [] if self.lora is None else check_lora(model, self.lora, self.parallel.mesh)
+        # LoRA that is added to no map leaves nothing to train, which is no fault of the patterns of frozen parameters.
+        if not unadapted and not any(parameter.requires_grad for parameter in model.parameters()):
             problems.append(Problem(path, "freezes all parameters", "Leave out the pattern of those to be trained."))
         if self.init.from_ is not None and self.parallel.zero.engine == "deepspeed":
             what = "DeepSpeed keeps the parameters in tensors of its own, into which no other weights are read"
             problems.append(Problem("init.from", what, "Take parallel.zero.engine=torch."))
-        if self.lora is not None:
-            problems += check_lora(model, self.lora, self.parallel.mesh.tp)
+        problems += unadapted
         if (self.train.freeze or self.lora is not None) and self.parallel.mesh.pp > 1:
             what = "a pipeline stage whose parameters are all frozen has no gradient to pass on"
             problems.append(Problem(path, what, "Leave it empty and lora null, or take pp=1."))

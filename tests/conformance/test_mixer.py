@@ -159,6 +159,20 @@ def test_packed_documents_stay_apart(case: Case) -> None:
         assert close(part(before, tokens(LENGTH, documents=numbers))[:, 70:], packed[:, 70:])
 
 
+@each(entry for entry in MIXERS if entry.traits.prefix)
+def test_a_prefix_is_read_both_ways(entry: Entry[Any]) -> None:
+    """With the default core: what a core does with the prefix is the core's conformance."""
+    config = example(entry)
+    causal, other = (ready(entry.part(config, dims(causal=order))) for order in (True, False))
+    documents, prefix = numbered(12, 20), torch.zeros(2, 32, dtype=torch.bool)
+    prefix[:, 12:20] = True
+    x = drawn(2, 32, WIDTH)
+    out, plain = (causal(x, tokens(32, documents=documents, prefix=seen)) for seen in (prefix, None))
+    assert close(out[:, 12:20], other(x[:, 12:20], tokens(8)))
+    assert close(out[~prefix], plain[~prefix])
+    assert not close(out, plain)
+
+
 @pytest.mark.parametrize("case", cases("decode"))
 @pytest.mark.parametrize("chunks", [[1] * 12, [5, 1, 1, 5], [70, 1, 2, 1]], ids=str)
 def test_incremental_is_parallel(case: Case, chunks: list[int]) -> None:

@@ -116,6 +116,7 @@ def test_a_model_with_the_needed_traits_learns(entry: Entry[Any]) -> None:
     objective, model = built(entry), model_for(entry)
     batch = batches(objective)
     assert (batch.source is not None) == entry.traits.source
+    assert (batch.tokens.prefix is not None) == entry.traits.prefix
     assert batch.tokens.ids.shape == batch.targets.shape
     assert batch.targets.shape[0] == SAMPLES
     assert ((batch.targets == IGNORE_INDEX) | ((batch.targets >= 0) & (batch.targets < VOCABULARY))).all()

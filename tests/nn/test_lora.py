@@ -51,6 +51,23 @@ def test_it_adds_the_product_of_two_matrices() -> None:
             assert abs(value - wanted) < 1e-12
 
 
+def test_dropout_is_of_the_input_and_in_training_alone() -> None:
+    adapted = drawn(lora={**LORA, "dropout": 0.5})
+    linear = adapted.get_submodule("stack.blocks.0.mixer.part.q")
+    assert isinstance(linear, Linear)
+    lora = linear.lora
+    assert lora is not None
+    torch.nn.init.normal_(lora.b)
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    torch.manual_seed(1)
+    got = linear.train()(x) - x @ linear.weight.T
+    torch.manual_seed(1)
+    kept = torch.nn.functional.dropout(torch.ones_like(x), 0.5)
+    assert 0 < kept.count_nonzero() < kept.numel()
+    torch.testing.assert_close(got, 12 / 3 * (x * kept) @ lora.a.T @ lora.b.T)
+    torch.testing.assert_close(linear.eval()(x), x @ (linear.weight + lora.product()).T)
+
+
 def test_merged_weights_compute_the_same() -> None:
     adapted = drawn(lora=LORA)
     for name, value in adapted.named_parameters():

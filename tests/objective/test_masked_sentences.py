@@ -219,7 +219,7 @@ def test_types_choose_the_row_that_is_added() -> None:
     typed = model.embed(Tokens.from_ids(ids, types=types))
     for place, kind in enumerate(types[0].tolist()):
         assert torch.allclose(typed[0, place], plain[0, place] - model.embed.types[0] + model.embed.types[kind])
-    prefixed = Tokens.from_ids(ids, types=types, labels=torch.tensor([1])).with_prefix(2)
+    prefixed = Tokens.from_ids(ids, types=types, labels=torch.tensor([1])).with_global_tokens(2)
     assert prefixed.types is not None
     assert prefixed.types.tolist() == [[0, 0, *types[0].tolist()]]
     assert prefixed.labels is not None

@@ -9,10 +9,14 @@ import torch
 
 from tests.distributed import Pool
 from tests.train.tiny import losses, metrics, recipe, run
+from xscale.api import load_model
 from xscale.checkpoint.load import load_tensors
+from xscale.commands.convert import export_checkpoint
 from xscale.commands.merge_lora import merge_run
 from xscale.core.config import decode, encode
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
+from xscale.objective.labelled import Classify
+from xscale.objective.objective import SpecialTokens
 from xscale.recipe import Recipe
 from xscale.train.load_run import evaluate_run
 
@@ -109,6 +113,32 @@ def test_lora_is_merged_into_a_run_of_its_own(tmp_path: Path) -> None:
     refused = problems_of(tmp_path, lora={"match": ["*.quary"]})
     assert "lora.match.0: no linear map has a path that matches '*.quary'" in refused
     assert "The nearest are" in refused
+    # What was to be trained matched nothing, which is one problem and not two.
+    decoder = {"kind": "decoder", "width": 32, "stack": MODEL["stack"]}
+    one = recipe(tmp_path, model=decoder, lora={"match": ["*.quary"]}).check()
+    assert [problem.path for problem in one] == ["lora.match.0"]
+
+
+@pytest.mark.long
+def test_merged_lora_is_exported(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    block = {"mixer": {"kind": "attention", "heads": 4}, "ffn": {"kind": "gated", "hidden": 48}, "norm": "rms"}
+    model = {"kind": "decoder", "width": 32, "tied": False, "stack": {"depth": 2, "block": block}}
+    asked = {"model": model, "objective": {"kind": "causal"}, "lora": {"rank": 2, "match": ["*.q", "*.down"]}}
+    assert run(recipe(tmp_path, "run", optimizer={"kind": "adamw", "lr": 0.1}, **asked)) == EXIT_DONE
+    with pytest.raises(ConfigError, match="Merge it with `xscale checkpoint merge-lora"):
+        export_checkpoint(tmp_path / "run", tmp_path / "hf", "hf", None, 1e-3)
+    assert merge_run(tmp_path / "run", tmp_path / "merged") == EXIT_DONE
+    assert export_checkpoint(tmp_path / "merged", tmp_path / "hf", "hf", None, 1e-3) == EXIT_DONE
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    ids = torch.arange(20)[None]
+    adapted = load_model(tmp_path / "run")
+    torch.testing.assert_close(theirs(ids).logits, adapted(ids), rtol=1e-4, atol=1e-4)
+    # What LoRA learned shows: without it the logits are others.
+    for name, parameter in adapted.named_parameters():
+        if name.endswith(".lora.b"):
+            torch.nn.init.zeros_(parameter)
+    assert (theirs(ids).logits - adapted(ids)).abs().max() > 0.01
 
 
 @pytest.mark.long
@@ -155,12 +185,30 @@ def test_what_does_not_fit_labels_is_refused(tmp_path: Path) -> None:
     assert "Take a source of labelled, stdlib_labelled" in refused
     refused = problems_of(tmp_path, train={"freeze": ["stack.block.*"]})
     assert "train.freeze.0: no parameter has a name that matches 'stack.block.*'" in refused
+    assert "objective.pair_types: tells" in problems_of(tmp_path, objective={"pair_types": True})
+    assert "head" not in problems_of(tmp_path, model={**MODEL, "token_types": 2}, objective={"pair_types": True})
+    sharded = {"lora": {"match": ["*.q", "*.down"], "dropout": 0.1}, "parallel": {"mesh": {"tp": 2}}}
+    listed = [str(problem) for problem in asked(tmp_path, **sharded).check(2)]
+    assert len(listed) == 1
+    assert "down reads channels that tp=2 shards" in listed[0]
     assert "freezes all parameters" in problems_of(tmp_path, train={"freeze": ["*"]})
     refused = problems_of(tmp_path, data={"cross_documents": True})
     assert "data.cross_documents: 'classify' hides padding" in refused
     exits = {**decoder, "stack": {**MODEL["stack"], "exits": {}}}
     refused = problems_of(tmp_path, model=exits, objective={"pool": "last"})
     assert "model.stack.exits: the heads of exits predict tokens" in refused
+
+
+@pytest.mark.parametrize("pair_types", [False, True])
+def test_the_second_of_two_texts_has_a_type(pair_types: bool) -> None:
+    """Devlin et al. 2019, section 3: [CLS] A [SEP] has the first type and B [SEP] the second; padding is of neither."""
+    specials = SpecialTokens(vocabulary=20, pad=0, eos=2, mask=None, sentinels=range(0), bos=1)
+    objective = Classify(Classify.Config(classes=2, pair_types=pair_types), specials, 9, 0)
+    tokens = torch.tensor([[1, 5, 6, 2, 7, 2, 0, 0, 0], [1, 5, 2, 0, 0, 0, 0, 0, 0]])
+    documents = torch.tensor([[0] * 6 + [1] * 3, [0] * 3 + [1] * 6])
+    types = objective.batch(tokens, documents, torch.arange(2), labels=torch.zeros(2, 1).long()).tokens.types
+    wanted = [[0, 0, 0, 0, 1, 1, 0, 0, 0], [0] * 9] if pair_types else None
+    assert (None if types is None else types.tolist()) == wanted
 
 
 def test_the_key_from_is_data(tmp_path: Path) -> None:

@@ -33,7 +33,11 @@ def export_checkpoint(
     from xscale.train.load_run import plugins_of
 
     path = find_checkpoint(path)
-    with plugins_of(read_config(path), path, imported=plugins):
+    config = read_config(path)
+    if config.get("lora") is not None:
+        fix = "Merge it with `xscale checkpoint merge-lora RUN MERGED`, and export MERGED."
+        raise ConfigError(str(path), "the formats of export have no place for LoRA", fix)
+    with plugins_of(config, path, imported=plugins):
         if to == UNIVERSAL:
             from xscale.convert.deepspeed import export_universal
 

@@ -17,7 +17,7 @@ from xscale.core.config import Config
 from xscale.nn.class_head import ClassHead
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.linear import Linear
-from xscale.nn.module import Module, name_modules
+from xscale.nn.module import Axis, Module, name_modules
 
 MARK = ".lora."
 """Part of the names of its parameters."""
@@ -30,6 +30,8 @@ class LoraConfig(Config):
     """r, the inner size of the two matrices."""
     alpha: float = Field(default=16.0, gt=0)
     """The product is multiplied by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout probability of the input of the two matrices in training, as in the authors' code."""
     match: tuple[str, ...] = Field(default=("*.q", "*.v"), min_length=1)
     """Patterns of the paths of linear maps that it is added to, such as `*.q`: * any characters, ? one."""
 
@@ -46,11 +48,16 @@ class Lora(Module):
         outputs, inputs = base.weight.shape
         of_outputs, of_inputs = base.axes["weight"]
         self.scale = config.alpha / config.rank
+        self.dropout = config.dropout
+        self.inputs = of_inputs
         self.declare("a", (config.rank, inputs), ("state", of_inputs), Init(std=inputs**-0.5))
         self.declare("b", (outputs, config.rank), (of_outputs, "state"), ZEROS)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] -> [..., outputs]."""
+        if self.training and self.dropout:
+            dims: tuple[Axis, ...] = ("batch", "tokens", self.inputs) if x.ndim == 3 else ("tokens", self.inputs)
+            x = self.random.dropout(x, self.dropout, dims)
         return self.scale * F.linear(F.linear(x, self.use(self.a)), self.use(self.b))
 
     def product(self) -> Tensor:

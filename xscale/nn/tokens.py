@@ -148,6 +148,15 @@ class Tokens:
     boundaries: Tensor | None = None
     """[B, T, 2] places of the tokens before and after the masked span of each token, for a boundary head; those of a
     token in no span are its own place. None: there are no spans."""
+    sentences: Tensor | None = None
+    """[B, K, N] ids of the masked sentences of each sequence, as they were, for a contrastive loss; None: none."""
+    sentence_globals: Tensor | None = None
+    """[B, K] index of the global token of each of these sentences."""
+    sentence_weight: float = 0.0
+    """Weight of the contrastive loss beside the loss of the tokens."""
+    prefix: Tensor | None = None
+    """[B, T], whether each token is of its document's prefix, which all tokens of the document see (a prefix language
+    model); None: there is no prefix, and the model's order decides."""
     rng_seed: int | None = None
     """Seed of this micro-batch's random numbers (dropout, router noise). None: no random numbers, as in evaluation."""
     aux_loss_weight: float | None = None
@@ -203,11 +212,11 @@ class Tokens:
         """Return a copy with the budgets of the sequences."""
         return replace(self, gating=gating)
 
-    def with_prefix(self, count: int) -> "Tokens":
+    def with_global_tokens(self, count: int) -> "Tokens":
         """Prepend `count` positions without token ids (global tokens); they count from 0, and the text after them."""
         if not count:
             return self
-        assert self.documents is None, "a prefix belongs to no document"
+        assert self.documents is None, "a global token belongs to no document"
         places = torch.arange(count, device=self.ids.device).expand(len(self.ids), -1)
         return replace(
             self,
@@ -223,7 +232,17 @@ class Tokens:
 
     def map_tensors(self, function: Callable[[Tensor], Tensor], **changes: Any) -> "Tokens":
         """Apply a function to the tensor of each field that has one, and make `changes` to other fields."""
-        names = ("ids", "positions", "documents", "types", "labels", "boundaries")
+        names = (
+            "ids",
+            "positions",
+            "documents",
+            "types",
+            "labels",
+            "boundaries",
+            "sentences",
+            "sentence_globals",
+            "prefix",
+        )
         for name in names:
             if (value := getattr(self, name)) is not None:
                 changes[name] = function(value)

@@ -1,23 +1,29 @@
 """Training objectives: they turn packed samples into inputs and targets, and compute the loss."""
 
 from xscale.objective import (
+    cpc,
     denoising,
     labelled,
     masked,
     masked_sentences,
     objective,
+    prefix_lm,
     seq2seq,
     span,
     span_boundary,
+    ul2,
 )
 
 __all__ = [
+    "cpc",
     "denoising",
     "labelled",
     "masked",
     "masked_sentences",
     "objective",
+    "prefix_lm",
     "seq2seq",
     "span",
     "span_boundary",
+    "ul2",
 ]

@@ -36,7 +36,12 @@ class LabelledObjective(Objective):
         """`tokens` and `documents` [B, T], which are 0 for text and 1 for padding; `labels` are those of `Samples`."""
         assert documents is not None, "padding is told from text by its document"
         assert labels is not None, "examples have labels"
-        return Batch(Tokens.from_ids(tokens, documents, **fields), self.targets(documents, labels))
+        types = self.types(tokens, documents)
+        return Batch(Tokens.from_ids(tokens, documents, types=types, **fields), self.targets(documents, labels))
+
+    def types(self, tokens: Tensor, documents: Tensor) -> Tensor | None:
+        """Return the types [B, T] of tokens and documents, both [B, T]; None: every token has the first type."""
+        return None
 
     def targets(self, documents: Tensor, labels: Tensor) -> Tensor:
         """Documents [B, T] and labels [B, 1] or [B, T] -> targets [B, T]."""
@@ -49,6 +54,9 @@ class _Pooled(LabelledObjective):
         """Token whose output stands for the example. first: the beginning-of-text token, as [CLS] in BERT. last: the
         last end-of-document token, as in GPT (Radford et al. 2018), for causal models, in which it alone has read all.
         """
+        pair_types: bool = False
+        """Whether the second of two texts, with its end-of-document token, has the second token type, as the segments
+        of BERT; the model needs token_types of 2."""
 
     @classmethod
     def check_model(cls, config: Any, *, causal: bool, path: str) -> list[Problem]:
@@ -56,6 +64,13 @@ class _Pooled(LabelledObjective):
             what = "the first token of a causal model has read no other"
             return [Problem(f"{path}.pool", what, "Take last, or a bidirectional model.")]
         return []
+
+    def types(self, tokens: Tensor, documents: Tensor) -> Tensor | None:
+        if not self.config.pair_types:
+            return None
+        ends = (tokens == self.specials.eos).long()
+        is_second = (ends.cumsum(1) - ends > 0) & (documents == 0)
+        return is_second.long()
 
     def targets(self, documents: Tensor, labels: Tensor) -> Tensor:
         at = torch.zeros_like(labels, dtype=torch.long)

@@ -31,6 +31,8 @@ class ObjectiveTraits:
     padded: bool = False
     """Batches of packed text end in padding, which is a document of its own, also where attention may cross the
     documents of a sample."""
+    prefix: bool = False
+    """Needs a model whose tokens all see a prefix of their document (`Tokens.prefix`), as a prompt is in generation."""
     samples: Samples = "packed"
     """Kind of the samples: packed text, pairs of a source and a target, or another one that `Samples` names."""
     labels: Literal["class", "score", "tags"] | None = None
@@ -133,6 +135,11 @@ class Objective:
     @classmethod
     def max_span(cls, config: Any) -> int | None:
         """Return the longest masked span, whose boundaries `Tokens.boundaries` tells; None: it tells none."""
+        return None
+
+    @classmethod
+    def sentences(cls, config: Any, length: int) -> int | None:
+        """Return the sentences of a sample that global tokens stand for (`Tokens.sentences`); None: there are none."""
         return None
 
     def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:

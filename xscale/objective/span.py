@@ -46,31 +46,39 @@ class Span(Objective):
         )
 
     def _corrupt(self, row: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Source and target of `row` [T], and the index in `row` that each token of the two stands for."""
-        length = len(row)
-        corrupted, spans = span_counts(self.config, length)
         generator = torch.Generator().manual_seed(seed_of(self.seed, "span", number))
-        lengths = _random_partition(corrupted, spans, generator)
-        gaps = _random_partition(length - corrupted, spans, generator)
-        source, source_at, target, target_at = [], [], [], []
-        at = 0
-        for gap, size, sentinel in zip(gaps, lengths, self.specials.sentinels, strict=False):
-            first = at + gap
-            mark = row.new_tensor([sentinel])
-            source += [row[at:first], mark]
-            source_at += [torch.arange(at, first), torch.tensor([first])]
-            target += [mark, row[first : first + size]]
-            # A span over a document's end belongs to the document it starts in, where its sentinel is.
-            target_at.append(torch.full((size + 1,), first))
-            at = first + size
-        last = torch.tensor([self.specials.eos])
-        end_of_target = target_at[-1][-1:]
-        return (
-            torch.cat([*source, last]),
-            torch.cat([*source_at, source_at[-1][-1:]]),
-            torch.cat([*target, last]),
-            torch.cat([*target_at, end_of_target]),
-        )
+        return corrupt_spans(row, span_counts(self.config, len(row)), self.specials, generator)
+
+
+def corrupt_spans(
+    row: Tensor, counts: tuple[int, int], specials: SpecialTokens, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Source and target of `row` [T], and the index in `row` that each token of the two stands for.
+
+    `counts` are the corrupted tokens and the spans. The last span ends with the row, so that a single one is its end.
+    """
+    corrupted, spans = counts
+    lengths = _random_partition(corrupted, spans, generator)
+    gaps = _random_partition(len(row) - corrupted, spans, generator)
+    source, source_at, target, target_at = [], [], [], []
+    at = 0
+    for gap, size, sentinel in zip(gaps, lengths, specials.sentinels, strict=False):
+        first = at + gap
+        mark = row.new_tensor([sentinel])
+        source += [row[at:first], mark]
+        source_at += [torch.arange(at, first), torch.tensor([first])]
+        target += [mark, row[first : first + size]]
+        # A span over a document's end belongs to the document it starts in, where its sentinel is.
+        target_at.append(torch.full((size + 1,), first))
+        at = first + size
+    last = torch.tensor([specials.eos])
+    end_of_target = target_at[-1][-1:]
+    return (
+        torch.cat([*source, last]),
+        torch.cat([*source_at, source_at[-1][-1:]]),
+        torch.cat([*target, last]),
+        torch.cat([*target_at, end_of_target]),
+    )
 
 
 def span_counts(config: Span.Config, length: int) -> tuple[int, int]:

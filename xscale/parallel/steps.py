@@ -21,6 +21,7 @@ from xscale.parallel import (
     float8,
     loss_scale,
     reversible,
+    sentence_contrast,
     zero,
 )
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
@@ -193,6 +194,7 @@ class BatchStatisticsStep(_Step):
     def apply(
         self, model: nn.Module, settings: StepSettings, mesh: Mesh, fill: FillParameters
     ) -> tuple[nn.Module, str | None]:
+        sentence_contrast.apply(model, mesh)
         count = batch_statistics.apply(model, mesh)
         return model, f"Applied statistics over all data-parallel ranks to {count} batch norms" if count else None
 

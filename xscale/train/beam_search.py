@@ -1,6 +1,6 @@
 """Beam search with a length penalty (Wu et al. 2016, equation 14; Vaswani et al. 2017, section 6.1)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -41,6 +41,7 @@ def beam_search(
     penalty_form: PenaltyForm = "wu",
     source: Tensor | None = None,
     window: int | None = None,
+    prefix: bool = False,
 ) -> list[Hypothesis]:
     """Search the likeliest continuations of prompt ids [T] by up to `length` tokens; return up to `beams`, best first.
 
@@ -48,14 +49,15 @@ def beam_search(
     are finished, and the `beams` likeliest that do not end go on, until none of them can have a better score than those
     that are finished. Where none ends, those that go on at the last step are returned. `length_penalty` is alpha of
     `length_penalty_of`, whose length includes the token `end`, and `penalty_form` its form. `source` [S]: input ids of
-    an encoder-decoder. `window` is the longest sequence that the model's positions support. On one process.
+    an encoder-decoder. `window` is the longest sequence that the model's positions support. `prefix`: whether
+    the prompt is a prefix, whose tokens see each other in both directions. On one process.
     """
     assert beams >= 1, "a search without beams"
     model.eval()
     limit = length if window is None else min(length, window - len(prompt))
     if limit < 1:
         return [Hypothesis((), 0.0)]
-    step = _Step(model, source)
+    step = _Step(model, source, len(prompt) if prefix else 0)
     live, scores = prompt[None], torch.zeros(1, dtype=torch.float64)
     finished: list[Hypothesis] = []
     best = length_penalty_of(limit, length_penalty, penalty_form)
@@ -89,8 +91,8 @@ def beam_search(
 class _Step:
     """Computes the next tokens of several hypotheses; a source is encoded once, where the model has a cache for it."""
 
-    def __init__(self, model: nn.Module, source: Tensor | None) -> None:
-        self.model, self.source = model, source
+    def __init__(self, model: nn.Module, source: Tensor | None, prefix: int) -> None:
+        self.model, self.source, self.prefix = model, source, prefix
         self.has_cache = incremental(model)
         self.memory: Tensor | None = None
 
@@ -104,6 +106,8 @@ class _Step:
             shape[-3] = count
             cache["memory"] = self.memory.expand(shape)
         tokens = Tokens.from_ids(ids, cache=cache, only_last_logits=True)
+        if self.prefix:
+            tokens = replace(tokens, prefix=tokens.positions < self.prefix)
         source = None if self.source is None else Tokens.from_ids(self.source.expand(count, -1))
         logits: Tensor = self.model(tokens, None, source)[:, -1]
         if cache is not None and self.memory is None and "memory" in cache:

@@ -1,4 +1,4 @@
-"""Check what a model on meta cannot be in a run: frozen stages of exits, LoRA, padding, packed documents."""
+"""Check what a model on meta cannot be in a run: frozen stages of exits, LoRA, padding, packed documents, a prefix."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +7,7 @@ from torch import nn
 
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
+from xscale.mesh.axes import MeshConfig
 from xscale.nn.attention.core import CORES, Core
 from xscale.nn.exits import Exits
 from xscale.nn.ffn.sparse import SparseFfn
@@ -17,6 +18,8 @@ from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.module import Module, Part
 from xscale.optim.groups import ParameterGroup, group_of, nearest_patterns
+from xscale.parallel import context
+from xscale.parallel.config import ParallelConfig
 
 
 def check_two_stage(model: nn.Module, groups: Sequence[ParameterGroup], names: Sequence[str]) -> list[Problem]:
@@ -35,10 +38,14 @@ def check_two_stage(model: nn.Module, groups: Sequence[ParameterGroup], names: S
     return []
 
 
-def check_lora(model: nn.Module, config: LoraConfig, tp: int) -> list[Problem]:
+def check_lora(model: nn.Module, config: LoraConfig, mesh: MeshConfig) -> list[Problem]:
     """List the patterns of LoRA that match no linear map, and the maps that it cannot be added to."""
     maps = [path for path, module in model.named_modules() if isinstance(module, Linear)]
     problems: list[Problem] = []
+    tp = mesh.tp
+    if config.dropout and mesh.cp > 1:
+        what = "draws over the sequence, of which each rank of cp has a shard"
+        problems.append(Problem("lora.dropout", what, "Take 0, or cp=1."))
     for index, pattern in enumerate(config.match):
         where, paths = f"lora.match.{index}", lora_paths(model, pattern)
         if not paths:
@@ -54,6 +61,10 @@ def check_lora(model: nn.Module, config: LoraConfig, tp: int) -> list[Problem]:
             if fewer and isinstance(linear, Linear) and "kv_heads" in linear.axes["weight"]:
                 what = f"tp={tp} replicates {path}, which has fewer kv_heads than ranks"
                 problems.append(Problem(where, what, "Leave it out, or take a lower tp."))
+            sharded = isinstance(linear, Linear) and linear.axes["weight"][1] not in ("width", "state")
+            if config.dropout and tp > 1 and sharded:
+                what = f"{path} reads channels that tp={tp} shards, of which no rank draws the whole mask"
+                problems.append(Problem("lora.dropout", what, "Take 0 or tp=1, or leave it out of lora.match."))
             if path.startswith("head."):
                 what = f"{path} is of the head, which is trained as a whole or not at all"
                 problems.append(Problem(where, what, "Leave it out."))
@@ -83,6 +94,31 @@ def check_padding(model: nn.Module) -> list[Problem]:
         )
         for name, path in paths.items()
     ]
+
+
+def check_prefix(model: nn.Module, config: ParallelConfig) -> list[Problem]:
+    """List the parts and the layout of a causal model that hide a prefix's later tokens from its earlier ones."""
+    problems = [_hides_prefix(module, config) for module in model.modules() if isinstance(module, Mixer)]
+    return list({str(problem): problem for problem in problems if problem is not None}.values())
+
+
+def _hides_prefix(mixer: Mixer, config: ParallelConfig) -> Problem | None:
+    hidden, kind = "of a prefix would not see its later tokens", str(mixer.Config.kind)
+    if not MIXERS.get(kind).traits.prefix:
+        fix = f"Take one of these mixers: {', '.join(MIXERS.able(prefix=True))}; or objective.kind=causal."
+        return Problem("objective", f"in mixer '{kind}' the tokens {hidden}", fix)
+    assert isinstance(mixer, Attention), "the trait is of mixers with a core"
+    core, position = mixer.core.Config.kind, mixer.position
+    if not mixer.core.traits.prefix:
+        fix = f"Take one of these cores: {', '.join(CORES.able(prefix=True))}; or objective.kind=causal."
+        return Problem("objective", f"in core '{core}' the tokens {hidden}", fix)
+    if position is not None and (position.adds_bias or position.adds_scores):
+        what = f"position '{position.Config.kind}' of a causal model tells no distances to later tokens from each other"
+        return Problem("model.position", what, "Take rope, learned or sinusoidal; or objective.kind=causal.")
+    if config.mesh.cp > 1 and context.style_of(mixer, config) in ("ring", "scan", "halo"):
+        what = "a prefix is seen by tokens of earlier shards, whose scores are computed by ulysses alone"
+        return Problem("parallel.context.style", what, "Take ulysses, or cp=1.")
+    return None
 
 
 def check_documents(model: nn.Module, only_padding: bool = False) -> list[Problem]:

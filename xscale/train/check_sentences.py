@@ -7,7 +7,30 @@ from xscale.train.settings import Settings
 
 def check_sentences(settings: Settings) -> list[Problem]:
     """List where the data has no sentences for an objective on them, or the model no head for classes or boundaries."""
-    return _check_data(settings) + _check_model(settings) + _check_boundaries(settings)
+    of_model = _check_model(settings) + _check_boundaries(settings) + _check_contrast(settings)
+    return _check_data(settings) + of_model
+
+
+def _check_contrast(settings: Settings) -> list[Problem]:
+    objective = OBJECTIVES.of(settings.objective)
+    count = objective.part.sentences(settings.objective, settings.data.sequence_length)
+    if count is None:
+        return []
+    problems, tokens, parallel = [], getattr(settings.model, "global_tokens", 0), settings.parallel
+    if tokens < count:
+        what = f"'{objective.name}' needs a global token for each of {count} sentences, and the model has {tokens}"
+        problems.append(Problem("model.global_tokens", what, f"Take {count} in a model of kind encoder."))
+    for axis in ("pp", "cp", "tp"):
+        if getattr(parallel.mesh, axis) > 1:
+            what = f"'{objective.name}' encodes sentences by themselves too, which is for data parallelism alone"
+            problems.append(Problem(f"parallel.mesh.{axis}", what, "Take 1."))
+    if parallel.zero.engine == "deepspeed":
+        what = f"'{objective.name}' runs the model twice in a forward, which is for the engine torch alone"
+        problems.append(Problem("parallel.zero.engine", what, "Take torch."))
+    if settings.distill is not None:
+        what = f"'{objective.name}' runs the model twice in a forward, and a student is compared with its teacher once"
+        problems.append(Problem("distill", what, "Take null, or objective.kind=masked."))
+    return problems
 
 
 def _check_boundaries(settings: Settings) -> list[Problem]:
@@ -57,7 +80,12 @@ def _check_model(settings: Settings) -> list[Problem]:
     path = "model.sentence_head"
     if classes is None:
         what = f"objective '{objective.name}' has no classes of sequences, so that the head would not be trained"
-        return [] if head is None else [Problem(path, what, "Take null, or an objective on sentences.")]
+        problems = [] if head is None else [Problem(path, what, "Take null, or an objective on sentences.")]
+        if getattr(settings.objective, "pair_types", False) and getattr(model, "token_types", 0) < 2:
+            what = "tells the second of two texts by its token type, and the model does not know two"
+            fix = "Take false, or model.token_types=2 in a model of kind encoder."
+            problems.append(Problem("objective.pair_types", what, fix))
+        return problems
     problems = []
     if head is None:
         what = f"objective '{objective.name}' has {classes} classes of sequences, and the model has no head for them"

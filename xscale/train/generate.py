@@ -16,6 +16,7 @@ from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.model.model import MODELS
 from xscale.nn.module import Module
 from xscale.nn.tokens import Tokens
+from xscale.objective.objective import OBJECTIVES
 from xscale.observe import Observer, SampleReport
 from xscale.train.settings import Settings
 from xscale.train.setup import RunParts
@@ -34,12 +35,14 @@ def generate(
     source: Tensor | None = None,
     window: int | None = None,
     policy: ExitPolicyConfig | None = None,
+    prefix: bool = False,
 ) -> Tensor:
     """Generate from prompt ids [T] up to `length` further ids, without the `end` token that stops generation.
 
     Collective: all ranks sample the same tokens. `window` is the longest sequence that the model's positions support;
     generation stops there. `source` [S]: input ids of an encoder-decoder. `policy`: when a token leaves at an exit; the
     blocks behind it compute their keys and values from the hidden state that left. None: all blocks are computed.
+    `prefix`: whether the prompt is a prefix, whose tokens see each other in both directions.
     """
     model.eval()
     generator = torch.Generator().manual_seed(seed_of(seed, "generate"))
@@ -56,6 +59,8 @@ def generate(
         first = done if cache is not None else 0
         positions = torch.arange(first, len(ids), device=device)[None]
         tokens = Tokens(ids=ids[None, first:], positions=positions, cache=cache, only_last_logits=True)
+        if prefix and first == 0:
+            tokens = replace(tokens, prefix=positions < len(prompt))
         if policy is not None:
             tokens = replace(tokens, early_exit=EarlyExit(policy))
         logits = model(tokens, None, source_tokens)
@@ -158,5 +163,6 @@ def write_samples(parts: RunParts, observer: Observer, step: int) -> None:
             top_k=sample.top_k,
             seed=settings.run.seed + number,
             window=settings.data.sequence_length,
+            prefix=OBJECTIVES.of(settings.objective).traits.prefix,
         )
         observer.sampled(SampleReport(step, sample.prompts[number], tokenizer.decode(tokens.tolist())))

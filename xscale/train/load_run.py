@@ -181,6 +181,7 @@ def generate_text(
     # Nothing trains this model afterwards, so what it caches may be good for inference alone, which costs less.
     with torch.inference_mode(loaded.mesh.rank_info.is_single_process):
         shared: dict[str, Any] = {"end": tokenizer.eos, "source": source, "window": window}
+        shared["prefix"] = OBJECTIVES.of(settings.objective).traits.prefix
         if beams > 1:
             penalty: dict[str, Any] = {"length_penalty": length_penalty, "penalty_form": penalty_form}
             hypotheses = beam_search(loaded.model, ids, tokens, beams=beams, **penalty, **shared)

@@ -43,6 +43,8 @@ class CoreTraits:
     position_dependent: bool = False
     """Which keys a query sees depends on its absolute position in the sample: a packed document sees no other document,
     but its output differs from that of the same document alone."""
+    prefix: bool = False
+    """In a causal model, lets all queries of a document see the keys of its prefix (`AttentionMask.key_prefix`)."""
     dropout: bool = False
     """Has attention weights and applies dropout to them in training."""
     exact: bool = False

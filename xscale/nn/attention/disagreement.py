@@ -34,6 +34,7 @@ from xscale.nn.dims import Dims
         bias=True,
         position_terms=True,
         documents=True,
+        prefix=True,
         exact=True,
         decode=True,
     ),

@@ -34,6 +34,7 @@ STEPS = 10
         bias=True,
         position_terms=True,
         documents=True,
+        prefix=True,
         decode=True,
     ),
 )

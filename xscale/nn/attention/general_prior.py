@@ -41,6 +41,7 @@ from xscale.nn.position.position import POSITIONS
         bias=True,
         position_terms=True,
         documents=True,
+        prefix=True,
         exact=True,
         decode=True,
         previous_scores=True,

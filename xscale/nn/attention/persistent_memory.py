@@ -32,6 +32,7 @@ from xscale.nn.init import Init
         bias=True,
         position_terms=True,
         documents=True,
+        prefix=True,
         decode=True,
     ),
     deviations=(

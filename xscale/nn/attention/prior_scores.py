@@ -58,6 +58,7 @@ class ScoreCore(Core):
         bias=True,
         position_terms=True,
         documents=True,
+        prefix=True,
         exact=True,
         decode=True,
         previous_scores=True,

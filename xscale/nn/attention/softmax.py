@@ -28,6 +28,7 @@ from xscale.nn.position.position import Position
         bias=True,
         position_terms=True,
         documents=True,
+        prefix=True,
         exact=True,
         decode=True,
     ),

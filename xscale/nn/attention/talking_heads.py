@@ -29,6 +29,7 @@ from xscale.nn.init import Init
         bias=True,
         position_terms=True,
         documents=True,
+        prefix=True,
         decode=True,
     ),
     deviations=("Queries, softmax and values have one number of heads; the paper allows three.",),

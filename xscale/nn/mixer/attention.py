@@ -51,7 +51,8 @@ def grow_buffer(buffer: Tensor | None, new: Tensor, length: int) -> Tensor:
 
 
 @MIXERS.register(
-    "attention", traits=MixerTraits(causal=True, bidirectional=True, cross=True, documents=True, decode=True)
+    "attention",
+    traits=MixerTraits(causal=True, bidirectional=True, cross=True, documents=True, decode=True, prefix=True),
 )
 class Attention(Mixer):
     class Config(Mixer.Config):
@@ -269,13 +270,11 @@ class Attention(Mixer):
 
     def project_output(self, o: Tensor) -> Tensor:
         """Project the heads' outputs [B, H, T, K] to the width: [B, T, D]."""
-        out: Tensor = self.o(o.transpose(1, 2).flatten(2))
-        return out
+        return self.o(o.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         """Run the core: q [B, H, T, K], k and v [B, G, S, K] -> [B, H, T, K]. A seam: context parallelism."""
-        o: Tensor = self.core(q, k, v, mask)
-        return o
+        return self.core(q, k, v, mask)  # type: ignore[no-any-return]
 
     @property
     def hands_on_scores(self) -> bool:
@@ -351,6 +350,7 @@ class Attention(Mixer):
                 offset=0 if self.cross else k.shape[2] - q.shape[2],
                 query_documents=tokens.documents if documents else None,
                 key_documents=key_tokens.documents if documents else None,
+                key_prefix=key_tokens.prefix,
                 dropout=0.0 if tokens.rng_seed is None else self.dropout,
                 shared_qk=self.shared_qk,
                 stats=tokens.stats,

@@ -30,7 +30,7 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "collaborative",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=True, documents=True, decode=True),
+    traits=MixerTraits(causal=True, bidirectional=True, cross=True, documents=True, decode=True, prefix=True),
     deviations=("Models of multi-head attention cannot be converted by the paper's tensor decomposition.",),
 )
 class Collaborative(Attention):

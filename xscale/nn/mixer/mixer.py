@@ -27,6 +27,8 @@ class MixerTraits:
     """Masks packed documents from each other."""
     decode: bool
     """Has an incremental form that equals the parallel one."""
+    prefix: bool = False
+    """In a causal model, lets all tokens of a document see its prefix (`Tokens.prefix`), where its core can."""
 
 
 class Mixer(Part):

@@ -30,7 +30,7 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "mla",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True, prefix=True),
     deviations=(
         "Generation projects the cached latents to keys and values at each step; W_uk and W_uv are not absorbed into "
         "the other projections.",

@@ -18,6 +18,7 @@ from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, mo
 from xscale.nn.module import name_modules
 from xscale.nn.norm import NORMS, Norm
 from xscale.nn.pooler import SentenceHead, SentenceHeadConfig
+from xscale.nn.sentence_contrast import SentenceContrast
 from xscale.nn.stack import Stack, StackConfig, predict
 from xscale.nn.tokens import Tokens
 
@@ -92,6 +93,7 @@ class Encoder(Model):
         if config.boundary_head is not None:
             boundary = BoundaryHead(config.boundary_head, config.stack.block.norm, dims)
         self.head = make_head(self.embed.table if config.tied else None, sentence, boundary)
+        self.contrast = SentenceContrast() if count else None
         name_modules(self)
 
     @classmethod
@@ -120,6 +122,16 @@ class Encoder(Model):
         if count and tokens.documents is not None:
             what = f"the {count} global tokens of a sample are shared by its documents, which must not see each other"
             raise ConfigError("data.cross_documents", what, "Set it to true, or model.global_tokens to 0.")
-        prefixed, prediction = tokens.with_prefix(count), Prediction(self.head, targets)
+        prefixed, prediction = tokens.with_global_tokens(count), Prediction(self.head, targets)
         x = self.stack(self.embed(tokens), prefixed, prediction=prediction)
+        if self.contrast is not None and tokens.sentences is not None and targets is not None:
+            x = self._attach_contrast(self.contrast, x, tokens)
         return predict(self.stack, x, prefixed, prediction)
+
+    def _attach_contrast(self, contrast: SentenceContrast, x: Tensor, tokens: Tokens) -> Tensor:
+        """Return x [B, M + T, D] with the loss of the masked sentences attached, each of which is encoded by itself."""
+        if tokens.sentences is None or (tokens.aux_loss_weight is None and tokens.stats is None):
+            return x
+        alone = Tokens.from_ids(tokens.sentences.flatten(0, 1), rng_seed=tokens.rng_seed)  # [B * K, N]
+        states = self.stack(self.embed(alone), alone.with_global_tokens(self.global_tokens))
+        return contrast.attach_loss(x, states[:, 0], tokens)

@@ -67,6 +67,7 @@ class ShardedAttentionMask(AttentionMask):
             causal=self.causal,
             query_documents=self.query_shard.full.documents if documents else None,
             key_documents=self.key_shard.full.documents if documents else None,
+            key_prefix=self.key_shard.full.prefix,
             dropout=self.dropout,
             shared_qk=self.shared_qk,
             stats=self.query_shard.stats,

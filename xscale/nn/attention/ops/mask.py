@@ -37,6 +37,9 @@ class AttentionMask:
     """[B, T]; a query sees the keys of its own document only."""
     key_documents: Tensor | None = None
     """[B, S]."""
+    key_prefix: Tensor | None = None
+    """[B, S], whether each key is of its document's prefix, which earlier queries see too, for cores with the trait
+    `prefix`; None: there is no prefix."""
     bias: Tensor | None = None
     """[B or 1, H, T, S] added to the scores."""
     relative_bias: Callable[[Tensor], Tensor] | None = None
@@ -80,9 +83,10 @@ class AttentionMask:
 
     @property
     def is_only_causal(self) -> bool:
-        """Whether only `causal` decides: no documents, no bias, no KV cache."""
+        """Whether only `causal` decides: no documents, no prefix, no bias, no KV cache."""
         is_biased = any(bias is not None for bias in (self.bias, self.relative_bias, self.position_terms))
-        return self.query_documents is None and not is_biased and self.offset == 0
+        is_plain = self.query_documents is None and self.key_prefix is None
+        return is_plain and not is_biased and self.offset == 0
 
     def score_bias(self, q: Tensor, k: Tensor) -> Tensor | None:
         """Return what is added to the scores [B or 1, H, T, S] of q [B, H, T, K], k [B, G, S, K]; None: nothing."""
@@ -100,6 +104,8 @@ class AttentionMask:
         # The last query alone, as in generation, sees all keys.
         if self.causal and self.offset < self.keys - 1:
             allowed = torch.ones(self.queries, self.keys, dtype=torch.bool, device=device).tril(self.offset)[None, None]
+        if allowed is not None and self.key_prefix is not None:
+            allowed = allowed | self.key_prefix[:, None, None, :]  # [B, 1, T, S]
         if self.query_documents is not None:
             assert self.key_documents is not None
             same = self.query_documents[:, None, :, None] == self.key_documents[:, None, None, :]  # [B, 1, T, S]

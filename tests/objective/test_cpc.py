@@ -1,0 +1,121 @@
+"""Contrastive predictive coding of sentences: its draws, its loss against loops, negatives over ranks, and refusals."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import Pool
+from tests.train.tiny import losses, metrics, recipe, run
+from xscale.core.errors import EXIT_DONE
+from xscale.nn.head import IGNORE_INDEX
+from xscale.nn.init import materialize
+from xscale.nn.model.encoder import Encoder
+from xscale.nn.tokens import Stats, Tokens
+from xscale.objective.cpc import Cpc
+from xscale.objective.objective import SpecialTokens
+from xscale.recipe import Recipe
+
+CORE = {"kind": "etc", "global_tokens": 4, "radius": 7, "labels": "structure", "segment_length": 8}
+MIXER = {"kind": "etc", "heads": 4, "core": CORE}
+MODEL: dict[str, Any] = {
+    "kind": "encoder",
+    "width": 32,
+    "position": "none",
+    "global_tokens": 4,
+    "stack": {"depth": 2, "block": {"mixer": MIXER, "ffn": {"kind": "dense", "hidden": 48}}},
+}
+OBJECTIVE = {"kind": "cpc", "sentence_length": 8}
+
+
+def asked(folder: Path, name: str = "run", **sections: Any) -> Recipe:
+    usual = {"model": MODEL, "objective": OBJECTIVE, "precision": {"compute": "float64", "master": "float64"}}
+    return recipe(folder, name, data={"cross_documents": True}, **{**usual, **sections})
+
+
+def test_sentences_are_masked_whole() -> None:
+    specials = SpecialTokens(vocabulary=300, pad=0, eos=2, mask=4, sentinels=range(0))
+    objective = Cpc(Cpc.Config(sentence_length=8, sentence_fraction=0.5), specials, 34, 1)
+    tokens = torch.randint(5, 300, (30, 35), generator=torch.Generator().manual_seed(0))
+    batch = objective.batch(tokens, None, torch.arange(30))
+    assert batch.tokens.sentences is not None
+    assert batch.tokens.sentence_globals is not None
+    drawn = set()
+    for row in range(30):
+        chosen = batch.tokens.sentence_globals[row].tolist()
+        assert len(set(chosen)) == 2
+        drawn.update(chosen)
+        for place, sentence in zip(chosen, batch.tokens.sentences[row], strict=True):
+            at = slice(8 * place, 8 * place + 8)
+            assert torch.equal(sentence, tokens[row, at])
+            assert batch.tokens.ids[row, at].eq(4).all()
+            assert batch.targets[row, at].eq(IGNORE_INDEX).all()
+    assert drawn == {0, 1, 2, 3}
+    assert (batch.targets != IGNORE_INDEX).any()
+    again = objective.batch(tokens[5:6], None, torch.tensor([5]))
+    assert torch.equal(again.tokens.ids, batch.tokens.ids[5:6])
+
+
+def test_the_loss_is_that_of_the_paper(tmp_path: Path) -> None:
+    """Van den Oord et al. 2018, equation 4, by loops; its gradient is what is added to that of the tokens."""
+    config = asked(tmp_path).model
+    model = Encoder(config, 60, 32)  # type: ignore[arg-type]
+    materialize(model, 1, dtype=torch.float64)
+    ids = torch.randint(60, (3, 32), generator=torch.Generator().manual_seed(0))
+    places = torch.tensor([[0, 3], [1, 2], [2, 3]])
+    sentences = torch.stack([ids[row].view(4, 8)[places[row]] for row in range(3)])
+    plain, targets = Tokens.from_ids(ids), ids.masked_fill(ids % 3 > 0, IGNORE_INDEX)
+    x = model.stack(model.embed(plain), plain.with_global_tokens(4))
+    summaries, alone = [], []
+    for row in range(3):
+        for at in range(2):
+            summaries.append(x[row, int(places[row, at])])
+            one = Tokens.from_ids(sentences[row, at][None])
+            alone.append(model.stack(model.embed(one), one.with_global_tokens(4))[0, 0])
+    wanted = torch.zeros((), dtype=torch.float64)
+    for i, g in enumerate(summaries):
+        scores = [(g * c).sum() / math.sqrt(32) for c in alone]
+        wanted = wanted - (scores[i] - torch.logsumexp(torch.stack(scores), 0)) / len(summaries)
+    both = model(plain, targets) + 0.5 * 0.25 * wanted
+    gradients = torch.autograd.grad(both, list(model.parameters()))
+    stats, fields = Stats(), {"sentences": sentences, "sentence_globals": places, "sentence_weight": 0.25}
+    tokens = Tokens.from_ids(ids, stats=stats, aux_loss_weight=0.5, **fields)
+    model(tokens, targets).backward()
+    assert float(stats.means()["contrast/loss"]) == pytest.approx(wanted.item(), rel=1e-12)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def trained(folder: Path, name: str, micro_batch_size: int, zero: int | None = None) -> int:
+    parallel = {} if zero is None else {"mesh": {"dp_shard": 2}, "zero": {"stage": zero}}
+    train = {"steps": 4, "eval_every": 0, "micro_batch_size": micro_batch_size}
+    return run(asked(folder, name, train=train, parallel=parallel, optimizer={"kind": "adamw", "lr": 0.01}))
+
+
+@pytest.mark.long
+def test_negatives_over_ranks_are_those_of_one_process(tmp_path: Path, pool: Pool) -> None:
+    """Two ranks with micro-batches of 2 equal one process with 4, which differs from one with 2."""
+    assert trained(tmp_path, "one", 4) == EXIT_DONE
+    assert trained(tmp_path, "fewer", 2) == EXIT_DONE
+    for zero in (1, 3):
+        assert pool.run(trained, 2, tmp_path, f"zero{zero}", 2, zero=zero) == [EXIT_DONE] * 2
+        assert losses(tmp_path, f"zero{zero}") == pytest.approx(losses(tmp_path, "one"), rel=1e-10)
+        for mine, alone in zip(metrics(tmp_path, f"zero{zero}"), metrics(tmp_path, "one"), strict=True):
+            assert mine.get("contrast/loss") == pytest.approx(alone.get("contrast/loss"), rel=1e-10)
+    assert losses(tmp_path, "fewer")[-1] != pytest.approx(losses(tmp_path, "one")[-1], rel=1e-4)
+
+
+def test_what_has_no_global_tokens_for_its_sentences_is_refused(tmp_path: Path) -> None:
+    def problems(world: int = 1, **sections: Any) -> list[tuple[str, str]]:
+        return [(problem.path, problem.what) for problem in asked(tmp_path, **sections).check(world)]
+
+    assert problems() == []
+    [(path, what)] = problems(objective={**OBJECTIVE, "sentence_length": 4})
+    assert path == "model.global_tokens"
+    assert "each of 8 sentences, and the model has 4" in what
+    assert problems(objective={**OBJECTIVE, "sentence_length": 20})[0][0] == "objective.sentence_length"
+    [(path, what)] = problems(2, parallel={"mesh": {"tp": 2}})
+    assert path == "parallel.mesh.tp"
+    assert "encodes sentences by themselves too" in what
