@@ -218,13 +218,14 @@ class Chunk:
         """Return the state [B, D, N] after inputs u [B, length, D] to zeros: sum_j Abar^(length - 1 - j) Bbar u_j."""
         weights = self._block(self.bbar, transposed=False).flip(1)  # [D, block, N]
         block = weights.shape[1]
-        inputs = F.pad(u, (0, 0, -u.shape[1] % block, 0)).unflatten(1, (-1, block))  # [B, n, block, D]
+        padded = F.pad(u, (0, 0, -u.shape[1] % block, 0))
+        inputs = padded.reshape(len(u), -1, block, u.shape[2])  # [B, n, block, D]
         states = torch.einsum("bnkd,dks->dbns", inputs, weights.to(u.dtype))
         for square in self.squares[self.levels :]:
             if states.shape[2] == 1:
                 break
-            states = F.pad(states, (0, 0, states.shape[2] % 2, 0)).unflatten(2, (-1, 2))
-            states = _product(square, states[:, :, :, 0]) + states[:, :, :, 1]
+            states = F.pad(states, (0, 0, states.shape[2] % 2, 0))
+            states = _product(square, states[:, :, ::2]) + states[:, :, 1::2]
         return states.squeeze(2).transpose(0, 1)
 
     def response(self, state: Tensor) -> Tensor:
@@ -261,7 +262,7 @@ def _power(x: Tensor, exponent: int) -> Tensor:
 
 def _product(matrix: Tensor, states: Tensor) -> Tensor:
     """matrix [D, N, N] times each state [D, B, n, N]."""
-    return (states.flatten(1, 2) @ matrix.mT.to(states.dtype)).view_as(states)
+    return (states.flatten(1, 2) @ matrix.mT.to(states.dtype)).view(states.shape)
 
 
 def _real(x: Tensor) -> Tensor:
