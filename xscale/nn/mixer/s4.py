@@ -182,7 +182,7 @@ def _spectrum(roots: Tensor, eigenvalues: Tensor, numerators: tuple[Tensor, Tens
 
 @dataclass
 class Chunk:
-    """What the state space models do to `length` adjacent tokens of a longer sequence, N real numbers a state.
+    """State space models over `length` adjacent tokens of a longer sequence; a state is N real numbers.
 
     The tokens go in blocks of about N, so that the states of single tokens are not stored: the states at the ends of
     blocks come from a tree of products with Abar^block, Abar^(2 block) ...
