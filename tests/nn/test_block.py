@@ -68,6 +68,18 @@ def test_the_usual_list_is_the_usual_block() -> None:
     assert torch.equal(listed(drawn(2, 5, 8), tokens(5)), usual(drawn(2, 5, 8), tokens(5)))
 
 
+def test_macaron_with_an_empty_first_half_and_factor_one_is_the_usual_block() -> None:
+    plain, whole = block(SMALL), SublayerConfig(part="ffn", factor=1.0)
+    macaron = block(SMALL.model_copy(update={"sublayers": (whole, MIX, whole)}))
+    macaron.get_submodule("mixer").load_state_dict(plain.mixer.state_dict())
+    macaron.get_submodule("ffn_2").load_state_dict(plain.ffn.state_dict())
+    x, about = drawn(2, 5, 8), tokens(5)
+    assert not torch.allclose(macaron(x, about), plain(x, about))
+    for parameter in macaron.ffn.part.parameters():
+        parameter.data.zero_()
+    assert torch.equal(macaron(x, about), plain(x, about))
+
+
 def test_a_decoder_reads_the_source_where_the_list_says() -> None:
     first = SMALL.model_copy(update={"sublayers": (SublayerConfig(part="cross"), MIX)})
     reader = block(first, cross=True)

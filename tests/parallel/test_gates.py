@@ -38,6 +38,13 @@ def test_a_layout_has_the_numbers_of_one_process(pool: Pool) -> None:
         same(pool, expected, 2, MODEL, layout)
 
 
+@pytest.mark.long
+def test_an_encoder_decoder_has_the_numbers_of_one_process(pool: Pool) -> None:
+    expected = alone(pool, PAIR)
+    for layout in ({"mesh": {"tp": 2}}, {"mesh": {"cp": 2}}):
+        same(pool, expected, 2, PAIR, layout)
+
+
 def test_a_layout_that_shards_the_gates_is_refused() -> None:
     (problem,) = refused(PAIR, 2, **PIPELINE)
     assert "reads the gates of all blocks" in problem

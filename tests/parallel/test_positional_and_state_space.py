@@ -8,6 +8,7 @@ import pytest
 from tests.distributed import Pool
 from tests.parallel.against_one import alone, asked, same
 from tests.parallel.test_tensor import counted
+from xscale.parallel import context
 from xscale.parallel.tensor import apply as tensor
 from xscale.train.settings import build_on_meta
 
@@ -71,22 +72,33 @@ def test_what_is_sent_is_what_was_estimated(sequence: bool, pool: Pool) -> None:
     assert pool.run(counted, 2, section, parallel, data=data) == [expected] * 2
 
 
-@pytest.mark.long
-def test_the_channels_of_s4_over_a_sharded_sequence(pool: Pool) -> None:
-    section = model(["s4"])
-    section["stack"]["depth"] = 2
-    expected = alone(pool, section, **SECTIONS)
-    for ranks, layout in (
-        (2, {"mesh": {"cp": 2}, "zero": {"stage": 3}}),
-        (4, {"mesh": {"cp": 2, "tp": 2}, "recompute": {"every": 1}}),
-    ):
-        same(pool, expected, ranks, section, layout, **SECTIONS)
+SCANNED: dict[str, Any] = {"mixer": {"kind": "s4", "states": 6}, "dropout": 0.1}
+AFTER_ATTENTION = [{"at": 0, "every": 2, "mixer": {"kind": "attention", "heads": 2}}]
 
 
-def test_channels_that_cp_does_not_divide_are_refused() -> None:
-    section = model(["s4"]) | {"width": 30}
-    (problem,) = asked(section, {"mesh": {"cp": 4}}, **SECTIONS).check(4)
-    assert "cp x tp = 4 does not divide its 30 channels" in str(problem)
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        pytest.param(4, {"mesh": {"cp": 4}, "context": {"style": "ring"}}, id="cp 4"),
+        pytest.param(2, {"mesh": {"cp": 2}, "recompute": {"every": 1}}, id="cp 2", marks=pytest.mark.long),
+        pytest.param(4, {"mesh": {"cp": 2, "tp": 2}, "zero": {"stage": 3}}, id="cp 2 tp 2", marks=pytest.mark.long),
+    ],
+)
+def test_s4_scans_a_sharded_sequence(ranks: int, layout: dict[str, Any], pool: Pool) -> None:
+    """The sequence of 23 tokens is padded; attention by ring would take chunks from both ends of it."""
+    stack = {"depth": 2, "block": SCANNED, "rules": AFTER_ATTENTION}
+    section = {"kind": "decoder", "width": 12, "position": "none", "stack": stack}
+    same(pool, alone(pool, section, **SECTIONS), ranks, section, layout, **SECTIONS)
+
+
+def test_a_scan_sends_states_alone() -> None:
+    """Each rank sends its state of N numbers a channel to the others, whatever the length."""
+    for length in (64, 4096):
+        recipe = asked(
+            model(["s4"]), {"mesh": {"cp": 4, "tp": 2}}, data={"sequence_length": length, **SECTIONS["data"]}
+        )
+        sent = context.estimate(build_on_meta(recipe, 67), recipe.parallel, length)
+        assert sent == {"scan": 3 * 16 * 8}
 
 
 @pytest.mark.parametrize("section", [DECODER, ENCODER], ids=["decoder", "encoder"])

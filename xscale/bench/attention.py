@@ -220,7 +220,7 @@ def bench(only: Sequence[str], lengths: Sequence[int], heads: int, *, as_json: b
     """Print how each case's cost scales and what a window saves; ConfigError for an unknown case."""
     known = {name: (config, causal) for name, config, causal in cases()}
     if unknown := [name for name in only if name not in known]:
-        raise ConfigError(unknown[0], "there is no such core or pattern", nearest(unknown[0], known))
+        raise ConfigError(unknown[0], "there is no such core, pattern or mixer", nearest(unknown[0], known))
     check_lengths(lengths)
     with one_thread():
         rows = []

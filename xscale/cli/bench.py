@@ -52,7 +52,8 @@ def _lengths(text: str) -> list[int]:
 @bench_app.command("attention")
 def bench_attention(
     only: Annotated[
-        list[str] | None, typer.Argument(help="Cores, 'block_sparse PATTERN', or positions; default: all.")
+        list[str] | None,
+        typer.Argument(help="Cores, 'block_sparse PATTERN', 'mixer NAME', or positions; default: all."),
     ] = None,
     lengths: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = "4096,8192,16384,32768",
     heads: Annotated[int, typer.Option(help="Heads, of head width 64.", min=1)] = 1,

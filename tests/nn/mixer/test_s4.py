@@ -12,7 +12,7 @@ from tests.conformance.made import WIDTH, close, dims, drawn, ready, tokens
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
 from xscale.nn.init import materialize
-from xscale.nn.mixer.s4 import S4, diagonal_plus_correction
+from xscale.nn.mixer.s4 import S4, Chunk, convolve, diagonal_plus_correction
 from xscale.nn.module import name_modules
 from xscale.nn.tokens import Tokens
 
@@ -102,6 +102,25 @@ def test_convolution_and_recurrence_are_the_dense_recurrence(length: int, used: 
         assert (torch.cat(outputs, 1) - expected).abs().max() < 1e-9
 
 
+def by_chunks(part: S4, u: Tensor, size: int) -> Tensor:
+    """Outputs for u [B, T, D] of chunks of so many tokens, each with the state before it; the last one is padded."""
+    chunk, state, outputs = Chunk(part.ssm, size), u.new_zeros(len(u), u.shape[2], part.ssm.b_real.shape[1] * 2), []
+    for shard in torch.nn.functional.pad(u, (0, 0, 0, -u.shape[1] % size)).split(size, 1):
+        outputs.append(convolve(shard, chunk.kernel()) + chunk.response(state))
+        state = chunk.advance_state(state) + chunk.end_state(shard)
+    return torch.cat(outputs, 1)[:, : u.shape[1]] + part.ssm.skip * u
+
+
+@pytest.mark.parametrize("states", [2, 8])
+def test_chunks_with_the_states_between_them_are_the_dense_recurrence(states: int) -> None:
+    """Chunks of one block and of many, which the block's size divides and does not."""
+    part, u = network(36, states), drawn(1, 36, WIDTH)
+    with torch.no_grad():
+        expected = literal(part, u)
+        for size in (1, 2, 7, 13, 36):
+            assert (by_chunks(part, u, size) - expected).abs().max() < 1e-9, size
+
+
 def test_generation_keeps_a_state_and_goes_on_beyond_the_kernel() -> None:
     """The recurrence needs no more room for more tokens; the convolution refuses them."""
     part, u = network(16), drawn(1, 40, WIDTH)
@@ -129,7 +148,11 @@ def test_single_precision_agrees_at_the_papers_size() -> None:
     materialize(part, 0)
     with torch.no_grad():
         single = part.ssm.kernel()
+        signal = drawn(1, 1024, WIDTH)
+        chunks = by_chunks(part, signal.float(), 300)
         double = part.double().ssm.kernel()
+        whole = convolve(signal, double) + part.ssm.skip * signal
+        assert (chunks - whole).abs().max() < 1e-4 * whole.abs().max()
         assert (single - double).abs().max() < 1e-4 * double.abs().max()
         impulse = torch.zeros(1, 64, WIDTH, dtype=torch.float64)
         impulse[:, 0] = 1

@@ -8,6 +8,7 @@
 A starts as HiPPO-LegS (eq. 2), in the basis where it is diagonal plus rank one, A = diag(lambda) - P P^* (theorem 1).
 Training has K from its generating function at the roots of unity, by four Cauchy products (algorithm 1) and an inverse
 FFT; the parameter is C~ = C (I - Abar^L) for a kernel of L tokens. Generation recurs, in O(states) a token and channel.
+A chunk of a sequence is a convolution by FFT and the response to the state before it (`Chunk`).
 The layer's output is GELU(y) W + b, which mixes the channels.
 
 Eigenvalues come in conjugate pairs, of which one each is stored: sums over states are twice the real part. Complex
@@ -15,6 +16,8 @@ parameters are pairs of real ones, in master precision.
 """
 
 import math
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -108,10 +111,14 @@ class StateSpace(Module):
         return eigenvalues, correction, b, c, upcast(self.use(self.log_step)).exp()
 
     def kernel(self) -> Tensor:
-        """K of all `length` positions, [D, length] (algorithm 1)."""
-        eigenvalues, correction, b, c, step = self.matrices()
-        frequencies = torch.arange(self.length // 2 + 1, device=step.device, dtype=step.dtype)
-        angles = -2 * math.pi * frequencies / self.length
+        """K of all `length` positions, [D, length]."""
+        return self.kernel_of(self.matrices()[3], self.length)
+
+    def kernel_of(self, c: Tensor, length: int) -> Tensor:
+        """K of the first `length` positions [D, length] for C~ = C (I - Abar^length), [D, N / 2] (algorithm 1)."""
+        eigenvalues, correction, b, _, step = self.matrices()
+        frequencies = torch.arange(length // 2 + 1, device=step.device, dtype=step.dtype)
+        angles = -2 * math.pi * frequencies / length
         roots = torch.complex(angles.cos(), angles.sin())
         # v / (s - lambda q) and its conjugate pair are 2 (s Re v - q Re(v conj(lambda))) over the product of both.
         weights = torch.stack(
@@ -121,22 +128,30 @@ class StateSpace(Module):
         # A CPU takes some frequencies at a time, whose products with all states fit into its cache.
         size = FREQUENCIES if step.device.type == "cpu" else len(roots)
         spectrum = [_spectrum(part, eigenvalues, numerators, step) for part in torch.split(roots, size)]
-        kernel: Tensor = torch.fft.irfft(torch.cat(spectrum, 1), n=self.length)
+        kernel: Tensor = torch.fft.irfft(torch.cat(spectrum, 1), n=length)
         return kernel
 
+    def dense(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Abar [D, N, N], Bbar and C [D, N] of the states' real parts, followed by their imaginary ones, in double.
+
+        A is diag(lambda) - P P^* and its conjugate pair in that basis: symmetric but for the frequencies.
+        """
+        eigenvalues, correction, b, c, step = self.matrices()
+        decay, frequency = (torch.diag_embed(x.double()) for x in (eigenvalues.real, eigenvalues.imag))
+        correction = _real(correction)
+        a = torch.cat((torch.cat((decay, -frequency), 2), torch.cat((frequency, decay), 2)), 1)
+        half = step.double()[:, None, None] / 2 * (a - 2 * correction[:, :, None] * correction[:, None])
+        eye = torch.eye(a.shape[1], dtype=a.dtype, device=a.device)
+        right = torch.cat((eye + half, step.double()[:, None, None] * _real(b)[..., None]), 2)
+        solved = torch.linalg.solve(eye - half, right)
+        abar, bbar = solved[..., :-1], solved[..., -1]
+        # y is twice the real part of C x.
+        shortened = 2 * _real(c.conj())
+        return abar, bbar, torch.linalg.solve((eye - _power(abar, self.length)).mT, shortened)
+
     def output_matrix(self) -> Tensor:
-        """C = C~ (I - Abar^N)^-1 [D, N / 2]: a dense power for each channel, once before generation."""
-        eigenvalues, correction, _, c, step = self.matrices()
-        dtype, states = c.dtype, c.shape[1]
-        eigenvalues, correction, c = (
-            torch.cat((x, x.conj()), 1).to(torch.complex128) for x in (eigenvalues, correction, c)
-        )
-        a = torch.diag_embed(eigenvalues) - correction[:, :, None] * correction.conj()[:, None]
-        eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-        half = step.double()[:, None, None] / 2 * a
-        power = torch.linalg.matrix_power(torch.linalg.solve(eye - half, eye + half), self.length)
-        solved: Tensor = torch.linalg.solve((eye - power).mT, c)
-        return solved[:, :states].to(dtype)
+        """C = C~ (I - Abar^length)^-1 [D, N / 2], complex: a dense power for each channel, once before generation."""
+        return _paired(self.dense()[2]).to(self.matrices()[3].dtype)
 
     def advance(self, u: Tensor, state: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
         """One step of the recurrence: input u [B, D], state [B, D, N / 2], C [D, N / 2] -> y [B, D] and the new state.
@@ -163,6 +178,102 @@ def _spectrum(roots: Tensor, eigenvalues: Tensor, numerators: tuple[Tensor, Tens
     cauchy = 2 * (s[:, None] * first - q * second)  # [D, 4, F]
     k00, k01, k10, k11 = cauchy.unbind(1)
     return 2 * (k00 - k01 * q * k10 / (1 + q * k11))
+
+
+@dataclass
+class Chunk:
+    """State space models over `length` adjacent tokens of a longer sequence; a state is N real numbers.
+
+    The tokens go in blocks of about N, so that the states of single tokens are not stored: the states at the ends of
+    blocks come from a tree of products with Abar^block, Abar^(2 block) ...
+    """
+
+    ssm: StateSpace
+    length: int
+
+    def __post_init__(self) -> None:
+        abar, self.bbar, self.c = self.ssm.dense()
+        self.squares = [abar]
+        """Abar^(2^i), [D, N, N]."""
+        while 2 ** len(self.squares) < self.length:
+            self.squares.append(self.squares[-1] @ self.squares[-1])
+        # A power of two: all powers of Abar that are needed are squares.
+        self.levels = min(math.ceil(math.log2(abar.shape[1])), len(self.squares) - 1)
+
+    @cached_property
+    def power(self) -> Tensor:
+        """Abar^length [D, N, N]."""
+        return _power(self.squares[0], self.length)
+
+    def advance_state(self, state: Tensor) -> Tensor:
+        """Return what the state [B, D, N] before the chunk is after it, without inputs: Abar^length state."""
+        return _product(self.power, state.transpose(0, 1)[:, :, None])[:, :, 0].transpose(0, 1)
+
+    def kernel(self) -> Tensor:
+        """K of the chunk's positions [D, length]."""
+        shortened = self.c - (self.power.mT @ self.c[..., None])[..., 0]
+        return self.ssm.kernel_of(_paired(shortened).to(self.ssm.matrices()[3].dtype), self.length)
+
+    def end_state(self, u: Tensor) -> Tensor:
+        """Return the state [B, D, N] after inputs u [B, length, D] to zeros: sum_j Abar^(length - 1 - j) Bbar u_j."""
+        weights = self._block(self.bbar, transposed=False).flip(1)  # [D, block, N]
+        block = weights.shape[1]
+        padded = F.pad(u, (0, 0, -u.shape[1] % block, 0))
+        inputs = padded.reshape(len(u), -1, block, u.shape[2])  # [B, n, block, D]
+        states = torch.einsum("bnkd,dks->dbns", inputs, weights.to(u.dtype))
+        for square in self.squares[self.levels :]:
+            if states.shape[2] == 1:
+                break
+            states = F.pad(states, (0, 0, states.shape[2] % 2, 0))
+            states = _product(square, states[:, :, ::2]) + states[:, :, 1::2]
+        return states.squeeze(2).transpose(0, 1)
+
+    def response(self, state: Tensor) -> Tensor:
+        """Return what the state [B, D, N] before the chunk adds to its outputs [B, length, D]: C Abar^(i + 1) state."""
+        outputs = self._block(self.c, transposed=True)  # [D, block, N]
+        blocks = -(-self.length // outputs.shape[1])
+        states = _product(self.squares[0], state.transpose(0, 1)[:, :, None])  # [D, B, 1, N]
+        for square in self.squares[self.levels :]:
+            if states.shape[2] < blocks:
+                states = torch.cat((states, _product(square, states)), 2)
+        y = torch.einsum("dbns,dks->bnkd", states[:, :, :blocks], outputs.to(state.dtype))
+        return y.flatten(1, 2)[:, : self.length]
+
+    def _block(self, first: Tensor, transposed: bool) -> Tensor:
+        """Abar^i first, or `transposed` first Abar^i, for the i of a block: [D, block, N]."""
+        block = first[:, None]
+        for square in self.squares[: self.levels]:
+            block = torch.cat((block, block @ (square if transposed else square.mT)), 1)
+        return block
+
+
+def convolve(u: Tensor, kernel: Tensor) -> Tensor:
+    """K * u by FFT: u [B, T, D], K [D, T] -> [B, T, D]."""
+    length = u.shape[1]
+    spectrum = torch.fft.rfft(u.mT, n=2 * length) * torch.fft.rfft(kernel.to(u.dtype), n=2 * length)
+    y: Tensor = torch.fft.irfft(spectrum, n=2 * length)
+    return y[..., :length].mT
+
+
+def _power(x: Tensor, exponent: int) -> Tensor:
+    power: Tensor = torch.linalg.matrix_power(x, exponent)
+    return power
+
+
+def _product(matrix: Tensor, states: Tensor) -> Tensor:
+    """matrix [D, N, N] times each state [D, B, n, N]."""
+    return (states.flatten(1, 2) @ matrix.mT.to(states.dtype)).view(states.shape)
+
+
+def _real(x: Tensor) -> Tensor:
+    """Complex [D, N / 2] -> real and imaginary parts [D, N], in double."""
+    return torch.cat((x.real, x.imag), 1).double()
+
+
+def _paired(c: Tensor) -> Tensor:
+    """C of real states [D, N] -> that of one of each conjugate pair, complex [D, N / 2]."""
+    real, imaginary = c.chunk(2, 1)
+    return torch.complex(real, -imaginary) / 2
 
 
 def _values(x: Array) -> Init:
@@ -227,15 +338,15 @@ class S4(Mixer):
 
     def convolve(self, u: Tensor, tokens: Tokens) -> Tensor:
         """K * u, u [B, T, D] -> [B, T, D]. A seam: where the sequence is sharded, other ranks have tokens before u."""
-        length = u.shape[1]
+        self.check_length(u.shape[1])
+        return convolve(u, self.ssm.kernel()[:, : u.shape[1]])
+
+    def check_length(self, length: int) -> None:
+        """Raise a ConfigError when a sequence of `length` tokens is longer than the kernel."""
         if length > self.ssm.length:
             what = f"{self.path} has a kernel of {self.ssm.length} tokens, and the sequence has {length}"
             fix = f"Take a sequence of at most {self.ssm.length} tokens, or train with length={length} or more."
             raise ConfigError("data.sequence_length", what, fix)
-        kernel = self.ssm.kernel()[:, :length]
-        spectrum = torch.fft.rfft(u.mT, n=2 * length) * torch.fft.rfft(kernel.to(u.dtype), n=2 * length)
-        y: Tensor = torch.fft.irfft(spectrum, n=2 * length)
-        return y[..., :length].mT
 
     def recur(self, u: Tensor, cache: dict[str, Any]) -> Tensor:
         """Outputs of the recurrence for the new tokens u [B, T, D]; the cache has C and the state."""

@@ -1,7 +1,8 @@
 """Context parallelism: sequences, and with them the residual stream, are sharded over the ranks of cp.
 
 Per-token modules run on the shard. Attention gets the keys it needs by one of four styles, each a wrapper of the core;
-a core's traits list the styles that it supports. A convolution over the sequence fetches its neighbours.
+a core's traits list the styles that it supports. A convolution over the sequence fetches its neighbours, and a state
+space model the states of the ranks before.
 """
 
 from collections.abc import Callable
@@ -34,8 +35,7 @@ from xscale.nn.norm import NORMS
 from xscale.nn.pooler import SentenceHead
 from xscale.nn.recurrent_depth import Halting
 from xscale.parallel.config import ParallelConfig
-from xscale.parallel.context import channels, halo, neighbours, ring, scan, ulysses
-from xscale.parallel.context.channels import ChannelExchange
+from xscale.parallel.context import halo, neighbours, ring, scan, state_space, ulysses
 from xscale.parallel.context.halo import Halo
 from xscale.parallel.context.mask import ShardedMaskBuilder
 from xscale.parallel.context.moe import GlobalRouting
@@ -43,6 +43,7 @@ from xscale.parallel.context.neighbours import NeighbourExchange
 from xscale.parallel.context.ring import Ring
 from xscale.parallel.context.scan import Scan
 from xscale.parallel.context.sequence_sharding import SequenceSharding, TokenShard, shard_tokens
+from xscale.parallel.context.state_space import StateSpaceScan
 from xscale.parallel.context.ulysses import Ulysses
 from xscale.parallel.layout_invariant_random import TokensOverContext, draw_for_all_heads
 from xscale.parallel.tensor.sequence import norms_between_regions
@@ -86,9 +87,6 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
             what = f"mixer '{_kind(module)}' mixes the full sequence, and each rank would have a shard of it"
             can = ", ".join(entry.name for entry in MIXERS if entry.part.shards_sequence)
             problems.append(Problem(where, what, f"Take cp=1, or one of these mixers: {can}."))
-        reason = channels.unsupported_reason(module, cp, config.mesh.tp) if isinstance(module, S4) else None
-        if reason is not None:
-            problems.append(Problem(where, f"mixer 's4' trades tokens for channels, and {reason}", "Take cp=1."))
         if isinstance(module, Sublayer) and not isinstance(module.part, Mixer):
             problems += _check_ffn(module.part, where)
     for norm in norms_between_regions(model):
@@ -183,7 +181,7 @@ def estimate(model: nn.Module, config: ParallelConfig, length: int) -> dict[str,
             assert isinstance(style, str), "`check` comes first"
             sent[style] = sent.get(style, 0.0) + STYLES[style][0].traffic(module, cp, tp, length)
         elif isinstance(module, S4):
-            sent["channels"] = sent.get("channels", 0.0) + channels.traffic(module, cp, tp, length)
+            sent["scan"] = sent.get("scan", 0.0) + state_space.traffic(module, cp, tp, length)
         elif isinstance(module, NeighbourReader):
             sent["neighbours"] = sent.get("neighbours", 0.0) + neighbours.traffic(module, cp, tp, length)
     return sent
@@ -198,9 +196,9 @@ def sequence_sharding_of(model: nn.Module, mesh: Mesh, config: ParallelConfig) -
     if mesh.context is None:
         return None
     styles = {style_of(module, config) for module in model.modules() if isinstance(module, Attention)}
-    # The other styles, and local mixers, need adjacent chunks on a rank.
-    local = any(isinstance(module, NeighbourReader) for module in model.modules())
-    return SequenceSharding(mesh.context, balanced="ring" in styles and styles <= {"ring", "ulysses"} and not local)
+    # The other styles, local mixers and state space models need adjacent chunks on a rank.
+    adjacent = any(isinstance(module, NeighbourReader | S4) for module in model.modules())
+    return SequenceSharding(mesh.context, balanced="ring" in styles and styles <= {"ring", "ulysses"} and not adjacent)
 
 
 def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> bool:
@@ -219,7 +217,7 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> bool:
                 draw_for_all_heads(module)
             substitute(module, "make_mask", ShardedMaskBuilder(module, module.make_mask))
         if isinstance(module, S4):
-            substitute(module, "convolve", ChannelExchange(module, module.convolve))
+            substitute(module, "convolve", StateSpaceScan(module, module.convolve))
         if isinstance(module, NeighbourReader):
             substitute(module, "with_neighbours", NeighbourExchange(module, module.with_neighbours))
         if isinstance(module, Sublayer | Ffn | Embed | LocalMixer | Gate):

@@ -57,22 +57,30 @@ def check(model: nn.Module, config: ParallelConfig, path: str, length: int = 0) 
     if shared := params_shared_across_stages(model, stage_blocks):
         what = f"blocks of different stages share parameters, such as {shared[0]}"
         problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or blocks_per_stage that keep them together."))
+    names_by_fix: dict[str, list[str]] = {}
     for name, stages in stages_of_shared_params(model, stage_blocks).items():
         ranks = [schedule.rank_of(stage, pp) for stage in stages]
         if len(set(ranks)) < len(ranks):
-            what = f"'{schedule.name}' puts two copies of {name} on one rank"
-            allowed = ", ".join(other.name for other in SCHEDULES.values() if not other.v_shaped)
-            fix = f"Take one of the schedules {allowed}" + ("." if "source" in name else ", or tied: false.")
-            if ".position." in name:
-                fix = "Take schedule 1f1b, with one stage on each rank, or model.position.shared=false."
-            if ".shared." in name:
-                fix = "Take schedule 1f1b, with one stage on each rank, or stack.share=none."
-            if ".position_tables." in name:
-                fix = "Take schedule 1f1b, with one stage on each rank, or another stack.block.position."
-            if ".core_tables." in name:
-                fix = "Take schedule 1f1b, with one stage on each rank, or a core without tables that layers share."
-            problems.append(Problem(f"{path}.pipeline.schedule", what, fix))
+            names_by_fix.setdefault(_one_copy(name), []).append(name)
+    for fix, names in names_by_fix.items():
+        more = f" and of others, {len(names)} in all," if len(names) > 1 else ""
+        what = f"'{schedule.name}' puts two copies of {names[0]}{more} on one rank"
+        problems.append(Problem(f"{path}.pipeline.schedule", what, fix))
     return problems
+
+
+def _one_copy(name: str) -> str:
+    """Return what would leave a rank one copy of a parameter that several of its stages use."""
+    if ".position." in name:
+        return "Take schedule 1f1b, with one stage on each rank, or model.position.shared=false."
+    if ".shared." in name:
+        return "Take schedule 1f1b, with one stage on each rank, or stack.share=none."
+    if ".position_tables." in name:
+        return "Take schedule 1f1b, with one stage on each rank, or another stack.block.position."
+    if ".core_tables." in name:
+        return "Take schedule 1f1b, with one stage on each rank, or a core without tables that layers share."
+    allowed = ", ".join(schedule.name for schedule in SCHEDULES.values() if not schedule.v_shaped)
+    return f"Take one of the schedules {allowed}" + ("." if "source" in name else ", or tied: false.")
 
 
 def _check_streams(model: nn.Module, path: str) -> list[Problem]:
