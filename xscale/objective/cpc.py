@@ -19,7 +19,7 @@ from xscale.objective.objective import OBJECTIVES, Batch, ObjectiveTraits, Speci
     traits=ObjectiveTraits(causal=False, source=False, random=True),
     deviations=(
         "A sentence is a block of `sentence_length` tokens, the segment of a global token in the core etc.",
-        "Scores are products of states over sqrt(D); the paper does not say how it scores.",
+        "Scores are products of states over sqrt(D).",
         "The tokens of masked sentences are not predicted one by one.",
         "The flops of encoding the masked sentences by themselves are not counted.",
     ),
