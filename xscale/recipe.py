@@ -27,7 +27,14 @@ from xscale.optim.optimizer.optimizer import OPTIMIZERS
 from xscale.optim.schedule import SCHEDULES
 from xscale.parallel.pipeline.check import check_micro_batches
 from xscale.parallel.plan import ParallelPlan
-from xscale.train.check_model import check_documents, check_exits, check_lora, check_padding, check_two_stage
+from xscale.train.check_model import (
+    check_documents,
+    check_exits,
+    check_lora,
+    check_padding,
+    check_pooling,
+    check_two_stage,
+)
 from xscale.train.check_sentences import check_sentences
 from xscale.train.distill_check import check_distillation
 from xscale.train.settings import RECORDS, Settings, build_on_meta, labels_problems, records_problem
@@ -74,6 +81,8 @@ class Recipe(Settings):
         pads = traits is not None and traits.padded
         if model is not None and (pads or not self.data.cross_documents):
             problems += check_documents(model, pads and self.data.cross_documents)
+        if model is not None and traits is not None:
+            problems += check_pooling(model, traits, packed_documents=not self.data.cross_documents)
         if model is not None and traits is not None and (pads or traits.samples != "packed"):
             problems += check_padding(model)
         if model is not None and valid("objective") and isinstance(getattr(model, "head", None), ClassHead):

@@ -148,6 +148,9 @@ class Tokens:
     boundaries: Tensor | None = None
     """[B, T, 2] places of the tokens before and after the masked span of each token, for a boundary head; those of a
     token in no span are its own place. None: there are no spans."""
+    pooled_from: int | None = None
+    """Tokens of the sequence of which these are windows, in a stack that has shortened it: a difference of indices is
+    no distance. None: these are the tokens."""
     rng_seed: int | None = None
     """Seed of this micro-batch's random numbers (dropout, router noise). None: no random numbers, as in evaluation."""
     aux_loss_weight: float | None = None
