@@ -18,7 +18,7 @@ from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.nn.norm import BatchNorm
 from xscale.nn.position.pairs import Pairs, PositionPairs
 from xscale.nn.position.position import POSITIONS
-from xscale.nn.sequence_pooling import Distilling, Windows
+from xscale.nn.sequence_pooling import Distilling, TokenWindows
 from xscale.nn.tokens import Tokens
 
 VOCABULARY, LENGTH, WIDTH, HEADS, HIDDEN = 17, 16, 12, 3, 20
@@ -122,7 +122,7 @@ def test_distilling_is_informers_layer(length: int) -> None:
         theirs.norm.weight.copy_(ours.norm.weight)
         theirs.norm.bias.copy_(ours.norm.bias)
     x, text = drawn(2, length, WIDTH), Tokens.from_ids(ids(length))
-    windows = Windows.split(length, x.device, separate_first=False)
+    windows = TokenWindows.split(length, x.device, separate_first=False)
     assert close(ours(x, text, windows), theirs(x))
     plain = ready(Distilling(dims(width=WIDTH, causal=False), None))
     plain.load_state_dict({name: value for name, value in ours.state_dict().items() if "norm" not in name})

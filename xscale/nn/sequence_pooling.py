@@ -33,7 +33,7 @@ from xscale.nn.tokens import SharedValues, Tokens
 
 
 class SequencePoolingConfig(Config):
-    before: tuple[int, ...] = Field(min_length=1)
+    before: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)
     """Blocks, numbered from 0, before which the sequence is shortened by half: the first blocks of all stages but the
     first."""
     method: Literal["mean", "max", "distill"] = "mean"
@@ -52,7 +52,7 @@ class SequencePoolingConfig(Config):
 
 
 @dataclass(frozen=True)
-class Windows:
+class TokenWindows:
     """Windows of T tokens: T' = ceil(T / 2) of them, or 1 + ceil((T - 1) / 2) if the first token is one of its own.
 
     A window has the document of its first token, and a second token of another document is not in it.
@@ -64,14 +64,14 @@ class Windows:
     """[T] window of each token."""
 
     @staticmethod
-    def split(length: int, device: torch.device, *, separate_first: bool) -> "Windows":
+    def split(length: int, device: torch.device, *, separate_first: bool) -> "TokenWindows":
         """Split `length` tokens into windows of two."""
         before = int(separate_first)
         of = (torch.arange(length, device=device) + before) // 2  # [T]
         first = torch.arange(0, length + before, 2, device=device) - before  # [T']
-        return Windows(first.clamp(min=0), of)
+        return TokenWindows(first.clamp(min=0), of)
 
-    def tokens(self, tokens: Tokens) -> Tokens:
+    def window_tokens(self, tokens: Tokens) -> Tokens:
         """Tokens [B, T] -> those of the windows [B, T'], with the fields of the first token of each."""
 
         def take(value: Tensor | None) -> Tensor | None:
@@ -112,7 +112,7 @@ class Distilling(Module):
         """Weights of the token before, the token itself and the one after, in this order along the input."""
         self.norm: Norm | None = None if norm is None else NORMS.build(norm, dims.width)
 
-    def forward(self, x: Tensor, tokens: Tokens, windows: Windows) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tokens, windows: TokenWindows) -> Tensor:
         before, after = _in_document(tokens, x)
         near = (_shift(x, 1).masked_fill(~before, 0.0), x, _shift(x, -1).masked_fill(~after, 0.0))
         y = self.conv(torch.cat(near, -1))  # [B, T, D]
@@ -157,12 +157,12 @@ class SequencePooling(Module):
         if self.config.decoder_blocks:
             return tokens
         for _ in self.config.before:
-            tokens = self.split(tokens).tokens(tokens)
+            tokens = self.split(tokens).window_tokens(tokens)
         return tokens
 
-    def split(self, tokens: Tokens) -> Windows:
+    def split(self, tokens: Tokens) -> TokenWindows:
         """Split the tokens into windows."""
-        return Windows.split(tokens.ids.shape[1], tokens.ids.device, separate_first=self.config.separate_first)
+        return TokenWindows.split(tokens.ids.shape[1], tokens.ids.device, separate_first=self.config.separate_first)
 
 
 class PooledStates:
@@ -170,7 +170,7 @@ class PooledStates:
 
     def __init__(self, pooling: SequencePooling, tokens: Tokens) -> None:
         self._pooling, self._config = pooling, pooling.config
-        self.tokens = self._all_tokens = tokens
+        self.stage_tokens = self._all_tokens = tokens
         """Tokens of the present stage."""
         self._window: Tensor | None = None
         self._first_stage: Tensor | None = None
@@ -181,17 +181,17 @@ class PooledStates:
         config = self._config
         if config.decoder_blocks and layer == depth - config.decoder_blocks:
             assert self._first_stage is not None
-            x, self.tokens = self.repeat(x) + self._first_stage, self._all_tokens
+            x, self.stage_tokens = self.repeat(x) + self._first_stage, self._all_tokens
         if layer not in config.before:
             return x, None, None
         if self._first_stage is None:
             self._first_stage = x
-        keys, key_tokens, windows = x, self.tokens, self._pooling.split(self.tokens)
+        keys, key_tokens, windows = x, self.stage_tokens, self._pooling.split(self.stage_tokens)
         if config.method == "distill":
             x = self._pooling.distilling[str(layer)](x, key_tokens, windows)
         else:
             x = windows.pool(x, key_tokens, config.method)
-        self.tokens = windows.tokens(key_tokens)
+        self.stage_tokens = windows.window_tokens(key_tokens)
         self._window = windows.of if self._window is None else windows.of[self._window]
         return (x, keys, key_tokens) if config.queries_only else (x, None, None)
 
@@ -202,8 +202,8 @@ class PooledStates:
         x = x[:, self._window]
         if self._all_tokens.documents is None:
             return x
-        assert self.tokens.documents is not None
-        same = self.tokens.documents[:, self._window] == self._all_tokens.documents
+        assert self.stage_tokens.documents is not None
+        same = self.stage_tokens.documents[:, self._window] == self._all_tokens.documents
         return x.masked_fill(~same[..., None], 0.0)
 
 
@@ -244,7 +244,7 @@ def check(config: SequencePoolingConfig, stack: Any, dims: Dims, path: str, *, h
     ]
     problems = [Problem(path, what, fix) for is_so, what, fix in reasons if is_so]
     last = stack.depth - config.decoder_blocks
-    if sorted(set(config.before)) != list(config.before) or not 1 <= config.before[0] <= config.before[-1] < last:
+    if sorted(set(config.before)) != list(config.before) or config.before[-1] >= last:
         what = f"{list(config.before)} are not ascending blocks from 1 on, before the decoder's"
         fix = f"Such as {[max(1, last // 2)]}: a stack of depth={stack.depth} has blocks 0 to {stack.depth - 1}."
         problems.append(Problem(f"{path}.before", what, fix))

@@ -159,10 +159,7 @@ class Stack(Module):
         """Whether attention scores pass from block to block, beside the hidden states."""
         self.reversible = config.block.residual == "reversible"
         """Whether blocks pass on two residual streams, and the output is their mean."""
-        self.pooling = None if config.pooling is None else SequencePooling(config.pooling, dims)
-        if config.pooling is not None and config.pooling.queries_only:
-            for layer in config.pooling.before:
-                self._block(layer).pools_queries = True
+        self.pooling = None if config.pooling is None else self._make_pooling(config.pooling, dims)
         self.step_signal = config.step_signal
         self.halting = None if config.halting is None else Halting(config.halting, dims)
         ends_in_norm = config.block.placement not in (*ENDS_IN_NORM, *NORMLESS)
@@ -172,6 +169,11 @@ class Stack(Module):
             assert make_head is not None, "`check` refuses exits of a stack without a head"
             norm = config.block.norm
             self.exits = Exits(config.exits, dims, lambda: NORMS.build(norm, dims.width), make_head)
+
+    def _make_pooling(self, config: SequencePoolingConfig, dims: Dims) -> SequencePooling:
+        for layer in config.before if config.queries_only else ():
+            self._block(layer).pools_queries = True
+        return SequencePooling(config, dims)
 
     @staticmethod
     def check(
@@ -230,7 +232,7 @@ class Stack(Module):
             memory = memories if self.mix is None or memories is None else memories[layer]
             if pooled is not None:
                 x, memory, source = pooled.before_block(layer, x, len(self.blocks))
-                tokens = pooled.tokens
+                tokens = pooled.stage_tokens
             x, scores = self._next(layer, x, tokens, memory, source, scores)
             if self.halting is not None and pondered is not None:
                 x, pondered = self.halting.take_step(pondered, before, x, last=layer + 1 == len(self.blocks))
