@@ -25,6 +25,8 @@ def model(pooling: dict[str, Any], dropout: float = 0.1, **changes: Any) -> dict
 
 
 FUNNEL = model({"before": [1, 2], "decoder_blocks": 1}, position="transformer_xl")
+PLAIN = model({"before": [1, 2]}, position="learned")
+LABELLED = {"kind": "labelled", "paths": ["a.jsonl"], "labels": "class"}
 DISTILL = {"before": [1], "method": "distill", "separate_first": False, "queries_only": False, "decoder_blocks": 2}
 DISTILLED = model(DISTILL, position="learned")
 RUN: dict[str, Any] = {"steps": 2, "data": {"cross_documents": True}}
@@ -45,6 +47,28 @@ def test_layouts_have_the_numbers_of_one_process(section: dict[str, Any], pool: 
     expected = alone(pool, section, **RUN)
     for layout in LAYOUTS.values():
         same(pool, expected, 2, section, layout, **RUN)
+
+
+@pytest.mark.long
+def test_sequences_are_classified_by_windows(pool: Pool) -> None:
+    sections = {"objective": {"kind": "classify", "pool": "last"}, "data": {"source": LABELLED}, "steps": 2}
+    expected = alone(pool, PLAIN, **sections)
+    for layout in LAYOUTS.values():
+        same(pool, expected, 2, PLAIN, layout, **sections)
+
+
+@pytest.mark.parametrize(
+    ("section", "data", "message"),
+    [
+        ("PLAIN", {"cross_documents": True}, "pooling.decoder_blocks: the objective predicts at every token"),
+        ("FUNNEL", {}, "data.cross_documents: the windows of model.stack.pooling begin at every second token"),
+    ],
+)
+def test_objectives_on_tokens_need_a_decoder_and_documents_that_see_each_other(
+    section: str, data: dict[str, Any], message: str
+) -> None:
+    (problem,) = asked({"PLAIN": PLAIN, "FUNNEL": FUNNEL}[section], {}, data=data).check(1)
+    assert str(problem).count(message) == 1
 
 
 @pytest.mark.long
