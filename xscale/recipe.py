@@ -33,6 +33,7 @@ from xscale.train.check_model import (
     check_exits,
     check_lora,
     check_padding,
+    check_pooling,
     check_prefix,
     check_two_stage,
 )
@@ -84,6 +85,8 @@ class Recipe(Settings):
         pads = traits is not None and traits.padded
         if model is not None and (pads or not self.data.cross_documents):
             problems += check_documents(model, pads and self.data.cross_documents)
+        if model is not None and traits is not None:
+            problems += check_pooling(model, traits, packed_documents=not self.data.cross_documents)
         if model is not None and traits is not None and (pads or traits.samples != "packed"):
             problems += check_padding(model)
         if model is not None and traits is not None and traits.prefix and valid("parallel"):

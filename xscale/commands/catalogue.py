@@ -143,6 +143,9 @@ def _directions(recipe: "Recipe", about: "About", entries: list[tuple[str, Any]]
         all(getattr(traits, trait, True) for traits in seeing) for trait in ("causal", "bidirectional", "cross")
     )
     causal = causal and all(entry.traits.per_token for family, entry in entries if family == "norm")
+    pooling = getattr(getattr(recipe.model, "stack", None), "pooling", None)
+    # The other poolings are of encoders; the core of Informer has a masked form of its own.
+    causal = causal and (pooling is None or pooling.method == "distill")
     if about.category in ("mode", "pretraining-objective"):
         (model,) = (entry.traits for family, entry in entries if family == "model")
         return model.causal and causal, not model.causal or model.source, model.source and cross

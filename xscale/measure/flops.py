@@ -55,12 +55,14 @@ def training_flops(model: nn.Module, targets: int, source: int = 0) -> float:
         for count in _counts(model)
         if count.multiplied
     )
-    shared = _repeated_sublayers(model)
+    shared, pooled = _repeated_sublayers(model), _pooled_blocks(model)
     for path, module in model.named_modules():
         if isinstance(module, Mixer):
             length = global_tokens + (source if _on_source(path) else targets)
-            keys = source if path.endswith("cross.part") else length
-            total += 6.0 * _uses(path, shared) * module.multiply_adds(length, keys)
+            queries, keys = (round(length * fraction) for fraction in _fractions_of(path, pooled))
+            if path.endswith("cross.part"):
+                keys = round(source * pooled.get("memory", (1.0, 1.0))[0])
+            total += 6.0 * _uses(path, shared) * module.multiply_adds(queries, keys)
     return total
 
 
@@ -72,15 +74,16 @@ class _Count:
     on_source: bool
     in_block: bool
     """Whether it is in a block, which global tokens pass too."""
-    uses: int
-    """How often a token is multiplied by it: by each block that shares it, by exits that share the head."""
+    uses: float
+    """How often a token is multiplied by it: by each block that shares it, by exits that share the head; less where
+    the sequence is shortened."""
 
 
 def _counts(model: nn.Module) -> Iterator[_Count]:
     fractions = active_fractions(model)
     heads = {id(module.weight) for module in model.modules() if isinstance(module, Head)}
     tables = {id(module.weight) for module in model.modules() if isinstance(module, Embedding)} - heads
-    axes, shared = parameter_axes(model), _repeated_sublayers(model)
+    axes, shared, pooled = parameter_axes(model), _repeated_sublayers(model), _pooled_blocks(model)
     quaternions = {id(module.weight) for module in model.modules() if isinstance(module, QuaternionLinear)}
     shared_exits = sum(isinstance(module, Exit) and module.head is None for module in model.modules())
     for name, parameter in model.named_parameters():
@@ -93,9 +96,36 @@ def _counts(model: nn.Module) -> Iterator[_Count]:
             _on_source(name) and id(parameter) not in heads,
             ".blocks." in name or name.startswith(tuple(shared)),
             # Each component of a quaternion weight enters four products.
-            _uses(name, shared) * (COMPONENTS if id(parameter) in quaternions else 1)
+            _uses(name, shared)
+            * _fractions_of(name, pooled)[name.endswith(_OF_KEYS)]
+            * (COMPONENTS if id(parameter) in quaternions else 1)
             + (shared_exits if id(parameter) in heads or name.startswith("head.") else 0),
         )
+
+
+_OF_KEYS = tuple(f".mixer.part.{name}.{kind}" for name in "kv" for kind in ("weight", "bias"))
+"""Ends of the names of parameters that multiply keys' tokens."""
+
+
+def _pooled_blocks(model: nn.Module) -> dict[str, tuple[float, float]]:
+    """Return the prefix of the paths in each block of a stack that shortens its sequence -> fractions of the tokens
+    that are its queries and its keys; `memory`: of a source whose encoder does."""
+    fractions: dict[str, tuple[float, float]] = {}
+    for path, stack in model.named_modules():
+        if isinstance(stack, Stack) and stack.pooling is not None:
+            of_blocks = stack.token_fractions()
+            fractions |= {f"{path}.blocks.{layer}.": pair for layer, pair in enumerate(of_blocks)}
+            for layer in stack.pooling.distilling:
+                fractions[f"{path}.pooling.distilling.{layer}."] = of_blocks[int(layer) - 1]
+            queries, keys = (sum(values) / len(of_blocks) for values in zip(*of_blocks, strict=True))
+            fractions[f"{path}.shared."] = queries, keys
+            if not stack.repeats_pooled:
+                fractions["memory"] = of_blocks[-1]
+    return fractions
+
+
+def _fractions_of(path: str, pooled: dict[str, tuple[float, float]]) -> tuple[float, float]:
+    return next((pair for prefix, pair in pooled.items() if path.startswith(prefix)), (1.0, 1.0))
 
 
 def _repeated_sublayers(model: nn.Module) -> dict[str, int]:

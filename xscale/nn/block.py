@@ -17,7 +17,7 @@ from xscale.nn.gates import GATES, Gate, GatesConfig, GateSum
 from xscale.nn.gates import check as check_gates
 from xscale.nn.mask_decoder import MaskDecoderConfig
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, Mixer
+from xscale.nn.mixer.mixer import MIXERS, Mixer, check_mixer
 from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm, Rms
 from xscale.nn.position.position import POSITIONS, Position
@@ -166,12 +166,16 @@ class Sublayer(Module):
     def _drop_probability(self, tokens: Tokens) -> float:
         return self.dropout if self.training and tokens.rng_seed is not None else 0.0
 
+    def normalised_input(self, x: Tensor, tokens: Tokens | None) -> Tensor:
+        """Return what the part reads of x [B, T, D]: its norm, with placement pre or sandwich."""
+        return self.norm(x, tokens) if self.norm is not None and self.placement in ("pre", "sandwich") else x
+
     def _output(
         self, x: Tensor, tokens: Tokens, memory: Tensor | None, source: Tokens | None, edge: ScoreEdge | None
     ) -> Tensor:
         """Output of the part with its norm, before dropout, [B, T, D]."""
         norm, part, after = self.norm, self.part, self.after
-        inner = norm(x, tokens) if norm is not None and self.placement in ("pre", "sandwich") else x
+        inner = self.normalised_input(x, tokens)
         y: Tensor
         if isinstance(part, Mixer) and edge is not None:
             y = part(inner, tokens, memory, source, edge=edge)
@@ -203,6 +207,8 @@ class Block(Module):
         super().__init__()
         self.decoder_steps = 0 if decoder is None else decoder.steps
         """Times that the block is applied to its own output, with keys of its input; 0: once, without such keys."""
+        self.pools_queries = False
+        """Whether the keys of its mixer are of the longer sequence before pooling; set by the stack."""
         position = config.position if decoder is None else decoder.position
         self.parallel = config.residual == "parallel"
         self.reversible = config.residual == "reversible"
@@ -233,7 +239,7 @@ class Block(Module):
             if slot == "ffn":
                 problems += FFNS.of(part).part.check(part, dims, at)
             elif sublayer.part == "mixer" or cross:
-                problems += _check_mixer(part, cross_dims(dims) if sublayer.part == "cross" else dims, at)
+                problems += check_mixer(part, cross_dims(dims) if sublayer.part == "cross" else dims, at)
         problems += NORMS.of(config.norm).part.check(config.norm, dims, f"{path}.norm")
         problems += check_gates(config.gates, config.residual, config.placement, f"{path}.gates")
         return problems + _check_position(config, dims, f"{path}.position")
@@ -294,9 +300,15 @@ class Block(Module):
         before = x
         for name in names:
             before, residual = (before, x) if name in self.parallel_sublayers else (x, None)
-            memory_and_source = memory if self.decoder_steps or name.startswith("cross") else ()
+            sublayer: Sublayer = getattr(self, name)
+            memory_and_source: tuple[Any, ...] = ()
+            keys, key_tokens = memory
+            if self.pools_queries and name == "mixer" and keys is not None:
+                memory_and_source = (sublayer.normalised_input(keys, key_tokens), key_tokens)
+            elif self.decoder_steps or name.startswith("cross"):
+                memory_and_source = memory
             edge = edges.get(name)
-            x = getattr(self, name)(before, tokens, *memory_and_source, residual=residual, edge=edge, gates=gates)
+            x = sublayer(before, tokens, *memory_and_source, residual=residual, edge=edge, gates=gates)
         return x
 
     def _next_streams(self, streams: Streams, tokens: Tokens, memory: Tensor | None, source: Tokens | None) -> Streams:
@@ -383,18 +395,3 @@ def _check_parallel_sublayer(config: BlockConfig, index: int, path: str) -> list
 def cross_dims(dims: Dims) -> Dims:
     """`dims` for a cross-attention part."""
     return replace(dims, cross=True)
-
-
-def _check_mixer(config: Config, dims: Dims, path: str) -> list[Problem]:
-    entry = MIXERS.of(config)
-    problems = list(entry.part.check(config, dims, path))
-    needed = "cross" if dims.cross else "causal" if dims.causal else "bidirectional"
-    if not getattr(entry.traits, needed):
-        what = {
-            "cross": "cannot do cross attention",
-            "causal": "is not causal, and this model is",
-            "bidirectional": "is not bidirectional, and this model is",
-        }[needed]
-        can = ", ".join(MIXERS.able(**{needed: True}))
-        problems.append(Problem(path, f"'{entry.name}' {what}", f"These can: {can}."))
-    return problems

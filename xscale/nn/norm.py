@@ -161,7 +161,9 @@ def check_places(config: Any, path: str) -> list[Problem]:
         if isinstance(value, tuple):
             members = {f"{at}.{index}": member for index, member in enumerate(value) if isinstance(member, Config)}
         for member_path, member in members.items():
-            if getattr(member, "family", None) == NORMS.name and not member_path.endswith(".block.norm"):
+            if getattr(member, "family", None) == NORMS.name and not member_path.endswith(
+                (".block.norm", ".pooling.norm")
+            ):
                 entry = NORMS.of(member)
                 what = f"'{entry.name}' has statistics of the tokens between sublayers, and this norm stands elsewhere"
                 can = ", ".join(NORMS.able(batch_statistics=False))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
-from xscale.nn.attention.core import CORES, share_layer_tables
+from xscale.nn.attention.core import share_layer_tables
 from xscale.nn.block import ENDS_IN_NORM, NORMLESS, Block, BlockConfig, Scores, SublayerConfig
 from xscale.nn.dims import Dims
 from xscale.nn.early_exit import EarlyExit
@@ -26,13 +26,12 @@ from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm
 from xscale.nn.position.position import Position, share_position
 from xscale.nn.quaternion import LinearMaps, use_quaternions
-from xscale.nn.quaternion import check as check_quaternions
 from xscale.nn.random import reseed
 from xscale.nn.recurrent_depth import Halting, HaltingConfig, step_signal
 from xscale.nn.reversible import Streams, upcast_copy
-from xscale.nn.reversible import check as check_reversible
+from xscale.nn.sequence_pooling import SequencePooling, SequencePoolingConfig, token_fractions
 from xscale.nn.sharing import Share, share_sublayers
-from xscale.nn.sharing import check as check_sharing
+from xscale.nn.stack_checks import check_blocks_together
 from xscale.nn.tokens import Tokens
 
 OVERRIDES = ("mixer", "ffn", "sublayers")
@@ -84,6 +83,9 @@ class StackConfig(Config):
     exits: ExitsConfig | None = None
     """Heads after inner blocks, whose losses are added to that of the model's head (early exit); null: none."""
 
+    pooling: SequencePoolingConfig | None = None
+    """Shortens the sequence of an encoder between blocks (Dai et al. 2020, Funnel-Transformer; the distilling of Zhou
+    et al. 2021, Informer); null: all blocks read all tokens."""
     mask_decoder: MaskDecoderConfig | None = None
     """The last block of an encoder decodes masked tokens: its queries get absolute positions, and it is applied several
     times to the output of the block before (He et al. 2021, DeBERTa); null: it is a block as the others."""
@@ -118,10 +120,13 @@ class Stack(Module):
         returns_states: bool = False,
         mix: LayerMix | None = None,
         make_head: Callable[[], Head] | None = None,
+        repeats_pooled: bool = True,
     ) -> None:
         """`returns_states`: the output are the hidden states before and after all blocks [depth + 1, B, T, D], of which
-        the stack with `mix` makes the memory of each of its blocks. `make_head` builds the head of an exit."""
+        the stack with `mix` makes the memory of each of its blocks. `make_head` builds the head of an exit.
+        `repeats_pooled`: the states of windows are repeated for the tokens in them, so that the output is [B, T, D]."""
         super().__init__()
+        self.repeats_pooled = repeats_pooled
         self.returns_states = returns_states
         self.mix = mix
         dims = replace(dims, depth=config.depth)
@@ -154,6 +159,7 @@ class Stack(Module):
         """Whether attention scores pass from block to block, beside the hidden states."""
         self.reversible = config.block.residual == "reversible"
         """Whether blocks pass on two residual streams, and the output is their mean."""
+        self.pooling = None if config.pooling is None else self._make_pooling(config.pooling, dims)
         self.step_signal = config.step_signal
         self.halting = None if config.halting is None else Halting(config.halting, dims)
         ends_in_norm = config.block.placement not in (*ENDS_IN_NORM, *NORMLESS)
@@ -163,6 +169,11 @@ class Stack(Module):
             assert make_head is not None, "`check` refuses exits of a stack without a head"
             norm = config.block.norm
             self.exits = Exits(config.exits, dims, lambda: NORMS.build(norm, dims.width), make_head)
+
+    def _make_pooling(self, config: SequencePoolingConfig, dims: Dims) -> SequencePooling:
+        for layer in config.before if config.queries_only else ():
+            self._block(layer).pools_queries = True
+        return SequencePooling(config, dims)
 
     @staticmethod
     def check(
@@ -189,14 +200,7 @@ class Stack(Module):
         return [
             *problems.values(),
             *decoder,
-            *_check_parts(config, path, cross=cross),
-            *_check_shared_position(config, dims, path),
-            *_check_layer_tables(config, dims, path),
-            *_check_scores(config, path, cross=cross),
-            *check_sharing(config, path, cross=cross),
-            *check_reversible(config, path),
-            *check_quaternions(config, dims.width, path, cross=cross),
-            *_check_steps(config, dims, path),
+            *check_blocks_together(config, dims, path, cross=cross, hands_on=hands_on),
             *Exits.check(config.exits, replace(dims, depth=config.depth), f"{path}.exits", refused=refused),
         ]
 
@@ -215,6 +219,7 @@ class Stack(Module):
             tokens, scores = self.gates.start(x, tokens, scores)
         leaving = None if self.exits is None else self.exits.leaving(tokens)
         pondered = None if self.halting is None else self.halting.start(x)
+        pooled = None if self.pooling is None else self.pooling.start(tokens)
         if self.reversible:
             x = Streams(upcast_copy(x), self.second_stream(x))
         for layer in map(int, self.blocks):
@@ -225,6 +230,9 @@ class Stack(Module):
                 continue
             before = x
             memory = memories if self.mix is None or memories is None else memories[layer]
+            if pooled is not None:
+                x, memory, source = pooled.before_block(layer, x, len(self.blocks))
+                tokens = pooled.stage_tokens
             x, scores = self._next(layer, x, tokens, memory, source, scores)
             if self.halting is not None and pondered is not None:
                 x, pondered = self.halting.take_step(pondered, before, x, last=layer + 1 == len(self.blocks))
@@ -238,7 +246,20 @@ class Stack(Module):
             x = self.halting.finish(pondered, tokens).to(x.dtype)
         if self.gates is not None:
             x = self.gates.attach_loss(x, scores[GATES], tokens)
-        return self.output(x, scores, tokens)  # type: ignore[no-any-return]
+        x = self.output(x, scores, tokens)
+        return x if pooled is None or not self._repeats() else pooled.repeat(x)
+
+    def _repeats(self) -> bool:
+        """Whether the last block's output are states of windows, which are repeated."""
+        return self.pooling is not None and self.repeats_pooled and not self.pooling.config.decoder_blocks
+
+    def output_tokens(self, tokens: Tokens) -> Tokens:
+        """Return the tokens of the output: `tokens`, or their windows."""
+        return tokens if self.pooling is None or self.repeats_pooled else self.pooling.output_tokens(tokens)
+
+    def token_fractions(self) -> list[tuple[float, float]]:
+        """Return the fractions of a sequence's tokens that are queries, and that are keys, of each block."""
+        return token_fractions(None if self.pooling is None else self.pooling.config, len(self.blocks))
 
     def _next(
         self, layer: int, x: Any, tokens: Tokens, memory: Tensor | None, source: Tokens | None, scores: Scores
@@ -310,90 +331,3 @@ def predict(stack: nn.Module, x: Tensor, tokens: Tokens, prediction: Prediction)
     if prediction.targets is None or not isinstance(stack, Stack) or stack.exits is None:
         return out
     return stack.exits.weigh_last(out, tokens)
-
-
-def _check_parts(config: StackConfig, path: str, *, cross: bool) -> list[Problem]:
-    """Check that some block moves information between tokens, and in a decoder with a source some reads it."""
-    parts = {entry.part for layer in range(config.depth) for entry in config.block_config(layer).listed(cross=cross)}
-    missing = {"mixer", *["cross"] * cross} - parts
-    what = "no block has a sublayer '{}', without which {}"
-    lost = {"mixer": "no token sees another", "cross": "the decoder does not read the source"}
-    return [
-        Problem(f"{path}.block.sublayers", what.format(part, lost[part]), f"Add {{part: {part}}} to the sublayers.")
-        for part in sorted(missing)
-    ]
-
-
-def _check_steps(config: StackConfig, dims: Dims, path: str) -> list[Problem]:
-    """Check what is added before and after each block."""
-    problems = []
-    if config.step_signal and dims.width % 2:
-        what = f"pairs of channels have a sine and a cosine, and width={dims.width} is odd"
-        problems.append(Problem(f"{path}.step_signal", what, "Take an even width, or false."))
-    hands_on_scores = any(MIXERS.of(mixer).part.score_heads(mixer) for mixer in config.mixers())
-    if config.halting is not None and hands_on_scores:
-        what = "a token that has halted has no scores to hand on"
-        problems.append(Problem(f"{path}.halting", what, "Take null, or the core softmax."))
-    norm = NORMS.of(config.block.norm)
-    if config.exits is not None and config.exits.norm and norm.traits.batch_statistics:
-        what = f"'{norm.name}' collects statistics in every step, and an exit does not see the tokens of every step"
-        problems.append(Problem(f"{path}.exits.norm", what, "Take false, or another block.norm."))
-    if config.block.residual == "reversible" and hands_on_scores:
-        what = "reversible blocks keep nothing for backward, and scores that blocks hand on would be kept"
-        problems.append(Problem(f"{path}.block.residual", what, "Take sequential, or the core softmax."))
-    return problems
-
-
-def _check_scores(config: StackConfig, path: str, *, cross: bool) -> list[Problem]:
-    """Check that each mixer which reads the scores of the previous block gets those of as many heads."""
-    problems = []
-    previous: dict[str, int | None] = {}
-    for layer in range(config.depth):
-        block = config.block_config(layer)
-        heads: dict[str, int | None] = {}
-        for name, sublayer in block.named(cross=cross).items():
-            if sublayer.part == "ffn":
-                continue
-            mixer: Any = block.config_of(sublayer)
-            part = MIXERS.of(mixer).part
-            heads[name] = part.score_heads(mixer)
-            if part.reads_scores(mixer) and (layer > 0 or part.needs_previous_scores):
-                available = previous.get(name)
-                if available is None:
-                    what = f"'{name}' reads the attention scores of the block before, which hands on none"
-                    can = ", ".join(CORES.able(previous_scores=True))
-                    fix = f"Give that block the mixer attention with one of these cores: {can}."
-                    problems.append(Problem(f"{path} (block {layer})", what, fix))
-                elif available != heads[name]:
-                    what = f"'{name}' has {heads[name]} heads and reads the scores of the {available} before it"
-                    problems.append(Problem(f"{path} (block {layer})", what, f"Take heads={available}."))
-        previous = heads
-    return problems[:1]
-
-
-def _check_layer_tables(config: StackConfig, dims: Dims, path: str) -> list[Problem]:
-    """Check that the mixers whose cores share tables over the layers have the same tables."""
-    tables = {}
-    mixer: Any
-    for mixer in config.mixers():
-        for table in MIXERS.of(mixer).part.layer_tables(mixer, dims):
-            tables[table] = table[0]
-    if len(tables) < 2:
-        return []
-    what = f"the blocks share tables of their cores ({', '.join(tables.values())}), which differ in heads or config"
-    return [Problem(f"{path}.rules", what, "Take cores with the same heads and config, or without shared tables.")]
-
-
-def _check_shared_position(config: StackConfig, dims: Dims, path: str) -> list[Problem]:
-    """Check that the mixers which share the table of a position part have one of the same shape."""
-    tables = set()
-    mixer: Any
-    for mixer in config.mixers():
-        position: Any = getattr(mixer, "position", None) or dims.position
-        if hasattr(mixer, "heads") and getattr(position, "shared", False):
-            tables.add((mixer.heads, position))
-    if len(tables) < 2:
-        return []
-    heads = ", ".join(str(count) for count in sorted({count for count, _ in tables}))
-    what = f"the blocks share a table of biases per head, and their mixers differ in heads or position (heads: {heads})"
-    return [Problem(f"{path}.rules", what, "Take mixers with the same heads and position, or position.shared=false.")]

@@ -157,6 +157,9 @@ class Tokens:
     prefix: Tensor | None = None
     """[B, T], whether each token is of its document's prefix, which all tokens of the document see (a prefix language
     model); None: there is no prefix, and the model's order decides."""
+    pooled_from: int | None = None
+    """Tokens of the sequence of which these are windows, in a stack that has shortened it: a difference of indices is
+    no distance. None: these are the tokens."""
     rng_seed: int | None = None
     """Seed of this micro-batch's random numbers (dropout, router noise). None: no random numbers, as in evaluation."""
     aux_loss_weight: float | None = None

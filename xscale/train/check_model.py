@@ -17,6 +17,8 @@ from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.module import Module, Part
+from xscale.nn.stack import Stack
+from xscale.objective.objective import ObjectiveTraits
 from xscale.optim.groups import ParameterGroup, group_of, nearest_patterns
 from xscale.parallel import context
 from xscale.parallel.config import ParallelConfig
@@ -77,6 +79,24 @@ def check_exits(model: nn.Module) -> list[Problem]:
         return []
     what = "the heads of exits predict tokens, and the objective's labels are classes or scores of examples"
     return [Problem("model.stack.exits", what, "Take null, or an objective on tokens.")]
+
+
+def check_pooling(model: nn.Module, traits: ObjectiveTraits, *, packed_documents: bool) -> list[Problem]:
+    """List why an objective of these traits cannot train a stack that shortens its sequence. `packed_documents`: the
+    documents of a sample must not see each other."""
+    stacks = {path: module for path, module in model.named_modules() if isinstance(module, Stack) and module.pooling}
+    problems = []
+    for path, stack in stacks.items():
+        if packed_documents and traits.samples == "packed":
+            what = f"the windows of model.{path}.pooling begin at every second token, wherever a document begins"
+            problems.append(Problem("data.cross_documents", what, f"Set it to true, or model.{path}.pooling=null."))
+        assert stack.pooling is not None
+        predicts_tokens = traits.labels not in ("class", "score") and stack.repeats_pooled
+        if predicts_tokens and not stack.pooling.config.decoder_blocks:
+            what = "the objective predicts at every token, and the tokens of a window have one state"
+            fix = "Take 2 or more, which read the full sequence, or an objective on classes or scores."
+            problems.append(Problem(f"model.{path}.pooling.decoder_blocks", what, fix))
+    return problems
 
 
 def check_padding(model: nn.Module) -> list[Problem]:

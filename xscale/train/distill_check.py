@@ -116,6 +116,9 @@ def _check_model(model: nn.Module, config: DistillConfig) -> list[Problem]:
     elif config.inner_weight and (stack.reversible or stack.halting is not None):
         what = "reversible blocks and halting have no state after each block to compare"
         problems.append(Problem(f"{PATH}.hidden_weight", what, "Take weights of 0 for inner states."))
+    elif stack.pooling is not None:
+        what = "the states of a shortened sequence are of windows, and the teacher's of tokens"
+        problems.append(Problem("model.stack.pooling", what, "Take null, or the soft loss alone."))
     elif config.attention_weight:
         problems += _check_attention(stack, len(stack.blocks), "the student")
     return problems

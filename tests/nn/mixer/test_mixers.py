@@ -16,7 +16,8 @@ from xscale.core.config import decode
 from xscale.nn.attention.reformer import Reformer
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
-from xscale.nn.mixer.attention import Attention, KvCache
+from xscale.nn.mixer.attention import Attention
+from xscale.nn.mixer.kv_cache import KvCache
 from xscale.nn.mixer.mixer import Fourier
 from xscale.nn.model.model import MODELS
 from xscale.nn.norm import Rms

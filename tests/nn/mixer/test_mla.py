@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.conformance.made import dims, drawn, ready
 from tests.distributed import Pool
 from tests.parallel.against_one import alone, same
-from xscale.nn.mixer.attention import KvCache
+from xscale.nn.mixer.kv_cache import KvCache
 from xscale.nn.mixer.mla import Mla
 from xscale.nn.position.rope import Rope
 from xscale.nn.tokens import Tokens

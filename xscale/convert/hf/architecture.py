@@ -124,6 +124,7 @@ FEATURES: dict[str, Any] = {
             ("halting", None),
             ("exits", None),
             ("mask_decoder", None),
+            ("pooling", None),
         )
     },
     "block.residual": "sequential",

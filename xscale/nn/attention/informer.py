@@ -6,7 +6,7 @@ attend to all keys, every other query gets the mean of the values.
 Masked (causal): every other query gets the sum of the values so far. The paper takes the top c ln T queries of the
 whole sequence, so that later tokens decide whether a query attends. Here the query at place t attends if it is among
 the top c ln t of the first t queries, by keys that are sampled among the first t: with random scores about
-(c / 2) (ln T)^2 of T queries attend.
+(c / 2) (ln T)^2 of T queries attend. The distilling between blocks is the method `distill` of `stack.pooling`.
 """
 
 import math
@@ -39,8 +39,6 @@ _ROWS = 128
     deviations=(
         "Masked: a query attends if it is among the top queries so far; the paper chooses from the whole sequence, so "
         "that later tokens decide.",
-        "Blocks keep the length of the sequence: there is no distilling (convolution and max-pooling) between them.",
-        "There is no generative decoder, which predicts a whole horizon in one forward.",
     ),
 )
 class Informer(Core):

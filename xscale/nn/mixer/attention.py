@@ -14,40 +14,12 @@ from xscale.nn.attention.ops.mask import AttentionMask, ScoreEdge
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
+from xscale.nn.mixer.kv_cache import KvCache
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
 from xscale.nn.norm import NORMS, Norm
-from xscale.nn.position.pairs import Pairs
+from xscale.nn.position.pairs import Pairs, PositionPairs
 from xscale.nn.position.position import POSITIONS, Position, PositionTerms
 from xscale.nn.tokens import Tokens
-
-
-class KvCache:
-    """Keys and values of one attention mixer during generation."""
-
-    def __init__(self) -> None:
-        self._k: Tensor | None = None
-        self._v: Tensor | None = None
-        self._length = 0
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append [B, G, T, K] and return views of everything cached, [B, G, S, K]."""
-        start, count = self._length, k.shape[2]
-        self._k, self._v = grow_buffer(self._k, k, start), grow_buffer(self._v, v, start)
-        self._k.narrow(2, start, count).copy_(k)
-        self._v.narrow(2, start, count).copy_(v)
-        self._length = end = start + count
-        return self._k.narrow(2, 0, end), self._v.narrow(2, 0, end)
-
-
-def grow_buffer(buffer: Tensor | None, new: Tensor, length: int) -> Tensor:
-    """Return a buffer with room for `new` after the first `length` tokens."""
-    end = length + new.shape[2]
-    if buffer is not None and buffer.shape[2] >= end:
-        return buffer
-    larger = new.new_empty(*new.shape[:2], max(64, 2 * end), new.shape[3])
-    if buffer is not None:
-        larger[:, :, :length] = buffer[:, :, :length]
-    return larger
 
 
 @MIXERS.register(
@@ -248,9 +220,11 @@ class Attention(Mixer):
             key_tokens = source
         else:
             q, k, v = self.project(x, tokens, memory)
-            key_tokens = tokens
-            if self.position is not None:
+            key_tokens = tokens if source is None else source
+            if self.position is not None and key_tokens is tokens:
                 q, k = self.position.rotate_both(q, k, tokens)
+            elif self.position is not None:
+                q, k = self.position.rotate(q, tokens), self.position.rotate(k, key_tokens)
             if tokens.cache is not None:
                 k, v = tokens.cache.setdefault(self.path, KvCache()).append(k, v)
         if self.query_factor is not None:
@@ -260,7 +234,7 @@ class Attention(Mixer):
         return self.project_output(self.attend_input(x, tokens, q, k, v, mask))
 
     def project(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [B, H, T, K] of x [B, T, D], keys and values [B, G, T, K] of `memory` [B, T, D]; None: x."""
+        """Return queries [B, H, T, K] of x [B, T, D], keys and values [B, G, S, K] of `memory` [B, S, D]; None: x."""
         projected = self.q(x)  # [B, T, H * K]
         return self._normalised(self.q_norm, projected), *self._keys(x if memory is None else memory, projected)
 
@@ -347,7 +321,7 @@ class Attention(Mixer):
                 queries=q.shape[2],
                 keys=k.shape[2],
                 causal=self.causal,
-                offset=0 if self.cross else k.shape[2] - q.shape[2],
+                offset=0 if self.cross or key_tokens is not tokens else k.shape[2] - q.shape[2],
                 query_documents=tokens.documents if documents else None,
                 key_documents=key_tokens.documents if documents else None,
                 key_prefix=key_tokens.prefix,
@@ -359,14 +333,19 @@ class Attention(Mixer):
             )
 
         if self.position is not None and self.position.adds_scores:
-            terms = PositionTerms(self.position, self.pairs(q.shape[2], k.shape[2]))
-            return replace(compute(), position_terms=terms)
+            pairs = self.pairs(q.shape[2], k.shape[2])
+            if tokens.pooled_from is not None:
+                pairs = PositionPairs.of(pairs, tokens.positions, key_tokens.positions, tokens.pooled_from)
+            return replace(compute(), position_terms=PositionTerms(self.position, pairs))
         if self.position is None or not self.position.adds_bias:
             key = f"mask/{self.causal}/{q.shape[2]}/{k.shape[2]}/{self.dropout}/{self.cross}/{self.shared_qk}"
             mask: AttentionMask = tokens.shared_values.get_or_compute(key, compute)
             return mask
         # The bias of each block's own parameters is not a shared value.
         plain, prefers = compute(), self.core.prefers_relative_bias
+        if tokens.pooled_from is not None:
+            # Where a sequence was shortened, a difference of indices is no distance.
+            return replace(plain, bias=self.position.bias(tokens.positions, key_tokens.positions))
         if self.uses_relative_bias or (not self.reads_bias and prefers(self.position, q, k, plain)):
             return plain.with_relative_bias(self.position)
         return replace(plain, bias=self._bias(k, tokens))

@@ -22,7 +22,8 @@ from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
 from xscale.nn.init import Init
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.attention import Attention, KvCache
+from xscale.nn.mixer.attention import Attention
+from xscale.nn.mixer.kv_cache import KvCache
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
 from xscale.nn.position.position import POSITIONS, Position
 from xscale.nn.tokens import Tokens

@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from xscale.core.config import Config
+from xscale.core.errors import Problem
 from xscale.core.registry import Family
 from xscale.nn.attention.core import CORES
 from xscale.nn.dims import Dims
@@ -82,6 +84,22 @@ class Mixer(Part):
 
 
 MIXERS = Family("mixer", MixerTraits)
+
+
+def check_mixer(config: Config, dims: Dims, path: str) -> list[Problem]:
+    """List the problems of a mixer in a model of `dims`: its own, and what the model asks that it cannot do."""
+    entry = MIXERS.of(config)
+    problems = list(entry.part.check(config, dims, path))
+    needed = "cross" if dims.cross else "causal" if dims.causal else "bidirectional"
+    if not getattr(entry.traits, needed):
+        what = {
+            "cross": "cannot do cross attention",
+            "causal": "is not causal, and this model is",
+            "bidirectional": "is not bidirectional, and this model is",
+        }[needed]
+        can = ", ".join(MIXERS.able(**{needed: True}))
+        problems.append(Problem(path, f"'{entry.name}' {what}", f"These can: {can}."))
+    return problems
 
 
 @MIXERS.register(

@@ -21,7 +21,8 @@ from xscale.nn.attention.ops.mask import ScoreEdge
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.attention import Attention, KvCache
+from xscale.nn.mixer.attention import Attention
+from xscale.nn.mixer.kv_cache import KvCache
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
 from xscale.nn.norm import NORMS, Norm, Rms
 from xscale.nn.position.position import POSITIONS, Position

@@ -23,7 +23,7 @@ from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.attention import grow_buffer
+from xscale.nn.mixer.kv_cache import grow_buffer
 from xscale.nn.mixer.mixer import MIXERS, MixerTraits
 from xscale.nn.mixer.value_mixer import ValueMixer
 from xscale.nn.tokens import Tokens

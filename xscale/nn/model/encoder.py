@@ -113,6 +113,9 @@ class Encoder(Model):
             what = "predicts by the table of embeddings as it is, with its full width"
             fix = "Take null, or embedding_width=null and fix_norm=false."
             problems.append(Problem(f"{path}.boundary_head", what, fix))
+        if config.global_tokens and config.stack.pooling is not None:
+            what = "would be pooled as the text is, and the head leaves as many out as there are"
+            problems.append(Problem(f"{path}.global_tokens", what, "Take 0, or stack.pooling=null."))
         if config.global_mean and not config.global_tokens:
             problems.append(Problem(f"{path}.global_mean", "needs global tokens", "Take false, or global_tokens >= 1."))
         return problems

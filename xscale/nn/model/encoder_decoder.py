@@ -50,7 +50,7 @@ class EncoderDecoder(Model):
         mix = None
         if config.transparent:
             mix = LayerMix(config.encoder.depth + 1, config.decoder.depth, config.transparent_dropout)
-        self.encoder = Stack(config.encoder, reading, returns_states=config.transparent)
+        self.encoder = Stack(config.encoder, reading, returns_states=config.transparent, repeats_pooled=False)
         self.decoder = Stack(config.decoder, writing, cross=True, mix=mix)
         self.head = Head(
             writing,
@@ -76,6 +76,9 @@ class EncoderDecoder(Model):
             problems.append(
                 Problem(f"{path}.transparent", what, f"Take false, or {path}.encoder.block.residual=sequential.")
             )
+        if config.transparent and config.encoder.pooling is not None:
+            what = "the decoder reads the outputs of all encoder blocks, which have several lengths"
+            problems.append(Problem(f"{path}.transparent", what, f"Take false, or {path}.encoder.pooling=null."))
         if config.transparent_dropout and not config.transparent:
             what = "there are no weights of layers to drop"
             problems.append(Problem(f"{path}.transparent_dropout", what, "Take 0, or transparent=true."))
@@ -102,7 +105,9 @@ class EncoderDecoder(Model):
             if "memory" not in tokens.cache:
                 tokens.cache["memory"] = self.encode(source)
             memory = tokens.cache["memory"]
-        out: Tensor = self.head(self.decoder(self.target(tokens), tokens, memory, source), targets, tokens)
+        # Where the encoder shortens the source, the memory has the documents of its windows.
+        read = self.encoder.output_tokens(source)
+        out: Tensor = self.head(self.decoder(self.target(tokens), tokens, memory, read), targets, tokens)
         return out
 
 

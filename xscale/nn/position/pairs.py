@@ -5,7 +5,7 @@ relative shift of Dai et al. 2019 (appendix B), the skewing of Huang et al. 2019
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -66,3 +66,38 @@ class Pairs:
     def select_heads(self, values: Tensor) -> Tensor:
         """Return the heads of these pairs, of [H, ...]."""
         return values if self.heads is None else values.index_select(0, self.heads)
+
+
+@dataclass(frozen=True)
+class PositionPairs(Pairs):
+    """Pairs of tokens whose distances are differences of their positions, as in a sequence that was shortened."""
+
+    differences: Tensor | None = None
+    """[B, T, S] position of the key minus that of the query."""
+    length: int = 0
+    """Positions are below it."""
+
+    @staticmethod
+    def of(pairs: Pairs, queries: Tensor, keys: Tensor, length: int) -> "PositionPairs":
+        """Return the pairs at positions [B, T] of queries and [B, S] of keys, all below `length`."""
+        values = {field.name: getattr(pairs, field.name) for field in fields(Pairs)}
+        return PositionPairs(**values, differences=keys[:, None] - queries[..., None], length=length)
+
+    def distances(self, device: torch.device) -> Tensor:
+        return torch.arange(1 - self.length, self.length, device=device)
+
+    def shift(self, by_distance: Tensor) -> Tensor:
+        # The terms of a batch may be one for all of its samples: [B or 1, H, T, R].
+        heads, columns = by_distance.shape[1], self._columns[:, None]
+        by_distance = by_distance.expand(len(columns), -1, columns.shape[2], -1)
+        return by_distance.gather(-1, columns.expand(-1, heads, -1, -1))  # [B, H, T, S]
+
+    def unshift(self, by_key: Tensor) -> Tensor:
+        empty = by_key.new_zeros(*by_key.shape[:-1], 2 * self.length - 1)
+        columns = self._columns[:, None].expand_as(by_key)
+        return empty.scatter_add(-1, columns, by_key)  # [..., T, R]
+
+    @property
+    def _columns(self) -> Tensor:
+        assert self.differences is not None
+        return self.differences + (self.length - 1)  # [B, T, S]

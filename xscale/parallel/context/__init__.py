@@ -34,6 +34,7 @@ from xscale.nn.module import Part, substitute
 from xscale.nn.norm import NORMS
 from xscale.nn.pooler import SentenceHead
 from xscale.nn.recurrent_depth import Halting
+from xscale.nn.sequence_pooling import SequencePooling
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.context import halo, neighbours, ring, scan, state_space, ulysses
 from xscale.parallel.context.halo import Halo
@@ -68,6 +69,9 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
         what = f"the {count} global tokens precede the text, which is sharded before it enters the model"
         problems.append(Problem(where, what, "Take cp=1, or model.global_tokens=0."))
     for module in model.modules():
+        if isinstance(module, SequencePooling):
+            what = "a window may have tokens of two ranks, and shorter sequences would be sharded anew"
+            problems.append(Problem(where, what, "Take cp=1, or stack.pooling=null."))
         if isinstance(module, Halting):
             what = "the ponder cost is a mean over all tokens, and a rank's shard of them may end in padding"
             problems.append(Problem(where, what, "Take cp=1, or stack.halting=null."))

@@ -8,6 +8,7 @@ from xscale.core.errors import Problem
 from xscale.nn.exits import Exits
 from xscale.nn.layer_mix import LayerMix
 from xscale.nn.recurrent_depth import Halting
+from xscale.nn.sequence_pooling import SequencePooling
 from xscale.nn.stack import Stack
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.pipeline.schedule import SCHEDULES, schedule_of
@@ -32,6 +33,9 @@ def check(model: nn.Module, config: ParallelConfig, path: str, length: int = 0) 
         what = f"a {type(model).__name__} is not made of embeddings, stacks and one head, so it has no stages"
         return [Problem(f"{path}.mesh.pp", what, "Take pp=1, or a decoder, encoder or encoder_decoder.")]
     problems = _check_engine(config, path)
+    if any(isinstance(module, SequencePooling) for module in model.modules()):
+        what = "a stage would receive hidden states of another length than the sequence's"
+        problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or stack.pooling=null."))
     problems += _check_streams(model, path)
     schedule, blocks = schedule_of(pipeline), len(block_paths(model))
     if schedule.interleaved and pipeline.stages_per_rank < 2:

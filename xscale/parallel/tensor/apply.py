@@ -146,8 +146,15 @@ def estimate(model: nn.Module, config: ParallelConfig, length: int, source: int 
     fraction = (tp - 1) / tp
     sent = {"regions": 0.0, "vocabulary": 0.0}
     width = next(module.width for module in model.modules() if isinstance(module, Head))
+    pooled = {
+        f"{path}.blocks.{layer}.": fraction
+        for path, stack in model.named_modules()
+        if isinstance(stack, Stack)
+        for layer, (fraction, _) in enumerate(stack.token_fractions())
+    }
     for path, module in model.named_modules() if tp > 1 else ():
-        tokens = source if path.split(".")[0] in ("encoder", "source") else length
+        tokens: float = source if path.split(".")[0] in ("encoder", "source") else length
+        tokens *= next((fraction for prefix, fraction in pooled.items() if path.startswith(prefix)), 1.0)
         if isinstance(module, Sublayer):
             sent["regions"] += 2 * fraction * width * tokens
             if sequence_parallel and isinstance(module.part, Attention) and module.part.cross:

@@ -31,6 +31,7 @@ def check(model: nn.Module, path: str) -> list[Problem]:
             "halting": stack.halting is not None,
             "step_signal": stack.step_signal,
             "mask_decoder": decodes,
+            "pooling": stack.pooling is not None,
             "block.position": adds_position,
             "exits.self_sampling": stack.exits is not None and stack.exits.config.self_sampling is not None,
         }

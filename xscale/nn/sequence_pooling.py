@@ -1,0 +1,297 @@
+"""Encoders whose sequence gets shorter between blocks: Funnel-Transformer and the distilling of Informer.
+
+Dai et al. 2020 (Funnel-Transformer), section 2: before the first block of each stage the hidden states h are pooled by
+windows of two tokens, h' = pool(h), the first token apart from the others. The queries and the residual of that block
+are h', its keys and values h (section 2.2.1). For outputs at every token the decoder repeats the last states and adds
+those of the first stage (section 2.2.2),
+
+    g_i = h^M_{w(i)} + h^1_i,  w(i) the window of token i after all poolings,
+
+and some more blocks read g.
+
+Zhou et al. 2021 (Informer), equation 5, "distilling": X' = MaxPool(ELU(Conv1d(X))), the convolution over three tokens
+with stride 1, the pooling over three with stride 2.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from xscale.core.config import Config, Slot
+from xscale.core.errors import Problem
+from xscale.nn.attention.core import CORES
+from xscale.nn.dims import Dims
+from xscale.nn.linear import Linear
+from xscale.nn.module import Module
+from xscale.nn.norm import NORMS, Norm
+from xscale.nn.position.position import POSITIONS
+from xscale.nn.tokens import SharedValues, Tokens
+
+
+class SequencePoolingConfig(Config):
+    before: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)
+    """Blocks, numbered from 0, before which the sequence is shortened by half: the first blocks of all stages but the
+    first."""
+    method: Literal["mean", "max", "distill"] = "mean"
+    """mean, max: the mean or maximum of two tokens (Dai et al. 2020); distill: a convolution over three tokens, ELU,
+    and the maximum of three, every second of which begins a window (Zhou et al. 2021)."""
+    separate_first: bool = True
+    """Whether the first token, such as [CLS], is a window of its own; false with distill."""
+    queries_only: bool = True
+    """Whether the first block of a stage reads keys and values of the sequence before pooling; false with distill."""
+    decoder_blocks: int = Field(default=0, ge=0)
+    """The last blocks, which read the full sequence: the repeated states plus those of the first stage. 0: the states
+    of windows are the output, repeated for the head of an encoder."""
+    norm: Annotated[Norm.Config, Slot(NORMS)] | None = None
+    """Norm between convolution and ELU, with distill: `batch` as in the code of Zhou et al.; null: none, as in their
+    equation."""
+
+
+@dataclass(frozen=True)
+class TokenWindows:
+    """Windows of T tokens: T' = ceil(T / 2) of them, or 1 + ceil((T - 1) / 2) if the first token is one of its own.
+
+    A window has the document of its first token, and a second token of another document is not in it.
+    """
+
+    first: Tensor
+    """[T'] index of the first token of each window."""
+    of: Tensor
+    """[T] window of each token."""
+
+    @staticmethod
+    def split(length: int, device: torch.device, *, separate_first: bool) -> "TokenWindows":
+        """Split `length` tokens into windows of two."""
+        before = int(separate_first)
+        of = (torch.arange(length, device=device) + before) // 2  # [T]
+        first = torch.arange(0, length + before, 2, device=device) - before  # [T']
+        return TokenWindows(first.clamp(min=0), of)
+
+    def window_tokens(self, tokens: Tokens) -> Tokens:
+        """Tokens [B, T] -> those of the windows [B, T'], with the fields of the first token of each."""
+
+        def take(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value[:, self.first]
+
+        return replace(
+            tokens,
+            ids=tokens.ids[:, self.first],
+            positions=tokens.positions[:, self.first],
+            documents=take(tokens.documents),
+            types=take(tokens.types),
+            boundaries=None,
+            pooled_from=tokens.pooled_from or len(self.of),
+            shared_values=SharedValues(),
+        )
+
+    def pool(self, x: Tensor, tokens: Tokens, method: str) -> Tensor:
+        """Mean or maximum of x [B, T, D] over each window: [B, T', D]."""
+        second = (self.first + 1).clamp(max=len(self.of) - 1)
+        has_second = (self.of[second] == self.of[self.first]) & (second != self.first)  # [T']
+        has_second = has_second.expand(len(x), -1)
+        if tokens.documents is not None:
+            has_second = has_second & (tokens.documents[:, second] == tokens.documents[:, self.first])
+        first_state, second_state = x[:, self.first], x[:, second]  # [B, T', D]
+        both = (first_state + second_state) / 2 if method == "mean" else torch.maximum(first_state, second_state)
+        return torch.where(has_second[..., None], both, first_state)
+
+
+class Distilling(Module):
+    """MaxPool(ELU(norm(Conv1d(x)))) of three tokens each, with stride 2: [B, T, D] -> [B, ceil(T / 2), D].
+
+    Tokens beyond the ends of a document are zeros for the convolution, and the maximum leaves them out.
+    """
+
+    def __init__(self, dims: Dims, norm: Norm.Config | None) -> None:
+        super().__init__()
+        self.conv = Linear(3 * dims.width, dims.width, ("state", "width"), dims.init, bias=True)
+        """Weights of the token before, the token itself and the one after, in this order along the input."""
+        self.norm: Norm | None = None if norm is None else NORMS.build(norm, dims.width)
+
+    def forward(self, x: Tensor, tokens: Tokens, windows: TokenWindows) -> Tensor:
+        before, after = _in_document(tokens, x)
+        near = (_shift(x, 1).masked_fill(~before, 0.0), x, _shift(x, -1).masked_fill(~after, 0.0))
+        y = self.conv(torch.cat(near, -1))  # [B, T, D]
+        if self.norm is not None:
+            y = self.norm(y, tokens)
+        y = F.elu(y)
+        lowest = torch.finfo(y.dtype).min
+        highest = torch.maximum(_shift(y, 1).masked_fill(~before, lowest), y)
+        highest = torch.maximum(highest, _shift(y, -1).masked_fill(~after, lowest))
+        return highest[:, windows.first]
+
+
+def _shift(x: Tensor, by: int) -> Tensor:
+    """Return x [B, T, D] with the token `by` places before at each place; beyond the ends there are zeros."""
+    return F.pad(x, (0, 0, by, 0))[:, :-by] if by > 0 else F.pad(x, (0, 0, 0, -by))[:, -by:]
+
+
+def _in_document(tokens: Tokens, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether the tokens before and after each token are of its document: two of [B, T, 1]."""
+    documents = tokens.documents
+    documents = torch.zeros_like(tokens.ids) if documents is None else documents
+    same = documents[:, 1:] == documents[:, :-1]  # [B, T - 1]
+    return F.pad(same, (1, 0))[..., None], F.pad(same, (0, 1))[..., None]
+
+
+class SequencePooling(Module):
+    """The poolings of a stack."""
+
+    def __init__(self, config: SequencePoolingConfig, dims: Dims) -> None:
+        super().__init__()
+        self.config = config
+        distills = config.before if config.method == "distill" else ()
+        self.distilling = nn.ModuleDict({str(layer): Distilling(dims, config.norm) for layer in distills})
+
+    def start(self, tokens: Tokens) -> "PooledStates":
+        """Begin a forward."""
+        assert tokens.cache is None, "a shortened sequence has no incremental form"
+        return PooledStates(self, tokens)
+
+    def output_tokens(self, tokens: Tokens) -> Tokens:
+        """Return the tokens of the last states: those of the windows, or `tokens` if a decoder reads all of them."""
+        if self.config.decoder_blocks:
+            return tokens
+        for _ in self.config.before:
+            tokens = self.split(tokens).window_tokens(tokens)
+        return tokens
+
+    def split(self, tokens: Tokens) -> TokenWindows:
+        """Split the tokens into windows."""
+        return TokenWindows.split(tokens.ids.shape[1], tokens.ids.device, separate_first=self.config.separate_first)
+
+
+class PooledStates:
+    """Hidden states of a forward on their way through the stages."""
+
+    def __init__(self, pooling: SequencePooling, tokens: Tokens) -> None:
+        self._pooling, self._config = pooling, pooling.config
+        self.stage_tokens = self._all_tokens = tokens
+        """Tokens of the present stage."""
+        self._window: Tensor | None = None
+        self._first_stage: Tensor | None = None
+
+    def before_block(self, layer: int, x: Tensor, depth: int) -> tuple[Tensor, Tensor | None, Tokens | None]:
+        """Return the input [B, T', D] of block `layer` for the output x [B, T, D] of the one before, and what its keys
+        and values are of, if not of that input: hidden states [B, T, D] and their tokens."""
+        config = self._config
+        if config.decoder_blocks and layer == depth - config.decoder_blocks:
+            assert self._first_stage is not None
+            x, self.stage_tokens = self.repeat(x) + self._first_stage, self._all_tokens
+        if layer not in config.before:
+            return x, None, None
+        if self._first_stage is None:
+            self._first_stage = x
+        keys, key_tokens, windows = x, self.stage_tokens, self._pooling.split(self.stage_tokens)
+        if config.method == "distill":
+            x = self._pooling.distilling[str(layer)](x, key_tokens, windows)
+        else:
+            x = windows.pool(x, key_tokens, config.method)
+        self.stage_tokens = windows.window_tokens(key_tokens)
+        self._window = windows.of if self._window is None else windows.of[self._window]
+        return (x, keys, key_tokens) if config.queries_only else (x, None, None)
+
+    def repeat(self, x: Tensor) -> Tensor:
+        """States of windows [B, T', D] -> the state of each token's window [B, T, D]; of a window that begins in
+        another document zeros."""
+        assert self._window is not None
+        x = x[:, self._window]
+        if self._all_tokens.documents is None:
+            return x
+        assert self.stage_tokens.documents is not None
+        same = self.stage_tokens.documents[:, self._window] == self._all_tokens.documents
+        return x.masked_fill(~same[..., None], 0.0)
+
+
+def token_fractions(config: SequencePoolingConfig | None, depth: int) -> list[tuple[float, float]]:
+    """Return the fractions of a sequence's tokens that are queries, and that are keys, of each of `depth` blocks."""
+    if config is None:
+        return [(1.0, 1.0)] * depth
+    fractions, now = [], 1.0
+    for layer in range(depth):
+        keys = now
+        if layer in config.before:
+            now /= 2
+        elif layer == depth - config.decoder_blocks:
+            now = 1.0
+        fractions.append((now, keys if layer in config.before and config.queries_only else now))
+    return fractions
+
+
+def check(config: SequencePoolingConfig, stack: Any, dims: Dims, path: str, *, hands_on: bool) -> list[Problem]:
+    """List why the blocks of `stack` cannot pass on a shorter sequence; `path` is that of the pooling. `hands_on`:
+    blocks hand on attention scores."""
+    reasons = [
+        (dims.causal, "a window has a later token for its first, and this model is causal", "Take null."),
+        (stack.halting is not None, "tokens of a halting stack stay apart", "Take null, or stack.halting=null."),
+        (stack.exits is not None, "an exit predicts at every token", "Take null, or stack.exits=null."),
+        (stack.mask_decoder is not None, "its last block decodes tokens", "Take null, or stack.mask_decoder=null."),
+        (hands_on, "scores that blocks hand on are of all tokens", "Take null, or the core softmax."),
+        (
+            stack.block.residual == "reversible",
+            "reversible blocks keep two streams of one length",
+            "Take null, or block.residual=sequential.",
+        ),
+        (
+            stack.block.gates is not None,
+            "gates spend the budget of all tokens in every block",
+            "Take null, or block.gates=null.",
+        ),
+    ]
+    problems = [Problem(path, what, fix) for is_so, what, fix in reasons if is_so]
+    last = stack.depth - config.decoder_blocks
+    if sorted(set(config.before)) != list(config.before) or config.before[-1] >= last:
+        what = f"{list(config.before)} are not ascending blocks from 1 on, before the decoder's"
+        fix = f"Such as {[max(1, last // 2)]}: a stack of depth={stack.depth} has blocks 0 to {stack.depth - 1}."
+        problems.append(Problem(f"{path}.before", what, fix))
+    if config.method == "distill":
+        for name in ("separate_first", "queries_only"):
+            what = "the convolution reads all tokens, and its output is what a block attends to"
+            problems += [Problem(f"{path}.{name}", what, "Take false, or method=mean.")] * getattr(config, name)
+    elif config.norm is not None:
+        problems.append(Problem(f"{path}.norm", "only distill has a norm", "Take null, or method=distill."))
+    if config.norm is not None:
+        problems += NORMS.of(config.norm).part.check(config.norm, dims, f"{path}.norm")
+    return problems + _check_blocks(config, stack, dims, path)
+
+
+def _check_blocks(config: SequencePoolingConfig, stack: Any, dims: Dims, path: str) -> list[Problem]:
+    problems: dict[str, Problem] = {}
+    for layer in range(config.before[0], stack.depth - config.decoder_blocks):
+        block = stack.block_config(layer)
+        for mixer in block.mixers():
+            position = getattr(mixer, "position", None) or dims.position
+            core = getattr(mixer, "core", None)
+            if core is None or position is None or not CORES.of(core).part.uses_relative_bias:
+                continue
+            if POSITIONS.of(position).traits.where == "bias":
+                what = f"core '{core.kind}' counts distances in windows, and position '{position.kind}' in tokens"
+                fix = "Take the core softmax, or the position rope or learned."
+                problems[what] = Problem(path, what, fix)
+        if layer in config.before and config.queries_only:
+            for what, fix in _unpoolable(block):
+                problems[what] = Problem(f"{path}.queries_only", what, fix)
+    return list(problems.values())
+
+
+def _unpoolable(block: Any) -> list[tuple[str, str]]:
+    """List why the first mixer of a block cannot have fewer queries than keys, each with what would work."""
+    reasons = []
+    first, mixer = block.listed()[0], block.config_of(block.listed()[0])
+    if first.part != "mixer" or mixer.kind != "attention" or mixer.shared_qk:
+        what = "the first block of a stage begins with attention that has fewer queries than keys"
+        reasons.append((what, "Take false, or mixer.kind=attention with shared_qk=false as its first sublayer."))
+    elif not CORES.of(mixer.core).part.traits_of(mixer.core).cross:
+        can = ", ".join(CORES.able(cross=True))
+        what = f"core '{mixer.core.kind}' has as many queries as keys"
+        reasons.append((what, f"Take false, or one of these cores: {can}."))
+    if block.residual != "sequential":
+        reasons.append((f"the block's residual is '{block.residual}'", "Take false, or block.residual=sequential."))
+    if block.position is not None:
+        what = "block.position is added to a block's input, and the keys of the first block of a stage are not of it"
+        reasons.append((what, "Take false, or block.position=null."))
+    return reasons

@@ -1,0 +1,118 @@
+"""Checks of a stack's config: what its blocks must have in common, and what they hand on to each other."""
+
+from typing import Any
+
+from xscale.core.errors import Problem
+from xscale.nn.attention.core import CORES
+from xscale.nn.dims import Dims
+from xscale.nn.mixer.mixer import MIXERS
+from xscale.nn.norm import NORMS
+from xscale.nn.quaternion import check as check_quaternions
+from xscale.nn.reversible import check as check_reversible
+from xscale.nn.sequence_pooling import check as check_pooling
+from xscale.nn.sharing import check as check_sharing
+
+
+def check_blocks_together(config: Any, dims: Dims, path: str, *, cross: bool, hands_on: bool) -> list[Problem]:
+    """List the problems of a `StackConfig` besides those of single blocks. `hands_on`: blocks hand on scores."""
+    pooling = []
+    if config.pooling is not None:
+        pooling = check_pooling(config.pooling, config, dims, f"{path}.pooling", hands_on=hands_on)
+    return [
+        *_check_parts(config, path, cross=cross),
+        *_check_shared_position(config, dims, path),
+        *_check_layer_tables(config, dims, path),
+        *_check_scores(config, path, cross=cross),
+        *check_sharing(config, path, cross=cross),
+        *check_reversible(config, path),
+        *check_quaternions(config, dims.width, path, cross=cross),
+        *_check_steps(config, dims, path),
+        *pooling,
+    ]
+
+
+def _check_parts(config: Any, path: str, *, cross: bool) -> list[Problem]:
+    """Check that some block moves information between tokens, and in a decoder with a source some reads it."""
+    parts = {entry.part for layer in range(config.depth) for entry in config.block_config(layer).listed(cross=cross)}
+    missing = {"mixer", *["cross"] * cross} - parts
+    what = "no block has a sublayer '{}', without which {}"
+    lost = {"mixer": "no token sees another", "cross": "the decoder does not read the source"}
+    return [
+        Problem(f"{path}.block.sublayers", what.format(part, lost[part]), f"Add {{part: {part}}} to the sublayers.")
+        for part in sorted(missing)
+    ]
+
+
+def _check_steps(config: Any, dims: Dims, path: str) -> list[Problem]:
+    """Check what is added before and after each block."""
+    problems = []
+    if config.step_signal and dims.width % 2:
+        what = f"pairs of channels have a sine and a cosine, and width={dims.width} is odd"
+        problems.append(Problem(f"{path}.step_signal", what, "Take an even width, or false."))
+    hands_on_scores = any(MIXERS.of(mixer).part.score_heads(mixer) for mixer in config.mixers())
+    if config.halting is not None and hands_on_scores:
+        what = "a token that has halted has no scores to hand on"
+        problems.append(Problem(f"{path}.halting", what, "Take null, or the core softmax."))
+    norm = NORMS.of(config.block.norm)
+    if config.exits is not None and config.exits.norm and norm.traits.batch_statistics:
+        what = f"'{norm.name}' collects statistics in every step, and an exit does not see the tokens of every step"
+        problems.append(Problem(f"{path}.exits.norm", what, "Take false, or another block.norm."))
+    if config.block.residual == "reversible" and hands_on_scores:
+        what = "reversible blocks keep nothing for backward, and scores that blocks hand on would be kept"
+        problems.append(Problem(f"{path}.block.residual", what, "Take sequential, or the core softmax."))
+    return problems
+
+
+def _check_scores(config: Any, path: str, *, cross: bool) -> list[Problem]:
+    """Check that each mixer which reads the scores of the previous block gets those of as many heads."""
+    problems = []
+    previous: dict[str, int | None] = {}
+    for layer in range(config.depth):
+        block = config.block_config(layer)
+        heads: dict[str, int | None] = {}
+        for name, sublayer in block.named(cross=cross).items():
+            if sublayer.part == "ffn":
+                continue
+            mixer: Any = block.config_of(sublayer)
+            part = MIXERS.of(mixer).part
+            heads[name] = part.score_heads(mixer)
+            if part.reads_scores(mixer) and (layer > 0 or part.needs_previous_scores):
+                available = previous.get(name)
+                if available is None:
+                    what = f"'{name}' reads the attention scores of the block before, which hands on none"
+                    can = ", ".join(CORES.able(previous_scores=True))
+                    fix = f"Give that block the mixer attention with one of these cores: {can}."
+                    problems.append(Problem(f"{path} (block {layer})", what, fix))
+                elif available != heads[name]:
+                    what = f"'{name}' has {heads[name]} heads and reads the scores of the {available} before it"
+                    problems.append(Problem(f"{path} (block {layer})", what, f"Take heads={available}."))
+        previous = heads
+    return problems[:1]
+
+
+def _check_layer_tables(config: Any, dims: Dims, path: str) -> list[Problem]:
+    """Check that the mixers whose cores share tables over the layers have the same tables."""
+    tables = {}
+    mixer: Any
+    for mixer in config.mixers():
+        for table in MIXERS.of(mixer).part.layer_tables(mixer, dims):
+            tables[table] = table[0]
+    if len(tables) < 2:
+        return []
+    what = f"the blocks share tables of their cores ({', '.join(tables.values())}), which differ in heads or config"
+    return [Problem(f"{path}.rules", what, "Take cores with the same heads and config, or without shared tables.")]
+
+
+def _check_shared_position(config: Any, dims: Dims, path: str) -> list[Problem]:
+    """Check that the mixers which share the table of a position part have one of the same shape."""
+    tables = set()
+    mixer: Any
+    for mixer in config.mixers():
+        position: Any = getattr(mixer, "position", None) or dims.position
+        if hasattr(mixer, "heads") and getattr(position, "shared", False):
+            tables.add((mixer.heads, position))
+    if len(tables) < 2:
+        return []
+    heads = ", ".join(str(count) for count in sorted({count for count, _ in tables}))
+    what = f"the blocks share a table of biases per head, and their mixers differ in heads or position (heads: {heads})"
+    return [Problem(f"{path}.rules", what, "Take mixers with the same heads and position, or position.shared=false.")]
