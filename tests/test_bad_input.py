@@ -27,7 +27,7 @@ MISTAKES = {
     "a causal objective on an encoder": (
         ["model.kind=encoder"],
         "'causal' needs a model that reads one sequence and is causal; 'encoder' is not one",
-        "'encoder' goes with classify, masked",
+        "'encoder' goes with classify, cpc, masked",
     ),
     "a causal model with a mixer that is not": (
         ["model.stack.block.mixer=fourier"],

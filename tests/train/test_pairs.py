@@ -111,7 +111,7 @@ def test_what_does_not_fit_pairs_is_refused(tmp_path: Path) -> None:
     assert "data.max_source_length: objective 'span' reads one text" in refused
     refused = problems_of(tmp_path, data={"source": {"kind": "stdlib"}})
     assert "the documents of the source 'stdlib' are texts" in refused
-    objectives = "causal, denoising, masked, masked_sentences, span, span_boundary"
+    objectives = "causal, cpc, denoising, masked, masked_sentences, prefix_lm, span, span_boundary, ul2"
     assert f"Take a source of pairs, stdlib_pairs; or an objective of {objectives}." in refused
     refused = problems_of(tmp_path, data={"cross_documents": True})
     assert "data.cross_documents: 'seq2seq' hides padding as a document of its own. Take false." in refused
@@ -158,9 +158,9 @@ def test_prepared_text_is_no_pairs(tmp_path: Path) -> None:
     assert losses(tmp_path, "again") == losses(tmp_path, "pairs")
 
 
-PADDING_WEIGHS_NOTHING = {"AdaptiveSpan", "Exits", "Head", "SentenceHead", "StudentLosses"}
-"""Classes whose auxiliary loss is of parameters, of targets or of classes of sequences, of which padding has none; the
-losses of a student that are of all tokens are refused where samples have padding."""
+PADDING_WEIGHS_NOTHING = {"AdaptiveSpan", "Exits", "Head", "SentenceContrast", "SentenceHead", "StudentLosses"}
+"""Classes whose auxiliary loss is of parameters, of targets or of sentences and their classes, of which padding has
+none; the losses of a student that are of all tokens are refused where samples have padding."""
 
 
 def test_every_part_with_an_auxiliary_loss_of_tokens_says_so() -> None:

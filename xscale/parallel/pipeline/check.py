@@ -30,7 +30,7 @@ def check(model: nn.Module, config: ParallelConfig, path: str, length: int = 0) 
     if pp == 1:
         return []
     if stage_layout(model) is None:
-        what = f"a {type(model).__name__} is not made of embeddings, stacks and one head, so it has no stages"
+        what = f"{type(model).__name__} is not made of embeddings, stacks and one head, so it has no stages"
         return [Problem(f"{path}.mesh.pp", what, "Take pp=1, or a decoder, encoder or encoder_decoder.")]
     problems = _check_engine(config, path)
     if any(isinstance(module, SequencePooling) for module in model.modules()):

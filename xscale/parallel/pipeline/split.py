@@ -33,7 +33,8 @@ def stage_layout(model: nn.Module) -> StageLayout | None:
     """Return the model's layout; None when it cannot be split into stages."""
     for layout in STAGE_LAYOUTS:
         expected = {**dict.fromkeys(layout.inputs, Embed), **dict.fromkeys(layout.stacks, Stack), "head": Head}
-        children = dict(model.named_children())
+        # What has no parameters, as a loss on hidden states, stands on each stage.
+        children = {name: child for name, child in model.named_children() if any(True for _ in child.parameters())}
         if children.keys() == expected.keys() and all(isinstance(children[name], expected[name]) for name in expected):
             return layout
     return None

@@ -103,6 +103,10 @@ class PassThrough(Module):
     ) -> Tensor | None:
         return x if memory is None else memory
 
+    def output_tokens(self, tokens: Tokens) -> Tokens:
+        """Return the tokens of the memory: a pipeline's encoder does not shorten the source."""
+        return tokens
+
 
 class SendHidden(Module):
     """Stub for the head: returns what the next stage needs."""
