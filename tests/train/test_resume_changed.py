@@ -20,7 +20,7 @@ from xscale.checkpoint.load import load_tensors
 from xscale.core.errors import EXIT_DONE
 
 DOUBLE = {"compute": "float64", "master": "float64"}
-MIDDLE, STEPS = 2, 4
+MIDDLE, STEPS = 2, 3
 TRAIN = {
     "steps": STEPS,
     "batch_size": 8,
