@@ -82,5 +82,7 @@ def test_refusals_name_the_core() -> None:
     assert paths(core=SplitHeads.Config(cores=(LOCAL, ROUTED)), position=Relative.Config()) == ["mixer.core.cores.1"]
     assert paths(core=SplitHeads.Config(cores=(LOCAL, ROUTED), shares=(1, 4))) == ["mixer.core.shares"]
     assert paths(core=SplitHeads.Config(cores=(LOCAL, ROUTED), shares=(1, 1, 1))) == ["mixer.core.shares"]
+    wrong = SplitHeads.Config(cores=(Softmax.Config(), Softmax.Config()), shares=(1,))
+    assert SplitHeads.traits_of(wrong).causal, "a check of the whole model reads the traits of what it then refuses"
     inner = SplitHeads.Config(cores=(Softmax.Config(), Linformer.Config()))
     assert paths(core=SplitHeads.Config(cores=(LOCAL, inner))) == ["mixer.core.cores.1.cores.1"]

@@ -178,7 +178,10 @@ class SplitHeads(Core):
 
 def _shares(config: SplitHeads.Config) -> tuple[int, ...]:
     """Heads of each core in one turn."""
-    shares = config.shares or (1,) * len(config.cores)
+    shares = config.shares
+    # `check` refuses another number of shares than of cores; the traits are asked for before it.
+    if shares is None or len(shares) != len(config.cores):
+        shares = (1,) * len(config.cores)
     common = gcd(*shares)
     return tuple(share // common for share in shares)
 
