@@ -112,12 +112,12 @@ def test_half_of_the_heads_local_and_half_routed(pool: Pool) -> None:
     ids=["tp2-zero3", "pp2"],
 )
 def test_cluster_formers_memory(ranks: int, parallel: dict[str, Any], pool: Pool) -> None:
-    one = alone(pool, CLUSTER_FORMER, **SECTIONS)
+    one = alone(pool, CLUSTER_FORMER, steps=3, **SECTIONS)  # the memory empties after each second step
     for layer in range(2):
         name = f"stack.blocks.{layer}.mixer.part.core.centroids"
         assert (one.ended[name][1] - one.started[name][1]).abs().max() > 0.1
         assert one.ended[name.replace("centroids", "memory.sums")][1].abs().max() > 0.1
-    same(pool, one, ranks, CLUSTER_FORMER, parallel, **SECTIONS)
+    same(pool, one, ranks, CLUSTER_FORMER, parallel, steps=3, **SECTIONS)
 
 
 def test_a_rank_without_heads_of_both_cores_is_refused() -> None:
