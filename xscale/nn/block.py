@@ -149,7 +149,7 @@ class Sublayer(Module):
         if self.omega is not None:
             residual = self.omega(residual)
         y = self.random.dropout_add(y, residual, self._drop_probability(tokens), tokens, kernel)
-        return self.norm(y, tokens) if self.norm is not None and self.placement in ENDS_IN_NORM else y
+        return self._norm(y, tokens) if self.placement in ENDS_IN_NORM else y
 
     def branch(
         self,
@@ -168,13 +168,19 @@ class Sublayer(Module):
 
     def normalised_input(self, x: Tensor, tokens: Tokens | None) -> Tensor:
         """Return what the part reads of x [B, T, D]: its norm, with placement pre or sandwich."""
-        return self.norm(x, tokens) if self.norm is not None and self.placement in ("pre", "sandwich") else x
+        return self._norm(x, tokens) if self.placement in ("pre", "sandwich") else x
+
+    def _norm(self, x: Tensor, tokens: Tokens | None) -> Tensor:
+        norm = self.norm
+        assert norm is not None, f"placement {self.placement} has no norm"
+        y: Tensor = norm(x, tokens)
+        return y
 
     def _output(
         self, x: Tensor, tokens: Tokens, memory: Tensor | None, source: Tokens | None, edge: ScoreEdge | None
     ) -> Tensor:
         """Output of the part with its norm, before dropout, [B, T, D]."""
-        norm, part, after = self.norm, self.part, self.after
+        part, after = self.part, self.after
         inner = self.normalised_input(x, tokens)
         y: Tensor
         if isinstance(part, Mixer) and edge is not None:
@@ -185,8 +191,8 @@ class Sublayer(Module):
             y = part(inner, tokens)
         if after is not None:
             y = after(y, tokens)
-        elif norm is not None and self.placement == "res_post":
-            y = norm(y, tokens)
+        elif self.placement == "res_post":
+            y = self._norm(y, tokens)
         elif self.alpha is not None:
             y = self.alpha(y)
         return y if self.factor == 1 else self.factor * y

@@ -30,7 +30,7 @@ class Linear(Module):
         if bias:
             self.declare("bias", (outputs,), axes[:1], ZEROS, decays=False)
         else:
-            self.register_parameter("bias", None)
+            self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] -> [..., outputs]."""

@@ -221,10 +221,11 @@ class Attention(Mixer):
         else:
             q, k, v = self.project(x, tokens, memory)
             key_tokens = tokens if source is None else source
-            if self.position is not None and key_tokens is tokens:
-                q, k = self.position.rotate_both(q, k, tokens)
-            elif self.position is not None:
-                q, k = self.position.rotate(q, tokens), self.position.rotate(k, key_tokens)
+            position = self.position
+            if position is not None and key_tokens is tokens:
+                q, k = position.rotate_both(q, k, tokens)
+            elif position is not None:
+                q, k = position.rotate(q, tokens), position.rotate(k, key_tokens)
             if tokens.cache is not None:
                 k, v = tokens.cache.setdefault(self.path, KvCache()).append(k, v)
         if self.query_factor is not None:
@@ -290,7 +291,7 @@ class Attention(Mixer):
 
     def _keys(self, x: Tensor, shared: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values [B, G, S, K]; `shared` [B, S, H * K] is the projection that queries and keys share."""
-        projected = self.k(x) if self.k is not None else shared  # [B, S, G * K]
+        projected = shared if (key := self.k) is None else key(x)  # [B, S, G * K]
         assert projected is not None
         return self._normalised(self.k_norm, projected), self._heads(self.v(x))
 
@@ -332,12 +333,13 @@ class Attention(Mixer):
                 device=q.device,
             )
 
-        if self.position is not None and self.position.adds_scores:
+        position = self.position
+        if position is not None and position.adds_scores:
             pairs = self.pairs(q.shape[2], k.shape[2])
             if tokens.pooled_from is not None:
                 pairs = PositionPairs.of(pairs, tokens.positions, key_tokens.positions, tokens.pooled_from)
-            return replace(compute(), position_terms=PositionTerms(self.position, pairs))
-        if self.position is None or not self.position.adds_bias:
+            return replace(compute(), position_terms=PositionTerms(position, pairs))
+        if position is None or not position.adds_bias:
             key = f"mask/{self.causal}/{q.shape[2]}/{k.shape[2]}/{self.dropout}/{self.cross}/{self.shared_qk}"
             mask: AttentionMask = tokens.shared_values.get_or_compute(key, compute)
             return mask
@@ -345,9 +347,9 @@ class Attention(Mixer):
         plain, prefers = compute(), self.core.prefers_relative_bias
         if tokens.pooled_from is not None:
             # Where a sequence was shortened, a difference of indices is no distance.
-            return replace(plain, bias=self.position.bias(tokens.positions, key_tokens.positions))
-        if self.uses_relative_bias or (not self.reads_bias and prefers(self.position, q, k, plain)):
-            return plain.with_relative_bias(self.position)
+            return replace(plain, bias=position.bias(tokens.positions, key_tokens.positions))
+        if self.uses_relative_bias or (not self.reads_bias and prefers(position, q, k, plain)):
+            return plain.with_relative_bias(position)
         return replace(plain, bias=self._bias(k, tokens))
 
     def pairs(self, queries: int, keys: int) -> Pairs:

@@ -90,8 +90,21 @@ class Rope(Position):
         if q.shape[2] > 1:
             return super().rotate_both(q, k, tokens)
         # One token, as in generation: a call costs more than a copy.
-        rotated = self.rotate(torch.cat((q, k), 1), tokens)
+        rotated = self._rotate_token(torch.cat((q, k), 1), tokens)
         return rotated.narrow(1, 0, q.shape[1]), rotated.narrow(1, q.shape[1], k.shape[1])
+
+    def _rotate_token(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """Rotate the heads of one token, [B, N, 1, K]; on a CPU by the fewest calls of torch."""
+        if not x.is_cpu or x.shape[3] != self.rotated_width or self.kernel_choices:
+            return self.rotate(x, tokens)
+
+        def compute() -> tuple[Tensor, Tensor]:
+            cos, sin = (angles.unsqueeze(1) for angles in self._rotation(tokens, x.dtype))  # [B, 1, 1, K / 2]
+            return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+        cos, sin = tokens.shared_values.get_or_compute(f"{self.rotation_key}/token", compute)
+        precise = x.to(cos.dtype)
+        return torch.addcmul(precise * cos, precise.roll(self.rotated_width // 2, -1), sin).to(x.dtype)
 
     def _rotation(self, tokens: Tokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         def compute() -> tuple[Tensor, Tensor]:
