@@ -16,7 +16,7 @@ from xscale.nn.model.model import MODELS
 from xscale.nn.tokens import Stats, Tokens
 from xscale.planning import vocabulary_of
 from xscale.train.load_run import build_on_mesh, load_run, single_process
-from xscale.train.run import attention_layouts
+from xscale.train.run_facts import attention_layouts
 from xscale.train.run_folder import CHECKPOINTS
 from xscale.train.settings import Settings
 from xscale.train.setup import device_of

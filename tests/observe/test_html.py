@@ -5,6 +5,7 @@ import json
 import re
 import tracemalloc
 import zlib
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -53,8 +54,9 @@ def _watch(folder, facts, reports, reason="done", samples=(), tell=print):
             (one.evaluated if isinstance(report, EvalReport) else one.step)(report)
     for sample in samples:
         watching[1].sampled(sample)
+    end = EndReport(40, reason, "because <of> this", 2.41, 1.5, 30, ended=1.8e9 + 90, peak_memory=3 * 2**29)
     for one in watching:
-        one.finish(EndReport(40, reason, "because <of> this", baseline_bits_per_byte=2.41))
+        one.finish(end)
 
 
 @pytest.fixture
@@ -96,6 +98,43 @@ def test_every_part_of_the_run_is_on_it(page):
         "grouped_gemm: torch (no GPU)",
     ):
         assert words in text, words
+
+
+def test_what_started_the_run_and_what_it_used_is_on_it(tmp_path, facts, run):
+    for step in (20, 30, 40):
+        (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    origin = facts(
+        command="xscale train <big>.yaml", host="node7", commit="abc1234", started=1.8e9, data={"epochs": "2.5"}
+    )
+    _watch(tmp_path, origin, run(1, 20))
+    # The run began when its first process did.
+    _watch(tmp_path, replace(origin, resumed_from=20, started=1.8e9 + 60), run(21, 40))
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    words = " ".join(" ".join(Page(text).texts).split())
+    for shown in (
+        "xscale train <big>.yaml",
+        "node7",
+        "abc1234",
+        "2027-01-15 08:00:00 UTC",
+        "2027-01-15 08:01:30 UTC",
+        "epochs 2.5",
+        "1.50 GiB",
+        "Steps: 20, 30 (best) , 40.",
+        "The best validation is 1.5000 bits per byte at step 30.",
+    ):
+        assert shown in words, shown
+
+
+def test_the_axes_are_linear_or_logarithmic_and_the_curves_say_what_is_good(page):
+    assert page.count('type="radio"') == 2
+    linear, logarithmic = page.split("</section>")[0].split('<div class="grid against-logarithmic">')
+    for drawn in (linear.split('<div class="grid against-linear">')[1], logarithmic):
+        titles = re.findall(r"<figcaption>(.*?) <|<figcaption>(.*?)</", drawn)
+        assert len(titles) == drawn.count('<p class="note">') == 4
+    # The same distance for each factor: tokens 4096 n at steps n.
+    circles = re.findall(r'class="hover" cx="([\d.]+)" cy="[\d.]+" r="7"><title>([\d.]+)k tokens', logarithmic)
+    places = {round(float(tokens) / 4.096): float(x) for x, tokens in circles}
+    assert places[4] - places[2] == pytest.approx(places[8] - places[4], abs=0.3)
 
 
 def test_what_the_model_wrote_is_text(page):

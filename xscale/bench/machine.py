@@ -2,7 +2,6 @@
 
 import datetime
 import platform
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from xscale.observe.events import source_commit
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,9 +31,6 @@ def one_thread() -> Iterator[None]:
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Return the device's name, the versions of torch, transformers and Python, the commit and the date (UTC)."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
     try:
         transformers = metadata.version("transformers")
     except metadata.PackageNotFoundError:
@@ -42,6 +40,6 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers,
         "python": platform.python_version(),
-        "commit": commit.stdout.strip(),
+        "commit": source_commit(),
         "date": datetime.datetime.now(tz=datetime.UTC).strftime("%Y-%m-%d"),
     }

@@ -72,7 +72,7 @@ def _setting(override: str) -> tuple[str, object]:
 
 def _of_run(file: Path, overrides: list[str], tokens: int) -> dict[str, Layout]:
     from xscale.recipe import read
-    from xscale.train.run import attention_layouts
+    from xscale.train.run_facts import attention_layouts
     from xscale.train.settings import build_on_meta
 
     recipe, _ = read(file, overrides)

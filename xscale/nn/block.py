@@ -149,7 +149,8 @@ class Sublayer(Module):
         if self.omega is not None:
             residual = self.omega(residual)
         y = self.random.dropout_add(y, residual, self._drop_probability(tokens), tokens, kernel)
-        return self._norm(y, tokens) if self.placement in ENDS_IN_NORM else y
+        norm = self.norm if self.placement in ENDS_IN_NORM else None
+        return y if norm is None else norm(y, tokens)
 
     def branch(
         self,
@@ -168,13 +169,8 @@ class Sublayer(Module):
 
     def normalised_input(self, x: Tensor, tokens: Tokens | None) -> Tensor:
         """Return what the part reads of x [B, T, D]: its norm, with placement pre or sandwich."""
-        return self._norm(x, tokens) if self.placement in ("pre", "sandwich") else x
-
-    def _norm(self, x: Tensor, tokens: Tokens | None) -> Tensor:
-        norm = self.norm
-        assert norm is not None, f"placement {self.placement} has no norm"
-        y: Tensor = norm(x, tokens)
-        return y
+        norm = self.norm if self.placement in ("pre", "sandwich") else None
+        return x if norm is None else norm(x, tokens)
 
     def _output(
         self, x: Tensor, tokens: Tokens, memory: Tensor | None, source: Tokens | None, edge: ScoreEdge | None
@@ -191,8 +187,8 @@ class Sublayer(Module):
             y = part(inner, tokens)
         if after is not None:
             y = after(y, tokens)
-        elif self.placement == "res_post":
-            y = self._norm(y, tokens)
+        elif self.placement == "res_post" and self.norm is not None:
+            y = self.norm(y, tokens)
         elif self.alpha is not None:
             y = self.alpha(y)
         return y if self.factor == 1 else self.factor * y

@@ -16,7 +16,7 @@ from xscale.core.errors import ConfigError
 from xscale.observe.format import duration, printable, quantity
 from xscale.observe.record import RECORD_NAME, History, Record, load_history, read_record, value_at
 from xscale.observe.report.chart import Curve, SeedRange, chart, smooth
-from xscale.observe.report.sections import REASONS, STYLES, last, median, section
+from xscale.observe.report.sections import REASONS, STYLES, by_axis, last, median, section
 from xscale.observe.report.style import STYLE
 
 SEEDS = ("run.seed",)
@@ -193,10 +193,8 @@ def _short_names(keys: Sequence[str]) -> dict[str, str]:
 
 def _curves(groups: Sequence[RunGroup]) -> str:
     """Charts against each axis; radio buttons choose one, without a script."""
-    buttons = charts = ""
-    for number, axis in enumerate(AXES):
-        checked = " checked" if number == 0 else ""
-        buttons += f'<input type="radio" name="axis" id="axis-{axis}"{checked}><label for="axis-{axis}">{axis}</label>'
+    drawings = {}
+    for axis in AXES:
         unit = "seconds" if axis == "time" else axis
         drawn = "".join(
             _chart(groups, partial(ComparedRun.evaluated, measure=measure, axis=axis), title, unit)
@@ -206,8 +204,8 @@ def _curves(groups: Sequence[RunGroup]) -> str:
             _chart(groups, partial(ComparedRun.course, name=name, axis=axis), title, unit)
             for name, title in _LOGGED.items()
         )
-        charts += f'<div class="grid against-{axis}">{drawn}</div>'
-    return f'<div class="axes">{buttons}{charts}</div>'
+        drawings[axis] = drawn
+    return by_axis(drawings)
 
 
 _EVALUATED = {"eval_loss": "Validation loss, nats a token", "bits_per_byte": "Bits per byte"}

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import platform
+import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,16 @@ class RunFacts:
     """Sentences for the log and the report, such as the model's summary."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the software by name, see `versions`."""
+    command: str = ""
+    """The command line of this process."""
+    host: str = ""
+    """Name of the machine of rank 0."""
+    commit: str = ""
+    """Commit of xscale's source folder, see `source_commit`; empty: it is installed without one."""
+    started: float | None = None
+    """When the run began, in seconds since 1970."""
+    data: Mapping[str, str] = field(default_factory=dict)
+    """Sizes of the data in words, by what they are of: tokens, documents, epochs."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +128,10 @@ class EndReport:
     """Bits per byte of an order-2 byte model on the same validation text."""
     best_bits_per_byte: float | None = None
     best_step: int | None = None
+    ended: float | None = None
+    """When the loop ended, in seconds since 1970."""
+    peak_memory: int | None = None
+    """Most bytes that rank 0 allocated on its GPU; on a CPU, that its process had resident."""
 
 
 PACKAGES = ("xscale", "torch", "numpy", "triton", "sentencepiece", "pydantic", "deepspeed", "megatron-core", "apex")
@@ -131,3 +146,16 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return known
+
+
+def source_commit() -> str:
+    """Abbreviated commit of the folder with xscale's source, with `-dirty` after changes; empty where it has none."""
+    folder = Path(__file__).parents[2]
+    if not (folder / ".git").exists():
+        return ""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()

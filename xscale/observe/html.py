@@ -32,15 +32,16 @@ class HtmlReport(Observer):
 
     def start(self, facts: RunFacts) -> None:
         samples: tuple[SampleReport, ...] = ()
+        started = facts.started
         if facts.resumed_from is not None and (self._folder / record.RECORD_NAME).exists():
             try:
-                before = record.read_record(self._folder).samples
+                before = record.read_record(self._folder)
+                samples = tuple(sample for sample in before.samples if sample.step <= facts.resumed_from)
+                started = before.facts.started or started
             except ConfigError as error:
                 # Old samples are not worth failing the run.
                 self._message(f"warning: earlier samples will not be in {REPORT_FILE}: {error}")
-                before = ()
-            samples = tuple(sample for sample in before if sample.step <= facts.resumed_from)
-        self._record = Record(replace(facts, folder=self._folder), samples)
+        self._record = Record(replace(facts, folder=self._folder, started=started), samples)
         record.write(self._record)
 
     def sampled(self, report: SampleReport) -> None:
@@ -71,14 +72,13 @@ def page(run: Record, numbers: record.History) -> str:
     curves = sections.curves(run, numbers)
     parts = [
         sections.summary(run, numbers),
-        sections.section(
-            "Learning", f'<div class="grid">{curves}</div>' if curves else "", sections.evaluations(numbers)
-        ),
+        sections.section("Learning", curves, sections.evaluations(numbers)),
         sections.section("Samples", sections.samples(run)),
         sections.section("Experts: who gets the tokens", sections.experts(numbers)),
         sections.section("Attention: which blocks see which", sections.attention(run)),
         sections.section("Speed", sections.speed(numbers)),
         sections.section("Inside the model", sections.statistics(numbers)),
+        sections.section("Checkpoints", sections.checkpoints(run)),
         sections.section("What made it", sections.setting(run)),
     ]
     return (

@@ -8,10 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
-from torch import nn
-
 from xscale.checkpoint import load as loading
 from xscale.checkpoint.async_saver import AsyncSaver
 from xscale.checkpoint.errors import consensus
@@ -26,13 +22,7 @@ from xscale.mesh.collectives import barrier
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import RankInfo, read_rank_info
 from xscale.mesh.mesh import leaving_process_group
-from xscale.nn.mixer.attention import Attention
-from xscale.nn.model.model import MODELS
-from xscale.observe import EndReport, Observer, RunFacts, make_observers
-from xscale.observe.events import versions
-from xscale.optim.optimizer.optimizer import OPTIMIZERS
-from xscale.parallel.engine.fsdp import optimizer_weights
-from xscale.parallel.sharded import sharded_parameters
+from xscale.observe import EndReport, Observer, make_observers
 from xscale.train.compile_cache import remove_incomplete_libraries
 from xscale.train.evaluate import order2_baseline
 from xscale.train.generate import encode_prompts, write_samples
@@ -41,6 +31,7 @@ from xscale.train.label_baseline import label_notes
 from xscale.train.loop import Loop, state_check, state_of, with_same_tokenizer
 from xscale.train.profiler import StepProfiler
 from xscale.train.residual_gains import init_residual_gains
+from xscale.train.run_facts import peak_memory, run_facts
 from xscale.train.run_folder import (
     CHECKPOINTS,
     changes_since,
@@ -53,7 +44,7 @@ from xscale.train.run_folder import (
     with_defaults,
     write_config,
 )
-from xscale.train.settings import Settings, build_on_meta
+from xscale.train.settings import Settings
 from xscale.train.setup import RunParts, check_machine, set_up
 from xscale.train.state import State
 from xscale.train.teacher_source import teacher_run
@@ -276,56 +267,7 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
         if not lock.is_in_place():
             observer.folder_lost()
         best, at = state.best_bits_per_byte, state.best_step
-        observer.finish(EndReport(state.step, reason, message, baseline, best, at))  # type: ignore[arg-type]
+        ended, memory_used = time.time(), peak_memory(parts.mesh.device)
+        end = EndReport(state.step, reason, message, baseline, best, at, ended, memory_used)  # type: ignore[arg-type]
+        observer.finish(end)
     return EXIT_DONE if reason == "done" else EXIT_REQUEUE
-
-
-def run_facts(parts: RunParts, folder: Path, state: State, resumed: int | None) -> RunFacts:
-    """Collect the facts of the run before its first step, for the observers."""
-    settings, device = parts.settings, parts.mesh.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    tokens = settings.train.batch_size * settings.sample_tokens
-    # The full model: a pipeline rank has only some of its blocks.
-    full_model = build_on_meta(settings, parts.corpus.tokenizer.vocabulary)
-    trained = [parameter for parameter in sharded_parameters(full_model) if parameter.parameter.requires_grad]
-    update_notes = OPTIMIZERS.of(settings.optimizer).part.describe(settings.optimizer, optimizer_weights(trained))
-    return RunFacts(
-        folder=folder,
-        config=encode(settings),
-        resumed_from=resumed,
-        first_step=state.step + 1,
-        last_step=settings.train.steps,
-        parameters=parts.model_size.parameters,
-        active_parameters=parts.model_size.active,
-        flops_per_token=parts.flops_per_sample / settings.sample_tokens,
-        tokens_per_step=tokens,
-        devices=parts.mesh.rank_info.world,
-        device=name,
-        layouts=attention_layouts(full_model, settings.data.sequence_length),
-        notes=(f"model {MODELS.of(settings.model).summary}", *truncation_notes(parts), *parts.applied, *update_notes),
-        versions=versions(),
-    )
-
-
-def truncation_notes(parts: RunParts) -> list[str]:
-    """Describe how many pairs of the training data are truncated; nothing for data without pairs."""
-    data, notes = parts.settings.data, []
-    for dataset in parts.corpus.pair_datasets if parts.mesh.rank_info.is_rank0 else ():
-        sources, targets = dataset.truncated()
-        notes.append(
-            f"data {len(dataset)} pairs; truncated: {sources} sources to {data.source_length} tokens "
-            f"(data.max_source_length), {targets} targets to {data.target_length} (data.max_target_length)"
-        )
-    return notes
-
-
-def attention_layouts(model: nn.Module, length: int) -> dict[str, numpy.ndarray]:
-    """Attention layout of each layer by its path: bool [H, Q, K], true for the blocks that are computed."""
-    layouts = {}
-    for module in model.modules():
-        if isinstance(module, Attention) and not module.cross:
-            heads = module.query_channels // module.head_width
-            layout = module.core.block_layout(length, heads)
-            if layout is not None:
-                layouts[module.path] = numpy.asarray(layout)
-    return layouts

@@ -15,7 +15,7 @@ from xscale.nn.init import materialize
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.model.model import MODELS
 from xscale.nn.tokens import Tokens
-from xscale.train.run import attention_layouts
+from xscale.train.run_facts import attention_layouts
 
 FOLDER = Path(__file__).parents[3] / "configs" / "model"
 FILES = sorted(FOLDER.glob("attention_*.yaml"))

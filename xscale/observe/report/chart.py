@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from xscale.observe.format import quantity
@@ -11,6 +11,8 @@ WIDTH, HEIGHT = 560, 290
 LEFT, RIGHT, TOP, BOTTOM = 60, 16, 14, 46
 POINTS = 1200
 """Most points of a curve: the drawing resolves no more."""
+NAMED_POINTS = 60
+"""Points of a curve without dots that show their value under the pointer."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,17 @@ def chart(
     *,
     bands: Sequence[SeedRange] = (),
     log: bool = False,
+    log_x: bool = False,
     zero: bool = False,
     unit: str = "tokens",
+    note: str = "",
 ) -> str:
-    """A figure with `title`, legend and drawing. `log`: logarithmic y axis. `zero`: the y axis begins at 0.
+    """A figure with `title`, legend and drawing. `log`, `log_x`: logarithmic axes. `zero`: the y axis begins at 0.
 
-    `unit` is that of the x axis.
+    `unit` is that of the x axis; `note` is a sentence below the drawing.
     """
+    if log_x:
+        lines = [_right_of_zero(line) for line in lines]
     points = [(x, y) for line in lines for x, y in zip(line.x, line.y, strict=True) if _placed(x, y, log)]
     sides = [(band.x, side) for band in bands for side in (band.low, band.high)]
     points += [(x, y) for positions, side in sides for x, y in zip(positions, side, strict=True) if _placed(x, y, log)]
@@ -64,8 +70,9 @@ def chart(
         return ""
     levels = [y for _, y in points] + [mark.y for mark in marks if _shown(mark.y, log)]
     # From the beginning of the run, so that neighbouring figures line up.
-    across = _Scale(0.0, max(x for x, _ in points), LEFT, WIDTH - RIGHT)
-    low = min(0.0, *levels) if zero else min(levels)
+    first = min(x for x, _ in points) if log_x else 0.0
+    across = _Scale(first, max(x for x, _ in points), LEFT, WIDTH - RIGHT, log=log_x)
+    low = min(0.0, *levels) if zero and not log else min(levels)
     up = _Scale(low, max(levels), HEIGHT - BOTTOM, TOP, log=log, roomy=True)
     drawing = [_grid(across, up, unit)]
     drawing += [_band(band, across, up, log=log) for band in bands]
@@ -74,11 +81,18 @@ def chart(
     keys = "".join(
         f'<span class="key {line.style}">{escape(line.label)}</span>' for line in lines if line.label and len(line.y)
     )
+    below = f'<p class="note">{escape(note)}</p>' if note else ""
     return (
         f"<figure><figcaption>{escape(title)} {keys}</figcaption>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)} against {unit}">'
-        f"{''.join(drawing)}</svg></figure>"
+        f"{''.join(drawing)}</svg>{below}</figure>"
     )
+
+
+def _right_of_zero(line: Curve) -> Curve:
+    """The curve without its points at 0, which a logarithmic axis does not have."""
+    known = [(x, y) for x, y in zip(line.x, line.y, strict=True) if x > 0]
+    return replace(line, x=[x for x, _ in known], y=[y for _, y in known])
 
 
 class _Scale:
@@ -159,15 +173,18 @@ def _band(band: SeedRange, across: _Scale, up: _Scale, *, log: bool) -> str:
 
 def _line(line: Curve, across: _Scale, up: _Scale, *, log: bool, unit: str) -> str:
     path, pen_down, dots = [], False, []
-    for x, y in thin(line.x, line.y):
+    points = thin(line.x, line.y)
+    every = max(1, len(points) // NAMED_POINTS)
+    for index, (x, y) in enumerate(points):
         if not _placed(x, y, log):
             pen_down = False
             continue
         path.append(f"{'L' if pen_down else 'M'}{across(x):.1f} {up(y):.1f}")
         pen_down = True
-        if line.dots:
+        if line.dots or (line.style != "faint" and index % every == 0):
+            kind, radius = (line.style, 3) if line.dots else ("hover", 7)
             dots.append(
-                f'<circle class="{line.style}" cx="{across(x):.1f}" cy="{up(y):.1f}" r="3">'
+                f'<circle class="{kind}" cx="{across(x):.1f}" cy="{up(y):.1f}" r="{radius}">'
                 f"<title>{number(x)} {unit}: {y:.5g}</title></circle>"
             )
     return f'<path class="curve {line.style}" d="{"".join(path)}"/>' + "".join(dots)

@@ -1,7 +1,8 @@
 """The sections of report.html, in reading order."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from html import escape
 
 import yaml
@@ -12,6 +13,8 @@ from xscale.observe.report.chart import Curve, Level, chart, smooth
 from xscale.observe.report.heatmap import heatmap, legend
 from xscale.observe.report.layout_image import layout_figures
 
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints in the run folder, each `step-<step>`."""
 STYLES = ("one", "two", "three", "four", "five")
 PHASES = ("data", "forward", "backward", "communicate", "optimizer")
 SMOOTH_FROM = 120
@@ -25,6 +28,16 @@ def section(title: str, *parts: str) -> str:
     """A section of the page; empty where it has no parts."""
     body = "".join(parts)
     return f"<section><h2>{escape(title)}</h2>{body}</section>" if body else ""
+
+
+def by_axis(charts: Mapping[str, str]) -> str:
+    """Charts by the name of their axes, of which radio buttons choose one, without a script."""
+    buttons = drawings = ""
+    for number, (axis, drawn) in enumerate(charts.items()):
+        checked = " checked" if number == 0 else ""
+        buttons += f'<input type="radio" name="axis" id="axis-{axis}"{checked}><label for="axis-{axis}">{axis}</label>'
+        drawings += f'<div class="grid against-{axis}">{drawn}</div>'
+    return f'<div class="axes">{buttons}{drawings}</div>'
 
 
 def summary(record: Record, history: History) -> str:
@@ -67,6 +80,8 @@ def _figures(record: Record, history: History) -> Iterable[str]:
     note = f"{quantity(facts.active_parameters)} active for a token"
     yield _figure("parameters", quantity(facts.parameters), note)
     yield _figure("devices", str(facts.devices), facts.device)
+    if record.end is not None and record.end.peak_memory is not None:
+        yield _figure("peak memory", f"{record.end.peak_memory / 2**30:.2f} GiB", "of rank 0")
     if history.steps and (skipped := last(history.scalars["skipped"])):
         yield _figure("skipped steps", f"{skipped:.0f}", "not finite")
 
@@ -77,7 +92,12 @@ def _figure(term: str, value: str, words: str, *, first: bool = False) -> str:
 
 
 def curves(record: Record, history: History) -> str:
-    """Loss, bits per byte, learning rate, gradient norm, against tokens."""
+    """Loss, bits per byte, learning rate, gradient norm, against tokens, on linear and on logarithmic axes."""
+    drawings = {axis: _curves(record, history, log=log) for axis, log in (("linear", False), ("logarithmic", True))}
+    return by_axis(drawings) if any(drawings.values()) else ""
+
+
+def _curves(record: Record, history: History, *, log: bool) -> str:
     tokens, scalars = history.scalars["tokens"], history.scalars
     seen = [evaluation["tokens"] for evaluation in history.evaluations]
     loss = [_known(evaluation.get("eval_loss")) for evaluation in history.evaluations]
@@ -89,10 +109,33 @@ def curves(record: Record, history: History) -> str:
         chart(
             [*_noisy(tokens, scalars["loss"], "training"), Curve(seen, loss, "two", "validation", dots=True)],
             "Loss, nats a token",
+            log=log,
+            log_x=log,
+            note="Lower is better. Validation far above training means overfitting.",
         )
-        + chart([Curve(seen, bits, "two", "validation", dots=True)], "Bits per byte", marks)
-        + chart([Curve(tokens, scalars["lr"], "one")], "Learning rate", zero=True)
-        + chart(_noisy(tokens, scalars["grad_norm"]), "Gradient norm", log=_needs_log_axis(scalars["grad_norm"]))
+        + chart(
+            [Curve(seen, bits, "two", "validation", dots=True)],
+            "Bits per byte",
+            marks,
+            log=log,
+            log_x=log,
+            note="Lower is better, and comparable between tokenizers.",
+        )
+        + chart(
+            [Curve(tokens, scalars["lr"], "one")],
+            "Learning rate",
+            zero=True,
+            log=log,
+            log_x=log,
+            note="It should rise to its maximum in the warm-up and then follow the schedule.",
+        )
+        + chart(
+            _noisy(tokens, scalars["grad_norm"]),
+            "Gradient norm",
+            log=log or _needs_log_axis(scalars["grad_norm"]),
+            log_x=log,
+            note="Steady or slowly falling is good; spikes come before a loss that diverges.",
+        )
     )
 
 
@@ -107,8 +150,14 @@ def speed(history: History) -> str:
     """Tokens a second, utilisation, and where a step's time goes."""
     tokens, scalars = history.scalars["tokens"], history.scalars
     utilisation = [100 * value for value in scalars["mfu"]]
-    charts = chart(_noisy(tokens, scalars["tokens_per_second"]), "Tokens a second", zero=True)
-    charts += chart(_noisy(tokens, utilisation), "MFU, %", zero=True)
+    charts = chart(
+        _noisy(tokens, scalars["tokens_per_second"]),
+        "Tokens a second",
+        zero=True,
+        note="Higher is better, and flat: dips are evaluations, saves, or a slow machine.",
+    )
+    note = "Higher is better: FLOPs of the model over what the devices can do."
+    charts += chart(_noisy(tokens, utilisation), "MFU, %", zero=True, note=note)
     return (f'<div class="grid">{charts}</div>' if charts else "") + _split(history.split)
 
 
@@ -150,8 +199,15 @@ def statistics(history: History) -> str:
             Curve(history.ends[: len(values)], values, STYLES[index % len(STYLES)], layer if len(layers) <= 5 else "")
             for index, (layer, values) in enumerate(layers.items())
         ]
-        charts += chart(lines, name)
+        charts += chart(lines, name, note=_NOTES.get(name, ""))
     return f'<div class="grid">{charts}</div>' if charts else ""
+
+
+_NOTES = {
+    "dropped": "Near 0 is good: dropped tokens pass the layer without an expert.",
+    "load": "Equal shares are good: an expert without tokens does not learn.",
+}
+"""Sentence that says which values of a statistic are good, by its name."""
 
 
 def attention(record: Record) -> str:
@@ -192,8 +248,13 @@ _MEASURES = {"eval_loss": "loss", "perplexity": "perplexity", "bits_per_byte": "
 
 def setting(record: Record) -> str:
     """Devices, versions and config of the run."""
-    facts = record.facts
+    facts, end = record.facts, record.end
     rows = [
+        *((name, value) for name, value in (("command", facts.command), ("host", facts.host)) if value),
+        *([("commit of xscale", facts.commit)] if facts.commit else []),
+        *([("began", _moment(facts.started))] if facts.started is not None else []),
+        *([("ended", _moment(end.ended))] if end is not None and end.ended is not None else []),
+        *facts.data.items(),
         ("devices", f"{facts.devices} × {facts.device}"),
         ("FLOPs a token", quantity(facts.flops_per_token)),
         *facts.versions.items(),
@@ -202,6 +263,29 @@ def setting(record: Record) -> str:
     table = "".join(f"<tr><th>{escape(name)}</th><td>{_text(value)}</td></tr>" for name, value in rows)
     text: str = yaml.safe_dump(dict(facts.config), sort_keys=False, allow_unicode=True)
     return f'<div class="wide"><table>{table}</table></div><h3>Resolved config</h3><pre>{_text(text)}</pre>'
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, tz=UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def checkpoints(record: Record) -> str:
+    """The checkpoints in the run folder, and the step with the best validation."""
+    steps = sorted(
+        int(path.name.removeprefix("step-"))
+        for path in (record.facts.folder / CHECKPOINTS).glob("step-*")
+        if path.name.removeprefix("step-").isdecimal()
+    )
+    end = record.end
+    best = end.best_step if end is not None else None
+    if not steps:
+        return ""
+    listed = ", ".join(f"<b>{step} (best)</b>" if step == best else str(step) for step in steps)
+    note = ""
+    if end is not None and best is not None and end.best_bits_per_byte is not None:
+        gone = "" if best in steps else ", whose checkpoint is not there"
+        note = f"<p>The best validation is {end.best_bits_per_byte:.4f} bits per byte at step {best}{gone}.</p>"
+    return f"<p>Steps: {listed}.</p>{note}"
 
 
 def _text(text: str) -> str:

@@ -63,6 +63,8 @@ svg .marked { fill: var(--ink); }
 .four { --colour: var(--four); } .five { --colour: var(--five); }
 svg .curve { stroke: var(--colour); }
 svg circle { fill: var(--paper); stroke: var(--colour); stroke-width: 2; }
+svg .hover { fill: transparent; stroke: none; }
+figure .note { margin: .2rem 0 0; }
 .key { font-weight: 400; font-size: .82rem; color: var(--soft); margin-left: .7rem; white-space: nowrap; }
 .key::before {
   content: ""; display: inline-block; width: .9rem; height: .2rem; margin-right: .35rem; vertical-align: middle;
@@ -71,7 +73,8 @@ svg circle { fill: var(--paper); stroke: var(--colour); stroke-width: 2; }
 .key.faint::before { opacity: .4; }
 .axes > input { margin: 0 .3rem 1.2rem 0; } .axes > label { margin-right: 1.1rem; }
 .axes > div { display: none; }
-#axis-tokens:checked ~ .against-tokens, #axis-steps:checked ~ .against-steps, #axis-time:checked ~ .against-time {
+#axis-tokens:checked ~ .against-tokens, #axis-steps:checked ~ .against-steps, #axis-time:checked ~ .against-time,
+#axis-linear:checked ~ .against-linear, #axis-logarithmic:checked ~ .against-logarithmic {
   display: grid;
 }
 .bar { display: flex; height: 1.6rem; border-radius: 4px; overflow: hidden; gap: 1px; margin: .5rem 0 .7rem; }
