@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from xscale.core.errors import ConfigError, Problem
+from xscale.data.source.columns import is_columnar
 from xscale.data.source.source import BadDocumentError, ByteRange
 
 ZSTD_BLOCK = 1 << 11
@@ -261,7 +262,12 @@ def decode_utf8(block: bytes, file: str, offset: int) -> str:
 
 
 def line_at(file: str, offset: int) -> int:
-    """Return the number of the line that contains byte `offset` of the decompressed file, counted from 1."""
+    """Return the number of the line that contains byte `offset` of the decompressed file, counted from 1.
+
+    In a file of rows and columns `offset` is the index of a row, and its number is returned.
+    """
+    if is_columnar(file):
+        return offset + 1
     lines = 1
     with open_decompressed(file) as stream:
         while offset > 0 and (block := stream.read(min(BLOCK, offset))):

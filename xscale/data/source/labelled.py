@@ -20,8 +20,9 @@ RESERVED_SCORE = -100.0
 class Labelled(PairSource):
     class Config(FileSource.Config):
         paths: tuple[str, ...] = ()
-        """Files (.jsonl, .csv, .tsv; plain, .gz or .zst), folders and globs. A folder stands for every such file below
-        it. The first row of a .csv or .tsv file names its columns. One process reads such a file."""
+        """Files (.jsonl, .csv, .tsv, plain, .gz or .zst; .parquet, .arrow), folders and globs. A folder stands for
+        every such file below it. The first row of a .csv or .tsv file names its columns. One process reads such a
+        file."""
         text_field: str = "text"
         """The key or column of the text. With tags it is a list of words, or a text with spaces between them."""
         pair_field: str | None = None
@@ -53,6 +54,7 @@ class Labelled(PairSource):
             return self
 
     field_keys: ClassVar[tuple[str, ...]] = ("text_field", "label_field")
+    all_field_keys: ClassVar[tuple[str, ...]] = (*field_keys, "pair_field")
 
     @classmethod
     def example_in(cls, folder: Path, size: int) -> Source.Config:

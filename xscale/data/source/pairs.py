@@ -13,10 +13,12 @@ import pydantic
 from xscale.core.errors import ConfigError, Problem, nearest
 from xscale.core.file_safety import decode_json
 from xscale.data import files
+from xscale.data.source import columns
 from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Document, FileSource, Source, SourceTraits
 
 LINES, TABLES = (".jsonl", ".ndjson"), {".csv": ",", ".tsv": "\t"}
-SUFFIXES = tuple(f"{ending}{packed}" for ending in (*LINES, *TABLES) for packed in ("", ".gz", ".zst"))
+PACKED = tuple(f"{ending}{packed}" for ending in (*LINES, *TABLES) for packed in ("", ".gz", ".zst"))
+SUFFIXES = (*PACKED, *columns.SUFFIXES)
 Bad = Callable[[str, str, str], BadDocumentError]
 """Makes the error of a record of (reason, what, fix)."""
 Record = tuple[Any, ...]
@@ -27,9 +29,9 @@ Record = tuple[Any, ...]
 class PairSource(FileSource):
     class Config(FileSource.Config):
         paths: tuple[str, ...] = ()
-        """Files (.jsonl, .csv, .tsv; plain, .gz or .zst), folders and globs. A folder stands for every such file below
-        it. The first row of a .csv or .tsv file names its columns; in .csv quoted cells may contain commas, quotes and
-        line ends (RFC 4180), and .tsv has no quotes. One process reads such a file."""
+        """Files (.jsonl, .csv, .tsv, plain, .gz or .zst; .parquet, .arrow), folders and globs. A folder stands for
+        every such file below it. The first row of a .csv or .tsv file names its columns; in .csv quoted cells may
+        contain commas, quotes and line ends (RFC 4180), and .tsv has no quotes. One process reads such a file."""
         source_field: str = "source"
         """The key or column of the text that the model reads."""
         target_field: str = "target"
@@ -52,6 +54,8 @@ class PairSource(FileSource):
 
     field_keys: ClassVar[tuple[str, ...]] = ("source_field", "target_field")
     """Keys of the config with the names of the fields that every record has."""
+    all_field_keys: ClassVar[tuple[str, ...]] = field_keys
+    """Those, and keys with the names of fields that records have where they are not null."""
 
     @classmethod
     def example_in(cls, folder: Path, size: int) -> Source.Config:
@@ -76,11 +80,13 @@ class PairSource(FileSource):
         key = "data.source.paths"
         paths = files.find_files(self.config.paths, SUFFIXES, key)
         if unknown := [file for file in paths if not file.name.endswith(SUFFIXES)]:
-            fix = f"Name files that end in {', '.join((*LINES, *TABLES))}, plain, .gz or .zst."
+            endings = ", ".join((*LINES, *TABLES))
+            fix = f"Name files that end in {endings}, plain, .gz or .zst, or in {' or '.join(columns.SUFFIXES)}."
             what = "has another ending than files of pairs"
             raise ConfigError([Problem(key, f"'{file}' {what}", fix) for file in unknown])
-        ranges: list[ByteRange] = []
-        for part in files.split_into_ranges(paths, key):
+        ranges = [part for file in paths if columns.is_columnar(file) for part in columns.row_ranges(file)]
+        text_files = [file for file in paths if not columns.is_columnar(file)]
+        for part in files.split_into_ranges(text_files, key) if text_files else ():
             if _delimiter(part.file) is None or part.start == 0:
                 ranges.append(replace(part, is_full_file=part.is_full_file or _delimiter(part.file) is not None))
             else:
@@ -90,8 +96,11 @@ class PairSource(FileSource):
 
     def read(self, byte_range: ByteRange) -> Iterator[Document]:
         delimiter = _delimiter(byte_range.file)
-        rows = self._lines(byte_range) if delimiter is None else self._table(byte_range.file, delimiter)
-        for offset, parse in rows:
+        if columns.is_columnar(byte_range.file):
+            records = self._rows(byte_range)
+        else:
+            records = self._lines(byte_range) if delimiter is None else self._table(byte_range.file, delimiter)
+        for offset, parse in records:
             try:
                 pair = parse(partial(self._bad, byte_range.file, offset))
             except BadDocumentError as error:
@@ -104,6 +113,11 @@ class PairSource(FileSource):
         # Where documents are skipped, the lines of the few that are named are counted once, at the end.
         line = files.line_at(file, offset) if self.config.bad == "refuse" else f"byte {offset}"
         return BadDocumentError(reason, file, offset, Problem(f"{file}:{line}", what, fix))
+
+    def _rows(self, byte_range: ByteRange) -> Iterator[tuple[int, Callable[[Bad], Record | None]]]:
+        fields = tuple(name for key in self.all_field_keys if (name := getattr(self.config, key)) is not None)
+        for row, values in columns.rows(byte_range, fields, "data.source." + " or ".join(self.field_keys)):
+            yield row, partial(self.record, values)
 
     def _lines(self, byte_range: ByteRange) -> Iterator[tuple[int, Callable[[Bad], Record | None]]]:
         for offset, line in files.records(byte_range, b"\n", self.config.longest, self.skip):

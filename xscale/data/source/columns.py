@@ -1,0 +1,104 @@
+"""Rows of Parquet files, and of the Arrow files of a saved Hugging Face dataset, read by pyarrow a batch at a time."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from xscale.core.errors import ConfigError, nearest
+from xscale.data.source.source import ByteRange
+
+SUFFIXES = (".parquet", ".arrow")
+ROWS = 1024
+"""Most rows in memory at once, besides the compressed pages of one row group."""
+
+
+def is_columnar(file: Path | str) -> bool:
+    """Whether `file` is read by rows and columns."""
+    return str(file).endswith(SUFFIXES)
+
+
+def row_ranges(file: Path) -> list[ByteRange]:
+    """Split a file at its row groups, by their compressed bytes; an Arrow file is one range.
+
+    ConfigError for one that cannot be read.
+    """
+    size = file.stat().st_size
+    if file.suffix == ".arrow":
+        return [ByteRange(str(file), 0, size, is_full_file=True)]
+    with _opened(str(file)) as opened:
+        starts = _group_starts(opened)
+    # The last range ends with the file, whose metadata stand there.
+    ends = [*starts[1:], size]
+    return [ByteRange(str(file), *ends_of, is_full_file=len(starts) == 1) for ends_of in zip(starts, ends, strict=True)]
+
+
+def rows(byte_range: ByteRange, fields: tuple[str, ...], path: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (index in the file, value of each of `fields`) of the rows in a range; a null is None.
+
+    ConfigError at `path` without one of the columns, and for a file that is not what its name says.
+    """
+    file = byte_range.file
+    with _opened(file) as opened:
+        is_parquet = file.endswith(".parquet")
+        names = list(opened.schema_arrow.names if is_parquet else opened.schema.names)
+        for field in fields:
+            if field not in names:
+                what = f"there is no column '{field}'; the file has: {', '.join(names)}"
+                raise ConfigError(file, what, f"{nearest(field, names)} Set {path}.".strip())
+        if is_parquet:
+            starts = _group_starts(opened)
+            groups = [n for n, start in enumerate(starts) if byte_range.start <= start < byte_range.stop]
+            first = sum(opened.metadata.row_group(n).num_rows for n in range(groups[0])) if groups else 0
+            batches = opened.iter_batches(ROWS, row_groups=groups, columns=list(fields))
+        else:
+            first, batches = 0, (part for batch in opened for part in _parts(batch.select(list(fields))))
+        for batch in batches:
+            values = batch.to_pydict()
+            for row in range(batch.num_rows):
+                yield first + row, {field: values[field][row] for field in fields}
+            first += batch.num_rows
+
+
+def _parts(batch: Any) -> Iterator[Any]:
+    for start in range(0, batch.num_rows, ROWS):
+        yield batch.slice(start, ROWS)
+
+
+def _group_starts(opened: Any) -> list[int]:
+    """Compressed bytes before each row group that has rows."""
+    starts, total = [], 0
+    for number in range(opened.metadata.num_row_groups):
+        group = opened.metadata.row_group(number)
+        starts.append(total)
+        total += max(1, sum(group.column(n).total_compressed_size for n in range(group.num_columns)))
+    return starts or [0]
+
+
+@contextmanager
+def _opened(file: str) -> Iterator[Any]:
+    """Open a Parquet file or an Arrow stream; what pyarrow says of a bad one becomes a ConfigError that names it."""
+    if find_spec("pyarrow") is None:
+        raise ConfigError(file, "the library pyarrow is not installed", "Run: pip install -e '.[parquet]'")
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        if file.endswith(".parquet"):
+            with pyarrow.parquet.ParquetFile(file) as opened:
+                yield opened
+        else:
+            with pyarrow.memory_map(file) as mapped:
+                try:
+                    stream = pyarrow.ipc.open_stream(mapped)
+                except pyarrow.ArrowInvalid:
+                    mapped.seek(0)
+                    table = pyarrow.ipc.open_file(mapped)
+                    stream = pyarrow.RecordBatchReader.from_batches(
+                        table.schema, (table.get_batch(n) for n in range(table.num_record_batches))
+                    )
+                yield stream
+    except (pyarrow.ArrowException, OSError) as error:
+        kind = "Parquet" if file.endswith(".parquet") else "Arrow"
+        raise ConfigError(file, f"the file cannot be read as {kind}: {error}", "Copy it again.") from None

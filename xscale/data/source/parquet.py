@@ -1,0 +1,76 @@
+"""Parquet files with a document in one column, and a Hugging Face dataset that was saved to disk."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from xscale.core.errors import ConfigError, Problem
+from xscale.data import files
+from xscale.data.source import columns
+from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Document, FileSource, Source, SourceTraits
+
+
+@SOURCES.register("parquet", traits=SourceTraits(bounded=True, resumable=True, download=False))
+class Parquet(FileSource):
+    class Config(FileSource.Config):
+        paths: tuple[str, ...] = ()
+        """Files (.parquet, or .arrow as `datasets` saves them), folders and globs. A folder stands for every such file
+        below it. Each row group of a .parquet file is read by one process."""
+        field: str = "text"
+        """The column whose value is the document."""
+        longest: int = pydantic.Field(default=256 << 20, ge=1)
+        """Longest allowed document, in bytes."""
+
+        @pydantic.field_validator("paths", mode="before")
+        @classmethod
+        def _path_to_list(cls, value: Any) -> Any:
+            return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+    @classmethod
+    def example_in(cls, folder: Path, size: int) -> Source.Config:
+        import pyarrow
+        import pyarrow.parquet
+
+        texts = [f"Line {number}. " * 40 for number in range(size // 500 + 1)]
+        # Without compression, so that the file has about as many bytes as the texts.
+        options = {"compression": "none", "use_dictionary": False, "row_group_size": 700}
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "a.parquet", **options)
+        return cls.Config(paths=(str(folder),))
+
+    def byte_ranges(self) -> list[ByteRange]:
+        key = "data.source.paths"
+        paths = files.find_files(self.config.paths, columns.SUFFIXES, key)
+        if unknown := [file for file in paths if not columns.is_columnar(file)]:
+            fix = f"Name files that end in {' or '.join(columns.SUFFIXES)}; for other files take kind: jsonl or text."
+            raise ConfigError([Problem(key, f"'{file}' has another ending", fix) for file in unknown])
+        return [part for file in paths for part in columns.row_ranges(file)]
+
+    def read(self, byte_range: ByteRange) -> Iterator[Document]:
+        name, file = self.config.field, byte_range.file
+        for row, values in columns.rows(byte_range, (name,), "data.source.field"):
+            text = values[name]
+            try:
+                self._check(text, file, row)
+            except BadDocumentError as error:
+                self.skip(error)
+                continue
+            if not text.isspace() and text:
+                yield Document(f"{file}:{row}", text)
+
+    def _check(self, text: Any, file: str, row: int) -> None:
+        """Raise BadDocumentError unless the value of a row is a text."""
+        name = self.config.field
+
+        def bad(reason: str, what: str, fix: str) -> BadDocumentError:
+            return BadDocumentError(reason, file, row, Problem(f"{file}:{row + 1}", what, fix))
+
+        if not isinstance(text, str):
+            what = f"the column '{name}' must hold strings, got {'null' if text is None else type(text).__name__}"
+            raise bad(f"the column '{name}' holds no string", what, "Set data.source.field.")
+        if len(text) > self.config.longest or len(text.encode("utf-8", "surrogatepass")) > self.config.longest:
+            what = f"the document is longer than {self.config.longest} bytes"
+            raise bad("longer than `longest`", what, "Shorten it, or allow longer ones (`longest`).")
+        if "\0" in text:
+            raise bad(f"the column '{name}' is not text", f"the column '{name}' contains NUL", "Clean it.")
