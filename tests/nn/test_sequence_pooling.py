@@ -17,7 +17,7 @@ from xscale.nn.model.encoder import Encoder
 from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.nn.norm import BatchNorm
 from xscale.nn.position.pairs import Pairs, PositionPairs
-from xscale.nn.position.position import POSITIONS
+from xscale.nn.position.position import POSITIONS, PositionTerms
 from xscale.nn.sequence_pooling import Distilling, TokenWindows
 from xscale.nn.tokens import Tokens
 
@@ -193,6 +193,9 @@ def test_pairs_by_position_are_pairs_by_index_where_nothing_was_shortened(name: 
     assert close(position.scores(q, k, by_position), position.scores(q, k, pairs))
     moved = PositionPairs.of(pairs, places * 2, places * 2, 20)
     assert not close(position.scores(q, k, moved), position.scores(q, k, pairs))
+    # Blocks of queries and FlexAttention take differences of indices.
+    assert PositionTerms(position, pairs).tables(q) is not None
+    assert PositionTerms(position, moved).tables(q) is None
     if position.adds_values:
         weights = drawn(2, HEADS, 7, 7).softmax(-1)
         assert close(position.values(weights, by_position), position.values(weights, pairs))

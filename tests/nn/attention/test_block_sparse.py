@@ -64,11 +64,18 @@ def seen_of(core: BlockSparse, length: int, heads: int = 4) -> Tensor:
     return seen
 
 
-def agree(core: BlockSparse, mask: AttentionMask, groups: int = 2, others: tuple[Tensor, ...] = ()) -> None:
+def agree(
+    core: BlockSparse,
+    mask: AttentionMask,
+    groups: int = 2,
+    others: tuple[Tensor, ...] = (),
+    literal: AttentionMask | None = None,
+) -> None:
+    """Compare with the definition; `literal` is the mask with its bias by pair."""
     q, k, v = inputs(mask.queries, mask.keys, groups=groups)
     seen = seen_of(core, mask.keys)[:, mask.offset : mask.offset + mask.queries]
     out = core(q, k, v, mask)
-    wanted = dense(q, k, v, seen, mask, core.config.soft_cap)
+    wanted = dense(q, k, v, seen, literal or mask, core.config.soft_cap)
     torch.testing.assert_close(out, wanted, rtol=1e-10, atol=1e-10)
     above = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
     found = torch.autograd.grad(out, (q, k, v, *others), above)
@@ -259,7 +266,7 @@ def test_flex_is_refused_where_it_has_no_gradients() -> None:
 
 
 def test_which_implementation_runs() -> None:
-    q, _, _ = inputs(77, 77)
+    q = inputs(77, 77)[0].detach()
     biased = AttentionMask(77, 77, True, bias=torch.zeros(1, 4, 77, 77))
     sloped = AttentionMask(77, 77, True, relative_bias=lambda after: -after.abs().expand(4, -1), linear_bias=True)
     for name, mask, dropout, pattern, runs in [
@@ -268,8 +275,9 @@ def test_which_implementation_runs() -> None:
         ("kernel", AttentionMask(77, 77, True), 0.0, Band.Config(), "gather"),
         ("kernel", AttentionMask(77, 77, True), 0.1, Fixed.Config(), "gather"),
         ("kernel", AttentionMask(5, 77, True, offset=72), 0.0, Fixed.Config(), "gather"),
-        ("flex", biased, 0.0, Fixed.Config(), "gather"),
-        ("flex", sloped, 0.0, Fixed.Config(), "gather"),
+        ("flex", biased, 0.0, Fixed.Config(), "flex"),
+        ("flex", sloped, 0.0, Fixed.Config(), "flex"),
+        ("flex", biased, 0.1, Fixed.Config(), "gather"),
         ("kernel", biased, 0.0, Fixed.Config(), "gather"),
         ("kernel", sloped, 0.0, Fixed.Config(), "kernel"),
         ("kernel", sloped, 0.0, Band.Config(), "gather"),

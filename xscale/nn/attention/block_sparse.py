@@ -59,9 +59,11 @@ class BlockSparse(Core):
         soft_cap: float | None = Field(default=None, gt=0)
         """Scores become cap * tanh(score / cap) (Gemma team 2024); null: no cap."""
         implementation: Literal["auto", "gather", "kernel", "flex"] = "auto"
-        """gather: torch operators on the gathered blocks; kernel: the fused operator; flex: FlexAttention; auto: on
-        CUDA kernel, or flex if the pattern masks tokens inside blocks, else gather. Decoding, dropout and a bias always
-        use gather, except ALiBi's slopes, which the kernel supports."""
+        """gather: torch operators on the gathered blocks, which take any bias; kernel: the fused operator, which takes
+        ALiBi's slopes; flex: FlexAttention, which takes any bias, and one by distance (ALiBi, T5's buckets) as a table,
+        but has no gradients on a CPU; auto: on CUDA kernel, or flex where the pattern masks tokens inside blocks or
+        the kernel does not take the bias, else gather. What kernel does not take goes to flex on CUDA, else to gather.
+        Decoding and dropout always use gather."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)
@@ -88,7 +90,8 @@ class BlockSparse(Core):
         if implementation == "kernel":
             return self._fused(q, k, v, mask, grid)
         if implementation == "flex":
-            return self._flex.attend(q, k, v, partial(self.pattern.masked_layouts, grid), grid, mask)
+            blocks = self._flex.pattern_blocks(partial(self.pattern.masked_layouts, grid), grid, q.device)
+            return self._flex.attend(q, k, v, mask, blocks)
         return self._gather(q, k, v, mask, dropout)
 
     def block_layout(self, length: int, heads: int) -> Any:
@@ -97,28 +100,24 @@ class BlockSparse(Core):
 
     def _implementation(self, q: Tensor, mask: AttentionMask, dropout: float, grid: Grid) -> str:
         wanted = self.config.implementation
-        biased = mask.bias is not None or mask.relative_bias is not None
-        if (
-            (biased and not mask.linear_bias)
-            or dropout
-            or mask.queries != mask.keys
-            or (wanted == "auto" and not q.is_cuda)
-        ):
+        if dropout or mask.queries != mask.keys or (wanted == "auto" and not q.is_cuda):
             return "gather"
-        if wanted == "flex" and biased:
-            return "gather"
-        if wanted == "flex" and (reason := self._flex.why_unsupported(q)):
+        reason = self._flex.why_unsupported(q)
+        if wanted == "flex" and reason is not None:
             fix = "Take auto or gather."
             raise ConfigError("core.implementation", f"flex does not support this call: {reason}", fix)
-        if wanted in ("auto", "kernel"):
-            layout = self._kernel_layout(grid, q.device)
-            if (
-                layout is None
-                or choose("block sparse", IMPLEMENTATIONS, None, q, q, layout).implementation.name == "reference"
-            ):
-                return "gather" if biased or self._flex.why_unsupported(q) else "flex"
-            return "kernel"
-        return wanted
+        if wanted in ("flex", "gather") or self._kernel_supports(q, mask, grid):
+            return "kernel" if wanted == "auto" else wanted
+        # Without a fused kernel, FlexAttention computes all scores.
+        return "flex" if q.is_cuda and reason is None else "gather"
+
+    def _kernel_supports(self, q: Tensor, mask: AttentionMask, grid: Grid) -> bool:
+        if mask.bias is not None or (mask.relative_bias is not None and not mask.linear_bias):
+            return False
+        layout = self._kernel_layout(grid, q.device)
+        if layout is None:
+            return False
+        return choose("block sparse", IMPLEMENTATIONS, None, q, q, layout).implementation.name != "reference"
 
     def _kernel_layout(self, grid: Grid, device: torch.device) -> BlockLayout | None:
         """Return the layout of the fused operator; None if token masks apply inside blocks."""

@@ -1,18 +1,20 @@
-"""Vaswani et al. 2017, equation 1: softmax(q k^T / sqrt(K)) v, by torch's fused attention."""
+"""Vaswani et al. 2017, equation 1: softmax(q k^T / sqrt(K)) v, by torch's fused attention or FlexAttention."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from xscale.core.errors import ConfigError
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.dense import grouped_matmul, masked_softmax, upcast
+from xscale.nn.attention.ops.flex import KERNEL_BLOCK, FlexAttention, KeyBlocks
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.ops.relative_blocks import relative_attention, uses_blocks
 from xscale.nn.dims import Dims
 from xscale.nn.position.distance_tables import DistanceTables
-from xscale.nn.position.position import Position
+from xscale.nn.position.position import POSITIONS, Position
 
 
 @CORES.register(
@@ -39,13 +41,25 @@ class Softmax(Core):
 
     class Config(Core.Config):
         soft_cap: float | None = Field(default=None, gt=0)
-        """Scores become cap * tanh(score / cap) (Gemma team 2024), by operators that keep all scores; null: no cap."""
+        """Scores become cap * tanh(score / cap) (Gemma team 2024), by flex or by operators that keep all
+        scores; null: no cap."""
+        implementation: Literal["auto", "dense", "flex"] = "auto"
+        """dense: torch's fused attention, or operators that keep all scores where they are capped or a position adds to
+        the values; flex: FlexAttention, which takes a bias, a bias by distance as a table, and a position's terms by
+        distance, skips blocks of other documents, and has no gradients on a CPU; auto: on CUDA flex where a position
+        adds a bias by distance, or terms that tell fewer distances apart than there are keys, else dense. Dropout,
+        decoding, cross-attention, prefixes and other terms of a position always use dense; the ring of context
+        parallelism has operators of its own."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)
         self.soft_cap = config.soft_cap
+        self.implementation = config.implementation
+        self._flex = FlexAttention(KERNEL_BLOCK, config.soft_cap)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        if self._uses_flex(q, mask):
+            return self._flex.attend(q, k, v, mask, KeyBlocks.of_mask(mask, q.device))
         terms, relative_bias = mask.position_terms, mask.relative_bias
         if relative_bias is not None:
             assert self._uses_blocks(q, k, mask), "see `prefers_relative_bias`"
@@ -69,8 +83,33 @@ class Softmax(Core):
         return self.random.attention(q, k, v, dropout, attn_mask=attn_mask)
 
     def prefers_relative_bias(self, position: Position, q: Tensor, k: Tensor, mask: AttentionMask) -> bool:
+        relative = POSITIONS.get(str(position.Config.kind)).traits.relative
+        if self.reads_bias or not (position.adds_bias and relative):
+            return False
+        if self._uses_flex(q, mask.with_relative_bias(position)):
+            return True
         # torch's fused attention has no gradient of a bias on a CPU.
-        return position.learns_relative_bias and not self.reads_bias and self._uses_blocks(q, k, mask)
+        return position.learns_relative_bias and self._uses_blocks(q, k, mask)
+
+    def _uses_flex(self, q: Tensor, mask: AttentionMask) -> bool:
+        dropout, terms = mask.dropout if self.training else 0.0, mask.position_terms
+        if self.implementation == "dense" or dropout or mask.queries != mask.keys or mask.key_prefix is not None:
+            return False
+        if terms is not None and (terms.adds_values or terms.tables(q) is None):
+            return False
+        reason = self._flex.why_unsupported(q)
+        if self.implementation == "flex":
+            if reason is not None:
+                fix = "Take auto or dense."
+                raise ConfigError("core.implementation", f"flex does not support this call: {reason}", fix)
+            return True
+        if not q.is_cuda or reason is not None or mask.bias is not None:
+            return False
+        if terms is not None:
+            # The tables have a column for each distance, for each query or key.
+            reach = terms.position.reach
+            return reach is not None and reach * (1 if mask.causal else 2) < mask.keys
+        return mask.relative_bias is not None
 
     def _uses_blocks(self, q: Tensor, k: Tensor, mask: AttentionMask) -> bool:
         """Return whether to attend a block of queries at a time, where relative positions have terms of the scores."""

@@ -10,7 +10,7 @@ from xscale.core.registry import Family
 from xscale.nn.dims import Dims
 from xscale.nn.module import Part
 from xscale.nn.position.distance_tables import DistanceTables
-from xscale.nn.position.pairs import Pairs
+from xscale.nn.position.pairs import Pairs, PositionPairs
 from xscale.nn.tokens import Tokens
 
 
@@ -111,8 +111,9 @@ class PositionTerms:
         return self.position.adds_values
 
     def tables(self, q: Tensor) -> Callable[[Tensor], DistanceTables] | None:
-        """Return the function from distances [N] to rows of the position's tables; None: it has other terms."""
-        if not self.position.has_tables:
+        """Return the function from distances [N] to rows of the position's tables; None: it has other terms, or its
+        distances are not differences of indices."""
+        if not self.position.has_tables or isinstance(self.pairs, PositionPairs):
             return None
         return lambda distances: self.position.distance_tables(q, distances, self.pairs)
 

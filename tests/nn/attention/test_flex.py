@@ -1,0 +1,233 @@
+"""FlexAttention with biases and terms by distance, against the definition, `gather` and the dense core.
+
+Without a GPU torch runs its dense reference of FlexAttention. It has a backward, which torch only refuses to call.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.conformance.made import dims, drawn, numbered, ready
+from tests.nn.attention.test_block_sparse import agree, core_of, inputs, seen_of
+from xscale.core.config import decode
+from xscale.core.errors import ConfigError
+from xscale.nn.attention.ops.flex import FlexAttention, KeyBlocks
+from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.attention.ops.score_terms import ScoreTerms
+from xscale.nn.attention.softmax import Softmax
+from xscale.nn.mixer.attention import Attention
+from xscale.nn.pattern.bigbird import BigBirdPattern
+from xscale.nn.pattern.window import Band, Window
+from xscale.nn.position.pairs import Pairs
+from xscale.nn.position.position import POSITIONS, PositionTerms
+from xscale.nn.tokens import Tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+DOCUMENTS = numbered(20, 31, 26)
+
+
+@pytest.fixture
+def backward_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(FlexAttention, "why_unsupported", staticmethod(lambda q: None))
+
+
+@pytest.fixture
+def fresh_graphs() -> None:
+    # After eight graphs of one function torch.compile gives up, and the reference would be compared with itself.
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, backward_on_a_cpu: None, fresh_graphs: None) -> None:
+    """Trace forward and backward as for a GPU, and run them by the reference."""
+    function = torch.compile(flex_attention.flex_attention, backend="aot_eager")
+    monkeypatch.setattr(FlexAttention, "_function", lambda self, q: function)
+
+
+def random(*shape: int) -> Tensor:
+    return drawn(*shape, seed=3).requires_grad_()
+
+
+@pytest.mark.parametrize(("causal", "groups", "cap", "documents"), [(True, 1, None, DOCUMENTS), (False, 2, 1.5, None)])
+@pytest.mark.usefixtures("backward_on_a_cpu")
+def test_biases_equal_the_definition(causal: bool, groups: int, cap: float | None, documents: Tensor | None) -> None:
+    core = core_of(BigBirdPattern.Config(random_blocks=2), causal=causal, implementation="flex", soft_cap=cap)
+    places = torch.arange(77)
+    after = places[None] - places[:, None]  # [T, S], key - query
+    around: dict[str, Any] = {"query_documents": documents, "key_documents": documents}
+    by_pair, table, clipped = random(1 if causal else 2, 4, 77, 77), random(4, 153), random(4, 11)
+    agree(core, AttentionMask(77, 77, causal, bias=by_pair, **around), groups, (by_pair,))
+    for numbers, reach in ((table, None), (clipped, 5)):
+
+        def bias(offsets: Tensor, numbers: Tensor = numbers, reach: int = reach or 76) -> Tensor:
+            return numbers[:, offsets.clamp(-reach, reach) + reach]
+
+        mask = AttentionMask(77, 77, causal, relative_bias=bias, bias_reach=reach, **around)
+        agree(core, mask, groups, (numbers,), literal=AttentionMask(77, 77, causal, bias=bias(after)[None], **around))
+
+
+@pytest.mark.parametrize(
+    ("position", "causal", "changes", "lengths"),
+    [
+        ({"kind": "alibi"}, True, {"kv_heads": 2}, (40,)),
+        ({"kind": "relative", "buckets": 8, "distance": 9}, False, {"core": {"soft_cap": 2.0}}, (13, 27)),
+        ({"kind": "shaw", "distance": 3, "values": False}, True, {"core": {"soft_cap": 2.0}}, (40,)),
+        ({"kind": "music_transformer"}, False, {"kv_heads": 2}, (40,)),
+        ({"kind": "transformer_xl"}, True, {"scale": 0.3, "kv_heads": 2, "core": {"soft_cap": 2.0}}, (13, 27)),
+        ({"kind": "deberta", "buckets": 4, "distance": 8}, False, {"scale": 0.3, "kv_heads": 2}, (40,)),
+        ({"kind": "none"}, True, {"core": {"kind": "adaptive_span", "initial_span": 9.0, "ramp": 4.0}}, (40,)),
+    ],
+    ids=lambda value: str(value.get("kind", "")) if isinstance(value, dict) else str(value),
+)
+@pytest.mark.usefixtures("compiled")
+def test_positions_equal_the_dense_core(
+    position: dict[str, Any], causal: bool, changes: dict[str, Any], lengths: tuple[int, ...]
+) -> None:
+    """A mixer's output and the gradients of its input and of all its parameters."""
+    calls, results = [], []
+    length, documents = sum(lengths), numbered(*lengths) if len(lengths) > 1 else None
+    for name in ("flex", "dense"):
+        core = {"kind": "softmax", **changes.get("core", {}), "implementation": name}
+        config = decode(Attention.Config, {"heads": 4, "position": position, **changes, "core": core})
+        mixer = ready(Attention(config, dims(causal=causal, length=length)))
+        assert isinstance(mixer.core, Softmax)
+        mixer.core._flex.attend = lambda *call, of=mixer.core._flex.attend: calls.append(call) or of(*call)  # type: ignore[method-assign]
+        x = drawn(2, length, 32).requires_grad_()
+        out = mixer(x, Tokens.from_ids(torch.zeros(2, length, dtype=torch.long), documents))
+        above = drawn(*out.shape, seed=5)
+        results.append([out, *torch.autograd.grad(out, [x, *mixer.parameters()], above)])
+    assert len(calls) == 1
+    for flex, all_scores in zip(*results, strict=True):
+        torch.testing.assert_close(flex, all_scores, rtol=1e-9, atol=1e-10)
+
+
+def test_when_the_dense_core_takes_flex() -> None:
+    def taken(kind: str, implementation: str = "flex", decode: bool = False, **options: Any) -> bool:
+        core = Softmax(Softmax.Config(implementation=implementation), dims(), 4, 8)
+        entry, q = POSITIONS.get(kind), drawn(2, 4, 1 if decode else 20, 8)
+        position = entry.part(entry.part.Config(**options), dims(), 4, 8)
+        pairs = Pairs(q.shape[2], 20, causal=True)
+        terms = PositionTerms(position, pairs) if position.adds_scores else None
+        return core._uses_flex(q, AttentionMask(q.shape[2], 20, True, offset=20 - q.shape[2], position_terms=terms))
+
+    assert taken("none")
+    assert taken("shaw", values=False)
+    assert not taken("shaw"), "it adds to the values, whose weights flex does not keep"
+    assert not taken("none", decode=True)
+    assert not taken("none", "auto"), "a CPU has no fused FlexAttention"
+    core = Softmax(Softmax.Config(implementation="flex"), dims(), 4, 8)
+    with pytest.raises(ConfigError, match="no gradients on a CPU"):
+        core(*inputs(20, 20), AttentionMask(20, 20, True))
+
+
+@pytest.mark.parametrize("length", [300, 384])
+def test_each_tile_with_a_visible_score_is_read(length: int) -> None:
+    """The reference ignores the blocks that the fused kernels read, so they are compared with the visible scores."""
+
+    def tiles(visible: Tensor) -> Tensor:
+        beyond = -length % 128
+        padded = torch.nn.functional.pad(visible, (0, beyond, 0, beyond)).unflatten(-1, (-1, 128))
+        return padded.unflatten(-3, (-1, 128)).any(-1).any(-2)
+
+    def read(blocks: KeyBlocks) -> Tensor:
+        first = torch.arange(blocks.order.shape[-1]) < blocks.counts[..., None]
+        return torch.zeros_like(first).scatter(-1, blocks.order.long(), first)
+
+    documents = numbered(100, 30, length - 130)
+    for causal in (True, False):
+        mask = AttentionMask(length, length, causal, query_documents=documents, key_documents=documents)
+        assert mask.allowed is not None
+        assert torch.equal(read(KeyBlocks.of_mask(mask, documents.device)), tiles(mask.allowed))
+        for pattern in (BigBirdPattern.Config(), Window.Config(window=3), Band.Config(left=40, right=0)):
+            core = core_of(pattern, causal=causal)
+            grid = core._grid(mask, 4, 0)
+            layouts = partial(core.pattern.masked_layouts, grid)
+            blocks = core._flex.pattern_blocks(layouts, grid, documents.device)
+            hidden = tiles(seen_of(core, length)) & ~read(blocks)
+            assert not hidden.any()
+            assert not isinstance(pattern, Window.Config) or not read(blocks).all(), "no block is skipped"
+
+
+class _Largest(TorchDispatchMode):
+    """Numbers of the largest tensor that an operator returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        self.numbers = max([self.numbers, *(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))])
+        return out
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "allowed"), [("alibi", {}, 4 * 4096), ("relative", {}, 4 * 4096), ("shaw", {"distance": 8}, 9)]
+)
+def test_terms_by_distance_have_no_number_for_each_score(kind: str, options: dict[str, Any], allowed: int) -> None:
+    entry, q = POSITIONS.get(kind), drawn(1, 4, 4096, 8)
+    if kind == "shaw":
+        options, allowed = {**options, "values": False}, allowed * 4 * 4096
+    position = ready(entry.part(entry.part.Config(**options), dims(length=4096), 4, 8))
+    mask = AttentionMask(4096, 4096, True)
+    if position.adds_bias:
+        mask = mask.with_relative_bias(position)
+    else:
+        pairs = Pairs(4096, 4096, causal=True)
+        mask = AttentionMask(4096, 4096, True, position_terms=PositionTerms(position, pairs))
+    with _Largest() as largest:
+        ScoreTerms.of(q, q, mask)
+    assert largest.numbers <= allowed
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh_graphs")
+@pytest.mark.parametrize("documents", [None, numbered(90, 210)], ids=["one", "packed"])
+@pytest.mark.parametrize("kind", ["relative", "pair", "alibi"])
+def test_fused_block_sparse_equals_gather(kind: str, documents: Tensor | None) -> None:
+    packed = None if documents is None else documents.cuda()
+    around: dict[str, Any] = {"query_documents": packed, "key_documents": packed}
+    numbers = drawn(4, 599).float().cuda().requires_grad_()
+    bias = drawn(1, 4, 300, 300).float().cuda().requires_grad_()
+    added: dict[str, Any] = (
+        {"bias": bias} if kind == "pair" else {"relative_bias": lambda after: numbers[:, after + 299]}
+    )
+    if kind == "alibi":
+        added = {"relative_bias": lambda after: -numbers[:, :1] * after.abs(), "linear_bias": True}
+    results = []
+    for implementation in ("flex", "gather"):
+        core = core_of(BigBirdPattern.Config(), implementation=implementation, soft_cap=3.0)
+        qkv = [torch.cat((x, x), -1).float().cuda().requires_grad_() for x in (y.detach() for y in inputs(300, 300))]
+        out = core(*qkv, AttentionMask(300, 300, True, **added[kind], **around))
+        wanted = (*qkv, bias if kind == "pair" else numbers)
+        results.append([out, *torch.autograd.grad(out, wanted, drawn(*out.shape, seed=5).float().cuda())])
+    for flex, gather in zip(*results, strict=True):
+        torch.testing.assert_close(flex, gather, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh_graphs")
+@pytest.mark.parametrize("position", ["relative", "alibi", "shaw", "music_transformer", "transformer_xl", "deberta"])
+def test_fused_terms_equal_the_dense_core(position: str) -> None:
+    results = []
+    for implementation in ("flex", "dense"):
+        core = {"kind": "softmax", "implementation": implementation}
+        options = {"values": False} if position == "shaw" else {}
+        config = decode(
+            Attention.Config, {"heads": 2, "kv_heads": 1, "core": core, "position": {"kind": position, **options}}
+        )
+        mixer = ready(Attention(config, dims())).float().cuda()
+        x = drawn(2, 300, 32).float().cuda().requires_grad_()
+        tokens = Tokens.from_ids(torch.zeros(2, 300, dtype=torch.long).cuda(), numbered(90, 210).cuda())
+        out = mixer(x, tokens)
+        above = drawn(*out.shape, seed=5).float().cuda()
+        results.append([out, *torch.autograd.grad(out, [x, *mixer.parameters()], above)])
+    for flex, all_scores in zip(*results, strict=True):
+        torch.testing.assert_close(flex, all_scores, rtol=1e-2, atol=1e-2)
