@@ -19,6 +19,7 @@ MODULES = {
     "mpi": ["mpi4py.MPI"],
     "hf": ["transformers"],
     "bleu": ["sacrebleu"],
+    "parquet": ["pyarrow"],
     "wandb": ["wandb"],
     "dev": ["hatchling", "pytest", "xdist", "hypothesis", "ruff", "mypy", "pre_commit", "psutil", "triton", "mkdocs",
             "material"],

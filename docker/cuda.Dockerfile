@@ -37,6 +37,6 @@ RUN git init -q /tmp/apex \
     && cd / && rm -rf /tmp/apex
 
 COPY . .
-RUN pip install --no-deps -e . && python docker/check_imports.py base deepspeed megatron mpi hf bleu wandb dev cuda
+RUN pip install --no-deps -e . && python docker/check_imports.py base deepspeed megatron mpi hf bleu parquet wandb dev cuda
 
 CMD ["xscale", "--help"]
