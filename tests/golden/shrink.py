@@ -26,7 +26,7 @@ LIMITS = {
 def small(recipe: Path, folder: Path) -> Recipe:
     """The recipe with small sizes, bytes of a fixed text for data, and float64, so that losses hold on any machine."""
     data: dict[str, Any] = encode(read(recipe, [])[0])
-    data["model"] = _shrink(data["model"])
+    data["model"] = shrunk(data["model"])
     data["run"] = {"dir": str(folder / "run"), "seed": 7, "device": "cpu"}
     data["data"] |= {
         "source": _corpus(recipe, folder),
@@ -73,13 +73,14 @@ def _labelled(corpus: Path, folder: Path, classes: int) -> dict[str, Any]:
     return {"kind": "labelled", "paths": [str(file)], "classes": names}
 
 
-def _shrink(value: Any) -> Any:
+def shrunk(value: Any) -> Any:
+    """Part of a recipe with sizes of at most LIMITS."""
     if isinstance(value, dict):
         return {key: _limited(key, item) for key, item in value.items()}
-    return [_shrink(item) for item in value] if isinstance(value, list | tuple) else value
+    return [shrunk(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _limited(key: str, value: Any) -> Any:
     if key in LIMITS and isinstance(value, int) and not isinstance(value, bool):
         return min(value, LIMITS[key])
-    return _shrink(value)
+    return shrunk(value)

@@ -100,6 +100,10 @@ def test_a_decoder_reads_the_source_where_the_list_says() -> None:
         ({"sublayers": (MIX, SublayerConfig(part="cross"))}, "x.sublayers.1.part: 'cross' reads the output of an enc"),
         ({"sublayers": (MIX, HALF), "ffn": FFNS.get("none").part.Config()}, "x.sublayers.1.part: its ffn is none"),
         ({"sublayers": (MIX, HALF), "placement": "none"}, "x.sublayers.1.factor: multiplies what is added"),
+        (
+            {"sublayers": (MIX, SublayerConfig(part="ffn", factor=0))},
+            "x.sublayers.1.factor: 0 leaves nothing of the sublayer's output. Leave the entry out of the list",
+        ),
         ({"sublayers": (MIX, HALF), "residual": "parallel"}, "x.residual: 'parallel' adds a mixer and an ffn to one"),
         (
             {"sublayers": (SublayerConfig(part="mixer", mixer=Attention.Config(heads=3)),)},

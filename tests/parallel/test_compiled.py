@@ -1,11 +1,22 @@
-"""Compiled blocks on the layouts give the numbers of one process that compiles nothing."""
+"""Compiled blocks give the numbers of one process that compiles nothing: on the layouts, and in the catalogue.
+
+The rows of the catalogue that change what a block is made of are traced, and differentiated ahead of time, by the
+compiler's backend `aot_eager`, which runs the graphs by PyTorch's own operators. `INDUCTOR` are those of unusual
+operators, which are compiled in full. On the layouts all is compiled in full.
+"""
 
 from typing import Any
+from unittest import mock
 
 import pytest
+from torch import nn
 
 from tests.distributed import Pool
-from tests.parallel.against_one import Found, compare, trained
+from tests.golden.shrink import ROOT, shrunk
+from tests.parallel.against_one import Found, asked, compare, trained
+from xscale.core.config import encode
+from xscale.nn.block import Block
+from xscale.recipe import read
 
 pytestmark = pytest.mark.long
 
@@ -31,18 +42,56 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "recompute": ("one", {"zero": {"stage": 2}, "recompute": {"every": 1}}),
     "ep": ("mixture", {"mesh": {"ep": 2}}),
 }
+LISTS = [
+    *("res-post-norm-001", "admin", "adanorm", "scaled-l2-norm", "powernorm", "batch-norm-transformer", "rezero"),
+    *("t-fixup", "all-attention-persistent-memory", "drop-decoder-ffn", "transparent-attention"),
+    *("weighted-transformer", "macaron", "sandwich-transformer", "evolved-transformer"),
+]
+"""Rows whose blocks are lists of sublayers, but for reversible-layers."""
+MIXERS = [
+    *("dynamic-lightweight-conv", "lite-transformer", "pretrained-convolutions", "mlp-mixer", "gmlp", "s4"),
+    *("r-transformer", "delight", "quaternion-transformer", "scaling-transformers"),
+]
+DEPTH = [
+    *("cross-layer-sharing", "albert", "act", "universal-transformer", "cct", "early-exit-general", "deebert"),
+    *("pabee", "li-2021-token-early-exit", "sun-2021-ensemble-exit"),
+]
+INDUCTOR = ("s4",)
 
 
 def compiled(*arguments: Any, **sections: Any) -> Found:
-    """Trained with graphs of its own: past some of them torch compiles no more, and says so in a warning only."""
+    """Trained with graphs of its own, and no more of them than blocks that differ.
+
+    Past its limit of graphs torch computes as without compilation, and says so in a warning only.
+    """
     import torch._dynamo
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     counters.clear()
-    found = trained(*arguments, **sections)
+    # The limit is one that the run raises.
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=8):
+        found = trained(*arguments, **sections)
     assert counters["stats"]["unique_graphs"] > 0
     return found
+
+
+def traced(*arguments: Any, **sections: Any) -> Found:
+    """`compiled` without the generation of code."""
+
+    def trace(block: nn.Module, *, dynamic: bool, options: dict[str, bool]) -> None:
+        nn.Module.compile(block, dynamic=dynamic, backend="aot_eager")
+
+    with mock.patch.object(Block, "compile", trace):
+        return compiled(*arguments, **sections)
+
+
+def row(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The small model of a recipe of the catalogue, and its sections that a run of tests takes."""
+    data: Any = encode(read(ROOT / f"configs/xformer/{name}.yaml", [])[0])
+    kept = {key: data["data"][key] for key in ("cross_documents", "split_sentences")}
+    sections = {"objective": data["objective"], "optimizer": data["optimizer"], "data": kept}
+    return shrunk(data["model"]), sections
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +105,18 @@ def test_a_layout(layout: str, ones: dict[str, Found], pool: Pool) -> None:
     name, parallel = LAYOUTS[layout]
     parallel = {**parallel, "compile": True}
     compare(ones[name], pool.run(compiled, 2, MODELS[name], parallel, steps=2))
+
+
+@pytest.mark.parametrize("name", [*LISTS, *MIXERS, *DEPTH])
+def test_a_row_of_the_catalogue(name: str, pool: Pool) -> None:
+    network, sections = row(name)
+    (one,) = pool.run(trained, 1, network, {}, steps=1, **sections)
+    run = compiled if name in INDUCTOR else traced
+    compare(one, pool.run(run, 1, network, {"compile": True}, steps=1, **sections))
+
+
+def test_reversible_blocks_are_refused() -> None:
+    network, sections = row("reversible-layers")
+    (problem,) = asked(network, {"compile": True}, **sections).check(1)
+    assert problem.path == "parallel.compile"
+    assert "recompute.reversible=false" in problem.fix

@@ -36,7 +36,7 @@ ENDS_IN_NORM = ("post", "admin")
 class SublayerConfig(Config):
     part: Literal["mixer", "cross", "ffn"]
     """The kind of sublayer: the mixer, the cross-attention to the encoder's output, or the feed-forward part."""
-    factor: float = Field(default=1.0, gt=0)
+    factor: float = Field(default=1.0, ge=0)
     """Factor of the sublayer's output before it is added: 0.5 for the halves of Macaron (Lu et al. 2019)."""
     parallel: bool = False
     """Whether it reads the input of the sublayer before it, so that both outputs are added to that input (So et al.
@@ -376,7 +376,10 @@ def _check_sublayer(sublayer: SublayerConfig, config: BlockConfig, path: str, *,
         problems.append(Problem(f"{path}.part", what, "Take mixer or ffn, or the model encoder_decoder."))
     if config.config_of(sublayer).kind == "none":
         problems.append(Problem(f"{path}.part", "its ffn is none", "Leave the entry out, or choose an ffn."))
-    if sublayer.factor != 1 and config.placement == "none":
+    if sublayer.factor == 0:
+        fix = "Leave the entry out of the list, or take a factor above 0."
+        problems.append(Problem(f"{path}.factor", "0 leaves nothing of the sublayer's output", fix))
+    elif sublayer.factor != 1 and config.placement == "none":
         what = "multiplies what is added to the residual stream, and with placement 'none' nothing is"
         problems.append(Problem(f"{path}.factor", what, "Take 1, or another placement."))
     return problems

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from xscale.core.config import Config
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
+from xscale.nn.eager import eager
 from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.module import Part
 from xscale.nn.tokens import Stats, Tokens
@@ -246,7 +247,7 @@ class BatchNorm(BatchStatisticsNorm):
         variance = self.sum_over_batch((rows - mean).square().sum(0)) / count
         if stats is not None:
             unbiased = variance * (count / (count - 1).clamp(min=1))
-            stats.add(f"{self.path}/running", torch.stack((mean, unbiased)))
+            stats.record(self, "running", torch.stack((mean, unbiased)))
         return mean, variance
 
     @torch.no_grad()
@@ -275,6 +276,13 @@ class _PowerScale(torch.autograd.Function):
         y, psi, nu, scale = context.saved_tensors
         context.record(gradient, y)
         return (gradient - scale * nu * y) / psi, None, None, None, None
+
+
+@eager
+def _power_scale(x: Tensor, psi: Tensor, nu: Tensor, scale: Tensor, record: Callable[..., None]) -> Tensor:
+    """`_PowerScale`; its backward records statistics, which no graph can."""
+    y: Tensor = _PowerScale.apply(x, psi, nu, scale, record)  # type: ignore[no-untyped-call]
+    return y
 
 
 @NORMS.register(
@@ -338,7 +346,7 @@ class PowerNorm(BatchStatisticsNorm):
             # A token of padding has no loss, and so no correction.
             counts = precise.new_ones(()) if real is None else real[..., None].to(precise.dtype)
             scale = counts * (weight / count)
-            y: Tensor = _PowerScale.apply(precise, psi, nu, scale, record)  # type: ignore[no-untyped-call]
+            y = _power_scale(precise, psi, nu, scale, record)
         else:
             y = precise / psi
         return (y * self.use(self.weight) + self.use(self.bias)).to(x.dtype)
@@ -350,7 +358,7 @@ class PowerNorm(BatchStatisticsNorm):
         stats = None if tokens is None else tokens.stats
         if stats is None:
             return lambda gradient, y: None
-        stats.add(f"{self.path}/square", rows.square().sum(0, keepdim=True) / count)
+        stats.record(self, "square", rows.square().sum(0, keepdim=True) / count)
 
         def record(gradient: Tensor, y: Tensor) -> None:
             # `gradient` of a token is weight / count of that of its own loss.

@@ -273,8 +273,11 @@ class Stack(Module):
         x, tokens = self._with_signal(layer, x, tokens), self._tokens_of(block, tokens)
         if self.hands_on_scores or self.gates is not None:
             x, scores = self.run_block(block, x, tokens, memory, source, scores)
-            return x, scores
-        return self.run_block(block, x, tokens, memory, source), scores
+        else:
+            x = self.run_block(block, x, tokens, memory, source)
+        if tokens.stats is not None:
+            tokens.stats.add_recorded()
+        return x, scores
 
     def _only_fill_cache(
         self, layer: int, x: Tensor, tokens: Tokens, prediction: Prediction | None, leaving: EarlyExit
@@ -311,7 +314,14 @@ class Stack(Module):
         return x if self.norm is None else self.norm(x, tokens)
 
     def _tokens_of(self, block: Block, tokens: Tokens) -> Tokens:
-        """Return the tokens with a cache of the block's own where its mixers are those of other blocks too."""
+        """Return the tokens as the block reads them.
+
+        It draws numbers or none, from generators that are seeded already, and gets no seed: a compiled block takes an
+        integer for a constant, and would be compiled anew for each micro-batch. Where its mixers are those of other
+        blocks too, it has a cache of its own.
+        """
+        if tokens.rng_seed is not None:
+            tokens = replace(tokens, rng_seed=0)
         if self.shared is None or tokens.cache is None:
             return tokens
         return replace(tokens, cache=tokens.cache.setdefault(block.path, {}))

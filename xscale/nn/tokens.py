@@ -10,6 +10,12 @@ from torch import Tensor
 from xscale.nn.early_exit import EarlyExit
 
 
+class HasPath(Protocol):
+    """A module that knows its path in the model."""
+
+    path: str
+
+
 class Stats:
     """Running means of statistics from inside the model.
 
@@ -20,6 +26,7 @@ class Stats:
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
+        self._recorded: list[tuple[HasPath, str, Tensor]] = []
 
     def add(self, name: str, value: Tensor) -> None:
         """Add one observation of `name`: a fraction or a mean over the tokens of this forward."""
@@ -28,17 +35,33 @@ class Stats:
         self._sums[name] = self._sums[name] + value if name in self._sums else value
         self._counts[name] = self._counts.get(name, 0) + 1
 
+    def record(self, part: HasPath, name: str, value: Tensor) -> None:
+        """Add one observation of `name` of a part of a block, when the block is done.
+
+        A compiled block takes names and numbers of observations for constants: had it to read them, each block would
+        be compiled for itself, and anew for each micro-batch. So it reads neither, nor what is recorded before it.
+        """
+        self._recorded.append((part, name, value.detach()))
+
+    def add_recorded(self) -> None:
+        """Add what is recorded, each under `<path of the part>/<name>`."""
+        recorded, self._recorded = self._recorded, []
+        for part, name, value in recorded:
+            self.add(f"{part.path}/{name}", value)
+
     def means(self) -> dict[str, Tensor]:
         """Name -> mean over its observations."""
+        self.add_recorded()
         return {name: total / self._counts[name] for name, total in self._sums.items()}
 
     def copy(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Return the sums and the numbers of observations by name, as they are now."""
+        self.add_recorded()
         return dict(self._sums), dict(self._counts)
 
     def reset(self, state: tuple[dict[str, Tensor], dict[str, int]]) -> None:
         """Set the observations to those of an earlier `copy`."""
-        self._sums, self._counts = dict(state[0]), dict(state[1])
+        self._sums, self._counts, self._recorded = dict(state[0]), dict(state[1]), []
 
 
 class Predictions:
@@ -161,7 +184,8 @@ class Tokens:
     """Tokens of the sequence of which these are windows, in a stack that has shortened it: a difference of indices is
     no distance. None: these are the tokens."""
     rng_seed: int | None = None
-    """Seed of this micro-batch's random numbers (dropout, router noise). None: no random numbers, as in evaluation."""
+    """Seed of this micro-batch's random numbers (dropout, router noise). None: no random numbers, as in evaluation.
+    Blocks draw from generators that their stack has seeded, and find 0 here."""
     aux_loss_weight: float | None = None
     """Weight of auxiliary losses in this micro-batch's backward. None: no auxiliary loss."""
     target_weight: float | None = None

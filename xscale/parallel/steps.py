@@ -342,12 +342,22 @@ STEPS: tuple[Step, ...] = (
 """All steps, in the order in which they are applied."""
 
 
+GRAPHS_OF_A_BLOCK = 4
+"""Graphs that a block may need: of training and of evaluation, with and without the values that blocks share."""
+
+
 def compile_blocks(model: nn.Module) -> None:
     """Compile each block with torch.compile, in place: names stay, and equal blocks share the compiled code.
 
-    Random numbers are drawn as without compilation, because dropout must not depend on a rank's graph.
+    Random numbers are drawn as without compilation, because dropout must not depend on a rank's graph. Blocks that
+    differ have graphs of their own: torch would compile the first eight, and compute the others as without, with a
+    warning in its log.
     """
-    for block in _blocks(model):
+    from torch._dynamo import config
+
+    blocks = _blocks(model)
+    config.recompile_limit = max(config.recompile_limit, GRAPHS_OF_A_BLOCK * len(blocks))
+    for block in blocks:
         block.compile(dynamic=False, options={"fallback_random": True})
 
 

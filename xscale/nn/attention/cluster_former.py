@@ -121,9 +121,9 @@ class ClusterFormer(Core):
         sums = centroid_sums(centroids, first, heads, points)
         padding = (0, 0, 0, 0, first, heads - first - len(centroids))
         if self.memory is not None:
-            mask.stats.add(f"{self.path}/memory", F.pad(self.memory(), padding))
-        mask.stats.add(f"{self.path}/found", sums)
-        mask.stats.add(f"{self.path}/centroids", F.pad(centroids, padding))
+            mask.stats.record(self, "memory", F.pad(self.memory(), padding))
+        mask.stats.record(self, "found", sums)
+        mask.stats.record(self, "centroids", F.pad(centroids, padding))
 
     @torch.no_grad()
     def update_state(self, means: dict[str, Tensor], shard_like: Callable[[Tensor, Tensor], Tensor]) -> None:

@@ -84,7 +84,7 @@ class RoutingTransformer(Core):
             out = self._bidirectional(q, k, values, centroids)
         if self.training and mask.stats is not None:
             sums = centroid_sums(centroids, self.first_head, self.heads, q.detach(), k.detach())
-            mask.stats.add(f"{self.path}/found", sums)
+            mask.stats.record(self, "found", sums)
         return out.to(v.dtype)
 
     @torch.no_grad()

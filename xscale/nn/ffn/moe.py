@@ -186,7 +186,7 @@ class Moe(Ffn):
             fixed_shapes=self.fixed_shapes(flat),
         )
         if tokens.stats is not None:
-            record_stats(tokens.stats, self.path, routing, plan)
+            record_stats(tokens.stats, self, routing, plan)
         if self.training and tokens.rng_seed is not None and config.expert_dropout:
             plan = replace(plan, dropout_keys=self._dropout_keys(plan))
         return plan, routing.loss

@@ -17,7 +17,6 @@ parameters are pairs of real ones, in master precision.
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -36,6 +35,7 @@ from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
 from xscale.nn.module import Module
 from xscale.nn.tokens import Tokens
+from xscale.nn.traceable_property import TraceableProperty
 
 Array = NDArray[Any]
 FREQUENCIES = 256
@@ -200,7 +200,7 @@ class Chunk:
         # A power of two: all powers of Abar that are needed are squares.
         self.levels = min(math.ceil(math.log2(abar.shape[1])), len(self.squares) - 1)
 
-    @cached_property
+    @TraceableProperty
     def power(self) -> Tensor:
         """Abar^length [D, N, N]."""
         return _power(self.squares[0], self.length)

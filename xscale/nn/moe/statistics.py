@@ -5,27 +5,27 @@ from torch import Tensor
 
 from xscale.nn.moe.permutation import DispatchPlan
 from xscale.nn.moe.routing import Routing
-from xscale.nn.tokens import Stats
+from xscale.nn.tokens import HasPath, Stats
 
 
-def record_stats(stats: Stats, path: str, routing: Routing, plan: DispatchPlan) -> None:
-    """Record a mixture's routing under its `path`.
+def record_stats(stats: Stats, mixture: HasPath, routing: Routing, plan: DispatchPlan) -> None:
+    """Record a mixture's routing under its path.
 
-    `path`/load [E] (fraction of the assignments), /dropped (fraction of the assignments), /entropy (nats), /confidence
+    <path>/load [E] (fraction of the assignments), /dropped (fraction of the assignments), /entropy (nats), /confidence
     (mean of each token's highest probability), and the router's own statistics (/aux, /z ...).
     """
     with torch.no_grad():
         total = plan.load.sum().clamp(min=1)
         probabilities = routing.probabilities
         probabilities = probabilities / probabilities.sum(1, keepdim=True)
-        stats.add(f"{path}/load", plan.load.double() / total)
-        stats.add(f"{path}/dropped", 1 - plan.tokens_per_expert.sum().double() / total)
+        stats.record(mixture, "load", plan.load.double() / total)
+        stats.record(mixture, "dropped", 1 - plan.tokens_per_expert.sum().double() / total)
         # xlogy computes one number at a time on a CPU, at a fifth of this speed; 0 log 0 is 0 here too.
         log = probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()
-        stats.add(f"{path}/entropy", -(probabilities * log).sum(1).mean())
-        stats.add(f"{path}/confidence", probabilities.amax(1).mean())
+        stats.record(mixture, "entropy", -(probabilities * log).sum(1).mean())
+        stats.record(mixture, "confidence", probabilities.amax(1).mean())
         for name, value in routing.stats.items():
-            stats.add(f"{path}/{name}", value)
+            stats.record(mixture, name, value)
 
 
 def copy_to_cpu(values: dict[str, Tensor]) -> dict[str, Tensor]:

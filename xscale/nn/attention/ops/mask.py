@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from xscale.nn.position.position import Position, PositionTerms
 from xscale.nn.tokens import Stats
+from xscale.nn.traceable_property import TraceableProperty
 
 
 @dataclass
@@ -95,7 +95,7 @@ class AttentionMask:
         terms = self.position_terms.scores(q, k)
         return terms if self.bias is None else terms + self.bias
 
-    @cached_property
+    @TraceableProperty
     def allowed(self) -> Tensor | None:
         """Bool [B or 1, 1, T, S], true where a query sees a key; None: all keys."""
         allowed = None
