@@ -208,6 +208,9 @@ class Recipe(Settings):
             elif length is not None and length > data.sequence_length:
                 what = f"{length} exceeds data.sequence_length={data.sequence_length}, the longest that the model takes"
                 problems.append(Problem(path, what, f"Take at most {data.sequence_length}, or a longer one there."))
+        if self.train.bleu_pairs and objective.traits.samples != "pairs":
+            what = f"objective '{objective.name}' has no pairs of a source and a target"
+            problems.append(Problem("train.bleu_pairs", what, "Take 0, or objective.kind=seq2seq."))
         if objective.traits.samples in ("packed", "sentences"):
             return problems
         if data.cross_documents:

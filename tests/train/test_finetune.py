@@ -75,7 +75,8 @@ def test_a_run_learns_and_reports_its_metrics(tmp_path: Path) -> None:
     assert "labelled examples for training and" in log
     evaluation = evaluate_run(tmp_path / "run", None)
     assert evaluation["accuracy"] == line["eval_accuracy"]
-    assert evaluation.keys() == {"step", "loss", "accuracy", "macro_f1", "matthews"}
+    assert evaluation.keys() == {"step", "loss", "accuracy", "majority_accuracy", "macro_f1", "matthews"}
+    assert evaluation["majority_accuracy"] >= 1 / 3
 
 
 def test_a_run_begins_with_the_weights_of_another(tmp_path: Path) -> None:

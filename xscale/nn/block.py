@@ -303,7 +303,9 @@ class Block(Module):
             sublayer: Sublayer = getattr(self, name)
             memory_and_source: tuple[Any, ...] = ()
             keys, key_tokens = memory
-            if self.pools_queries and name == "mixer" and keys is not None:
+            if tokens.content is not None and name.startswith("mixer"):
+                memory_and_source = (sublayer.normalised_input(tokens.content, tokens), tokens)
+            elif self.pools_queries and name == "mixer" and keys is not None:
                 memory_and_source = (sublayer.normalised_input(keys, key_tokens), key_tokens)
             elif self.decoder_steps or name.startswith("cross"):
                 memory_and_source = memory

@@ -13,8 +13,9 @@ from xscale.data.pairs import PairDataset
 from xscale.parallel import precision
 from xscale.parallel.plan import DTYPES
 from xscale.train.beam_search import beam_search
-from xscale.train.generate import lay_out_matrices
+from xscale.train.generate import generate, lay_out_matrices
 from xscale.train.load_run import LoadedRun, evaluation_data, load_run
+from xscale.train.setup import RunParts
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,36 @@ def evaluate_bleu(
     score, signature = corpus_bleu([decode(ids) for ids in hypotheses], references)
     of_sources, _ = corpus_bleu([decode(ids) for ids, _ in texts], references)
     return Bleu(loaded.step, len(texts), score, of_sources, signature)
+
+
+def bleu_at_end(parts: RunParts) -> str | None:
+    """Write the targets of the run's first `train.bleu_pairs` validation pairs, each token the likeliest; return a
+    sentence with their BLEU and that of the sources as they stand. None: no pairs, or not rank 0. Collective."""
+    settings, corpus, device = parts.settings, parts.corpus, parts.mesh.device
+    count, is_rank0 = settings.train.bleu_pairs, parts.mesh.rank_info.is_rank0
+    if not count or corpus.validation is None:
+        return None
+    dataset: Any = corpus.validation.data
+    pairs = [_pair(dataset, index) for index in range(min(count, len(dataset)))]
+    start = torch.tensor([parts.objective.start], device=device)
+    hypotheses = []
+    for ids, _ in pairs:
+        source = torch.tensor(parts.objective.source_of(ids[: settings.data.source_length - 1]), device=device)
+        limits: dict[str, Any] = {"end": corpus.tokenizer.eos, "window": settings.data.sequence_length}
+        written = generate(parts.model, start, settings.data.target_length, temperature=0.0, source=source, **limits)
+        hypotheses.append(written.tolist())
+    if not is_rank0:
+        return None
+    decode = corpus.tokenizer.decode
+    references = [decode(target) for _, target in pairs]
+    try:
+        score, signature = corpus_bleu([decode(ids) for ids in hypotheses], references)
+    except ConfigError as error:
+        # A run that has trained to its end does not fail because a package is missing.
+        (problem,) = error.problems
+        return f"no BLEU: {problem.what}. {problem.fix}"
+    of_sources, _ = corpus_bleu([decode(ids) for ids, _ in pairs], references)
+    return f"BLEU {score:.2f} on {len(pairs)} validation pairs; of copying the source: {of_sources:.2f} ({signature})"
 
 
 def _pair(dataset: PairDataset | BlendedDataset, index: int) -> tuple[list[int], list[int]]:

@@ -33,6 +33,7 @@ from xscale.observe.events import versions
 from xscale.optim.optimizer.optimizer import OPTIMIZERS
 from xscale.parallel.engine.fsdp import optimizer_weights
 from xscale.parallel.sharded import sharded_parameters
+from xscale.train.bleu import bleu_at_end
 from xscale.train.compile_cache import remove_incomplete_libraries
 from xscale.train.evaluate import order2_baseline
 from xscale.train.generate import encode_prompts, write_samples
@@ -269,6 +270,8 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
             if is_rank0 and settings.train.baseline and parts.validation is not None and parts.corpus.labels is None:
                 baseline = order2_baseline(parts.corpus)
             write_samples(parts, observer, state.step)
+            if (sentence := bleu_at_end(parts)) is not None:
+                observer.message(sentence)
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         raise
