@@ -1,5 +1,4 @@
-"""Prediction of a target's length from its source, for decoders that write all tokens at once (Ghazvininejad et al. 2019,
-section 3.3).
+"""A target's length from its source, for decoders that write all tokens at once (Ghazvininejad et al. 2019, 3.3).
 
     P(N | X) = softmax(W mean_s(h_s) + b)
 

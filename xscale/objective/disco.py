@@ -6,7 +6,7 @@ Each position has a subset of its own. Its size is uniform from none to all othe
 of a size are equally likely.
 """
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -29,6 +29,8 @@ class Disco(Objective):
         """Most iterations of decoding; easy_first ends where one changes nothing."""
         length_candidates: int = Field(default=5, ge=1)
         """Likeliest lengths of which each is decoded; the target with the highest mean log-probability is taken."""
+
+    predicts_length: ClassVar[bool] = True
 
     def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
         assert documents is not None, "padding is told from text by its document"

@@ -10,11 +10,13 @@ import torch
 from xscale.core.errors import ConfigError
 from xscale.data.blend import BlendedDataset
 from xscale.data.pairs import PairDataset
+from xscale.objective.disco import Disco
 from xscale.parallel import precision
 from xscale.parallel.plan import DTYPES
 from xscale.train.beam_search import beam_search
 from xscale.train.generate import generate, lay_out_matrices
 from xscale.train.load_run import LoadedRun, evaluation_data, load_run
+from xscale.train.parallel_decoding import decode_in_parallel
 from xscale.train.setup import RunParts
 
 
@@ -86,10 +88,17 @@ def bleu_at_end(parts: RunParts) -> str | None:
         return None
     dataset: Any = corpus.validation.data
     pairs = [_pair(dataset, index) for index in range(min(count, len(dataset)))]
+    is_parallel = isinstance(parts.objective, Disco)
+    if is_parallel and not parts.mesh.rank_info.is_single_process:
+        return "no BLEU: parallel decoding runs on one process. Take `xscale eval RUN --bleu`" if is_rank0 else None
     start = torch.tensor([parts.objective.start], device=device)
-    hypotheses = []
+    hypotheses: list[list[int]] = []
     for ids, _ in pairs:
         source = torch.tensor(parts.objective.source_of(ids[: settings.data.source_length - 1]), device=device)
+        if isinstance(parts.objective, Disco):
+            longest = settings.data.target_length
+            hypotheses.append(decode_in_parallel(parts.model, source, parts.objective, longest))
+            continue
         limits: dict[str, Any] = {"end": corpus.tokenizer.eos, "window": settings.data.sequence_length}
         written = generate(parts.model, start, settings.data.target_length, temperature=0.0, source=source, **limits)
         hypotheses.append(written.tolist())
@@ -123,10 +132,14 @@ def _written(
     precision.cast_parameters(loaded.model, DTYPES[settings.precision.compute], DTYPES[settings.precision.master])
     lay_out_matrices(loaded.model)
     prompt = torch.tensor([objective.start], device=device)
-    results = []
+    results: list[tuple[int, ...]] = []
     with torch.inference_mode():
         for ids in sources:
             read = objective.source_of(ids[: settings.data.source_length - 1])
+            if isinstance(objective, Disco):
+                source = torch.tensor(read, device=device)
+                results.append(tuple(decode_in_parallel(loaded.model, source, objective, settings.data.target_length)))
+                continue
             hypotheses = beam_search(
                 loaded.model,
                 prompt,

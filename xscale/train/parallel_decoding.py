@@ -56,12 +56,13 @@ def mask_predict(predict: Predict, length: int, iterations: int) -> tuple[Tensor
 
 
 @torch.no_grad()
-def decode_in_parallel(model: nn.Module, source: Tensor, longest: int, config: Disco.Config, end: int) -> list[int]:
-    """Write the target of source ids [S], of at most `longest` tokens; return its ids before the first `end`.
-
-    On one process. The model has a length head.
+def decode_in_parallel(model: nn.Module, source: Tensor, objective: Disco, longest: int) -> list[int]:
+    """Write the target of source ids [S], of at most `longest` tokens, as the config of the objective says; return its
+    ids before the end-of-document token. On one process. The model has a length head.
     """
     model.eval()
+    config: Disco.Config = objective.config
+    end = objective.specials.eos
     cache: dict[str, Tensor] = {}
     device = source.device
 

@@ -57,7 +57,8 @@ class Teacher:
 
 def _plain(tokens: Tokens) -> Tokens:
     """Return the tokens without what belongs to the training of the student."""
-    return Tokens(tokens.ids, tokens.positions, tokens.documents, shared_values=SharedValues())
+    inputs = {"types": tokens.types, "prefix": tokens.prefix, "observed": tokens.observed}
+    return Tokens(tokens.ids, tokens.positions, tokens.documents, **inputs, shared_values=SharedValues())
 
 
 def load_teacher(settings: Settings, source: TeacherSource, vocabulary: int, mesh: Mesh) -> nn.Module:

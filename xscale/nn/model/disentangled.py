@@ -1,9 +1,10 @@
 """Kasai et al. 2020 (DisCo): a decoder that predicts every token from any subset of the others, all in one forward.
 
-    q_n = W_q h_n,  k_m = W_k (w_m + p_m),  v_m = W_v (w_m + p_m),  h_n = attention of q_n over the observed tokens m of n
+    q_n = W_q h_n,  k_m = W_k (w_m + p_m),  v_m = W_v (w_m + p_m),  h_n = attention of q_n over the tokens m in Y_obs^n
 
-h_n begins as the position p_n, and w_m is the embedding of token m. In every layer keys and values are of embeddings
-alone, so that a token that n does not observe reaches h_n by no detour over a third token that observes it.
+Y_obs^n are the tokens that n observes, h_n begins as the position p_n, and w_m is the embedding of token m. In every
+layer keys and values are of embeddings alone, so that a token that n does not observe reaches h_n by no detour over a
+third token that observes it.
 """
 
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ class PositionQueries(Module):
     "disentangled",
     traits=ModelTraits(causal=False, source=True, decode=False),
     deviations=(
-        "The length of a target is predicted from the mean of the encoder's outputs, not from those of a token of its own.",
+        "The length of a target is predicted from the mean of the encoder's outputs, not from a token of its own.",
         "A position that observes no token gets 0 from self-attention.",
     ),
 )
