@@ -14,6 +14,7 @@ from xscale.objective.disco import Disco
 from xscale.parallel import precision
 from xscale.parallel.plan import DTYPES
 from xscale.train.beam_search import beam_search
+from xscale.train.distill import DistilledObjective
 from xscale.train.generate import generate, lay_out_matrices
 from xscale.train.load_run import LoadedRun, evaluation_data, load_run
 from xscale.train.parallel_decoding import decode_in_parallel
@@ -88,16 +89,16 @@ def bleu_at_end(parts: RunParts) -> str | None:
         return None
     dataset: Any = corpus.validation.data
     pairs = [_pair(dataset, index) for index in range(min(count, len(dataset)))]
-    is_parallel = isinstance(parts.objective, Disco)
-    if is_parallel and not parts.mesh.rank_info.is_single_process:
+    objective = parts.objective.objective if isinstance(parts.objective, DistilledObjective) else parts.objective
+    if isinstance(objective, Disco) and not parts.mesh.rank_info.is_single_process:
         return "no BLEU: parallel decoding runs on one process. Take `xscale eval RUN --bleu`" if is_rank0 else None
-    start = torch.tensor([parts.objective.start], device=device)
+    start = torch.tensor([objective.start], device=device)
     hypotheses: list[list[int]] = []
     for ids, _ in pairs:
-        source = torch.tensor(parts.objective.source_of(ids[: settings.data.source_length - 1]), device=device)
-        if isinstance(parts.objective, Disco):
+        source = torch.tensor(objective.source_of(ids[: settings.data.source_length - 1]), device=device)
+        if isinstance(objective, Disco):
             longest = settings.data.target_length
-            hypotheses.append(decode_in_parallel(parts.model, source, parts.objective, longest))
+            hypotheses.append(decode_in_parallel(parts.model, source, objective, longest))
             continue
         limits: dict[str, Any] = {"end": corpus.tokenizer.eos, "window": settings.data.sequence_length}
         written = generate(parts.model, start, settings.data.target_length, temperature=0.0, source=source, **limits)
