@@ -166,9 +166,8 @@ def task_recipe(folder: Path, name: str = "run", **sections: Any) -> Recipe:
     teacher = {"model": {"width": 32, "stack": {"depth": 2}}, "train": {"steps": 3}}
     distill = {**TASK, "teacher": str(folder / "teacher"), "train_teacher": teacher, **sections.pop("distill", {})}
     narrow = {**LABELS_MODEL, "width": 16, "stack": {**LABELS_MODEL["stack"], "depth": 1}}
-    return labelled(
-        folder, name, **{"model": narrow, "distill": distill, "train": TRAIN, "precision": DOUBLE, **sections}
-    )
+    given = {"model": narrow, "distill": distill, "train": TRAIN, "precision": DOUBLE, **sections}
+    return labelled(folder, name, **given)
 
 
 def task_student(folder: Path, name: str, **sections: Any) -> int:
