@@ -12,7 +12,7 @@ from tests.train.tiny import ROOT, metrics, run
 from xscale.core.errors import EXIT_DONE
 from xscale.data.labels import decode_labels
 from xscale.recipe import Recipe, read
-from xscale.train.load_run import load_run
+from xscale.train.load_run import evaluate_run, load_run
 from xscale.train.setup import prepare_and_open_data
 
 
@@ -64,18 +64,15 @@ def words_and_labels(folder: Path) -> list[list[tuple[list[str], int]]]:
         assert loader is not None
         data: Any = loader.data
         labels = decode_labels(data.column.tokens, data.labels).tolist()
-        read = [
-            tokenizer.decode(data.texts.document(number)[: data.sample_length - 1]) for number in range(len(labels))
-        ]
-        splits.append([(re.findall(r"\w+", text), label) for text, label in zip(read, labels, strict=True)])
+        read_tokens = [data.texts.document(number)[: data.sample_length - 1] for number in range(len(labels))]
+        words = [re.findall(r"\w+", tokenizer.decode(tokens)) for tokens in read_tokens]
+        splits.append(list(zip(words, labels, strict=True)))
     return splits
 
 
 @pytest.mark.long
 def test_a_classifier_beats_the_most_frequent_class_and_a_bag_of_words(tmp_path: Path) -> None:
     assert run(recipe_of("classify", tmp_path, "train.eval_every=0")) == EXIT_DONE
-    from xscale.train.load_run import evaluate_run
-
     result = evaluate_run(tmp_path / "run", None)
     bag = bag_of_words(*words_and_labels(tmp_path / "run"))
     assert result["accuracy"] > bag > 2 * result["majority_accuracy"], (result, bag)
