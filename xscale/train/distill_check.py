@@ -168,9 +168,9 @@ def _check_heads(settings: Settings, teacher: Settings) -> list[Problem]:
     assert config is not None
     if not config.soft_weight:
         return []
-    sizes = [OBJECTIVES.of(one.objective).part.head_sizes(one.objective) for one in (settings, teacher)]
+    sizes = [OBJECTIVES.of(side.objective).part.head_sizes(side.objective) for side in (settings, teacher)]
     kinds = ["tokens" if size is None else "a score" if size.scores else f"{size.outputs} classes" for size in sizes]
-    names = [getattr(one.data.source, "classes", None) for one in (settings, teacher)]
+    names = [getattr(side.data.source, "classes", None) for side in (settings, teacher)]
     if kinds[0] == kinds[1] and None not in names and names[0] != names[1]:
         kinds = [f"the classes {', '.join(classes)}" for classes in names if classes is not None]
     if kinds[0] == kinds[1]:

@@ -184,9 +184,7 @@ def generate_text(
     # Nothing trains this model afterwards, so what it caches may be good for inference alone, which costs less.
     with torch.inference_mode(loaded.mesh.rank_info.is_single_process):
         if isinstance(objective, Disco):
-            if beams > 1:
-                what = "the model writes all tokens at once, without a search"
-                raise ConfigError("--beams", what, "Take 1; objective.length_candidates are its alternatives.")
+            _refuse_beams(beams)
             assert source is not None, "it is for models with a source"
             longest = min(tokens, data.target_length)
             return tokenizer.decode(decode_in_parallel(loaded.model, source, objective, longest))
@@ -202,6 +200,13 @@ def generate_text(
             written = generate(loaded.model, ids, tokens, **sampling, **shared).tolist()
     text = tokenizer.decode(written)
     return text if traits.source else prompt + text
+
+
+def _refuse_beams(beams: int) -> None:
+    """Refuse a search by a model that writes all tokens at once: ConfigError."""
+    if beams > 1:
+        fix = "Take 1; objective.length_candidates are its alternatives."
+        raise ConfigError("--beams", "the model writes all tokens at once, without a search", fix)
 
 
 @dataclass(frozen=True)
