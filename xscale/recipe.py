@@ -27,6 +27,7 @@ from xscale.optim.groups import check_groups, nearest_patterns
 from xscale.optim.optimizer.optimizer import OPTIMIZERS
 from xscale.optim.schedule import SCHEDULES
 from xscale.parallel.pipeline.check import check_micro_batches
+from xscale.parallel.pipeline.schedule import schedule_of
 from xscale.parallel.plan import ParallelPlan
 from xscale.train.check_model import (
     check_documents,
@@ -152,9 +153,11 @@ class Recipe(Settings):
             what = "DeepSpeed keeps the parameters in tensors of its own, into which no other weights are read"
             problems.append(Problem("init.from", what, "Take parallel.zero.engine=torch."))
         problems += unadapted
-        if (self.train.freeze or self.lora is not None) and self.parallel.mesh.pp > 1:
-            what = "a pipeline stage whose parameters are all frozen has no gradient to pass on"
-            problems.append(Problem(path, what, "Leave it empty and lora null, or take pp=1."))
+        splits = self.parallel.mesh.pp > 1 and schedule_of(self.parallel.pipeline).splits_backward
+        if (self.train.freeze or self.lora is not None) and splits:
+            kind = self.parallel.pipeline.schedule
+            what = f"the schedule {kind} computes the gradients of a stage's weights by themselves, and some are frozen"
+            problems.append(Problem("parallel.pipeline.schedule", what, "Take 1f1b, gpipe or interleaved_1f1b."))
         if (self.train.freeze or self.lora is not None) and self.parallel.zero.engine == "deepspeed":
             what = "DeepSpeed flattens parameters into one tensor, which is trained as a whole"
             fix = "Leave it empty and lora null, or take parallel.zero.engine=torch."
@@ -208,6 +211,9 @@ class Recipe(Settings):
             elif length is not None and length > data.sequence_length:
                 what = f"{length} exceeds data.sequence_length={data.sequence_length}, the longest that the model takes"
                 problems.append(Problem(path, what, f"Take at most {data.sequence_length}, or a longer one there."))
+        if self.train.bleu_pairs and objective.traits.samples != "pairs":
+            what = f"objective '{objective.name}' has no pairs of a source and a target"
+            problems.append(Problem("train.bleu_pairs", what, "Take 0, or objective.kind=seq2seq."))
         if objective.traits.samples in ("packed", "sentences"):
             return problems
         if data.cross_documents:

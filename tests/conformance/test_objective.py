@@ -108,6 +108,8 @@ def model_for(entry: Entry[Any]) -> Model:
 
 def tensors(batch: Batch) -> list[Tensor]:
     found = [batch.tokens.ids, batch.tokens.positions, batch.targets]
+    if batch.tokens.observed is not None:
+        found.append(batch.tokens.observed)
     return found + ([batch.source.ids, batch.source.positions] if batch.source else [])
 
 
@@ -230,7 +232,7 @@ def test_padding_weighs_nothing(entry: Entry[Any]) -> None:
         kept = documents[row : row + 1] == 0
         read = int(kept[:, :LENGTH].sum())
         text = tokens[row : row + 1][kept][None]
-        alone = of_length(objective, read).batch(text, torch.zeros_like(text), index)
+        alone = of_length(objective, read).batch(text, torch.zeros_like(text), index[row : row + 1])
         one = objective.loss(model, alone)
         total += one.detach()
         for sums, part in zip(summed, torch.autograd.grad(one, list(model.parameters())), strict=True):

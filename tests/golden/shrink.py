@@ -38,7 +38,9 @@ def small(recipe: Path, folder: Path) -> Recipe:
         "workers": 1,
     }
     sizes = {"steps": STEPS, "batch_size": 4, "micro_batch_size": 2, "eval_every": 0, "baseline": False}
-    data["train"] |= {**sizes, "sample": {"prompts": []}}
+    data["train"] |= {**sizes, "bleu_pairs": 0, "sample": {"prompts": []}}
+    if data["distill"] is not None:
+        data["distill"]["train_teacher"]["train"]["steps"] = 1
     data["precision"] = {"compute": "float64", "master": "float64"}
     data["parallel"] |= {"mesh": {}, "zero": {"stage": 0}}
     data["checkpoint"] |= {"every_steps": 0}

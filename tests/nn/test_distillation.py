@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from xscale.core.config import decode
+from xscale.nn.class_head import ClassHead
 from xscale.nn.distillation import (
     DistillConfig,
     FullVocabulary,
@@ -17,8 +18,9 @@ from xscale.nn.distillation import (
     TeacherStates,
     add_width_maps,
 )
-from xscale.nn.init import materialize
+from xscale.nn.init import Init, materialize
 from xscale.nn.model.model import MODELS
+from xscale.nn.module import substitute
 from xscale.nn.tokens import Stats, Tokens
 from xscale.parallel.distillation import observe_states
 from xscale.train.settings import Settings
@@ -136,7 +138,6 @@ def literal_states(model: nn.Module, ids: Tensor) -> dict[str, Any]:
     for layer in model_.stack.blocks:
         q, k = projected[f"{layer}q"], projected[f"{layer}k"]
         width = q.shape[-1] // 2
-        scores = torch.zeros(BATCH, 2, LENGTH, LENGTH, dtype=torch.float64)
         rows = []
         for head in range(2):
             at = slice(head * width, (head + 1) * width)
@@ -178,6 +179,58 @@ def test_each_loss_and_its_gradients(name: str) -> None:
     if name in ("cosine", "embedding"):
         weight = config.cosine_weight or config.embedding_weight
         assert math.isclose(float(stats.means()[f"distillation/{name}_loss"]) * weight, expected.item(), rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_the_losses_of_labelled_examples(scores: bool) -> None:
+    """Inner states are compared over the text alone, and classes or scores at the token that has the target."""
+    weights = {"embedding_weight": 0.6, "hidden_weight": 1.3, "attention_weight": 1.7, "cosine_weight": 0.2}
+    config = DistillConfig(**weights, soft_weight=0.7, hard_weight=0.3, temperature=3.0)
+    student, teacher = built(4, 2, 1), built(4, 4, 2)
+    for seed, model in enumerate((student, teacher)):
+        head = ClassHead(4, 1 if scores else 3, Init(std=0.5), scores=scores)
+        substitute(model, "head", head)
+        materialize(head, seed, dtype=torch.float64)
+    ids = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
+    lengths = [3, LENGTH]
+    documents = torch.tensor([[int(place >= length) for place in range(LENGTH)] for length in lengths])
+    targets = torch.full((BATCH, LENGTH), -100.0 if scores else -100, dtype=torch.float64 if scores else torch.long)
+    targets[:, 0] = torch.tensor([2, 1])
+    tokens = Tokens.from_ids(ids, documents, aux_loss_weight=1.0, target_weight=1 / BATCH)
+    total = torch.zeros((), dtype=torch.float64)
+    for b, length in enumerate(lengths):
+        # An example by itself, without padding, has the same states.
+        alone = ids[b : b + 1, :length]
+        ours = literal_states(student, alone)
+        with torch.no_grad():
+            theirs = literal_states(teacher, alone)
+        total = total + 0.6 * (ours["hidden"][0] - theirs["hidden"][0]).square().mean()
+        for m in (1, 2):
+            total = total + 1.3 * (ours["hidden"][m] - theirs["hidden"][2 * m]).square().mean()
+            total = total + 1.7 * (ours["scores"][m - 1] - theirs["scores"][2 * m - 1]).square().mean()
+        s, t = ours["hidden"][-1][0], theirs["hidden"][-1][0]
+        total = total + 0.2 * sum(1 - x @ y / (x.norm() * y.norm()) for x, y in zip(s, t, strict=True)) / length
+        z, taught = ours["logits"][0, 0], theirs["logits"][0, 0]
+        if scores:
+            total = total + 0.7 * (z - taught).square().sum() + 0.3 * (z[0] - targets[b, 0]).square()
+        else:
+            p, log_q = (taught / 3.0).softmax(-1), (z / 3.0).log_softmax(-1)
+            total = total + 0.7 * 9.0 * (p * (p.log() - log_q)).sum() - 0.3 * z.log_softmax(-1)[int(targets[b, 0])]
+    wanted = torch.autograd.grad(total / BATCH, list(student.parameters()))
+    observe_states(student, FullVocabulary())
+    observe_states(teacher, None)
+    states = TeacherStates(config, (1, 3))
+    with torch.no_grad():
+        states.output_logits = teacher(replace(Tokens.from_ids(ids, documents), states=states))
+    loss = student(replace(tokens, states=StudentLosses(config, states, padded=True)), targets)
+    assert torch.allclose(loss, student(tokens, targets)), "the value is that of the objective's own loss"
+    got = torch.autograd.grad(loss / BATCH, list(student.parameters()))
+    for one, gradient in zip(got, wanted, strict=True):
+        assert torch.allclose(one, gradient, rtol=1e-9, atol=1e-12)
+    # The control: states of padding would count.
+    loss = student(replace(tokens, states=StudentLosses(config, states)), targets)
+    counted = torch.autograd.grad(loss / BATCH, list(student.parameters()))
+    assert not all(torch.allclose(one, other, rtol=1e-3) for one, other in zip(counted, wanted, strict=True))
 
 
 def test_two_stages() -> None:

@@ -92,7 +92,7 @@ SHALLOW = {
     "pair": changed(PAIR, encoder__depth=1, decoder__depth=2),
 }
 """Models with one block of each kind that they have."""
-OBJECTIVES = {"decoder": "causal", "encoder": "masked", "encoder_decoder": "span"}
+OBJECTIVES = {"decoder": "causal", "encoder": "masked", "encoder_decoder": "span", "disentangled": "disco"}
 """Objective of each kind of model."""
 
 

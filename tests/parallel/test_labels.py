@@ -65,7 +65,7 @@ def test_a_classifier_is_sharded_over_data(pool: Pool, one: dict[str, Found], la
     same(pool, one["classify"], 2, ENCODER, LAYOUTS[layout], **wanted)
 
 
-@pytest.mark.parametrize("layout", ["tp"])
+@pytest.mark.parametrize("layout", ["tp", "pp"])
 def test_frozen_parameters_stay_as_they_are(pool: Pool, layout: str) -> None:
     frozen = {**sections("classify"), "train": {"freeze": ["embed.*", "stack.blocks.0.*"]}}
     found = alone(pool, ENCODER, **frozen)
@@ -94,7 +94,7 @@ def test_lora_has_the_numbers_of_one_process(pool: Pool, adapted: Found, layout:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", ["ring", "dp"])
+@pytest.mark.parametrize("layout", ["ring", "dp", "pp"])
 def test_lora_goes_with_other_layouts(pool: Pool, adapted: Found, layout: str) -> None:
     wanted: dict[str, Any] = {**sections("classify"), "lora": LORA, "train": {"clip_grad_norm": None}}
     same(pool, adapted, 2, ENCODER, LAYOUTS[layout], **wanted)

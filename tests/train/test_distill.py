@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from tests.distributed import Pool
+from tests.train.test_finetune import MODEL as LABELS_MODEL
+from tests.train.test_finetune import asked as labelled
 from tests.train.test_resume import equal
 from tests.train.tiny import losses, metrics, recipe, run
 from xscale.checkpoint.load import load_tensors
 from xscale.core.config import encode
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
+from xscale.recipe import Recipe
 from xscale.train.distill import DistilledObjective
 from xscale.train.run_folder import CHECKPOINTS
 from xscale.train.setup import check_machine
@@ -152,6 +155,57 @@ def test_without_a_teacher_it_is_another_run(tmp_path: Path, pool: Pool) -> None
         assert ours[-1] != theirs[-1], key
 
 
+TASK = {
+    "temperature": 1.0, "soft_weight": 1.0, "hard_weight": 0.0, "embedding_weight": 1.0, "hidden_weight": 1.0,
+    "attention_weight": 1.0, "map_width": 32, "inner_until": 0.5,
+}  # fmt: skip
+
+
+def task_recipe(folder: Path, name: str = "run", **sections: Any) -> Recipe:
+    """The task stage of TinyBERT: a narrower student of a classifier, which is trained first."""
+    teacher = {"model": {"width": 32, "stack": {"depth": 2}}, "train": {"steps": 3}}
+    distill = {**TASK, "teacher": str(folder / "teacher"), "train_teacher": teacher, **sections.pop("distill", {})}
+    narrow = {**LABELS_MODEL, "width": 16, "stack": {**LABELS_MODEL["stack"], "depth": 1}}
+    given = {"model": narrow, "distill": distill, "train": TRAIN, "precision": DOUBLE, **sections}
+    return labelled(folder, name, **given)
+
+
+def task_student(folder: Path, name: str, **sections: Any) -> int:
+    return run(task_recipe(folder, name, **sections))
+
+
+def test_a_student_of_a_classifier(tmp_path: Path, pool: Pool) -> None:
+    """Jiao et al. 2020: on labelled examples, first inner states and then the teacher's predictions of classes."""
+    assert pool.run(task_student, 1, tmp_path, "run") == [EXIT_DONE]
+    lines = [line for line in metrics(tmp_path, "run") if "loss" in line]
+    names = {name.removeprefix("distillation/") for name in lines[0] if name.startswith("distillation/")}
+    assert names == {"soft_loss", "embedding_loss", "block_0/hidden_loss", "block_0/attention_loss"}
+    # Until half of the steps the head is not trained, which only the predictions reach.
+    assert pool.run(task_student, 1, tmp_path, "half", train={**TRAIN, "stop_after": 2}) == [EXIT_REQUEUE]
+    half, end = (load_tensors(last(tmp_path, name, step)) for name, step in (("half", 2), ("run", 4)))
+    assert "eval_accuracy" in metrics(tmp_path, "run")[-1]
+    assert not half["model.head.classes.bias"].any()
+    assert end["model.head.classes.bias"].any()
+    settings = task_recipe(tmp_path, "other", distill={"train_teacher": None})
+    assert check_machine(settings, ["data"]) == []
+    two = task_recipe(tmp_path, "other", distill={"train_teacher": None}, objective={"classes": 2})
+    (problem,) = check_machine(two, ["data"])
+    assert (problem.path, problem.what) == (
+        "distill.teacher",
+        "the teacher predicts 3 classes, and the student 2 classes",
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("parallel", [{}, {"mesh": {"tp": 2}}, {"zero": {"stage": 3}}], ids=["dp2", "tp2", "zero3"])
+def test_layouts_learn_classes_as_one_process_does(tmp_path: Path, pool: Pool, parallel: dict[str, Any]) -> None:
+    assert pool.run(task_student, 1, tmp_path, "single") == [EXIT_DONE]
+    assert pool.run(task_student, 2, tmp_path, "parts", parallel=parallel) == [EXIT_DONE] * 2
+    ours, theirs = (load_tensors(last(tmp_path, name)) for name in ("parts", "single"))
+    for key, value in theirs.items():
+        assert (ours[key] - value).abs().max() < 1e-9, key
+
+
 def problems(folder: Path, distill: dict[str, Any], world: int = 1, **sections: Any) -> list[str]:
     given = {"teacher": "nowhere", **distill}
     found = recipe(folder, **{"model": model(), "distill": given, **sections}).check(world)
@@ -176,6 +230,12 @@ REFUSED: list[tuple[dict[str, Any], int, dict[str, Any], str]] = [
     ),
     ({"cosine_weight": 1.0}, 1, {"objective": {"kind": "denoising"}}, "distill: states and logits of all tokens"),
     ({"soft_over": "all"}, 1, {"objective": {"kind": "denoising"}}, "distill: states and logits of all tokens"),
+    (
+        {"soft_over": "all"},
+        1,
+        {"objective": {"kind": "classify"}},
+        "distill.soft_over: objective 'classify' predicts at its targets alone",
+    ),
     ({"attention_weight": 1.0}, 1, {"parallel": {"compile": True}}, "parallel.compile: a loss inside"),
     ({"train_teacher": {"train": {"batch_size": 7}}}, 1, {}, "distill.train_teacher.train.batch_size: "),
     ({"train_teacher": {"trian": {}}}, 1, {}, "distill.train_teacher.trian: "),

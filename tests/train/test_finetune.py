@@ -75,7 +75,8 @@ def test_a_run_learns_and_reports_its_metrics(tmp_path: Path) -> None:
     assert "labelled examples for training and" in log
     evaluation = evaluate_run(tmp_path / "run", None)
     assert evaluation["accuracy"] == line["eval_accuracy"]
-    assert evaluation.keys() == {"step", "loss", "accuracy", "macro_f1", "matthews"}
+    assert evaluation.keys() == {"step", "loss", "accuracy", "majority_accuracy", "macro_f1", "matthews"}
+    assert evaluation["majority_accuracy"] >= 1 / 3
 
 
 def test_a_run_begins_with_the_weights_of_another(tmp_path: Path) -> None:
@@ -142,12 +143,22 @@ def test_merged_lora_is_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("parallel", [{"mesh": {"tp": 2}}, {"mesh": {"dp_shard": 2}, "zero": {"stage": 3}}])
-def test_layouts_begin_and_resume_alike(tmp_path: Path, pool: Pool, parallel: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "freeze"),
+    [
+        ({"mesh": {"tp": 2}}, []),
+        ({"mesh": {"dp_shard": 2}, "zero": {"stage": 3}}, []),
+        ({"mesh": {"pp": 2}}, ["embed.*", "stack.blocks.0.*"]),
+    ],
+    ids=["tp", "zero3", "pp_with_a_frozen_stage"],
+)
+def test_layouts_begin_and_resume_alike(
+    tmp_path: Path, pool: Pool, parallel: dict[str, Any], freeze: list[str]
+) -> None:
     assert pretrained(tmp_path) == EXIT_DONE
-    start = {"init": {"from": str(tmp_path / "base")}}
+    start: dict[str, Any] = {"init": {"from": str(tmp_path / "base")}, "train": {"freeze": freeze}}
     assert finetuned(tmp_path, "alone", **start) == EXIT_DONE
-    short = {**start, "train": {"stop_after": 3}, "parallel": parallel}
+    short = {**start, "train": {"freeze": freeze, "stop_after": 3}, "parallel": parallel}
     assert pool.run(finetuned, 2, tmp_path, "parts", **short) == [EXIT_REQUEUE] * 2
     assert pool.run(finetuned, 2, tmp_path, "parts", **start, parallel=parallel) == [EXIT_DONE] * 2
     assert losses(tmp_path, "parts") == pytest.approx(losses(tmp_path, "alone"), rel=1e-3)

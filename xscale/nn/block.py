@@ -149,8 +149,7 @@ class Sublayer(Module):
         if self.omega is not None:
             residual = self.omega(residual)
         y = self.random.dropout_add(y, residual, self._drop_probability(tokens), tokens, kernel)
-        norm = self.norm if self.placement in ENDS_IN_NORM else None
-        return y if norm is None else norm(y, tokens)
+        return y if self.placement not in ENDS_IN_NORM or self.norm is None else self.norm(y, tokens)
 
     def branch(
         self,
@@ -169,8 +168,7 @@ class Sublayer(Module):
 
     def normalised_input(self, x: Tensor, tokens: Tokens | None) -> Tensor:
         """Return what the part reads of x [B, T, D]: its norm, with placement pre or sandwich."""
-        norm = self.norm if self.placement in ("pre", "sandwich") else None
-        return x if norm is None else norm(x, tokens)
+        return x if self.placement not in ("pre", "sandwich") or self.norm is None else self.norm(x, tokens)
 
     def _output(
         self, x: Tensor, tokens: Tokens, memory: Tensor | None, source: Tokens | None, edge: ScoreEdge | None
@@ -297,20 +295,20 @@ class Block(Module):
         edges: Mapping[str, ScoreEdge] = MappingProxyType({}),
         gates: GateSum | None = None,
     ) -> Tensor:
-        """Output [B, T, D] of the sublayers `names`; `memory` is the encoder's output and the tokens it is of, or what
-        the keys of a mask decoder are of."""
+        """Output [B, T, D] of sublayers `names`; `memory`: the encoder's output, or a mask decoder's keys, and tokens."""
         before = x
         for name in names:
             before, residual = (before, x) if name in self.parallel_sublayers else (x, None)
             sublayer: Sublayer = getattr(self, name)
             memory_and_source: tuple[Any, ...] = ()
             keys, key_tokens = memory
-            if self.pools_queries and name == "mixer" and keys is not None:
+            if tokens.content is not None and name.startswith("mixer"):
+                memory_and_source = (sublayer.normalised_input(tokens.content, tokens), tokens)
+            elif self.pools_queries and name == "mixer" and keys is not None:
                 memory_and_source = (sublayer.normalised_input(keys, key_tokens), key_tokens)
             elif self.decoder_steps or name.startswith("cross"):
                 memory_and_source = memory
-            edge = edges.get(name)
-            x = sublayer(before, tokens, *memory_and_source, residual=residual, edge=edge, gates=gates)
+            x = sublayer(before, tokens, *memory_and_source, residual=residual, edge=edges.get(name), gates=gates)
         return x
 
     def _next_streams(self, streams: Streams, tokens: Tokens, memory: Tensor | None, source: Tokens | None) -> Streams:

@@ -21,7 +21,7 @@ class ClassHead(Head):
     It is replicated over tp: its classes are few, and often fewer than the ranks.
     """
 
-    seams: ClassVar[tuple[str, ...]] = ("gather",)
+    seams: ClassVar[tuple[str, ...]] = ("gather", "class_loss")
 
     def __init__(self, width: int, outputs: int, init: Init, *, scores: bool = False, dense: bool = False) -> None:
         """`scores`: the one output is a score, whose loss is the squared error. `dense`: a linear map and tanh come
@@ -59,6 +59,13 @@ class ClassHead(Head):
         if tokens is not None and tokens.predictions is not None:
             predicted = outputs[..., 0] if self.scores else outputs.argmax(-1)  # [B, T]
             tokens.predictions.add(predicted, targets, targets != IGNORE_INDEX)
+        return self.class_loss(outputs, targets, tokens)
+
+    def class_loss(self, outputs: Tensor, targets: Tensor, tokens: Tokens | None = None) -> Tensor:
+        """Outputs [B, T, C], in float32 at least, and targets [B, T] -> their summed loss, a scalar.
+
+        A seam: distillation adds a loss by the teacher's outputs, which `tokens` has.
+        """
         if self.scores:
             is_target = targets != IGNORE_INDEX
             return (outputs[..., 0] - targets.to(outputs.dtype)).masked_fill(~is_target, 0.0).square().sum()

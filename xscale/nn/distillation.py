@@ -8,6 +8,8 @@ Losses of the student, each with its weight; z are logits, p = softmax(z / tempe
     hidden     mean square of H_S W_h - H_T, summed over the student's blocks (equation 8)
     attention  mean square of A_S - A_T, summed over the student's blocks (equation 7); A are scores before the softmax
 
+Where samples are padded, a mean over tokens is that over the text of each sequence, and then over the sequences. For a
+head of classes z are the logits of classes, and of a score the soft loss is the squared difference from the teacher's.
 The model's own loss is what a step reports; the other losses are in its statistics.
 """
 
@@ -186,6 +188,8 @@ class StudentLosses:
     config: DistillConfig
     teacher: TeacherStates
     maps: WidthMaps | None = None
+    padded: bool = False
+    """Whether tokens of other documents than 0 are padding, of which nothing is learned."""
 
     def hidden(self, layer: int, x: Tensor, tokens: Tokens) -> Tensor:
         """Return x [B, T, D], the output of block `layer`, -1 for the first block's input, with its loss attached."""
@@ -194,7 +198,8 @@ class StudentLosses:
             return x
         taught = self.teacher.hidden_states[layer if layer < 0 else self.teacher.layers[layer]]
         linear = None if self.maps is None else self.maps.embedding if layer < 0 else self.maps.hidden
-        loss = F.mse_loss(upcast(x if linear is None else linear(x)), upcast(taught))
+        difference = upcast(x if linear is None else linear(x)) - upcast(taught)  # [B, T, D]
+        loss = self._mean(difference.square().mean(-1), tokens)
         return self._attach(x, loss, weight * self._stage(tokens, inner=True), tokens, _name(layer, "hidden"))
 
     def attention(self, layer: int, q: Tensor, k: Tensor, mask: AttentionMask, o: Tensor, tokens: Tokens) -> Tensor:
@@ -202,7 +207,8 @@ class StudentLosses:
         if not self.config.attention_weight:
             return o
         taught = self.teacher.attention_scores[self.teacher.layers[layer]]
-        loss = F.mse_loss(attention_scores(q, k, mask), taught)
+        squares = (attention_scores(q, k, mask) - taught).square().mean(1)  # [B, T, T]
+        loss = self._mean(squares, tokens)
         weight = self.config.attention_weight * self._stage(tokens, inner=True)
         return self._attach(o, loss, weight, tokens, _name(layer, "attention"))
 
@@ -211,7 +217,7 @@ class StudentLosses:
         taught = self.teacher.output_states
         if taught is None:
             return x
-        loss = (1 - F.cosine_similarity(upcast(x), upcast(taught), dim=-1)).mean()
+        loss = self._mean(1 - F.cosine_similarity(upcast(x), upcast(taught), dim=-1), tokens)
         weight = self.config.cosine_weight * self._stage(tokens, inner=False)
         return self._attach(x, loss, weight, tokens, "distillation/cosine_loss")
 
@@ -229,6 +235,14 @@ class StudentLosses:
             share = tokens.target_weight / tokens.aux_loss_weight
             tokens.stats.add("distillation/soft_loss", divergence * share)
         return loss + self.config.soft_weight * stage * (divergence - divergence.detach())
+
+    def _mean(self, values: Tensor, tokens: Tokens) -> Tensor:
+        """Mean of values [B, T], or [B, T, T] of pairs of tokens, over the text: a scalar."""
+        if not self.padded or tokens.documents is None:
+            return values.mean()
+        is_text = (tokens.documents == 0).to(values.dtype)  # [B, T]
+        weight = is_text if values.dim() == 2 else is_text[:, :, None] * is_text[:, None, :]
+        return ((values * weight).flatten(1).sum(1) / weight.flatten(1).sum(1)).mean()
 
     def _stage(self, tokens: Tokens, *, inner: bool) -> float:
         """Return 1 where the losses of inner states, or the others, are trained at this step, else 0."""
@@ -344,6 +358,33 @@ class DistilledHead:
                 ignored = (targets == IGNORE_INDEX)[:, None]
                 z, t = z.masked_fill(ignored, 0.0), t.masked_fill(ignored, 0.0)
             divergence: Tensor = SoftLoss.apply(z, t, config.temperature, self.vocabulary)  # type: ignore[no-untyped-call]
+            return divergence
+
+        return tokens.states.predict(hard, soft, tokens)
+
+
+@dataclass(frozen=True)
+class DistilledClassHead:
+    """The loss of a student's head of classes or of a score: the objective's, with the gradient of the soft loss."""
+
+    hard: Callable[..., Tensor]
+    scores: bool
+
+    def __call__(self, outputs: Tensor, targets: Tensor, tokens: Tokens | None = None) -> Tensor:
+        """Outputs [B, T, C] and targets [B, T] -> summed loss, a scalar."""
+        hard = self.hard(outputs, targets, tokens)
+        if tokens is None or not isinstance(tokens.states, StudentLosses):
+            return hard
+        taught, temperature = tokens.states.teacher.output_logits, tokens.states.config.temperature
+
+        def soft() -> Tensor:
+            assert taught is not None, "the soft loss reads the teacher's outputs"
+            # Equal outputs have no loss and no gradient.
+            ignored = (targets == IGNORE_INDEX).flatten()[:, None]
+            z, t = (upcast(x).flatten(0, 1).masked_fill(ignored, 0.0) for x in (outputs, taught))  # [N, C]
+            if self.scores:
+                return ((z - t) / temperature).square().sum()
+            divergence: Tensor = SoftLoss.apply(z, t, temperature, FullVocabulary())  # type: ignore[no-untyped-call]
             return divergence
 
         return tokens.states.predict(hard, soft, tokens)

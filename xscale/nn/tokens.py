@@ -180,6 +180,12 @@ class Tokens:
     prefix: Tensor | None = None
     """[B, T], whether each token is of its document's prefix, which all tokens of the document see (a prefix language
     model); None: there is no prefix, and the model's order decides."""
+    observed: Tensor | None = None
+    """[B, T, T], whether each query (row) observes each token, in the self-attention of a disentangled decoder (Kasai
+    et al. 2020); None: it observes all."""
+    content: Tensor | None = None
+    """[B, T, D] embeddings of the tokens, of which each self-attention of a disentangled decoder makes its keys and
+    values; None: they are of the hidden states, as the queries are."""
     pooled_from: int | None = None
     """Tokens of the sequence of which these are windows, in a stack that has shortened it: a difference of indices is
     no distance. None: these are the tokens."""
@@ -269,6 +275,7 @@ class Tokens:
             "sentences",
             "sentence_globals",
             "prefix",
+            "observed",
         )
         for name in names:
             if (value := getattr(self, name)) is not None:

@@ -3,6 +3,7 @@
 from xscale.objective import (
     cpc,
     denoising,
+    disco,
     labelled,
     masked,
     masked_sentences,
@@ -17,6 +18,7 @@ from xscale.objective import (
 __all__ = [
     "cpc",
     "denoising",
+    "disco",
     "labelled",
     "masked",
     "masked_sentences",

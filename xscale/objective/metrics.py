@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 def class_metrics(predicted: Tensor, targets: Tensor, classes: int) -> dict[str, float]:
-    """Return accuracy, macro F1 and Matthews' correlation of predicted classes [N] with the targets [N].
+    """Return accuracy, macro F1 and Matthews' correlation of predicted classes [N] with the targets [N], and as
+    `majority_accuracy` the accuracy of always predicting the most frequent of these targets.
 
     Macro F1 is the mean over the classes that occur, in predictions or targets, of 2 TP / (2 TP + FP + FN). The
     correlation is that of Gorodkin 2004 for any number of classes (for two, Matthews 1975); it is 0 where the
@@ -22,7 +23,8 @@ def class_metrics(predicted: Tensor, targets: Tensor, classes: int) -> dict[str,
     covariance = hits.sum() * total - (of_target * of_predicted).sum()
     spread = (total**2 - of_predicted.square().sum()) * (total**2 - of_target.square().sum())
     matthews = float(covariance / spread.sqrt()) if spread > 0 else 0.0
-    return {"accuracy": float(hits.sum()) / total, "macro_f1": float(f1), "matthews": matthews}
+    accuracy, majority = float(hits.sum()) / total, float(of_target.max()) / total
+    return {"accuracy": accuracy, "majority_accuracy": majority, "macro_f1": float(f1), "matthews": matthews}
 
 
 def score_metrics(predicted: Tensor, targets: Tensor) -> dict[str, float]:

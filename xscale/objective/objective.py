@@ -1,7 +1,7 @@
 """Training objectives, which turn packed samples into inputs and targets and compute the loss; `causal`."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -101,6 +101,9 @@ class Objective:
         label_smoothing: float = Field(default=0.0, ge=0, lt=1)
         """Probability that the training loss spreads evenly over the vocabulary, taken from the target (Szegedy et al.
         2016); evaluations report the loss without it."""
+
+    predicts_length: ClassVar[bool] = False
+    """Whether `Tokens.labels` of the source are the lengths of the targets less 1, for a length head."""
 
     def __init__(self, config: Any, specials: SpecialTokens, length: int, seed: int) -> None:
         self.config = config

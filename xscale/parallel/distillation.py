@@ -2,7 +2,9 @@
 
 from torch import nn
 
+from xscale.nn.class_head import ClassHead
 from xscale.nn.distillation import (
+    DistilledClassHead,
     DistilledHead,
     FullVocabulary,
     ObservedBlocks,
@@ -27,5 +29,8 @@ def observe_states(model: nn.Module, vocabulary: FullVocabulary | None) -> None:
             substitute(attention, "attend_input", ObservedScores(layer, attention.attend_input))
     if vocabulary is not None:
         head = model.get_submodule("head")
+        if isinstance(head, ClassHead):
+            substitute(head, "class_loss", DistilledClassHead(head.class_loss, head.scores))
+            return
         assert isinstance(head, Head)
         substitute(head, "prediction_loss", DistilledHead(head.prediction_loss, vocabulary, head.soft_cap))

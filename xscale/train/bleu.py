@@ -10,11 +10,15 @@ import torch
 from xscale.core.errors import ConfigError
 from xscale.data.blend import BlendedDataset
 from xscale.data.pairs import PairDataset
+from xscale.objective.disco import Disco
 from xscale.parallel import precision
 from xscale.parallel.plan import DTYPES
 from xscale.train.beam_search import beam_search
-from xscale.train.generate import lay_out_matrices
+from xscale.train.distill import DistilledObjective
+from xscale.train.generate import generate, lay_out_matrices
 from xscale.train.load_run import LoadedRun, evaluation_data, load_run
+from xscale.train.parallel_decoding import decode_in_parallel
+from xscale.train.setup import RunParts
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,43 @@ def evaluate_bleu(
     return Bleu(loaded.step, len(texts), score, of_sources, signature)
 
 
+def bleu_at_end(parts: RunParts) -> str | None:
+    """Write the targets of the run's first `train.bleu_pairs` validation pairs, each token the likeliest; return a
+    sentence with their BLEU and that of the sources as they stand. None: no pairs, or not rank 0. Collective."""
+    settings, corpus, device = parts.settings, parts.corpus, parts.mesh.device
+    count, is_rank0 = settings.train.bleu_pairs, parts.mesh.rank_info.is_rank0
+    if not count or corpus.validation is None:
+        return None
+    dataset: Any = corpus.validation.data
+    pairs = [_pair(dataset, index) for index in range(min(count, len(dataset)))]
+    objective = parts.objective.objective if isinstance(parts.objective, DistilledObjective) else parts.objective
+    if isinstance(objective, Disco) and not parts.mesh.rank_info.is_single_process:
+        return "no BLEU: parallel decoding runs on one process. Take `xscale eval RUN --bleu`" if is_rank0 else None
+    start = torch.tensor([objective.start], device=device)
+    hypotheses: list[list[int]] = []
+    for ids, _ in pairs:
+        source = torch.tensor(objective.source_of(ids[: settings.data.source_length - 1]), device=device)
+        if isinstance(objective, Disco):
+            longest = settings.data.target_length
+            hypotheses.append(decode_in_parallel(parts.model, source, objective, longest))
+            continue
+        limits: dict[str, Any] = {"end": corpus.tokenizer.eos, "window": settings.data.sequence_length}
+        written = generate(parts.model, start, settings.data.target_length, temperature=0.0, source=source, **limits)
+        hypotheses.append(written.tolist())
+    if not is_rank0:
+        return None
+    decode = corpus.tokenizer.decode
+    references = [decode(target) for _, target in pairs]
+    try:
+        score, signature = corpus_bleu([decode(ids) for ids in hypotheses], references)
+    except ConfigError as error:
+        # A run that has trained to its end does not fail because a package is missing.
+        (problem,) = error.problems
+        return f"no BLEU: {problem.what}. {problem.fix}"
+    of_sources, _ = corpus_bleu([decode(ids) for ids, _ in pairs], references)
+    return f"BLEU {score:.2f} on {len(pairs)} validation pairs; of copying the source: {of_sources:.2f} ({signature})"
+
+
 def _pair(dataset: PairDataset | BlendedDataset, index: int) -> tuple[list[int], list[int]]:
     if isinstance(dataset, BlendedDataset):
         number, within = dataset.locate(index)
@@ -92,10 +133,14 @@ def _written(
     precision.cast_parameters(loaded.model, DTYPES[settings.precision.compute], DTYPES[settings.precision.master])
     lay_out_matrices(loaded.model)
     prompt = torch.tensor([objective.start], device=device)
-    results = []
+    results: list[tuple[int, ...]] = []
     with torch.inference_mode():
         for ids in sources:
             read = objective.source_of(ids[: settings.data.source_length - 1])
+            if isinstance(objective, Disco):
+                source = torch.tensor(read, device=device)
+                results.append(tuple(decode_in_parallel(loaded.model, source, objective, settings.data.target_length)))
+                continue
             hypotheses = beam_search(
                 loaded.model,
                 prompt,

@@ -1,4 +1,4 @@
-"""Check that objective, data and model agree on sentences and masked spans: on texts, classes, types and boundaries."""
+"""Check that objective, data and model agree on sentences, masked spans and the lengths of targets."""
 
 from xscale.core.errors import Problem
 from xscale.objective.objective import OBJECTIVES
@@ -8,6 +8,7 @@ from xscale.train.settings import Settings
 def check_sentences(settings: Settings) -> list[Problem]:
     """List where the data has no sentences for an objective on them, or the model no head for classes or boundaries."""
     of_model = _check_model(settings) + _check_boundaries(settings) + _check_contrast(settings)
+    of_model += _check_lengths(settings)
     return _check_data(settings) + of_model
 
 
@@ -46,6 +47,18 @@ def _check_boundaries(settings: Settings) -> list[Problem]:
     if head.max_span != longest:
         what = f"spans have up to {longest} tokens, and the head knows {head.max_span} places in one"
         return [Problem(f"{path}.max_span", what, f"Take {longest}, or another objective.max_span.")]
+    return []
+
+
+def _check_lengths(settings: Settings) -> list[Problem]:
+    objective = OBJECTIVES.of(settings.objective)
+    head, path = getattr(settings.model, "length_head", None), "model.length_head"
+    if objective.part.predicts_length and head is None:
+        what = f"a target of objective '{objective.name}' is written at once, and the model does not predict its length"
+        return [Problem(path, what, "Take {} in a model of kind disentangled.")]
+    if head is not None and not objective.part.predicts_length:
+        what = f"objective '{objective.name}' tells no lengths of targets, so that the head would not be trained"
+        return [Problem(path, what, "Take null, or objective.kind=disco.")]
     return []
 
 

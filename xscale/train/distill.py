@@ -11,7 +11,7 @@ from xscale.mesh.mesh import Mesh
 from xscale.nn.distillation import FullVocabulary, StudentLosses, WidthMaps
 from xscale.nn.head import Head
 from xscale.nn.model.model import MODELS
-from xscale.objective.objective import Batch, Objective
+from xscale.objective.objective import OBJECTIVES, Batch, HeadSizes, Objective
 from xscale.parallel.distillation import observe_states
 from xscale.parallel.sharded import stage_models
 from xscale.parallel.tensor.vocabulary import VocabParallelCrossEntropy, VocabularyShard
@@ -29,6 +29,18 @@ class DistilledObjective(Objective):
         self.objective = objective
         self.teacher = teacher
 
+    @classmethod
+    def head_sizes(cls, config: Any) -> HeadSizes | None:
+        sizes: HeadSizes | None = OBJECTIVES.of(config).part.head_sizes(config)
+        return sizes
+
+    @property
+    def start(self) -> int:
+        return self.objective.start
+
+    def metrics(self, predicted: Tensor, targets: Tensor) -> dict[str, float]:
+        return self.objective.metrics(predicted, targets)
+
     def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
         return self.objective.batch(tokens, documents, index, **fields)
 
@@ -41,7 +53,8 @@ class DistilledObjective(Objective):
             return self.objective.loss(model, batch)
         maps = getattr(model, "distillation", None)
         assert maps is None or isinstance(maps, WidthMaps)
-        states = StudentLosses(self.teacher.config, self.teacher.states(batch), maps)
+        padded = OBJECTIVES.of(self.config).traits.labels is not None
+        states = StudentLosses(self.teacher.config, self.teacher.states(batch), maps, padded)
         return self.objective.loss(model, replace(batch, tokens=replace(batch.tokens, states=states)))
 
 

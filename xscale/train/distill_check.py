@@ -54,6 +54,11 @@ def _check_padding(settings: Settings, config: DistillConfig) -> list[Problem]:
     all_tokens = config.inner_weight + config.cosine_weight + config.soft_weight * (config.soft_over == "all")
     if not all_tokens or (objective.traits.samples == "packed" and not objective.traits.padded):
         return []
+    if objective.traits.labels is not None:
+        # Inner states are compared over the text of each example.
+        what = f"objective '{objective.name}' predicts at its targets alone"
+        problem = Problem(f"{PATH}.soft_over", what, "Take targets.")
+        return [problem] * bool(config.soft_weight and config.soft_over == "all")
     what = f"states and logits of all tokens are compared, and samples of '{objective.name}' end in padding"
     return [Problem(PATH, what, "Take soft_over=targets and the soft loss alone, or an objective on packed text.")]
 
@@ -145,7 +150,7 @@ def check_teacher(settings: Settings, source: TeacherSource) -> list[Problem]:
         what = f"the teacher is of kind '{teacher.name}', and the student of kind '{student.name}'"
         same = MODELS.able(causal=student.traits.causal, source=student.traits.source)
         return [Problem(where, what, f"Take a teacher of {', '.join(same)}.")]
-    problems = []
+    problems = _check_heads(settings, source.settings)
     longest, length = source.settings.data.sequence_length, settings.data.sequence_length
     if length > longest:
         what = f"the teacher reads at most {longest} tokens, and data.sequence_length is {length}"
@@ -155,6 +160,23 @@ def check_teacher(settings: Settings, source: TeacherSource) -> list[Problem]:
     return problems + (
         _check_blocks(config, student_model, teacher_model) if needs_layers or config.cosine_weight else []
     )
+
+
+def _check_heads(settings: Settings, teacher: Settings) -> list[Problem]:
+    """Check that two models predict the same: tokens, a score, or the same classes."""
+    config, path = settings.distill, f"{PATH}.teacher"
+    assert config is not None
+    if not config.soft_weight:
+        return []
+    sizes = [OBJECTIVES.of(side.objective).part.head_sizes(side.objective) for side in (settings, teacher)]
+    kinds = ["tokens" if size is None else "a score" if size.scores else f"{size.outputs} classes" for size in sizes]
+    names = [getattr(side.data.source, "classes", None) for side in (settings, teacher)]
+    if kinds[0] == kinds[1] and None not in names and names[0] != names[1]:
+        kinds = [f"the classes {', '.join(classes)}" for classes in names if classes is not None]
+    if kinds[0] == kinds[1]:
+        return []
+    what = f"the teacher predicts {kinds[1]}, and the student {kinds[0]}"
+    return [Problem(path, what, f"Take a teacher that was trained on the student's labels, or {PATH}.soft_weight=0.")]
 
 
 def _check_blocks(config: DistillConfig, student: nn.Module, teacher: nn.Module) -> list[Problem]:

@@ -29,6 +29,7 @@ from xscale.mesh.environment import read_rank_info
 from xscale.mesh.mesh import Mesh, init_mesh, leaving_process_group
 from xscale.nn.early_exit import ExitPolicyConfig
 from xscale.nn.model.model import MODELS
+from xscale.objective.disco import Disco
 from xscale.objective.objective import OBJECTIVES, Objective
 from xscale.parallel import precision
 from xscale.parallel.plan import DTYPES, ParallelPlan
@@ -40,6 +41,7 @@ from xscale.train.evaluate import Evaluation, evaluate
 from xscale.train.exit_curve import exit_curve, stack_with_exits
 from xscale.train.generate import encode_prompt, generate, lay_out_matrices
 from xscale.train.init_weights import data_with_adopted_tokenizer
+from xscale.train.parallel_decoding import decode_in_parallel
 from xscale.train.run_folder import CHECKPOINTS, read_config
 from xscale.train.settings import Settings, build_on_meta
 from xscale.train.setup import device_of, make_micro_batches, prepare_and_open_data, special_tokens_of
@@ -159,7 +161,8 @@ def generate_text(
     loaded = load_run(folder, plugins=plugins)
     settings, tokenizer = loaded.settings, loaded.tokenizer
     traits = MODELS.of(settings.model).traits
-    if not traits.decode:
+    writes_at_once = OBJECTIVES.of(settings.objective).part.predicts_length
+    if not traits.decode and not writes_at_once:
         kind = settings.model.kind
         raise ConfigError(str(folder), f"{kind} models cannot generate text", "Use the run of a decoder.")
     precision.cast_parameters(loaded.model, DTYPES[settings.precision.compute], DTYPES[settings.precision.master])
@@ -180,6 +183,11 @@ def generate_text(
         ids, source = (torch.tensor(x, device=device) for x in ([objective.start], objective.source_of(prompt_ids)))
     # Nothing trains this model afterwards, so what it caches may be good for inference alone, which costs less.
     with torch.inference_mode(loaded.mesh.rank_info.is_single_process):
+        if isinstance(objective, Disco):
+            _refuse_beams(beams)
+            assert source is not None, "it is for models with a source"
+            longest = min(tokens, data.target_length)
+            return tokenizer.decode(decode_in_parallel(loaded.model, source, objective, longest))
         shared: dict[str, Any] = {"end": tokenizer.eos, "source": source, "window": window}
         shared["prefix"] = OBJECTIVES.of(settings.objective).traits.prefix
         if beams > 1:
@@ -192,6 +200,13 @@ def generate_text(
             written = generate(loaded.model, ids, tokens, **sampling, **shared).tolist()
     text = tokenizer.decode(written)
     return text if traits.source else prompt + text
+
+
+def _refuse_beams(beams: int) -> None:
+    """Refuse a search by a model that writes all tokens at once: ConfigError."""
+    if beams > 1:
+        fix = "Take 1; objective.length_candidates are its alternatives."
+        raise ConfigError("--beams", "the model writes all tokens at once, without a search", fix)
 
 
 @dataclass(frozen=True)

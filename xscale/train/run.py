@@ -23,6 +23,7 @@ from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import RankInfo, read_rank_info
 from xscale.mesh.mesh import leaving_process_group
 from xscale.observe import EndReport, Observer, make_observers
+from xscale.train.bleu import bleu_at_end
 from xscale.train.compile_cache import remove_incomplete_libraries
 from xscale.train.evaluate import order2_baseline
 from xscale.train.generate import encode_prompts, write_samples
@@ -260,6 +261,8 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
             if is_rank0 and settings.train.baseline and parts.validation is not None and parts.corpus.labels is None:
                 baseline = order2_baseline(parts.corpus)
             write_samples(parts, observer, state.step)
+            if (sentence := bleu_at_end(parts)) is not None:
+                observer.message(sentence)
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         raise

@@ -57,7 +57,15 @@ class Teacher:
 
 def _plain(tokens: Tokens) -> Tokens:
     """Return the tokens without what belongs to the training of the student."""
-    return Tokens(tokens.ids, tokens.positions, tokens.documents, shared_values=SharedValues())
+    return Tokens(
+        tokens.ids,
+        tokens.positions,
+        tokens.documents,
+        types=tokens.types,
+        prefix=tokens.prefix,
+        observed=tokens.observed,
+        shared_values=SharedValues(),
+    )
 
 
 def load_teacher(settings: Settings, source: TeacherSource, vocabulary: int, mesh: Mesh) -> nn.Module:

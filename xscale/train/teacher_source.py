@@ -13,7 +13,7 @@ from xscale.core.errors import ConfigError, Problem
 from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.mesh import axes
 from xscale.mesh.axes import Degrees, MeshConfig
-from xscale.train.settings import RunConfig, Settings
+from xscale.train.settings import InitConfig, RunConfig, Settings
 
 
 def teacher_folder(settings: Settings) -> Path:
@@ -30,7 +30,8 @@ def teacher_run(settings: Settings) -> Settings | None:
     if settings.distill is None or settings.distill.train_teacher is None:
         return None
     data = encode(settings)
-    data["distill"] = data["about"] = data["train"]["stop_after"] = None
+    data["distill"] = data["about"] = data["train"]["stop_after"] = data["lora"] = None
+    data["init"], data["train"]["freeze"] = encode(InitConfig()), []
     data["run"] = encode(RunConfig(seed=settings.run.seed, device=settings.run.device))
     data["run"]["dir"] = str(teacher_folder(settings))
     try:

@@ -69,8 +69,9 @@ class Softmax(Core):
         tables = None if terms is None or not self._uses_blocks(q, k, mask) else terms.tables(q)
         if terms is not None and tables is not None:
             return relative_attention(q, k, v, mask, tables, terms.position.reach)
-        if self.soft_cap is not None or (terms is not None and terms.adds_values):
-            # Operators that keep all scores, which may be capped and whose weights a position may read.
+        if self.soft_cap is not None or mask.observed is not None or (terms is not None and terms.adds_values):
+            # Operators that keep all scores, which may be capped and whose weights a position may read; and which know
+            # queries without a key.
             return self.mix_values(self.attention_weights(q, k, mask), v, mask)
         dropout = mask.dropout if self.training else 0.0
         if mask.is_only_causal:
@@ -93,7 +94,9 @@ class Softmax(Core):
 
     def _uses_flex(self, q: Tensor, mask: AttentionMask) -> bool:
         dropout, terms = mask.dropout if self.training else 0.0, mask.position_terms
-        if self.implementation == "dense" or dropout or mask.queries != mask.keys or mask.key_prefix is not None:
+        if self.implementation == "dense" or dropout or mask.queries != mask.keys:
+            return False
+        if mask.key_prefix is not None or mask.observed is not None:
             return False
         if terms is not None and (terms.adds_values or terms.tables(q) is None):
             return False

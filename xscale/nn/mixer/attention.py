@@ -326,6 +326,7 @@ class Attention(Mixer):
                 query_documents=tokens.documents if documents else None,
                 key_documents=key_tokens.documents if documents else None,
                 key_prefix=key_tokens.prefix,
+                observed=None if self.cross else tokens.observed,
                 dropout=0.0 if tokens.rng_seed is None else self.dropout,
                 shared_qk=self.shared_qk,
                 stats=tokens.stats,

@@ -2,12 +2,14 @@
 
 from xscale.nn.model import (
     decoder,
+    disentangled,
     encoder,
     encoder_decoder,
 )
 
 __all__ = [
     "decoder",
+    "disentangled",
     "encoder",
     "encoder_decoder",
 ]

@@ -40,11 +40,13 @@ class EncoderDecoder(Model):
         placement no_norm without warm-up (Huang et al. 2020)."""
 
     seams: ClassVar[tuple[str, ...]] = ("source", "target", "encoder", "decoder", "head")
+    causal: ClassVar[bool] = True
+    """Whether the decoder is causal."""
 
     def __init__(self, config: Config, vocabulary: int, length: int) -> None:
         super().__init__()
         reading = model_dims(config, vocabulary, length, causal=False)
-        writing = model_dims(config, vocabulary, length, causal=True)
+        writing = model_dims(config, vocabulary, length, causal=self.causal)
         self.source = Embed(config, reading, norm=config.embedding_norm)
         self.target = Embed(config, writing, self.source.table, norm=config.embedding_norm)
         mix = None
@@ -66,7 +68,7 @@ class EncoderDecoder(Model):
     @classmethod
     def check(cls, config: Config, dims: tuple[int, int], path: str) -> list[Problem]:
         reading = model_dims(config, *dims, causal=False)
-        writing = model_dims(config, *dims, causal=True)
+        writing = model_dims(config, *dims, causal=cls.causal)
         problems = []
         if config.transparent and config.encoder.halting is not None:
             what = "an encoder whose tokens halt has one output, not one of each block"
@@ -96,15 +98,18 @@ class EncoderDecoder(Model):
         out: Tensor = self.encoder(self.source(source), source)
         return out
 
+    def memory(self, tokens: Tokens, source: Tokens) -> Tensor:
+        """Return `encode(source)`; during generation the source is encoded once."""
+        if tokens.cache is None:
+            return self.encode(source)
+        if "memory" not in tokens.cache:
+            tokens.cache["memory"] = self.encode(source)
+        memory: Tensor = tokens.cache["memory"]
+        return memory
+
     def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         assert source is not None, "an encoder-decoder needs a source"
-        if tokens.cache is None:
-            memory = self.encode(source)
-        else:
-            # During generation the source is encoded once.
-            if "memory" not in tokens.cache:
-                tokens.cache["memory"] = self.encode(source)
-            memory = tokens.cache["memory"]
+        memory = self.memory(tokens, source)
         # Where the encoder shortens the source, the memory has the documents of its windows.
         read = self.encoder.output_tokens(source)
         out: Tensor = self.head(self.decoder(self.target(tokens), tokens, memory, read), targets, tokens)

@@ -28,6 +28,7 @@ from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.local_mixer import LocalMixer, NeighbourReader
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.mixer.s4 import S4
+from xscale.nn.model.disentangled import Disentangled
 from xscale.nn.model.embed import Embed, global_tokens_of
 from xscale.nn.model.model import Model
 from xscale.nn.module import Part, substitute
@@ -65,6 +66,9 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
         return []
     where = f"{path}.mesh.cp"
     problems = []
+    if isinstance(model, Disentangled):
+        what = "each token observes others of its own choice, which may be on another rank"
+        return [Problem(where, what, "Take cp=1, or model.kind=encoder_decoder.")]
     if count := global_tokens_of(model):
         what = f"the {count} global tokens precede the text, which is sharded before it enters the model"
         problems.append(Problem(where, what, "Take cp=1, or model.global_tokens=0."))

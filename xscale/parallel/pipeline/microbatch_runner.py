@@ -77,15 +77,17 @@ class MicrobatchRunner:
         roots, grad_outputs = [], []
         for output, gradient in zip(saved.outputs, gradients, strict=True):
             passed_through = next((leaf for leaf in saved.inputs if leaf is output), None)
-            if passed_through is None:
+            if passed_through is None and output.requires_grad:
                 roots.append(output)
                 grad_outputs.append(gradient)
-            else:
+            elif passed_through is not None:
                 # The gradient of a tensor that the stage only passes through.
                 passed_through.grad = gradient
         saved.outputs, saved.grad_outputs = roots, grad_outputs
         if action.kind == "B":
-            torch.autograd.backward(roots, grad_outputs)
+            # The first stage has none if all of its parameters are frozen.
+            if roots:
+                torch.autograd.backward(roots, grad_outputs)
             del self.saved[stage.index, action.micro]
         elif not stage.first:
             self._backward_inputs(stage, saved)

@@ -12,6 +12,7 @@ from xscale.mesh.collectives import slice_in
 from xscale.nn.block import Sublayer
 from xscale.nn.exits import Exit
 from xscale.nn.layer_mix import LayerMix
+from xscale.nn.model.disentangled import Disentangled
 from xscale.nn.model.embed import Embed
 from xscale.nn.module import substitute
 from xscale.nn.norm import NORMS, Norm
@@ -39,6 +40,9 @@ def check(model: nn.Module, path: str) -> list[Problem]:
         if key is not None:
             what = f"stack.{key} reads the tokens between the blocks, of which each rank would have a shard"
             problems[key] = Problem(path, what, f"Take false, or a stack without {key}.")
+    if isinstance(model, Disentangled):
+        what = "the first queries are positions of the full sequence, of which each rank would have a shard"
+        problems["disentangled"] = Problem(path, what, "Take false, or model.kind=encoder_decoder.")
     for norm in norms_between_regions(model):
         kind = norm.Config.kind
         assert kind is not None

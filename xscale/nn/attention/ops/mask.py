@@ -40,6 +40,9 @@ class AttentionMask:
     key_prefix: Tensor | None = None
     """[B, S], whether each key is of its document's prefix, which earlier queries see too, for cores with the trait
     `prefix`; None: there is no prefix."""
+    observed: Tensor | None = None
+    """[B, T, S], which keys each query observes beside what else decides; a query may observe none, and its output is 0
+    then. None: all."""
     bias: Tensor | None = None
     """[B or 1, H, T, S] added to the scores."""
     relative_bias: Callable[[Tensor], Tensor] | None = None
@@ -83,9 +86,9 @@ class AttentionMask:
 
     @property
     def is_only_causal(self) -> bool:
-        """Whether only `causal` decides: no documents, no prefix, no bias, no KV cache."""
+        """Whether only `causal` decides: no documents, no prefix, no bias, no KV cache, all observed."""
         is_biased = any(bias is not None for bias in (self.bias, self.relative_bias, self.position_terms))
-        is_plain = self.query_documents is None and self.key_prefix is None
+        is_plain = self.query_documents is None and self.key_prefix is None and self.observed is None
         return is_plain and not is_biased and self.offset == 0
 
     def score_bias(self, q: Tensor, k: Tensor) -> Tensor | None:
@@ -110,4 +113,7 @@ class AttentionMask:
             assert self.key_documents is not None
             same = self.query_documents[:, None, :, None] == self.key_documents[:, None, None, :]  # [B, 1, T, S]
             allowed = same if allowed is None else allowed & same
+        if self.observed is not None:
+            observed = self.observed[:, None]  # [B, 1, T, S]
+            allowed = observed if allowed is None else allowed & observed
         return allowed

@@ -1,0 +1,58 @@
+"""A target's length from its source, for decoders that write all tokens at once (Ghazvininejad et al. 2019, 3.3).
+
+    P(N | X) = softmax(W mean_s(h_s) + b)
+
+h are the outputs [B, S, D] of the encoder, whose mean is over the tokens of the source.
+"""
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from xscale.core.config import Config
+from xscale.nn.auxiliary import attach
+from xscale.nn.dims import Dims
+from xscale.nn.linear import Linear
+from xscale.nn.module import Module
+from xscale.nn.tokens import Tokens
+
+
+class LengthHeadConfig(Config):
+    weight: float = Field(default=0.1, gt=0)
+    """Weight of its loss, the mean over the sequences, beside that of the tokens."""
+
+
+class LengthHead(Module):
+    """[B, S, D] -> logits [B, L] of the lengths 1 to L, the longest that the model takes."""
+
+    def __init__(self, config: LengthHeadConfig, dims: Dims) -> None:
+        super().__init__()
+        self.loss_weight = config.weight
+        self.classifier = Linear(dims.width, dims.length, ("state", "width"), dims.init, bias=True)
+        # A classifier is no map between hidden states, which optimizers of matrices update.
+        self.classifier.linear_maps.clear()
+
+    def forward(self, memory: Tensor, source: Tokens) -> Tensor:
+        """`source` are the tokens of the memory; those of other documents than 0 are padding."""
+        if source.documents is None:
+            mean = memory.mean(1)
+        else:
+            is_text = (source.documents == 0)[..., None].to(memory.dtype)  # [B, S, 1]
+            mean = (memory * is_text).sum(1) / is_text.sum(1)
+        logits: Tensor = self.classifier(mean)
+        return logits
+
+    def attach_loss(self, x: Tensor, memory: Tensor, source: Tokens) -> Tensor:
+        """Return x [B, T, D] with the loss of the lengths `source.labels` + 1 attached; without labels x itself."""
+        if source.labels is None or (source.aux_loss_weight is None and source.stats is None):
+            return x
+        logits = self(memory, source)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = F.cross_entropy(logits, source.labels)
+        if source.stats is not None:
+            accuracy = (logits.argmax(-1) == source.labels).to(loss.dtype).mean()
+            source.stats.add(f"{self.path}/loss", loss)
+            source.stats.add(f"{self.path}/accuracy", accuracy)
+        weight = source.aux_loss_weight
+        return attach(x, loss, None if weight is None else self.loss_weight * weight)

@@ -1,0 +1,114 @@
+"""Kasai et al. 2020 (DisCo): a decoder that predicts every token from any subset of the others, all in one forward.
+
+    q_n = W_q h_n,  k_m = W_k (w_m + p_m),  v_m = W_v (w_m + p_m),  h_n = attention of q_n over the tokens m in Y_obs^n
+
+Y_obs^n are the tokens that n observes, h_n begins as the position p_n, and w_m is the embedding of token m. In every
+layer keys and values are of embeddings alone, so that a token that n does not observe reaches h_n by no detour over a
+third token that observes it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from xscale.core.config import Slot
+from xscale.core.errors import Problem
+from xscale.nn.length_head import LengthHead, LengthHeadConfig
+from xscale.nn.model.encoder_decoder import EncoderDecoder
+from xscale.nn.model.model import MODELS, ModelTraits, model_dims
+from xscale.nn.module import Module, name_modules
+from xscale.nn.norm import NORMS, Norm
+from xscale.nn.position.learned import Sinusoidal
+from xscale.nn.position.position import POSITIONS, Position
+from xscale.nn.stack import StackConfig
+from xscale.nn.tokens import Tokens
+
+
+class PositionQueries(Module):
+    """The positions [B, T, D] of tokens, without their embeddings, with a norm of their own if embeddings have one."""
+
+    def __init__(self, position: Position, norm: Norm | None) -> None:
+        super().__init__()
+        self.position, self.norm = position, norm
+
+    def forward(self, content: Tensor, tokens: Tokens) -> Tensor:
+        """`content` [B, T, D] are the embeddings, of which the shape and the dtype are read."""
+        x: Tensor = self.position.embed(torch.zeros_like(content), tokens)
+        return x if self.norm is None else self.norm(x)
+
+
+@MODELS.register(
+    "disentangled",
+    traits=ModelTraits(causal=False, source=True, decode=False),
+    deviations=(
+        "The length of a target is predicted from the mean of the encoder's outputs, not from a token of its own.",
+        "A position that observes no token gets 0 from self-attention.",
+    ),
+)
+class Disentangled(EncoderDecoder):
+    class Config(EncoderDecoder.Config):
+        position: Annotated[Position.Config, Slot(POSITIONS)] = Sinusoidal.Config()
+        """The position encoding, which the first queries are; one that is added to embeddings."""
+        length_head: LengthHeadConfig | None = None
+        """Predicts the length of a target from its source, for decoding; null: nothing does."""
+
+    causal: ClassVar[bool] = False
+
+    def __init__(self, config: Config, vocabulary: int, length: int) -> None:
+        super().__init__(config, vocabulary, length)
+        assert self.target.position is not None, "see `check`"
+        norm = config.embedding_norm
+        self.queries = PositionQueries(self.target.position, None if norm is None else NORMS.build(norm, config.width))
+        self.length: LengthHead | None = None
+        if config.length_head is not None:
+            self.length = LengthHead(config.length_head, model_dims(config, vocabulary, length, causal=False))
+        name_modules(self)
+
+    @classmethod
+    def check(cls, config: Any, dims: tuple[int, int], path: str) -> list[Problem]:
+        problems = super().check(config, dims, path)
+        if POSITIONS.of(config.position).traits.where != "input":
+            what = f"'{config.position.kind}' acts within attention, and the first queries are positions alone"
+            fix = f"These can: {', '.join(POSITIONS.able(where='input'))}."
+            problems.append(Problem(f"{path}.position", what, fix))
+        if config.transparent:
+            what = "the length of a target is predicted from one output of the encoder, not from those of all blocks"
+            problems += [Problem(f"{path}.transparent", what, "Take false.")] * (config.length_head is not None)
+        return problems + list(_check_decoder(config.decoder, f"{path}.decoder"))
+
+    def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+        """In generation `tokens.cache` keeps the encoder's output as `memory` and the logits [B, L] of the target's
+        length as `lengths`."""
+        assert source is not None, "an encoder-decoder needs a source"
+        memory = self.memory(tokens, source)
+        read = self.encoder.output_tokens(source)
+        if tokens.cache is not None and self.length is not None and "lengths" not in tokens.cache:
+            tokens.cache["lengths"] = self.length(memory, read)
+        content = self.target(tokens)  # [B, T, D]
+        # Every iteration of decoding has other tokens, of which no keys are kept.
+        about = replace(tokens, content=content, cache=None)
+        x = self.decoder(self.queries(content, tokens), about, memory, read)
+        if self.length is not None and targets is not None:
+            x = self.length.attach_loss(x, memory, read)
+        out: Tensor = self.head(x, targets, tokens)
+        return out
+
+
+def _check_decoder(config: StackConfig, path: str) -> Iterator[Problem]:
+    """List why the decoder's keys cannot be of embeddings while its queries are hidden states."""
+    mixers: list[Any] = list({str(mixer): mixer for mixer in config.mixers()}.values())
+    for mixer in mixers:
+        kind = f"mixer '{mixer.kind}'"
+        core: Any = getattr(mixer, "core", None)
+        if mixer.kind == "attention" and core.kind == "softmax" and not mixer.shared_qk:
+            continue
+        if mixer.kind == "attention":
+            kind = "attention with shared_qk" if mixer.shared_qk else f"core '{core.kind}'"
+        what = f"the queries of {kind} cannot each observe other tokens, whose keys are of embeddings"
+        yield Problem(f"{path}.block.mixer", what, "Take the mixer attention with the core softmax.")
+    if config.block.residual != "sequential" or config.halting is not None or config.pooling is not None:
+        what = "every block reads the embeddings beside the one residual stream of all tokens"
+        yield Problem(path, what, "Take block.residual=sequential, halting=null and pooling=null.")
