@@ -295,7 +295,7 @@ class Block(Module):
         edges: Mapping[str, ScoreEdge] = MappingProxyType({}),
         gates: GateSum | None = None,
     ) -> Tensor:
-        """Output [B, T, D] of sublayers `names`; `memory`: the encoder's output, or a mask decoder's keys, and tokens."""
+        """Output [B, T, D] of sublayers `names`; `memory`: the encoder's output or a mask decoder's keys."""
         before = x
         for name in names:
             before, residual = (before, x) if name in self.parallel_sublayers else (x, None)
