@@ -158,9 +158,17 @@ def test_prepared_text_is_no_pairs(tmp_path: Path) -> None:
     assert losses(tmp_path, "again") == losses(tmp_path, "pairs")
 
 
-PADDING_WEIGHS_NOTHING = {"AdaptiveSpan", "Exits", "Head", "SentenceContrast", "SentenceHead", "StudentLosses"}
-"""Classes whose auxiliary loss is of parameters, of targets or of sentences and their classes, of which padding has
-none; the losses of a student that are of all tokens are refused where samples have padding."""
+PADDING_WEIGHS_NOTHING = {
+    "AdaptiveSpan",
+    "Exits",
+    "Head",
+    "LengthHead",
+    "SentenceContrast",
+    "SentenceHead",
+    "StudentLosses",
+}
+"""Classes whose auxiliary loss is of parameters, of targets, or of sequences or sentences and their classes, of which
+padding has none; the losses of a student that are of all tokens are refused where samples have padding."""
 
 
 def test_every_part_with_an_auxiliary_loss_of_tokens_says_so() -> None:

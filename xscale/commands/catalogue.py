@@ -146,8 +146,10 @@ def _directions(recipe: "Recipe", about: "About", entries: list[tuple[str, Any]]
     pooling = getattr(getattr(recipe.model, "stack", None), "pooling", None)
     # The other poolings are of encoders; the core of Informer has a masked form of its own.
     causal = causal and (pooling is None or pooling.method == "distill")
+    (model,) = (entry.traits for family, entry in entries if family == "model")
+    # A decoder that is not causal, such as one that writes all tokens at once, is one whatever its parts can be.
+    causal = causal and (model.causal or not model.source)
     if about.category in ("mode", "pretraining-objective"):
-        (model,) = (entry.traits for family, entry in entries if family == "model")
         return model.causal and causal, not model.causal or model.source, model.source and cross
     if recipe.distill is not None and recipe.distill.inner_weight + recipe.distill.cosine_weight:
         # The states of two stacks are not mapped to those of a teacher.

@@ -37,6 +37,7 @@ NAMES = {
     "PyTorchFileWriter": "torch._C:PyTorchFileWriter",
     "Store": "torch._C._distributed_c10d:Store",
     "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
+    "dynamo_config": "torch._dynamo:config",
     "_SetExcludeDispatchKeyGuard": "torch._C:_SetExcludeDispatchKeyGuard",
     "_StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo",
     "_StridedShard": "torch.distributed.tensor.placement_types:_StridedShard",

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from xscale.core.errors import Problem
+from xscale.mesh import torch_private
 from xscale.mesh.axes import Degrees
 from xscale.mesh.mesh import Mesh
 from xscale.nn.block import Block
@@ -353,10 +354,9 @@ def compile_blocks(model: nn.Module) -> None:
     differ have graphs of their own: torch would compile the first eight, and compute the others as without, with a
     warning in its log.
     """
-    from torch._dynamo import config
-
     blocks = _blocks(model)
-    config.recompile_limit = max(config.recompile_limit, GRAPHS_OF_A_BLOCK * len(blocks))
+    limit = torch_private.dynamo_config.recompile_limit
+    torch_private.dynamo_config.recompile_limit = max(limit, GRAPHS_OF_A_BLOCK * len(blocks))
     for block in blocks:
         block.compile(dynamic=False, options={"fallback_random": True})
 
