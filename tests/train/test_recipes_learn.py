@@ -26,9 +26,9 @@ def recipe_of(name: str, folder: Path, *overrides: str) -> Recipe:
 def test_summaries_beat_copying_the_source(tmp_path: Path) -> None:
     """The run prints both figures at its end."""
     pytest.importorskip("sacrebleu")
-    assert run(recipe_of("code_summaries", tmp_path, "train.bleu_pairs=40", "train.eval_every=0")) == EXIT_DONE
+    assert run(recipe_of("code_summaries", tmp_path, "train.eval_every=0")) == EXIT_DONE
     log = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
-    match = re.search(r"BLEU ([\d.]+) on 40 validation pairs; of copying the source: ([\d.]+)", log)
+    match = re.search(r"BLEU ([\d.]+) on \d+ validation pairs; of copying the source: ([\d.]+)", log)
     assert match is not None, log
     score, copied = map(float, match.groups())
     assert score > 1.1 * copied > 0, match[0]
