@@ -9,14 +9,14 @@ from typing import Any
 from xscale.core.errors import ConfigError, nearest
 from xscale.data.source.source import ByteRange
 
-SUFFIXES = (".parquet", ".arrow")
+COLUMNAR_SUFFIXES = (".parquet", ".arrow")
 ROWS = 1024
 """Most rows in memory at once, besides the compressed pages of one row group."""
 
 
 def is_columnar(file: Path | str) -> bool:
     """Whether `file` is read by rows and columns."""
-    return str(file).endswith(SUFFIXES)
+    return str(file).endswith(COLUMNAR_SUFFIXES)
 
 
 def row_ranges(file: Path) -> list[ByteRange]:

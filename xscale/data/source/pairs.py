@@ -13,12 +13,12 @@ import pydantic
 from xscale.core.errors import ConfigError, Problem, nearest
 from xscale.core.file_safety import decode_json
 from xscale.data import files
-from xscale.data.source import columns
+from xscale.data.source.columns import COLUMNAR_SUFFIXES, is_columnar, row_ranges, rows
 from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Document, FileSource, Source, SourceTraits
 
 LINES, TABLES = (".jsonl", ".ndjson"), {".csv": ",", ".tsv": "\t"}
 PACKED = tuple(f"{ending}{packed}" for ending in (*LINES, *TABLES) for packed in ("", ".gz", ".zst"))
-SUFFIXES = (*PACKED, *columns.SUFFIXES)
+SUFFIXES = (*PACKED, *COLUMNAR_SUFFIXES)
 Bad = Callable[[str, str, str], BadDocumentError]
 """Makes the error of a record of (reason, what, fix)."""
 Record = tuple[Any, ...]
@@ -81,11 +81,11 @@ class PairSource(FileSource):
         paths = files.find_files(self.config.paths, SUFFIXES, key)
         if unknown := [file for file in paths if not file.name.endswith(SUFFIXES)]:
             endings = ", ".join((*LINES, *TABLES))
-            fix = f"Name files that end in {endings}, plain, .gz or .zst, or in {' or '.join(columns.SUFFIXES)}."
+            fix = f"Name files that end in {endings}, plain, .gz or .zst, or in {' or '.join(COLUMNAR_SUFFIXES)}."
             what = "has another ending than files of pairs"
             raise ConfigError([Problem(key, f"'{file}' {what}", fix) for file in unknown])
-        ranges = [part for file in paths if columns.is_columnar(file) for part in columns.row_ranges(file)]
-        text_files = [file for file in paths if not columns.is_columnar(file)]
+        ranges = [part for file in paths if is_columnar(file) for part in row_ranges(file)]
+        text_files = [file for file in paths if not is_columnar(file)]
         for part in files.split_into_ranges(text_files, key) if text_files else ():
             if _delimiter(part.file) is None or part.start == 0:
                 ranges.append(replace(part, is_full_file=part.is_full_file or _delimiter(part.file) is not None))
@@ -96,7 +96,7 @@ class PairSource(FileSource):
 
     def read(self, byte_range: ByteRange) -> Iterator[Document]:
         delimiter = _delimiter(byte_range.file)
-        if columns.is_columnar(byte_range.file):
+        if is_columnar(byte_range.file):
             records = self._rows(byte_range)
         else:
             records = self._lines(byte_range) if delimiter is None else self._table(byte_range.file, delimiter)
@@ -116,7 +116,7 @@ class PairSource(FileSource):
 
     def _rows(self, byte_range: ByteRange) -> Iterator[tuple[int, Callable[[Bad], Record | None]]]:
         fields = tuple(name for key in self.all_field_keys if (name := getattr(self.config, key)) is not None)
-        for row, values in columns.rows(byte_range, fields, "data.source." + " or ".join(self.field_keys)):
+        for row, values in rows(byte_range, fields, "data.source." + " or ".join(self.field_keys)):
             yield row, partial(self.record, values)
 
     def _lines(self, byte_range: ByteRange) -> Iterator[tuple[int, Callable[[Bad], Record | None]]]:

@@ -8,7 +8,7 @@ import pydantic
 
 from xscale.core.errors import ConfigError, Problem
 from xscale.data import files
-from xscale.data.source import columns
+from xscale.data.source.columns import COLUMNAR_SUFFIXES, is_columnar, row_ranges, rows
 from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Document, FileSource, Source, SourceTraits
 
 
@@ -41,15 +41,15 @@ class Parquet(FileSource):
 
     def byte_ranges(self) -> list[ByteRange]:
         key = "data.source.paths"
-        paths = files.find_files(self.config.paths, columns.SUFFIXES, key)
-        if unknown := [file for file in paths if not columns.is_columnar(file)]:
-            fix = f"Name files that end in {' or '.join(columns.SUFFIXES)}; for other files take kind: jsonl or text."
+        paths = files.find_files(self.config.paths, COLUMNAR_SUFFIXES, key)
+        if unknown := [file for file in paths if not is_columnar(file)]:
+            fix = f"Name files that end in {' or '.join(COLUMNAR_SUFFIXES)}; for other files take kind: jsonl or text."
             raise ConfigError([Problem(key, f"'{file}' has another ending", fix) for file in unknown])
-        return [part for file in paths for part in columns.row_ranges(file)]
+        return [part for file in paths for part in row_ranges(file)]
 
     def read(self, byte_range: ByteRange) -> Iterator[Document]:
         name, file = self.config.field, byte_range.file
-        for row, values in columns.rows(byte_range, (name,), "data.source.field"):
+        for row, values in rows(byte_range, (name,), "data.source.field"):
             text = values[name]
             try:
                 self._check(text, file, row)
