@@ -135,7 +135,8 @@ def run_workers(
     if outcome.status == status.USER_MISTAKE:
         status.report_config_refused(options.attempt, outcome.statuses.get(0) == outcome.status, rank_envs[0].rank == 0)
         message = "\n".join([message, *tails])
-    elif outcome.cause:
+    elif outcome.cause and not status.config_refused(options.attempt):
+        # srun ends every task after rank 0's: a worker that SIGTERM kills before its own refusal has nothing to add.
         say("\n".join([message, *tails]))
     if options.torchrun and outcome.status not in (status.DONE, status.RESUMABLE):
         # torchrun replaces every exit status by 1; the status files of its workers are reliable.

@@ -69,12 +69,16 @@ def report_config_refused(attempt: Path, rank_0_refused: bool, has_rank_0: bool)
     others, rank 0 among them.
     """
     attempt.mkdir(parents=True, exist_ok=True)
-    said = attempt / "said"
     if rank_0_refused:
-        said.touch()
+        (attempt / "said").touch()
     end = time.monotonic() + WAIT_FOR_RANK_0_SECONDS
-    while not has_rank_0 and not said.exists() and time.monotonic() < end:
+    while not has_rank_0 and not config_refused(attempt) and time.monotonic() < end:
         time.sleep(0.2)
+
+
+def config_refused(attempt: Path) -> bool:
+    """Return whether rank 0 has printed why it refused the config of this attempt."""
+    return (attempt / "said").exists()
 
 
 def record_task(attempt: Path, task: int | None, code: int, message: str) -> int:

@@ -91,6 +91,20 @@ def test_a_fault_leaves_its_cause(tmp_path: Path) -> None:
     assert "the step fell over" in said
 
 
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_worker_stopped_by_a_refused_config_says_nothing(tmp_path: Path, refused: bool) -> None:
+    """srun ends the other tasks after rank 0's; a worker may have printed its own refusal when SIGTERM kills it."""
+    job = Job(tmp_path, 2)
+    if refused:
+        status.report_config_refused(job.attempt, rank_0_refused=True, has_rank_0=True)
+    worker = ["sh", "-c", "echo \"config: unknown key 'witdh'\"; kill -TERM $$"]
+    words = ["--attempt", job.attempt, "--outputs", job.run / "logs", "--no-preflight", "--", *worker]
+    command = [sys.executable, "-m", "xscale_launch.agent", *map(str, words)]
+    statuses, said = job.ended(subprocess.Popen(command, env=job.variables(1), stdout=-1, stderr=-1, text=True))
+    assert statuses == [128 + signal.SIGTERM]
+    assert said.count("unknown key 'witdh'") == (0 if refused else 1)
+
+
 def test_a_bad_gpu_stops_the_job_before_the_trainer(tmp_path: Path) -> None:
     job = Job(tmp_path, 2)
     smi = job.tools / "nvidia-smi"
