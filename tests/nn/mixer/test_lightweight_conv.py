@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.conformance.made import WIDTH, close, dims, drawn, numbered, ready, tokens
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
+from xscale.nn.mixer import lightweight_conv
 from xscale.nn.mixer.lightweight_conv import LightweightConv, convolve
 from xscale.nn.tokens import Tokens
 
@@ -134,6 +135,24 @@ def test_blocks_do_not_show() -> None:
             assert close(convolve(x, kernels), expected)
             same = kernels[:1, :1]
             assert close(convolve(x, same), convolve(x, same.expand(2, length, -1, -1)))
+
+
+@pytest.mark.parametrize("kernel_tokens", [1, 83])
+def test_pieces_do_not_show(kernel_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """83 tokens in pieces of 20 and less, the last of them too short for a piece of its own at some of the lengths."""
+    for padding, piece in ((6, 20), (6, 41), (2, 7), (6, 87), (6, 4)):
+        generator = torch.Generator().manual_seed(padding + piece)
+        x = torch.randn(2, 83 + padding, 3, 4, dtype=torch.float64, generator=generator).requires_grad_()
+        kernels = torch.randn(2, kernel_tokens, 3, padding + 1, dtype=torch.float64, generator=generator)
+        kernels = (kernels if kernel_tokens > 1 else kernels[:1]).requires_grad_()
+        whole = convolve(x, kernels)
+        expected = torch.autograd.grad(whole.square().sum(), (x, kernels))
+        with monkeypatch.context() as patch:
+            patch.setattr(lightweight_conv, "PIECE", piece * 2 * 3 * 4)
+            out = convolve(x, kernels)
+            assert type(out.grad_fn).__name__ == ("SliceBackward0" if piece == 87 else "CatBackward0")
+            assert close(out, whole)
+            assert all(map(close, torch.autograd.grad(out.square().sum(), (x, kernels)), expected))
 
 
 def test_convbert_has_the_same_convolution() -> None:

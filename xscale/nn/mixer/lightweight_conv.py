@@ -10,8 +10,10 @@ model the window ends at t: o_t,c = sum_j softmax(w_h)_j x_{t + j - k, c}. Entri
 in training (DropConnect). With a dilation d neighbours are d tokens apart (Tay et al. 2021).
 
 Time and memory are linear in T: a block of tokens is one product of its kernels, laid out as a band, with its inputs.
+On a CPU long sequences are computed in pieces that fit its cache.
 """
 
+import itertools
 from typing import Annotated, ClassVar
 
 import torch
@@ -29,6 +31,8 @@ from xscale.nn.mixer.mixer import MIXERS, MixerTraits
 from xscale.nn.mixer.value_mixer import ValueMixer
 from xscale.nn.tokens import Tokens
 
+PIECE = 1 << 17
+"""Inputs, tokens by channels, that a CPU convolves at a time: what is made of more leaves its cache."""
 SHORTEST_BLOCK = 16
 """Tokens of the shortest block, so that its product is no long row of dot products."""
 
@@ -140,6 +144,24 @@ def _every(x: Tensor, step: int) -> Tensor:
 
 
 def _convolve(x: Tensor, kernels: Tensor) -> Tensor:
+    size = kernels.shape[-1]
+    piece = max(PIECE // x[:, 0].numel(), size)
+    if x.device.type != "cpu" or x.shape[1] < 2 * piece or torch.compiler.is_compiling():
+        return _convolve_blocks(x, kernels)
+    chunks = list(torch.split(x, piece, 1))
+    if chunks[-1].shape[1] < size:
+        chunks[-2:] = [torch.cat(chunks[-2:], 1)]
+    outputs, start = [], 0
+    for chunk, next_chunk in itertools.pairwise([*chunks, x[:, :0]]):
+        inputs = torch.cat([chunk, next_chunk[:, : size - 1]], 1)
+        length = inputs.shape[1] - size + 1
+        chunk_kernels = kernels if kernels.shape[1] == 1 else kernels.narrow(1, start, length)
+        outputs.append(_convolve_blocks(inputs, chunk_kernels))
+        start += length
+    return torch.cat(outputs, 1)
+
+
+def _convolve_blocks(x: Tensor, kernels: Tensor) -> Tensor:
     size = kernels.shape[-1]
     length = x.shape[1] - size + 1
     block = min(max(size - 1, SHORTEST_BLOCK), length)
