@@ -138,19 +138,19 @@ def test_blocks_do_not_show() -> None:
 
 
 @pytest.mark.parametrize("kernel_tokens", [1, 83])
-def test_pieces_do_not_show(kernel_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """83 tokens in pieces of 20 and less, the last of them too short for a piece of its own at some of the lengths."""
-    for padding, piece in ((6, 20), (6, 41), (2, 7), (6, 87), (6, 4)):
-        generator = torch.Generator().manual_seed(padding + piece)
+def test_chunks_do_not_show(kernel_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A last chunk shorter than the kernel joins the one before (of 4 and 7); 89 inputs are not two chunks of 87."""
+    for padding, chunk in ((6, 20), (6, 41), (2, 7), (6, 87), (6, 4)):
+        generator = torch.Generator().manual_seed(padding + chunk)
         x = torch.randn(2, 83 + padding, 3, 4, dtype=torch.float64, generator=generator).requires_grad_()
         kernels = torch.randn(2, kernel_tokens, 3, padding + 1, dtype=torch.float64, generator=generator)
         kernels = (kernels if kernel_tokens > 1 else kernels[:1]).requires_grad_()
         whole = convolve(x, kernels)
         expected = torch.autograd.grad(whole.square().sum(), (x, kernels))
         with monkeypatch.context() as patch:
-            patch.setattr(lightweight_conv, "PIECE", piece * 2 * 3 * 4)
+            patch.setattr(lightweight_conv, "CHUNK", chunk * 2 * 3 * 4)
             out = convolve(x, kernels)
-            assert type(out.grad_fn).__name__ == ("SliceBackward0" if piece == 87 else "CatBackward0")
+            assert type(out.grad_fn).__name__ == ("SliceBackward0" if chunk == 87 else "CatBackward0")
             assert close(out, whole)
             assert all(map(close, torch.autograd.grad(out.square().sum(), (x, kernels)), expected))
 

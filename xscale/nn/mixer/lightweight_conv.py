@@ -10,7 +10,7 @@ model the window ends at t: o_t,c = sum_j softmax(w_h)_j x_{t + j - k, c}. Entri
 in training (DropConnect). With a dilation d neighbours are d tokens apart (Tay et al. 2021).
 
 Time and memory are linear in T: a block of tokens is one product of its kernels, laid out as a band, with its inputs.
-On a CPU long sequences are computed in pieces that fit its cache.
+On a CPU long sequences are computed in chunks that fit its cache.
 """
 
 import itertools
@@ -31,8 +31,8 @@ from xscale.nn.mixer.mixer import MIXERS, MixerTraits
 from xscale.nn.mixer.value_mixer import ValueMixer
 from xscale.nn.tokens import Tokens
 
-PIECE = 1 << 17
-"""Inputs, tokens by channels, that a CPU convolves at a time: what is made of more leaves its cache."""
+CHUNK = 1 << 17
+"""Numbers of x that a CPU convolves at a time, whose windows and gradients then stay in its cache."""
 SHORTEST_BLOCK = 16
 """Tokens of the shortest block, so that its product is no long row of dot products."""
 
@@ -145,10 +145,10 @@ def _every(x: Tensor, step: int) -> Tensor:
 
 def _convolve(x: Tensor, kernels: Tensor) -> Tensor:
     size = kernels.shape[-1]
-    piece = max(PIECE // x[:, 0].numel(), size)
-    if x.device.type != "cpu" or x.shape[1] < 2 * piece or torch.compiler.is_compiling():
+    tokens = max(CHUNK // x[:, 0].numel(), size)
+    if x.device.type != "cpu" or x.shape[1] < 2 * tokens or torch.compiler.is_compiling():
         return _convolve_blocks(x, kernels)
-    chunks = list(torch.split(x, piece, 1))
+    chunks = list(torch.split(x, tokens, 1))
     if chunks[-1].shape[1] < size:
         chunks[-2:] = [torch.cat(chunks[-2:], 1)]
     outputs, start = [], 0
