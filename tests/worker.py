@@ -4,6 +4,7 @@
 on the socket FD. A worker so begins within milliseconds, and a replaced one does.
 """
 
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -117,6 +118,12 @@ def work(connection: Connection) -> None:
         connection.send_bytes(pickle.dumps(done))
 
 
+def end_with_the_parent() -> None:
+    """Be killed when the fork server ends: a stopped worker would never see that its pipe is closed."""
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
 def serve(requests: socket.socket) -> None:
     """Fork a worker for each pipe and log file that arrive, and return the wait status for each process id."""
     for module in ("pytest", "torch._dynamo", "torch.distributed.fsdp", "xscale.train.run"):
@@ -133,6 +140,7 @@ def serve(requests: socket.socket) -> None:
         pipe, log = descriptors
         process = os.fork()
         if process == 0:
+            end_with_the_parent()
             requests.close()
             os.dup2(log, 1)
             os.dup2(log, 2)
