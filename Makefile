@@ -1,6 +1,7 @@
 # make train          create a virtual environment, install the dependencies, run the quickstart on two processes
 # make test           the tests that need no cluster, within minutes
-# make test-long      the long ones: every layout, the fault matrix, every command of the documentation
+# make test-long      the long ones: layouts, the fault matrix, compiled blocks, the commands of README and tutorial
+# make test-nightly   the rest of the long sweeps: every layout and every command of the documentation, for an hour
 # make test-cluster   the tests on a real Slurm, which they bring up themselves (root, Debian)
 # make test-disk      NVMe offload; compiles its reader for minutes (libaio)
 # make lint           ruff and mypy
@@ -20,7 +21,7 @@ BIN := $(VENV)/bin
 # Hundreds of tests start a process: it should not compile the sources anew where the environment forbids to keep them.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-long test-cluster test-disk lint docs bench clean
+.PHONY: train test test-long test-nightly test-cluster test-disk lint docs bench clean
 
 train: $(VENV)/.base
 	@echo "Training configs/run/quickstart.yaml on $(PROCESSES) processes: three to four minutes on two cores."
@@ -32,7 +33,10 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not long and not slurm and not gpu and not disk" $(ARGS)
 
 test-long: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "long and not slurm and not gpu and not disk" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "long and not nightly and not slurm and not gpu and not disk" $(ARGS)
+
+test-nightly: $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "nightly and not slurm and not gpu and not disk" $(ARGS)
 
 test-cluster: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slurm tests/slurm $(ARGS)

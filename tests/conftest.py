@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,7 +64,15 @@ def mpirun() -> str:
     return program
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        # By its name, so that a change of other cases does not change which of them stay.
+        if sampled and zlib.crc32(item.name.encode()) % sampled.args[0]:
+            item.add_marker("nightly")
+        if item.get_closest_marker("nightly"):
+            item.add_marker("long")
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if not wanting:
         return

@@ -103,6 +103,7 @@ def test_an_encoder_decoder_reads_a_source() -> None:
         xscale.build_model(xscale.load_recipe("quickstart", ["model.width=16"]), vocabulary=64)(ids, source=source)
 
 
+@pytest.mark.long
 def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
     """Two workers tokenise; neither runs the script again."""
     recipe = small(tmp_path)

@@ -182,6 +182,7 @@ def test_a_refused_cp_names_what_would_work_for_these_heads(
     assert fix in said, said
 
 
+@pytest.mark.long
 def test_a_warm_up_longer_than_the_run_is_warned_of(tmp_path: Path) -> None:
     done = xscale("plan", str(QUICKSTART), "--check", "train.steps=20", folder=tmp_path)
     assert done.returncode == 0, done.stderr

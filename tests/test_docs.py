@@ -102,8 +102,18 @@ def test_make_and_ci_run_the_commands_of_the_readme() -> None:
     assert {"make train", "make test"} <= made
 
 
+FIRST = (ROOT / "README.md", ROOT / "docs/tutorial.md")
+"""Pages that a new user types from."""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=str(page.relative_to(ROOT)), marks=[] if page in FIRST else [pytest.mark.nightly])
+        for page in PAGES
+    ],
+)
 def test_the_commands_of_a_page_run(checkout: Path, page: Path) -> None:
     """Runs the commands in the page's order, since some commands use what others made."""
     for command in commands(page):

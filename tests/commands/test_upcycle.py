@@ -49,6 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.long
 def test_the_loss_continues_from_the_dense_models(folder: Path) -> None:
     output = call(folder / "dense", folder / "grown", GRANULAR)
     before, after = said(output)

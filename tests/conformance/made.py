@@ -75,7 +75,7 @@ def qkv(queries: int = LENGTH, keys: int | None = None, heads: int = HEADS, grou
 def run(core: Core, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask | None = None, **changes: Any) -> Tensor:
     """The core's output, with torch's generator at the same place each time."""
     usual: dict[str, Any] = {"queries": q.shape[2], "keys": k.shape[2], "causal": core.causal}
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     out: Tensor = core(q, k, v, AttentionMask(**{**usual, **changes}) if mask is None else mask)
     assert out.shape == q.shape
     assert out.dtype == q.dtype

@@ -142,7 +142,7 @@ def test_each_field_of_manifest_and_state(
     count_cases(cases, f"forged {name}")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_each_field_of_the_config(
     trained: tuple[Path, RunParts], tmp_path: Path, count_cases: Callable[[int, str], None]
 ) -> None:

@@ -77,6 +77,7 @@ def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
     return load_tensors(folder / name / "checkpoints" / f"step-{STEPS:08d}")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rank", [1])
 def test_killed_and_started_again_from_memory(
     tmp_path: Path, quick_path: Path, rank: int, count_cases: Callable[[int, str], None]

@@ -19,7 +19,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> ElementTree.Element:
     file = tmp_path_factory.mktemp("triton") / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={file}", str(FOLDER)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
     assert file.exists(), done.stdout + done.stderr
     return ElementTree.parse(file).getroot()
 

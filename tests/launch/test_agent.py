@@ -190,6 +190,7 @@ def test_a_signal_during_the_preflight_is_no_crash(tmp_path: Path) -> None:
     assert status.read_attempt(job.attempt, 1, 0) == (status.RESUMABLE, "")
 
 
+@pytest.mark.long
 def test_torchrun_inside_keeps_the_statuses(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     job = Job(tmp_path, 1)

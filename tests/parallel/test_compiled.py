@@ -2,9 +2,10 @@
 
 The rows of the catalogue that change what a block is made of are traced, and differentiated ahead of time, by the
 compiler's backend `aot_eager`, which runs the graphs by PyTorch's own operators. `INDUCTOR` are those of unusual
-operators, which are compiled in full. On the layouts all is compiled in full.
+operators, which are compiled in full. The layouts are traced too, and in the nightly tests compiled in full.
 """
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -101,12 +102,17 @@ def ones(pool: Pool) -> dict[str, Found]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout(layout: str, ones: dict[str, Found], pool: Pool) -> None:
+@pytest.mark.parametrize(
+    "run", [pytest.param(compiled, marks=pytest.mark.nightly), traced], ids=lambda run: run.__name__
+)
+def test_a_layout(run: Callable[..., Found], layout: str, ones: dict[str, Found], pool: Pool) -> None:
     name, parallel = LAYOUTS[layout]
     parallel = {**parallel, "compile": True}
-    compare(ones[name], pool.run(compiled, 2, MODELS[name], parallel, steps=2))
+    # The compiler takes minutes on a busy machine.
+    compare(ones[name], pool.run(run, 2, MODELS[name], parallel, steps=2, timeout_seconds=1800.0))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [*LISTS, *MIXERS, *DEPTH])
 def test_a_row_of_the_catalogue(name: str, pool: Pool) -> None:
     network, sections = row(name)

@@ -131,6 +131,7 @@ def test_the_ring_adds_the_terms_of_relative_positions(pool: Pool) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("causal", [True, False], ids=["decoder", "encoder"])
 @pytest.mark.parametrize("position", RING_POSITIONS)
 def test_the_ring_adds_the_terms_of_a_position_by_tiles(position: str, causal: bool, pool: Pool) -> None:
@@ -164,6 +165,7 @@ def test_relative_positions_by_blocks_of_queries(position: str, causal: bool, po
         compare(one, pool.run(trained_by_blocks, 2, model, parallel, steps=2))
 
 
+@pytest.mark.long
 @distributed(ranks=2)
 def test_every_core_gives_its_numbers_in_every_style_it_declares() -> None:
     """Outputs and gradients of a piece are those of the whole, cut: for each core, style, direction and documents."""

@@ -166,6 +166,7 @@ def test_without_one_collective_the_numbers_differ(name: str, one: dict[str, Fou
         compare(one[CONTROLS[name].model], everyone)
 
 
+@pytest.mark.long
 def test_with_all_of_them_the_numbers_agree(one: dict[str, Found], pool: Pool) -> None:
     """The control of the controls: what fails above is what was left out."""
     for control in {(one.model, str(one.parallel)): one for one in CONTROLS.values()}.values():

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from tests.distributed import Pool
 from tests.parallel.against_one import alone, same
 from tests.parallel.test_tensor import refused
@@ -18,6 +20,7 @@ MODEL: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 def test_a_layout_has_the_numbers_of_one_process(pool: Pool) -> None:
     expected = alone(pool, MODEL)
     for layout in (

@@ -52,7 +52,7 @@ def is_quick(model: str, options: tuple[str, ...]) -> bool:
             model,
             options,
             id="-".join((model, *options)),
-            marks=[] if is_quick(model, options) else [pytest.mark.long],
+            marks=[] if is_quick(model, options) else [pytest.mark.long, pytest.mark.sampled(3)],
         )
         for model in MODELS
         for options in wanted(model)
@@ -72,7 +72,9 @@ def test_a_layout(model: str, options: tuple[str, ...], one: Reference, pool: Po
         pytest.param(
             entry.name,
             schedule,
-            marks=[] if (entry.name, schedule) == ("relative", "interleaved_1f1b") else [pytest.mark.long],
+            marks=[]
+            if (entry.name, schedule) == ("relative", "interleaved_1f1b")
+            else [pytest.mark.long, pytest.mark.sampled(5)],
         )
         for entry in family("position")
         for schedule in AXES["pp"]
@@ -86,6 +88,7 @@ def test_a_position_on_a_schedule(position: str, schedule: str, pool: Pool) -> N
 
 
 @pytest.mark.long
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", [("tp", "zero3"), ("sequence",), ("ulysses",)], ids="-".join)
 @pytest.mark.parametrize("position", [entry.name for entry in family("position")])
 def test_a_position_on_heads_and_tokens_that_are_cut(position: str, options: tuple[str, ...], pool: Pool) -> None:
@@ -96,6 +99,7 @@ def test_a_position_on_heads_and_tokens_that_are_cut(position: str, options: tup
 
 
 @pytest.mark.long
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", [("1f1b", "tp"), ("sequence",), ("ulysses", "zero3")], ids="-".join)
 @pytest.mark.parametrize(
     "position",

@@ -81,7 +81,7 @@ QUICK = {
 }
 NOT_OVER_TP = ("recurrent", "evolved", "evolved encoder")
 CASES = [
-    pytest.param(name, layout, marks=[] if (name, layout) in QUICK else [pytest.mark.long])
+    pytest.param(name, layout, marks=[] if (name, layout) in QUICK else [pytest.mark.long, pytest.mark.sampled(3)])
     for name in MODELS
     for layout in LAYOUTS
     if name not in NOT_OVER_TP or "tp" not in LAYOUTS[layout]["mesh"]

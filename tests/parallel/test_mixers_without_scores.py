@@ -146,6 +146,7 @@ def test_channels_that_tp_does_not_divide_are_refused() -> None:
     assert "33" in problem
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_two_ranks_resumes_alone(tmp_path: Path, pool: Pool) -> None:
     train: dict[str, Any] = {"steps": 4, "batch_size": 8, "micro_batch_size": 4, "eval_every": 2, "eval_sequences": 5}
     train |= {"baseline": False, "sample": {"prompts": ["def "], "tokens": 3}}

@@ -344,10 +344,18 @@ def hold(run: RandomRun, pool: Pool) -> str:
 OUTCOMES = pytest.StashKey[Counter[str]]()
 
 
+WITH_THE_LONG_TESTS = 20
+"""Seeds that `make test-long` tries; `make test-nightly` tries the others."""
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "layout_seed" in metafunc.fixturenames:
         first, count = (metafunc.config.getoption(name) for name in ("--layout-seed", "--layouts"))
-        metafunc.parametrize("layout_seed", range(first, first + count))
+        seeds = [
+            pytest.param(first + index, marks=[] if index < WITH_THE_LONG_TESTS else [pytest.mark.nightly])
+            for index in range(count)
+        ]
+        metafunc.parametrize("layout_seed", seeds)
 
 
 def test_random_layout(layout_seed: int, pool: Pool, request: pytest.FixtureRequest) -> None:

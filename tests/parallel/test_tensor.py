@@ -159,7 +159,7 @@ def test_what_is_sent_is_what_was_estimated(sequence: bool, pool: Pool) -> None:
     assert pool.run(counted, 2, DENSE, parallel) == [expected] * 2
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_compiled_blocks_draw_the_same_noise(pool: Pool) -> None:
     """Dropout does not depend on a rank's graph: ranks of tp would drift apart."""
     model = one_block(mixer={"kind": "attention", "heads": 4, "bias": True}, dropout=0.1)

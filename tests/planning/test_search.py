@@ -72,6 +72,7 @@ def test_keys_set_by_the_caller_stay() -> None:
     assert layout.plan["parallel"]["zero"]["stage"] == 2
 
 
+@pytest.mark.long
 def test_layouts_that_the_check_refuses_are_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Zero-bubble pipelines are estimated to be faster, and cannot be compiled."""
     wanted = ("parallel.compile=true", "parallel.mesh.pp=2", "train.micro_batch_size=1")

@@ -48,6 +48,7 @@ def last(folder: Path, name: str, step: int = 4) -> Path:
     return folder / name / CHECKPOINTS / f"step-{step:08d}"
 
 
+@pytest.mark.long
 def test_the_teacher_stays_and_is_not_saved(tmp_path: Path, pool: Pool) -> None:
     """Trained first, once; its weights are bit-equal afterwards, and the student's checkpoint has none of them."""
     assert pool.run(student, 1, tmp_path, "run", ALL) == [EXIT_DONE]

@@ -61,6 +61,7 @@ def test_an_overflow_halves_the_scale_and_skips_the_step(tmp_path: Path, pool: P
     assert "step 3: gradients overflow; the loss scale falls from 8192 to 4096, and the step is skipped" in text
 
 
+@pytest.mark.long
 def test_a_run_resumes_with_its_scale(tmp_path: Path, pool: Pool) -> None:
     stopped = {**TRAIN, "stop_after": 3}
     assert pool.run(half, 1, tmp_path, "run") == [EXIT_DONE]

@@ -54,6 +54,7 @@ def trained(folder: Path, name: str = "run", **sections: Any) -> int:
     return run(asked(folder, name, **sections))
 
 
+@pytest.mark.long
 def test_a_run_says_what_it_truncates_and_learns(tmp_path: Path) -> None:
     assert (
         trained(tmp_path, train={"steps": 30, "baseline": True}, optimizer={"kind": "adamw", "lr": 0.01}) == EXIT_DONE

@@ -21,6 +21,7 @@ def one_rank(folder: Path, name: str, **sections: Any) -> int:
     return run(recipe(folder, name, train=TRAIN, **sections))
 
 
+@pytest.mark.long
 def test_each_rank_writes_its_trace_of_the_steps_named(tmp_path: Path, pool: Pool) -> None:
     layout = {"mesh": {"dp_shard": 2}}
     assert pool.run(one_rank, 2, tmp_path, "plain", parallel=layout) == [EXIT_DONE] * 2

@@ -22,7 +22,7 @@ def recipe_of(name: str, folder: Path, *overrides: str) -> Recipe:
     return read(ROOT / f"configs/run/{name}.yaml", [*places, *quiet, *overrides])[0]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_summaries_beat_copying_the_source(tmp_path: Path) -> None:
     """The run prints both figures at its end."""
     pytest.importorskip("sacrebleu")
@@ -70,7 +70,7 @@ def words_and_labels(folder: Path) -> list[list[tuple[list[str], int]]]:
     return splits
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_classifier_beats_the_most_frequent_class_and_a_bag_of_words(tmp_path: Path) -> None:
     assert run(recipe_of("classify", tmp_path, "train.eval_every=0")) == EXIT_DONE
     result = evaluate_run(tmp_path / "run", None)

@@ -78,6 +78,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 def test_back_to_the_last_good_and_over_the_data(tmp_path: Path, pool: Pool) -> None:
     """On every layout the same steps on the same samples; each step once in the metrics."""
     for name, (ranks, parallel) in LAYOUTS.items():

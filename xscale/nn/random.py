@@ -34,7 +34,11 @@ _FIRST, _SECOND, _STEP = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15, -0x61C8864680
 
 def reseed(rng_seed: int, path: str) -> None:
     """Seed torch's generators for the module at `path`; `rng_seed` is the micro-batch's, `Tokens.rng_seed`."""
-    torch.manual_seed(seed_of(rng_seed, path))
+    seed = seed_of(rng_seed, path)
+    torch.default_generator.manual_seed(seed)
+    # torch.manual_seed notes the call's traceback for devices that nothing has used yet: half a millisecond a block.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)
 
 
 class RandomNumbers:

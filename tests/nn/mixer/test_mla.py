@@ -94,6 +94,7 @@ def test_values_wider_than_keys_are_refused() -> None:
     assert "must be <= head_width + rope_width = 10" in str(problem)
 
 
+@pytest.mark.long
 def test_layouts_have_the_numbers_of_one_process(pool: Pool) -> None:
     mixer = {
         "kind": "mla",
