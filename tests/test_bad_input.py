@@ -15,6 +15,8 @@ QUICKSTART = ROOT / "configs" / "run" / "quickstart.yaml"
 MISTAKES = {
     "a misspelt key": (["modle.width=8"], "modle", "Did you mean 'model'?"),
     "a misspelt key inside a part": (["model.stack.block.mixer.hedas=4"], "mixer.hedas", "Did you mean 'heads'?"),
+    "a key of another section": (["parallel.pp=2"], "parallel.pp", "Did you mean 'parallel.mesh.pp'?"),
+    "a key without its section": (["batch_size=8"], "batch_size", "Did you mean 'train.batch_size'?"),
     "a value of the wrong type": (
         ["train.steps=many"],
         "train.steps (command line)",

@@ -12,7 +12,7 @@ import pydantic
 from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from xscale.core.errors import ConfigError, Problem, nearest
+from xscale.core.errors import ConfigError, Problem, is_near, nearest
 from xscale.core.renamed import rename_old_keys
 
 if TYPE_CHECKING:
@@ -162,7 +162,8 @@ def _problems(schema: Any, faults: Any, above: tuple[Any, ...], origin: dict[str
 def _problem(schema: Any, fault: Any, path: str, origin: dict[str, str]) -> Problem:
     key_path = f"{path} ({origin[path]})" if path in origin else path
     if fault["type"] == "extra_forbidden":
-        return Problem(key_path, "unknown key", nearest(str(fault["loc"][-1]), _keys(schema, fault["loc"][:-1])))
+        is_whole = path == ".".join(str(part) for part in fault["loc"])
+        return Problem(key_path, "unknown key", _known_key(schema, fault["loc"], is_whole))
     if fault["type"] == "xscale":
         return Problem(key_path, fault["ctx"]["what"], fault["ctx"]["fix"], fault["ctx"]["unknown_kind"])
     if fault["type"] == "missing":
@@ -202,6 +203,24 @@ def _bounds(schema: Any, fault: Any) -> str:
         return f"must be in {'(' if 'gt' in bounds else '['}{low}, {high}{')' if 'lt' in bounds else ']'}"
     bound = bounds.get(name, fault["ctx"][name])
     return f"must be {sign} {bound}"
+
+
+def _known_key(schema: Any, loc: tuple[Any, ...], is_whole: bool) -> str:
+    """A sentence for an unknown key: the nearest of its section or, in a whole config, sections that have that key."""
+    key, keys = str(loc[-1]), _keys(schema, loc[:-1])
+    sections = list(_paths(schema, key)) if is_whole and not is_near(key, keys) else []
+    if not sections:
+        return nearest(key, keys)
+    return f"Did you mean {' or '.join(repr(path) for path in sections[:3])}?"
+
+
+def _paths(schema: Any, key: str, above: str = "") -> Iterator[str]:
+    """Yield the dotted paths of the keys of that name."""
+    for name, field in schema.model_fields.items():
+        if name == key:
+            yield f"{above}{name}"
+        if (section := _model_in(field.annotation)) is not None:
+            yield from _paths(section, key, f"{above}{name}.")
 
 
 def _keys(schema: Any, path: tuple[Any, ...]) -> list[str]:

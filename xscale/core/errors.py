@@ -49,10 +49,19 @@ class ConfigError(Exception):
         return type(self), (self.problems,)
 
 
+def _close(word: str, names: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
+
+
+def is_near(word: str, known: Iterable[str]) -> bool:
+    """Whether `word` looks like a misspelling of one of the names."""
+    return bool(_close(word, known))
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A sentence for a misspelt `word`: the nearest known name, or all of them."""
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    close = _close(word, names)
     if close:
         return f"Did you mean '{close[0]}'?"
     return f"Known: {', '.join(names)}." if names else ""
