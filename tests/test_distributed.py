@@ -221,6 +221,7 @@ def test_an_idle_worker_is_stopped_until_the_next_call() -> None:
         pool.close()
 
 
+@pytest.mark.long
 def test_stopped_workers_end_when_the_test_run_is_killed() -> None:
     script = (
         "from tests.distributed import Pool; from tests.test_distributed import own_process; import time\n"

@@ -68,6 +68,7 @@ def test_what_is_resumable_has_names_and_an_order_that_stay(entry: Entry[Any], t
 
 
 @pytest.mark.long
+@pytest.mark.sampled(3)
 @each(SOURCES)
 def test_what_is_bounded_never_holds_the_corpus(entry: Entry[Any], tmp_path: Path) -> None:
     corpus = source(entry, tmp_path, 12 * MEGABYTE)

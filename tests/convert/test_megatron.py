@@ -201,6 +201,7 @@ def test_a_wrong_mapping_writes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.long
 def test_a_run_by_the_command_line(tmp_path: Path) -> None:
     assert run(recipe(tmp_path, model=MIXED)) == 0
     status, said = call("checkpoint", "export", tmp_path / "run", tmp_path / "out", "--to", "megatron")

@@ -162,6 +162,7 @@ def test_a_rank_that_cannot_say_a_thing(tmp_path: Path, pool: Pool, how: str, co
     count_cases(1, f"a rank {how}: named, all end")
 
 
+@pytest.mark.long
 def test_a_slow_rank_is_let_be(tmp_path: Path, pool: Pool, count_cases: Count) -> None:
     """Slow, but within the time: nothing is said and nothing differs."""
     assert pool.run(struck, 2, tmp_path, "slow", "is slow", 1, parallel=layout(2 * SECONDS)) == [EXIT_DONE] * 2

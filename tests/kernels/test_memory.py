@@ -34,6 +34,7 @@ def test_a_norm_keeps_one_number_a_row() -> None:
     assert ours < plain * 0.75
 
 
+@pytest.mark.long
 def test_the_loss_in_half_precision_takes_less_than_a_quarter_at_wide_hidden_states(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

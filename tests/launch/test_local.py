@@ -76,6 +76,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.long
 def test_a_local_run_listens_on_loopback_only(config: Path, tmp_path: Path) -> None:
     """Real ranks with torch's store and gloo: nothing that they listen on can be reached from another machine."""
     worker = tmp_path / "worker.py"

@@ -96,6 +96,7 @@ def test_a_signal_saves_and_status_is_75(mpirun: str, config: Path) -> None:
     assert "rank 0 saved at step" in out
 
 
+@pytest.mark.long
 def test_faults_and_mistakes_keep_their_status(mpirun: str, config: Path) -> None:
     done = launch(mpirun, "--processes", 2, config, "fake.crash_at=2", "fake.crash_rank=1")
     assert done.returncode == 1

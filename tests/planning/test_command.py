@@ -130,6 +130,7 @@ def test_a_check_tells_the_launcher_what_a_plan_does(capsys: pytest.CaptureFixtu
     assert isinstance(mixed.exception, ConfigError)
 
 
+@pytest.mark.long
 def test_members_are_what_each_would_be_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     lists = [["run.seed=1"], ["run.seed=2", "model.width=64"]]
     (tmp_path / "lists.json").write_text(json.dumps(lists))

@@ -129,6 +129,7 @@ def test_an_estimate_changes_in_the_right_direction(changed: dict[str, Any], sec
     assert (after.memory - before.memory) * memory > 0
 
 
+@pytest.mark.long
 def test_an_estimate_is_near_the_simulated_step() -> None:
     """Within half of time and memory, for four blocks of the 7B model: good layouts are not missed."""
     recipe = read(SEVEN, ["model.stack.depth=4", "parallel.mesh.dp_shard=-1", "train.batch_size=64"])[0]

@@ -129,6 +129,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] =
 
 
 @pytest.mark.long
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_learn_as_one_process_does(tmp_path: Path, pool: Pool, name: str) -> None:
     ranks, parallel, distill, own = LAYOUTS[name]

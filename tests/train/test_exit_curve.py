@@ -43,6 +43,7 @@ def test_a_run_reports_its_exits_and_resumes_bitwise(tmp_path: Path) -> None:
     assert whole[0]["stack.exits.at.0/loss"] > whole[-1]["stack.exits.at.0/loss"]
 
 
+@pytest.mark.long
 def test_a_resumed_run_ends_the_losses_at_the_same_steps(tmp_path: Path) -> None:
     exits = {"stop": "by_depth", "second_target": 0.5}
     assert run(with_exits(tmp_path, exits=exits)) == EXIT_DONE

@@ -101,6 +101,7 @@ def test_the_gains_are_the_papers(pool: Pool) -> None:
             assert all(torch.isin(parameter, known).all() for parameter in local)
 
 
+@pytest.mark.long
 def test_a_layout_has_the_numbers_of_one_process(pool: Pool) -> None:
     expected = alone(pool, MODEL)
     for layout in LAYOUTS:

@@ -68,6 +68,7 @@ def test_a_signal_saves_and_the_run_goes_on_bitwise(tmp_path: Path, pool: Pool) 
     equal(tmp_path, "stopped", "whole")
 
 
+@pytest.mark.long
 def test_two_ranks_with_experts_go_on_bitwise(tmp_path: Path, pool: Pool) -> None:
     layout = {"zero": {"stage": 2}, "mesh": {"ep": 2}}
     pool.run(one_rank, 2, tmp_path, "whole", parallel=layout)

@@ -259,6 +259,7 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.long
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_odd_models(name: str, tmp_path: Path) -> None:
     assert MODELS >= 113

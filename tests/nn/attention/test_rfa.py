@@ -26,6 +26,7 @@ def test_it_is_the_quadratic_estimate(causal: bool) -> None:
         agree(core, mask, reference, tolerance=1e-7)
 
 
+@pytest.mark.long
 def test_the_gate_is_the_recurrence() -> None:
     core = build(Rfa.Config(features=32, gated=True), causal=True, spread=0.3)
     w = core.projection(drawn(1), None)

@@ -68,7 +68,7 @@ def agree(part: HardCodedGaussian, x: Tensor, about: Tokens, wanted: Tensor) -> 
 
 @EVERY
 @CAUSAL
-@pytest.mark.parametrize("length", [1, 2, 16, 47])
+@pytest.mark.parametrize("length", [1, 2, 16, pytest.param(47, marks=pytest.mark.long)])
 def test_it_is_the_papers_density(setting: str, causal: bool, length: int) -> None:
     part, x = gaussian(setting, causal), drawn(2, length, WIDTH).requires_grad_()
     assert agree(part, x, tokens(length), literal(part, setting, x, causal, [0] * length))
