@@ -28,10 +28,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything here needs the cluster; a file ends with the outcomes of what goes on meanwhile."""
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.slurm)
-    files = list(dict.fromkeys(item.path for item in items))
-    items.sort(key=lambda item: (files.index(item.path), item.get_closest_marker("meanwhile") is not None))
+    order = {path: index for index, path in enumerate(dict.fromkeys(item.path for item in items))}
+    items.sort(key=lambda item: (order[item.path], item.get_closest_marker("meanwhile") is not None))
 
 
 @pytest.hookimpl(tryfirst=True)
