@@ -103,7 +103,7 @@ def test_make_and_ci_run_the_commands_of_the_readme() -> None:
 
 
 FIRST = (ROOT / "README.md",)
-"""What a new user types from."""
+"""Pages that a new user types from."""
 
 
 @pytest.mark.long
