@@ -1,7 +1,7 @@
 # make train          create a virtual environment, install the dependencies, run the quickstart on two processes
 # make test           the tests that need no cluster, within minutes
 # make test-long      the long ones: layouts, the fault matrix, compiled blocks, the commands of the README
-# make test-nightly   the rest of the long sweeps: every layout and every command of the documentation, for an hour
+# make test-nightly   the rest of the long sweeps: every layout and every command of the documentation
 # make test-cluster   the tests on a real Slurm, which they bring up themselves (root, Debian)
 # make test-disk      NVMe offload; compiles its reader for minutes (libaio)
 # make lint           ruff and mypy

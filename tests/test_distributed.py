@@ -207,7 +207,7 @@ def is_stopped(process: int) -> bool:
 
 
 def test_an_idle_worker_is_stopped_until_the_next_call() -> None:
-    """Threads of gloo wake 100 times a second: those of idle workers took a sixth of the time of two cores."""
+    """Threads of gloo wake 100 times a second: those of idle workers took a tenth of two cores."""
     pool = Pool()
     try:
         processes = pool.run(own_process, 2)
