@@ -78,10 +78,11 @@ def test_a_balancing_bias_follows_the_load_of_all_ranks(alone: Path, pool: Pool)
     """The bias moves between steps by the load over the whole step, and is saved; a router keeps its precision."""
     model = balanced()
     for name, compute in (("bias", DOUBLE), ("half", {"compute": "bfloat16", "master": "float32"})):
-        pool.run(one_rank, 1, alone, name, precision=compute, model=model)
+        pool.run(one_rank, 1, alone, name, precision=compute, model=model, checkpoint={"every_steps": 3})
         pool.run(one_rank, 2, alone, f"{name}-2", precision=compute, model=model, parallel=LAYOUTS["zero1-ep2"])
         same(alone, f"{name}-2", name, 1e-9 if name == "bias" else 2e-2)
-    bias = load_tensors(alone / "bias" / "checkpoints" / "step-00000006")["model.stack.blocks.1.ffn.part.router.bias"]
+    # After an odd number of equal moves up or down a bias cannot be back at zero, as it can be after the last step.
+    bias = load_tensors(alone / "bias" / "checkpoints" / "step-00000003")["model.stack.blocks.1.ffn.part.router.bias"]
     assert bias.abs().max() > 0
 
 
