@@ -71,6 +71,7 @@ def imported(source: Path, folder: Path, section: dict[str, Any]) -> tuple[dict[
 
 
 @pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.sampled(3)
 def test_out_and_back(name: str, tmp_path: Path) -> None:
     out, weights, said = exported(tmp_path, SECTIONS[name])
     assert "largest logit difference" in said[0]

@@ -19,7 +19,7 @@ SOURCES = {"adamw_block": adamw.SOURCE, "squared_norm_block": squared_norm.SOURC
 OnGpu: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("architecture", [pytest.param("sm_80", marks=pytest.mark.nightly), "sm_90"])
 @pytest.mark.parametrize("entry", SOURCES)
 @pytest.mark.skipif(cuda_library.nvcc() is None, reason="nvcc is neither on PATH nor in /usr/local/cuda/bin")
 def test_it_compiles_and_loads(tmp_path: Path, architecture: str, entry: str) -> None:

@@ -54,6 +54,7 @@ def sections(norm: str, micro_batch: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in LAYOUTS]
 )
+@pytest.mark.sampled(3)
 def test_a_run_has_the_numbers_of_one_process(name: str, one: tuple[Path, str], pool: Pool) -> None:
     """Losses, evaluations with running statistics, and everything in the checkpoint."""
     folder, norm = one

@@ -67,6 +67,7 @@ def t5(pool: Pool) -> Found:
     ],
     ids=["sp2-recompute", "cp2", "zero3", "in-decoder", "pp4"],
 )
+@pytest.mark.sampled(3)
 def test_one_table_for_all_blocks(ranks: int, parallel: dict[str, Any], t5: Found, pool: Pool) -> None:
     """Each stage of a pipeline with blocks of a stack has a copy of its table, and they stay the same."""
     same(pool, t5, ranks, T5, parallel, objective={"kind": "span"})

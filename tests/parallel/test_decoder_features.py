@@ -82,6 +82,7 @@ UNTIED["stack"]["block"]["norm"] = "scale"
     ],
     ids=["parallel", "res_post", "rezero", "scale", "macaron", "sandwich"],
 )
+@pytest.mark.sampled(3)
 def test_a_layout_has_the_numbers_of_one_process(
     model: dict[str, Any], layouts: list[dict[str, Any]], pool: Pool
 ) -> None:

@@ -47,6 +47,7 @@ SEQUENCE = {"mesh": {"tp": 2}, "tensor": {"sequence": True}, "recompute": {"ever
         "self-sampling in a window",
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_layout_has_the_numbers_of_one_process(
     model: dict[str, Any], layouts: list[dict[str, Any]], pool: Pool
 ) -> None:

@@ -53,6 +53,7 @@ PIPELINE = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}
     ],
     ids=["learned", "lazy", "evolving", "deep", "both stacks"],
 )
+@pytest.mark.sampled(3)
 def test_a_layout_has_the_numbers_of_one_process(
     model: dict[str, Any], layouts: list[dict[str, Any]], pool: Pool
 ) -> None:

@@ -79,6 +79,7 @@ def model(mixer: str) -> Section:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.sampled(3)
 def test_a_layout_has_the_numbers_of_one_process(mixer: str, pool: Pool) -> None:
     expected = alone(pool, model(mixer))
     for layout in ABLE[mixer]:

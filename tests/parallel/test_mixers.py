@@ -39,6 +39,7 @@ STAGES: dict[str, Any] = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}
 
 
 @pytest.mark.parametrize(("mixer", "parallel"), [*((mixer, SEQUENCE) for mixer in MIXERS), ("longt5", STAGES)])
+@pytest.mark.sampled(3)
 def test_a_layout_trains_as_one_process(mixer: str, parallel: dict[str, Any], pool: Pool) -> None:
     same(pool, alone(pool, model(mixer), **SECTIONS), 2, model(mixer), parallel, **SECTIONS)
 

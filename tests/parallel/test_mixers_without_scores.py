@@ -89,6 +89,7 @@ def one() -> dict[str, Found]:
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
+@pytest.mark.sampled(3)
 def test_a_layout_trains_as_one_process(name: str, layout: str, one: dict[str, Found], pool: Pool) -> None:
     parallel = LAYOUTS[layout]
     ranks = math.prod(parallel["mesh"].values())

@@ -126,7 +126,9 @@ def test_parts_that_draw_in_their_own_ways(pool: Pool) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name == "core" else []) for name in FAMILIES]
+)
 def test_every_part(name: str, pool: Pool) -> None:
     hold(pool, {layout: [(name, entry) for entry in family(name)] for layout in LAYOUTS})
 

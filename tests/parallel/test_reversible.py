@@ -61,6 +61,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.sampled(3)
 def test_a_layout_has_the_numbers_of_one_process(name: str, pool: Pool) -> None:
     ranks, layout = LAYOUTS[name]
     model = decoder(mixer=NOISELESS if name == "cp" else ATTENTION)

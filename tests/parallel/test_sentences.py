@@ -51,6 +51,7 @@ def one(pool: Pool) -> Found:
     ],
     ids=["dp", "tp", "sp", "ring", "ulysses", "pp", "zero3"],
 )
+@pytest.mark.sampled(3)
 def test_a_layout_has_the_numbers_of_one_process(pool: Pool, one: Found, layout: dict[str, Any]) -> None:
     assert {"head.sentence/loss", "head.sentence/accuracy"} <= one.statistics.keys()
     assert one.gradients["head.sentence.pooler.dense.weight"][1].abs().max() > 0

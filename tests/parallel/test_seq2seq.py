@@ -47,6 +47,7 @@ def one(pool: Pool) -> Found:
     ],
     ids=["dp", "tp", "sp", "ring", "ulysses", "pp", "zero3"],
 )
+@pytest.mark.sampled(3)
 def test_a_layout_has_the_numbers_of_one_process(pool: Pool, one: Found, layout: dict[str, Any]) -> None:
     same(pool, one, 2, MODEL, layout, **SECTIONS)
 

@@ -67,6 +67,7 @@ def test_a_recomputed_use_counts_once_in_the_statistics(pool: Pool) -> None:
     ],
     ids=["all", "mixers", "albert", "experts", "both stacks"],
 )
+@pytest.mark.sampled(3)
 def test_a_layout_has_the_numbers_of_one_process(
     model: dict[str, Any], layouts: list[dict[str, Any]], pool: Pool
 ) -> None:

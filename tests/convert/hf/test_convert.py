@@ -34,6 +34,7 @@ def exported(folder: Path, name: str) -> tuple[Path, dict[str, torch.Tensor], li
 
 
 @pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.sampled(2)
 def test_out_and_back(name: str, tmp_path: Path) -> None:
     out, weights, said = exported(tmp_path, name)
     assert json.loads((out / "config.json").read_text())["model_type"] == SECTIONS[name][0]
@@ -57,6 +58,7 @@ def test_out_and_back(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.sampled(2)
 def test_what_transformers_wrote_itself(name: str, tmp_path: Path) -> None:
     """Its own random weights, position tables included, as its own `save_pretrained` lays them out."""
     import transformers

@@ -40,6 +40,7 @@ def greedy(model: Any, ids: torch.Tensor, count: int, source: Tokens | None = No
 
 
 @pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.sampled(3)
 def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     import transformers
 

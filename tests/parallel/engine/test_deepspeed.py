@@ -202,7 +202,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_gives_the_numbers_of_one_process(layout: str, ones: dict[str, Seen], pool: Pool) -> None:
     name, ranks, parallel = LAYOUTS[layout]
