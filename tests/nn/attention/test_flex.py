@@ -148,14 +148,14 @@ def test_each_tile_with_a_visible_score_is_read(length: int) -> None:
     def check(blocks: KeyBlocks, visible: Tensor) -> int:
         """Compare them, and count those that are read without the mask."""
         cut = listed(blocks.counts, blocks.order)
-        whole = torch.zeros_like(cut) if blocks.whole is None else listed(*blocks.whole)
-        assert not (cut & whole).any(), "a block is read twice"
-        assert not (tiles(visible).any(-1).any(-2) & ~(cut | whole)).any(), "a block is not read"
+        unmasked = torch.zeros_like(cut) if blocks.unmasked is None else listed(*blocks.unmasked)
+        assert not (cut & unmasked).any(), "a block is read twice"
+        assert not (tiles(visible).any(-1).any(-2) & ~(cut | unmasked)).any(), "a block is not read"
         padding = torch.arange(length + -length % 128) >= length
         hidden = ~tiles(visible) & ~padding.view(-1, 128)[:, :, None, None]
-        assert not (hidden.any(-1).any(-2) & whole).any(), "a hidden score is read"
-        assert not (cut | whole).all() or not visible.tril().equal(visible)
-        return int(whole.sum())
+        assert not (hidden.any(-1).any(-2) & unmasked).any(), "a hidden score is read"
+        assert not (cut | unmasked).all() or not visible.tril().equal(visible)
+        return int(unmasked.sum())
 
     documents = numbered(100, 30, length - 130)
     for causal in (True, False):
@@ -171,7 +171,7 @@ def test_each_tile_with_a_visible_score_is_read(length: int) -> None:
             core = core_of(pattern, causal=causal)
             grid = core._grid(mask, 4, 0)
             layouts = partial(core.pattern.masked_layouts, grid)
-            assert core._flex.pattern_blocks(layouts, grid, documents.device, packed=True).whole is None
+            assert core._flex.pattern_blocks(layouts, grid, documents.device, packed=True).unmasked is None
             blocks = core._flex.pattern_blocks(layouts, grid, documents.device)
             check(blocks, seen_of(core, length))
             read = listed(blocks.counts, blocks.order)

@@ -40,7 +40,7 @@ class KeyBlocks:
     """[B or 1, H or 1, N], blocks that a row reads under the mask."""
     order: Tensor
     """[B or 1, H or 1, N, N], the columns of each row, those that it reads under the mask first."""
-    whole: tuple[Tensor, Tensor] | None = None
+    unmasked: tuple[Tensor, Tensor] | None = None
     """Counts and order of the blocks that a row reads without the mask, which shows every key of theirs to every query.
     None: there are none."""
     layouts: tuple[tuple[Tensor, TokenMask | None], ...] = ()
@@ -49,23 +49,22 @@ class KeyBlocks:
 
     @classmethod
     def of(
-        cls, seen: Tensor, whole: Tensor | None = None, layouts: tuple[tuple[Tensor, TokenMask | None], ...] = ()
+        cls, seen: Tensor, unmasked: Tensor | None = None, layouts: tuple[tuple[Tensor, TokenMask | None], ...] = ()
     ) -> "KeyBlocks":
         """Build them of `seen` [B or 1, H or 1, N, N], true where some query of the row sees some key.
 
-        `whole`, of the same shape: true where the mask hides no key of the column from any query of the row, apart from
-        causal order (`_before`) and padding.
+        `unmasked`, of the same shape: true where the mask hides no key of the column from any query of the row.
         """
-        if whole is None:
+        if unmasked is None:
             return cls(*_listed(seen), layouts=layouts)
-        return cls(*_listed(seen & ~whole), whole=_listed(whole), layouts=layouts)
+        return cls(*_listed(seen & ~unmasked), unmasked=_listed(unmasked), layouts=layouts)
 
     @classmethod
     def of_mask(cls, mask: AttentionMask, device: torch.device) -> "KeyBlocks":
         """Build those of dense attention of T queries to T keys: causal order and packed documents hide blocks."""
         rows = -(-mask.keys // KERNEL_BLOCK)
         seen = torch.ones(1, 1, rows, rows, dtype=torch.bool, device=device)
-        whole = _before(seen, mask.causal)
+        unmasked = _before(seen, mask.causal)
         if mask.causal:
             seen = seen.tril()
         if mask.query_documents is not None:
@@ -75,9 +74,9 @@ class KeyBlocks:
             low, high = blocks.amin(-1), blocks.amax(-1)  # [B, N]
             meets = (low[:, :, None] <= high[:, None]) & (low[:, None] <= high[:, :, None])
             seen = seen & meets[:, None]
-            one = low == high
-            whole = whole & (one[:, :, None] & one[:, None] & (low[:, :, None] == low[:, None]))[:, None]
-        return cls.of(seen, whole)
+            same = low == high
+            unmasked = unmasked & (same[:, :, None] & same[:, None] & (low[:, :, None] == low[:, None]))[:, None]
+        return cls.of(seen, unmasked)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,8 +147,9 @@ class FlexAttention:
                 allowed = allowed & (j <= i)
             return allowed if documents is None else allowed & (documents[b, i] == documents[b, j])
 
+        counts, order = blocks.unmasked or (None, None)
         block_mask = BlockMask.from_kv_blocks(
-            blocks.counts, blocks.order, *(blocks.whole or ()), BLOCK_SIZE=self.step, mask_mod=visible
+            blocks.counts, blocks.order, counts, order, BLOCK_SIZE=self.step, mask_mod=visible
         )
         grouped = q.shape[1] != k.shape[1]
         out: Tensor = self._function(q)(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=grouped)
@@ -167,7 +167,7 @@ class FlexAttention:
     ) -> KeyBlocks:
         """Return the blocks of the pattern's layouts on that grid, which `masked_layouts` builds.
 
-        `packed`: the mask hides other documents too, so that no block is known to be whole.
+        `packed`: the mask hides other documents too, so that no block is read without it.
         """
         key = (grid, device, packed)
         if key not in self._blocks:
@@ -178,13 +178,13 @@ class FlexAttention:
             if all(rule is None for _, rule in layouts):
                 layouts = ((union, None),)
             seen = self._together(union).any(-1).any(2)
-            whole = None
+            unmasked = None
             if not packed:
                 unruled = [layout for layout, rule in layouts if rule is None]
                 shown = np.logical_or.reduce(unruled) if unruled else np.zeros_like(union)
-                whole = _before(self._together(shown).all(-1).all(2), grid.causal)[None].to(device)
+                unmasked = _before(self._together(shown).all(-1).all(2), grid.causal)[None].to(device)
             on_device = tuple((torch.from_numpy(layout.copy()).to(device), rule) for layout, rule in layouts)
-            self._blocks[key] = KeyBlocks.of(seen[None].to(device), whole, on_device)
+            self._blocks[key] = KeyBlocks.of(seen[None].to(device), unmasked, on_device)
         return self._blocks[key]
 
     def _together(self, layout: np.ndarray) -> Tensor:
