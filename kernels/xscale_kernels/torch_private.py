@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 __all__ = [
     "FakeTensor",
     "accumulate_product_",
+    "allow_graphs",
     "calls_directly",
     "foreach_add_",
     "foreach_addcdiv_",
@@ -23,12 +24,27 @@ __all__ = [
     "foreach_sqrt",
     "fused_adamw_",
     "keeps_graph",
+    "too_many_graphs",
 ]
 
 
 def accumulate_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, beta: float) -> None:
     """total = beta * total + left @ right within the product, left and right in half precision (CUDA only)."""
     torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
+
+
+def allow_graphs(count: int) -> None:
+    """Let torch.compile make `count` graphs of one function. The oldest torch we support has no argument for it."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, count)
+
+
+def too_many_graphs() -> type[Exception]:
+    """Return what torch.compile raises with `fullgraph` where a function needs more graphs than it may have."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    return FailOnRecompileLimitHit
 
 
 def calls_directly(x: torch.Tensor) -> bool:

@@ -52,6 +52,8 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/parallel/engine/deepspeed/engine.py: deepspeed.ops.__compatible_ops__": f"{DEEPSPEED}: what to build",
         "xscale/parallel/steps.py: torch_private.dynamo_config.recompile_limit": "torch.compile of the oldest torch "
         "that we support has no argument for it; the model of a run is what the process compiles",
+        "kernels/xscale_kernels/torch_private.py: config.recompile_limit": "torch.compile of the oldest torch that we "
+        "support has no argument for it; only raised",
         "xscale/measure/op_tracer.py: torch.UntypedStorage.resize_": "torch tells nobody of storages that fully_shard "
         "resizes; put back when the meter is done",
         "xscale/planning/simulate_step.py: rows.CACHE_BYTES": "kernels pass over rows in blocks of a cache, "

@@ -5,10 +5,17 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from xscale_kernels.permute.op import sorted_rows
 from xscale_kernels.rows import row_blocks, wide
 
 
-def unpermute(y: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor | None, N: int) -> torch.Tensor:
+def unpermute(
+    y: torch.Tensor,
+    tokens: torch.Tensor,
+    weights: torch.Tensor | None,
+    N: int,
+    token_rows: torch.Tensor | None = None,
+) -> torch.Tensor:
     """CPU implementation of `reference_unpermute`."""
     if y.shape[0] == 0:
         return y.new_zeros(N, y.shape[1])
@@ -17,8 +24,7 @@ def unpermute(y: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor | Non
         # One token, as in generation: its weights times its rows.
         factors = y.new_ones(1, len(y), dtype=compute) if weights is None else weights.to(compute)[None]
         return (factors @ y.to(compute)).to(y.dtype)
-    ordered, order = tokens.sort(stable=True)
-    starts = torch.searchsorted(ordered, torch.arange(N + 1, device=y.device))  # [N + 1]
+    order, starts = sorted_rows(tokens, N, token_rows)
     scale = None if weights is None else weights.to(compute).index_select(0, order)
     bags = F.embedding_bag(order, y.to(compute), starts, mode="sum", per_sample_weights=scale, include_last_offset=True)
     return bags.to(y.dtype)  # [N, D]

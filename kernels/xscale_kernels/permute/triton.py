@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from xscale_kernels.permute.op import sorted_rows
+
 
 @triton.jit
 def _sum_kernel(
@@ -45,15 +47,20 @@ def _wide(tensor: torch.Tensor) -> object:
     return tl.float64 if tensor.dtype is torch.float64 else tl.float32
 
 
-def unpermute(y: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor | None, N: int) -> torch.Tensor:
+def unpermute(
+    y: torch.Tensor,
+    tokens: torch.Tensor,
+    weights: torch.Tensor | None,
+    N: int,
+    token_rows: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Triton implementation of `reference_unpermute`."""
     D = y.shape[1]
     out = y.new_empty(N, D)
     if out.numel() == 0:
         return out
     weights = None if weights is None else weights.contiguous()
-    ordered, order = tokens.sort(stable=True)
-    starts = torch.searchsorted(ordered, torch.arange(N + 1, device=y.device))
+    order, starts = sorted_rows(tokens, N, token_rows)
     BD = min(1024, triton.next_power_of_2(D))
     _sum_kernel[(N, triton.cdiv(D, BD))](
         y, order, starts, y if weights is None else weights, out, D, *y.stride(),

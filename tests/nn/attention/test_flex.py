@@ -17,12 +17,14 @@ from tests.conformance.made import dims, drawn, numbered, ready
 from tests.nn.attention.test_block_sparse import agree, core_of, inputs, seen_of
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
+from xscale.nn.attention.ops import flex
 from xscale.nn.attention.ops.flex import FlexAttention, KeyBlocks
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.ops.score_terms import ScoreTerms
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.pattern.bigbird import BigBirdPattern
+from xscale.nn.pattern.longformer import LongformerPattern
 from xscale.nn.pattern.window import Band, Window
 from xscale.nn.position.pairs import Pairs
 from xscale.nn.position.position import POSITIONS, PositionTerms
@@ -104,8 +106,8 @@ def test_positions_equal_the_dense_core(
         above = drawn(*out.shape, seed=5)
         results.append([out, *torch.autograd.grad(out, [x, *mixer.parameters()], above)])
     assert len(calls) == 1
-    for flex, all_scores in zip(*results, strict=True):
-        torch.testing.assert_close(flex, all_scores, rtol=1e-9, atol=1e-10)
+    for by_flex, all_scores in zip(*results, strict=True):
+        torch.testing.assert_close(by_flex, all_scores, rtol=1e-9, atol=1e-10)
 
 
 def test_when_the_dense_core_takes_flex() -> None:
@@ -129,30 +131,96 @@ def test_when_the_dense_core_takes_flex() -> None:
 
 @pytest.mark.parametrize("length", [300, 384])
 def test_each_tile_with_a_visible_score_is_read(length: int) -> None:
-    """The reference ignores the blocks that the fused kernels read, so they are compared with the visible scores."""
+    """The reference ignores the blocks that the fused kernels read, so they are compared with the visible scores.
+
+    A block that is read without the mask holds nothing but visible scores; of queries that pad the last one, any.
+    """
 
     def tiles(visible: Tensor) -> Tensor:
         beyond = -length % 128
-        padded = torch.nn.functional.pad(visible, (0, beyond, 0, beyond)).unflatten(-1, (-1, 128))
-        return padded.unflatten(-3, (-1, 128)).any(-1).any(-2)
+        keys = torch.nn.functional.pad(visible, (0, beyond))
+        return torch.nn.functional.pad(keys, (0, 0, 0, beyond)).unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128))
 
-    def read(blocks: KeyBlocks) -> Tensor:
-        first = torch.arange(blocks.order.shape[-1]) < blocks.counts[..., None]
-        return torch.zeros_like(first).scatter(-1, blocks.order.long(), first)
+    def listed(counts: Tensor, order: Tensor) -> Tensor:
+        first = torch.arange(order.shape[-1]) < counts[..., None]
+        return torch.zeros_like(first).scatter(-1, order.long(), first)
+
+    def check(blocks: KeyBlocks, visible: Tensor) -> int:
+        """Compare them, and count those that are read without the mask."""
+        cut = listed(blocks.counts, blocks.order)
+        unmasked = torch.zeros_like(cut) if blocks.unmasked is None else listed(*blocks.unmasked)
+        assert not (cut & unmasked).any(), "a block is read twice"
+        assert not (tiles(visible).any(-1).any(-2) & ~(cut | unmasked)).any(), "a block is not read"
+        padding = torch.arange(length + -length % 128) >= length
+        hidden = ~tiles(visible) & ~padding.view(-1, 128)[:, :, None, None]
+        assert not (hidden.any(-1).any(-2) & unmasked).any(), "a hidden score is read"
+        assert not (cut | unmasked).all() or not visible.tril().equal(visible)
+        return int(unmasked.sum())
 
     documents = numbered(100, 30, length - 130)
     for causal in (True, False):
         mask = AttentionMask(length, length, causal, query_documents=documents, key_documents=documents)
         assert mask.allowed is not None
-        assert torch.equal(read(KeyBlocks.of_mask(mask, documents.device)), tiles(mask.allowed))
+        packed = check(KeyBlocks.of_mask(mask, documents.device), mask.allowed)
+        plain = AttentionMask(length, length, causal)
+        every = torch.ones(1, 1, length, length, dtype=torch.bool)
+        dense = check(KeyBlocks.of_mask(plain, documents.device), every.tril() if causal else every)
+        assert dense == (3 if causal else 6)
+        assert packed < dense
         for pattern in (BigBirdPattern.Config(), Window.Config(window=3), Band.Config(left=40, right=0)):
             core = core_of(pattern, causal=causal)
             grid = core._grid(mask, 4, 0)
             layouts = partial(core.pattern.masked_layouts, grid)
+            assert core._flex.pattern_blocks(layouts, grid, documents.device, packed=True).unmasked is None
             blocks = core._flex.pattern_blocks(layouts, grid, documents.device)
-            hidden = tiles(seen_of(core, length)) & ~read(blocks)
-            assert not hidden.any()
-            assert not isinstance(pattern, Window.Config) or not read(blocks).all(), "no block is skipped"
+            check(blocks, seen_of(core, length))
+            read = listed(blocks.counts, blocks.order)
+            assert not isinstance(pattern, Window.Config) or not read.all(), "no block is skipped"
+    # 128 global tokens are a whole column, and a whole row apart from its last block.
+    core = core_of(LongformerPattern.Config(window=3, global_block_indices=tuple(range(16))), causal=False)
+    grid = core._grid(AttentionMask(length, length, False), 4, 0)
+    blocks = core._flex.pattern_blocks(partial(core.pattern.masked_layouts, grid), grid, documents.device)
+    assert check(blocks, seen_of(core, length)) == (4 if length == 384 else 3)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("backward_on_a_cpu", "fresh_graphs")
+def test_more_structures_than_torch_has_graphs_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past its limit of eight torch would compute all scores; past ours the run ends with a sentence."""
+    import torch._dynamo
+
+    ruled, plain = Band.Config(left=40, right=0), BigBirdPattern.Config()
+    packed = {"query_documents": numbered(30, 50), "key_documents": numbered(30, 50)}
+    biased = {"bias": torch.zeros(1, 4, 80, 80)}
+    q, k, v = (x.detach() for x in inputs(80, 80))
+
+    def outputs(implementation: str) -> list[Tensor]:
+        return [
+            core_of(pattern, causal=True, implementation=implementation, soft_cap=cap)(
+                q, k, v, AttentionMask(80, 80, True, **around, **added)
+            )
+            for pattern in (plain, ruled)
+            for cap in (None, 2.0)
+            for added in ({}, biased)
+            for around in ({}, packed)
+        ]
+
+    expected = outputs("gather")
+    for limit, enough in ((flex.GRAPHS, True), (8, False)):
+        torch._dynamo.reset()
+        flex.compiled_flex_attention.cache_clear()
+        monkeypatch.setattr(flex, "GRAPHS", limit)
+        # The option is the test's own, not the process's.
+        with torch._dynamo.config.patch(recompile_limit=8):
+            function = flex.compiled_flex_attention("eager")
+            monkeypatch.setattr(FlexAttention, "_function", lambda self, q, function=function: function)
+            if enough:
+                for out, gather in zip(outputs("flex"), expected, strict=True):
+                    torch.testing.assert_close(out, gather)
+            else:
+                with pytest.raises(ConfigError, match="has 8 graphs"):
+                    outputs("flex")
+    flex.compiled_flex_attention.cache_clear()
 
 
 class _Largest(TorchDispatchMode):
@@ -208,8 +276,8 @@ def test_fused_block_sparse_equals_gather(kind: str, documents: Tensor | None) -
         out = core(*qkv, AttentionMask(300, 300, True, **added[kind], **around))
         wanted = (*qkv, bias if kind == "pair" else numbers)
         results.append([out, *torch.autograd.grad(out, wanted, drawn(*out.shape, seed=5).float().cuda())])
-    for flex, gather in zip(*results, strict=True):
-        torch.testing.assert_close(flex, gather, rtol=1e-2, atol=1e-2)
+    for by_flex, gather in zip(*results, strict=True):
+        torch.testing.assert_close(by_flex, gather, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.gpu
@@ -229,5 +297,5 @@ def test_fused_terms_equal_the_dense_core(position: str) -> None:
         out = mixer(x, tokens)
         above = drawn(*out.shape, seed=5).float().cuda()
         results.append([out, *torch.autograd.grad(out, [x, *mixer.parameters()], above)])
-    for flex, all_scores in zip(*results, strict=True):
-        torch.testing.assert_close(flex, all_scores, rtol=1e-2, atol=1e-2)
+    for by_flex, all_scores in zip(*results, strict=True):
+        torch.testing.assert_close(by_flex, all_scores, rtol=1e-2, atol=1e-2)

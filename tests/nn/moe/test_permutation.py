@@ -115,6 +115,11 @@ def test_with_fixed_shapes_dropped_rows_come_last(capacity: int | None, groups: 
     routing = routing_of()
     exact = plan_dispatch(routing, E, capacity, "position", groups)
     fixed = plan_dispatch(routing, E, capacity, "position", groups, fixed_shapes=True)
+    assert fixed.token_rows is not None
+    assert torch.equal(
+        fixed.tokens[fixed.token_rows], torch.arange(len(fixed.token_rows))[:, None].expand(-1, routing.k)
+    )
+    assert torch.equal(fixed.token_rows.flatten().sort().values, torch.arange(len(fixed.tokens)))
     rows = len(exact.tokens)
     assert rows < len(fixed.tokens) == len(routing.token)
     assert torch.equal(fixed.tokens[:rows], exact.tokens)

@@ -90,7 +90,8 @@ class BlockSparse(Core):
         if implementation == "kernel":
             return self._fused(q, k, v, mask, grid)
         if implementation == "flex":
-            blocks = self._flex.pattern_blocks(partial(self.pattern.masked_layouts, grid), grid, q.device)
+            layouts = partial(self.pattern.masked_layouts, grid)
+            blocks = self._flex.pattern_blocks(layouts, grid, q.device, packed=mask.query_documents is not None)
             return self._flex.attend(q, k, v, mask, blocks)
         return self._gather(q, k, v, mask, dropout)
 

@@ -136,12 +136,12 @@ class Moe(Ffn):
             return y if self.shared is None else self._add_shared(x, y, self.shared(x, tokens))
         plan, aux_loss = self.dispatch_plan(x, tokens)
         kernel = self.kernel_choices.get("permute")
-        rows = permute(flat, plan.tokens, implementation=kernel)  # [M, D]
+        rows = permute(flat, plan.tokens, token_rows=plan.token_rows, implementation=kernel)  # [M, D]
         keys = self._dispatch_keys(plan)
         rows = self.dispatch(
             rows, plan.tokens_per_expert, lambda rows, tokens_per_expert: self.experts(rows, tokens_per_expert, keys)
         )
-        y = unpermute(rows, plan.tokens, plan.weights, len(flat), implementation=kernel)
+        y = unpermute(rows, plan.tokens, plan.weights, len(flat), token_rows=plan.token_rows, implementation=kernel)
         y = y.view(x.shape)  # [B, T, D]
         if aux_loss is not None:
             y = attach(y, aux_loss, tokens.aux_loss_weight)

@@ -36,6 +36,8 @@ class DispatchPlan:
     """[E] int64: assignments of each expert before any was dropped."""
     dropout_keys: Tensor | None = None
     """[M] int64: seeds of the rows' dropout in the experts, which travel with them; None: no dropout."""
+    token_rows: Tensor | None = None
+    """[N, k] int64: the rows of each token, where all have k of them; None: to be sorted for."""
 
 
 def plan_dispatch(
@@ -74,12 +76,19 @@ def plan_dispatch(
     if kept is not None:
         dropped_last = kept.logical_not().to(torch.uint8).argsort(stable=True)
         order, kept = order[dropped_last], kept[dropped_last]
+    token_rows = None
+    if fixed_shapes and routing.all_tokens:
+        # The inverse of a known permutation: nothing is sorted again.
+        rows = torch.empty_like(order)
+        rows[order] = torch.arange(len(order), device=order.device)
+        token_rows = rows.view(routing.k, tokens).t().contiguous()
     weights = routing.weight[order]
     return DispatchPlan(
         tokens=token[order],
         weights=weights if kept is None else weights.where(kept, 0),
         tokens_per_expert=counts if groups == 1 else counts.view(experts, groups).sum(1),
         load=load if groups == 1 else load.view(experts, groups).sum(1),
+        token_rows=token_rows,
     )
 
 

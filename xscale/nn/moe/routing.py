@@ -20,6 +20,8 @@ class Routing:
     """[N, E]: the router's probabilities, for priorities and statistics."""
     k: int = 1
     """The assignments are this many blocks of equal length: all first choices by position, then all second ones ..."""
+    all_tokens: bool = False
+    """Whether each of the k blocks is of all tokens in their order: assignment m is one of token m % N."""
     kept: Tensor | None = None
     """[M] bool: False for assignments that the router itself drops. None: all are kept."""
     loss: Tensor | None = None
@@ -45,6 +47,7 @@ class Routing:
             weight=weights.t().reshape(-1),
             probabilities=probabilities,
             k=k,
+            all_tokens=True,
             kept=None if kept is None else kept.t().reshape(-1),
             loss=loss,
             stats=stats or {},
