@@ -83,7 +83,11 @@ def select_architecture(model: Model.Config, sizes: ModelSizes, wanted: str | No
         require_features(model, architecture.features, require)
         data = architecture.to_hf(model, sizes, require)
         if not require.problems:
-            head = {"model_type": architecture.name, "architectures": [architecture.loader], "dtype": "float32"}
+            head = {
+                "model_type": architecture.name,
+                "architectures": [architecture.loader_of(model)],
+                "dtype": "float32",
+            }
             return architecture, head | data
         tried.append((architecture, require.problems))
     nearest, problems = min(tried, key=lambda pair: len(pair[1]))
