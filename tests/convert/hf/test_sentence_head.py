@@ -1,5 +1,5 @@
-"""A model with a head for pairs of sentences is BertForPreTraining or AlbertForPreTraining of `transformers`: out and in,
-with token types and equal logits of tokens and classes."""
+"""A model with a head for pairs of sentences is BertForPreTraining or AlbertForPreTraining of `transformers`: out and
+in, with token types and equal logits of tokens and classes."""
 
 import json
 from pathlib import Path
