@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.distributed import Pool
+from tests.parallel.against_one import Found, alone, same
 from tests.train.tiny import losses, metrics, recipe, run
 from xscale.core.errors import EXIT_DONE
 from xscale.nn.head import IGNORE_INDEX
@@ -88,8 +89,8 @@ def test_the_loss_is_that_of_the_paper(tmp_path: Path) -> None:
         torch.testing.assert_close(parameter.grad, gradient)
 
 
-def trained(folder: Path, name: str, micro_batch_size: int, zero: int | None = None) -> int:
-    parallel = {} if zero is None else {"mesh": {"dp_shard": 2}, "zero": {"stage": zero}}
+def trained(folder: Path, name: str, micro_batch_size: int, parallel: dict[str, Any] | None = None) -> int:
+    parallel = parallel or {}
     train = {"steps": 4, "eval_every": 0, "micro_batch_size": micro_batch_size}
     return run(asked(folder, name, train=train, parallel=parallel, optimizer={"kind": "adamw", "lr": 0.01}))
 
@@ -99,12 +100,49 @@ def test_negatives_over_ranks_are_those_of_one_process(tmp_path: Path, pool: Poo
     """Two ranks with micro-batches of 2 equal one process with 4, which differs from one with 2."""
     assert trained(tmp_path, "one", 4) == EXIT_DONE
     assert trained(tmp_path, "fewer", 2) == EXIT_DONE
-    for zero in (1, 3):
-        assert pool.run(trained, 2, tmp_path, f"zero{zero}", 2, zero=zero) == [EXIT_DONE] * 2
-        assert losses(tmp_path, f"zero{zero}") == pytest.approx(losses(tmp_path, "one"), rel=1e-10)
-        for mine, alone in zip(metrics(tmp_path, f"zero{zero}"), metrics(tmp_path, "one"), strict=True):
-            assert mine.get("contrast/loss") == pytest.approx(alone.get("contrast/loss"), rel=1e-10)
+    layouts: dict[str, tuple[int, dict[str, Any]]] = {
+        "zero1": (2, {"mesh": {"dp_shard": 2}, "zero": {"stage": 1}}),
+        "zero3": (2, {"mesh": {"dp_shard": 2}, "zero": {"stage": 3}}),
+        "tp": (4, {"mesh": {"dp_shard": 2, "tp": 2}, "zero": {"stage": 3}, "tensor": {"sequence": True}}),
+    }
+    for name, (ranks, parallel) in layouts.items():
+        assert pool.run(trained, ranks, tmp_path, name, 2, parallel) == [EXIT_DONE] * ranks
+        assert losses(tmp_path, name) == pytest.approx(losses(tmp_path, "one"), rel=1e-10)
+        for mine, of_one in zip(metrics(tmp_path, name), metrics(tmp_path, "one"), strict=True):
+            assert mine.get("contrast/loss") == pytest.approx(of_one.get("contrast/loss"), rel=1e-10)
     assert losses(tmp_path, "fewer")[-1] != pytest.approx(losses(tmp_path, "one")[-1], rel=1e-4)
+
+
+SECTIONS: dict[str, Any] = {
+    "data": {"cross_documents": True},
+    "objective": {**OBJECTIVE, "sentence_length": 5, "sentence_fraction": 0.5},
+}
+CP_REFUSED = "the 4 global tokens precede the text, which is sharded before it enters the model"
+DROPPING: dict[str, Any] = {
+    **MODEL,
+    "dropout": 0.1,
+    "stack": {**MODEL["stack"], "block": {**MODEL["stack"]["block"], "dropout": 0.1}},
+}
+
+
+@pytest.fixture(scope="module")
+def one(pool: Pool) -> Found:
+    return alone(pool, DROPPING, **SECTIONS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"mesh": {"tp": 2}},
+        {"mesh": {"tp": 2}, "tensor": {"sequence": True}},
+        {"mesh": {"tp": 2}, "tensor": {"sequence": True}, "recompute": {"every": 1}},
+    ],
+    ids=["tp", "sp", "sp, recomputed"],
+)
+def test_a_layout_has_the_numbers_of_one_process(pool: Pool, one: Found, layout: dict[str, Any]) -> None:
+    assert {"contrast/loss", "contrast/accuracy"} <= one.statistics.keys()
+    same(pool, one, 2, DROPPING, layout, **SECTIONS)
 
 
 def test_what_has_no_global_tokens_for_its_sentences_is_refused(tmp_path: Path) -> None:
@@ -116,6 +154,8 @@ def test_what_has_no_global_tokens_for_its_sentences_is_refused(tmp_path: Path) 
     assert path == "model.global_tokens"
     assert "each of 8 sentences, and the model has 4" in what
     assert problems(objective={**OBJECTIVE, "sentence_length": 20})[0][0] == "objective.sentence_length"
-    [(path, what)] = problems(2, parallel={"mesh": {"tp": 2}})
-    assert path == "parallel.mesh.tp"
-    assert "encodes sentences by themselves too" in what
+    assert problems(2, parallel={"mesh": {"tp": 2}}) == []
+    [(path, what)] = problems(2, parallel={"mesh": {"pp": 2}})
+    assert path == "parallel.mesh.pp"
+    assert "encodes masked sentences by themselves too, and a stage sends one sequence's states" in what
+    assert ("parallel.mesh.cp", CP_REFUSED) in problems(2, parallel={"mesh": {"cp": 2}})

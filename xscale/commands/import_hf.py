@@ -12,6 +12,7 @@ from xscale.core.config import decode, encode
 from xscale.core.errors import EXIT_DONE, EXIT_FAULT, ConfigError
 from xscale.data.prepared import open_tokenizer
 from xscale.data.tokenizer.tokenizer import Tokenizer
+from xscale.objective.objective import OBJECTIVES
 from xscale.recipe import Recipe, read
 from xscale.train.init_run import create_run, model_from_weights, require_no_run
 from xscale.train.settings import Settings
@@ -31,12 +32,18 @@ def import_run(
 ) -> int:
     """Create `run`, a run folder at step 0, from the folder `source` that transformers wrote; the exit status.
 
-    Everything but the model comes from `config` and the overrides. The run is written only if the logits of both
+    Everything but the model comes from `config` and the overrides; a classifier of pairs of sentences is kept where the
+    objective has classes of them. The run is written only if the logits of both
     implementations differ by at most `tolerance`. ConfigError when something does not map, or the run exists.
     """
     require_no_run(run)
     source = resolve_snapshot(source)
-    converted = import_model(source)
+    base = Recipe() if config is None else read(config, overrides)[0]
+    has_classes = OBJECTIVES.of(base.objective).part.classes(base.objective) is not None
+    converted = import_model(source, sentence_head=has_classes)
+    if has_classes and "sentence_head" not in converted.model:
+        what = f"it has no head for the classes of sequences that objective '{base.objective.kind}' has"
+        raise ConfigError(str(source), what, "Take objective=masked, or init.from, with which the head may be new.")
     compared = converted.comparison
     for name in converted.ignored_tensors:
         say(f"ignored: {name}")
@@ -48,7 +55,7 @@ def import_run(
     if not compared.within(tolerance):
         say(f"{run}: not written, because the logits of the two implementations differ")
         return EXIT_FAULT
-    settings, tokenizer = _settings(converted, source, run, config, overrides, say)
+    settings, tokenizer = _settings(converted, source, run, config, base, say)
     model = model_from_weights(settings, converted.sizes.vocabulary, converted.weights)
     keep_special_ids(source, converted.config, tokenizer, run)
     path = create_run(settings, model, run, tokenizer=tokenizer)
@@ -61,12 +68,11 @@ def _settings(
     source: Path,
     run: Path,
     config: Path | None,
-    overrides: list[str],
+    base: Recipe,
     say: Callable[[str], None],
 ) -> tuple[Settings, Tokenizer | None]:
     """The settings of the run, and the tokenizer that was imported into its folder."""
     model = model_of(converted.model)
-    base = Recipe() if config is None else read(config, overrides)[0]
     changes: dict[str, Any] = {"model": model, "run": base.run.model_copy(update={"dir": str(run)})}
     data: dict[str, Any] = {}
     if config is None:

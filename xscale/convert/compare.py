@@ -60,23 +60,34 @@ def compare_logits(
     config: Model.Config, sizes: ModelSizes, weights: Mapping[str, Tensor], architecture: Architecture, folder: Path
 ) -> LogitComparison:
     """Compare xscale's model with `weights` to the model that the library loads from `folder`; CPU, float32."""
-    hf_model, faults = load(architecture, folder)
+    hf_model, faults = load(architecture, folder, architecture.loader_of(config))
     generator = torch.Generator().manual_seed(0)
     shape = (SEQUENCES, min(sizes.length, max(LENGTH, 2 * architecture.attention_span(config))))
     ids, source = (_ids(shape, sizes.vocabulary, hf_model.config.pad_token_id, generator) for _ in range(2))
     encoder_decoder = architecture.kind == "encoder_decoder"
     model = build(architecture.without_capacity(config), sizes, weights)
     inputs = {"input_ids": source, "decoder_input_ids": ids} if encoder_decoder else {"input_ids": ids}
+    tokens, head = Tokens.from_ids(ids), None
+    if getattr(config, "sentence_head", None) is not None:
+        head = architecture.sentence_head
+        types = (torch.arange(ids.shape[1]) >= ids.shape[1] // 2).long().expand_as(ids)
+        if getattr(config, "token_types", 0) > 1:
+            inputs, tokens = inputs | {"token_type_ids": types}, Tokens.from_ids(ids, types=types)
+    read = Tokens.from_ids(source) if encoder_decoder else None
     with torch.no_grad():
         try:
-            hf_logits = hf_model(**inputs, **architecture.inputs(config, ids)).logits
+            outputs = hf_model(**inputs, **architecture.inputs(config, ids))
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             what = f"transformers itself cannot run the model: {reason}"
             raise ConfigError(str(folder), what, "Sizes with which transformers runs would map.") from error
         del hf_model
-        logits = model(Tokens.from_ids(ids), source=Tokens.from_ids(source) if encoder_decoder else None)
-        exact = model.double()(Tokens.from_ids(ids), source=Tokens.from_ids(source) if encoder_decoder else None)
+        if head is None:
+            hf_logits = outputs.logits
+            logits, exact = model(tokens, source=read), model.double()(tokens, source=read)
+        else:
+            hf_logits = _joined(outputs.prediction_logits, outputs[head.output])
+            logits, exact = _with_classes(model, tokens), _with_classes(model.double(), tokens)
     return LogitComparison(
         _max_difference(logits, hf_logits),
         logits.abs().max().item(),
@@ -84,6 +95,16 @@ def compare_logits(
         ids.numel(),
         faults,
     )
+
+
+def _with_classes(model: Any, tokens: Tokens) -> Tensor:
+    """Return the logits of all tokens and those of the class of each sequence, joined."""
+    return _joined(model(tokens), model.head.sentence(model.stack(model.embed(tokens), tokens)))
+
+
+def _joined(logits: Tensor, classes: Tensor) -> Tensor:
+    """[B, T, V] and [B, C] -> [B * (T * V + C)]."""
+    return torch.cat((logits.flatten(1), classes), 1).flatten()
 
 
 def compare_decoder_logits(
@@ -117,12 +138,15 @@ def build(config: Model.Config, sizes: ModelSizes, weights: Mapping[str, Tensor]
     return model.eval()
 
 
-def load(architecture: Architecture, folder: Path) -> tuple[Any, tuple[str, ...]]:
-    """Load the library's model; also returns its missing and mismatched tensors, except those the mapping ignores."""
+def load(architecture: Architecture, folder: Path, loader: str) -> tuple[Any, tuple[str, ...]]:
+    """Load the library's model of class `loader`.
+
+    Also returns its missing and mismatched tensors, except those the mapping ignores.
+    """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    kind = getattr(transformers, architecture.loader)
+    kind = getattr(transformers, loader)
     # Its grouped products of experts need widths of whole 16 bytes.
     options = {"dtype": torch.float32, "experts_implementation": "eager", **architecture.overrides}
     model, info = kind.from_pretrained(str(folder), output_loading_info=True, local_files_only=True, **options)

@@ -22,18 +22,19 @@ from xscale.nn.tokens import Tokens
 class SentenceContrast(Module):
     """The loss of masked sentences, attached to the hidden states as an auxiliary one."""
 
-    seams: ClassVar[tuple[str, ...]] = ("gather",)
+    seams: ClassVar[tuple[str, ...]] = ("gather", "gather_sequence")
 
-    def attach_loss(self, x: Tensor, alone: Tensor, tokens: Tokens) -> Tensor:
+    def attach_loss(self, x: Tensor, tokens: Tokens, alone: Tensor, sentences: Tokens) -> Tensor:
         """Return x [B, M + T, D], of which the first M are global, with the loss of K masked sentences a text attached.
 
-        `alone` [B * K, D] are the states of the sentences by themselves; `tokens.sentence_globals` [B, K] says which
-        global token is that of each. The loss is the mean over the micro-batch.
+        `alone` [B * K, M + N, D] are the states of the sentences by themselves; `tokens.sentence_globals` [B, K] says
+        which global token is that of each. `tokens` and `sentences` have the global tokens too. The loss is the mean
+        over the micro-batch.
         """
         assert tokens.sentence_globals is not None
         places = tokens.sentence_globals[..., None].expand(-1, -1, x.shape[-1])
-        summaries = x.gather(1, places).flatten(0, 1)  # [B * K, D]
-        candidates, first = self.gather(alone)
+        summaries = self.gather_sequence(x, tokens).gather(1, places).flatten(0, 1)  # [B * K, D]
+        candidates, first = self.gather(self.gather_sequence(alone, sentences)[:, 0])
         dtype = torch.promote_types(x.dtype, torch.float32)
         logits = summaries.to(dtype) @ candidates.to(dtype).mT * x.shape[-1] ** -0.5
         labels = first + torch.arange(len(summaries), device=x.device)
@@ -48,3 +49,7 @@ class SentenceContrast(Module):
         """Return the states [N, D] of the sentences of all ranks, and the index of the first of this rank's. A seam:
         data parallelism."""
         return alone, 0
+
+    def gather_sequence(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """Return the hidden states of the sequence. A seam: those whose sequence is sharded over tp."""
+        return x

@@ -21,10 +21,9 @@ def _check_contrast(settings: Settings) -> list[Problem]:
     if tokens < count:
         what = f"'{objective.name}' needs a global token for each of {count} sentences, and the model has {tokens}"
         problems.append(Problem("model.global_tokens", what, f"Take {count} in a model of kind encoder."))
-    for axis in ("pp", "cp", "tp"):
-        if getattr(parallel.mesh, axis) > 1:
-            what = f"'{objective.name}' encodes sentences by themselves too, which is for data parallelism alone"
-            problems.append(Problem(f"parallel.mesh.{axis}", what, "Take 1."))
+    if parallel.mesh.pp > 1:
+        what = f"'{objective.name}' encodes masked sentences by themselves too, and a stage sends one sequence's states"
+        problems.append(Problem("parallel.mesh.pp", what, "Take 1; tensor and data parallelism and ZeRO work."))
     if parallel.zero.engine == "deepspeed":
         what = f"'{objective.name}' runs the model twice in a forward, which is for the engine torch alone"
         problems.append(Problem("parallel.zero.engine", what, "Take torch."))

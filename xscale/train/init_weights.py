@@ -25,6 +25,8 @@ from xscale.train.settings import Settings, build_on_meta
 HEADS = ("head.", "stack.exits.")
 """Beginnings of the names of parameters that may be new, or left out: they belong to an objective; so may LoRA's be
 new."""
+SENTENCE_HEAD = "head.sentence."
+"""Beginning of the names of the parameters of a classifier of pairs of sentences."""
 LISTED = 6
 """Names that a message lists; it counts the others."""
 PREFIX = "model."
@@ -113,7 +115,7 @@ def _load_hf(folder: Path, shapes: Mapping[str, tuple[int, ...]], parameters: li
     """Fill the parameters from a folder of transformers, which each process reads."""
     from xscale.convert.hf.import_model import import_model
 
-    converted = import_model(folder)
+    converted = import_model(folder, sentence_head=any(name.startswith(SENTENCE_HEAD) for name in shapes))
     weights: Mapping[str, Tensor] = converted.weights
     matching = match(str(folder), {name: tuple(tensor.shape) for name, tensor in weights.items()}, shapes)
     for parameter in parameters:

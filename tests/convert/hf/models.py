@@ -201,6 +201,8 @@ SECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("roberta", encoder()),
     "albert": ("albert", {**encoder(activation="gelu_tanh"), "embedding_width": 12}),
     "albert with types": ("albert", {**encoder(), "embedding_width": 20, "token_types": 2, "tied": False}),
+    "distilbert": ("distilbert", encoder()),
+    "distilbert untied": ("distilbert", encoder(activation="relu", tied=False)),
     "big_bird": ("big_bird", encoder(activation="gelu_tanh")),
     "longformer": ("longformer", longformer(3)),
     "longformer of two windows": ("longformer", longformer(2, 4)),

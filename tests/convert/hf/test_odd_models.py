@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.commands.test_import_hf import call
+from xscale.convert.hf.distilbert import KEYS
 from xscale.convert.hf.registry import ARCHITECTURES
 from xscale.core.errors import ConfigError
 
@@ -157,6 +158,13 @@ def albert(choose: Choose) -> Config:
     return bert(choose) | shape
 
 
+def distilbert(choose: Choose) -> Config:
+    made = bert(choose)
+    del made["type_vocab_size"]
+    shape = {KEYS.get(key, key): value for key, value in made.items()}
+    return shape | {"sinusoidal_pos_embds": choose(*[False] * 5, True)}
+
+
 def big_bird(choose: Choose) -> Config:
     sparse = choose("original_full", "original_full", "block_sparse")
     return bert(choose) | {"attention_type": sparse, "num_random_blocks": 1, "block_size": choose(2, 5)}
@@ -207,6 +215,7 @@ OPTIONS: dict[str, Callable[[Choose], Config]] = {
     "roberta": bert,
     "big_bird": big_bird,
     "albert": albert,
+    "distilbert": distilbert,
     "longformer": longformer,
     "t5": t5,
     "switch_transformers": switch,

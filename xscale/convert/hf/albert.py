@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from xscale.convert.hf.architecture import Architecture, Data, ModelSizes, Requirements
+from xscale.convert.hf.architecture import Architecture, Data, ModelSizes, Requirements, SentenceHeadLayout
 from xscale.convert.hf.bert import TYPES, BertFamily
 from xscale.convert.mapping import DUPLICATED, WeightMapping, positions_and_types, weight, with_biases
 
@@ -57,9 +57,12 @@ class AlbertFamily(BertFamily):
             # As in BERT: for an untied head the library adds the decoder's bias.
             outer.append(weight("head.weight", "predictions.decoder.weight"))
             outer.append(weight("head.bias", f"predictions.decoder.bias {self.bias}", DUPLICATED))
+        if config.sentence_head is not None:
+            outer += SENTENCE_ORDER.weights()
         return [*outer, *with_biases(maps, True)]
 
 
+SENTENCE_ORDER = SentenceHeadLayout("AlbertForPreTraining", "albert.pooler", "sop_classifier.classifier", "sop_logits")
 ALBERT_HEAD = ("predictions.dense", "predictions.LayerNorm", "predictions.bias")
 _FAMILY = AlbertFamily("albert", "albert", "AlbertForMaskedLM", 0, *ALBERT_HEAD, 2)
 ALBERT = Architecture(
@@ -76,5 +79,6 @@ ALBERT = Architecture(
         r"predictions\.decoder\.(bias|weight)",
     ),
     notes=(TYPES,),
-    features=frozenset({"stack.share", "embedding_width"}),
+    features=frozenset({"stack.share", "embedding_width", "sentence_head"}),
+    sentence_head=SENTENCE_ORDER,
 )

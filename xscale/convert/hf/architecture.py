@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from xscale.convert.mapping import WeightMapping
+from xscale.convert.mapping import WeightMapping, weight, with_biases
 from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
 from xscale.nn.model.model import MODELS, Model
@@ -64,6 +64,30 @@ Data = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class SentenceHeadLayout:
+    """The class of transformers with a head that classifies pairs of sentences, beside the language-model head."""
+
+    loader: str
+    pooler: str
+    """Prefix of the tensors of the pooler."""
+    classifier: str
+    """Prefix of those of the classifier, which has two classes."""
+    output: str
+    """Name of its logits among the outputs."""
+
+    def weights(self) -> list[WeightMapping]:
+        """Map the tensors of the head."""
+        pooler = weight("head.sentence.pooler.dense.weight", f"{self.pooler}.weight")
+        return with_biases([pooler, weight("head.sentence.classifier.weight", f"{self.classifier}.weight")], True)
+
+    @staticmethod
+    def require(config: Any, require: Requirements) -> None:
+        """Record a problem where the model has a head of other classes."""
+        if config.sentence_head is not None:
+            require.one_of("model.sentence_head.classes", config.sentence_head.classes, 2)
+
+
+@dataclass(frozen=True)
 class Architecture:
     """A `model_type` of transformers."""
 
@@ -103,6 +127,13 @@ class Architecture:
     """Whether config.json has a weight of the router's z-loss."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json with the values under which the logits are compared."""
+    sentence_head: SentenceHeadLayout | None = None
+    """What a model with `sentence_head` maps to; None: nothing."""
+
+    def loader_of(self, config: Any) -> str:
+        """Return the class of transformers with the heads that xscale's model config has."""
+        has_head = getattr(config, "sentence_head", None) is not None
+        return self.sentence_head.loader if has_head and self.sentence_head is not None else self.loader
 
 
 FEATURES: dict[str, Any] = {

@@ -12,6 +12,7 @@ from xscale.convert.hf.architecture import (
     Data,
     ModelSizes,
     Requirements,
+    SentenceHeadLayout,
     activation_of,
     classic_block,
 )
@@ -26,8 +27,6 @@ from xscale.convert.mapping import (
 )
 
 TYPES = "token types: every token has the first type, unless an objective on sentences told others"
-CLASSIFIER = "cls.seq_relationship"
-"""Tensors of BERT's classifier of pairs of sentences."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,7 @@ class BertFamily:
     types: int
     """Rows of the token-type table that an export writes for a model without one."""
     notes: tuple[str, ...] = ()
+    sentence_head: SentenceHeadLayout | None = None
 
     def to_hf(self, config: Any, sizes: ModelSizes, require: Requirements) -> Data:
         block = classic_block(config, "post", require)
@@ -55,6 +55,7 @@ class BertFamily:
             return {}
         require.one_of("model.embedding_norm", config.embedding_norm, block.norm)
         mixer, ffn = block.mixer, block.ffn
+        SentenceHeadLayout.require(config, require)
         require.one_of("model.head_bias", config.head_bias, True)
         require.one_of("model.global_tokens", config.global_tokens, 0)
         require.one_of("model.transform", config.transform, "gelu" if self.first else ffn.activation)
@@ -151,10 +152,8 @@ class BertFamily:
             decoder = f"{self.bias.rpartition('.')[0]}.decoder"
             outer.append(weight("head.weight", f"{decoder}.weight"))
             outer.append(weight("head.bias", f"{decoder}.bias {self.bias}", DUPLICATED))
-        if config.sentence_head is not None:
-            pooler = weight("head.sentence.pooler.dense.weight", f"{body}.pooler.dense.weight")
-            classifier = weight("head.sentence.classifier.weight", f"{CLASSIFIER}.weight")
-            outer += with_biases([pooler, classifier], True)
+        if config.sentence_head is not None and self.sentence_head is not None:
+            outer += self.sentence_head.weights()
         return [*outer, *per_block(config.stack.depth, with_biases(layer, True))]
 
     def architecture(self) -> Architecture:
@@ -172,13 +171,17 @@ class BertFamily:
                 r"(cls\.predictions|lm_head)\.decoder\.(bias|weight)",
             ),
             notes=(TYPES, *self.notes),
-            features=frozenset({"sentence_head"} if self.body == "bert" else ()),
+            features=frozenset({"sentence_head"} if self.sentence_head else ()),
+            sentence_head=self.sentence_head,
         )
 
 
 HEAD = ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.bias")
 """Tensors of BERT's language-model head."""
-BERT = BertFamily("bert", "bert", "BertForMaskedLM", 0, *HEAD, 2).architecture()
+NEXT_SENTENCE = SentenceHeadLayout(
+    "BertForPreTraining", "bert.pooler.dense", "cls.seq_relationship", "seq_relationship_logits"
+)
+BERT = BertFamily("bert", "bert", "BertForMaskedLM", 0, *HEAD, 2, sentence_head=NEXT_SENTENCE).architecture()
 ROBERTA_HEAD = ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias")
 ROBERTA = BertFamily("roberta", "roberta", "RobertaForMaskedLM", 1, *ROBERTA_HEAD, 1).architecture()
 

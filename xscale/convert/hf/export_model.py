@@ -102,7 +102,7 @@ def _write(
         say(f"{out}: not written, because the logits of the two implementations differ")
         return EXIT_FAULT
     part.rename(out)
-    say(f"{out}: written; load it with transformers.{architecture.loader}.from_pretrained")
+    say(f"{out}: written; load it with transformers.{architecture.loader_of(model)}.from_pretrained")
     return EXIT_DONE
 
 

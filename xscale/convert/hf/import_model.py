@@ -177,15 +177,23 @@ class ImportedModel:
     comparison: LogitComparison
 
 
-def import_model(folder: Path) -> ImportedModel:
-    """Convert the model in `folder`. ConfigError with the keys that do not map, and missing or unknown tensors."""
+def import_model(folder: Path, *, sentence_head: bool = False) -> ImportedModel:
+    """Convert the model in `folder`. ConfigError with the keys that do not map, and missing or unknown tensors.
+
+    `sentence_head`: whether its classifier of pairs of sentences is kept too, where it has one.
+    """
     folder = resolve_snapshot(folder)
     config = read_config(folder)
     architecture, section, sizes = model_from_hf_config(config)
     with open_hf_folder(folder) as source:
         section = architecture.with_tensors(section, source.find)
+        if sentence_head and architecture.sentence_head is not None:
+            classes = source.find(f"{architecture.sentence_head.classifier}.weight")
+            section |= {} if classes is None else {"sentence_head": {"classes": len(classes)}}
         model = model_of(section)
-        weights, ignored = _weights(source, architecture, architecture.weights(model, sizes))
+        weights, ignored = _weights(
+            source, architecture, architecture.weights(model, sizes), architecture.loader_of(model)
+        )
     with torch.device("meta"):
         built: nn.Module = MODELS.build(model, sizes.vocabulary, sizes.length)
     _check_shapes(folder, weights, {name: mapped.shape for name, mapped in built.named_parameters()})
@@ -194,14 +202,14 @@ def import_model(folder: Path) -> ImportedModel:
 
 
 def _weights(
-    source: HfFolder, architecture: Architecture, mapping: list[WeightMapping]
+    source: HfFolder, architecture: Architecture, mapping: list[WeightMapping], loader: str
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     bare = architecture.prefix if not any(name.startswith(architecture.prefix) for name in source.files) else ""
     required = {name: name.removeprefix(bare) for mapped in mapping for name in mapped.external_names}
     fallbacks = dict(architecture.fallbacks)
     required |= {name: fallbacks[name] for name in required if name in fallbacks and required[name] not in source.files}
     if missing := [name for name in required.values() if name not in source.files]:
-        fix = f"Save a complete {architecture.loader} with `save_pretrained`."
+        fix = f"Save a complete {loader} with `save_pretrained`."
         raise ConfigError(str(source.folder), f"it has no tensor {_listed(missing)}", fix)
     # A tied head may be stored twice.
     unused = set(source.files) - set(required.values())

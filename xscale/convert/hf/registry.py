@@ -15,6 +15,7 @@ from xscale.convert.hf.bart import BART
 from xscale.convert.hf.bert import BERT, BIG_BIRD, ROBERTA
 from xscale.convert.hf.deberta import DEBERTA_V2
 from xscale.convert.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from xscale.convert.hf.distilbert import DISTILBERT
 from xscale.convert.hf.gemma import GEMMA2, GEMMA3
 from xscale.convert.hf.gpt2 import GPT2
 from xscale.convert.hf.gpt_neox import GPT_NEOX
@@ -46,6 +47,7 @@ ARCHITECTURES = (
     ROBERTA,
     BIG_BIRD,
     ALBERT,
+    DISTILBERT,
     LONGFORMER,
     DEBERTA_V2,
     XLNET,
@@ -81,7 +83,11 @@ def select_architecture(model: Model.Config, sizes: ModelSizes, wanted: str | No
         require_features(model, architecture.features, require)
         data = architecture.to_hf(model, sizes, require)
         if not require.problems:
-            head = {"model_type": architecture.name, "architectures": [architecture.loader], "dtype": "float32"}
+            head = {
+                "model_type": architecture.name,
+                "architectures": [architecture.loader_of(model)],
+                "dtype": "float32",
+            }
             return architecture, head | data
         tried.append((architecture, require.problems))
     nearest, problems = min(tried, key=lambda pair: len(pair[1]))

@@ -128,13 +128,16 @@ class Encoder(Model):
         prefixed, prediction = tokens.with_global_tokens(count), Prediction(self.head, targets)
         x = self.stack(self.embed(tokens), prefixed, prediction=prediction)
         if self.contrast is not None and tokens.sentences is not None and targets is not None:
-            x = self._attach_contrast(self.contrast, x, tokens)
+            x = self._attach_contrast(self.contrast, x, prefixed)
         return predict(self.stack, x, prefixed, prediction)
 
     def _attach_contrast(self, contrast: SentenceContrast, x: Tensor, tokens: Tokens) -> Tensor:
-        """Return x [B, M + T, D] with the loss of the masked sentences attached, each of which is encoded by itself."""
+        """Return x [B, M + T, D] with the loss of the masked sentences attached, each of which is encoded by itself.
+
+        `tokens` have the global tokens too.
+        """
         if tokens.sentences is None or (tokens.aux_loss_weight is None and tokens.stats is None):
             return x
         alone = Tokens.from_ids(tokens.sentences.flatten(0, 1), rng_seed=tokens.rng_seed)  # [B * K, N]
-        states = self.stack(self.embed(alone), alone.with_global_tokens(self.global_tokens))
-        return contrast.attach_loss(x, states[:, 0], tokens)
+        prefixed = alone.with_global_tokens(self.global_tokens)
+        return contrast.attach_loss(x, tokens, self.stack(self.embed(alone), prefixed), prefixed)

@@ -33,6 +33,7 @@ from xscale.nn.module import Module, parameter_axes, substitute
 from xscale.nn.moe.experts import Experts
 from xscale.nn.norm import Norm
 from xscale.nn.quaternion import QuaternionLinear
+from xscale.nn.sentence_contrast import SentenceContrast
 from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
 from xscale.parallel.activation_checkpointing import is_recomputed
@@ -222,6 +223,8 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
             substitute(module, "random", HiddenOverTensor(module.random, first, hidden))
         if isinstance(module, Embedding):
             substitute(module, "lookup", VocabParallelEmbedding(region, _first_row(module.weight, region)))
+        if isinstance(module, SentenceContrast) and region.sequence:
+            substitute(module, "gather_sequence", GatherSequence(region))
         if isinstance(module, ClassHead):
             if region.sequence:
                 substitute(module, "gather", GatherSequence(region))
@@ -286,7 +289,7 @@ class NormOfAllHeads:
 
 @dataclass(frozen=True)
 class GatherSequence:
-    """Hidden states of the full sequence, for a replicated head: each rank has the gradient of its own shard."""
+    """Hidden states of the full sequence, for a replicated head or loss; each rank has its own shard's gradient."""
 
     region: TensorRegion
 
