@@ -123,7 +123,7 @@ TAG = st.sampled_from(NAMES)
 WORDS = st.lists(st.tuples(TAG, TAG), min_size=1, max_size=8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(WORDS, min_size=1, max_size=5), st.booleans())
 def test_tags_of_all_kinds_have_the_metrics_of_the_tables(words: list[list[tuple[str, str]]], mostly: bool) -> None:
     targets = [[target for _, target in sentence] for sentence in words]

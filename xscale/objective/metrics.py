@@ -74,9 +74,9 @@ def span_metrics(predicted: Tensor, targets: Tensor, samples: Tensor, names: Seq
     De Meulder 2003, section 2.5). The spans of all types count together. A ratio of nothing is 0. `samples` [N]: the
     sample of each tag, equal ones adjacent; no span leaves its sample. `names` of the tags satisfy `marks_spans`.
     """
-    found, wanted = (_spans(tags, samples, names) for tags in (predicted, targets))
-    hits = int(((found == wanted) & (wanted >= 0)).sum())
-    of_predicted, of_target = int((found >= 0).sum()), int((wanted >= 0).sum())
+    predicted_spans, target_spans = (_spans(tags, samples, names) for tags in (predicted, targets))
+    hits = int(((predicted_spans == target_spans) & (target_spans >= 0)).sum())
+    of_predicted, of_target = int((predicted_spans >= 0).sum()), int((target_spans >= 0).sum())
     return {
         "span_precision": hits / max(of_predicted, 1),
         "span_recall": hits / max(of_target, 1),
@@ -93,11 +93,11 @@ def _spans(tags: Tensor, samples: Tensor, names: Sequence[str]) -> Tensor:
     matches = [SPAN_TAG.fullmatch(name) for name in names]
     types = [OUTSIDE, *sorted({match[2] for match in matches if match})]
     type_of = torch.tensor([types.index(match[2]) if match else 0 for match in matches])[tags]
-    goes_on = torch.tensor([bool(match and match[1] in "IE") for match in matches])[tags]
+    may_continue = torch.tensor([bool(match and match[1] in "IE") for match in matches])[tags]
     is_open = torch.tensor([bool(match and match[1] in "BI") for match in matches])[tags]
     in_span = torch.tensor([bool(match) for match in matches])[tags]
     continues = torch.zeros_like(in_span)
-    continues[1:] = goes_on[1:] & is_open[:-1] & (type_of[1:] == type_of[:-1]) & (samples[1:] == samples[:-1])
+    continues[1:] = may_continue[1:] & is_open[:-1] & (type_of[1:] == type_of[:-1]) & (samples[1:] == samples[:-1])
     is_last = in_span.clone()
     is_last[:-1] &= ~continues[1:]
     firsts, lasts = (in_span & ~continues).nonzero()[:, 0], is_last.nonzero()[:, 0]
