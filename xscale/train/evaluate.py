@@ -50,7 +50,7 @@ def evaluate(
     """
     model.eval()
     predicts_labels = objective.head_sizes(objective.config) is not None
-    predictions: list[Predictions] = []
+    all_predictions: list[Predictions] = []
     nats = torch.zeros((), dtype=torch.float64, device=token_bytes.device)
     # Added up on the device, so that the host waits once.
     totals = torch.zeros(2, dtype=torch.int64, device=token_bytes.device)
@@ -59,8 +59,8 @@ def evaluate(
         tally = Stats()
         if predicts_labels and counts:
             assert batch.places is not None, "predictions are told apart by their places"
-            predictions.append(Predictions(batch.places))
-            batch = replace(batch, tokens=replace(batch.tokens, predictions=predictions[-1]))
+            all_predictions.append(Predictions(batch.places))
+            batch = replace(batch, tokens=replace(batch.tokens, predictions=all_predictions[-1]))
         loss = objective.loss(model, scores.observed(batch, tally))
         if counts:
             scores.add(batch, tally)
@@ -78,7 +78,9 @@ def evaluate(
         model.wait_sends()
     loss_value = total / max(count, 1)
     if predicts_labels:
-        local = torch.cat([torch.zeros(4, 0, dtype=torch.float64), *(each.rows() for each in predictions)], 1)
+        local = torch.cat(
+            [torch.zeros(4, 0, dtype=torch.float64), *(predictions.rows() for predictions in all_predictions)], 1
+        )
         rows = in_order(torch.cat(all_gather_object(local), 1))
         return Evaluation(loss_value, math.nan, math.nan, metrics_of(rows, objective, names))
     perplexity = math.exp(loss_value) if loss_value < 700 else math.inf
