@@ -129,8 +129,8 @@ class Regress(_Pooled):
 class Tag(LabelledObjective):
     """Tagging: cross-entropy of the tag of each word, at its first token.
 
-    Tags that mark spans (`B-PER`, `I-PER`, `O`) have the metric of CoNLL 2003 (Tjong Kim Sang and De Meulder 2003,
-    section 2.5) too: precision, recall and F1 of spans.
+    Tags that mark spans (`B-PER`, `I-PER`, `O`) have the metric of CoNLL 2003 (Tjong Kim Sang and De Meulder
+    2003) too: precision, recall and F1 of spans.
     """
 
     class Config(LabelledObjective.Config):

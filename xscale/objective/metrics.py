@@ -71,7 +71,7 @@ def span_metrics(predicted: Tensor, targets: Tensor, samples: Tensor, names: Seq
     """Return precision, recall and F1 of the spans that predicted tags [N] mark, against those of the targets [N].
 
     A span is right if its first word, its last word and its type are those of a span of the targets (Tjong Kim Sang and
-    De Meulder 2003, section 2.5). The spans of all types count together. A ratio of nothing is 0. `samples` [N]: the
+    De Meulder 2003). The spans of all types count together. A ratio of nothing is 0. `samples` [N]: the
     sample of each tag, equal ones adjacent; no span leaves its sample. `names` of the tags satisfy `marks_spans`.
     """
     predicted_spans, target_spans = (_spans(tags, samples, names) for tags in (predicted, targets))
