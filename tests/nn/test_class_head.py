@@ -35,7 +35,7 @@ def test_the_loss_is_that_of_the_pooled_tokens() -> None:
     assert made.dense is not None
     x = torch.randn(2, 4, 6, dtype=torch.float64)
     targets = torch.tensor([[2, -100, -100, -100], [-100, -100, 1, 0]])
-    predictions = Predictions()
+    predictions = Predictions(torch.stack(torch.meshgrid(torch.arange(7, 9), torch.arange(4), indexing="ij"), -1))
     loss = made(x, targets, Tokens.from_ids(torch.zeros(2, 4, dtype=torch.long), predictions=predictions))
     wanted, predicted = 0.0, []
     for row, at, target in ((0, 0, 2), (1, 2, 1), (1, 3, 0)):
@@ -44,7 +44,7 @@ def test_the_loss_is_that_of_the_pooled_tokens() -> None:
         wanted += math.log(sum(math.exp(value) for value in logits)) - logits[target]
         predicted.append(logits.index(max(logits)))
     assert loss.item() == pytest.approx(wanted, rel=1e-12)
-    assert predictions.pairs().tolist() == [predicted, [2, 1, 0]]
+    assert predictions.rows().tolist() == [[7, 8, 8], [0, 2, 3], predicted, [2, 1, 0]]
 
 
 def test_scores_have_a_squared_error() -> None:

@@ -119,7 +119,7 @@ def trained(model: dict[str, Any], parallel: dict[str, Any], *, steps: int = STE
         update_non_gradient_state(network, means, shard_like, gather_full)
     found.gradients = {rest.name: (_at(rest), given) for rest, given in zip(rests, optimizer.first, strict=True)}
     held_out = [
-        (shard_over_cp(batch_of(objective, micro, steps, number, None, apart, noisy=False), spread), True)
+        (shard_over_cp(held_out_batch(objective, micro, steps, number, apart), spread), True)
         for number in range(mesh.data_rank, 4, mesh.degrees.dp)
     ]
     bytes_each = torch.ones(VOCABULARY, dtype=torch.long)
@@ -195,6 +195,12 @@ def batch_of(
         else {}
     )
     return objective.batch(tokens, documents if apart else None, index, **noise, **labels)
+
+
+def held_out_batch(objective: Objective, micro: int, step: int, number: int, apart: bool) -> Batch:
+    """Micro-batch `number` of an evaluation."""
+    batch = batch_of(objective, micro, step, number, None, apart, noisy=False)
+    return batch.with_places(torch.arange(micro) + number * micro)
 
 
 def labels_of(kind: str, documents: Tensor, generator: torch.Generator) -> Tensor:

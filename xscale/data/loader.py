@@ -76,6 +76,11 @@ class Loader:
             labels=torch.from_numpy(labels[0]) if labels else None,
         )
 
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes or tags of labelled examples, by number; none of other samples, and of scores."""
+        return self.data.labels.names if isinstance(self.data, LabelledDataset) else ()
+
     def stream(self, requests: Iterable[tuple[int, int]], *, ahead: int = 2) -> Iterator[Samples]:
         """Yield `samples(*request)` for each request; a thread prefetches `ahead` of them."""
         if ahead < 1:

@@ -65,19 +65,22 @@ class Stats:
 
 
 class Predictions:
-    """Predicted classes or scores and their targets, from the micro-batches of an evaluation."""
+    """Predicted classes or scores of a micro-batch of an evaluation, with their targets and places."""
 
-    def __init__(self) -> None:
-        self._pairs: list[Tensor] = []
+    def __init__(self, places: Tensor) -> None:
+        """`places` [B, T, 2]: the number of each target's sample, and its index there."""
+        self._places = places
+        self._rows: list[Tensor] = []
 
     def add(self, predicted: Tensor, targets: Tensor, is_target: Tensor) -> None:
         """Add the predictions and targets, both [B, T], where there is a target."""
-        # In double precision both kinds are exact: classes are small numbers.
-        self._pairs.append(torch.stack((predicted.detach().double(), targets.double()))[:, is_target])  # [2, N]
+        # In double precision all of them are exact: classes and places are integers below 2**53.
+        rows = (*self._places.unbind(-1), predicted.detach(), targets)
+        self._rows.append(torch.stack([row.double() for row in rows])[:, is_target])
 
-    def pairs(self) -> Tensor:
-        """Return predictions and targets [2, N], in double precision, on the CPU."""
-        return torch.cat(self._pairs, 1).cpu() if self._pairs else torch.zeros(2, 0, dtype=torch.float64)
+    def rows(self) -> Tensor:
+        """Return sample, index, prediction and target [4, N], in double precision, on the CPU."""
+        return torch.cat(self._rows, 1).cpu() if self._rows else torch.zeros(4, 0, dtype=torch.float64)
 
 
 class SharedValues:

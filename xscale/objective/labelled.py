@@ -4,6 +4,7 @@ A head of classes or of a score takes the place of the language-model head. The 
 example, or at each word; all other targets are ignored.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from xscale.core.errors import Problem
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.tokens import Tokens
-from xscale.objective.metrics import class_metrics, score_metrics
+from xscale.objective.metrics import class_metrics, marks_spans, score_metrics, span_metrics
 from xscale.objective.objective import OBJECTIVES, Batch, HeadSizes, Objective, ObjectiveTraits, SpecialTokens
 
 
@@ -126,7 +127,11 @@ class Regress(_Pooled):
     traits=ObjectiveTraits(causal=None, source=False, random=False, samples="labels", labels="tags"),
 )
 class Tag(LabelledObjective):
-    """Tagging: cross-entropy of the tag of each word, at its first token."""
+    """Tagging: cross-entropy of the tag of each word, at its first token.
+
+    Tags that mark spans (`B-PER`, `I-PER`, `O`) have the metric of CoNLL 2003 (Tjong Kim Sang and De Meulder
+    2003) too: precision, recall and F1 of spans.
+    """
 
     class Config(LabelledObjective.Config):
         classes: int = Field(default=2, ge=2)
@@ -141,3 +146,8 @@ class Tag(LabelledObjective):
 
     def metrics(self, predicted: Tensor, targets: Tensor) -> dict[str, float]:
         return class_metrics(predicted, targets, self.config.classes)
+
+    def sequence_metrics(
+        self, predicted: Tensor, targets: Tensor, samples: Tensor, names: Sequence[str]
+    ) -> dict[str, float]:
+        return span_metrics(predicted, targets, samples, names) if marks_spans(names) else {}

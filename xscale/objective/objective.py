@@ -1,6 +1,7 @@
 """Training objectives, which turn packed samples into inputs and targets and compute the loss; `causal`."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -82,6 +83,8 @@ class Batch:
     source: Tokens | None = None
     counted: int | None = None
     """`weight`, where it was counted before the batch went to a device; None: not counted yet."""
+    places: Tensor | None = None
+    """[B, T, 2] number of each target's sample, and its index there, in an evaluation; None: not told."""
 
     @property
     def weight(self) -> Tensor:
@@ -91,7 +94,14 @@ class Batch:
     def to(self, device: torch.device) -> "Batch":
         """Copy to a device."""
         source = None if self.source is None else self.source.to(device)
-        return Batch(self.tokens.to(device), self.targets.to(device, non_blocking=True), source, self.counted)
+        targets = self.targets.to(device, non_blocking=True)
+        places = None if self.places is None else self.places.to(device, non_blocking=True)
+        return Batch(self.tokens.to(device), targets, source, self.counted, places)
+
+    def with_places(self, index: Tensor) -> "Batch":
+        """Return a copy that tells the places of its targets. `index` [B]: the numbers of the samples."""
+        rows = torch.arange(self.targets.shape[1]).expand(self.targets.shape)
+        return replace(self, places=torch.stack((index[:, None].expand_as(rows), rows), -1))
 
 
 class Objective:
@@ -134,6 +144,16 @@ class Objective:
     def metrics(self, predicted: Tensor, targets: Tensor) -> dict[str, float]:
         """Return the metrics of predicted classes or scores [N] by name, of an objective with a head of its own."""
         raise NotImplementedError
+
+    def sequence_metrics(
+        self, predicted: Tensor, targets: Tensor, samples: Tensor, names: Sequence[str]
+    ) -> dict[str, float]:
+        """Return further metrics by name, which depend on the order of the predictions [N] in their samples.
+
+        `samples` [N]: the sample of each, equal ones adjacent. `names` of the classes or tags by number; scores have
+        none.
+        """
+        return {}
 
     @classmethod
     def max_span(cls, config: Any) -> int | None:

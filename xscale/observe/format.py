@@ -57,4 +57,9 @@ def _visible(character: str) -> str:
 
 def metrics_clause(metrics: Mapping[str, float]) -> str:
     """', accuracy 0.9123, macro F1 0.8991'; empty without metrics."""
-    return "".join(f", {name.replace('_', ' ').replace('f1', 'F1')} {value:.4f}" for name, value in metrics.items())
+    return "".join(f", {metric_words(name)} {value:.4f}" for name, value in metrics.items())
+
+
+def metric_words(name: str) -> str:
+    """'macro_f1' as 'macro F1'."""
+    return name.replace("_", " ").replace("f1", "F1")

@@ -75,6 +75,8 @@ class MicroBatches:
             count = min(self.micro_batch, sequences - first)
             samples = self.loader.samples(first, count)
             batch = self.objective.batch(*self._tensors(samples), **_labels(samples))
+            if self.objective.head_sizes(self.objective.config) is not None:
+                batch = batch.with_places(samples.index)
             yield shard_over_cp(batch.to(self.device), self.sequence_sharding), counts
 
     def _tensors(self, samples: Samples) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -91,4 +93,6 @@ def shard_over_cp(batch: Batch, sharding: SequenceSharding | None) -> Batch:
     if sharding is None:
         return batch
     source = None if batch.source is None else shard_tokens(batch.source, sharding)
-    return Batch(shard_tokens(batch.tokens, sharding), sharding.shard(batch.targets, fill=IGNORE_INDEX), source)
+    targets = sharding.shard(batch.targets, fill=IGNORE_INDEX)
+    places = None if batch.places is None else sharding.shard(batch.places)
+    return Batch(shard_tokens(batch.tokens, sharding), targets, source, places=places)

@@ -1,5 +1,6 @@
 """Knowledge distillation in a run: the teacher is set up, and the objective calls it on each micro-batch."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +41,11 @@ class DistilledObjective(Objective):
 
     def metrics(self, predicted: Tensor, targets: Tensor) -> dict[str, float]:
         return self.objective.metrics(predicted, targets)
+
+    def sequence_metrics(
+        self, predicted: Tensor, targets: Tensor, samples: Tensor, names: Sequence[str]
+    ) -> dict[str, float]:
+        return self.objective.sequence_metrics(predicted, targets, samples, names)
 
     def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
         return self.objective.batch(tokens, documents, index, **fields)

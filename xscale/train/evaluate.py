@@ -1,7 +1,7 @@
 """Evaluation: loss, perplexity and bits per byte on the validation documents, and an order-2 baseline for them."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -41,15 +41,16 @@ def evaluate(
     batches: Iterable[tuple[Batch, bool]],
     token_bytes: Tensor,
     stages: int = 1,
+    names: Sequence[str] = (),
 ) -> Evaluation:
     """Evaluate `model`. Collective over all ranks; a batch whose flag is false only keeps the ranks in lockstep.
 
     `token_bytes` [V]: bytes of text that each token encodes. `stages`: pipeline ranks; only the last has the loss, the
-    others find 0.
+    others find 0. `names` of the classes or tags by number, for the metrics that read them.
     """
     model.eval()
     predicts_labels = objective.head_sizes(objective.config) is not None
-    predictions = Predictions()
+    all_predictions: list[Predictions] = []
     nats = torch.zeros((), dtype=torch.float64, device=token_bytes.device)
     # Added up on the device, so that the host waits once.
     totals = torch.zeros(2, dtype=torch.int64, device=token_bytes.device)
@@ -57,7 +58,9 @@ def evaluate(
     for batch, counts in batches:
         tally = Stats()
         if predicts_labels and counts:
-            batch = replace(batch, tokens=replace(batch.tokens, predictions=predictions))
+            assert batch.places is not None, "predictions are told apart by their places"
+            all_predictions.append(Predictions(batch.places))
+            batch = replace(batch, tokens=replace(batch.tokens, predictions=all_predictions[-1]))
         loss = objective.loss(model, scores.observed(batch, tally))
         if counts:
             scores.add(batch, tally)
@@ -75,9 +78,11 @@ def evaluate(
         model.wait_sends()
     loss_value = total / max(count, 1)
     if predicts_labels:
-        # Ranks of tp predict the same of the same samples, and no metric changes if each pair counts several times.
-        pairs = torch.cat(all_gather_object(predictions.pairs()), 1)
-        return Evaluation(loss_value, math.nan, math.nan, metrics_of(pairs, objective))
+        local = torch.cat(
+            [torch.zeros(4, 0, dtype=torch.float64), *(predictions.rows() for predictions in all_predictions)], 1
+        )
+        rows = in_order(torch.cat(all_gather_object(local), 1))
+        return Evaluation(loss_value, math.nan, math.nan, metrics_of(rows, objective, names))
     perplexity = math.exp(loss_value) if loss_value < 700 else math.inf
     return Evaluation(loss_value, perplexity, total / math.log(2) / max(length, 1), scores.means(sums_of_scores))
 
@@ -110,11 +115,26 @@ class _SentenceScores:
         return {f"sentence_{name}": total / sequences for name, total in zip(self.NAMES, totals, strict=True)}
 
 
-def metrics_of(pairs: Tensor, objective: Objective) -> dict[str, float]:
-    """Return the metrics of predictions and targets [2, N]."""
+def in_order(rows: Tensor) -> Tensor:
+    """Return the `rows` [4, N] of the predictions of all ranks in the order of samples and indices, each place once.
+
+    Ranks of cp have parts of a sample, and ranks of tp the same samples.
+    """
+    samples, index = rows[:2].long()
+    places, order = (samples * (int(index.max()) + 1 if len(index) else 1) + index).sort(stable=True)
+    is_first = torch.ones_like(places, dtype=torch.bool)
+    is_first[1:] = places[1:] != places[:-1]
+    return rows[:, order[is_first]]
+
+
+def metrics_of(rows: Tensor, objective: Objective, names: Sequence[str] = ()) -> dict[str, float]:
+    """Return the metrics of predictions with their targets: `rows` [4, N] in order, and `names` of the classes."""
+    if not rows.shape[1]:
+        return {}
     is_class = OBJECTIVES.of(objective.config).traits.labels != "score"
-    predicted, targets = pairs.long() if is_class else pairs
-    return objective.metrics(predicted, targets) if len(targets) else {}
+    predicted, targets = rows[2:].long() if is_class else rows[2:]
+    metrics = objective.metrics(predicted, targets)
+    return metrics | objective.sequence_metrics(predicted, targets, rows[0].long(), names)
 
 
 def order2_baseline(corpus: Corpus) -> float:

@@ -229,7 +229,8 @@ class EvaluationData:
 
     def evaluate(self, model: nn.Module, sequences: int | None) -> Evaluation:
         """Evaluate a model on the first `sequences`; None: on all."""
-        return evaluate(model, self.objective, self.batches.evaluation(self.count(sequences)), self.token_bytes)
+        batches, names = self.batches.evaluation(self.count(sequences)), self.batches.loader.class_names
+        return evaluate(model, self.objective, batches, self.token_bytes, names=names)
 
 
 def evaluate_run(

@@ -290,7 +290,8 @@ class Loop:
         start = time.perf_counter()
         batches = self.watchdog.heartbeats(parts.validation.evaluation(parts.eval_sequences), "evaluate")
         stages = parts.mesh.degrees.pp
-        result = evaluate(parts.model, parts.objective, batches, parts.token_bytes, stages)
+        names = parts.validation.loader.class_names
+        result = evaluate(parts.model, parts.objective, batches, parts.token_bytes, stages, names)
         best = state.best_bits_per_byte
         if math.isfinite(result.bits_per_byte) and (best is None or result.bits_per_byte < best):
             state.best_bits_per_byte, state.best_step = result.bits_per_byte, state.step

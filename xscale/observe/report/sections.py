@@ -7,7 +7,7 @@ from html import escape
 
 import yaml
 
-from xscale.observe.format import duration, percentage, printable, quantity
+from xscale.observe.format import duration, metric_words, percentage, printable, quantity
 from xscale.observe.record import History, Record
 from xscale.observe.report.chart import Curve, Level, chart, smooth
 from xscale.observe.report.heatmap import heatmap, legend
@@ -232,18 +232,23 @@ def evaluations(history: History) -> str:
     """The evaluations as a table."""
     if not history.evaluations:
         return ""
+    labelled = dict.fromkeys(name for item in history.evaluations for name in item if name.startswith("eval_"))
+    measures = _MEASURES | {
+        name: metric_words(name.removeprefix("eval_")) for name in labelled if name not in (*_MEASURES, "eval_seconds")
+    }
     rows = "".join(
         f'<tr><td class="number">{item["step"]}</td><td class="number">{quantity(item["tokens"])}</td>'
-        + "".join(f'<td class="number">{_cell(item.get(name))}</td>' for name in _MEASURES)
+        + "".join(f'<td class="number">{_cell(item.get(name))}</td>' for name in measures)
         + "</tr>"
         for item in history.evaluations
     )
-    heads = "".join(f"<th>{head}</th>" for head in ("step", "tokens", *_MEASURES.values()))
+    heads = "".join(f"<th>{escape(head)}</th>" for head in ("step", "tokens", *measures.values()))
     table = f'<div class="wide"><table><tr>{heads}</tr>{rows}</table></div>'
     return f"<details><summary>evaluations in numbers ({len(history.evaluations)})</summary>{table}</details>"
 
 
 _MEASURES = {"eval_loss": "loss", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
+"""Heads of the columns of every evaluation; metrics of labels follow under their own names."""
 
 
 def setting(record: Record) -> str:
