@@ -86,7 +86,7 @@ def compare_logits(
             hf_logits = outputs.logits
             logits, exact = model(tokens, source=read), model.double()(tokens, source=read)
         else:
-            hf_logits = _joined(outputs.prediction_logits, outputs[head.output])
+            hf_logits = _concatenate_logits(outputs.prediction_logits, outputs[head.output])
             logits, exact = _with_classes(model, tokens), _with_classes(model.double(), tokens)
     return LogitComparison(
         _max_difference(logits, hf_logits),
@@ -99,10 +99,10 @@ def compare_logits(
 
 def _with_classes(model: Any, tokens: Tokens) -> Tensor:
     """Return the logits of all tokens and those of the class of each sequence, joined."""
-    return _joined(model(tokens), model.head.sentence(model.stack(model.embed(tokens), tokens)))
+    return _concatenate_logits(model(tokens), model.head.sentence(model.stack(model.embed(tokens), tokens)))
 
 
-def _joined(logits: Tensor, classes: Tensor) -> Tensor:
+def _concatenate_logits(logits: Tensor, classes: Tensor) -> Tensor:
     """[B, T, V] and [B, C] -> [B * (T * V + C)]."""
     return torch.cat((logits.flatten(1), classes), 1).flatten()
 

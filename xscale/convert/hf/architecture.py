@@ -128,7 +128,7 @@ class Architecture:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json with the values under which the logits are compared."""
     sentence_head: SentenceHeadLayout | None = None
-    """What a model with `sentence_head` maps to; None: nothing."""
+    """Layout of the weights that `sentence_head` maps to; None: there is none."""
 
     def loader_of(self, config: Any) -> str:
         """Return the class of transformers with the heads that xscale's model config has."""

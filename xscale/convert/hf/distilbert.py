@@ -7,7 +7,7 @@ from xscale.convert.hf.bert import BertFamily
 from xscale.convert.mapping import WeightMapping, per_block, weight, with_biases
 
 EPS = 1e-12
-"""Of every norm; config.json has no key for it."""
+"""Epsilon of every norm; config.json has no key for it."""
 KEYS = {
     "hidden_size": "dim",
     "num_hidden_layers": "n_layers",
@@ -43,16 +43,16 @@ class DistilBertFamily(BertFamily):
         return super().from_hf(data | of_bert | {"layer_norm_eps": EPS, "type_vocab_size": 0}, require)
 
     def weights(self, config: Any, sizes: ModelSizes) -> list[WeightMapping]:
-        block, theirs, embeddings = "stack.blocks.{i}", f"{BODY}.transformer.layer.{{i}}", f"{BODY}.embeddings"
+        block, hf_layer, embeddings = "stack.blocks.{i}", f"{BODY}.transformer.layer.{{i}}", f"{BODY}.embeddings"
         layer = [
-            weight(f"{block}.mixer.part.{part}.weight", f"{theirs}.attention.{name}.weight")
+            weight(f"{block}.mixer.part.{part}.weight", f"{hf_layer}.attention.{name}.weight")
             for part, name in (("q", "q_lin"), ("k", "k_lin"), ("v", "v_lin"), ("o", "out_lin"))
         ]
         layer += [
-            weight(f"{block}.mixer.norm.weight", f"{theirs}.sa_layer_norm.weight"),
-            weight(f"{block}.ffn.part.up.weight", f"{theirs}.ffn.lin1.weight"),
-            weight(f"{block}.ffn.part.down.weight", f"{theirs}.ffn.lin2.weight"),
-            weight(f"{block}.ffn.norm.weight", f"{theirs}.output_layer_norm.weight"),
+            weight(f"{block}.mixer.norm.weight", f"{hf_layer}.sa_layer_norm.weight"),
+            weight(f"{block}.ffn.part.up.weight", f"{hf_layer}.ffn.lin1.weight"),
+            weight(f"{block}.ffn.part.down.weight", f"{hf_layer}.ffn.lin2.weight"),
+            weight(f"{block}.ffn.norm.weight", f"{hf_layer}.output_layer_norm.weight"),
         ]
         around = [
             weight("embed.norm.weight", f"{embeddings}.LayerNorm.weight"),
