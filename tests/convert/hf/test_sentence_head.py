@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.commands.test_import_hf import call
 from tests.convert.hf.models import SECTIONS, checkpoint
-from tests.train.tiny import recipe
+from tests.train.tiny import recipe, run
 from xscale.checkpoint.load import load_tensors
 from xscale.convert.compare import TOLERANCE, build, compare_logits
 from xscale.convert.hf import export_model as write
@@ -19,7 +19,7 @@ from xscale.convert.hf.import_model import import_model
 from xscale.convert.hf.registry import model_of
 from xscale.core.compose import dump
 from xscale.core.config import encode
-from xscale.core.errors import ConfigError
+from xscale.core.errors import EXIT_DONE, ConfigError
 from xscale.nn.tokens import Tokens
 
 CLASSES = {
@@ -123,6 +123,31 @@ def test_a_run_keeps_the_head_that_its_objective_reads(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it has no head for the classes of sequences that objective 'masked_sent"):
         call("checkpoint", "import", tmp_path / "plain", tmp_path / "none", config, "--from", "hf")
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.long
+def test_a_run_begins_with_the_head_of_a_folder(tmp_path: Path) -> None:
+    """`init.from` reads the classifier too; with a learning rate of next to nothing one step leaves it as it was."""
+
+    def trained(name: str, **sections: Any) -> dict[str, torch.Tensor]:
+        data = {"split_sentences": True, "sequence_length": 24}
+        train = {"steps": 1, "eval_every": 0}
+        objective = {"kind": "masked_sentences"}
+        asked = recipe(
+            tmp_path, name, model=section_of("bert"), objective=objective, data=data, train=train, **sections
+        )
+        assert run(asked) == EXIT_DONE
+        return load_tensors(next((tmp_path / name).glob("checkpoints/step-*")))
+
+    base = trained("base")
+    said: list[str] = []
+    assert write.export_model(tmp_path / "base", tmp_path / "out", architecture="bert", say=said.append) == 0, said
+    sections = {"init": {"from": str(tmp_path / "out")}, "optimizer": {"kind": "adamw", "lr": 1e-9}}
+    tensors = trained("next", run={"seed": 4}, **sections)
+    names = [name for name in base if name.startswith("model.")]
+    assert any("sentence.classifier" in name for name in names)
+    for name in names:
+        torch.testing.assert_close(tensors[name], base[name], rtol=0, atol=1e-7, msg=name)
 
 
 @pytest.mark.parametrize("name", CLASSES)
