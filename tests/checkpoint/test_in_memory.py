@@ -79,6 +79,7 @@ def two(folder: Path) -> None:
     assert "the in-memory checkpoint of step 3 is incomplete or of another layout" in said[0]
 
 
+@pytest.mark.long
 def test_newest_whole_and_of_this_layout(pool: Pool, tmp_path: Path) -> None:
     pool.run(two, 2, tmp_path)
     # One rank finds the parts of two.

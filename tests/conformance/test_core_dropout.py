@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from tests.conformance.made import LENGTH, core, qkv, run
@@ -24,6 +25,7 @@ def test_weights_are_dropped_where_declared(entry: Entry[Any]) -> None:
 
 
 @each(entry for entry in CORES if entry.traits.dropout)
+@pytest.mark.sampled(2)
 def test_what_is_kept_makes_up_for_what_is_dropped(entry: Entry[Any]) -> None:
     causal = entry.traits.causal
     part, inputs = core(entry, causal=causal), qkv()

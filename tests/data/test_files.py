@@ -184,6 +184,7 @@ def bomb(letters: int, line: int = 0) -> bytes:
 
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
 @pytest.mark.parametrize("line", [0, 1 << 10])
+@pytest.mark.sampled(2)
 def test_a_small_file_that_decompresses_to_gigabytes_takes_little_memory(tmp_path: Path, kind: str, line: int) -> None:
     file = tmp_path / f"a.{kind}.zst"
     file.write_bytes(bomb(3 << 29, line))

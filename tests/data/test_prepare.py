@@ -107,7 +107,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_killed_in_the_middle_it_goes_on_from_what_is_finished(tmp_path: Path, processes: int) -> None:
     import psutil
 

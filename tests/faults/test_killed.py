@@ -38,7 +38,7 @@ def check(folder: Path, case: str, steps: tuple[int, ...]) -> int:
     return step
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["new", "replacing"])
+@pytest.mark.parametrize("again", [pytest.param(False, marks=pytest.mark.long), True], ids=["new", "replacing"])
 def test_killed_before_each_change(quick_path: Path, again: bool, count_cases: Callable[[int, str], None]) -> None:
     seen = changes(quick_path / "plain", 3, again)
     assert {one.split()[0] for one in seen} == {"mkdir", "open", "write", "sync", "close", "rename", "delete"}

@@ -114,6 +114,7 @@ def test_the_recipe_of_a_variant_returns(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PARTIAL, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.sampled(2)
 def test_a_choice_on_one_axis_goes_with_some_run(path: Path, tmp_path: Path) -> None:
     problems = []
     for run in RUNS:

@@ -233,6 +233,7 @@ def hostile_values():
 
 
 @pytest.mark.parametrize("value", hostile_values())
+@pytest.mark.sampled(3)
 def test_a_value_of_the_metrics_that_is_no_number_is_not_on_the_page(tmp_path, facts, run, value):
     """Bad values in every key of a step and of an evaluation, of one line or of all by turns, and as a key itself."""
     _watch(tmp_path, facts(), run())

@@ -105,7 +105,7 @@ def ones(pool: Pool) -> dict[str, Found]:
 @pytest.mark.parametrize(
     "run", [pytest.param(compiled, marks=pytest.mark.nightly), traced], ids=lambda run: run.__name__
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_a_layout(run: Callable[..., Found], layout: str, ones: dict[str, Found], pool: Pool) -> None:
     name, parallel = LAYOUTS[layout]
     parallel = {**parallel, "compile": True}

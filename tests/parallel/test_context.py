@@ -76,6 +76,7 @@ def of_core(core: dict[str, Any]) -> dict[str, Any]:
     ],
     ids=["scan", "halo-window", "halo-bigbird"],
 )
+@pytest.mark.sampled(2)
 def test_a_style_of_its_own(style: str, core: dict[str, Any], pool: Pool) -> None:
     model = of_core(core)
     one = alone(pool, model)

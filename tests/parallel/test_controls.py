@@ -160,6 +160,7 @@ def without(name: str) -> Found:
 
 
 @pytest.mark.parametrize("name", CONTROLS)
+@pytest.mark.sampled(2)
 def test_without_one_collective_the_numbers_differ(name: str, one: dict[str, Found], pool: Pool) -> None:
     everyone = pool.run(without, 2, name)
     with pytest.raises(AssertionError):

@@ -45,6 +45,7 @@ def one() -> dict[tuple[str, str], Found]:
 )
 @pytest.mark.parametrize("kind", OPTIMIZERS_IN_DOUBLE)
 @pytest.mark.sampled(3)
+@pytest.mark.long
 def test_a_layout(kind: str, layout: str, one: dict[tuple[str, str], Found], pool: Pool) -> None:
     ranks, parallel = LAYOUTS[layout]
     name = layout.split("_")[0] if layout.startswith(("pp", "uneven")) else "usual"

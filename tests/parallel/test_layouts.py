@@ -52,7 +52,7 @@ def is_quick(model: str, options: tuple[str, ...]) -> bool:
             model,
             options,
             id="-".join((model, *options)),
-            marks=[] if is_quick(model, options) else [pytest.mark.long, pytest.mark.sampled(6)],
+            marks=[pytest.mark.sampled(2)] if is_quick(model, options) else [pytest.mark.long, pytest.mark.sampled(6)],
         )
         for model in MODELS
         for options in wanted(model)

@@ -95,6 +95,7 @@ def one() -> dict[str, Found]:
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
+@pytest.mark.sampled(2)
 def test_a_layout_trains_as_one_process(name: str, layout: str, one: dict[str, Found], pool: Pool) -> None:
     parallel = LAYOUTS[layout]
     one[name] = one.get(name) or alone(pool, MODELS[name])

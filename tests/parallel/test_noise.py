@@ -121,6 +121,7 @@ def hold(pool: Pool, parts: dict[str, list[tuple[str, Entry[Any]]]]) -> None:
                 raise AssertionError(f"{layout}: {model['stack']['block']}: {error}") from error
 
 
+@pytest.mark.long
 def test_parts_that_draw_in_their_own_ways(pool: Pool) -> None:
     hold(pool, {layout: [(name, family(name).get(kind)) for name, kind in parts] for layout, parts in QUICK.items()})
 

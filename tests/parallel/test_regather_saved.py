@@ -41,7 +41,7 @@ def layout(pp: int = 1, schedule: str = "1f1b", every: int = 0, *, gathered: boo
 @pytest.mark.parametrize(
     ("model", "ranks", "parallel"),
     [
-        (DENSE, 2, layout()),
+        pytest.param(DENSE, 2, layout(), marks=pytest.mark.long),
         (MIXTURE, 2, layout(every=2)),
         pytest.param(PAIR, 2, layout(), marks=pytest.mark.long),
         pytest.param(DENSE, 4, layout(2, "zero_bubble"), marks=pytest.mark.long),

@@ -39,7 +39,7 @@ def dense(pool: Pool) -> Found:
 @pytest.mark.parametrize(
     ("model", "ranks", "parallel"),
     [
-        (DENSE, 4, {"mesh": {"tp": 4}}),
+        pytest.param(DENSE, 4, {"mesh": {"tp": 4}}, marks=pytest.mark.long),
         pytest.param(NOISY, 2, {"mesh": {"tp": 2}, "recompute": {"every": 1}}, marks=pytest.mark.long),
         pytest.param(SPARSE, 2, {"mesh": {"tp": 2}, "tensor": {"sequence": True}}, marks=pytest.mark.long),
     ],

@@ -67,6 +67,7 @@ def test_what_micro_batches_send(stage: int, pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("stage", WANTED)
+@pytest.mark.sampled(2)
 def test_what_they_send_in_a_pipeline(stage: int, pool: Pool) -> None:
     """Every stage of ZeRO as without one: stage 3 forgets a stage's parameters after each of its actions."""
     found = [pool.run(sent, 4, layout(stage, pp=2), micros)[0] for micros in (2, 4)]

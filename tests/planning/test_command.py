@@ -59,6 +59,7 @@ def test_without_a_device_there_is_no_time(capsys: pytest.CaptureFixture[str]) -
     assert found["step_seconds"] is None
 
 
+@pytest.mark.long
 def test_memory_alone_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     for gigabytes, fits in ((80.0, True), (1e-3, False)):
         run(CONFIG, TINY, 1, hardware(None, gigabytes, None, None, None), as_json=True)
@@ -108,7 +109,9 @@ def test_offloaded_states_do_not_count_for_the_device(capsys: pytest.CaptureFixt
             assert all("parallel.zero.offload.optimizer=cpu" in one["fix"] for one in printed["problems"])
 
 
-@pytest.mark.parametrize("name", ["h100", "h200", "a100", "cpu"])
+@pytest.mark.parametrize(
+    "name", ["h100", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("h200", "a100")), "cpu"]
+)
 def test_every_figure_of_a_device_says_where_it_is_from(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     device = planned(capsys, device=name)["device"]
     figures = {key for key, value in device.items() if type(value) in (int, float)}
@@ -170,6 +173,7 @@ def test_every_key_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("ending", PICTURES)
+@pytest.mark.sampled(2)
 def test_a_schedule_is_drawn(ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / f"schedule{ending}"
     run(CONFIG, [*TINY, "parallel.mesh.pp=2"], 2, hardware(None, None, None, None, None), draw=file)

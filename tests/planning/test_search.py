@@ -167,6 +167,7 @@ def test_the_bubble_of_one_forward_one_backward() -> None:
     assert bubble(replace(PLAIN, schedule="interleaved_1f1b"), 8) == pytest.approx(0.5 / 8.5)
 
 
+@pytest.mark.long
 def test_as_it_is_typed() -> None:
     typed = [str(CONFIG), *TINY, "--search", "--world", "2", "--device", "h100", "--best", "1", "--json"]
     done = CliRunner().invoke(wrapped(), typed)

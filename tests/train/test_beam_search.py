@@ -116,6 +116,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
+@pytest.mark.sampled(2)
 def test_an_encoder_decoder_is_searched_as_by_whole_forwards(name: str) -> None:
     network, source = encoder_decoder(**VARIANTS[name]), torch.tensor([3, 9, 27, 2])
 

@@ -39,7 +39,8 @@ def end(folder: Path, name: str) -> dict[str, torch.Tensor]:
     return load_tensors(folder / name / "checkpoints" / f"step-{STEPS:08d}")
 
 
-@pytest.mark.parametrize("kind", ["muon", pytest.param("adafactor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["muon", pytest.param("adafactor", marks=pytest.mark.nightly)])
+@pytest.mark.long
 def test_resumed_is_bitwise_and_any_layout_reads_the_states(kind: str, tmp_path: Path, pool: Pool) -> None:
     assert pool.run(one_rank, 1, tmp_path, "alone", kind, {}) == [EXIT_DONE]
     assert pool.run(one_rank, 4, tmp_path, "whole", kind, SHARDED) == [EXIT_DONE] * 4

@@ -152,7 +152,7 @@ def every(table: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.long
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("model", "options"), every(LAYOUTS))
 def test_bitwise_on_the_same_layout(runs: Runs, model: str, options: str) -> None:
     whole, again = runs.whole(model, options), runs.gone_on(model, options, options)

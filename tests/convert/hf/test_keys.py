@@ -86,7 +86,7 @@ def same_tensors(
     return before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", SECTIONS)
 def test_each_key_is_refused_or_maps(name: str) -> None:
     wanted, given = SECTIONS[name]

@@ -142,6 +142,7 @@ def our_losses(model: torch.nn.Module, data: list[dict[str, Tensor]]) -> list[fl
 
 
 @pytest.mark.parametrize("name", MODELS_OF_THEIRS)
+@pytest.mark.long
 def test_twenty_steps_from_imported_weights(name: str, tmp_path: Path) -> None:
     theirs = their_model(name)
     theirs.save_pretrained(str(tmp_path / "theirs"))

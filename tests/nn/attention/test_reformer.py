@@ -110,6 +110,7 @@ def test_training_hashes_anew() -> None:
 
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("length", [5, 80, 83])
+@pytest.mark.sampled(2)
 def test_chunks_see_themselves_and_the_one_before(rotations: Rotations, length: int, rounds: int) -> None:
     """Written out token by token, with documents and lengths that fill no chunk."""
     core = build(Reformer.Config(buckets=6, chunk_length=8, hashes=rounds, scope="chunk"), causal=False)

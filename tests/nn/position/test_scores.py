@@ -124,6 +124,7 @@ def agree(mixer: Attention, lengths: tuple[int, ...], **scale: float) -> bool:
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @pytest.mark.parametrize("position", POSITIONS, ids=lambda position: "-".join(map(str, position.values())))
+@pytest.mark.sampled(2)
 def test_scores_are_the_papers_equation(position: dict[str, Any], causal: bool) -> None:
     mixer = network(position, causal)
     assert agree(mixer, (11,))
