@@ -175,7 +175,7 @@ def test_a_pair_of_another_program_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("texts", "fields", "message"),
     [
-        (["One."] * 3, {}, "no document of the train split has two sentences"),
+        (["One."] * 3, {}, "no document of the train split has two sentences.*a smaller data.validation"),
         (["One. Two. Three."], {}, "has one document, and a sample takes text of another"),
         (TEXTS, {"sequence_length": 4}, "a pair of texts and its 3 special tokens need 5"),
     ],
