@@ -44,14 +44,14 @@ class SentenceDataset(ShuffledDataset):
         self.chunks = _chunks(self.starts, self.bounds, self.budget)
         """First sentence, end and document of each chunk [chunks, 3]."""
         self.length = len(self.chunks)
-        other_split = f"a {'smaller' if split.name == 'train' else 'larger'} data.validation"
+        remedy = f"a {'smaller' if split.name == 'train' else 'larger'} data.validation"
         if self.length == 0:
             what = f"no document of the {split.name} split has two sentences close enough for a sample"
-            fix = f"Give documents of several sentences, prepared with data.split_sentences, or {other_split}."
+            fix = f"Give documents of several sentences, prepared with data.split_sentences, or {remedy}."
             raise ConfigError("data.source", what, fix)
         if len(self.bounds) < 3:
             what = f"the {split.name} split has one document, and a sample takes text of another one"
-            raise ConfigError("data.source", what, f"Give more documents, or {other_split}.")
+            raise ConfigError("data.source", what, f"Give more documents, or {remedy}.")
 
     def sample(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return (tokens [2 N], documents [2 N]) of sample `index`, counted over all epochs; N is `budget`.
