@@ -160,6 +160,8 @@ def pointwise() -> None:
     for kind in KINDS:
         at(f"{kind} F=14336")
         gate.gated_activation(draw(8, 14336), draw(8, 14336), kind).sum().backward()
+    at("swiglu, halves of 2048")
+    gate.halves_backward(draw(8, 1024), draw(8, 2048), "swiglu")
     size = 8192.0 * 4096
     at("D=4096", forward=pointwise_load(size, 1024, 6), backward=pointwise_load(size, 1024, 4))
     residual.bias_dropout_residual(draw(8, 4096), draw(8, 4096), draw(4096), 0.1).sum().backward()

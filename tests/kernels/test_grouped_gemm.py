@@ -7,7 +7,7 @@ import torch
 
 from xscale.nn.ffn.ffn import Activation, activation
 from xscale_kernels.gated_activation import gated_activation
-from xscale_kernels.grouped_gemm import blocks, gated, grouped_gemm, plain
+from xscale_kernels.grouped_gemm import blocks, gate_up, gated, grouped_gemm, plain
 from xscale_kernels.select import UnusableError
 
 
@@ -77,6 +77,18 @@ def test_gated_experts_in_one_operator(kind: str, block: int, monkeypatch: pytes
     torch.testing.assert_close(got, wanted)
     seed = torch.randn(wanted.shape, dtype=wanted.dtype)
     for ours, theirs in zip(*(torch.autograd.grad(y, (x, gate, up, down), seed) for y in (got, wanted)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "geglu_tanh"])
+def test_gate_and_up_as_one_product(kind: str) -> None:
+    """Hidden layer and gradients in float64 against the two products one by one."""
+    x, gate, up, _, counts = gated_case()
+    wanted = gated_activation(grouped_gemm(x, gate, counts), grouped_gemm(x, up, counts), kind)
+    got = gate_up.gate_up_hidden(x, gate, up, counts, kind)
+    torch.testing.assert_close(got, wanted)
+    seed = torch.randn(wanted.shape, dtype=wanted.dtype)
+    for ours, theirs in zip(*(torch.autograd.grad(y, (x, gate, up), seed) for y in (got, wanted)), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 

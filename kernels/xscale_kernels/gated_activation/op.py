@@ -29,6 +29,20 @@ def reference_gated_activation(gate: torch.Tensor, up: torch.Tensor, kind: str) 
     return activate(gate, kind) * up
 
 
+def reference_halves_forward(both: torch.Tensor, kind: str) -> torch.Tensor:
+    """Compute activation(gate) * up, [N, F], where `both` [N, 2F] is gate and up side by side."""
+    gate, up = both.chunk(2, -1)
+    return reference_gated_activation(gate, up, kind)
+
+
+def reference_halves_backward(dy: torch.Tensor, both: torch.Tensor, kind: str) -> torch.Tensor:
+    """Compute the gradient [N, 2F] of `both`, given that of the output, dy [N, F]."""
+    with torch.enable_grad():
+        leaf = both.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(reference_halves_forward(leaf, kind), leaf, dy)
+    return gradient
+
+
 _HERE = "xscale_kernels.gated_activation"
 IMPLEMENTATIONS = (
     Implementation("triton", f"{_HERE}.triton", refusals.unless_triton),

@@ -53,7 +53,9 @@ def _forward_kernel(gate, up, out, F, sg, su, KIND: tl.constexpr, ACC: tl.conste
 
 
 @triton.jit
-def _backward_kernel(dy, gate, up, dgate, dup, F, sy, sg, su, KIND: tl.constexpr, ACC: tl.constexpr, BF: tl.constexpr):
+def _backward_kernel(
+    dy, gate, up, dgate, dup, F, sy, sg, su, sdg, sdu, KIND: tl.constexpr, ACC: tl.constexpr, BF: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BF + tl.arange(0, BF)
     mask = columns < F
@@ -61,8 +63,8 @@ def _backward_kernel(dy, gate, up, dgate, dup, F, sy, sg, su, KIND: tl.constexpr
     g = tl.load(gate + row * sg + columns, mask=mask, other=0.0).to(ACC)
     u = tl.load(up + row * su + columns, mask=mask, other=0.0).to(ACC)
     value, slope = _activation(g, KIND)
-    tl.store(dup + row * F + columns, (d * value).to(dup.dtype.element_ty), mask=mask)
-    tl.store(dgate + row * F + columns, (d * u * slope).to(dgate.dtype.element_ty), mask=mask)
+    tl.store(dup + row * sdu + columns, (d * value).to(dup.dtype.element_ty), mask=mask)
+    tl.store(dgate + row * sdg + columns, (d * u * slope).to(dgate.dtype.element_ty), mask=mask)
 
 
 def _settings(gate: torch.Tensor, kind: str) -> dict[str, object]:
@@ -79,24 +81,33 @@ class _Gated(torch.autograd.Function):
         gate, up = _unit_stride(gate), _unit_stride(up)
         ctx.save_for_backward(gate, up)
         ctx.kind = kind
-        N, F = gate.shape
-        out = gate.new_empty(N, F)
-        if out.numel():
-            grid = (N, triton.cdiv(F, BLOCK))
-            _forward_kernel[grid](gate, up, out, F, gate.stride(0), up.stride(0), **_settings(gate, kind))
-        return out
+        return _forward(gate, up, kind)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         gate, up = ctx.saved_tensors
-        dy = _unit_stride(dy)
-        N, F = gate.shape
-        dgate, dup = gate.new_empty(N, F), up.new_empty(N, F)
-        if dgate.numel():
-            _backward_kernel[(N, triton.cdiv(F, BLOCK))](
-                dy, gate, up, dgate, dup, F, dy.stride(0), gate.stride(0), up.stride(0), **_settings(gate, ctx.kind)
-            )
+        dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
+        _backward_into(dgate, dup, dy, gate, up, ctx.kind)
         return dgate, dup, None
+
+
+def _forward(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+    N, F = gate.shape
+    out = gate.new_empty(N, F)
+    if out.numel():
+        grid = (N, triton.cdiv(F, BLOCK))
+        _forward_kernel[grid](gate, up, out, F, gate.stride(0), up.stride(0), **_settings(gate, kind))
+    return out
+
+
+def _backward_into(
+    dgate: torch.Tensor, dup: torch.Tensor, dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
+) -> None:
+    dy = _unit_stride(dy)
+    N, F = gate.shape
+    if dgate.numel():
+        strides = (tensor.stride(0) for tensor in (dy, gate, up, dgate, dup))
+        _backward_kernel[(N, triton.cdiv(F, BLOCK))](dy, gate, up, dgate, dup, F, *strides, **_settings(gate, kind))
 
 
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
@@ -104,3 +115,17 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.T
     rows = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (gate, up))
     out: torch.Tensor = _Gated.apply(*rows, kind)  # type: ignore[no-untyped-call]
     return out.view(gate.shape)
+
+
+def halves_forward(both: torch.Tensor, kind: str) -> torch.Tensor:
+    """Triton implementation of `reference_halves_forward`."""
+    gate, up = both.chunk(2, -1)
+    return _forward(gate, up, kind)
+
+
+def halves_backward(dy: torch.Tensor, both: torch.Tensor, kind: str) -> torch.Tensor:
+    """Triton implementation of `reference_halves_backward`; both halves are written where they stay."""
+    gradient = torch.empty_like(both)
+    (dgate, dup), (gate, up) = gradient.chunk(2, -1), both.chunk(2, -1)
+    _backward_into(dgate, dup, dy, gate, up, kind)
+    return gradient

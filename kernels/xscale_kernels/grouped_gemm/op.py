@@ -57,25 +57,27 @@ IMPLEMENTATIONS = (
 
 
 @torch.library.custom_op("xscale::grouped_gemm", mutates_args=())
-def _product(x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, implementation: str) -> torch.Tensor:
+def product(x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, implementation: str) -> torch.Tensor:
+    """`grouped_gemm` without its checks."""
     choice = choose("grouped_gemm", IMPLEMENTATIONS, implementation, x, weights, counts)
     out: torch.Tensor = choice.implementation.function("forward")(x, weights, counts)
     return out
 
 
-@_product.register_fake
+@product.register_fake
 def _(x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, implementation: str) -> torch.Tensor:
     return x.new_empty(x.shape[0], weights.shape[1])
 
 
 @torch.library.custom_op("xscale::grouped_gemm_outer", mutates_args=())
-def _outer(dy: torch.Tensor, x: torch.Tensor, counts: torch.Tensor, implementation: str) -> torch.Tensor:
+def outer_product(dy: torch.Tensor, x: torch.Tensor, counts: torch.Tensor, implementation: str) -> torch.Tensor:
+    """`reference_outer` by the implementation chosen."""
     choice = choose("grouped_gemm (weights' gradient)", IMPLEMENTATIONS, implementation, dy, x, counts)
     out: torch.Tensor = choice.implementation.function("outer")(dy, x, counts)
     return out
 
 
-@_outer.register_fake
+@outer_product.register_fake
 def _(dy: torch.Tensor, x: torch.Tensor, counts: torch.Tensor, implementation: str) -> torch.Tensor:
     return x.new_empty(counts.shape[0], dy.shape[1], x.shape[1])
 
@@ -90,13 +92,13 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Te
     dy = dy.contiguous()
     dx = dw = None
     if ctx.needs_input_grad[0]:
-        dx = _product(dy, weights.transpose(1, 2), counts, ctx.implementation)  # [M, D]
+        dx = product(dy, weights.transpose(1, 2), counts, ctx.implementation)  # [M, D]
     if ctx.needs_input_grad[1]:
-        dw = _outer(dy, x, counts, ctx.implementation)  # [E, F, D]
+        dw = outer_product(dy, x, counts, ctx.implementation)  # [E, F, D]
     return dx, dw, None, None
 
 
-_product.register_autograd(_backward, setup_context=_keep)
+product.register_autograd(_backward, setup_context=_keep)
 
 
 @register_flop_formula(torch.ops.xscale.grouped_gemm)
@@ -134,5 +136,5 @@ def grouped_gemm(
     if x.dtype != weights.dtype:
         raise ValueError(f"x and weights must have one dtype, got {x.dtype} and {weights.dtype}; cast one of them")
     counts = counts.to(x.device, non_blocking=True)
-    out: torch.Tensor = _product(x, weights, counts, implementation or "")
+    out: torch.Tensor = product(x, weights, counts, implementation or "")
     return out

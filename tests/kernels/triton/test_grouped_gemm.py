@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from xscale_kernels.gated_activation import KINDS
+from xscale_kernels.gated_activation.op import reference_gated_activation
 from xscale_kernels.grouped_gemm import grouped_gemm
 from xscale_kernels.grouped_gemm import triton as kernels
+from xscale_kernels.grouped_gemm.gate_up import gate_up_hidden
 from xscale_kernels.grouped_gemm.op import reference_forward, reference_outer
 from xscale_kernels.triton_runtime import interpreting
 
@@ -37,3 +40,18 @@ def test_through_the_operator(device: str) -> None:
     got = torch.autograd.grad(grouped_gemm(x, w, [4, 0, 16], implementation="triton"), (x, w), dy)
     for ours, theirs in zip(got, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gate_and_up_as_one_product(device: str, kind: str) -> None:
+    """Hidden layer and gradients against two products by the reference; the second expert has no row."""
+    x = torch.randn(20, 8, device=device, requires_grad=True)
+    gate, up = (torch.randn(3, 16, 8, device=device, requires_grad=True) for _ in range(2))
+    counts, dy = torch.tensor([4, 0, 16]), torch.randn(20, 16, device=device)
+    wanted = reference_gated_activation(
+        *(grouped_gemm(x, w, counts, implementation="reference") for w in (gate, up)), kind
+    )
+    got = gate_up_hidden(x, gate, up, counts, kind, implementation="triton", activation_implementation="triton")
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+    for ours, theirs in zip(*(torch.autograd.grad(y, (x, gate, up), dy) for y in (got, wanted)), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

@@ -18,6 +18,7 @@ from xscale.nn.module import parameter_axes
 from xscale.nn.moe.permutation import ExpertsCall
 from xscale.nn.moe.router.router import ROUTERS
 from xscale.nn.tokens import Stats, Tokens
+from xscale_kernels.grouped_gemm import gate_up
 
 
 def single(moe: Moe, expert: int) -> torch.nn.Module:
@@ -42,6 +43,26 @@ def test_output_is_the_weighted_sum_of_the_experts(expert: dict[str, object]) ->
         torch.nn.init.normal_(parameter, std=0.3)
     wanted = literal.mix(x.flatten(0, 1), literal.mixtral(x.flatten(0, 1), moe.router.weight, 2), singles(moe))
     torch.testing.assert_close(moe(x, tokens).flatten(0, 1), wanted)
+
+
+def test_gate_and_up_as_one_product_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of a GPU, taken where the rows outweigh the copied weights."""
+    x, tokens = sample()
+    moe = mixture(expert={"kind": "gated", "hidden": 8})
+    wanted = moe(x, tokens)
+    gradients = torch.autograd.grad(wanted.sum(), list(moe.experts.parameters()))
+    monkeypatch.setattr(gate_up, "saves_traffic", lambda x, gate: True)
+    moe.experts.kernel_choices = {"grouped_gemm": "cpu"}
+    before = gate_up.gate_up_hidden
+    calls: list[Tensor] = []
+    monkeypatch.setattr(
+        gate_up, "gate_up_hidden", lambda *given, **names: calls.append(before(*given, **names)) or calls[-1]
+    )
+    got = moe(x, tokens)
+    torch.testing.assert_close(got, wanted)
+    assert len(calls) == 1
+    for ours, expected in zip(torch.autograd.grad(got.sum(), list(moe.experts.parameters())), gradients, strict=True):
+        torch.testing.assert_close(ours, expected)
 
 
 def test_gshard_layer_with_groups_and_capacity() -> None:

@@ -14,7 +14,7 @@ from xscale.nn.init import ZEROS
 from xscale.nn.module import Axis, Module
 from xscale.nn.random import hashed_dropout
 from xscale_kernels.gated_activation.op import activate, gated_activation
-from xscale_kernels.grouped_gemm import gated, plain
+from xscale_kernels.grouped_gemm import gate_up, gated, plain
 from xscale_kernels.grouped_gemm.gated import grouped_gated
 from xscale_kernels.grouped_gemm.op import grouped_gemm
 from xscale_kernels.grouped_gemm.plain import grouped_plain
@@ -74,17 +74,32 @@ class Experts(Module):
             and (y := self._fused(rows, tokens_per_expert)) is not None
         ):
             return y
-        hidden = self._grouped_linear(rows, self.up, self.up_bias, tokens_per_expert)  # [M, F]
-        if self.gate is None:
-            hidden = self.activation(hidden)
-        else:
-            gate = self._grouped_linear(rows, self.gate, self.gate_bias, tokens_per_expert)
-            kernel = self.kernel_choices.get("gated_activation")
-            hidden = gated_activation(gate, hidden, self.kind, implementation=kernel)
+        hidden = self._hidden(rows, tokens_per_expert)  # [M, F]
         if dropout_keys is not None:
             units = torch.arange(hidden.shape[1], device=hidden.device) + self.random.offset("ffn")
             hidden = hashed_dropout(hidden, self.dropout, dropout_keys, units)
         return self._grouped_linear(hidden, self.down, self.down_bias, tokens_per_expert)
+
+    def _hidden(self, rows: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        """Hidden layer [M, F] of rows [M, D] sorted by expert."""
+        if self.gate is None:
+            return self.activation(self._grouped_linear(rows, self.up, self.up_bias, tokens_per_expert))
+        kernel = self.kernel_choices.get("gated_activation")
+        if self.up_bias is None and gate_up.saves_traffic(rows, self.gate):
+            product = self.kernel_choices.get("grouped_gemm")
+            up, gate = self.use(self.up), self.use(self.gate)
+            return gate_up.gate_up_hidden(
+                rows,
+                gate,
+                up,
+                tokens_per_expert,
+                self.kind,
+                implementation=product,
+                activation_implementation=kernel,
+            )
+        up = self._grouped_linear(rows, self.up, self.up_bias, tokens_per_expert)
+        gate = self._grouped_linear(rows, self.gate, self.gate_bias, tokens_per_expert)
+        return gated_activation(gate, up, self.kind, implementation=kernel)
 
     def of_token(self, x: Tensor, experts: list[int]) -> Tensor:
         """Outputs [k, D] of `experts` for one token x [1, D], without dropout: its row need not be grouped."""
