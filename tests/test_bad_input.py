@@ -184,7 +184,7 @@ def test_a_refused_cp_names_what_would_work_for_these_heads(
     assert fix in said, said
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_warm_up_longer_than_the_run_is_warned_of(tmp_path: Path) -> None:
     done = xscale("plan", str(QUICKSTART), "--check", "train.steps=20", folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -211,7 +211,7 @@ def test_a_config_that_cannot_be_read_is_refused_before_torch_is_imported(
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        pytest.param(b"", "is empty", marks=pytest.mark.long),
+        pytest.param(b"", "is empty", marks=pytest.mark.nightly),
         pytest.param(b"\x00\x01binary\x00" * 50, "NUL", marks=pytest.mark.long),
         (b"\xff\xfe text", "UTF-8"),
     ],

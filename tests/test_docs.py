@@ -131,7 +131,7 @@ def test_there_are_commands_to_run() -> None:
     assert sum(counts.values()) >= 35
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_command_that_is_wrong_is_seen(checkout: Path) -> None:
     """Negative control."""
     assert start("xscale train configs/run/quickstart.yaml modle.width=3", checkout).returncode == 2
@@ -189,7 +189,7 @@ def test_the_reference_has_every_key_part_and_command() -> None:
     assert not re.findall(r"^\| `.*\|  \|$", config + parts, re.MULTILINE)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     """Strict: a page outside of the navigation, or a link that leads nowhere, is an error."""
     mkdocs = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(ROOT / "mkdocs.yml")]

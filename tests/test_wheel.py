@@ -85,7 +85,7 @@ def test_a_new_user_starts_in_an_empty_folder(site: Path, tmp_path: Path) -> Non
     assert offered.stdout == "mine\n"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_quickstart_runs_by_its_name_alone(site: Path, tmp_path: Path) -> None:
     run = xscale(site, tmp_path, "train", "quickstart", "model.width=32", "model.stack.depth=2", *SMALL)
     assert run.returncode == 0, run.stderr

@@ -105,7 +105,7 @@ def test_invalid_arguments(words: list[str], said: str, run: Run) -> None:
     assert said in run(*words, status=2)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_block_sparse_stores_no_scores() -> None:
     """At 11 to 12 % density, against dense attention of the same run, fused and with stored scores."""
     by_baseline = {

@@ -92,7 +92,7 @@ def test_the_question_the_code_and_the_place_make_the_key(tmp_path: Path, monkey
     assert key("plan", "x.yaml") == keys[-1]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_xscale_is_asked_once(tmp_path: Path) -> None:
     config = tmp_path / "x.yaml"
     config.write_text(json.dumps({"use": [str(ROOT / "configs/run/quickstart.yaml")]}))

@@ -113,7 +113,7 @@ def test_a_layout(run: Callable[..., Found], layout: str, ones: dict[str, Found]
     compare(ones[name], pool.run(run, 2, MODELS[name], parallel, steps=2, timeout_seconds=1800.0))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", [*LISTS, *MIXERS, *DEPTH])
 def test_a_row_of_the_catalogue(name: str, pool: Pool) -> None:
     network, sections = row(name)

@@ -132,7 +132,7 @@ def test_the_ring_adds_the_terms_of_relative_positions(pool: Pool) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("causal", [True, False], ids=["decoder", "encoder"])
 @pytest.mark.parametrize("position", RING_POSITIONS)
 def test_the_ring_adds_the_terms_of_a_position_by_tiles(position: str, causal: bool, pool: Pool) -> None:

@@ -81,7 +81,7 @@ QUICK = {
 }
 NOT_OVER_TP = ("recurrent", "evolved", "evolved encoder")
 CASES = [
-    pytest.param(name, layout, marks=[] if (name, layout) in QUICK else [pytest.mark.long, pytest.mark.sampled(3)])
+    pytest.param(name, layout, marks=[] if (name, layout) in QUICK else [pytest.mark.long, pytest.mark.sampled(6)])
     for name in MODELS
     for layout in LAYOUTS
     if name not in NOT_OVER_TP or "tp" not in LAYOUTS[layout]["mesh"]
@@ -95,7 +95,7 @@ def one() -> dict[str, Found]:
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 def test_a_layout_trains_as_one_process(name: str, layout: str, one: dict[str, Found], pool: Pool) -> None:
     parallel = LAYOUTS[layout]
     one[name] = one.get(name) or alone(pool, MODELS[name])

@@ -66,7 +66,7 @@ def pool() -> Iterator[Pool]:
     workers.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_predicted_memory_is_within_five_percent_of_the_measured(name: str, tmp_path: Path, pool: Pool) -> None:
     ranks, network, parallel = LAYOUTS[name]

@@ -89,7 +89,7 @@ print(len(removed), torch.compile(lambda x: x.sin().exp() + 1)(torch.zeros(8)).s
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("size", [0, 4000])
+@pytest.mark.parametrize("size", [pytest.param(0, marks=pytest.mark.nightly), 4000])
 def test_torch_compiles_again_what_is_removed(tmp_path: Path, size: int) -> None:
     def compiled() -> str:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}

@@ -152,7 +152,7 @@ def every(table: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.long
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("model", "options"), every(LAYOUTS))
 def test_bitwise_on_the_same_layout(runs: Runs, model: str, options: str) -> None:
     whole, again = runs.whole(model, options), runs.gone_on(model, options, options)
@@ -163,7 +163,7 @@ def test_bitwise_on_the_same_layout(runs: Runs, model: str, options: str) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("model", "pair"), every(NAMED))
 def test_on_another_layout(runs: Runs, model: str, pair: tuple[str, str]) -> None:
     alone, moved = runs.whole(model, ""), runs.gone_on(model, *pair)

@@ -121,6 +121,7 @@ def same_metrics(folder: Path, name: str, wanted: list[dict[str, float]]) -> boo
 
 
 @pytest.mark.long
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("model", ["encoder", "decoder"])
 def test_every_layout_has_the_spans_of_one_process(pool: Pool, alone: Path, model: str, layout: str) -> None:

@@ -183,7 +183,7 @@ def test_each_tile_with_a_visible_score_is_read(length: int) -> None:
     assert check(blocks, seen_of(core, length)) == (4 if length == 384 else 3)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.usefixtures("backward_on_a_cpu", "fresh_graphs")
 def test_more_structures_than_torch_has_graphs_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Past its limit of eight torch would compute all scores; past ours the run ends with a sentence."""
