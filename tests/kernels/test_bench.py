@@ -41,8 +41,8 @@ def test_a_failing_test_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_invalid_arguments(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(["rmsnorm", "--against", "liger"]) == 2
-    assert "rmsnorm is not measured against 'liger'; there are: apex, cpu, eager" in capsys.readouterr().err
+    assert main(["rmsnorm", "--against", "flashinfer"]) == 2
+    assert "rmsnorm is not measured against 'flashinfer'; there are: apex, cpu, eager" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["ops", "--device", "cuda"]) == 2
     assert "torch finds no GPU" in capsys.readouterr().err
