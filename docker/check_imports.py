@@ -1,6 +1,7 @@
 """Check an image during its build: import its packages and compare their versions with the pins. Fails the build.
 
-python docker/check_imports.py base [deepspeed] [megatron] [mpi] [hf] [bleu] [parquet] [fla] [liger] [wandb] [dev] [cuda]
+python docker/check_imports.py base [deepspeed] [megatron] [mpi] [hf] [bleu] [parquet] [fla] [liger] [wandb] [dev]
+    [cuda]
 """
 
 import importlib

@@ -61,6 +61,11 @@ def unless_apex(extension: str, x: torch.Tensor) -> str | None:
     return triton_runtime.FAKE if isinstance(x, torch_private.FakeTensor) else _without(extension)
 
 
+def is_hopper(x: torch.Tensor) -> bool:
+    """Whether the tensor is on a GPU of compute capability 9.x."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
+
+
 INSTALL = {"fla": "pip install -e '.[fla]'", "liger_kernel": "pip install -e '.[liger]'"}
 """Package of an extra -> the command that installs the extra."""
 

@@ -96,14 +96,14 @@ def test_rows_and_the_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr(report, "ceilings", lambda device, dtype: (1e9, 1e9))
     rows = run("rmsnorm", against=("torch", "eager"))
     by_way = {row.way: row for row in rows}
-    assert set(by_way) == {"eager", "cpu", "quack", "triton", "apex", "torch"}
+    assert set(by_way) == {"eager", "cpu", "quack", "triton", "liger", "apex", "torch"}
     assert by_way["torch"].speedup == 1.0
     assert by_way["triton"].milliseconds is None
     assert "needs a GPU" in by_way["triton"].refused
     assert "needs a GPU" in table(rows)
     recorded = json.loads(record(rows, "cpu", tmp_path).read_text())
     assert recorded["device"] == "cpu"
-    assert len(recorded["rows"]) == 6
+    assert len(recorded["rows"]) == 7
     assert len(recorded["commit"]) == 40
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,13 +16,28 @@ from xscale_kernels.select import UnusableError
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MODULES = {
-    "liger": ("liger_kernel", "liger_kernel.ops.rms_norm", "liger_kernel.ops.layer_norm", "liger_kernel.ops.cross_entropy"),
+    "liger": (
+        "liger_kernel",
+        "liger_kernel.ops.rms_norm",
+        "liger_kernel.ops.layer_norm",
+        "liger_kernel.ops.cross_entropy",
+    ),
     "fla": ("fla", "fla.ops.common.chunk_h", "fla.ops.common.chunk_o"),
 }
 """Library -> its package and the modules whose kernels run."""
 SETTINGS = settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 
 
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    """Allow TF32, as which fla multiplies float32; in the interpreter its products are exact."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = INTERPRETED
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.usefixtures("tf32")
 @pytest.mark.parametrize(("operator", "name"), [pair for pair in PAIRS if pair[1] in MODULES])
 def test_numbers_and_gradients(operator: str, name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     package, *kernels = MODULES[name]
