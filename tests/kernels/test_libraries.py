@@ -149,6 +149,7 @@ def test_what_they_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "before Triton 3.7.1" in str(linear_attention.IMPLEMENTATIONS[0].refusal(False, gpu, gpu, decay, None, 64))
     monkeypatch.setattr(triton_runtime, "version", lambda: (3, 7, 1))
     assert linear_attention.IMPLEMENTATIONS[0].refusal(False, gpu, gpu, decay, None, 64) is None
+    assert "one dtype" in str(linear_attention.IMPLEMENTATIONS[0].refusal(False, gpu, torch.ones(2), None, None, 64))
     gpu.shape = (1, 1, 9, 65)
     assert "even widths" in str(linear_attention.IMPLEMENTATIONS[0].refusal(False, gpu, gpu, None, None, 64))
     gpu.dtype = torch.float32

@@ -41,8 +41,8 @@ Tensor = torch.Tensor
 
 
 def _fla(q: Tensor, v: Tensor, log_decay: Tensor | None, documents: Tensor | None, chunk: int) -> str | None:
-    if q.dtype is torch.float64:
-        return "fla computes in float32"
+    if q.dtype is torch.float64 or v.dtype is not q.dtype:
+        return "fla needs one dtype for queries and values, and it is not float64"
     if q.dtype is torch.float32 and not torch.backends.cuda.matmul.allow_tf32:
         return "fla multiplies float32 as TF32, which needs torch.backends.cuda.matmul.allow_tf32"
     if documents is not None:
