@@ -61,13 +61,24 @@ def unless_apex(extension: str, x: torch.Tensor) -> str | None:
     return triton_runtime.FAKE if isinstance(x, torch_private.FakeTensor) else _without(extension)
 
 
+def is_hopper(x: torch.Tensor) -> bool:
+    """Whether the tensor is on a GPU of compute capability 9.x."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
+
+
+INSTALL = {"fla": "pip install -e '.[fla]'", "liger_kernel": "pip install -e '.[liger]'"}
+"""Package of an extra -> the command that installs the extra."""
+
+
 @functools.lru_cache(maxsize=8)
 def _absent(package: str) -> str | None:
     try:
         spec = importlib.util.find_spec(package)
     except ModuleNotFoundError:
         spec = None
-    return None if spec is not None else f"{package} is not installed"
+    if spec is not None:
+        return None
+    return f"{package} is not installed" + (f" ({INSTALL[package]})" if package in INSTALL else "")
 
 
 def unless_library(x: torch.Tensor, package: str, capability: tuple[int, int]) -> str | None:
@@ -79,3 +90,10 @@ def unless_library(x: torch.Tensor, package: str, capability: tuple[int, int]) -
     if torch.cuda.get_device_capability(x.device) < capability:
         return f"{package} needs a GPU of compute capability {capability[0]}.{capability[1]}"
     return _absent(package)
+
+
+def unless_liger(x: torch.Tensor) -> str | None:
+    """Refuse where Liger's Triton kernels cannot run on rows [..., D]."""
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not x.numel():
+        return "liger needs rows of bfloat16, float16 or float32"
+    return unless_library(x, "liger_kernel", (8, 0))

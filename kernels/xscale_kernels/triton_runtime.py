@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
+import re
 import sys
 
 import torch
@@ -17,6 +19,12 @@ FAKE = "the tensors are fake"
 def importable() -> bool:
     """Whether Triton is installed. Cached: it does not change in a process, and the search costs more than a launch."""
     return importlib.util.find_spec("triton") is not None
+
+
+@functools.lru_cache(maxsize=1)
+def version() -> tuple[int, ...]:
+    """Version of the installed Triton, such as (3, 7, 1)."""
+    return tuple(int(digits) for digits in re.findall(r"\d+", importlib.metadata.version("triton"))[:3])
 
 
 def interpreting() -> bool:

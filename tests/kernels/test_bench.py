@@ -41,8 +41,8 @@ def test_a_failing_test_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_invalid_arguments(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(["rmsnorm", "--against", "liger"]) == 2
-    assert "rmsnorm is not measured against 'liger'; there are: apex, cpu, eager" in capsys.readouterr().err
+    assert main(["rmsnorm", "--against", "flashinfer"]) == 2
+    assert "rmsnorm is not measured against 'flashinfer'; there are: apex, cpu, eager" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["ops", "--device", "cuda"]) == 2
     assert "torch finds no GPU" in capsys.readouterr().err
@@ -96,14 +96,14 @@ def test_rows_and_the_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr(report, "ceilings", lambda device, dtype: (1e9, 1e9))
     rows = run("rmsnorm", against=("torch", "eager"))
     by_way = {row.way: row for row in rows}
-    assert set(by_way) == {"eager", "cpu", "quack", "triton", "apex", "torch"}
+    assert set(by_way) == {"eager", "cpu", "quack", "triton", "liger", "apex", "torch"}
     assert by_way["torch"].speedup == 1.0
     assert by_way["triton"].milliseconds is None
     assert "needs a GPU" in by_way["triton"].refused
     assert "needs a GPU" in table(rows)
     recorded = json.loads(record(rows, "cpu", tmp_path).read_text())
     assert recorded["device"] == "cpu"
-    assert len(recorded["rows"]) == 6
+    assert len(recorded["rows"]) == 7
     assert len(recorded["commit"]) == 40
 
 

@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from xscale_kernels import refusals
+from xscale_kernels import refusals, triton_runtime
 from xscale_kernels.cross_entropy import LossTerms
 from xscale_kernels.cross_entropy import op as cross_entropy
+from xscale_kernels.layernorm import op as layernorm
 from xscale_kernels.linear_attention import chunked
 from xscale_kernels.linear_attention import op as linear_attention
+from xscale_kernels.linear_cross_entropy import op as linear_cross_entropy
 from xscale_kernels.rmsnorm import op as rmsnorm
 
 
@@ -139,9 +141,53 @@ def test_what_they_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(refusals, "_absent", lambda package: None)
     assert rmsnorm.IMPLEMENTATIONS[1].refusal(False, gpu) is None
     assert cross_entropy.IMPLEMENTATIONS[0].refusal(False, gpu, LossTerms()) is None
-    assert linear_attention.IMPLEMENTATIONS[0].refusal(False, gpu, 64, None) is None
+    assert linear_attention.IMPLEMENTATIONS[0].refusal(False, gpu, gpu, None, None, 64) is None
     assert "soft cap" in str(cross_entropy.IMPLEMENTATIONS[0].refusal(False, gpu, LossTerms(softcap=3.0)))
-    assert "documents" in str(linear_attention.IMPLEMENTATIONS[0].refusal(False, gpu, 64, torch.zeros(1, 9)))
+    assert "documents" in str(linear_attention.IMPLEMENTATIONS[0].refusal(False, gpu, gpu, None, torch.zeros(1, 9), 64))
+    decay = torch.zeros(1, 1, 9)
+    monkeypatch.setattr(triton_runtime, "version", lambda: (3, 7, 0))
+    assert "before Triton 3.7.1" in str(linear_attention.IMPLEMENTATIONS[0].refusal(False, gpu, gpu, decay, None, 64))
+    monkeypatch.setattr(triton_runtime, "version", lambda: (3, 7, 1))
+    assert linear_attention.IMPLEMENTATIONS[0].refusal(False, gpu, gpu, decay, None, 64) is None
+    assert "one dtype" in str(linear_attention.IMPLEMENTATIONS[0].refusal(False, gpu, torch.ones(2), None, None, 64))
+    gpu.shape = (1, 1, 9, 65)
+    assert "even widths" in str(linear_attention.IMPLEMENTATIONS[0].refusal(False, gpu, gpu, None, None, 64))
+    gpu.dtype = torch.float32
+    assert "TF32" in str(linear_attention.IMPLEMENTATIONS[0].refusal(False, gpu, gpu, None, None, 64))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert "compute capability 9.0" in str(rmsnorm.IMPLEMENTATIONS[1].refusal(False, gpu))
     assert "needs a GPU" in str(rmsnorm.IMPLEMENTATIONS[1].refusal(False, torch.zeros(3)))
+
+
+@pytest.mark.parametrize(
+    ("operator", "arguments"), [(rmsnorm, (None,)), (layernorm, (torch.ones(8),) * 2), (linear_cross_entropy, (None,))]
+)
+def test_liger_says_how_it_is_installed(
+    operator: ModuleType, arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=torch.bfloat16, shape=(9, 8))
+    gpu.numel = lambda: 72
+    (liger,) = (each for each in operator.IMPLEMENTATIONS if each.name == "liger")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    refusals._absent.cache_clear()
+    monkeypatch.setattr(refusals.importlib.util, "find_spec", lambda name: None)
+    assert liger.refusal(True, gpu, *arguments) == "liger_kernel is not installed (pip install -e '.[liger]')"
+    refusals._absent.cache_clear()
+    gpu.dtype = torch.float64
+    assert "bfloat16, float16 or float32" in str(liger.refusal(True, gpu, *arguments))
+
+
+def test_fla_runs_outside_of_the_operator_with_its_own_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in takes part in autograd, which reaches it once: three more scans would call it again."""
+    monkeypatch.setattr(refusals, "unless_library", lambda x, package, capability: None)
+    calls: list[int] = []
+    monkeypatch.setattr(
+        sys.modules["fla.ops.simple_gla"],
+        "chunk_simple_gla",
+        lambda *args, **named: (calls.append(1), chunk_simple_gla(*args, **named))[1],
+    )
+    q, k, v = (torch.randn(1, 2, 9, 4, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    out, last = linear_attention.linear_attention(q, k, v)
+    (out.sum() + last.sum()).backward()
+    assert len(calls) == 1
+    assert q.grad is not None

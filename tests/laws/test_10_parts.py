@@ -17,7 +17,8 @@ from xscale.core.config import Config, sentences
 from xscale.core.registry import Entry
 
 HEAVY = (
-    "torch numpy sentencepiece matplotlib tensorboard transformers deepspeed megatron mpi4py wandb triton safetensors"
+    "torch numpy sentencepiece matplotlib tensorboard transformers deepspeed megatron mpi4py wandb triton safetensors "
+    "fla liger_kernel"
 )
 HEAVY_TO_CHECK = (
     "torch.distributed.tensor torch.distributed.fsdp torch.distributed.checkpoint torch.distributed.pipelining "

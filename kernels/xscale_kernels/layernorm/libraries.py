@@ -1,4 +1,4 @@
-"""layernorm by torch's F.layer_norm, fused on CPU and CUDA, and by NVIDIA apex, if it is installed."""
+"""layernorm by torch's F.layer_norm, fused on CPU and CUDA, and by Liger and NVIDIA apex, if they are installed."""
 
 from __future__ import annotations
 
@@ -19,6 +19,16 @@ def torch_layernorm(
         weight = torch.ones(x.shape[-1:], dtype=dtype)
     weight, bias = (None if parameter is None else parameter.to(dtype) for parameter in (weight, bias))
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def liger_layernorm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """Compute `reference_layernorm` by Liger's Triton kernels (Hsu et al. 2024); it needs weight and bias."""
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+    out: torch.Tensor = LigerLayerNormFunction.apply(x, weight, bias, eps)
+    return out
 
 
 def apex_layernorm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:

@@ -28,6 +28,12 @@ def _triton(x: torch.Tensor, *_: object) -> str | None:
     return refusals.unless_triton(x) or (None if x.shape[-1] <= 65536 else "rows are wider than 65536")
 
 
+def _liger(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, *_: object) -> str | None:
+    if weight is None or bias is None:
+        return "liger needs both weight and bias"
+    return refusals.unless_liger(x) or (None if x.shape[-1] <= 65536 else "rows are wider than 65536")
+
+
 def _apex(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, *_: object) -> str | None:
     reason = refusals.unless_apex("fused_layer_norm_cuda", x)
     return reason or (None if (weight is None) == (bias is None) else "apex needs both weight and bias, or neither")
@@ -36,6 +42,7 @@ def _apex(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | Non
 _HERE = "xscale_kernels.layernorm"
 IMPLEMENTATIONS = (
     Implementation("triton", "xscale_kernels.norm_kernels", _triton),
+    Implementation("liger", f"{_HERE}.libraries", _liger, prefix="liger_"),
     Implementation("apex", f"{_HERE}.libraries", _apex, prefix="apex_"),
     Implementation("torch", f"{_HERE}.libraries", refusals.never, prefix="torch_"),
     Implementation("reference", f"{_HERE}.op", refusals.never, prefix="reference_"),

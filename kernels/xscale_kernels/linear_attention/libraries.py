@@ -1,6 +1,6 @@
 """linear_attention by flash-linear-attention (Yang and Zhang 2024), whose chunks are computed in parallel.
 
-Written from its source (fla.ops.simple_gla.chunk) and tested against a stand-in; not run on hardware yet.
+Its kernels (fla.ops.simple_gla.chunk) are tested in Triton's interpreter; not run on hardware yet.
 """
 
 from __future__ import annotations

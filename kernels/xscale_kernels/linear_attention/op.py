@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from xscale_kernels import refusals
+from xscale_kernels import refusals, triton_runtime
 from xscale_kernels.rows import wide
 from xscale_kernels.select import Implementation, choose
 
@@ -40,15 +40,24 @@ def reference_linear_attention(
 Tensor = torch.Tensor
 
 
-def _fla(q: Tensor, chunk: int, documents: Tensor | None) -> str | None:
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return "fla is for bfloat16 and float16 here: it multiplies float32 as TF32"
+def _fla(q: Tensor, v: Tensor, log_decay: Tensor | None, documents: Tensor | None, chunk: int) -> str | None:
+    if q.dtype is torch.float64 or v.dtype is not q.dtype:
+        return "fla needs one dtype for queries and values, and it is not float64"
+    if q.dtype is torch.float32 and not torch.backends.cuda.matmul.allow_tf32:
+        return "fla multiplies float32 as TF32, which needs torch.backends.cuda.matmul.allow_tf32"
     if documents is not None:
         return "fla takes documents as sequences of a batch of one"
-    return "keys are wider than 256" if q.shape[3] > 256 else refusals.unless_library(q, "fla", (8, 0))
+    K, M = q.shape[3], v.shape[3]
+    if max(K, M) > 256:
+        return "keys or values are wider than 256"
+    if q.dtype is not torch.float32 and (K % 2 or M % 2):
+        return "fla needs even widths in half precision"
+    if log_decay is not None and refusals.is_hopper(q) and triton_runtime.version() < (3, 7, 1):
+        return "fla's gradients with a decay are wrong on Hopper before Triton 3.7.1"
+    return refusals.unless_library(q, "fla", (8, 0))
 
 
-def _triton(q: Tensor, chunk: int, _: Tensor | None) -> str | None:
+def _triton(q: Tensor, v: Tensor, log_decay: Tensor | None, documents: Tensor | None, chunk: int) -> str | None:
     reason = refusals.unless_triton(q)
     if reason is None and q.shape[3] > 256:
         return "keys are wider than 256"
@@ -78,10 +87,9 @@ def _scan(
     chunk: int,
     implementation: str,
 ) -> tuple[Tensor, Tensor]:
-    chosen = choose("linear_attention", IMPLEMENTATIONS, implementation, q, chunk, documents).implementation.function(
-        "scan"
-    )
-    out: tuple[Tensor, Tensor] = chosen(q, k, v, log_decay, documents, state, reverse, chunk)
+    chosen = choose("linear_attention", IMPLEMENTATIONS, implementation, q, v, log_decay, documents, chunk)
+    scan = chosen.implementation.function("scan")
+    out: tuple[Tensor, Tensor] = scan(q, k, v, log_decay, documents, state, reverse, chunk)
     return out
 
 
@@ -162,5 +170,12 @@ def linear_attention(
         raise ValueError(f"documents are [B, T] = {[q.shape[0], q.shape[2]]}, got {[*documents.shape]}")
     if implementation == "reference" or q.shape[2] == 0:
         return reference_linear_attention(q, k, v, log_decay, documents, state)
+    eager = implementation in (None, "", "fla") and not torch.compiler.is_compiling()
+    if eager and _fla(q, v, log_decay, documents, chunk) is None:
+        # Outside of the torch.library operator autograd takes fla's own backward, in place of three more scans.
+        chosen = choose("linear_attention", IMPLEMENTATIONS, implementation, q, v, log_decay, documents, chunk)
+        scan = chosen.implementation.function("scan")
+        result: tuple[Tensor, Tensor] = scan(q, k, v, log_decay, documents, state, False, chunk)
+        return result
     out: tuple[Tensor, Tensor] = _scan(q, k, v, log_decay, documents, state, False, chunk, implementation or "")
     return out

@@ -20,9 +20,14 @@ def reference_linear_cross_entropy(
     return reference_cross_entropy(F.linear(hidden, weight, bias), targets, terms)
 
 
+def _liger(hidden: torch.Tensor, _: torch.Tensor) -> str | None:
+    return refusals.unless_liger(hidden)
+
+
 _HERE = "xscale_kernels.linear_cross_entropy"
 IMPLEMENTATIONS = (
     Implementation("triton", f"{_HERE}.triton", refusals.unless_triton),
+    Implementation("liger", f"{_HERE}.libraries", _liger, prefix="liger_"),
     Implementation("torch", f"{_HERE}.chunked", refusals.never),
     Implementation("reference", f"{_HERE}.op", refusals.never, prefix="reference_"),
 )

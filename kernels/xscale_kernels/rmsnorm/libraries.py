@@ -1,4 +1,4 @@
-"""rmsnorm by kernels of libraries: torch's F.rms_norm (one fused kernel on CUDA), QuACK and NVIDIA apex."""
+"""rmsnorm by kernels of libraries: torch's F.rms_norm (one fused kernel on CUDA), QuACK, Liger and NVIDIA apex."""
 
 from __future__ import annotations
 
@@ -25,6 +25,17 @@ def apex_rmsnorm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> to
     else:
         out = apex.mixed_dtype_fused_rms_norm_affine(x, weight, shape, eps)
     return out.to(x.dtype)
+
+
+def liger_rmsnorm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Compute `reference_rmsnorm` by Liger's Triton kernels (Hsu et al. 2024), if they are installed."""
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    # "gemma" multiplies by the weight before it rounds. In place, the backward would overwrite the gradient of y, which
+    # a residual connection still needs.
+    offset, in_place = 0.0, False
+    out: torch.Tensor = LigerRMSNormFunction.apply(x, weight, eps, offset, "gemma", in_place)
+    return out
 
 
 class _ContiguousGradient(torch.autograd.Function):

@@ -27,6 +27,10 @@ def _quack(x: torch.Tensor, *_: object) -> str | None:
     return refusals.unless_library(x, "quack", (9, 0))
 
 
+def _liger(x: torch.Tensor, *_: object) -> str | None:
+    return refusals.unless_liger(x) or (None if x.shape[-1] <= 65536 else "rows are wider than 65536")
+
+
 def _apex(x: torch.Tensor, *_: object) -> str | None:
     return refusals.unless_apex("fused_layer_norm_cuda", x)
 
@@ -36,6 +40,7 @@ IMPLEMENTATIONS = (
     Implementation("cpu", f"{_HERE}.cpu", refusals.unless_cpu, refusals.unless_large),
     Implementation("quack", f"{_HERE}.libraries", _quack, prefix="quack_"),
     Implementation("triton", "xscale_kernels.norm_kernels", _triton),
+    Implementation("liger", f"{_HERE}.libraries", _liger, prefix="liger_"),
     Implementation("apex", f"{_HERE}.libraries", _apex, prefix="apex_"),
     Implementation("torch", f"{_HERE}.libraries", refusals.never, prefix="torch_"),
     Implementation("reference", f"{_HERE}.op", refusals.never, prefix="reference_"),
