@@ -131,6 +131,7 @@ def descriptors(lazy: str) -> tuple[int, int]:
         before = len(os.listdir("/proc/self/fd"))
         group = dist.new_group(backend="gloo")
         created = len(os.listdir("/proc/self/fd")) - before
+        dist.barrier()  # over the group before: a rank that goes on connects to those that still count
         dist.all_gather_object([None] * world, "shard", group=group)
         dist.broadcast_object_list(["folder"], 0, group=group)
         dist.gather_object("shard", words, 0, group=group)
