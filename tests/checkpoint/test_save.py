@@ -259,7 +259,7 @@ def test_an_index_of_an_older_python_is_read() -> None:
 def test_a_plan_pauses_garbage_collection_only_while_it_is_made(
     collects: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it was before, also where the plan fails."""
+    """Collection is as it was before, also where the plan fails."""
     during: list[bool] = []
 
     def divide(local_plans: list[SavePlan]) -> list[planner.CheckpointPlan]:
