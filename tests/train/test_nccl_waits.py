@@ -4,8 +4,8 @@ On NCCL a posted receive is a kernel that holds its stream until the message com
 go on first. On gloo nothing waits for it. The ranks train on gloo, and what would wait on NCCL is recorded while a
 receive is posted and not waited for:
 
-- the host waits for the whole device: `torch.cuda.synchronize`, and what creates a communicator, the first message
-  of two ranks;
+- the host waits for the whole device: `torch.cuda.synchronize`, which waits for sends too, and what creates a
+  communicator, the first message of two ranks;
 - the host waits for other hosts: a barrier, pickled objects, a collective of the gloo group beside NCCL;
 - the host reads a number of the device. That waits for the stream that computes, not for the receive. Layers of these
   models read nothing all the same, except for the counts of a dispatch over ranks.
@@ -29,6 +29,7 @@ from tests.train.test_host_waits import FFNS, HostWaits, ListsRead, model
 from tests.train.tiny import losses, recipe, run
 from xscale.nn.ffn.moe import Moe
 from xscale.parallel.pipeline.executor import Pipeline
+from xscale.parallel.pipeline.microbatch_runner import MicrobatchRunner
 from xscale.parallel.pipeline.schedule import SCHEDULES
 from xscale.train.loop import Loop
 from xscale.train.step import PhaseTimer
@@ -45,10 +46,10 @@ class HostWaitError(Exception):
     """The host waited while a receive was posted."""
 
 
-class PostedReceive:
-    """A receive that occupies its stream until `wait`."""
+class PostedMessage:
+    """A send or a receive that occupies its stream until `wait`."""
 
-    def __init__(self, work: Any, name: str, posted: dict["PostedReceive", None]) -> None:
+    def __init__(self, work: Any, name: str, posted: dict["PostedMessage", None]) -> None:
         self.work, self.name, self.posted = work, name, posted
         posted[self] = None
 
@@ -66,7 +67,8 @@ class NcclRules:
 
     def __init__(self, reads: bool) -> None:
         self.reads = reads
-        self.posted: dict[PostedReceive, None] = {}
+        self.posted: dict[PostedMessage, None] = {}
+        self.sent: dict[PostedMessage, None] = {}
         self.most = 0
         """Receives that were posted at one time."""
         self.waits: list[str] = []
@@ -74,15 +76,16 @@ class NcclRules:
         self.background = ""
         """Name of the gloo group beside NCCL's."""
 
-    def host_waits(self, call: str) -> None:
-        """Record that the host waits in `call`, if a receive is posted."""
-        if not self.posted:
+    def host_waits(self, call: str, *, device: bool = False) -> None:
+        """Record that the host waits in `call`, if a receive is posted; with `device` also if a send is."""
+        pending = [*self.posted, *(self.sent if device else ())]
+        if not pending:
             return
         frame = sys._getframe(1)
         while "/xscale/" not in frame.f_code.co_filename and frame.f_back is not None:
             frame = frame.f_back
         where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        self.waits.append(f"{call} at {where} while posted: {next(iter(self.posted)).name}")
+        self.waits.append(f"{call} at {where} while posted: {pending[0].name}")
 
     def read(self, name: str) -> None:
         if self.reads:
@@ -117,12 +120,10 @@ class NcclRules:
                 self.connected.add(pair)
             with torch._C.DisableTorchFunction():  # it would call the function by its name in the module
                 work = function(tensor, peer, group=group, **kwargs)
-            if function is isend:
-                return work
-            shape = ", ".join(map(str, tensor.shape))
-            receive = PostedReceive(work, f"irecv of [{shape}] from rank {peer}", self.posted)
+            name = f"{function.__name__} of {list(tensor.shape)} {'to' if function is isend else 'from'} rank {peer}"
+            message = PostedMessage(work, name, self.sent if function is isend else self.posted)
             self.most = max(self.most, len(self.posted))
-            return receive
+            return message
 
         return call
 
@@ -150,7 +151,7 @@ class StandInEvent:
         return True
 
     def synchronize(self) -> None:
-        self._rules.host_waits("Event.synchronize")
+        self._rules.host_waits("Event.synchronize", device=True)
 
     def elapsed_time(self, end: "StandInEvent") -> float:
         return 0.0
@@ -176,12 +177,12 @@ def nccl_rules(reads: bool) -> Iterator[NcclRules]:
             patch.setattr(dist, name, rules.blocking(getattr(dist, name)))
         for name in COLLECTIVES:
             patch.setattr(dist, name, rules.collective(getattr(dist, name)))
-        patch.setattr(torch.cuda, "synchronize", lambda device=None: rules.host_waits("torch.cuda.synchronize"))
+        patch.setattr(torch.cuda, "synchronize", lambda _=None: rules.host_waits("torch.cuda.synchronize", device=True))
         patch.setattr(torch.cuda, "Event", lambda **_: StandInEvent(rules))
         patch.setattr(Moe, "fixed_shapes", lambda self, flat: True)
         patch.setattr(Loop, "run", run_loop)
         yield rules
-    assert not rules.posted, "a receive is still posted when the run is over"
+    assert not rules.posted | rules.sent, "a message is still on its way when the run is over"
     if rules.waits:
         raise HostWaitError("\n".join(dict.fromkeys(rules.waits)))
 
@@ -230,7 +231,23 @@ def connect_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pipeline, "_has_trained", lambda self, batches: True)
 
 
-BROKEN = {"synchronize": synchronize_in_phases, "mask": select_by_mask, "connect": connect_late}
+def create_groups(patch: pytest.MonkeyPatch) -> None:
+    """Let each action create a group."""
+    run_action = MicrobatchRunner.run
+
+    def run_in_group(self: MicrobatchRunner, action: Any, received: Any) -> Any:
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return run_action(self, action, received)
+
+    patch.setattr(MicrobatchRunner, "run", run_in_group)
+
+
+BROKEN = {
+    "synchronize": synchronize_in_phases,
+    "mask": select_by_mask,
+    "connect": connect_late,
+    "group": create_groups,
+}
 
 
 def pipeline(schedule: str, **mesh: int) -> dict[str, Any]:
@@ -280,6 +297,7 @@ def test_experts_on_several_ranks_read_counts_only(schedule: str, folder: Path, 
         ("synchronize", r"torch\.cuda\.synchronize at \S+ while posted: irecv of \[1, 32, 32\] from rank [01]"),
         ("mask", r"index at \S+ while posted: irecv of \[1, 32, 32\] from rank [01]"),
         ("connect", r"the first isend with rank 0 at \S+ while posted: irecv of \[1, 32, 32\] from rank 0"),
+        ("group", r"new_group at executor\.py\S+ while posted: irecv of \[1, 32, 32\] from rank [01]"),
     ],
     ids=BROKEN,
 )
