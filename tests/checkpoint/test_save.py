@@ -1,6 +1,7 @@
 """A checkpoint on one process: what is written, what stays, and what a failure leaves."""
 
 import errno
+import gc
 import io
 import json
 import os
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.planner import SavePlan
 
-from xscale.checkpoint import index
+from xscale.checkpoint import index, planner
 from xscale.checkpoint.disk import Disk
 from xscale.checkpoint.errors import CheckpointError, DamageError
 from xscale.checkpoint.files import visible_steps
@@ -251,3 +253,31 @@ def test_an_index_of_an_older_python_is_read() -> None:
     for other, name in ((kind, "mro"), (torch.Size, "numel")):
         with pytest.raises(pickle.UnpicklingError, match=f"attribute '{name}'"):
             index._IndexUnpickler(io.BytesIO(pickle.dumps(Member(other, name)))).load()
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_plan_pauses_garbage_collection_only_while_it_is_made(
+    collects: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Collection is as it was before, also where the plan fails."""
+    during: list[bool] = []
+
+    def divide(local_plans: list[SavePlan]) -> list[planner.CheckpointPlan]:
+        during.append(gc.isenabled())
+        if len(during) == 2:
+            raise OSError(errno.ENOMEM, "no memory")
+        return planned(local_plans)
+
+    planned = planner.divide_plans
+    monkeypatch.setattr(planner, "divide_plans", divide)
+    before = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        save(tmp_path / "run", 1, model(), {}, {})
+        assert gc.isenabled() == collects
+        with pytest.raises(CheckpointError, match="no memory"):
+            save(tmp_path / "run", 2, model(), {}, {})
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert during == [False, False]

@@ -130,14 +130,14 @@ def norms() -> None:
     from xscale_kernels.norm_kernels import layernorm, rmsnorm
 
     N, programs = 16384, 3 * 132
-    for D in (2560, 4096, 5120, 8192, 16384):
+    for D in (2560, 3072, 4096, 5120, 6144, 7168, 8192, 16384):
         size, resident = float(N * D), programs if D <= 4096 else 132
         forward = Load(N, 0, 4 * size, 4 * size)
         backward = Load(resident, N / resident, 6 * size + 8.0 * resident * D, 6 * size)
         x, w = draw(8, D), draw(D, dtype=torch.float32)
         at(f"rmsnorm D={D}", forward=forward, backward=backward)
         rmsnorm(x, w, 1e-6).sum().backward()
-        if D in (4096, 5120):
+        if D in (3072, 4096, 5120, 6144, 7168):
             at(f"layernorm D={D}", forward=forward, backward=backward)
             layernorm(x, w, w, 1e-6).sum().backward()
     x, w = draw(8, 7168, dtype=torch.float32), draw(7168, dtype=torch.float32)

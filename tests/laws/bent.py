@@ -42,6 +42,7 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/nn/attention/transformer_ls.py: projection_rank": "the rank of a matrix, as the paper calls it",
     },
     "no unpickler": {
+        "xscale/bench/checkpoint.py: pickle.loads": "what this process has just pickled, in this process's memory",
         "xscale/mesh/flight_recorder.py: pickle.loads": "torch's record of this process, in this process's memory",
     },
     "nothing global": {

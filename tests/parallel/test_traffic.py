@@ -11,8 +11,11 @@ from tests.parallel.against_one import LENGTH, SEED, SPECIALS, alone, asked, bat
 from tests.parallel.models import DENSE, MIXTURE, changed
 from tests.parallel.recorder import recorded
 from xscale.core.errors import ConfigError
+from xscale.mesh import axes
 from xscale.objective.objective import OBJECTIVES
+from xscale.parallel.config import ParallelConfig
 from xscale.parallel.sharded import sharded_parameters
+from xscale.parallel.zero import prefetched_blocks
 from xscale.train.setup import make_engine
 from xscale.train.step import Stepper
 
@@ -100,6 +103,45 @@ def test_parameters_are_gathered_ahead(pool: Pool) -> None:
             else:
                 counts.append(0)
         assert counts == wanted, (ahead, found)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "blocks"),
+    [
+        ({"mesh": {"ep": 2}, "zero": {"stage": 3}}, 1),
+        ({"mesh": {"ep": 2}, "zero": {"stage": 3, "prefetch": 0}}, 0),
+        ({"mesh": {"ep": 2}, "zero": {"stage": 2}}, 0),
+        ({"mesh": {"ep": 1}, "zero": {"stage": 3}}, 0),
+    ],
+)
+def test_zero_3_gathers_ahead_where_experts_are_spread(parallel: dict[str, Any], blocks: int) -> None:
+    config = ParallelConfig.model_validate(parallel)
+    assert prefetched_blocks(config, axes.resolve(config.mesh, 2)) == blocks
+
+
+def modules_gathered_ahead(zero: dict[str, Any]) -> list[int]:
+    """For each block for which modules are gathered ahead, how many."""
+    from torch.distributed.fsdp import FSDPModule
+
+    counts: list[int] = []
+
+    def record(block: FSDPModule, modules: list[FSDPModule]) -> None:
+        counts.append(len(modules))
+
+    with patch.object(FSDPModule, "set_modules_to_forward_prefetch", record):
+        built(MIXTURE, {"mesh": {"dp_shard": 2, "ep": 2}, "zero": zero})
+    return counts
+
+
+def test_experts_on_several_ranks_gather_ahead_by_default(pool: Pool) -> None:
+    """The host waits there for the counts of a dispatch, and would ask for the next block's parameters too late."""
+    default, chosen, off = (
+        pool.run(modules_gathered_ahead, 2, {"stage": 3, **zero})[0] for zero in ({}, {"prefetch": 1}, {"prefetch": 0})
+    )
+    assert default == chosen
+    assert len(default) == 4
+    assert all(default[:-1])
+    assert not off
 
 
 def test_prefetch_without_zero_3_is_refused() -> None:

@@ -38,32 +38,37 @@ class HostWaits(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
 
+    def record(self, name: str) -> None:
+        self.counts[name] += 1
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         indices = args[1] if name in ("index", "index_put", "index_put_") else ()
         if name in READS or any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
-            self.counts[name] += 1
+            self.record(name)
         if name == "repeat_interleave" and (kwargs or {}).get("output_size") is None:
-            self.counts[name] += 1
+            self.record(name)
         with torch._C.DisableTorchFunction():
             return func(*args, **(kwargs or {}))
 
 
 class ListsRead(TorchFunctionMode):
-    """Counts `tolist`, which a CPU does without an operator."""
+    """Records `tolist`, which a CPU does without an operator, and other methods of a tensor."""
 
-    def __init__(self, counts: Counter[str]) -> None:
+    def __init__(self, record: Callable[[str], object], methods: tuple[str, ...] = ("tolist",)) -> None:
         super().__init__()
-        self.counts = counts
+        self.record = record
+        self.names = {getattr(Tensor, method): method for method in methods}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts["tolist"] += func is Tensor.tolist
+        if func in self.names:
+            self.record(self.names[func])
         return func(*args, **(kwargs or {}))
 
 
 def counted(work: Callable[[], object]) -> Counter[str]:
     waits = HostWaits()
-    with ListsRead(waits.counts), waits:
+    with ListsRead(waits.record), waits:
         work()
     return +waits.counts
 

@@ -1,6 +1,7 @@
-"""Stall of the training loop for a save: synchronous and asynchronous saves that alternate, and the cost of hashing."""
+"""Stall of the training loop for a save: saves of several kinds that alternate, and the plan of a run's first save."""
 
 import itertools
+import pickle
 import statistics
 import time
 from collections.abc import Callable
@@ -8,11 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.planner import SavePlan
 
 from xscale.checkpoint.async_saver import AsyncSaver
 from xscale.checkpoint.disk import Disk, HashingFile, format_bytes
+from xscale.checkpoint.planner import Box, CheckpointPlan, divide_plans, paused_garbage_collection, write_items
 from xscale.checkpoint.save import save
 from xscale.core.file_safety import remove_folder
+from xscale.mesh.consensus import Result
 from xscale_kernels.bench.timing import Sample, alternate, host_clock
 
 ELEMENTS = 1 << 20
@@ -134,6 +138,66 @@ def _step(device: str, seconds: float) -> None:
         weight = weight @ weight / 32
     if device != "cpu":
         torch.cuda.synchronize()
+
+
+PLAN_BOXES, PLAN_SECONDS = 30_000, 5.0
+"""A plan of so many boxes, for which all ranks wait in the first save of a run, is to take no longer than this."""
+BOXES_OF_A_RANK = 30
+
+
+@dataclass(frozen=True)
+class FirstPlan:
+    """Seconds of rank 0 for the plan of a run's first save, medians over the repeats; the network is not among them."""
+
+    boxes: int
+    ranks: int
+    gather: float
+    """Unpickling the boxes of each rank."""
+    plan: float
+    """Dividing them, and making the index."""
+    scatter: float
+    """Pickling the part of each rank."""
+
+    @property
+    def seconds(self) -> float:
+        return self.gather + self.plan + self.scatter
+
+
+def first_plan(boxes: int = PLAN_BOXES, repeats: int = 5) -> FirstPlan:
+    """Plan a save of so many boxes, 30 on each rank; the other ranks are what they would send."""
+    ranks = max(1, boxes // BOXES_OF_A_RANK)
+    local = torch.empty(64, 1024, device="meta")
+
+    def payload(rank: int) -> bytes:
+        box = Box(local, (64 * ranks, 1024), (64 * rank, 0))
+        names = [f"model.stack.blocks.{number}.ffn.up.weight" for number in range(BOXES_OF_A_RANK)]
+        return pickle.dumps(Result(SavePlan([item for name in names for item in write_items(name, box)])))
+
+    payloads = [payload(rank) for rank in range(ranks)]
+    rounds = [_time_plan(payloads) for _ in range(repeats)]
+    return FirstPlan(ranks * BOXES_OF_A_RANK, ranks, *map(statistics.median, zip(*rounds, strict=True)))
+
+
+def _time_plan(payloads: list[bytes]) -> tuple[float, float, float]:
+    """Seconds of the steps of `plan_save` on rank 0."""
+    with paused_garbage_collection():
+        begin = time.perf_counter()
+        gathered: list[SavePlan] = [pickle.loads(payload).value for payload in payloads]
+        end_of_gather = time.perf_counter()
+        plans: list[CheckpointPlan] = divide_plans(gathered)
+        end_of_plan = time.perf_counter()
+        for plan in plans:
+            pickle.dumps(Result([plan]))
+        return end_of_gather - begin, end_of_plan - end_of_gather, time.perf_counter() - end_of_plan
+
+
+def show_plan(plan: FirstPlan) -> str:
+    """Format the seconds of the first plan."""
+    limit = f" of at most {PLAN_SECONDS:g} s" if plan.boxes == PLAN_BOXES else ""
+    rows = [("gather (unpickle)", plan.gather), ("plan", plan.plan), ("scatter (pickle)", plan.scatter)]
+    lines = [f"  {name:<36} {seconds * 1000:>10.1f} ms" for name, seconds in rows]
+    head = f"plan of the first save on rank 0, {plan.boxes:,} boxes of {plan.ranks:,} ranks, without the network"
+    return "\n".join([head, f"{'all of it':<38} {plan.seconds * 1000:>10.1f} ms {limit}".rstrip(), *lines])
 
 
 def show(stall: Stall) -> str:

@@ -1,6 +1,8 @@
 """Boxes of tensors: which of them a rank stores, which it writes in a save, and which it reads in a load."""
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -113,18 +115,35 @@ def outline(shards: Mapping[str, Box | FlatShard]) -> Outline:
 
 def plan_save(shards: Mapping[str, Box | FlatShard], path: Path, ranks: Consensus) -> CheckpointPlan:
     """Divide the boxes of all ranks among them, without duplicates and balanced by bytes. Collective."""
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     items = [item for name, shard in shards.items() for item in write_items(name, shard)]
-
-    def divide(local_plans: list[SavePlan]) -> list[CheckpointPlan]:
-        save_plans, index = planner.create_global_plan(local_plans)
-        size = sum(entry.size + BOX_OVERHEAD_BYTES * entry.boxes for entry in tensor_entries(index).values())
-        plans = [CheckpointPlan(tuple(plan.items), None, size, {}) for plan in save_plans]
-        plans[0] = replace(plans[0], index=index)
-        return plans
-
-    local_plan = ranks.gather_then_scatter(path, lambda: SavePlan(items), divide)
+    with paused_garbage_collection():
+        local_plan = ranks.gather_then_scatter(path, lambda: SavePlan(items), divide_plans)
     return replace(local_plan, outline=outline(shards))
+
+
+def divide_plans(local_plans: list[SavePlan]) -> list[CheckpointPlan]:
+    """Turn what each rank could write into what each rank writes; the first plan has the index. Outlines are empty."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    save_plans, index = planner.create_global_plan(local_plans)
+    size = sum(entry.size + BOX_OVERHEAD_BYTES * entry.boxes for entry in tensor_entries(index).values())
+    plans = [CheckpointPlan(tuple(plan.items), None, size, {}) for plan in save_plans]
+    plans[0] = replace(plans[0], index=index)
+    return plans
+
+
+@contextmanager
+def paused_garbage_collection() -> Iterator[None]:
+    """Let nothing look for cycles in the block: a plan makes many small objects and no cycles.
+
+    Each of Python's full collections looks at all objects of the process, and so many new ones cause several.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def write_items(name: str, shard: Box | FlatShard) -> list[WriteItem]:

@@ -127,22 +127,29 @@ def bench_checkpoint(
     megabytes: Annotated[int, typer.Option(min=1, help="Size of the state.")] = 512,
     repeats: Annotated[int, typer.Option(min=1, help="Saves of each kind.")] = 5,
     device: Annotated[str, typer.Option(help="Device of the state: cpu or cuda.")] = "cpu",
+    boxes: Annotated[int, typer.Option(min=0, help="Boxes of the first save's plan; 0: no plan.")] = 30_000,
     json: Json = False,
 ) -> None:
-    """Measure how long training waits for a checkpoint: synchronous against asynchronous, with and without hashing."""
+    """Measure how long training waits for a checkpoint: synchronous against asynchronous, with and without hashing.
+
+    And how long the ranks of a large run wait for the plan of its first save.
+    """
     from dataclasses import asdict
 
-    from xscale.bench.checkpoint import show, stall
+    from xscale.bench.checkpoint import first_plan, show, show_plan, stall
 
     if not folder.is_dir():
         raise ConfigError("--folder", f"folder {folder} does not exist", "Give an existing folder.")
     stalls = stall(folder, megabytes=megabytes, repeats=repeats, device=device)
+    plan = first_plan(boxes, repeats) if boxes else None
     if json:
         import json as text
 
-        print(text.dumps(asdict(stalls)))
+        print(text.dumps({**asdict(stalls), "first_plan": None if plan is None else asdict(plan)}))
         return
     print(show(stalls))
+    if plan is not None:
+        print(show_plan(plan))
 
 
 @bench_app.command("train")
