@@ -44,6 +44,7 @@ NAMES = {
     "_abort_process_group": "torch.distributed.distributed_c10d:_abort_process_group",
     "_clear_sharding_prop_cache": "torch.distributed.tensor.debug:_clear_sharding_prop_cache",
     "_disable_current_modes": "torch.utils._python_dispatch:_disable_current_modes",
+    "_get_current_dispatch_mode_stack": "torch.utils._python_dispatch:_get_current_dispatch_mode_stack",
     "_get_default_store": "torch.distributed.distributed_c10d:_get_default_store",
     "_is_alias_of": "torch._C:_is_alias_of",
     "_resolve_process_group": "torch.distributed.distributed_c10d:_resolve_process_group",

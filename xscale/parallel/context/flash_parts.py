@@ -109,7 +109,8 @@ class FlashParts:
 
 def is_supported(q: Tensor) -> bool:
     """Return whether the device has a fused kernel that returns the log-sum-exp, for queries [B, H, T, K]."""
-    if not torch.backends.cuda.flash_sdp_enabled():  # The switch of torch for both devices.
+    # The switch of torch for both devices.
+    if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
         return False
     if q.device.type == "cpu":
         return q.dtype in CPU_DTYPES

@@ -1,10 +1,10 @@
 """Ring attention (Liu et al. 2023): keys and values pass round the ring of ranks, with an online softmax over tiles.
 
-Fused kernels attend where only causal order hides keys and no position adds to the scores; all else is
-computed in tiles of float32 products. Both are merged by their log-sum-exp. Backward is a second pass round the ring, in
-which the gradients of keys and values travel with them. In zig-zag order each rank has a chunk from the start and one
-from the end, which balances causal work. A position's terms of scores and output are computed tile by tile; its
-parameters do not travel.
+Fused kernels attend where only causal order hides keys and no position adds to the scores; all else is computed in
+tiles of float32 products. Both are merged by their log-sum-exp. Backward is a second pass round the ring, in which the
+gradients of keys and values travel with them. In zig-zag order each rank has a chunk from the start and one from the
+end, which balances causal work. A position's terms of scores and output are computed tile by tile; its parameters do
+not travel.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,6 +20,7 @@ from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.position.position import POSITIONS
+from xscale.parallel.activation_checkpointing import save_output
 from xscale.parallel.context.flash_parts import FlashParts
 from xscale.parallel.context.mask import ShardedAttentionMask
 from xscale.parallel.context.sequence_sharding import SequenceSharding
@@ -188,17 +189,10 @@ def _slice(full: Tensor | None, positions: range, fill: int) -> Tensor:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, ring: _RingTiles | FlashParts, *used: Tensor) -> Tensor:
-        sharding = ring.sharding
-        out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
-        total = out.new_full(out.shape[:-1], float("-inf"))
-        kv = torch.stack((k, v))
-        for step in range(sharding.count):
-            next_kv = ring_send(kv, sharding.group) if step < sharding.count - 1 else None
-            ring.merge((sharding.rank - step) % sharding.count, out, total, q, kv, used)
-            kv = kv if next_kv is None else next_kv.wait()
+        # A recomputation neither attends nor sends again if products are saved.
+        out, total = save_output("ring_attention", lambda: _attend(q, k, v, ring, used))
         o = out.to(q.dtype)
-        # The fused kernels read the output as it is returned.
-        context.save_for_backward(q, k, v, o if isinstance(ring, FlashParts) else out, total, *used)
+        context.save_for_backward(q, k, v, out, total, *used)
         context.ring = ring
         return o
 
@@ -227,9 +221,25 @@ class _RingAttention(torch.autograd.Function):
         return to_q.to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype), None, *of_used
 
 
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, ring: _RingTiles | FlashParts, used: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the output [B, H, P, K], as backward reads it, and the log-sum-exp [B, H, P]."""
+    sharding = ring.sharding
+    out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
+    total = out.new_full(out.shape[:-1], float("-inf"))
+    kv = torch.stack((k, v))
+    for step in range(sharding.count):
+        next_kv = ring_send(kv, sharding.group) if step < sharding.count - 1 else None
+        ring.merge((sharding.rank - step) % sharding.count, out, total, q, kv, used)
+        kv = kv if next_kv is None else next_kv.wait()
+    # The fused kernels read the output as it is returned.
+    return out.to(q.dtype) if isinstance(ring, FlashParts) else out, total
+
+
 def _grouped(x: Tensor, kv: Tensor) -> Tensor:
     """View [B, H, ...] as [B, G, H/G, ...], for kv [2, B, G, P, K]."""
-    return x.unflatten(1, (kv.shape[2], -1))
+    return x.view(x.shape[0], kv.shape[2], -1, *x.shape[2:])
 
 
 def _merge(out: Tensor, total: Tensor, tile: _Tile, q: Tensor, k: Tensor, v: Tensor) -> None:
