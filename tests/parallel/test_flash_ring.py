@@ -2,9 +2,9 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -156,8 +156,10 @@ def test_a_log_sum_exp_of_a_part_alone_is_noticed() -> None:
 
 
 @distributed(ranks=2)
-def test_documents_and_a_switched_off_kernel_take_tiles() -> None:
+def test_positions_documents_and_a_switched_off_kernel_take_tiles() -> None:
     case = CASES["causal"]
+    assert FlashParts.of(inputs_of(case)[0], mask_of(case)) is not None
+    assert FlashParts.of(inputs_of(case)[0], replace(mask_of(case), position=Mock())) is None, "a position adds scores"
     _, ran = attended(case, torch.float64, numbered(10, 13))
     assert ran[FORWARD] == ran[BACKWARD] == 0
     assert ran["aten::bmm"]
