@@ -10,12 +10,13 @@ the hooks of fully_shard run more or fewer of them in backward.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from xscale.core.errors import Problem
+from xscale.mesh import torch_private
 from xscale.mesh.torch_private import DispatchKey, TorchDispatchMode, _SetExcludeDispatchKeyGuard, tree_map_only
 from xscale.nn.block import Block
 from xscale.nn.module import substitute
@@ -37,6 +38,7 @@ SAVED_OPS = frozenset(
     }
 )
 """Operators whose outputs are saved, by name."""
+Output = TypeVar("Output")
 
 
 def save_matmul_outputs() -> tuple[TorchDispatchMode, TorchDispatchMode]:
@@ -53,14 +55,33 @@ class _InterceptMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, result: Callable[[str, Callable[[], Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.result = result
+        self.is_paused = False
+        """Whether saved operators run as others do, since the output of a function that calls them is saved."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = func._schema.name
-        if name in SAVED_OPS:
+        if name in SAVED_OPS and not self.is_paused:
             return self.result(name, lambda: func(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
+
+
+def save_output(name: str, run: Callable[[], Output]) -> Output:
+    """Return `run()`; within a selective checkpoint, save its output in place of those of the operators in it.
+
+    For a function that reduces the outputs of several saved operators to one, and sends messages between them.
+    """
+    active = [mode for mode in torch_private._get_current_dispatch_mode_stack() if isinstance(mode, _InterceptMatmuls)]
+    if not active or active[-1].is_paused:
+        return run()
+    mode = active[-1]
+    mode.is_paused = True
+    try:
+        output: Output = mode.result(name, run)
+    finally:
+        mode.is_paused = False
+    return output
 
 
 class _SavedOutput:

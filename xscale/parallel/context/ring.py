@@ -1,11 +1,13 @@
 """Ring attention (Liu et al. 2023): keys and values pass round the ring of ranks, with an online softmax over tiles.
 
-Tiles are merged by their log-sum-exp. Backward is a second pass round the ring, in which the gradients of keys and
-values travel with them. In zig-zag order each rank has a chunk from the start and one from the end, which balances
-causal work. A position's terms of scores and output are computed tile by tile; its parameters do not travel.
+Fused kernels attend where only causal order hides keys and no position adds to the scores; all else is computed in
+tiles of float32 products. Both are merged by their log-sum-exp. Backward is a second pass round the ring, in which the
+gradients of keys and values travel with them. In zig-zag order each rank has a chunk from the start and one from the
+end, which balances causal work. A position's terms of scores and output are computed tile by tile; its parameters do
+not travel.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +20,8 @@ from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.position.position import POSITIONS
+from xscale.parallel.activation_checkpointing import save_output
+from xscale.parallel.context.flash_parts import FlashParts
 from xscale.parallel.context.mask import ShardedAttentionMask
 from xscale.parallel.context.sequence_sharding import SequenceSharding
 from xscale.parallel.context.tile_terms import PositionParameters, TermGradients, TileTerms
@@ -55,7 +59,7 @@ class Ring:
         if not isinstance(mask, ShardedAttentionMask):
             return self.core(q, k, v, mask)  # type: ignore[no-any-return]
         parameters = PositionParameters.of(() if mask.position is None else (mask.position, *mask.projections))
-        ring = _RingTiles(mask.sharding, mask, parameters, q.dtype)
+        ring = FlashParts.of(q, mask) or _RingTiles(mask.sharding, mask, parameters, q.dtype)
         o: Tensor = _RingAttention.apply(q, k, v, ring, *parameters.used())  # type: ignore[no-untyped-call]
         return o
 
@@ -93,6 +97,34 @@ class _RingTiles:
     """Those that the position's terms read."""
     dtype: torch.dtype
     """Compute dtype."""
+
+    def merge(self, owner: int, out: Tensor, total: Tensor, q: Tensor, kv: Tensor, used: Sequence[Tensor]) -> None:
+        """Merge the softmax over `owner`'s keys into that over the keys so far, in place.
+
+        `out` is [B, H, P, K], `total` the log-sum-exp [B, H, P], `kv` [2, B, G, P, K]; `used` are the parameters."""
+        out, total, q, (k, v) = _grouped(out, kv), _grouped(total, kv), upcast(_grouped(q, kv)), upcast(kv)
+        with self.parameters.replaced(used):
+            for tile in self.tiles(owner):
+                _merge(out, total, tile, q, k, v)
+
+    def add_gradients(
+        self,
+        owner: int,
+        sums: tuple[Tensor, Tensor],
+        inputs: tuple[Tensor, Tensor],
+        outputs: tuple[Tensor, Tensor, Tensor],
+        terms: TermGradients,
+    ) -> None:
+        """Add the gradients of q and of `owner`'s kv to `sums`, in place, and those of the parameters to `terms`.
+
+        `inputs` are q and kv; `outputs` the output's gradient, the output and the log-sum-exp."""
+        (to_q, to_kv), (q, kv) = sums, inputs
+        grad_out, out, total = (upcast(_grouped(x, kv)) for x in outputs)
+        dot = (grad_out * out).sum(-1, keepdim=True)  # [B, G, H/G, P, 1]
+        q, (k, v) = upcast(_grouped(q, kv)), upcast(kv)
+        with self.parameters.replaced(terms.leaves):
+            for tile in self.tiles(owner):
+                _add_gradients(_grouped(to_q, kv), to_kv, tile, (q, k, v), (grad_out, dot, total), terms)
 
     def tiles(self, owner: int) -> Iterator[_Tile]:
         """Yield the tiles of this rank's queries and `owner`'s keys in which any key is visible."""
@@ -156,18 +188,10 @@ def _slice(full: Tensor | None, positions: range, fill: int) -> Tensor:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, ring: _RingTiles, *used: Tensor) -> Tensor:
-        sharding, grouped = ring.sharding, upcast(_grouped(q, k))
-        out, total = torch.zeros_like(grouped), grouped.new_full(grouped.shape[:-1], float("-inf"))
-        kv = torch.stack((k, v))
-        for step in range(sharding.count):
-            next_kv = ring_send(kv, sharding.group) if step < sharding.count - 1 else None
-            keys, values = upcast(kv)
-            with ring.parameters.replaced(used):
-                for tile in ring.tiles((sharding.rank - step) % sharding.count):
-                    _merge(out, total, tile, grouped, keys, values)
-            kv = kv if next_kv is None else next_kv.wait()
-        o = out.flatten(1, 2).to(q.dtype)
+    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, ring: _RingTiles | FlashParts, *used: Tensor) -> Tensor:
+        # A recomputation neither attends nor sends again if products are saved.
+        out, total = save_output("ring_attention", lambda: _attend(q, k, v, ring, used))
+        o = out.to(q.dtype)
         context.save_for_backward(q, k, v, out, total, *used)
         context.ring = ring
         return o
@@ -176,33 +200,46 @@ class _RingAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(context: Any, gradient: Tensor) -> Any:
         q, k, v, out, total, *used = context.saved_tensors
-        ring: _RingTiles = context.ring
+        ring: _RingTiles | FlashParts = context.ring
         terms = TermGradients.of(used)
-        sharding, grouped, grad_out = ring.sharding, upcast(_grouped(q, k)), upcast(_grouped(gradient, k))
-        dot = (grad_out * out).sum(-1, keepdim=True)  # [B, G, H/G, P, 1]
-        to_q, kv = torch.zeros_like(grouped), torch.stack((k, v))
+        # Of whole tokens, as the projection of the output gives it: no copy then.
+        sharding, grad_out = ring.sharding, gradient.transpose(1, 2).contiguous().transpose(1, 2)
+        to_q, kv = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32)), torch.stack((k, v))
         grads_in_flight: RingTransfer | None = None
         for step in range(sharding.count):
             next_kv = ring_send(kv, sharding.group) if step < sharding.count - 1 else None
-            keys, values = upcast(kv)
-            to_kv = torch.zeros_like(keys), torch.zeros_like(values)
-            with ring.parameters.replaced(terms.leaves):
-                for tile in ring.tiles((sharding.rank - step) % sharding.count):
-                    _add_gradients(to_q, to_kv, tile, (grouped, keys, values), (grad_out, dot, total), terms)
-            sums = torch.stack(to_kv)
+            to_kv = torch.zeros_like(kv, dtype=to_q.dtype)
+            owner = (sharding.rank - step) % sharding.count
+            ring.add_gradients(owner, (to_q, to_kv), (q, kv), (grad_out, out, total), terms)
             grads_in_flight = ring_send(
-                sums if grads_in_flight is None else sums + grads_in_flight.wait(), sharding.group
+                to_kv if grads_in_flight is None else to_kv + grads_in_flight.wait(), sharding.group
             )
             kv = kv if next_kv is None else next_kv.wait()
         assert grads_in_flight is not None
         to_k, to_v = grads_in_flight.wait()
         of_used = (None if x is None else x.to(leaf.dtype) for x, leaf in zip(terms.sums, used, strict=True))
-        return to_q.flatten(1, 2).to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype), None, *of_used
+        return to_q.to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype), None, *of_used
 
 
-def _grouped(q: Tensor, k: Tensor) -> Tensor:
-    """Reshape [B, H, P, K] to [B, G, H/G, P, K]."""
-    return q.reshape(q.shape[0], k.shape[1], -1, *q.shape[2:])
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, ring: _RingTiles | FlashParts, used: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the output [B, H, P, K], as backward reads it, and the log-sum-exp [B, H, P]."""
+    sharding = ring.sharding
+    out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
+    total = out.new_full(out.shape[:-1], float("-inf"))
+    kv = torch.stack((k, v))
+    for step in range(sharding.count):
+        next_kv = ring_send(kv, sharding.group) if step < sharding.count - 1 else None
+        ring.merge((sharding.rank - step) % sharding.count, out, total, q, kv, used)
+        kv = kv if next_kv is None else next_kv.wait()
+    # The fused kernels read the output as it is returned.
+    return out.to(q.dtype) if isinstance(ring, FlashParts) else out, total
+
+
+def _grouped(x: Tensor, kv: Tensor) -> Tensor:
+    """View [B, H, ...] as [B, G, H/G, ...], for kv [2, B, G, P, K]."""
+    return x.view(x.shape[0], kv.shape[2], -1, *x.shape[2:])
 
 
 def _merge(out: Tensor, total: Tensor, tile: _Tile, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -224,7 +261,7 @@ def _merge(out: Tensor, total: Tensor, tile: _Tile, q: Tensor, k: Tensor, v: Ten
 
 def _add_gradients(
     to_q: Tensor,
-    to_kv: tuple[Tensor, Tensor],
+    to_kv: Tensor,
     tile: _Tile,
     inputs: tuple[Tensor, Tensor, Tensor],
     outputs: tuple[Tensor, Tensor, Tensor],
