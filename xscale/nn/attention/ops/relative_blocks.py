@@ -24,6 +24,7 @@ from xscale.nn.attention.ops.relative_spans import (
     RelativeSpan,
     RelativeSpans,
     SkewedScores,
+    add_by_columns,
     shifted,
     unaligned,
 )
@@ -36,6 +37,8 @@ CHUNK = 1024
 """Keys that backward takes at a time, which bounds its buffers; all at once is no faster."""
 LEAST_SCORES = 1 << 18
 """Pairs of queries and keys from which on attention is by blocks."""
+TURNED = 16
+"""Rows of a block that a product turns at once."""
 LOG2E = math.log2(math.e)
 NAMES = tuple(field.name for field in fields(DistanceTables))
 
@@ -235,6 +238,7 @@ class _Work:
         self.views: dict[tuple[str, RelativeSpan], SkewedScores] = {}
         self.tiles: dict[int, list[KeyTile]] = {}
         """Tiles of a chunk's keys, by its first key."""
+        self.identity = torch.eye(TURNED, dtype=q.dtype)
         self.future = q.new_full((spans.block, spans.block), float("-inf")).triu_(1)
 
     def buffer(self, name: str, rows: int, columns: int) -> Tensor:
@@ -306,7 +310,11 @@ class _Work:
         block.before.zero_()
         torch.add(head.far_queries[span.queries], head.far_keys[span.far : span.end], out=block.far)
         if head.key_rows is not None and span.columns:
-            write(self.spans.turned(self.by_key, span, self.first_key))
+            turned = self.spans.turned(self.by_key, span, self.first_key)
+            if head.query_rows is None:
+                block.near.copy_(turned)
+            else:
+                add_by_columns(block.near, turned, self.identity)
             write = block.near.add_
         if head.tile is not None and span.columns:
             write(head.tile[self.spans.tile(span)])
