@@ -101,20 +101,22 @@ class _Attend(torch.autograd.Function):
         context: Any, spans: RelativeSpans, documents: Any, q: Tensor, k: Tensor, v: Tensor, *rows: Any
     ) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        log_sums = q.new_empty(q.shape[:3])
+        log_sums = q.new_empty(*q.shape[:3], 1)
+        tops, totals = q.new_empty(2, q.shape[2], 1)
         work = _Work(spans, documents, q, spans.keys)
         for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
             head = _Head(spans, (q, k, v, *rows), b, h)
             work.multiply_keys(head, slice(0, spans.keys))
+            mixed = out[b, h]
             for span in work.chunks[0][1]:
-                weights = work.scores(head, span, b)
-                top = weights.scores.amax(-1, keepdim=True)
-                total = weights.scores.sub_(top).exp2_().sum(-1, keepdim=True)
-                log_sums[b, h, span.queries] = top.add_(total.log2()).squeeze(-1)
-                mixed = torch.mm(weights.scores, head.v[: span.end], out=out[b, h, span.queries])
+                weights, queries = work.scores(head, span, b), span.queries
+                torch.amax(weights.scores, -1, keepdim=True, out=tops[queries])
+                torch.sum(weights.scores.sub_(tops[queries]).exp2_(), -1, keepdim=True, out=totals[queries])
+                torch.mm(weights.scores, head.v[: span.end], out=mixed[queries])
                 if head.value_rows is not None:
-                    work.add_value_rows(mixed, weights, head.value_rows, span)
-                mixed.div_(total)
+                    work.add_value_rows(mixed[queries], weights, head.value_rows, span)
+            mixed.div_(totals)
+            torch.add(tops, totals.log2_(), out=log_sums[b, h])
         context.save_for_backward(q, k, v, *rows, out, log_sums)
         context.spans, context.documents = spans, documents
         return out
@@ -134,10 +136,10 @@ class _Attend(torch.autograd.Function):
                 for span in blocks:
                     queries = span.queries
                     weights = work.scores(head, span, b)
-                    weights.scores.sub_(log_sums[b, h, queries, None]).exp2_()
+                    weights.scores.sub_(log_sums[b, h, queries]).exp2_()
                     work.add_gradients(slopes, head, span, weights, gradient[b, h, queries], inner[queries])
                 work.add_products_of_keys(slopes, head, keys)
-            slopes.finish()
+            slopes.finish(head, gradient[b, h])
         return None, None, *gradients.scaled(q.shape[-1] ** -0.5)
 
 
@@ -217,11 +219,31 @@ class _HeadGradients:
             columns = spans.tile_columns
             self._by_distance = self.bias.new_zeros(spans.block, columns + spans.block - 1)
             self.tile = shifted(self._by_distance, columns)
+        self.position_q = torch.zeros_like(q)
+        """[T, K], gradients of queries through the terms of distances."""
+        self.far_queries, self.far_weights, self.far_keys = (q.new_zeros(len(x)) for x in (q, q, k))
+        """[T], [T] and [S]: sums of the gradients of scores, of weights, and of scores again, beyond the reach."""
 
-    def finish(self) -> None:
-        """Add what is summed over all blocks of the head."""
+    def finish(self, head: _Head, above: Tensor) -> None:
+        """Add what is summed over all blocks of the head, given the gradients of its output, [T, K]."""
         if self.bias is not None:
             self.bias[2 : self._by_distance.shape[1] + 2].add_(self._by_distance.sum(0))
+            self.bias[-1].add_(self.far_queries.sum())
+        if self.value_rows is not None:
+            self.value_rows[-1].addmv_(above.T, self.far_weights)
+        if head.key_rows is not None:
+            assert self.key_rows is not None
+            self.k.addr_(self.far_keys, head.key_rows[0])
+            self.key_rows[-1].addmv_(head.k.T, self.far_keys)
+        if self.content_bias is not None:
+            self.content_bias.add_(self.q.sum(0))
+        if head.query_rows is not None:
+            assert self.query_rows is not None
+            self.position_q.addr_(self.far_queries, head.query_rows[-1])
+            self.query_rows[-1].addmv_(head.position_q.T, self.far_queries)
+            if self.position_bias is not None:
+                self.position_bias.add_(self.position_q.sum(0))
+            self.q.add_(self.position_q)
 
 
 class _Work:
@@ -255,7 +277,7 @@ class _Work:
         self.by_key = self.buffer("by key", keys.stop - keys.start, unaligned(distances))[:, :distances]
         """[keys, N], terms by descending distance and then their gradients, where a query is at the distance."""
         if keys.start not in self.tiles:
-            self.tiles[keys.start] = list(self.spans.key_tiles(keys))
+            self.tiles[keys.start] = list(self.spans.key_tiles(keys, self.q.dtype))
         for tile in self.tiles[keys.start]:
             torch.mm(head.k[tile.keys], head.key_rows[tile.distances].T, out=self._of_tile(tile, tile.distances))
 
@@ -269,8 +291,8 @@ class _Work:
         assert slopes.key_rows is not None
         gradient = torch.zeros_like(head.key_rows)
         for tile in self.tiles[keys.start]:
-            for distances, unread in tile.unread:
-                self._of_tile(tile, distances).masked_fill_(unread, 0.0)
+            for distances, read in tile.read_in_part:
+                self._of_tile(tile, distances).mul_(read)
             by_key = self._of_tile(tile, tile.distances)
             slopes.k[tile.keys].addmm_(by_key, head.key_rows[tile.distances])
             gradient[tile.distances].addmm_(by_key.T, head.k[tile.keys])
@@ -307,8 +329,10 @@ class _Work:
             torch.mm(head.position_q[span.queries], head.query_rows[span.distances].T, out=block.by_distance)
             write = block.near.add_
         # The product by distance has overwritten these.
-        block.before.zero_()
-        torch.add(head.far_queries[span.queries], head.far_keys[span.far : span.end], out=block.far)
+        if span.begin < span.near:
+            block.before.zero_()
+        if span.far < span.end:
+            torch.add(head.far_queries[span.queries], head.far_keys[span.far : span.end], out=block.far)
         if head.key_rows is not None and span.columns:
             turned = self.spans.turned(self.by_key, span, self.first_key)
             if head.query_rows is None:
@@ -349,58 +373,28 @@ class _Work:
             raised.far.copy_((above @ head.value_rows[-1])[:, None].expand_as(raised.far))
             raised.scores.addmm_(above, v.T)
         dscores = raised.scores.sub_(inner).mul_(weights.scores)  # [n, keys]
-        if slopes.value_rows is not None:
-            self._add_by_distance(slopes.value_rows, weights, span, above)
-        dq = torch.mm(dscores, head.k[span.keys])
-        slopes.k[span.keys].addmm_(dscores.T, head.q[span.queries])
-        if slopes.content_bias is not None:
-            slopes.content_bias.add_(dq.sum(0))
-        if head.key_rows is not None:
-            self._add_key_gradients(slopes, head, span, raised)
-        if head.tile is not None:
-            assert slopes.bias is not None
-            if span.columns:
-                slopes.tile[self.spans.tile(span)].add_(raised.near)
-            slopes.bias[-1].add_(raised.far.sum())
-        if head.query_rows is not None:
-            dq.add_(self._query_gradients(slopes, head, span, raised))
-        slopes.q[span.queries].add_(dq)
-
-    @staticmethod
-    def _add_by_distance(gradient: Tensor, factors: SkewedScores, span: RelativeSpan, x: Tensor) -> Tensor:
-        """Add the gradient of a table, [N, K]: products of the pairs' factors with the queries' x [n, K]. Return the
-        sums of factors beyond the reach, [n]. Destroys factors beside the near ones."""
-        sums = factors.far.sum(1)
-        gradient[-1].addmv_(x.T, sums)
-        if span.columns:
-            factors.clear_others()
-            gradient[span.distances].addmm_(factors.by_distance.T, x)
-        return sums
-
-    def _query_gradients(
-        self, slopes: _HeadGradients, head: _Head, span: RelativeSpan, dscores: SkewedScores
-    ) -> Tensor:
-        """Add gradients of the terms of queries and distances, and return that of the queries, [n, K]."""
-        assert head.query_rows is not None
-        assert slopes.query_rows is not None
-        queries = head.position_q[span.queries]
-        sums = self._add_by_distance(slopes.query_rows, dscores, span, queries)
-        dq = torch.outer(sums, head.query_rows[-1])
-        if span.columns:
-            dq.addmm_(dscores.by_distance, head.query_rows[span.distances])
-        if slopes.position_bias is not None:
-            slopes.position_bias.add_(dq.sum(0))
-        return dq
-
-    def _add_key_gradients(
-        self, slopes: _HeadGradients, head: _Head, span: RelativeSpan, dscores: SkewedScores
-    ) -> None:
-        """Put gradients of the terms of keys and distances where the terms were, and add those beyond the reach."""
-        assert head.key_rows is not None
-        assert slopes.key_rows is not None
-        if span.columns:
-            self.spans.turned(self.by_key, span, self.first_key).copy_(dscores.near)
+        queries, keys = head.q[span.queries], head.k[span.keys]
+        slopes.q[span.queries].addmm_(dscores, keys)
+        slopes.k[span.keys].addmm_(dscores.T, queries)
         if span.far < span.end:
-            sums, keys = dscores.far.sum(0), head.k[span.far : span.end]
-            slopes.k[span.far : span.end].addr_(sums, head.key_rows[0])
-            slopes.key_rows[-1].add_(sums @ keys)
+            if slopes.value_rows is not None:
+                slopes.far_weights[span.queries].add_(weights.far.sum(1))
+            if head.query_rows is not None or head.tile is not None:
+                slopes.far_queries[span.queries].add_(raised.far.sum(1))
+            if head.key_rows is not None:
+                slopes.far_keys[span.far : span.end].add_(raised.far.sum(0))
+        if not span.columns:
+            return
+        if head.key_rows is not None:
+            # Gradients of the terms of keys take the terms' place.
+            self.spans.turned(self.by_key, span, self.first_key).copy_(raised.near)
+        if head.tile is not None:
+            slopes.tile[self.spans.tile(span)].add_(raised.near)
+        if slopes.value_rows is not None:
+            weights.clear_others()
+            slopes.value_rows[span.distances].addmm_(weights.by_distance.T, above)
+        if head.query_rows is not None:
+            assert slopes.query_rows is not None
+            raised.clear_others()
+            slopes.query_rows[span.distances].addmm_(raised.by_distance.T, head.position_q[span.queries])
+            slopes.position_q[span.queries].addmm_(raised.by_distance, head.query_rows[span.distances])

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,8 +71,8 @@ class KeyTile:
     keys: slice
     distances: slice
     """Columns of values by descending distance."""
-    unread: list[tuple[slice, Tensor]]
-    """Columns at which only some of the keys have a query, with masks [keys, columns] of those that have none."""
+    read_in_part: list[tuple[slice, Tensor]]
+    """Columns at which only some of the keys have a query, with factors [keys, columns]: 1 for those that have one."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +116,10 @@ class RelativeSpans:
         """View values of keys from `first_key` on and all distances, descending, [keys, N], as those of the queries and
         near keys [n, c] of a span."""
         row, column = by_key.stride()
-        first = by_key.shape[1] - span.table - span.rows  # index of the first near key's distance to `start`
-        return by_key.as_strided(
-            (span.rows, span.columns), (column, row - column), (span.near - first_key) * row + first
-        )
+        first = (span.near - first_key) * row + self._first_column(span)
+        return by_key.as_strided((span.rows, span.columns), (column, row - column), first)
 
-    def key_tiles(self, keys: slice) -> Iterator[KeyTile]:
+    def key_tiles(self, keys: slice, dtype: torch.dtype) -> Iterator[KeyTile]:
         """Yield tiles of a block of keys each; keys that are near to no query are in none."""
         distances = self.high - self.low + 2 * self.block
         for begin in range(keys.start, keys.stop, self.block):
@@ -129,18 +128,30 @@ class RelativeSpans:
             if spans:
                 first, last = min(span.table for span in spans), max(span.distances.stop for span in spans)
                 columns = slice(distances - last, distances - first)
-                yield KeyTile(tile, columns, self._unread(tile, columns, spans))
+                yield KeyTile(tile, columns, self._read_in_part(tile, columns, spans, dtype))
 
-    def _unread(self, tile: slice, columns: slice, spans: list[RelativeSpan]) -> list[tuple[slice, Tensor]]:
-        """Return the columns that only some keys of the tile read, with masks [keys, columns] of those that do not."""
-        mask = torch.ones(tile.stop - tile.start, self.high - self.low + 2 * self.block, dtype=torch.bool)
-        for span in spans:
-            self.turned(mask, span, tile.start).fill_(False)
-        all_read = (~mask[:, columns].any(0)).nonzero().flatten() + columns.start
+    def _read_in_part(
+        self, tile: slice, columns: slice, spans: list[RelativeSpan], dtype: torch.dtype
+    ) -> list[tuple[slice, Tensor]]:
+        """Return the columns that only some keys of the tile read, with factors [keys, columns]: 1 for those that do."""
         # A key reads adjacent distances, so that what all keys read is one range.
-        first, last = (int(all_read[0]), int(all_read[-1]) + 1) if len(all_read) else (columns.stop, columns.stop)
-        sides = (slice(columns.start, first), slice(last, columns.stop))
-        return [(side, mask[:, side].clone()) for side in sides if side.start < side.stop]
+        first, stop = np.full((2, tile.stop - tile.start, 1), [[[columns.stop]], [[columns.start]]])
+        for span in spans:
+            rows = slice(span.near - tile.start, span.far - tile.start)
+            read = self._first_column(span) - np.arange(span.columns)[:, None]
+            np.minimum(first[rows], read, out=first[rows])
+            np.maximum(stop[rows], read + span.rows, out=stop[rows])
+        left = slice(columns.start, min(int(first.max()), columns.stop))
+        right = slice(max(int(stop.min()), left.stop), columns.stop)
+        return [
+            (side, torch.from_numpy((first <= column) & (column < stop)).to(dtype))
+            for side, column in ((side, np.arange(side.start, side.stop)) for side in (left, right))
+            if len(column)
+        ]
+
+    def _first_column(self, span: RelativeSpan) -> int:
+        """Return the column, by descending distance, of the first near key's distance to the first query."""
+        return self.high - self.low + 2 * self.block - span.table - span.rows
 
     def distances(self, device: torch.device) -> Tensor:
         """Return the distances of the tables' rows, [N]; a block more than are told apart on either side."""
