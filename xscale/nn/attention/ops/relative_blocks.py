@@ -102,14 +102,15 @@ class _Attend(torch.autograd.Function):
     ) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         log_sums = q.new_empty(*q.shape[:3], 1)
-        tops, totals = q.new_empty(2, q.shape[2], 1)
+        tops, totals, zeros = q.new_zeros(3, q.shape[2], 1)
         work = _Work(spans, documents, q, spans.keys)
         for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
             head = _Head(spans, (q, k, v, *rows), b, h)
             work.multiply_keys(head, slice(0, spans.keys))
             mixed = out[b, h]
             for span in work.chunks[0][1]:
-                weights, queries = work.scores(head, span, b), span.queries
+                queries = span.queries
+                weights = work.scores(head, span, b, zeros[queries])
                 torch.amax(weights.scores, -1, keepdim=True, out=tops[queries])
                 torch.sum(weights.scores.sub_(tops[queries]).exp2_(), -1, keepdim=True, out=totals[queries])
                 torch.mm(weights.scores, head.v[: span.end], out=mixed[queries])
@@ -130,13 +131,14 @@ class _Attend(torch.autograd.Function):
         gradients = _Gradients(inputs)
         for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
             head, slopes = _Head(spans, inputs, b, h), gradients.head(spans, b, h)
-            inner = (gradient[b, h] * out[b, h]).sum(-1, keepdim=True)
+            inner = (gradient[b, h] * out[b, h]).sum(-1, keepdim=True).neg_()
+            start = -log_sums[b, h]
             for keys, blocks in work.chunks:
                 work.multiply_keys(head, keys)
                 for span in blocks:
                     queries = span.queries
-                    weights = work.scores(head, span, b)
-                    weights.scores.sub_(log_sums[b, h, queries]).exp2_()
+                    weights = work.scores(head, span, b, start[queries])
+                    weights.scores.exp2_()
                     work.add_gradients(slopes, head, span, weights, gradient[b, h, queries], inner[queries])
                 work.add_products_of_keys(slopes, head, keys)
             slopes.finish(head, gradient[b, h])
@@ -159,8 +161,6 @@ class _Head:
         self.k, self.v = k[b, group].contiguous(), v[b, group].contiguous()  # [S, K]
         self.q = _scaled(q[b, h], content_bias, factor)  # [T, K]
         self.query_rows, self.value_rows = query_rows, value_rows  # [N, K]
-        self.has_terms = not (query_rows is None and key_rows is None and bias is None)
-        """Whether anything is added to the products of queries and keys."""
         self.far_queries, self.far_keys = q.new_zeros(len(self.q), 1), q.new_zeros(len(self.k))
         """[T, 1] and [S]: terms of each query, and of each key, where the key is beyond the reach."""
         if query_rows is not None:
@@ -304,15 +304,11 @@ class _Work:
             self.views[name, span] = SkewedScores(self.buffer(name, 1, self.size)[0], span)
         return self.views[name, span]
 
-    def scores(self, head: _Head, span: RelativeSpan, b: int) -> SkewedScores:
-        """Return the base-2 scores of a block of queries; -inf where a key is not seen."""
+    def scores(self, head: _Head, span: RelativeSpan, b: int, start: Tensor) -> SkewedScores:
+        """Return the base-2 scores of a block of queries over `start` [n, 1]; -inf where a key is not seen."""
         block = self.skewed("scores", span)
-        q, k = head.q[span.queries], head.k[span.keys]
-        if head.has_terms:
-            self._write_terms(block, head, span)
-            block.scores.addmm_(q, k.T)
-        else:
-            torch.mm(q, k.T, out=block.scores)
+        self._write_terms(block, head, span, start)
+        block.scores.addmm_(head.q[span.queries], head.k[span.keys].T)
         first = span.start + self.spans.keys - self.spans.queries
         if self.spans.causal and span.end > first:
             seen = max(first, span.begin)
@@ -322,26 +318,23 @@ class _Work:
             block.scores.masked_fill_(queries[b, span.queries, None] != keys[b, None, span.keys], float("-inf"))
         return block
 
-    def _write_terms(self, block: SkewedScores, head: _Head, span: RelativeSpan) -> None:
+    def _write_terms(self, block: SkewedScores, head: _Head, span: RelativeSpan, start: Tensor) -> None:
         """Write what is added to the products of queries and keys."""
-        write: Callable[[Tensor], Tensor] = block.near.copy_
+        tile = None if head.tile is None or not span.columns else head.tile[self.spans.tile(span)]
         if head.query_rows is not None and span.columns:
-            torch.mm(head.position_q[span.queries], head.query_rows[span.distances].T, out=block.by_distance)
-            write = block.near.add_
+            block.by_distance.copy_(start.expand_as(block.by_distance))
+            block.by_distance.addmm_(head.position_q[span.queries], head.query_rows[span.distances].T)
+        else:
+            block.near.copy_(start.expand_as(block.near))
         # The product by distance has overwritten these.
         if span.begin < span.near:
-            block.before.zero_()
+            block.before.copy_(start.expand_as(block.before))
         if span.far < span.end:
-            torch.add(head.far_queries[span.queries], head.far_keys[span.far : span.end], out=block.far)
+            torch.add(head.far_queries[span.queries] + start, head.far_keys[span.far : span.end], out=block.far)
         if head.key_rows is not None and span.columns:
-            turned = self.spans.turned(self.by_key, span, self.first_key)
-            if head.query_rows is None:
-                block.near.copy_(turned)
-            else:
-                add_by_columns(block.near, turned, self.identity)
-            write = block.near.add_
-        if head.tile is not None and span.columns:
-            write(head.tile[self.spans.tile(span)])
+            add_by_columns(block.near, self.spans.turned(self.by_key, span, self.first_key), self.identity)
+        if tile is not None:
+            block.near.add_(tile)
 
     def add_value_rows(self, mixed: Tensor, weights: SkewedScores, table: Tensor, span: RelativeSpan) -> None:
         """Add the weights' sum of the table's rows to `mixed` [n, K]; destroys the weights."""
@@ -360,19 +353,19 @@ class _Work:
         above: Tensor,
         inner: Tensor,
     ) -> None:
-        """Add the gradients of a chunk, given those of the block's output, `above` [n, K], and their products with the
-        output, `inner` [n, 1]; destroys the weights."""
+        """Add the gradients of a chunk, given those of the block's output, `above` [n, K], and their negative products
+        with the output, `inner` [n, 1]; destroys the weights."""
         slopes.v[span.keys].addmm_(weights.scores.T, above)
         raised, v = self.skewed("raised", span), head.v[span.keys]
         if head.value_rows is None:
-            torch.mm(above, v.T, out=raised.scores)
+            raised.scores.copy_(inner.expand_as(raised.scores))
         else:
             if span.columns:
-                torch.mm(above, head.value_rows[span.distances].T, out=raised.by_distance)
-            raised.before.zero_()
-            raised.far.copy_((above @ head.value_rows[-1])[:, None].expand_as(raised.far))
-            raised.scores.addmm_(above, v.T)
-        dscores = raised.scores.sub_(inner).mul_(weights.scores)  # [n, keys]
+                raised.by_distance.copy_(inner.expand_as(raised.by_distance))
+                raised.by_distance.addmm_(above, head.value_rows[span.distances].T)
+            raised.before.copy_(inner.expand_as(raised.before))
+            raised.far.copy_(torch.addmv(inner[:, 0], above, head.value_rows[-1])[:, None].expand_as(raised.far))
+        dscores = raised.scores.addmm_(above, v.T).mul_(weights.scores)  # [n, keys]
         queries, keys = head.q[span.queries], head.k[span.keys]
         slopes.q[span.queries].addmm_(dscores, keys)
         slopes.k[span.keys].addmm_(dscores.T, queries)
