@@ -165,7 +165,8 @@ class _Head:
         """[T, 1] and [S]: terms of each query, and of each key, where the key is beyond the reach."""
         if query_rows is not None:
             self.position_q = _scaled(q[b, h], position_bias, factor)  # [T, K]
-            self.far_queries += (self.position_q @ query_rows[-1])[:, None]
+            self.far_terms = (self.position_q @ query_rows[-1])[:, None]  # [T, 1]
+            self.far_queries += self.far_terms
         self.key_rows: Tensor | None = None
         """[N, K], by descending distance."""
         if key_rows is not None:
@@ -221,8 +222,9 @@ class _HeadGradients:
             self.tile = shifted(self._by_distance, columns)
         self.position_q = torch.zeros_like(q)
         """[T, K], gradients of queries through the terms of distances."""
-        self.far_queries, self.far_weights, self.far_keys = (q.new_zeros(len(x)) for x in (q, q, k))
-        """[T], [T] and [S]: sums of the gradients of scores, of weights, and of scores again, beyond the reach."""
+        self.far_queries, self.far_terms, self.far_weights, self.far_keys = (q.new_zeros(len(x)) for x in (q, q, q, k))
+        """[T], [T], [T] and [S]: sums beyond the reach, of the gradients of scores (but for near keys, and for near keys
+        alone), of weights, and of the gradients of scores again."""
 
     def finish(self, head: _Head, above: Tensor) -> None:
         """Add what is summed over all blocks of the head, given the gradients of its output, [T, K]."""
@@ -239,8 +241,9 @@ class _HeadGradients:
             self.content_bias.add_(self.q.sum(0))
         if head.query_rows is not None:
             assert self.query_rows is not None
-            self.position_q.addr_(self.far_queries, head.query_rows[-1])
-            self.query_rows[-1].addmv_(head.position_q.T, self.far_queries)
+            far = self.far_queries + self.far_terms
+            self.position_q.addr_(far, head.query_rows[-1])
+            self.query_rows[-1].addmv_(head.position_q.T, far)
             if self.position_bias is not None:
                 self.position_bias.add_(self.position_q.sum(0))
             self.q.add_(self.position_q)
@@ -279,7 +282,10 @@ class _Work:
         if keys.start not in self.tiles:
             self.tiles[keys.start] = list(self.spans.key_tiles(keys, self.q.dtype))
         for tile in self.tiles[keys.start]:
-            torch.mm(head.k[tile.keys], head.key_rows[tile.distances].T, out=self._of_tile(tile, tile.distances))
+            torch.mm(head.k[tile.keys], head.key_rows[tile.within].T, out=self._of_tile(tile, tile.within))
+            self._of_tile(tile, tile.before).zero_()
+            beyond = self._of_tile(tile, tile.beyond)
+            beyond.copy_(head.far_keys[tile.keys, None].expand_as(beyond))
 
     def _of_tile(self, tile: KeyTile, distances: slice) -> Tensor:
         return self.by_key[tile.keys.start - self.first_key : tile.keys.stop - self.first_key, distances]
@@ -293,15 +299,16 @@ class _Work:
         for tile in self.tiles[keys.start]:
             for distances, read in tile.read_in_part:
                 self._of_tile(tile, distances).mul_(read)
-            by_key = self._of_tile(tile, tile.distances)
-            slopes.k[tile.keys].addmm_(by_key, head.key_rows[tile.distances])
-            gradient[tile.distances].addmm_(by_key.T, head.k[tile.keys])
+            by_key = self._of_tile(tile, tile.within)
+            slopes.k[tile.keys].addmm_(by_key, head.key_rows[tile.within])
+            gradient[tile.within].addmm_(by_key.T, head.k[tile.keys])
+            slopes.far_keys[tile.keys].add_(self._of_tile(tile, tile.beyond).sum(1))
         slopes.key_rows.add_(gradient.flip(0))
 
     def skewed(self, name: str, span: RelativeSpan) -> SkewedScores:
         """View the buffer of that name as values of the span's queries and keys."""
         if (name, span) not in self.views:
-            self.views[name, span] = SkewedScores(self.buffer(name, 1, self.size)[0], span)
+            self.views[name, span] = SkewedScores(self.buffer(name, 1, self.size)[0], span, self.spans.rows_within)
         return self.views[name, span]
 
     def scores(self, head: _Head, span: RelativeSpan, b: int, start: Tensor) -> SkewedScores:
@@ -322,8 +329,7 @@ class _Work:
         """Write what is added to the products of queries and keys."""
         tile = None if head.tile is None or not span.columns else head.tile[self.spans.tile(span)]
         if head.query_rows is not None and span.columns:
-            block.by_distance.copy_(start.expand_as(block.by_distance))
-            block.by_distance.addmm_(head.position_q[span.queries], head.query_rows[span.distances].T)
+            block.multiply(head.position_q[span.queries], head.query_rows, start, head.far_terms[span.queries])
         else:
             block.near.copy_(start.expand_as(block.near))
         # The product by distance has overwritten these.
@@ -342,7 +348,7 @@ class _Work:
             mixed.addr_(weights.far.sum(1), table[-1])
         if span.columns:
             weights.clear_others()
-            mixed.addmm_(weights.by_distance, table[span.distances])
+            mixed.addmm_(weights.within, table[weights.distances]).addr_(weights.beyond.sum(1), table[-1])
 
     def add_gradients(
         self,
@@ -360,11 +366,11 @@ class _Work:
         if head.value_rows is None:
             raised.scores.copy_(inner.expand_as(raised.scores))
         else:
+            far = above @ head.value_rows[-1, :, None]
             if span.columns:
-                raised.by_distance.copy_(inner.expand_as(raised.by_distance))
-                raised.by_distance.addmm_(above, head.value_rows[span.distances].T)
+                raised.multiply(above, head.value_rows, inner, far)
             raised.before.copy_(inner.expand_as(raised.before))
-            raised.far.copy_(torch.addmv(inner[:, 0], above, head.value_rows[-1])[:, None].expand_as(raised.far))
+            raised.far.copy_((inner + far).expand_as(raised.far))
         dscores = raised.scores.addmm_(above, v.T).mul_(weights.scores)  # [n, keys]
         queries, keys = head.q[span.queries], head.k[span.keys]
         slopes.q[span.queries].addmm_(dscores, keys)
@@ -385,9 +391,11 @@ class _Work:
             slopes.tile[self.spans.tile(span)].add_(raised.near)
         if slopes.value_rows is not None:
             weights.clear_others()
-            slopes.value_rows[span.distances].addmm_(weights.by_distance.T, above)
+            slopes.value_rows[weights.distances].addmm_(weights.within.T, above)
+            slopes.far_weights[span.queries].add_(weights.beyond.sum(1))
         if head.query_rows is not None:
             assert slopes.query_rows is not None
             raised.clear_others()
-            slopes.query_rows[span.distances].addmm_(raised.by_distance.T, head.position_q[span.queries])
-            slopes.position_q[span.queries].addmm_(raised.by_distance, head.query_rows[span.distances])
+            slopes.query_rows[raised.distances].addmm_(raised.within.T, head.position_q[span.queries])
+            slopes.position_q[span.queries].addmm_(raised.within, head.query_rows[raised.distances])
+            slopes.far_terms[span.queries].add_(raised.beyond.sum(1))

@@ -69,8 +69,12 @@ class KeyTile:
     """A block of keys and the distances to them at which there are queries."""
 
     keys: slice
-    distances: slice
-    """Columns of values by descending distance."""
+    before: slice
+    """Columns, by descending distance, of distances before the reach, which have no terms."""
+    within: slice
+    """Columns of distances within the reach."""
+    beyond: slice
+    """Columns of distances beyond the reach, which have the last row of the table."""
     read_in_part: list[tuple[slice, Tensor]]
     """Columns at which only some of the keys have a query, with factors [keys, columns]: 1 for those that have one."""
 
@@ -103,6 +107,11 @@ class RelativeSpans:
         return self.low > -self.keys
 
     @property
+    def rows_within(self) -> slice:
+        """The tables' rows of distances within the reach; those after it are equal, and those before it are 0."""
+        return slice(self.block + 1, self.high - self.low + self.block)
+
+    @property
     def tile_columns(self) -> int:
         """Near keys of a block that is not at an end of the sequence."""
         return self.high + self.block - 2 - self.low
@@ -128,12 +137,15 @@ class RelativeSpans:
             if spans:
                 first, last = min(span.table for span in spans), max(span.distances.stop for span in spans)
                 columns = slice(distances - last, distances - first)
-                yield KeyTile(tile, columns, self._read_in_part(tile, columns, spans, dtype))
+                beyond = min(max(self.block, columns.start), columns.stop)
+                before = min(max(distances - self.block - 1, beyond), columns.stop)
+                parts = slice(before, columns.stop), slice(beyond, before), slice(columns.start, beyond)
+                yield KeyTile(tile, *parts, self._read_in_part(tile, columns, spans, dtype))
 
     def _read_in_part(
         self, tile: slice, columns: slice, spans: list[RelativeSpan], dtype: torch.dtype
     ) -> list[tuple[slice, Tensor]]:
-        """Return the columns that only some keys of the tile read, with factors [keys, columns]: 1 for those that do."""
+        """Return the columns that only some keys of the tile read, with factors [keys, columns]: 1 where one does."""
         # A key reads adjacent distances, so that what all keys read is one range.
         first, stop = np.full((2, tile.stop - tile.start, 1), [[[columns.stop]], [[columns.start]]])
         for span in spans:
@@ -185,7 +197,7 @@ class SkewedScores:
     read by distance, without a copy.
     """
 
-    def __init__(self, buffer: Tensor, span: RelativeSpan) -> None:
+    def __init__(self, buffer: Tensor, span: RelativeSpan, rows_within: slice) -> None:
         """View a buffer of at least `size` numbers; they are not initialised."""
         rows, columns, keys = span.rows, span.columns, span.end - span.begin
         self.margin, self.stride = rows - 1, self.row_stride(span)
@@ -198,6 +210,11 @@ class SkewedScores:
         distances = (rows, rows + columns - 1)
         self.by_distance = buffer.as_strided(distances, (self.stride + 1, 1), self._first_near - self.margin)
         """[n, n + c - 1], ascending; what it holds beside `near` belongs to no pair, or to other keys."""
+        first, stop = (min(max(row - span.table, 0), distances[1]) for row in (rows_within.start, rows_within.stop))
+        self.within, self.beyond = self.by_distance[:, first:stop], self.by_distance[:, stop:]
+        """The columns of `by_distance` within and beyond the reach of the tables."""
+        self.distances = slice(span.table + first, span.table + stop)
+        """The tables' rows within the reach."""
 
     @staticmethod
     def row_stride(span: RelativeSpan) -> int:
@@ -208,6 +225,12 @@ class SkewedScores:
     def size(cls, span: RelativeSpan) -> int:
         """Return the numbers that the buffer of a block needs."""
         return span.rows * cls.row_stride(span) + 2 * span.rows
+
+    def multiply(self, x: Tensor, table: Tensor, start: Tensor, far: Tensor) -> None:
+        """Write `start` [n, 1] and the products of x [n, K] with the table's rows; `far` [n, 1] has those of the last."""
+        self.by_distance.copy_(start.expand_as(self.by_distance))
+        self.within.addmm_(x, table[self.distances].T)
+        self.beyond.add_(far)
 
     def clear_others(self) -> None:
         """Set what `by_distance` shows beside the near keys to 0, so that a product reads these alone. This destroys
