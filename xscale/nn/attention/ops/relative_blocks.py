@@ -31,7 +31,7 @@ from xscale.nn.attention.ops.relative_spans import (
 from xscale.nn.eager import eager
 from xscale.nn.position.distance_tables import DistanceTables
 
-BLOCK = 128
+BLOCK = 192
 """Queries of a block."""
 CHUNK = 1024
 """Keys that backward takes at a time, which bounds its buffers; all at once is no faster."""
@@ -223,8 +223,8 @@ class _HeadGradients:
         self.position_q = torch.zeros_like(q)
         """[T, K], gradients of queries through the terms of distances."""
         self.far_queries, self.far_terms, self.far_weights, self.far_keys = (q.new_zeros(len(x)) for x in (q, q, q, k))
-        """[T], [T], [T] and [S]: sums beyond the reach, of the gradients of scores (but for near keys, and for near keys
-        alone), of weights, and of the gradients of scores again."""
+        """[T], [T], [T] and [S]: sums beyond the reach of the gradients of scores, without the near keys and of these,
+        of weights, and of the gradients of scores again."""
 
     def finish(self, head: _Head, above: Tensor) -> None:
         """Add what is summed over all blocks of the head, given the gradients of its output, [T, K]."""
@@ -256,13 +256,11 @@ class _Work:
         self, spans: RelativeSpans, documents: tuple[Tensor | None, Tensor | None], q: Tensor, keys: int
     ) -> None:
         self.spans, self.documents, self.q = spans, documents, q
-        self.chunks = list(spans.key_chunks(keys))
+        self.chunks = spans.key_chunks(keys)
         """So many keys at a time, and the blocks of queries that see any of them."""
         self.size = max(SkewedScores.size(span) for _, blocks in self.chunks for span in blocks)
         self.buffers: dict[str, Tensor] = {}
         self.views: dict[tuple[str, RelativeSpan], SkewedScores] = {}
-        self.tiles: dict[int, list[KeyTile]] = {}
-        """Tiles of a chunk's keys, by its first key."""
         self.identity = torch.eye(TURNED, dtype=q.dtype)
         self.future = q.new_full((spans.block, spans.block), float("-inf")).triu_(1)
 
@@ -279,9 +277,7 @@ class _Work:
         self.first_key, distances = keys.start, len(head.key_rows)
         self.by_key = self.buffer("by key", keys.stop - keys.start, unaligned(distances))[:, :distances]
         """[keys, N], terms by descending distance and then their gradients, where a query is at the distance."""
-        if keys.start not in self.tiles:
-            self.tiles[keys.start] = list(self.spans.key_tiles(keys, self.q.dtype))
-        for tile in self.tiles[keys.start]:
+        for tile in self.spans.key_tiles(keys):
             torch.mm(head.k[tile.keys], head.key_rows[tile.within].T, out=self._of_tile(tile, tile.within))
             self._of_tile(tile, tile.before).zero_()
             beyond = self._of_tile(tile, tile.beyond)
@@ -296,8 +292,8 @@ class _Work:
             return
         assert slopes.key_rows is not None
         gradient = torch.zeros_like(head.key_rows)
-        for tile in self.tiles[keys.start]:
-            for distances, read in tile.read_in_part:
+        for tile in self.spans.key_tiles(keys):
+            for distances, read in tile.read_in_part(self.q.dtype):
                 self._of_tile(tile, distances).mul_(read)
             by_key = self._of_tile(tile, tile.within)
             slopes.k[tile.keys].addmm_(by_key, head.key_rows[tile.within])

@@ -1,6 +1,6 @@
 """Distances of the keys that a block of queries sees, and strided views from distances to keys."""
 
-from collections.abc import Iterator
+import functools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -75,8 +75,20 @@ class KeyTile:
     """Columns of distances within the reach."""
     beyond: slice
     """Columns of distances beyond the reach, which have the last row of the table."""
-    read_in_part: list[tuple[slice, Tensor]]
-    """Columns at which only some of the keys have a query, with factors [keys, columns]: 1 for those that have one."""
+    read: tuple[np.ndarray, np.ndarray]
+    """Each key's first column with a query and the one after its last, [keys, 1]: a key has adjacent distances."""
+
+    def read_in_part(self, dtype: torch.dtype) -> list[tuple[slice, Tensor]]:
+        """Return the columns at which only some of the keys have a query, with factors [keys, columns]: 1 for those."""
+        first, stop = self.read
+        columns = slice(self.beyond.start, self.before.stop)
+        left = slice(columns.start, min(int(first.max()), columns.stop))
+        right = slice(max(int(stop.min()), left.stop), columns.stop)
+        return [
+            (side, torch.from_numpy((first <= column) & (column < stop)).to(dtype))
+            for side, column in ((side, np.arange(side.start, side.stop)) for side in (left, right))
+            if len(column)
+        ]
 
 
 @dataclass(frozen=True)
@@ -125,43 +137,14 @@ class RelativeSpans:
         """View values of keys from `first_key` on and all distances, descending, [keys, N], as those of the queries and
         near keys [n, c] of a span."""
         row, column = by_key.stride()
-        first = (span.near - first_key) * row + self._first_column(span)
+        first = (span.near - first_key) * row + self.first_column(span)
         return by_key.as_strided((span.rows, span.columns), (column, row - column), first)
 
-    def key_tiles(self, keys: slice, dtype: torch.dtype) -> Iterator[KeyTile]:
-        """Yield tiles of a block of keys each; keys that are near to no query are in none."""
-        distances = self.high - self.low + 2 * self.block
-        for begin in range(keys.start, keys.stop, self.block):
-            tile = slice(begin, min(begin + self.block, keys.stop))
-            spans = [span for span in (block.within(tile) for block in self.query_blocks()) if span.columns]
-            if spans:
-                first, last = min(span.table for span in spans), max(span.distances.stop for span in spans)
-                columns = slice(distances - last, distances - first)
-                beyond = min(max(self.block, columns.start), columns.stop)
-                before = min(max(distances - self.block - 1, beyond), columns.stop)
-                parts = slice(before, columns.stop), slice(beyond, before), slice(columns.start, beyond)
-                yield KeyTile(tile, *parts, self._read_in_part(tile, columns, spans, dtype))
+    def key_tiles(self, keys: slice) -> tuple[KeyTile, ...]:
+        """Return tiles of a block of keys each; keys that are near to no query are in none."""
+        return _key_tiles(self, keys.start, keys.stop)
 
-    def _read_in_part(
-        self, tile: slice, columns: slice, spans: list[RelativeSpan], dtype: torch.dtype
-    ) -> list[tuple[slice, Tensor]]:
-        """Return the columns that only some keys of the tile read, with factors [keys, columns]: 1 where one does."""
-        # A key reads adjacent distances, so that what all keys read is one range.
-        first, stop = np.full((2, tile.stop - tile.start, 1), [[[columns.stop]], [[columns.start]]])
-        for span in spans:
-            rows = slice(span.near - tile.start, span.far - tile.start)
-            read = self._first_column(span) - np.arange(span.columns)[:, None]
-            np.minimum(first[rows], read, out=first[rows])
-            np.maximum(stop[rows], read + span.rows, out=stop[rows])
-        left = slice(columns.start, min(int(first.max()), columns.stop))
-        right = slice(max(int(stop.min()), left.stop), columns.stop)
-        return [
-            (side, torch.from_numpy((first <= column) & (column < stop)).to(dtype))
-            for side, column in ((side, np.arange(side.start, side.stop)) for side in (left, right))
-            if len(column)
-        ]
-
-    def _first_column(self, span: RelativeSpan) -> int:
+    def first_column(self, span: RelativeSpan) -> int:
         """Return the column, by descending distance, of the first near key's distance to the first query."""
         return self.high - self.low + 2 * self.block - span.table - span.rows
 
@@ -171,22 +154,61 @@ class RelativeSpans:
         first, last = max(1 - self.keys, self.low), min(0 if self.causal else self.queries - 1, self.high)
         return distances.clamp(first, last)
 
-    def query_blocks(self) -> Iterator[RelativeSpan]:
-        """Yield the blocks of queries in order, each with all keys that it needs."""
-        offset = self.keys - self.queries
-        for start in range(0, self.queries, self.block):
-            stop = min(start + self.block, self.queries)
-            first, last = start + offset, stop - 1 + offset
-            end = last + 1 if self.causal else self.keys
-            near = max(first + self.low + 1, 0)
-            far = min(max(last + self.high, near), end)
-            yield RelativeSpan(start, stop, 0, near, far, end, near - last - self.low + self.block)
+    def query_blocks(self) -> tuple[RelativeSpan, ...]:
+        """Return the blocks of queries in order, each with all keys that it needs."""
+        return _query_blocks(self)
 
-    def key_chunks(self, keys: int) -> Iterator[tuple[slice, list[RelativeSpan]]]:
-        """Yield slices of at most so many keys, with the blocks of queries that see any of them."""
-        for begin in range(0, self.keys, keys):
-            chunk = slice(begin, min(begin + keys, self.keys))
-            yield chunk, [span.within(chunk) for span in self.query_blocks() if span.end > begin]
+    def key_chunks(self, keys: int) -> list[tuple[slice, list[RelativeSpan]]]:
+        """Return slices of at most so many keys, with the blocks of queries that see any of them."""
+        return _key_chunks(self, keys)
+
+
+@functools.lru_cache(maxsize=16)
+def _query_blocks(spans: RelativeSpans) -> tuple[RelativeSpan, ...]:
+    offset, blocks = spans.keys - spans.queries, []
+    for start in range(0, spans.queries, spans.block):
+        stop = min(start + spans.block, spans.queries)
+        first, last = start + offset, stop - 1 + offset
+        end = last + 1 if spans.causal else spans.keys
+        near = max(first + spans.low + 1, 0)
+        far = min(max(last + spans.high, near), end)
+        blocks.append(RelativeSpan(start, stop, 0, near, far, end, near - last - spans.low + spans.block))
+    return tuple(blocks)
+
+
+@functools.lru_cache(maxsize=32)
+def _key_chunks(spans: RelativeSpans, size: int) -> list[tuple[slice, list[RelativeSpan]]]:
+    chunks = [slice(begin, min(begin + size, spans.keys)) for begin in range(0, spans.keys, size)]
+    return [(keys, [span.within(keys) for span in spans.query_blocks() if span.end > keys.start]) for keys in chunks]
+
+
+@functools.lru_cache(maxsize=64)
+def _key_tiles(spans: RelativeSpans, begin: int, end: int) -> tuple[KeyTile, ...]:
+    distances, tiles = spans.high - spans.low + 2 * spans.block, []
+    for start in range(begin, end, spans.block):
+        keys = slice(start, min(start + spans.block, end))
+        near = [block for block in spans.query_blocks() if block.near < keys.stop and block.far > keys.start]
+        if blocks := [span for span in (block.within(keys) for block in near) if span.columns]:
+            first, last = min(span.table for span in blocks), max(span.distances.stop for span in blocks)
+            columns = slice(distances - last, distances - first)
+            beyond = min(max(spans.block, columns.start), columns.stop)
+            before = min(max(distances - spans.block - 1, beyond), columns.stop)
+            parts = slice(before, columns.stop), slice(beyond, before), slice(columns.start, beyond)
+            tiles.append(KeyTile(keys, *parts, _read_columns(spans, keys, columns, blocks)))
+    return tuple(tiles)
+
+
+def _read_columns(
+    spans: RelativeSpans, keys: slice, columns: slice, blocks: list[RelativeSpan]
+) -> tuple[np.ndarray, np.ndarray]:
+    first = np.full((keys.stop - keys.start, 1), columns.stop)
+    stop = np.full_like(first, columns.start)
+    for block in blocks:
+        rows = slice(block.near - keys.start, block.far - keys.start)
+        read = spans.first_column(block) - np.arange(block.columns)[:, None]
+        np.minimum(first[rows], read, out=first[rows])
+        np.maximum(stop[rows], read + block.rows, out=stop[rows])
+    return first, stop
 
 
 class SkewedScores:
@@ -227,7 +249,7 @@ class SkewedScores:
         return span.rows * cls.row_stride(span) + 2 * span.rows
 
     def multiply(self, x: Tensor, table: Tensor, start: Tensor, far: Tensor) -> None:
-        """Write `start` [n, 1] and the products of x [n, K] with the table's rows; `far` [n, 1] has those of the last."""
+        """Write products of x [n, K] with the table's rows over `start` [n, 1]; `far` [n, 1] has those of the last."""
         self.by_distance.copy_(start.expand_as(self.by_distance))
         self.within.addmm_(x, table[self.distances].T)
         self.beyond.add_(far)
