@@ -31,7 +31,7 @@ from xscale.nn.attention.ops.relative_spans import (
 from xscale.nn.eager import eager
 from xscale.nn.position.distance_tables import DistanceTables
 
-BLOCK = 192
+BLOCK = 128
 """Queries of a block."""
 CHUNK = 1024
 """Keys that backward takes at a time, which bounds its buffers; all at once is no faster."""
