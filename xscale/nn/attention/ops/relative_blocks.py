@@ -5,8 +5,9 @@ and keys (the skewing of Huang et al. 2019, section 3.4). One buffer has both vi
 one to the other; only terms of keys and distances are turned. Backward computes the scores again from the rows'
 log-sum-exps, as in Dao et al. 2022, so no tensor has T x S numbers. Causal blocks need no later keys. Where all
 distances from some reach on have one row of a table (Shaw et al. 2018, T5, DeBERTa), the rows are taken relative to
-that of the farthest keys before, which changes no weight, so that these keys need no product. Scores are in base 2: on
-a CPU exp2 takes half the time of exp, and a sixth where the result is 0.
+that of the farthest keys before, which changes no weight, so that these keys need no product; keys beyond the reach
+have one number for each query, and for each key. Scores are in base 2: on a CPU exp2 takes half the time of exp, and a
+sixth where the result is 0.
 """
 
 import itertools

@@ -284,4 +284,4 @@ def add_by_columns(sums: Tensor, x: Tensor, identity: Tensor) -> None:
     if rows * size < len(x):
         sums.add_(x)
     else:
-        sums.unflatten(0, (rows, size)).baddbmm_(identity.expand(rows, -1, -1), x.unflatten(0, (rows, size)))
+        sums.view(rows, size, -1).baddbmm_(identity.expand(rows, -1, -1), x.view(rows, size, -1))
