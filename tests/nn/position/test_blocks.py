@@ -97,7 +97,7 @@ def test_a_prompt_after_cached_tokens(position: dict[str, Any], blocks: list[Att
 
 @pytest.mark.parametrize("rows", [8, 6])
 def test_a_sum_by_columns_is_exact(rows: int) -> None:
-    """Of strided views, as a block has them; 6 rows are not a multiple of those of the identity matrix."""
+    """Views are strided, as in a block; 6 rows are not a multiple of those of the identity matrix."""
     sums, x = drawn(rows, 9)[:, :5], drawn(7, rows + 2, seed=1)[:5, :rows].T
     expected = sums + x
     add_by_columns(sums, x, torch.eye(4, dtype=x.dtype))
