@@ -12,6 +12,7 @@ from xscale.nn.attention import softmax
 from xscale.nn.attention.ops import relative_blocks
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.ops.relative_blocks import relative_attention
+from xscale.nn.attention.ops.relative_spans import add_by_columns
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.position.distance_tables import DistanceTables
@@ -92,6 +93,15 @@ def test_a_prompt_after_cached_tokens(position: dict[str, Any], blocks: list[Att
         part = Tokens(tokens.ids[:, start:end], tokens.positions[:, start:end], cache=cache)
         assert close(mixer(x[:, start:end], part), parallel[:, start:end])
     assert [mask.offset for mask in blocks] == [0, 0, 8]
+
+
+@pytest.mark.parametrize("rows", [8, 6])
+def test_a_sum_by_columns_is_exact(rows: int) -> None:
+    """Views are strided, as in a block; 6 rows are not a multiple of those of the identity matrix."""
+    sums, x = drawn(rows, 9)[:, :5], drawn(7, rows + 2, seed=1)[:5, :rows].T
+    expected = sums + x
+    add_by_columns(sums, x, torch.eye(4, dtype=x.dtype))
+    assert torch.equal(sums, expected)
 
 
 @pytest.mark.parametrize("reach", [None, 2])

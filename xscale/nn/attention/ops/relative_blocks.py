@@ -5,8 +5,9 @@ and keys (the skewing of Huang et al. 2019, section 3.4). One buffer has both vi
 one to the other; only terms of keys and distances are turned. Backward computes the scores again from the rows'
 log-sum-exps, as in Dao et al. 2022, so no tensor has T x S numbers. Causal blocks need no later keys. Where all
 distances from some reach on have one row of a table (Shaw et al. 2018, T5, DeBERTa), the rows are taken relative to
-that of the farthest keys before, which changes no weight, so that these keys need no product. Scores are in base 2: on
-a CPU exp2 takes half the time of exp, and a sixth where the result is 0.
+that of the farthest keys before, which changes no weight, so that these keys need no product; keys beyond the reach
+have one number for each query, and for each key. Scores are in base 2: on a CPU exp2 takes half the time of exp, and a
+sixth where the result is 0.
 """
 
 import itertools
@@ -24,6 +25,7 @@ from xscale.nn.attention.ops.relative_spans import (
     RelativeSpan,
     RelativeSpans,
     SkewedScores,
+    add_by_columns,
     shifted,
     unaligned,
 )
@@ -36,6 +38,8 @@ CHUNK = 1024
 """Keys that backward takes at a time, which bounds its buffers; all at once is no faster."""
 LEAST_SCORES = 1 << 18
 """Pairs of queries and keys from which on attention is by blocks."""
+TURNED = 16
+"""Rows of a block that a product turns at once."""
 LOG2E = math.log2(math.e)
 NAMES = tuple(field.name for field in fields(DistanceTables))
 
@@ -98,20 +102,23 @@ class _Attend(torch.autograd.Function):
         context: Any, spans: RelativeSpans, documents: Any, q: Tensor, k: Tensor, v: Tensor, *rows: Any
     ) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        log_sums = q.new_empty(q.shape[:3])
+        log_sums = q.new_empty(*q.shape[:3], 1)
+        tops, totals, zeros = q.new_zeros(3, q.shape[2], 1)
         work = _Work(spans, documents, q, spans.keys)
         for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
             head = _Head(spans, (q, k, v, *rows), b, h)
             work.multiply_keys(head, slice(0, spans.keys))
+            mixed = out[b, h]
             for span in work.chunks[0][1]:
-                weights = work.scores(head, span, b)
-                top = weights.scores.amax(-1, keepdim=True)
-                total = weights.scores.sub_(top).exp2_().sum(-1, keepdim=True)
-                log_sums[b, h, span.queries] = top.add_(total.log2()).squeeze(-1)
-                mixed = torch.mm(weights.scores, head.v[: span.end], out=out[b, h, span.queries])
+                queries = span.queries
+                weights = work.scores(head, span, b, zeros[queries])
+                torch.amax(weights.scores, -1, keepdim=True, out=tops[queries])
+                torch.sum(weights.scores.sub_(tops[queries]).exp2_(), -1, keepdim=True, out=totals[queries])
+                torch.mm(weights.scores, head.v[: span.end], out=mixed[queries])
                 if head.value_rows is not None:
-                    work.add_value_rows(mixed, weights, head.value_rows, span)
-                mixed.div_(total)
+                    work.add_value_rows(mixed[queries], weights, head.value_rows, span)
+            mixed.div_(totals)
+            torch.add(tops, totals.log2_(), out=log_sums[b, h])
         context.save_for_backward(q, k, v, *rows, out, log_sums)
         context.spans, context.documents = spans, documents
         return out
@@ -125,16 +132,17 @@ class _Attend(torch.autograd.Function):
         gradients = _Gradients(inputs)
         for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
             head, slopes = _Head(spans, inputs, b, h), gradients.head(spans, b, h)
-            inner = (gradient[b, h] * out[b, h]).sum(-1, keepdim=True)
+            inner = (gradient[b, h] * out[b, h]).sum(-1, keepdim=True).neg_()
+            start = -log_sums[b, h]
             for keys, blocks in work.chunks:
                 work.multiply_keys(head, keys)
                 for span in blocks:
                     queries = span.queries
-                    weights = work.scores(head, span, b)
-                    weights.scores.sub_(log_sums[b, h, queries, None]).exp2_()
+                    weights = work.scores(head, span, b, start[queries])
+                    weights.scores.exp2_()
                     work.add_gradients(slopes, head, span, weights, gradient[b, h, queries], inner[queries])
                 work.add_products_of_keys(slopes, head, keys)
-            slopes.finish()
+            slopes.finish(head, gradient[b, h])
         return None, None, *gradients.scaled(q.shape[-1] ** -0.5)
 
 
@@ -154,13 +162,12 @@ class _Head:
         self.k, self.v = k[b, group].contiguous(), v[b, group].contiguous()  # [S, K]
         self.q = _scaled(q[b, h], content_bias, factor)  # [T, K]
         self.query_rows, self.value_rows = query_rows, value_rows  # [N, K]
-        self.has_terms = not (query_rows is None and key_rows is None and bias is None)
-        """Whether anything is added to the products of queries and keys."""
         self.far_queries, self.far_keys = q.new_zeros(len(self.q), 1), q.new_zeros(len(self.k))
         """[T, 1] and [S]: terms of each query, and of each key, where the key is beyond the reach."""
         if query_rows is not None:
             self.position_q = _scaled(q[b, h], position_bias, factor)  # [T, K]
-            self.far_queries += (self.position_q @ query_rows[-1])[:, None]
+            self.far_terms = (self.position_q @ query_rows[-1])[:, None]  # [T, 1]
+            self.far_queries += self.far_terms
         self.key_rows: Tensor | None = None
         """[N, K], by descending distance."""
         if key_rows is not None:
@@ -214,11 +221,33 @@ class _HeadGradients:
             columns = spans.tile_columns
             self._by_distance = self.bias.new_zeros(spans.block, columns + spans.block - 1)
             self.tile = shifted(self._by_distance, columns)
+        self.position_q = torch.zeros_like(q)
+        """[T, K], gradients of queries through the terms of distances."""
+        self.far_queries, self.far_terms, self.far_weights, self.far_keys = (q.new_zeros(len(x)) for x in (q, q, q, k))
+        """[T], [T], [T] and [S]: sums beyond the reach of the gradients of scores, without the near keys and of these,
+        of weights, and of the gradients of scores again."""
 
-    def finish(self) -> None:
-        """Add what is summed over all blocks of the head."""
+    def finish(self, head: _Head, above: Tensor) -> None:
+        """Add what is summed over all blocks of the head, given the gradients of its output, [T, K]."""
         if self.bias is not None:
             self.bias[2 : self._by_distance.shape[1] + 2].add_(self._by_distance.sum(0))
+            self.bias[-1].add_(self.far_queries.sum())
+        if self.value_rows is not None:
+            self.value_rows[-1].addmv_(above.T, self.far_weights)
+        if head.key_rows is not None:
+            assert self.key_rows is not None
+            self.k.addr_(self.far_keys, head.key_rows[0])
+            self.key_rows[-1].addmv_(head.k.T, self.far_keys)
+        if self.content_bias is not None:
+            self.content_bias.add_(self.q.sum(0))
+        if head.query_rows is not None:
+            assert self.query_rows is not None
+            far = self.far_queries + self.far_terms
+            self.position_q.addr_(far, head.query_rows[-1])
+            self.query_rows[-1].addmv_(head.position_q.T, far)
+            if self.position_bias is not None:
+                self.position_bias.add_(self.position_q.sum(0))
+            self.q.add_(self.position_q)
 
 
 class _Work:
@@ -228,13 +257,12 @@ class _Work:
         self, spans: RelativeSpans, documents: tuple[Tensor | None, Tensor | None], q: Tensor, keys: int
     ) -> None:
         self.spans, self.documents, self.q = spans, documents, q
-        self.chunks = list(spans.key_chunks(keys))
+        self.chunks = spans.key_chunks(keys)
         """So many keys at a time, and the blocks of queries that see any of them."""
         self.size = max(SkewedScores.size(span) for _, blocks in self.chunks for span in blocks)
         self.buffers: dict[str, Tensor] = {}
         self.views: dict[tuple[str, RelativeSpan], SkewedScores] = {}
-        self.tiles: dict[int, list[KeyTile]] = {}
-        """Tiles of a chunk's keys, by its first key."""
+        self.identity = torch.eye(TURNED, dtype=q.dtype)
         self.future = q.new_full((spans.block, spans.block), float("-inf")).triu_(1)
 
     def buffer(self, name: str, rows: int, columns: int) -> Tensor:
@@ -250,10 +278,11 @@ class _Work:
         self.first_key, distances = keys.start, len(head.key_rows)
         self.by_key = self.buffer("by key", keys.stop - keys.start, unaligned(distances))[:, :distances]
         """[keys, N], terms by descending distance and then their gradients, where a query is at the distance."""
-        if keys.start not in self.tiles:
-            self.tiles[keys.start] = list(self.spans.key_tiles(keys))
-        for tile in self.tiles[keys.start]:
-            torch.mm(head.k[tile.keys], head.key_rows[tile.distances].T, out=self._of_tile(tile, tile.distances))
+        for tile in self.spans.key_tiles(keys):
+            torch.mm(head.k[tile.keys], head.key_rows[tile.within].T, out=self._of_tile(tile, tile.within))
+            self._of_tile(tile, tile.before).zero_()
+            beyond = self._of_tile(tile, tile.beyond)
+            beyond.copy_(head.far_keys[tile.keys, None].expand_as(beyond))
 
     def _of_tile(self, tile: KeyTile, distances: slice) -> Tensor:
         return self.by_key[tile.keys.start - self.first_key : tile.keys.stop - self.first_key, distances]
@@ -264,29 +293,26 @@ class _Work:
             return
         assert slopes.key_rows is not None
         gradient = torch.zeros_like(head.key_rows)
-        for tile in self.tiles[keys.start]:
-            for distances, unread in tile.unread:
-                self._of_tile(tile, distances).masked_fill_(unread, 0.0)
-            by_key = self._of_tile(tile, tile.distances)
-            slopes.k[tile.keys].addmm_(by_key, head.key_rows[tile.distances])
-            gradient[tile.distances].addmm_(by_key.T, head.k[tile.keys])
+        for tile in self.spans.key_tiles(keys):
+            for distances, read in tile.read_in_part(self.q.dtype):
+                self._of_tile(tile, distances).mul_(read)
+            by_key = self._of_tile(tile, tile.within)
+            slopes.k[tile.keys].addmm_(by_key, head.key_rows[tile.within])
+            gradient[tile.within].addmm_(by_key.T, head.k[tile.keys])
+            slopes.far_keys[tile.keys].add_(self._of_tile(tile, tile.beyond).sum(1))
         slopes.key_rows.add_(gradient.flip(0))
 
     def skewed(self, name: str, span: RelativeSpan) -> SkewedScores:
         """View the buffer of that name as values of the span's queries and keys."""
         if (name, span) not in self.views:
-            self.views[name, span] = SkewedScores(self.buffer(name, 1, self.size)[0], span)
+            self.views[name, span] = SkewedScores(self.buffer(name, 1, self.size)[0], span, self.spans.rows_within)
         return self.views[name, span]
 
-    def scores(self, head: _Head, span: RelativeSpan, b: int) -> SkewedScores:
-        """Return the base-2 scores of a block of queries; -inf where a key is not seen."""
+    def scores(self, head: _Head, span: RelativeSpan, b: int, start: Tensor) -> SkewedScores:
+        """Return the base-2 scores of a block of queries over `start` [n, 1]; -inf where a key is not seen."""
         block = self.skewed("scores", span)
-        q, k = head.q[span.queries], head.k[span.keys]
-        if head.has_terms:
-            self._write_terms(block, head, span)
-            block.scores.addmm_(q, k.T)
-        else:
-            torch.mm(q, k.T, out=block.scores)
+        self._write_terms(block, head, span, start)
+        block.scores.addmm_(head.q[span.queries], head.k[span.keys].T)
         first = span.start + self.spans.keys - self.spans.queries
         if self.spans.causal and span.end > first:
             seen = max(first, span.begin)
@@ -296,20 +322,22 @@ class _Work:
             block.scores.masked_fill_(queries[b, span.queries, None] != keys[b, None, span.keys], float("-inf"))
         return block
 
-    def _write_terms(self, block: SkewedScores, head: _Head, span: RelativeSpan) -> None:
+    def _write_terms(self, block: SkewedScores, head: _Head, span: RelativeSpan, start: Tensor) -> None:
         """Write what is added to the products of queries and keys."""
-        write: Callable[[Tensor], Tensor] = block.near.copy_
+        tile = None if head.tile is None or not span.columns else head.tile[self.spans.tile(span)]
         if head.query_rows is not None and span.columns:
-            torch.mm(head.position_q[span.queries], head.query_rows[span.distances].T, out=block.by_distance)
-            write = block.near.add_
+            block.multiply(head.position_q[span.queries], head.query_rows, start, head.far_terms[span.queries])
+        else:
+            block.near.copy_(start.expand_as(block.near))
         # The product by distance has overwritten these.
-        block.before.zero_()
-        torch.add(head.far_queries[span.queries], head.far_keys[span.far : span.end], out=block.far)
+        if span.begin < span.near:
+            block.before.copy_(start.expand_as(block.before))
+        if span.far < span.end:
+            torch.add(head.far_queries[span.queries] + start, head.far_keys[span.far : span.end], out=block.far)
         if head.key_rows is not None and span.columns:
-            write(self.spans.turned(self.by_key, span, self.first_key))
-            write = block.near.add_
-        if head.tile is not None and span.columns:
-            write(head.tile[self.spans.tile(span)])
+            add_by_columns(block.near, self.spans.turned(self.by_key, span, self.first_key), self.identity)
+        if tile is not None:
+            block.near.add_(tile)
 
     def add_value_rows(self, mixed: Tensor, weights: SkewedScores, table: Tensor, span: RelativeSpan) -> None:
         """Add the weights' sum of the table's rows to `mixed` [n, K]; destroys the weights."""
@@ -317,7 +345,7 @@ class _Work:
             mixed.addr_(weights.far.sum(1), table[-1])
         if span.columns:
             weights.clear_others()
-            mixed.addmm_(weights.by_distance, table[span.distances])
+            mixed.addmm_(weights.within, table[weights.distances]).addr_(weights.beyond.sum(1), table[-1])
 
     def add_gradients(
         self,
@@ -328,71 +356,43 @@ class _Work:
         above: Tensor,
         inner: Tensor,
     ) -> None:
-        """Add the gradients of a chunk, given those of the block's output, `above` [n, K], and their products with the
-        output, `inner` [n, 1]; destroys the weights."""
+        """Add the gradients of a chunk, given those of the block's output, `above` [n, K], and their negative products
+        with the output, `inner` [n, 1]; destroys the weights."""
         slopes.v[span.keys].addmm_(weights.scores.T, above)
         raised, v = self.skewed("raised", span), head.v[span.keys]
         if head.value_rows is None:
-            torch.mm(above, v.T, out=raised.scores)
+            raised.scores.copy_(inner.expand_as(raised.scores))
         else:
+            far = above @ head.value_rows[-1, :, None]
             if span.columns:
-                torch.mm(above, head.value_rows[span.distances].T, out=raised.by_distance)
-            raised.before.zero_()
-            raised.far.copy_((above @ head.value_rows[-1])[:, None].expand_as(raised.far))
-            raised.scores.addmm_(above, v.T)
-        dscores = raised.scores.sub_(inner).mul_(weights.scores)  # [n, keys]
-        if slopes.value_rows is not None:
-            self._add_by_distance(slopes.value_rows, weights, span, above)
-        dq = torch.mm(dscores, head.k[span.keys])
-        slopes.k[span.keys].addmm_(dscores.T, head.q[span.queries])
-        if slopes.content_bias is not None:
-            slopes.content_bias.add_(dq.sum(0))
-        if head.key_rows is not None:
-            self._add_key_gradients(slopes, head, span, raised)
-        if head.tile is not None:
-            assert slopes.bias is not None
-            if span.columns:
-                slopes.tile[self.spans.tile(span)].add_(raised.near)
-            slopes.bias[-1].add_(raised.far.sum())
-        if head.query_rows is not None:
-            dq.add_(self._query_gradients(slopes, head, span, raised))
-        slopes.q[span.queries].add_(dq)
-
-    @staticmethod
-    def _add_by_distance(gradient: Tensor, factors: SkewedScores, span: RelativeSpan, x: Tensor) -> Tensor:
-        """Add the gradient of a table, [N, K]: products of the pairs' factors with the queries' x [n, K]. Return the
-        sums of factors beyond the reach, [n]. Destroys factors beside the near ones."""
-        sums = factors.far.sum(1)
-        gradient[-1].addmv_(x.T, sums)
-        if span.columns:
-            factors.clear_others()
-            gradient[span.distances].addmm_(factors.by_distance.T, x)
-        return sums
-
-    def _query_gradients(
-        self, slopes: _HeadGradients, head: _Head, span: RelativeSpan, dscores: SkewedScores
-    ) -> Tensor:
-        """Add gradients of the terms of queries and distances, and return that of the queries, [n, K]."""
-        assert head.query_rows is not None
-        assert slopes.query_rows is not None
-        queries = head.position_q[span.queries]
-        sums = self._add_by_distance(slopes.query_rows, dscores, span, queries)
-        dq = torch.outer(sums, head.query_rows[-1])
-        if span.columns:
-            dq.addmm_(dscores.by_distance, head.query_rows[span.distances])
-        if slopes.position_bias is not None:
-            slopes.position_bias.add_(dq.sum(0))
-        return dq
-
-    def _add_key_gradients(
-        self, slopes: _HeadGradients, head: _Head, span: RelativeSpan, dscores: SkewedScores
-    ) -> None:
-        """Put gradients of the terms of keys and distances where the terms were, and add those beyond the reach."""
-        assert head.key_rows is not None
-        assert slopes.key_rows is not None
-        if span.columns:
-            self.spans.turned(self.by_key, span, self.first_key).copy_(dscores.near)
+                raised.multiply(above, head.value_rows, inner, far)
+            raised.before.copy_(inner.expand_as(raised.before))
+            raised.far.copy_((inner + far).expand_as(raised.far))
+        dscores = raised.scores.addmm_(above, v.T).mul_(weights.scores)  # [n, keys]
+        queries, keys = head.q[span.queries], head.k[span.keys]
+        slopes.q[span.queries].addmm_(dscores, keys)
+        slopes.k[span.keys].addmm_(dscores.T, queries)
         if span.far < span.end:
-            sums, keys = dscores.far.sum(0), head.k[span.far : span.end]
-            slopes.k[span.far : span.end].addr_(sums, head.key_rows[0])
-            slopes.key_rows[-1].add_(sums @ keys)
+            if slopes.value_rows is not None:
+                slopes.far_weights[span.queries].add_(weights.far.sum(1))
+            if head.query_rows is not None or head.tile is not None:
+                slopes.far_queries[span.queries].add_(raised.far.sum(1))
+            if head.key_rows is not None:
+                slopes.far_keys[span.far : span.end].add_(raised.far.sum(0))
+        if not span.columns:
+            return
+        if head.key_rows is not None:
+            # Gradients of the terms of keys take the terms' place.
+            self.spans.turned(self.by_key, span, self.first_key).copy_(raised.near)
+        if head.tile is not None:
+            slopes.tile[self.spans.tile(span)].add_(raised.near)
+        if slopes.value_rows is not None:
+            weights.clear_others()
+            slopes.value_rows[weights.distances].addmm_(weights.within.T, above)
+            slopes.far_weights[span.queries].add_(weights.beyond.sum(1))
+        if head.query_rows is not None:
+            assert slopes.query_rows is not None
+            raised.clear_others()
+            slopes.query_rows[raised.distances].addmm_(raised.within.T, head.position_q[span.queries])
+            slopes.position_q[span.queries].addmm_(raised.within, head.query_rows[raised.distances])
+            slopes.far_terms[span.queries].add_(raised.beyond.sum(1))
