@@ -118,7 +118,24 @@ def test_prompts_that_cannot_be_used_are_refused_before_the_first_step(tmp_path:
         f" {'x' * 32!r} has 32 tokens, and at most 31 leave room for one more",
         " 'half a pair: \\ud800' is not valid Unicode",
     ]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_refusal_leaves_a_folder_that_was_there_before(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ConfigError, match="is empty"):
+        run(recipe(tmp_path, train={"sample": {"prompts": [""]}}))
     assert not list((tmp_path / "run").iterdir())
+
+
+def refused_prompt(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="is empty"):
+        run(recipe(folder, train={"sample": {"prompts": [""]}}))
+
+
+def test_a_refusal_on_two_ranks_leaves_no_folder(pool: Pool, tmp_path: Path) -> None:
+    pool.run(refused_prompt, 2, tmp_path)
+    assert not (tmp_path / "run").exists()
 
 
 def refused(folder: Path, device: str) -> tuple[list[str], bool]:

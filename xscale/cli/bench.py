@@ -56,7 +56,9 @@ def bench_attention(
         typer.Argument(help="Cores, 'block_sparse PATTERN', 'mixer NAME', or positions; default: all."),
     ] = None,
     lengths: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = "4096,8192,16384,32768",
-    heads: Annotated[int, typer.Option(help="Heads, of head width 64.", min=1)] = 1,
+    heads: Annotated[
+        int | None, typer.Option(help="Heads, of head width 64.", min=1, show_default="1; 8 with --positions")
+    ] = None,
     positions: Annotated[
         bool,
         typer.Option(
@@ -69,11 +71,11 @@ def bench_attention(
     if positions:
         from xscale.bench.positions import bench_positions
 
-        bench_positions(only or [], _lengths(lengths), heads, as_json=json)
+        bench_positions(only or [], _lengths(lengths), heads or 8, as_json=json)
     else:
         from xscale.bench.attention import bench
 
-        bench(only or [], _lengths(lengths), heads, as_json=json)
+        bench(only or [], _lengths(lengths), heads or 1, as_json=json)
 
 
 @bench_app.command("layers")

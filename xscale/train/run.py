@@ -41,6 +41,7 @@ from xscale.train.run_folder import (
     keep_config,
     open_folder,
     read_config,
+    removed_if_refused,
     run_name,
     with_defaults,
     write_config,
@@ -107,15 +108,16 @@ def _train_teacher(settings: Settings, rank_info: RankInfo, stop: StopSignal, be
 
 
 def _train(settings: Settings, rank_info: RankInfo, stop: StopSignal, began: float) -> int:
-    folder = open_folder(settings)
-    if (step := finished_step(settings, folder)) is not None:
-        if rank_info.is_rank0:
-            last = settings.train.steps
-            print(f"{folder}: finished at step {step}, nothing to do; train.steps above {last} trains on", flush=True)
-        return EXIT_DONE
-    parts = set_up(settings, rank_info, resumes=True)
-    # A prompt that cannot be used must not end the run after its last step.
-    encode_prompts(settings, parts.corpus.tokenizer)
+    with removed_if_refused(Path(settings.run.dir)):
+        folder = open_folder(settings)
+        if (step := finished_step(settings, folder)) is not None:
+            if rank_info.is_rank0:
+                done = f"finished at step {step}, nothing to do; train.steps above {settings.train.steps} trains on"
+                print(f"{folder}: {done}", flush=True)
+            return EXIT_DONE
+        parts = set_up(settings, rank_info, resumes=True)
+        # A prompt that cannot be used must not end the run after its last step.
+        encode_prompts(settings, parts.corpus.tokenizer)
     with RunLock(folder) as lock, make_saver(parts, folder) as saves:
         return _run(parts, folder, saves, lock, stop, began)
 

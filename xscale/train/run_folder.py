@@ -3,7 +3,8 @@
 import os
 import uuid
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -71,6 +72,19 @@ def open_folder(settings: Settings) -> Path:
         what = f"cannot create the folder {folder}: {error.strerror}"
         raise ConfigError("run.dir", what, "Choose a writable one.") from None
     return folder
+
+
+@contextmanager
+def removed_if_refused(folder: Path) -> Iterator[None]:
+    """Remove the run folder made in the block where it ends with a ConfigError, and nothing was written to it."""
+    existed = folder.exists()
+    try:
+        yield
+    except ConfigError:
+        if not existed:
+            with suppress(OSError):  # another rank has removed it, or it has files
+                folder.rmdir()
+        raise
 
 
 def problems_of(changed: list[tuple[str, str]], sentence: str) -> list[Problem]:
