@@ -16,6 +16,8 @@ MISTAKES = {
     "a misspelt key": (["modle.width=8"], "modle", "Did you mean 'model'?"),
     "a misspelt key inside a part": (["model.stack.block.mixer.hedas=4"], "mixer.hedas", "Did you mean 'heads'?"),
     "a key of another section": (["parallel.pp=2"], "parallel.pp", "Did you mean 'parallel.mesh.pp'?"),
+    "a key of a part": (["lr=1e-4"], "lr (command line)", "Did you mean 'optimizer.lr'?"),
+    "a misspelt key beside others of its name": (["train.step=3"], "train.step", "Did you mean 'steps'?"),
     "a key without its section": (["batch_size=8"], "batch_size", "Did you mean 'train.batch_size'?"),
     "a value of the wrong type": (
         ["train.steps=many"],

@@ -208,18 +208,21 @@ def _bounds(schema: Any, fault: Any) -> str:
 def _known_key(schema: Any, loc: tuple[Any, ...], is_whole: bool) -> str:
     """A sentence for an unknown key: the nearest of its section or, in a whole config, sections that have that key."""
     key, keys = str(loc[-1]), _keys(schema, loc[:-1])
-    sections = list(_paths(schema, key)) if is_whole and not is_near(key, keys) else []
-    if not sections:
+    # `lr` is not a misspelling of the section `lora`, but `train.step` is one of `train.steps`.
+    sections = sorted(_paths(schema, key), key=lambda path: path.count(".")) if is_whole else []
+    if not sections or (len(loc) > 1 and is_near(key, keys)):
         return nearest(key, keys)
     return f"Did you mean {' or '.join(repr(path) for path in sections[:3])}?"
 
 
 def _paths(schema: Any, key: str, above: str = "") -> Iterator[str]:
-    """Yield the dotted paths of the keys of that name."""
+    """Yield the dotted paths of the keys of that name; of a family's parts only the default one has paths."""
     for name, field in schema.model_fields.items():
         if name == key:
             yield f"{above}{name}"
-        if (section := _model_in(field.annotation)) is not None:
+        default = field.get_default(call_default_factory=True, validated_data={})
+        section = type(default) if isinstance(default, Config) else _model_in(field.annotation)
+        if section is not None:
             yield from _paths(section, key, f"{above}{name}.")
 
 
