@@ -29,7 +29,7 @@ class TokenFrequency:
 
     id: int
     text: str | None
-    """The decoded text, the name of a special token, or None where the tokenizer is not known."""
+    """The decoded text, the name of a token without text, or None where the tokenizer is not known."""
     count: int
     share: float
     """Of all tokens of the split."""
@@ -182,6 +182,7 @@ def _most_frequent(counts: NDArray[np.int64], tokens: int, tokenizer: Tokenizer 
     for token in order[counts[order] > 0].tolist():
         text = None
         if tokenizer is not None and table is not None:
-            text = table[token].decode("utf-8", errors="backslashreplace") or tokenizer.piece(token)
+            # Special tokens have no bytes, and those of a part of a character are no text.
+            text = table[token].decode("utf-8", errors="ignore") or tokenizer.piece(token)
         rows.append(TokenFrequency(token, text, int(counts[token]), int(counts[token]) / tokens))
     return rows
