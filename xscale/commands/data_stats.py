@@ -32,10 +32,10 @@ LARGE = 1 << 28
 
 @dataclass(frozen=True)
 class Draw:
-    """What a run of a recipe reads of a dataset."""
+    """Samples that a run of a recipe reads of a dataset."""
 
     weight: float
-    """As the config says it."""
+    """Weight of the config, not normalised."""
     samples: int
     """Samples of all steps."""
     token_share: float

@@ -32,7 +32,7 @@ class TokenFrequency:
     """The decoded text, the name of a token without text, or None where the tokenizer is not known."""
     count: int
     share: float
-    """Of all tokens of the split."""
+    """Share of all tokens of the split."""
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,9 @@ def split_statistics(
     )
 
 
-def ratio(part: int, whole: int) -> float | None:
-    """Divide `part` by `whole`; None where there is nothing."""
-    return part / whole if whole else None
+def ratio(part: int, total: int) -> float | None:
+    """Divide `part` by `total`; None where there is nothing."""
+    return part / total if total else None
 
 
 def whole_pair(indexed: IndexedDataset) -> Split:
