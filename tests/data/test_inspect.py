@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from tests.data.corpora import text_config
+from xscale.data.histogram import bars, length_rows
 from xscale.data.prepare import prepare
-from xscale.data.prepared import _histogram, inspect
+from xscale.data.prepared import inspect
 
 
 def test_a_summary_says_what_there_is(tmp_path: Path) -> None:
@@ -24,15 +25,22 @@ def test_a_summary_says_what_there_is(tmp_path: Path) -> None:
     assert "kind text" in text
     pair = inspect(config.model_copy(update={"prepared": str(ready.path / "train")}), documents=0)
     assert "--- document" not in pair
-    assert f"{_histogram(np.diff(ready.train.starts))[-1]}" in text
+    lengths = np.diff(ready.train.starts)
+    assert f"median {np.median(lengths):,.0f}, mean {lengths.mean():,.0f}, longest {lengths.max():,}" in text
+    assert "\n".join(bars(length_rows(lengths))) in text
 
 
 def test_the_histogram_counts_powers_of_two() -> None:
     import numpy as np
 
-    rows = _histogram(np.array([1, 2, 3, 3, 9, 1000]))
-    assert [row.split()[:4] for row in rows[:2]] == [["1", "-", "1", "1"], ["2", "-", "3", "3"]]
-    assert rows[2].split() == ["4", "-", "7", "0"]
-    assert len(rows) == 11
-    assert rows[-1] == "median 3, mean 170, longest 1,000"
-    assert _histogram(np.array([], dtype=np.int64)) == []
+    rows = length_rows(np.array([1, 2, 3, 3, 9, 1000]))
+    assert rows[:4] == [(1, 1, 1), (2, 3, 3), (4, 7, 0), (8, 15, 1)]
+    assert len(rows) == 10
+    assert rows[-1] == (512, 1023, 1)
+    assert [line.split() for line in bars(rows[:3])] == [
+        ["1", "-", "1", "1", "#" * 13],
+        ["2", "-", "3", "3", "#" * 40],
+        ["4", "-", "7", "0"],
+    ]
+    assert length_rows(np.array([0, 0, 1])) == [(0, 0, 2), (1, 1, 1)]
+    assert length_rows(np.array([], dtype=np.int64)) == bars([]) == []

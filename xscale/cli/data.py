@@ -5,7 +5,10 @@ from typing import Annotated
 
 import typer
 
-from xscale.cli.options import ConfigFile, Overrides, data_config, rank_from_launcher
+from xscale.cli.complete import complete_recipe
+from xscale.cli.options import ConfigFile, Json, Overrides, data_config, rank_from_launcher, read_config, readable
+from xscale.commands.recipes import recipe_names
+from xscale.core.errors import ConfigError
 
 data_app = typer.Typer(help="Train tokenizers; prepare and inspect tokenised data.", no_args_is_help=True)
 
@@ -61,3 +64,33 @@ def data_verify(
 
     for line in verify(data):
         print(line)
+
+
+@data_app.command("stats")
+def data_stats(
+    config: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG_OR_FOLDER",
+            help="A YAML config or the name of a recipe; or a folder of prepared data, or a .bin/.idx pair without its "
+            "ending.",
+            autocompletion=complete_recipe,
+        ),
+    ],
+    overrides: Overrides = None,
+    json: Json = False,
+) -> None:
+    """Count documents, tokens, lengths, the most frequent tokens, duplicates and padding of the data of a config, which
+    is prepared first where necessary, or of prepared data."""
+    # As for other commands, the name of a recipe stands for it also where a folder has the same name.
+    is_folder = config.is_dir() and str(config) not in recipe_names()
+    is_prepared = is_folder or any(file.exists() for file in (config / "manifest.json", Path(f"{config}.idx")))
+    if is_prepared:
+        if overrides:
+            raise ConfigError(overrides[0], f"{config} is prepared data, without a config", "Give a config instead.")
+    else:
+        config = readable(config)
+    from xscale.commands.data_stats import stats_of_prepared, stats_of_recipe, to_json, to_text
+
+    statistics = stats_of_prepared(config) if is_prepared else stats_of_recipe(read_config(config, overrides)[0])
+    print(to_json(statistics) if json else "\n".join(to_text(statistics)))

@@ -61,6 +61,14 @@ class BlendedDataset:
             index -= before
         raise AssertionError("the last fraction is one")
 
+    def drawn(self, samples: int) -> list[int]:
+        """Count how many of the run's first `samples` are of each dataset."""
+        counts = []
+        for fraction in self.fractions_of_rest:
+            counts.append(samples * fraction.numerator // fraction.denominator)
+            samples -= counts[-1]
+        return counts
+
     def sample(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return (tokens, documents) of the run's sample `index`, as the dataset does that it is from."""
         number, within = self.locate(index)

@@ -78,5 +78,15 @@ class LabelledDataset(ShuffledDataset):
 
     def truncated(self) -> int:
         """Count the examples of an epoch that are truncated."""
-        lengths = np.diff(self.texts.sequence_starts).reshape(len(self.texts), -1)
+        lengths = self._lengths()
         return int((self.kept_lengths(lengths) < lengths).any(1).sum())
+
+    def padding_share(self) -> float:
+        """Return the share of padding in the tokens of an epoch."""
+        kept = self.kept_lengths(self._lengths()).sum(1) + len(self.begin)
+        return 1 - int(kept.sum()) / (self.length * self.sample_length)
+
+    def _lengths(self) -> NDArray[np.int64]:
+        """Tokens of each text of each example, [examples, texts]."""
+        lengths: NDArray[np.int64] = np.diff(self.texts.sequence_starts).reshape(len(self.texts), -1)
+        return lengths

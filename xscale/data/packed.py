@@ -57,6 +57,10 @@ class ShuffledDataset:
         """Samples in an epoch."""
         return self.length
 
+    def padding_share(self) -> float | None:
+        """Return the share of padding in the tokens of an epoch; None where samples are packed or drawn anew."""
+        return None
+
     def positions(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Map sample indices [N], counted over all epochs, to places in the text [N]."""
         epochs, within = np.divmod(index, self.length)

@@ -62,6 +62,11 @@ class PairDataset(ShuffledDataset):
         longer = (self.split.pair_lengths > [self.source_length, self.target_length]).sum(0)
         return int(longer[0]), int(longer[1])
 
+    def padding_share(self) -> float:
+        """Return the share of padding in the tokens of an epoch."""
+        kept = np.minimum(self.split.pair_lengths, [self.source_length, self.target_length])
+        return 1 - int(kept.sum()) / (self.length * (self.source_length + self.target_length))
+
 
 def require_room_behind_prefix(config: DataConfig, tokenizer: Tokenizer) -> None:
     """Refuse a prefix of the sources that leaves no room for a token of their texts: ConfigError."""

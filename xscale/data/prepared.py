@@ -15,6 +15,7 @@ from xscale.core.config import encode
 from xscale.core.errors import ConfigError
 from xscale.core.file_safety import decode_json, read_regular
 from xscale.data.config import DataConfig
+from xscale.data.histogram import bars, length_rows
 from xscale.data.indexed import IndexedDataset, suffixed
 from xscale.data.labels import LABELS, NO_TAG, decode_labels
 from xscale.data.source.source import SOURCES, Labels
@@ -327,7 +328,6 @@ def _open_pair(config: DataConfig, prefix: Path) -> PreparedData:
 
 EXCERPT_CHARACTERS = 400
 """Characters shown of a document."""
-BAR_WIDTH = 40
 
 
 def inspect(config: DataConfig, documents: int = 5) -> str:
@@ -346,7 +346,7 @@ def inspect(config: DataConfig, documents: int = 5) -> str:
     for split in (prepared.train, prepared.validation):
         if split is not None:
             lines += _split(prepared, split)
-    lines += ["", "tokens per document (training split)", *_histogram(np.diff(prepared.train.starts))]
+    lines += ["", "tokens per document (training split)", *_lengths(np.diff(prepared.train.starts))]
     count = min(documents, prepared.train.documents)
     for index in np.linspace(0, prepared.train.documents - 1, count, dtype=np.int64).tolist():
         lines += ["", *_document(prepared, index)]
@@ -361,20 +361,12 @@ def _split(prepared: PreparedData, split: Split) -> list[str]:
     return [f"{split.name:<12}{split.documents:,} documents, {tokens:,} tokens, {size:,} bytes, {rate}"]
 
 
-def _histogram(lengths: NDArray[np.int64]) -> list[str]:
-    """Histogram of document lengths, with rows that double."""
+def _lengths(lengths: NDArray[np.int64]) -> list[str]:
+    """Histogram of document lengths and their summary; nothing without documents."""
     if len(lengths) == 0:
         return []
-    powers = np.floor(np.log2(np.maximum(1, lengths))).astype(np.int64)
-    first = int(powers.min())
-    counts = np.bincount(powers - first)
-    lines = []
-    for row, count in enumerate(counts.tolist()):
-        low = 2 ** (first + row)
-        bar = "#" * round(BAR_WIDTH * count / counts.max())
-        lines.append(f"{low:>10,} - {2 * low - 1:<10,} {count:>9,} {bar}")
     summary = f"median {np.median(lengths):,.0f}, mean {lengths.mean():,.0f}, longest {lengths.max():,}"
-    return [*lines, summary]
+    return [*bars(length_rows(lengths)), summary]
 
 
 def _document(prepared: PreparedData, index: int) -> list[str]:
