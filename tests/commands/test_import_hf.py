@@ -11,7 +11,8 @@ from tests.train.tiny import recipe, run
 from xscale.checkpoint.load import load_tensors
 from xscale.cli.main import app, main
 from xscale.core.errors import ConfigError
-from xscale.train.load_run import evaluate_run, generate_text
+from xscale.train.generate_text import generate_text
+from xscale.train.load_run import evaluate_run
 
 MODEL = {
     "kind": "decoder",

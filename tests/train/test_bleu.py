@@ -13,7 +13,7 @@ from tests.train.test_pairs import asked, pairs_file
 from tests.train.tiny import recipe, run
 from xscale.core.errors import EXIT_DONE, ConfigError
 from xscale.train import bleu
-from xscale.train.load_run import generate_text
+from xscale.train.generate_text import generate_text
 
 
 def test_corpus_bleu_is_that_of_sacrebleu() -> None:

@@ -12,7 +12,8 @@ from tests.train.test_load_run import call
 from tests.train.tiny import ROOT, losses, recipe, run
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from xscale.recipe import Recipe
-from xscale.train.load_run import evaluate_run, generate_text
+from xscale.train.generate_text import generate_text
+from xscale.train.load_run import evaluate_run
 
 STACK: dict[str, Any] = {
     "depth": 2,
@@ -112,7 +113,7 @@ def test_what_does_not_fit_pairs_is_refused(tmp_path: Path) -> None:
     assert "data.max_source_length: objective 'span' reads one text" in refused
     refused = problems_of(tmp_path, data={"source": {"kind": "stdlib"}})
     assert "the documents of the source 'stdlib' are texts" in refused
-    objectives = "causal, cpc, denoising, masked, masked_sentences, prefix_lm, span, span_boundary, ul2"
+    objectives = "causal, cpc, denoising, fill_in_middle, masked, masked_sentences, prefix_lm, span, span_boundary, ul2"
     assert f"Take a source of pairs, stdlib_pairs; or an objective of {objectives}." in refused
     refused = problems_of(tmp_path, data={"cross_documents": True})
     assert "data.cross_documents: 'seq2seq' hides padding as a document of its own. Take false." in refused

@@ -20,7 +20,8 @@ from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from xscale.data.stored_tokenizer import open_stored_tokenizer, store_tokenizer
 from xscale.data.tokenizer.byte import Byte
 from xscale.data.train_tokenizer import train_tokenizer
-from xscale.train.load_run import evaluate_run, generate_text
+from xscale.train.generate_text import generate_text
+from xscale.train.load_run import evaluate_run
 
 MODEL = {
     "kind": "decoder",

@@ -15,6 +15,7 @@ PenaltyForm = Literal["wu", "power"]
 def generate(
     run: RunFolder,
     prompt: Annotated[str, typer.Option(help="Text to continue; - reads standard input.")] = "import ",
+    suffix: Annotated[str | None, typer.Option(help="Print what fills a gap before it (fill_in_middle).")] = None,
     tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 128,
     temperature: Annotated[
         float | None, typer.Option(min=0, help="Sampling temperature; 0: greedy decoding; default: 0.8.")
@@ -44,7 +45,7 @@ def generate(
 
     An encoder-decoder reads the prompt as its source, and what it writes is printed alone.
     """
-    from xscale.train.load_run import generate_text
+    from xscale.train.generate_text import generate_text
 
     sampling = {"--temperature": temperature, "--top-k": top_k, "--seed": seed}
     if refused := [option for option, value in sampling.items() if value is not None and beams > 1]:
@@ -63,6 +64,7 @@ def generate(
             0.8 if temperature is None else temperature,
             40 if top_k is None else top_k or None,
             seed or 0,
+            suffix=suffix,
             beams=beams,
             length_penalty=0.6 if length_penalty is None else length_penalty,
             penalty_form=penalty_form or "wu",

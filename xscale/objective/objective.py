@@ -71,6 +71,8 @@ class SpecialTokens:
     """Beginning of a text, the [CLS] of BERT, whose [SEP] is `eos`; None: the tokenizer has none."""
     sentence_ends: frozenset[int] = frozenset()
     """Tokens whose text ends in a full stop."""
+    fim: tuple[int, int, int] | None = None
+    """Tokens before prefix, suffix and middle that the tokenizer has for filling in; None: it has none of its own."""
 
 
 @dataclass(frozen=True)

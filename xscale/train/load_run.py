@@ -28,20 +28,14 @@ from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import read_rank_info
 from xscale.mesh.mesh import Mesh, init_mesh, leaving_process_group
 from xscale.nn.early_exit import ExitPolicyConfig
-from xscale.nn.model.model import MODELS
-from xscale.objective.disco import Disco
 from xscale.objective.objective import OBJECTIVES, Objective
-from xscale.parallel import precision
-from xscale.parallel.plan import DTYPES, ParallelPlan
+from xscale.parallel.plan import ParallelPlan
 from xscale.parallel.sharded import ShardedParameter, sharded_parameters
 from xscale.train.batches import MicroBatches
-from xscale.train.beam_search import PenaltyForm, beam_search
 from xscale.train.budget_curve import budget_curve, gate_budgets
 from xscale.train.evaluate import Evaluation, evaluate
 from xscale.train.exit_curve import exit_curve, stack_with_exits
-from xscale.train.generate import encode_prompt, generate, lay_out_matrices
 from xscale.train.init_weights import data_with_adopted_tokenizer
-from xscale.train.parallel_decoding import decode_in_parallel
 from xscale.train.run_folder import CHECKPOINTS, read_config
 from xscale.train.settings import Settings, build_on_meta
 from xscale.train.setup import device_of, make_micro_batches, prepare_and_open_data, special_tokens_of
@@ -138,75 +132,6 @@ def single_process(settings: AnySettings) -> AnySettings:
     device = "auto" if settings.run.device == "cuda" and not torch.cuda.is_available() else settings.run.device
     run = settings.run.model_copy(update={"device": device})
     return settings.model_copy(update={"parallel": type(settings.parallel)(), "run": run})
-
-
-def generate_text(
-    folder: Path,
-    prompt: str,
-    tokens: int,
-    temperature: float,
-    top_k: int | None,
-    seed: int,
-    *,
-    beams: int = 1,
-    length_penalty: float = 0.6,
-    penalty_form: PenaltyForm = "wu",
-    plugins: bool = False,
-    exits: bool = True,
-) -> str:
-    """Return the prompt and what the run's model writes after it; of an encoder-decoder, which reads the prompt as its
-    source, what it writes alone. With several beams nothing is sampled: a beam search finds the likeliest text.
-
-    `exits`: whether tokens leave by the policy of its exits, if it has one; beam search computes all blocks."""
-    loaded = load_run(folder, plugins=plugins)
-    settings, tokenizer = loaded.settings, loaded.tokenizer
-    traits = MODELS.of(settings.model).traits
-    writes_at_once = OBJECTIVES.of(settings.objective).part.predicts_length
-    if not traits.decode and not writes_at_once:
-        kind = settings.model.kind
-        raise ConfigError(str(folder), f"{kind} models cannot generate text", "Use the run of a decoder.")
-    precision.cast_parameters(loaded.model, DTYPES[settings.precision.compute], DTYPES[settings.precision.master])
-    lay_out_matrices(loaded.model)
-    data, device = settings.data, loaded.mesh.device
-    window: int | None = data.sequence_length
-    longest: int | None = data.sequence_length - 1
-    objective: Objective = OBJECTIVES.build(
-        settings.objective, special_tokens_of(tokenizer), data.source_length, settings.run.seed
-    )
-    if settings.has_pairs:
-        longest = data.source_length - 1
-    elif traits.source:
-        longest = window = None
-    prompt_ids = encode_prompt(prompt, tokenizer, longest, "--prompt")
-    ids, source = torch.tensor(prompt_ids, device=device), None
-    if traits.source:
-        ids, source = (torch.tensor(x, device=device) for x in ([objective.start], objective.source_of(prompt_ids)))
-    # Nothing trains this model afterwards, so what it caches may be good for inference alone, which costs less.
-    with torch.inference_mode(loaded.mesh.rank_info.is_single_process):
-        if isinstance(objective, Disco):
-            _refuse_beams(beams)
-            assert source is not None, "it is for models with a source"
-            longest = min(tokens, data.target_length)
-            return tokenizer.decode(decode_in_parallel(loaded.model, source, objective, longest))
-        shared: dict[str, Any] = {"end": tokenizer.eos, "source": source, "window": window}
-        shared["prefix"] = OBJECTIVES.of(settings.objective).traits.prefix
-        if beams > 1:
-            penalty: dict[str, Any] = {"length_penalty": length_penalty, "penalty_form": penalty_form}
-            hypotheses = beam_search(loaded.model, ids, tokens, beams=beams, **penalty, **shared)
-            written = list(hypotheses[0].ids)
-        else:
-            sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}
-            sampling["policy"] = exit_policy_of(loaded.model) if exits else None
-            written = generate(loaded.model, ids, tokens, **sampling, **shared).tolist()
-    text = tokenizer.decode(written)
-    return text if traits.source else prompt + text
-
-
-def _refuse_beams(beams: int) -> None:
-    """Refuse a search by a model that writes all tokens at once: ConfigError."""
-    if beams > 1:
-        fix = "Take 1; objective.length_candidates are its alternatives."
-        raise ConfigError("--beams", "the model writes all tokens at once, without a search", fix)
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,7 @@ def special_tokens_of(tokenizer: Tokenizer) -> SpecialTokens:
         tokenizer.sentinels,
         tokenizer.bos,
         frozenset(token for token, piece in pieces if piece.rstrip().endswith(b".")),
+        tokenizer.fim,
     )
 
 

@@ -12,6 +12,7 @@ from xscale.core.errors import ConfigError
 from xscale.data.tokenizer.huggingface import FILE, HuggingFace, byte_letters, piece_decoder
 from xscale.objective.masked import Masked
 from xscale.objective.objective import SpecialTokens
+from xscale.train.setup import special_tokens_of
 
 TEXT = "a b  bab\n</s> é"
 
@@ -102,6 +103,20 @@ def test_what_a_file_says_of_itself(tmp_path: Path) -> None:
     assert other.fingerprint == one.fingerprint
     with pytest.raises(ConfigError, match=r"data\.tokenizer\.mask: .*has no token '<hide>'"):
         existing(tmp_path, byte_level(), names, eos="<|end|>", mask="<hide>")
+    assert one.fim is None
+
+
+@pytest.mark.parametrize("pattern", ["<fim_{}>", "<|fim_{}|>", "<fim-{}>"])
+def test_tokens_for_filling_in_the_middle(tmp_path: Path, pattern: str) -> None:
+    names = ("</s>", *(pattern.format(section) for section in ("prefix", "middle", "suffix")))
+    tokenizer = existing(tmp_path, byte_level(), names)
+    assert tokenizer.fim == (257, 259, 258)
+    assert special_tokens_of(tokenizer).fim == tokenizer.fim
+    assert max(tokenizer.encode(names[1])) < 256, "a text cannot spell them"
+    assert existing(tmp_path, byte_level(), names[:3]).fim is None
+    ordinary = byte_level()
+    ordinary.add_tokens([AddedToken(name, special=False, normalized=False) for name in names[1:]])
+    assert existing(tmp_path, ordinary).fim is None, "a text can spell them"
 
 
 def test_texts_are_neither_cut_nor_filled(tmp_path: Path) -> None:

@@ -89,6 +89,8 @@ def byte_letters() -> dict[str, bytes]:
 FILE = "tokenizer.json"
 SENTINELS = ("<extra_{}>", "<extra_id_{}>")
 """Names of sentinel tokens: ours, and T5's."""
+FIM = ("<fim_{}>", "<|fim_{}|>", "<fim-{}>")
+"""Names of the special tokens for filling in the middle, as models of code have them."""
 
 
 @TOKENIZERS.register("huggingface", traits=TokenizerTraits(trained=True, lossless=True))
@@ -141,6 +143,7 @@ class HuggingFace(FileTokenizer):
         self.bos = self._named("bos", config.bos, names["bos"])
         self.mask = self._named("mask", config.mask, names["mask"])
         self.sentinels = self._sentinels()
+        self.fim = self._fim_tokens()
         self.fingerprint = hashlib.blake2b(f"{eos} {text}".encode(), digest_size=16).hexdigest()
         self.table = self._table(decode_json(text).get("decoder"))
 
@@ -162,6 +165,17 @@ class HuggingFace(FileTokenizer):
             if ids and ids == list(span := range(ids[0], ids[0] + step * len(ids), step)):
                 return span
         return range(0)
+
+    def _fim_tokens(self) -> tuple[int, int, int] | None:
+        """Return the ids of the special tokens before prefix, suffix and middle; None: the file has none."""
+        added = self.processor.get_added_tokens_decoder().items()
+        special = {token.content: number for number, token in added if token.special}
+        for pattern in FIM:
+            ids = [special.get(pattern.format(section)) for section in ("prefix", "suffix", "middle")]
+            match ids:
+                case [int(prefix), int(suffix), int(middle)]:
+                    return prefix, suffix, middle
+        return None
 
     def _table(self, decoder: Any) -> list[bytes]:
         try:

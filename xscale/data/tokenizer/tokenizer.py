@@ -47,6 +47,8 @@ class Tokenizer:
     unk = 3
     mask: int | None = 4
     """Mask id; None: there is none."""
+    fim: tuple[int, int, int] | None = None
+    """Ids before prefix, suffix and middle of a tokenizer made for filling in; None: there are none."""
 
     @classmethod
     def example(cls) -> Config:
