@@ -167,8 +167,7 @@ def generate_text(
     traits = MODELS.of(settings.model).traits
     writes_at_once = OBJECTIVES.of(settings.objective).part.predicts_length
     if not traits.decode and not writes_at_once:
-        kind = settings.model.kind
-        raise ConfigError(str(folder), f"{kind} models cannot generate text", "Use the run of a decoder.")
+        raise ConfigError(str(folder), f"{settings.model.kind} models cannot generate text", "Use a decoder's run.")
     precision.cast_parameters(loaded.model, DTYPES[settings.precision.compute], DTYPES[settings.precision.master])
     lay_out_matrices(loaded.model)
     data, device = settings.data, loaded.mesh.device
