@@ -127,6 +127,9 @@ class Recipe(Settings):
             what = "DeepSpeed flattens parameters of many names into one tensor, which has one learning rate"
             fix = "Leave optimizer.groups empty, or take parallel.zero.engine=torch."
             problems.append(Problem("optimizer.groups", what, fix))
+        if self.parallel.zero.engine == "deepspeed" and self.train.ema_decay is not None:
+            what = "DeepSpeed keeps the weights in tensors of its own, of which there is no moving average"
+            problems.append(Problem("train.ema_decay", what, "Leave it null, or take parallel.zero.engine=torch."))
         return problems
 
     def _check_teacher_run(self, world: int) -> list[Problem]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from xscale.cli.options import Json, Plugins, RunFolder, rank_from_launcher
+from xscale.cli.options import Ema, Json, Plugins, RunFolder, rank_from_launcher
 from xscale.core.errors import ConfigError
 
 
@@ -30,6 +30,7 @@ def evaluate(
         bool, typer.Option("--bleu", help="Write the targets of pairs by beam search; print their BLEU (sacrebleu).")
     ] = False,
     beams: Annotated[int | None, typer.Option(min=1, help="With --bleu: beams of the search; default: 4.")] = None,
+    ema: Ema = False,
     as_json: Json = False,
     plugins: Plugins = False,
 ) -> None:
@@ -45,6 +46,9 @@ def evaluate(
 
     if exits and budgets:
         raise ConfigError("--budgets", "prints another curve than --exits", "Give one of them.")
+    if ema and (exits or budgets or bleu):
+        what = "is for the loss; --exits, --budgets and --bleu take the weights"
+        raise ConfigError("--ema", what, "Give one of them.")
     if beams is not None and not bleu:
         raise ConfigError("--beams", "it is that of the search for BLEU", "Add --bleu, or omit it.")
     if bleu:
@@ -62,7 +66,7 @@ def evaluate(
         return
     from xscale.train.load_run import evaluate_run
 
-    result = evaluate_run(run, sequences or None, source=data, plugins=plugins)
+    result = evaluate_run(run, sequences or None, source=data, plugins=plugins, ema=ema)
     if read_rank_info().is_rank0:
         print(json.dumps(result))
 

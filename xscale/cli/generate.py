@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from xscale.cli.options import Plugins, RunFolder
+from xscale.cli.options import Ema, Plugins, RunFolder
 from xscale.core.errors import ConfigError, Problem
 
 PenaltyForm = Literal["wu", "power"]
@@ -39,6 +39,7 @@ def generate(
             "--exits/--no-exits", help="Let tokens leave by the policy of the model's exits, if any; not with beams."
         ),
     ] = True,
+    ema: Ema = False,
     plugins: Plugins = False,
 ) -> None:
     """Generate text with the newest checkpoint of a run; needs only the run folder.
@@ -69,6 +70,7 @@ def generate(
             length_penalty=0.6 if length_penalty is None else length_penalty,
             penalty_form=penalty_form or "wu",
             exits=exits,
+            ema=ema,
             plugins=plugins,
         )
     )

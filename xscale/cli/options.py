@@ -48,6 +48,7 @@ CheckpointFolder = Annotated[
 TensorPrefix = Annotated[str, typer.Option(help="Only tensors whose names start with this prefix.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Plugins = Annotated[bool, typer.Option("--plugins", help="Import the Python modules that the run's config names.")]
+Ema = Annotated[bool, typer.Option("--ema", help="Use the moving average of the weights, which train.ema_decay keeps.")]
 Record = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")]
 
 

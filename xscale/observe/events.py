@@ -103,6 +103,8 @@ class EvalReport:
     """Duration of the pass."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of an objective on labels, such as accuracy, by name."""
+    ema_eval_loss: float | None = None
+    """Loss of the moving average of the weights; None where there is none."""
 
 
 @dataclass(frozen=True)

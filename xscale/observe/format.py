@@ -60,6 +60,11 @@ def metrics_clause(metrics: Mapping[str, float]) -> str:
     return "".join(f", {metric_words(name)} {value:.4f}" for name, value in metrics.items())
 
 
+def ema_clause(loss: float | None) -> str:
+    """', 1.2345 with the moving average'; empty without a loss of it."""
+    return "" if loss is None else f", {loss:.4f} with the moving average"
+
+
 def metric_words(name: str) -> str:
     """'macro_f1' as 'macro F1'."""
     return name.replace("_", " ").replace("f1", "F1")

@@ -8,7 +8,7 @@ import yaml
 
 from xscale.core.atomic_write import AppendFile
 from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport
-from xscale.observe.format import duration, metrics_clause, printable, quantity
+from xscale.observe.format import duration, ema_clause, metrics_clause, printable, quantity
 from xscale.observe.observer import Observer
 
 LOG_FILE = "log.txt"
@@ -40,7 +40,7 @@ class Log(Observer):
         perplexity = "" if math.isnan(report.perplexity) else f", perplexity {report.perplexity:.4g}"
         self._write(
             f"step {report.step}: validation loss {report.eval_loss:.4f}{perplexity}{bits}"
-            f"{metrics_clause(report.metrics)} ({duration(report.seconds)})"
+            f"{metrics_clause(report.metrics)}{ema_clause(report.ema_eval_loss)} ({duration(report.seconds)})"
         )
 
     def sampled(self, report: SampleReport) -> None:

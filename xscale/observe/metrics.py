@@ -19,8 +19,8 @@ class Metrics(Observer):
 
     A step's object has `step loss lr grad_norm tokens seconds step_seconds tokens_per_second mfu skipped`, with float16
     `loss_scale`, `split/<phase>` in seconds, and the statistics under their own names; an evaluation's `step eval_loss
-    perplexity bits_per_byte eval_seconds`, and the metrics of classes as `eval_<name>`. Non-finite numbers are null, so
-    that every JSON reader can read the file.
+    perplexity bits_per_byte eval_seconds`, the metrics of classes as `eval_<name>`, and with `train.ema_decay`
+    `ema_eval_loss`. Non-finite numbers are null, so that every JSON reader can read the file.
     """
 
     def __init__(self, folder: Path, every_steps: int = 1) -> None:
@@ -49,6 +49,7 @@ class Metrics(Observer):
                 "bits_per_byte": report.bits_per_byte,
                 "eval_seconds": report.seconds,
                 **{f"eval_{name}": value for name, value in report.metrics.items()},
+                **({} if report.ema_eval_loss is None else {"ema_eval_loss": report.ema_eval_loss}),
             }
         )
 

@@ -7,7 +7,7 @@ from typing import ClassVar, TextIO
 
 from xscale.core.progress_bar import TerminalBar
 from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport, StepReport
-from xscale.observe.format import duration, metrics_clause, percentage, printable, quantity
+from xscale.observe.format import duration, ema_clause, metrics_clause, percentage, printable, quantity
 from xscale.observe.observer import Observer, due
 
 
@@ -49,7 +49,7 @@ class Progress(Observer):
     def evaluated(self, report: EvalReport) -> None:
         self._evaluation = report
         numbers = f"{report.eval_loss:.4f}{_bits(report.bits_per_byte)}{metrics_clause(report.metrics)}"
-        self.message(f"step {report.step}: validation loss {numbers}")
+        self.message(f"step {report.step}: validation loss {numbers}{ema_clause(report.ema_eval_loss)}")
 
     def sampled(self, report: SampleReport) -> None:
         text = printable(report.prompt + report.text).rstrip().replace("\n", "\n  | ")

@@ -60,6 +60,8 @@ class TensorBoard(Observer):
         scalars = {"eval/loss": report.eval_loss, "eval/perplexity": report.perplexity}
         if report.bits_per_byte is not None:
             scalars["eval/bits_per_byte"] = report.bits_per_byte
+        if report.ema_eval_loss is not None:
+            scalars["eval/ema_loss"] = report.ema_eval_loss
         scalars |= {f"eval/{name}": value for name, value in report.metrics.items()}
         self._scalars(scalars, report.step)
 

@@ -45,6 +45,8 @@ class Wandb(Observer):
         item = {"eval/loss": report.eval_loss, "eval/perplexity": report.perplexity}
         if report.bits_per_byte is not None and math.isfinite(report.bits_per_byte):
             item["eval/bits_per_byte"] = report.bits_per_byte
+        if report.ema_eval_loss is not None and math.isfinite(report.ema_eval_loss):
+            item["eval/ema_loss"] = report.ema_eval_loss
         item |= {f"eval/{name}": value for name, value in report.metrics.items() if math.isfinite(value)}
         self._log(item, report.step)
 

@@ -139,14 +139,18 @@ def _simulated_micro_batches(settings: Settings, pp: int, at: int, micros: int) 
 
 
 def states_per_element(settings: Settings, model: nn.Module) -> dict[str, float]:
-    """Return the optimizer's values per element of each trained parameter, by name, for a full model on meta."""
+    """Return the optimizer's values per element of each trained parameter, by name, for a full model on meta.
+
+    The moving average of the weights, if there is one, counts among them.
+    """
     trained = [parameter for parameter in sharded_parameters(model) if parameter.parameter.requires_grad]
     optimizer: Optimizer = OPTIMIZERS.build(settings.optimizer, optimizer_weights(trained))
     values = dict.fromkeys((parameter.name for parameter in trained), 0)
     for states in optimizer.states().values():
         for parameter, state in zip(trained, states, strict=True):
             values[parameter.name] += 0 if state is None else state.numel()
-    return {parameter.name: values[parameter.name] / parameter.parameter.numel() for parameter in trained}
+    averages = 0 if settings.train.ema_decay is None else 1
+    return {parameter.name: values[parameter.name] / parameter.parameter.numel() + averages for parameter in trained}
 
 
 FLOAT32_BYTES = 4

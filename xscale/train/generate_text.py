@@ -34,17 +34,17 @@ def generate_text(
     penalty_form: PenaltyForm = "wu",
     plugins: bool = False,
     exits: bool = True,
+    ema: bool = False,
 ) -> str:
     """Return the prompt and what the run's model writes after it; of an encoder-decoder, whose source it is, and before
     a `suffix`, the latter alone. With several beams nothing is sampled: a beam search finds the likeliest text.
 
     `exits`: whether tokens leave by the policy of its exits, if it has one; beam search computes all blocks."""
-    loaded = load_run(folder, plugins=plugins)
+    loaded = load_run(folder, plugins=plugins, ema=ema)
     settings, tokenizer = loaded.settings, loaded.tokenizer
     traits = MODELS.of(settings.model).traits
     if not traits.decode and not OBJECTIVES.of(settings.objective).part.predicts_length:
-        what = f"{settings.model.kind} models cannot generate text"
-        raise ConfigError(str(folder), what, "Use the run of a decoder.")
+        raise ConfigError(str(folder), f"{settings.model.kind} models cannot generate text", "Use a decoder's run.")
     precision.cast_parameters(loaded.model, DTYPES[settings.precision.compute], DTYPES[settings.precision.master])
     lay_out_matrices(loaded.model)
     data, device = settings.data, loaded.mesh.device

@@ -36,6 +36,7 @@ from xscale.train.budget_curve import budget_curve, gate_budgets
 from xscale.train.evaluate import Evaluation, evaluate
 from xscale.train.exit_curve import exit_curve, stack_with_exits
 from xscale.train.init_weights import data_with_adopted_tokenizer
+from xscale.train.load_ema import load_ema
 from xscale.train.run_folder import CHECKPOINTS, read_config
 from xscale.train.settings import Settings, build_on_meta
 from xscale.train.setup import device_of, make_micro_batches, prepare_and_open_data, special_tokens_of
@@ -57,11 +58,11 @@ class LoadedRun:
     parameters: list[ShardedParameter]
 
 
-def load_run(folder: Path, *, plugins: bool = False, checkpoint: Path | None = None) -> LoadedRun:
+def load_run(folder: Path, *, plugins: bool = False, checkpoint: Path | None = None, ema: bool = False) -> LoadedRun:
     """Load the newest good checkpoint of the run in `folder`. Reads no corpus and trains no tokenizer.
 
     `plugins`: import the modules that the run's config names. `checkpoint`: one of the run's, instead of the newest.
-    ConfigError when there is no run or no checkpoint.
+    `ema`: with the moving average of the weights. ConfigError when there is no run, no checkpoint or no average.
     """
     settings = single_process(read_settings(folder, plugins=plugins))
     path = find_newest(folder / CHECKPOINTS).path if checkpoint is None else checkpoint
@@ -76,6 +77,8 @@ def load_run(folder: Path, *, plugins: bool = False, checkpoint: Path | None = N
     parameters = sharded_parameters(model)
     weights = {f"model.{parameter.name}": parameter.parameter.detach() for parameter in parameters}
     loaded = load(path, weights, only="model.", verify=settings.checkpoint.verify)
+    if ema:
+        load_ema(path, parameters)
     return LoadedRun(folder, settings, loaded.step, tokenizer, mesh, model, parameters)
 
 
@@ -159,14 +162,14 @@ class EvaluationData:
 
 
 def evaluate_run(
-    folder: Path, sequences: int | None, *, source: str | None = None, plugins: bool = False
+    folder: Path, sequences: int | None, *, source: str | None = None, plugins: bool = False, ema: bool = False
 ) -> dict[str, float]:
     """Evaluate on the run's validation documents, or on `source`: step, loss, perplexity and bits per byte.
 
     Collective: several processes evaluate the model together, each its share of the sequences.
     """
     with leaving_process_group():
-        loaded = load_run(folder, plugins=plugins)
+        loaded = load_run(folder, plugins=plugins, ema=ema)
         return _evaluate(loaded, folder, sequences, source)
 
 

@@ -29,7 +29,7 @@ from xscale.observe.observer import is_due
 from xscale.parallel.full_tensors import gather_full
 from xscale.parallel.loss_scale import LossScale
 from xscale.parallel.sharded import StagedModel, shard_like
-from xscale.train.evaluate import evaluate
+from xscale.train.evaluate import Evaluation, evaluate
 from xscale.train.kernel_log import KernelSelectionLog
 from xscale.train.profiler import StepProfiler
 from xscale.train.run_folder import CHANGEABLE, differences, lookup, problems_of, with_defaults
@@ -127,6 +127,8 @@ class Loop:
         means = self._mean(tally.means())
         if decision.action == "accept":
             update_non_gradient_state(parts.model, means, shard_like, gather_full)
+            if (ema := stepper.engine.ema) is not None:
+                ema.update()
         self.watchdog.heartbeat("report")
         self._count_skipped(gradients, decision, means)
         self._report(gradients, lr, means, time.perf_counter() - start)
@@ -286,18 +288,26 @@ class Loop:
 
     def _evaluate(self) -> None:
         parts, state = self.parts, self.state
-        assert parts.validation is not None
         start = time.perf_counter()
-        batches = self.watchdog.heartbeats(parts.validation.evaluation(parts.eval_sequences), "evaluate")
-        stages = parts.mesh.degrees.pp
-        names = parts.validation.loader.class_names
-        result = evaluate(parts.model, parts.objective, batches, parts.token_bytes, stages, names)
+        result = self._evaluate_model()
         best = state.best_bits_per_byte
         if math.isfinite(result.bits_per_byte) and (best is None or result.bits_per_byte < best):
             state.best_bits_per_byte, state.best_step = result.bits_per_byte, state.step
         seconds = time.perf_counter() - start
         numbers = (result.loss, result.perplexity, result.bits_per_byte, seconds)
-        self.observer.evaluated(EvalReport(state.step, *numbers, result.metrics))
+        ema_loss = None
+        if (ema := parts.stepper.engine.ema) is not None:
+            with ema.replacing_weights():
+                ema_loss = self._evaluate_model().loss
+        self.observer.evaluated(EvalReport(state.step, *numbers, result.metrics, ema_loss))
+
+    def _evaluate_model(self) -> Evaluation:
+        """Evaluate the model as it is on the validation documents. Collective."""
+        parts = self.parts
+        assert parts.validation is not None
+        batches = self.watchdog.heartbeats(parts.validation.evaluation(parts.eval_sequences), "evaluate")
+        names, stages = parts.validation.loader.class_names, parts.mesh.degrees.pp
+        return evaluate(parts.model, parts.objective, batches, parts.token_bytes, stages, names)
 
     def _save_in_memory(self, memory: InMemoryCheckpoint) -> None:
         """Copy the state into memory that outlives this process."""

@@ -231,6 +231,8 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
         resumed.messages.extend(load_initial_weights(settings, parts.parameters, tokenizer, parts.mesh))
         resumed.messages.extend(init_residual_gains(parts))
         resumed.messages.extend(label_notes(parts.corpus))
+        if (ema := parts.stepper.engine.ema) is not None:
+            ema.reset()
     # A rank that fails above must stop the run before anything is written.
     barrier(parts.mesh.background)
     if is_rank0:

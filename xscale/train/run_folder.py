@@ -47,6 +47,8 @@ FIXED = (
     *(f"data.{key}" for key in ("sequence_length", "max_source_length", "max_target_length")),
 )
 """Keys that must not change when a run resumes."""
+OPTIONAL = ("train.ema_decay",)
+"""Keys that must not become null or cease to be null when a run resumes; another value is a change like any."""
 CHANGEABLE: tuple[str, ...] = get_args(get_args(RunConfig.model_fields["allow_changed"].annotation)[0])
 """Those that may, if run.allow_changed names them."""
 LISTED = 8
@@ -199,6 +201,10 @@ def differences(
         for path in sorted(old.keys() | new.keys(), key=lambda path: (path not in old or path not in new, path)):
             if old.get(path) != new.get(path):
                 changes.append((key, f"{path} was {one_line(old.get(path))} and is now {one_line(new.get(path))}"))
+    for key in OPTIONAL:
+        values = lookup(before, key), lookup(now, key)
+        if (values[0] is None) != (values[1] is None):
+            changes.append((key, f"{key} was {one_line(values[0])} and is now {one_line(values[1])}"))
     return changes
 
 

@@ -24,6 +24,7 @@ from xscale.objective.objective import OBJECTIVES, Objective, SpecialTokens
 from xscale.optim.optimizer.optimizer import OPTIMIZERS, LocalParameter, Optimizer
 from xscale.optim.schedule import SCHEDULES, Schedule
 from xscale.parallel import context, float8
+from xscale.parallel.ema import ExponentialMovingAverage
 from xscale.parallel.engine.fsdp import FsdpEngine, optimizer_weights
 from xscale.parallel.engine.protocol import Engine
 from xscale.parallel.full_tensors import ShardedTensors
@@ -204,6 +205,7 @@ def make_engine(
     optimizer: Optimizer = OPTIMIZERS.build(settings.optimizer, optimizer_weights(trained))
     optimizer.kernel_choices = settings.kernels
     optimizer.full_tensors = ShardedTensors([parameter.parameter for parameter in trained])
+    decay = settings.train.ema_decay
     return FsdpEngine(
         model,
         plan,
@@ -215,6 +217,7 @@ def make_engine(
         repeats=degrees.tp,
         stages=degrees.pp,
         kernel_choices=settings.kernels,
+        ema=None if decay is None else ExponentialMovingAverage(model, trained, decay),
     )
 
 

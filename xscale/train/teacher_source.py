@@ -31,7 +31,7 @@ def teacher_run(settings: Settings) -> Settings | None:
         return None
     data = encode(settings)
     data["distill"] = data["about"] = data["train"]["stop_after"] = data["lora"] = None
-    data["init"], data["train"]["freeze"] = encode(InitConfig()), []
+    data["init"], data["train"]["freeze"], data["train"]["ema_decay"] = encode(InitConfig()), [], None
     data["run"] = encode(RunConfig(seed=settings.run.seed, device=settings.run.device))
     data["run"]["dir"] = str(teacher_folder(settings))
     try:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from xscale.mesh.collectives import sum_tensor
 from xscale.optim.optimizer.optimizer import LocalParameter, Optimizer
+from xscale.parallel.ema import ExponentialMovingAverage
 from xscale.parallel.plan import ParallelPlan
 from xscale.parallel.sharded import ShardedParameter
 from xscale_kernels.squared_norm.op import squared_norm
@@ -31,6 +32,8 @@ class FsdpEngine:
     """Pipeline ranks: all read the same samples, and the last ones find the loss."""
     kernel_choices: Mapping[str, str] = field(default_factory=dict)
     """Operator -> the implementation that the recipe names."""
+    ema: ExponentialMovingAverage | None = None
+    """The moving average of the weights."""
     norm_weights: dict[float, list[int]] = field(init=False, default_factory=dict)
     """Weight of a gradient's squared norm in the global one -> indices of the gradients with that weight."""
     gradients: list[Tensor] = field(init=False, default_factory=list)
@@ -76,7 +79,8 @@ class FsdpEngine:
             parameter.parameter.grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
-        return full_state(self.parameters, self.optimizer)
+        averages = {} if self.ema is None else self.ema.state_tensors()
+        return full_state(self.parameters, self.optimizer) | averages
 
     def after_load(self) -> None:
         """Nothing to do: the tensors of the checkpoint are those of the model and the optimizer."""

@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from xscale.mesh.flat_shard import FlatShard
+from xscale.parallel.ema import ExponentialMovingAverage
 
 
 class Engine(Protocol):
@@ -18,6 +19,11 @@ class Engine(Protocol):
     @property
     def model(self) -> nn.Module:
         """The model to call."""
+        ...
+
+    @property
+    def ema(self) -> ExponentialMovingAverage | None:
+        """The moving average of the weights, which is saved with them; None: there is none."""
         ...
 
     def begin_micro_batch(self, *, last: bool) -> None:

@@ -77,6 +77,9 @@ def groups_of(dense: DeviceMesh) -> ProcessGroups:
 class DeepSpeedEngine:
     """The engine (see `protocol.Engine`) of a model whose parameters `make_plain` has localised. Collective."""
 
+    ema: None = None
+    """There is no moving average of the weights."""
+
     def __init__(
         self,
         model: nn.Module,
