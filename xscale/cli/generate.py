@@ -52,15 +52,13 @@ def generate(
     if refused := [option for option, value in sampling.items() if value is not None and beams > 1]:
         what = "beam search samples nothing"
         raise ConfigError([Problem(option, what, "Leave it out, or take --beams 1.") for option in refused])
-    if beams == 1 and length_penalty is not None:
-        raise ConfigError("--length-penalty", "it is that of beam search", "Leave it out, or give --beams 4.")
-    if beams == 1 and penalty_form is not None:
-        raise ConfigError("--penalty-form", "it is that of beam search", "Leave it out, or give --beams 4.")
-    text = sys.stdin.read() if prompt == "-" else prompt
+    for option, value in {"--length-penalty": length_penalty, "--penalty-form": penalty_form}.items():
+        if beams == 1 and value is not None:
+            raise ConfigError(option, "it is that of beam search", "Leave it out, or give --beams 4.")
     print(
         generate_text(
             run,
-            text,
+            sys.stdin.read() if prompt == "-" else prompt,
             tokens,
             0.8 if temperature is None else temperature,
             40 if top_k is None else top_k or None,
