@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tests.data.corpora import text_config, words
 from tests.distributed import distributed
+from tests.ports import free_ports
 from xscale.core.errors import ConfigError, FaultError
 from xscale.data import shards
 from xscale.data.prepare import prepare, prepare_distributed
@@ -22,7 +23,6 @@ from xscale.data.prepared import MANIFEST, prepared_folder
 from xscale.data.shards import MIN_SHARD_BYTES
 from xscale.data.tokenizer.sentencepiece import SentencePiece
 from xscale.mesh.consensus import Consensus
-from xscale_launch.devices import free_port
 
 ROOT = Path(__file__).parents[2]
 XSCALE = [sys.executable, "-m", "xscale"]
@@ -135,7 +135,7 @@ def test_over_mpi_as_alone(config: Path, tmp_path: Path, mpirun: str) -> None:
 
 @pytest.mark.long
 def test_a_killed_rank_leaves_no_half(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports())}.items():
         monkeypatch.setenv(name, value)
     ranks = []
     for rank in range(2):

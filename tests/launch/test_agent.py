@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_ports
 from xscale_launch import node_check, preflight, status
-from xscale_launch.devices import free_port
 
 ROOT = Path(__file__).parents[2]
 FAKE = [sys.executable, str(ROOT / "tests/launch/fake_train.py"), "train"]
@@ -25,7 +25,7 @@ class Job:
         self.config = folder / "run.yaml"
         self.config.write_text(f"train.steps: 4\nrun.dir: {self.run}\n")
         self.attempt.mkdir()
-        self.port = free_port() & ~1
+        self.port = free_ports(2)
         self.tools = folder / "bin"
         self.tools.mkdir()
 
@@ -76,8 +76,8 @@ def test_two_nodes_of_two_workers(tmp_path: Path) -> None:
 
 def test_a_task_that_saved_ends_well_and_leaves_75(tmp_path: Path) -> None:
     job = Job(tmp_path, 1)
-    statuses, _ = job.ended(job.start(0, "--processes", 2, trainer=("fake.stop_after=2",)))
-    assert statuses == [0]
+    statuses, said = job.ended(job.start(0, "--processes", 2, trainer=("fake.stop_after=2",)))
+    assert statuses == [0], said
     assert (job.attempt / "ended-0").read_text() == "75\n"
 
 

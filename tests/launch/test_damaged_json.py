@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_ports
 from xscale_launch import doctor, links, node_check, plan_cache, plan_query, preflight, profile, status
-from xscale_launch.devices import free_port
 from xscale_launch.main import main
 from xscale_launch.slurm.job import SubmittedJob, submitted_jobs
 from xscale_launch.slurm.watch import RunProgress, progress
@@ -189,7 +189,7 @@ def test_messages_of_the_node_check(monkeypatch: pytest.MonkeyPatch) -> None:
     messages = [*RAW.values(), b"x" * 5000]
     for name in good:
         messages += [json.dumps({**good, name: value}).encode() for value in ({"a": 1}, [1])]
-    port, received, answers = free_port(), list[Any](), list[list[str]]()
+    port, received, answers = free_ports(), list[Any](), list[list[str]]()
 
     def judge(reports: Any) -> list[str]:
         received.extend(reports)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_ports
 from xscale_launch import node_check
-from xscale_launch.devices import free_port
 
 
 def names(words: Sequence[dict[str, Any]]) -> list[str]:
@@ -16,7 +16,7 @@ def names(words: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def test_all_hear_what_the_head_found() -> None:
-    port, heard = free_port(), {}
+    port, heard = free_ports(), {}
 
     def other(name: str) -> None:
         heard[name] = node_check.send_report("127.0.0.1", port, {"node": name}, 20)
@@ -32,11 +32,11 @@ def test_all_hear_what_the_head_found() -> None:
 
 
 def test_who_does_not_come_is_missing_from_the_words() -> None:
-    assert node_check.serve(free_port(), {"node": "n1"}, 2, 0.5, names) == ["n1"]
+    assert node_check.serve(free_ports(), {"node": "n1"}, 2, 0.5, names) == ["n1"]
 
 
 def test_clocks_are_compared_at_the_moment_of_sending() -> None:
-    port, words = free_port(), list[dict[str, Any]]()
+    port, words = free_ports(), list[dict[str, Any]]()
 
     def judge(said: Sequence[dict[str, Any]]) -> list[str]:
         words.extend(said)
@@ -54,13 +54,13 @@ def test_clocks_are_compared_at_the_moment_of_sending() -> None:
 
 def test_an_unreachable_head_is_named() -> None:
     with pytest.raises(TimeoutError, match=r"head node 127\.0\.0\.1 cannot be reached at port"):
-        node_check.send_report("127.0.0.1", free_port(), {"node": "n2"}, 0.5)
+        node_check.send_report("127.0.0.1", free_ports(), {"node": "n2"}, 0.5)
 
 
 def test_a_stranger_on_the_port_is_ignored() -> None:
     import socket
 
-    port = free_port()
+    port = free_ports()
 
     def strangers() -> None:
         time.sleep(0.2)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_ports
 from xscale.mesh.links import round_robin_pairs
-from xscale_launch.devices import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +35,7 @@ def started(rank: int, world: int, port: int, *options: str) -> subprocess.Popen
 @pytest.mark.long
 def test_three_nodes(tmp_path: Path) -> None:
     """One of an odd count has no partner in a round, and must find its partner in the next."""
-    port = free_port()
+    port = free_ports()
     ranks = [started(rank, 3, port, "--out", str(tmp_path / "links.json")) for rank in range(3)]
     for rank in ranks:
         out, err = rank.communicate(timeout=600)
@@ -49,6 +49,6 @@ def test_three_nodes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_one_process_has_no_links() -> None:
-    alone = started(0, 1, free_port())
+    alone = started(0, 1, free_ports())
     assert "a single process has no links" in alone.communicate(timeout=600)[1]
     assert alone.returncode == 2

@@ -113,6 +113,13 @@ def remove_file(folder: Path, name: str) -> None:
     (folder / name).unlink(missing_ok=True)
 
 
+def remove_empty_folder(folder: Path, name: str) -> None:
+    """Remove the folder `name` of `folder`, if it exists and is empty. ValueError for `..` or a path."""
+    _check_entry(name)
+    with suppress(OSError):
+        (folder / name).rmdir()
+
+
 def remove_folder(folder: Path, name: str) -> None:
     """Remove the folder `name` of `folder` with its content, as far as possible; of a symbolic link the link.
 

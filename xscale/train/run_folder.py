@@ -4,7 +4,7 @@ import os
 import uuid
 import warnings
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,7 +16,7 @@ from xscale.core.atomic_write import write_atomically
 from xscale.core.compose import dump, parse
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError, Problem
-from xscale.core.file_safety import check_name, read_regular
+from xscale.core.file_safety import check_name, read_regular, remove_empty_folder
 from xscale.core.renamed import RenamedWarning, rename_old_keys
 from xscale.mesh.consensus import Consensus
 from xscale.train.settings import RunConfig, Settings
@@ -84,8 +84,8 @@ def removed_if_refused(folder: Path) -> Iterator[None]:
         yield
     except ConfigError:
         if not existed:
-            with suppress(OSError):  # another rank has removed it, or it has files
-                folder.rmdir()
+            path = folder.resolve()
+            remove_empty_folder(path.parent, path.name)
         raise
 
 
