@@ -3,11 +3,15 @@
 import math
 import random
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from xscale.data import baseline
 from xscale.data.baseline import order2_bits_per_byte
+from xscale.train import evaluate
+from xscale.train.evaluate import order2_baseline
 
 
 def slow(train: list[bytes], validation: list[bytes]) -> float:
@@ -55,3 +59,19 @@ def test_it_learns_what_there_is_to_learn() -> None:
     noise = [bytes(draw.choices(range(16), k=size)) for size in (200_000, 20_000)]
     assert order2_bits_per_byte(noise[:1], noise[1:]) == pytest.approx(4, abs=0.05)
     assert order2_bits_per_byte([b"ab" * 5000], [b"ab" * 500]) < 0.05
+
+
+def test_a_run_reads_the_first_of_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole documents up to the bound, over the parts of a blend."""
+    documents = [bytes([97 + index % 3]) * 10 for index in range(9)]
+
+    def split(*texts: bytes) -> SimpleNamespace:
+        return SimpleNamespace(texts=lambda tokenizer: iter(texts))
+
+    parts = [SimpleNamespace(train=split(*documents[:2]), validation=split(b"abc"))]
+    parts.append(SimpleNamespace(train=split(*documents[2:]), validation=None))
+    corpus: Any = SimpleNamespace(sets=parts, tokenizer=None, pairs=False)
+    assert order2_baseline(corpus) == order2_bits_per_byte(documents, [b"abc"])
+    monkeypatch.setattr(evaluate, "BASELINE_BYTES", 35)
+    assert order2_baseline(corpus) == order2_bits_per_byte(documents[:4], [b"abc"])
+    assert order2_baseline(corpus) != order2_bits_per_byte(documents, [b"abc"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from xscale_kernels.block_sparse_attention import block_sparse_attention, layout_from_mask
+from xscale_kernels.block_sparse_attention import block_sparse_attention, layout_from_mask, shared_memory
 
 
 def test_a_layout_keeps_its_mask() -> None:
@@ -140,3 +140,18 @@ def test_the_benchs_flex_has_the_same_blocks() -> None:
     assert torch.equal(blocks.to_dense()[0].bool(), mask)
     assert blocks.full_kv_num_blocks is not None
     assert blocks.full_kv_num_blocks[0].tolist() == [[0, 1], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("block", "width", "itemsize", "limit", "count"),
+    [
+        (128, 128, 2, shared_memory.HOPPER_BYTES, 2),
+        (128, 128, 2, 166_912, 1),
+        (128, 256, 2, shared_memory.HOPPER_BYTES, 0),
+        (128, 128, 4, shared_memory.HOPPER_BYTES, 0),
+        (64, 128, 4, shared_memory.HOPPER_BYTES, 2),
+    ],
+)
+def test_as_many_stages_as_shared_memory_holds(block: int, width: int, itemsize: int, limit: int, count: int) -> None:
+    """Hopper's limit and that of an A100."""
+    assert shared_memory.stages(block, width, width, itemsize, limit) == count

@@ -80,7 +80,11 @@ def _check_scores(config: Any, path: str, *, cross: bool) -> list[Problem]:
                 available = previous.get(name)
                 if available is None:
                     what = f"'{name}' reads the attention scores of the block before, which hands on none"
-                    can = ", ".join(CORES.able(previous_scores=True))
+                    able = (CORES.get(name) for name in CORES.able(previous_scores=True))
+                    # Not those that hand them on with some of their settings only.
+                    can = ", ".join(
+                        entry.name for entry in able if entry.part.traits_of(entry.part.Config()).previous_scores
+                    )
                     fix = f"Give that block the mixer attention with one of these cores: {can}."
                     problems.append(Problem(f"{path} (block {layer})", what, fix))
                 elif available != heads[name]:

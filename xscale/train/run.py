@@ -262,11 +262,12 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
         if memory is not None:
             memory.clear()
         if cause is None:
-            if is_rank0 and settings.train.baseline and parts.validation is not None and parts.corpus.labels is None:
-                baseline = order2_baseline(parts.corpus)
             write_samples(parts, observer, state.step)
             if (sentence := bleu_at_end(parts)) is not None:
                 observer.message(sentence)
+            # Last, since no other rank waits for it.
+            if is_rank0 and settings.train.baseline and parts.validation is not None and parts.corpus.labels is None:
+                baseline = order2_baseline(parts.corpus)
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         raise

@@ -144,7 +144,7 @@ class TrainConfig(Config):
     eval_sequences: int | None = pydantic.Field(default=64, ge=1)
     """Sequences of an evaluation; null: all."""
     baseline: bool = True
-    """Compute bits per byte of an order-2 byte model at the end, for comparison."""
+    """Compute bits per byte of an order-2 byte model (of the first 256 MB of text) at the end, for comparison."""
     bleu_pairs: int = pydantic.Field(default=0, ge=0)
     """Validation pairs whose targets a run on pairs writes at the end; it prints their BLEU (by sacrebleu), beside that
     of the sources as they stand. 0: none."""

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from xscale_kernels import refusals
 from xscale_kernels.block_sparse_attention.layout import BlockLayout
+from xscale_kernels.block_sparse_attention.shared_memory import limit_of, shared_bytes, stages
 from xscale_kernels.rows import wide
 from xscale_kernels.select import Implementation, choose
 
@@ -79,7 +80,18 @@ def _triton(q: Tensor, v: Tensor, layout: BlockLayout) -> str | None:
         return "heads are wider than 256"
     if reason is None and max(*q.stride(), *v.stride()) * max(layout.block, 256) >= 2**31:
         return "the strides are so large that offsets inside a block pass 2^31"
-    return reason
+    return reason or _too_large(q, v, layout.block)
+
+
+def _too_large(q: Tensor, v: Tensor, block: int) -> str | None:
+    """Return the reason why the tiles do not fit into the shared memory of q's device, or None."""
+    K, M = (max(16, 1 << (width - 1).bit_length()) for width in (q.shape[3], v.shape[3]))
+    limit = limit_of(q.device)
+    if stages(block, K, M, q.element_size(), limit):
+        return None
+    needed = shared_bytes(block, K, M, q.element_size(), stages=1)
+    what = f"blocks of {block} with heads {max(K, M)} wide in {str(q.dtype).removeprefix('torch.')}"
+    return f"{what} need {needed} bytes of shared memory, and a program has {limit}; use smaller blocks"
 
 
 _HERE = "xscale_kernels.block_sparse_attention"

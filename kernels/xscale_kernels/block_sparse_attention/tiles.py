@@ -10,6 +10,7 @@ import triton.language as tl
 
 from xscale_kernels.block_sparse_attention.layout import BlockLayout
 from xscale_kernels.block_sparse_attention.op import ScoreModifier
+from xscale_kernels.block_sparse_attention.shared_memory import limit_of, stages
 
 
 @triton.jit
@@ -145,7 +146,7 @@ def settings(q: torch.Tensor, v: torch.Tensor, layout: BlockLayout, rule: ScoreM
         "EVEN_V": BV == M,
         # With four warps the accumulators of 64 x 256 spill (2 KB a thread, against 0.2).
         "num_warps": 8 if layout.block >= 128 or layout.block * max(BK, BV) > 64 * 128 else 4,
-        "num_stages": 2,
+        "num_stages": stages(layout.block, BK, BV, q.element_size(), limit_of(q.device)),
     }
 
 

@@ -112,3 +112,10 @@ def test_offsets_past_two_to_the_31(device: str) -> None:
     got = kernels.backward(x, x, x, *ours, near, layout, rule)
     for each, other in zip(got, kernels.backward(near, near, near, *theirs, near, layout, rule), strict=True):
         assert torch.equal(each, other)
+
+
+def test_blocks_that_do_not_fit_into_shared_memory_are_refused(device: str) -> None:
+    layout = layout_from_mask(torch.ones(1, 1, 1, dtype=torch.bool), 128)
+    q = torch.zeros(1, 1, 128, 256, device=device, dtype=torch.float32)
+    with pytest.raises(UnusableError, match="blocks of 128 with heads 256 wide in float32 need 525312 bytes"):
+        block_sparse_attention(q, q, q, layout, causal=True, implementation="triton")

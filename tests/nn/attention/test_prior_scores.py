@@ -252,6 +252,8 @@ def test_what_cannot_be_handed_on_is_refused() -> None:
     problem = problems(REAL, [{"first": 1, "last": 2, "mixer": softmax}])
     assert "(block 2)" in problem
     assert "prior_scores" in problem
+    # By default it reads no scores of the block before, and hands on none.
+    assert "general_prior" not in problem
     four = {"kind": "attention", "heads": 4, "core": REAL}
     assert "4 heads and reads the scores of the 3 before it" in problems(REAL, [{"first": 1, "mixer": four}])
     assert "Take heads=3." in problems(LAZY, [{"first": 1, "mixer": {**reused, "heads": 4}}])
