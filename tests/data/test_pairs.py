@@ -171,3 +171,16 @@ def test_a_prefix_names_the_task_of_each_source(tmp_path: Path) -> None:
     prepare(longest, processes=1, progress=False)
     with pytest.raises(ConfigError, match=r"data\.source\.prefix: the prefix 'a+' has 19 tokens, and a source has 20"):
         open_corpus(longest, seed=0)
+    folder = str(prepared_folder(longest))
+    short = str(prepare(plain, processes=1, progress=False).path)
+    chosen = {
+        "data.prepared": {"prepared": folder},
+        "data.blend.1.prepared": {"blend": (BlendItem(prepared=short), BlendItem(prepared=folder))},
+    }
+    for path, update in chosen.items():
+        settings = plain.model_copy(update=update)
+        with pytest.raises(ConfigError, match=r"has 19 tokens, and a source has 20") as raised:
+            open_corpus(settings, seed=0)
+        assert [problem.path for problem in raised.value.problems] == [path]
+        assert "data.max_source_length of at least 21" in str(raised.value)
+        assert open_corpus(settings.model_copy(update={"max_source_length": 21}), seed=0).pairs

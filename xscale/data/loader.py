@@ -163,8 +163,7 @@ def open_corpus(config: DataConfig, *, seed: int) -> Corpus:
     """Open prepared data, read only; any number of processes may. ConfigError when it is missing or does not match."""
     sets = open_blend(config) if config.blend else [(open_prepared(config), 1.0)]
     tokenizer = sets[0][0].tokenizer
-    if sets[0][0].pairs and config.prepared is None and not config.blend:
-        require_room_behind_prefix(config, tokenizer)
+    require_room_behind_prefix(config, [prepared for prepared, _ in sets])
     train = _dataset(config, sets, "train", seed)
     assert train is not None
     validation = _dataset(config, sets, "validation", seed)

@@ -1,13 +1,14 @@
 """Samples of pairs: a source and a target, each truncated or padded to its length, so that shapes are static."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from xscale.core.errors import ConfigError
+from xscale.core.errors import ConfigError, Problem
 from xscale.data.config import DataConfig
 from xscale.data.packed import ShuffledDataset
-from xscale.data.prepared import Split
-from xscale.data.tokenizer.tokenizer import Tokenizer
+from xscale.data.prepared import PreparedData, Split
 
 TEXT, PADDING = 0, 1
 """Document numbers in a sample: those of the two texts, and of what pads them."""
@@ -68,10 +69,21 @@ class PairDataset(ShuffledDataset):
         return 1 - int(kept.sum()) / (self.length * (self.source_length + self.target_length))
 
 
-def require_room_behind_prefix(config: DataConfig, tokenizer: Tokenizer) -> None:
-    """Refuse a prefix of the sources that leaves no room for a token of their texts: ConfigError."""
-    prefix = getattr(config.source, "prefix", "")
-    count = len(tokenizer.encode(prefix)) if prefix else 0
-    if count > config.source_length - 2:
+def require_room_behind_prefix(config: DataConfig, datasets: Sequence[PreparedData]) -> None:
+    """Refuse pairs whose prefix leaves no room in a source for a token of its text: ConfigError names each dataset."""
+    problems = []
+    for number, data in enumerate(datasets):
+        prefix = data.manifest.source.get("prefix") if data.pairs and data.manifest is not None else None
+        if not isinstance(prefix, str) or not prefix:
+            continue
+        count = len(data.tokenizer.encode(prefix))
+        if count <= config.source_length - 2:
+            continue
         what = f"the prefix {prefix[:40]!r} has {count} tokens, and a source has {config.source_length} with its end"
-        raise ConfigError("data.source.prefix", what, "Give a shorter one, or a longer data.max_source_length.")
+        path, fix = "data.source.prefix", "Give a shorter one"
+        if config.blend or config.prepared is not None:
+            path = f"data.blend.{number}.prepared" if config.blend else "data.prepared"
+            what, fix = f"{what} ({data.path})", "Prepare the pairs with a shorter data.source.prefix"
+        problems.append(Problem(path, what, f"{fix}, or take a data.max_source_length of at least {count + 2}."))
+    if problems:
+        raise ConfigError(problems)
