@@ -1,10 +1,13 @@
 """File locks: one process has it, the others are told which; it ends with the process."""
 
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,3 +67,24 @@ def test_a_file_that_says_nothing_of_its_holder_is_no_fault(tmp_path: Path) -> N
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_lock_on_a_removed_file_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the opening and the locking of the file its holder removes it."""
+    path, lockf = tmp_path / "new" / "lock", fcntl.lockf
+    removed: list[Path] = []
+
+    def remove_first(*arguments: Any) -> None:
+        if not removed:
+            removed.append(path)
+            shutil.rmtree(path.parent)
+        lockf(*arguments)
+
+    monkeypatch.setattr(fcntl, "lockf", remove_first)
+    lock = FileLock(path)
+    lock.acquire()
+    assert removed
+    assert lock.is_in_place()
+    assert path.exists()
+    lock.remove()
+    assert not path.exists()

@@ -15,9 +15,12 @@ from xscale.commands.convert import export_checkpoint
 from xscale.commands.merge_lora import merge_run
 from xscale.core.config import decode, encode
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
+from xscale.data.stored_tokenizer import open_stored_tokenizer, store_tokenizer
+from xscale.data.tokenizer.byte import Byte
 from xscale.objective.labelled import Classify
 from xscale.objective.objective import SpecialTokens
 from xscale.recipe import Recipe
+from xscale.train import init_weights
 from xscale.train.load_run import evaluate_run
 
 MODEL: dict[str, Any] = {
@@ -175,7 +178,25 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         finetuned(tmp_path, model=wider, **base)
     with pytest.raises(ConfigError, match=r"init\.from: 'nowhere' is neither a run"):
         finetuned(tmp_path, init={"from": "nowhere"})
-    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("kept")
+    with pytest.raises(ConfigError, match="of another model"):
+        finetuned(tmp_path, model=wider, **base)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
+
+
+def test_a_tokenizer_that_was_left_behind_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of transformers has no tokenizer of ours: the run takes the configured one, whatever its folder has."""
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    monkeypatch.setattr(init_weights, "_load_hf", lambda *_: [])
+    left = Byte(Byte.Config(sentinels=5), tmp_path)
+    store_tokenizer(left, tmp_path / "run")
+    assert finetuned(tmp_path, init={"from": str(tmp_path / "hf")}, train={"steps": 1, "eval_every": 0}) == EXIT_DONE
+    stored = open_stored_tokenizer(tmp_path / "run")
+    assert stored is not None
+    assert stored.fingerprint == Byte(Byte.Config(), tmp_path).fingerprint != left.fingerprint
 
 
 def problems_of(folder: Path, **sections: Any) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from xscale.core.file_safety import decode_json
+from xscale.core.file_safety import decode_json, remove_file
 
 POLL_SECONDS = 0.1
 
@@ -23,7 +23,7 @@ class FileLock:
     """Exclusive lock on a file, taken by `acquire` and released by `release`, the end of `with` or of the process.
 
     It is a record lock (`lockf`): network file systems carry it between nodes and child processes do not inherit it.
-    The file stays when it is released, because removing it would race with the next process that locks it.
+    The file stays when it is released; `remove` removes it while this process has the lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,17 +35,21 @@ class FileLock:
 
         LockedError when another process still has it after `timeout_seconds` (which may be infinite); OSError.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         end = time.monotonic() + timeout_seconds
         while True:
             try:
-                return self._try()
+                # A file that its holder removed before this process locked it guards nothing: take the next one.
+                while not self._try():
+                    pass
+                return
             except LockedError:
                 if time.monotonic() >= end:
                     raise
                 time.sleep(POLL_SECONDS)
 
-    def _try(self) -> None:
+    def _try(self) -> bool:
+        """Lock the file at `path`; false where another process removed it meanwhile."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.path.open("a+b")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -57,23 +61,34 @@ class FileLock:
         except OSError:
             file.close()
             raise
+        if not self._is_at_path(file):
+            file.close()
+            return False
         file.truncate(0)
         holder_data = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
         file.write(f"{json.dumps(holder_data)}\n".encode())
         file.flush()
         self._file = file
+        return True
 
     def is_in_place(self) -> bool:
         """Whether the file that this process locked is still at `path`: false once its folder is deleted or replaced.
 
         True where this process does not have the lock. Raises OSError when the file system cannot be asked.
         """
-        if self._file is None:
-            return True
+        return self._file is None or self._is_at_path(self._file)
+
+    def _is_at_path(self, file: IO[bytes]) -> bool:
         try:
-            return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
+            return os.path.samestat(os.fstat(file.fileno()), self.path.stat())
         except (FileNotFoundError, NotADirectoryError):
             return False
+
+    def remove(self) -> None:
+        """Remove the file, if this process has the lock and it is in place, and release it."""
+        if self._file is not None and self.is_in_place():
+            remove_file(self.path.parent, self.path.name)
+        self.release()
 
     def release(self) -> None:
         if self._file is not None:

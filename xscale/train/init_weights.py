@@ -158,12 +158,24 @@ def adopt_tokenizer(settings: Settings, mesh: Mesh) -> None:
             raise ConfigError(problems)
         if newest_on_this_process(run / CHECKPOINTS) is not None:
             return
-        path = Path(source)
-        tokenizer = open_stored_tokenizer(path.parent.parent if (path / MANIFEST).exists() else path)
+        tokenizer = _tokenizer_of(Path(source))
         if tokenizer is not None:
             store_tokenizer(tokenizer, run)
 
     Consensus(mesh.background).on_rank0(run, copy)
+
+
+def adopted_tokenizer(settings: Settings) -> Tokenizer | None:
+    """Open the copy that `adopt_tokenizer` made; None where the folder has none, or another one. Not collective."""
+    if settings.init.from_ is None or (tokenizer := _tokenizer_of(Path(settings.init.from_))) is None:
+        return None
+    copied = open_stored_tokenizer(Path(settings.run.dir))
+    return copied if copied is not None and copied.fingerprint == tokenizer.fingerprint else None
+
+
+def _tokenizer_of(source: Path) -> Tokenizer | None:
+    """Open the tokenizer of a run, given as its folder or as one of its checkpoints; None where there is none."""
+    return open_stored_tokenizer(source.parent.parent if (source / MANIFEST).exists() else source)
 
 
 def data_with_adopted_tokenizer(settings: Settings, tokenizer: Tokenizer) -> DataConfig | None:

@@ -108,7 +108,7 @@ def _train_teacher(settings: Settings, rank_info: RankInfo, stop: StopSignal, be
 
 
 def _train(settings: Settings, rank_info: RankInfo, stop: StopSignal, began: float) -> int:
-    with removed_if_refused(Path(settings.run.dir)):
+    with removed_if_refused(Path(settings.run.dir), rank_info.is_rank0):
         folder = open_folder(settings)
         if (step := finished_step(settings, folder)) is not None:
             if rank_info.is_rank0:
@@ -118,8 +118,8 @@ def _train(settings: Settings, rank_info: RankInfo, stop: StopSignal, began: flo
         parts = set_up(settings, rank_info, resumes=True)
         # A prompt that cannot be used must not end the run after its last step.
         encode_prompts(settings, parts.corpus.tokenizer)
-    with RunLock(folder) as lock, make_saver(parts, folder) as saves:
-        return _run(parts, folder, saves, lock, stop, began)
+        with RunLock(folder) as lock, make_saver(parts, folder) as saves:
+            return _run(parts, folder, saves, lock, stop, began)
 
 
 def make_saver(parts: RunParts, folder: Path) -> AsyncSaver:

@@ -4,24 +4,27 @@ import os
 import uuid
 import warnings
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 
+from xscale.checkpoint.files import LOCK_FILE
 from xscale.checkpoint.load import read_config as read_checkpoint_config
 from xscale.checkpoint.search import newest_on_this_process
 from xscale.core.atomic_write import write_atomically
 from xscale.core.compose import dump, parse
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError, Problem
-from xscale.core.file_safety import check_name, read_regular, remove_empty_folder
+from xscale.core.file_lock import FileLock, LockedError
+from xscale.core.file_safety import check_name, read_regular, remove_empty_folder, remove_file, remove_folder
 from xscale.core.renamed import RenamedWarning, rename_old_keys
+from xscale.data.stored_tokenizer import FOLDER as TOKENIZER
 from xscale.mesh.consensus import Consensus
 from xscale.train.settings import RunConfig, Settings
 
-CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
+CONFIG, CHECKPOINTS, NAME = "config.yaml", "checkpoints", "name"
 FIXED = (
     "model",
     "objective",
@@ -76,17 +79,43 @@ def open_folder(settings: Settings) -> Path:
     return folder
 
 
+WRITTEN_FIRST = (LOCK_FILE, TOKENIZER, NAME)
+"""Entries of the folder that are written before a run can be refused for the last time."""
+
+
 @contextmanager
-def removed_if_refused(folder: Path) -> Iterator[None]:
-    """Remove the run folder made in the block where it ends with a ConfigError, and nothing was written to it."""
+def removed_if_refused(folder: Path, is_rank0: bool) -> Iterator[None]:
+    """Remove what the block wrote to the run folder where it ends with a ConfigError and no run has begun there.
+
+    Rank 0 removes the entries, and each rank the folder that it made, if that is empty.
+    """
     existed = folder.exists()
+    earlier = {name for name in WRITTEN_FIRST if os.path.lexists(folder / name)}
     try:
         yield
     except ConfigError:
+        if is_rank0:
+            _remove_entries(folder, earlier)
         if not existed:
             path = folder.resolve()
             remove_empty_folder(path.parent, path.name)
         raise
+
+
+def _remove_entries(folder: Path, earlier: Collection[str]) -> None:
+    """Remove WRITTEN_FIRST except `earlier`; nothing where there is a run or another process has the lock."""
+    if not any(os.path.lexists(folder / name) for name in WRITTEN_FIRST if name not in earlier):
+        return
+    with suppress(LockedError, OSError), FileLock(folder / LOCK_FILE) as lock:
+        lock.acquire()
+        if any(os.path.lexists(folder / name) for name in (CONFIG, CHECKPOINTS)):
+            return
+        if TOKENIZER not in earlier:
+            remove_folder(folder, TOKENIZER)
+        if NAME not in earlier:
+            remove_file(folder, NAME)
+        if LOCK_FILE not in earlier:
+            lock.remove()
 
 
 def problems_of(changed: list[tuple[str, str]], sentence: str) -> list[Problem]:
@@ -126,7 +155,7 @@ def keep_config(config: dict[str, Any], folder: Path, step: int) -> None:
 
 def run_name(folder: Path) -> str:
     """A unique name of this run folder; a folder that replaces it gets another."""
-    file = folder / "name"
+    file = folder / NAME
     if not file.exists():
         write_atomically(file, uuid.uuid4().hex)
     try:

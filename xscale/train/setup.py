@@ -33,7 +33,7 @@ from xscale.parallel.sharded import ShardedParameter, sharded_parameters
 from xscale.train.batches import MicroBatches
 from xscale.train.distill import distil
 from xscale.train.distill_check import check_teacher_on_disk
-from xscale.train.init_weights import adopt_tokenizer, data_with_adopted_tokenizer
+from xscale.train.init_weights import adopt_tokenizer, adopted_tokenizer, data_with_adopted_tokenizer
 from xscale.train.run_folder import CHECKPOINTS, check_same_config
 from xscale.train.settings import Settings, build_on_meta, labels_problems, records_problem
 from xscale.train.step import Stepper
@@ -228,7 +228,7 @@ def data_of_run(settings: Settings) -> tuple[DataConfig, Tokenizer | None]:
     """
     run = Path(settings.run.dir)
     begun = newest_on_this_process(run / CHECKPOINTS) is not None
-    tokenizer = open_stored_tokenizer(run) if begun or settings.init.from_ is not None else None
+    tokenizer = open_stored_tokenizer(run) if begun else adopted_tokenizer(settings)
     if tokenizer is None:
         return settings.data, None
     return data_with_adopted_tokenizer(settings, tokenizer) or with_tokenizer(settings.data, tokenizer), tokenizer
