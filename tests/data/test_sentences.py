@@ -13,7 +13,7 @@ from xscale.data.indexed import IndexedDataset, IndexedWriter
 from xscale.data.loader import open_corpus
 from xscale.data.prepare import prepare
 from xscale.data.prepared import PreparedData, prepared_folder
-from xscale.data.sentences import truncate
+from xscale.data.sentences import first_of_one_sentence, truncate
 from xscale.data.split_sentences import split_sentences
 
 TEXTS = [
@@ -175,7 +175,7 @@ def test_a_pair_of_another_program_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("texts", "fields", "message"),
     [
-        (["One."] * 3, {}, "no document of the train split has two sentences.*a smaller data.validation"),
+        (["One."] * 3, {}, "no document of the train split has two sentences.*/00.txt:1. .*a smaller data.validation"),
         (["One. Two. Three."], {}, "has one document, and a sample takes text of another"),
         (TEXTS, {"sequence_length": 4}, "a pair of texts and its 3 special tokens need 5"),
     ],
@@ -195,3 +195,19 @@ def test_text_that_was_not_split_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has two sentences close enough.*") as raised:
         open_corpus(settings, seed=0)
     assert "data.split_sentences" in str(raised.value)
+
+
+def test_documents_without_a_pair_are_counted(tmp_path: Path) -> None:
+    """The line of the first text of one sentence is that of its split, and none where the source is gone."""
+    settings = config(tmp_path, [*TEXTS, "One.", "Two."], validation=0.0)
+    prepared_from(settings)
+    (dataset,) = open_corpus(settings, seed=0).sentence_datasets
+    assert (dataset.left_out, dataset.documents) == (2, len(TEXTS) + 2)
+    lines = tmp_path / "lines.txt"
+    lines.write_text("One. Two.\n\nThree.\nFour.\n")
+    source = {"source": {"kind": "text", "paths": (str(lines),), "document": "line"}, "split_sentences": True}
+    by_line = DataConfig.model_validate(source | {"validation": 0.0})
+    assert first_of_one_sentence(by_line, "train") == f"{lines}:3"
+    assert first_of_one_sentence(by_line, "validation") is None
+    lines.unlink()
+    assert first_of_one_sentence(by_line, "train") is None

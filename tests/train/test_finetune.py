@@ -186,6 +186,18 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
 
 
+def refused_weights(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="of another model"):
+        finetuned(folder, model={**MODEL, "width": 64}, init={"from": str(folder / "base")})
+
+
+@pytest.mark.long
+def test_a_refusal_on_two_ranks_leaves_no_lock_and_no_tokenizer(tmp_path: Path, pool: Pool) -> None:
+    assert pretrained(tmp_path) == EXIT_DONE
+    pool.run(refused_weights, 2, tmp_path)
+    assert not list(tmp_path.glob("run/*"))
+
+
 def test_a_tokenizer_that_was_left_behind_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of transformers has no tokenizer of ours: the run takes the configured one, whatever its folder has."""
     (tmp_path / "hf").mkdir()

@@ -113,3 +113,16 @@ def test_one_sentence_documents_and_a_tokenizer_without_cls_are_refused(tmp_path
         (corpus / f"{number}.txt").write_text(f"Only one. Only two. Only {number}.")
     with pytest.raises(ConfigError, match="the tokenizer has no token for"):
         run(asked(tmp_path, "other", data={**data, "tokenizer": names, "sequence_length": 16}))
+
+
+def test_the_log_says_how_many_documents_are_left_out(tmp_path: Path) -> None:
+    lines = tmp_path / "lines.txt"
+    texts = [
+        f"Line {number} begins. It ends." if number % 3 else f"Line {number} stands alone." for number in range(30)
+    ]
+    lines.write_text("\n".join(texts))
+    source = {"kind": "text", "paths": [str(lines)], "document": "line"}
+    train = {"steps": 1, "eval_every": 0, "eval_sequences": None}
+    assert run(asked(tmp_path, data={"source": source, "validation": 0.0}, train=train)) == EXIT_DONE
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert log.count("data left out: 10 of 30 documents have no two sentences close enough for a sample") == 1

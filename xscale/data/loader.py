@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -154,9 +154,17 @@ class Corpus:
     @property
     def pair_datasets(self) -> list[PairDataset]:
         """The datasets of pairs for training; none without pairs."""
+        return [dataset for dataset in self._training_datasets if isinstance(dataset, PairDataset)]
+
+    @property
+    def sentence_datasets(self) -> list[SentenceDataset]:
+        """The datasets for training objectives on pairs of sentences; none without."""
+        return [dataset for dataset in self._training_datasets if isinstance(dataset, SentenceDataset)]
+
+    @property
+    def _training_datasets(self) -> Sequence[SampleDataset]:
         data = self.train.data
-        datasets = data.datasets if isinstance(data, BlendedDataset) else [data]
-        return [dataset for dataset in datasets if isinstance(dataset, PairDataset)]
+        return data.datasets if isinstance(data, BlendedDataset) else [data]
 
 
 def open_corpus(config: DataConfig, *, seed: int) -> Corpus:

@@ -5,13 +5,19 @@ A sample is made of a chunk, consecutive sentences that fill it about: they are 
 2019, appendix A.2). An objective composes what it needs of the two halves and of the other text.
 """
 
+from contextlib import suppress
+from itertools import islice
+
 import numpy as np
 from numpy.typing import NDArray
 
 from xscale.core.errors import ConfigError
 from xscale.data.config import DataConfig
+from xscale.data.files import line_at
 from xscale.data.packed import ShuffledDataset
 from xscale.data.prepared import Split
+from xscale.data.source.source import SOURCES, Source, document_hash, validation_below
+from xscale.data.split_sentences import split_sentences
 from xscale.data.tokenizer.tokenizer import Tokenizer
 
 FIRST, SECOND, OTHER, PADDING = 0, 1, 2, 3
@@ -44,11 +50,15 @@ class SentenceDataset(ShuffledDataset):
         self.chunks = _chunks(self.starts, self.bounds, self.budget)
         """First sentence, end and document of each chunk [chunks, 3]."""
         self.length = len(self.chunks)
+        self.documents = len(self.bounds) - 1
+        self.left_out = self.documents - len(np.unique(self.chunks[:, 2]))
+        """Documents of the split without a chunk."""
         remedy = f"a {'smaller' if split.name == 'train' else 'larger'} data.validation"
         if self.length == 0:
             what = f"no document of the {split.name} split has two sentences close enough for a sample"
             fix = f"Give documents of several sentences, prepared with data.split_sentences, or {remedy}."
-            raise ConfigError("data.source", what, fix)
+            place = first_of_one_sentence(config, split.name)
+            raise ConfigError("data.source", f"{what}; the first of one sentence: {place}" if place else what, fix)
         if len(self.bounds) < 3:
             what = f"the {split.name} split has one document, and a sample takes text of another one"
             raise ConfigError("data.source", what, f"Give more documents, or {remedy}.")
@@ -79,6 +89,27 @@ class SentenceDataset(ShuffledDataset):
         """Return the tokens of the sentences [first, stop), without the one that ends a document."""
         text: NDArray[np.int64] = self.tokens[self.starts[first] : self.starts[stop]].astype(np.int64)
         return text[:-1] if len(text) and text[-1] == self.eos else text
+
+
+SEARCHED = 1000
+"""Documents of the source that are read to name one in a message."""
+
+
+def first_of_one_sentence(config: DataConfig, split: str) -> str | None:
+    """Return file and line of the source's first document of one sentence in a split, or the document's name.
+
+    None: there is none among the first documents, or the data was not prepared from a source that can be read.
+    """
+    if config.prepared is not None or config.blend:
+        return None
+    source: Source = SOURCES.build(config.source)
+    with suppress(ConfigError, OSError):
+        for document in islice(source.documents(), SEARCHED):
+            part = "validation" if document_hash(document.text) < validation_below(config.validation) else "train"
+            if part == split and len(split_sentences(document.text)) == 1:
+                file, _, offset = document.name.rpartition(":")
+                return f"{file}:{line_at(file, int(offset))}" if offset.isdigit() and file else document.name
+    return None
 
 
 def _chunks(starts: NDArray[np.int64], bounds: NDArray[np.int64], budget: int) -> NDArray[np.int64]:

@@ -48,7 +48,7 @@ def run_facts(parts: RunParts, folder: Path, state: State, resumed: int | None) 
         devices=parts.mesh.rank_info.world,
         device=name,
         layouts=attention_layouts(full_model, settings.data.sequence_length),
-        notes=(f"model {MODELS.of(settings.model).summary}", *truncation_notes(parts), *parts.applied, *update_notes),
+        notes=(f"model {MODELS.of(settings.model).summary}", *data_notes(parts), *parts.applied, *update_notes),
         versions=versions(),
         command=command_line(),
         host=platform.node(),
@@ -85,10 +85,18 @@ def peak_memory(device: torch.device) -> int:
     return used if sys.platform == "darwin" else 1024 * used
 
 
-def truncation_notes(parts: RunParts) -> list[str]:
-    """Describe how many pairs of the training data are truncated; nothing for data without pairs."""
-    data, notes = parts.settings.data, []
-    for dataset in parts.corpus.pair_datasets if parts.mesh.rank_info.is_rank0 else ():
+def data_notes(parts: RunParts) -> list[str]:
+    """Describe how many pairs of the training data are truncated, and how many documents have no pair of sentences."""
+    data, notes = parts.settings.data, list[str]()
+    if not parts.mesh.rank_info.is_rank0:
+        return notes
+    notes += [
+        f"data left out: {dataset.left_out} of {dataset.documents} documents have no two sentences close enough for a "
+        "sample, and serve only where one takes the text of another document"
+        for dataset in parts.corpus.sentence_datasets
+        if dataset.left_out
+    ]
+    for dataset in parts.corpus.pair_datasets:
         sources, targets = dataset.truncated()
         notes.append(
             f"data {len(dataset)} pairs; truncated: {sources} sources to {data.source_length} tokens "
