@@ -77,7 +77,7 @@ def test_a_head_without_counterpart_is_refused(tmp_path: Path) -> None:
 
 FOLDERS = {
     "BertModel": (["pooler.dense.weight"], "head.classes.weight, head.classes.bias"),
-    "BertForMaskedLM": ([], "head.dense.weight, head.classes.weight"),
+    "BertForMaskedLM": ([], "head.dense.weight, head.dense.bias, head.classes.weight"),
     "BertForSequenceClassification": (["bert.pooler.dense.weight", "classifier.weight"], ""),
     "of five classes": (["bert.pooler.dense.weight"], "head.classes.weight, head.classes.bias"),
 }
@@ -88,15 +88,12 @@ def test_a_classifier_begins_with_an_encoder(name: str, tmp_path: Path) -> None:
     """The head is the folder's where it has the same shape, and new where it has none."""
     transformers = pytest.importorskip("transformers")
     of_head, new = FOLDERS[name]
-    width, hidden = BERT["width"], BERT["stack"]["block"]["ffn"]["hidden"]
-    vocabulary = 259
     config = transformers.BertConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=hidden,
+        vocab_size=384,
+        hidden_size=BERT["width"],
+        intermediate_size=4 * BERT["width"],
         num_hidden_layers=BERT["stack"]["depth"],
         num_attention_heads=BERT["stack"]["block"]["mixer"]["heads"],
-        hidden_act="relu",
         max_position_embeddings=32,
         num_labels=5 if "five" in name else 3,
     )
