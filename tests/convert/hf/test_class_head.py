@@ -14,10 +14,12 @@ from tests.train.tiny import recipe, run
 from xscale.api import load_model
 from xscale.checkpoint.load import load_tensors
 from xscale.convert.hf.export_model import export_model
+from xscale.convert.hf.import_model import import_body
 from xscale.core.errors import EXIT_DONE, ConfigError
 from xscale.nn.tokens import Tokens
 
 BERT: dict[str, Any] = {**SECTIONS["bert"][1], "token_types": 2}
+CLASSIFIER = "BertForSequenceClassification"
 LABELLED = {"kind": "labelled", "classes": CLASSES}
 
 
@@ -59,6 +61,33 @@ def test_a_classifier_goes_out_and_back(changes: dict[str, Any], tmp_path: Path)
     again = weights(classify(tmp_path, "again", model={**BERT, **changes}, init={"from": str(out)}))
     for name, value in weights(path).items():
         torch.testing.assert_close(again[name], value, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "loader"), [("tag", "BertForTokenClassification"), ("regress", CLASSIFIER)])
+def test_scores_and_tags_go_out(kind: str, loader: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    file = tmp_path / "rows.jsonl"
+    label: Any = "odd big" if kind == "tag" else 0.5
+    file.write_text((json.dumps({"text": "one two", "label": label}) + "\n") * 40)
+    source = {"kind": "labelled", "paths": [str(file)], "labels": "tags" if kind == "tag" else "score"}
+    source |= {"classes": CLASSES} if kind == "tag" else {}
+    objective = {"kind": kind, "dense": kind == "regress"} | ({"classes": 3} if kind == "tag" else {})
+    sections = {
+        "data": {"source": source, "validation": 0},
+        "objective": objective,
+        "train": {"steps": 1, "eval_every": 0},
+    }
+    assert run(recipe(tmp_path, model=BERT, **sections)) == EXIT_DONE
+    said: list[str] = []
+    assert export_model(tmp_path / "run", tmp_path / "out", say=said.append) == EXIT_DONE, said
+    assert f"transformers.{loader}.from_pretrained" in said[-1]
+    external = getattr(transformers, loader).from_pretrained(tmp_path / "out").eval()
+    ids = torch.arange(10, 22).view(2, 6)
+    with torch.no_grad():
+        outputs = load_model(tmp_path / "run").model(Tokens.from_ids(ids))
+        outputs = outputs if kind == "tag" else outputs[:, 0]
+        torch.testing.assert_close(outputs, external(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_a_head_without_counterpart_is_refused(tmp_path: Path) -> None:
@@ -108,6 +137,10 @@ def test_a_classifier_begins_with_an_encoder(name: str, tmp_path: Path) -> None:
     for hf_name in of_head:
         parameter = "head.dense.weight" if "pooler" in hf_name else "head.classes.weight"
         torch.testing.assert_close(tensors[parameter], state[hf_name], rtol=0, atol=1e-7)
+    # A head without a dense layer takes no classifier that reads a pooler's output.
+    without_pooler, unused = import_body(tmp_path / "folder", dense=False)
+    assert not any(parameter.startswith("head.") for parameter in without_pooler)
+    assert set(of_head) <= set(unused)
     ids = torch.arange(10, 22).view(2, 6)
     model = load_model(path).model
     with torch.no_grad():
