@@ -65,7 +65,7 @@ def compare_logits(
     shape = (SEQUENCES, min(sizes.length, max(LENGTH, 2 * architecture.attention_span(config))))
     ids, source = (_ids(shape, sizes.vocabulary, hf_model.config.pad_token_id, generator) for _ in range(2))
     encoder_decoder = architecture.kind == "encoder_decoder"
-    model = build(architecture.without_capacity(config), sizes, weights)
+    model = build(architecture.without_capacity(config), sizes, weights, architecture)
     inputs = {"input_ids": source, "decoder_input_ids": ids} if encoder_decoder else {"input_ids": ids}
     tokens, head = Tokens.from_ids(ids), None
     if getattr(config, "sentence_head", None) is not None:
@@ -85,6 +85,8 @@ def compare_logits(
         if head is None:
             hf_logits = outputs.logits
             logits, exact = model(tokens, source=read), model.double()(tokens, source=read)
+            if architecture.class_head is not None:
+                logits, exact = map(architecture.class_head.logits, (logits, exact))
         else:
             hf_logits = _concatenate_logits(outputs.prediction_logits, outputs[head.output])
             logits, exact = _with_classes(model, tokens), _with_classes(model.double(), tokens)
@@ -130,10 +132,15 @@ def _max_difference(first: Tensor, second: Tensor) -> float:
     return (first - second).abs().max().item()
 
 
-def build(config: Model.Config, sizes: ModelSizes, weights: Mapping[str, Tensor]) -> nn.Module:
-    """Build xscale's model with these weights, in float32 and evaluation mode."""
+def build(
+    config: Model.Config, sizes: ModelSizes, weights: Mapping[str, Tensor], architecture: Architecture | None = None
+) -> nn.Module:
+    """Build xscale's model with these weights and the head of classes that `architecture` has, if any; in float32 and
+    evaluation mode."""
     with torch.device("meta"):
         model: nn.Module = MODELS.build(config, sizes.vocabulary, sizes.length)
+        if architecture is not None and architecture.class_head is not None:
+            architecture.class_head.put(model, config)
     replace_parameters(model, lambda name, old: nn.Parameter(weights[name].float(), requires_grad=False))
     return model.eval()
 

@@ -113,17 +113,23 @@ def _entries(checkpoint: Path, verify: bool) -> tuple[str | None, dict[str, tupl
 @torch.no_grad()
 def _load_hf(folder: Path, shapes: Mapping[str, tuple[int, ...]], parameters: list[ShardedParameter]) -> list[str]:
     """Fill the parameters from a folder of transformers, which each process reads."""
-    from xscale.convert.hf.import_model import import_model
+    from xscale.convert.hf.class_head import CLASSES, DENSE
+    from xscale.convert.hf.import_model import import_body, import_model
 
-    converted = import_model(folder, sentence_head=any(name.startswith(SENTENCE_HEAD) for name in shapes))
-    weights: Mapping[str, Tensor] = converted.weights
+    weights: Mapping[str, Tensor]
+    unused: tuple[str, ...] = ()
+    if CLASSES in shapes:
+        weights, unused = import_body(folder, dense=DENSE in shapes)
+    else:
+        weights = import_model(folder, sentence_head=any(name.startswith(SENTENCE_HEAD) for name in shapes)).weights
     matching = match(str(folder), {name: tuple(tensor.shape) for name, tensor in weights.items()}, shapes)
     for parameter in parameters:
         if parameter.name in set(matching.loaded):
             value = parameter.parameter.detach()
             full = weights[parameter.name].to(value.device, value.dtype)
             parameter.local.copy_(to_local(shard_like(full, value)))
-    return matching.sentences(str(folder))
+    not_used = [f"init.from: not used of {folder}: {_listed(list(unused))}"] * bool(unused)
+    return matching.sentences(str(folder)) + not_used
 
 
 def is_hf_folder(path: Path) -> bool:

@@ -129,6 +129,8 @@ class Architecture:
     """Keys of config.json with the values under which the logits are compared."""
     sentence_head: SentenceHeadLayout | None = None
     """Layout of the weights that `sentence_head` maps to; None: there is none."""
+    class_head: Any = None
+    """The `ClassHeadLayout` of a head in place of the language-model head; None: the model has that."""
 
     def loader_of(self, config: Any) -> str:
         """Return the class of transformers with the heads that xscale's model config has."""

@@ -12,6 +12,7 @@ from xscale.checkpoint.load import CheckpointReader, read_config
 from xscale.checkpoint.tools import find_checkpoint
 from xscale.convert.compare import TOLERANCE, compare_logits
 from xscale.convert.hf.architecture import Architecture, ModelSizes
+from xscale.convert.hf.class_head import class_head_of, select_classifier
 from xscale.convert.hf.import_model import INDEX, SINGLE
 from xscale.convert.hf.registry import model_of, select_architecture
 from xscale.convert.hf.tokenizer import (
@@ -58,7 +59,11 @@ def export_model(
     special = special_ids(tokenizer, config["data"]) if kept is None else kept.ids
     pad, eos = special.get("pad_token_id") or 0, special.get("eos_token_id")
     sizes = ModelSizes(table.shape[0], config["data"]["sequence_length"], pad, eos if isinstance(eos, int) else 2)
-    chosen, data = select_architecture(model, sizes, architecture)
+    head = class_head_of({name.removeprefix("model."): entry.shape for name, entry in opened.entries.items()}, config)
+    if head is None:
+        chosen, data = select_architecture(model, sizes, architecture)
+    else:
+        chosen, data = select_classifier(head, model, sizes, architecture)
     data = special | data if kept is None else data | special
     part = out.with_name(f".{out.name}.writing")
     remove_folder(part.parent, part.name)

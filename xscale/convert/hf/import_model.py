@@ -4,7 +4,7 @@ import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from xscale.convert.compare import LogitComparison, compare_logits
 from xscale.convert.hf.architecture import Architecture, ModelSizes
+from xscale.convert.hf.bert import BERT
+from xscale.convert.hf.class_head import body_weights, present_class_head
 from xscale.convert.hf.registry import model_from_hf_config, model_of
 from xscale.convert.mapping import WeightMapping
 from xscale.core.errors import ConfigError
@@ -199,6 +201,29 @@ def import_model(folder: Path, *, sentence_head: bool = False) -> ImportedModel:
     _check_shapes(folder, weights, {name: mapped.shape for name, mapped in built.named_parameters()})
     compared = compare_logits(model, sizes, weights, architecture, folder)
     return ImportedModel(architecture, config, section, sizes, weights, ignored, compared)
+
+
+def import_body(folder: Path, *, dense: bool) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Convert the model in `folder` without its language-model head, for one with a head of classes; also returns the
+    tensors of other heads, which are not used.
+
+    The folder's class may have any head, or none. The classes are those of its classifier, if it has one of the same
+    form: `dense` says whether the head has a dense layer, which is BERT's pooler. ConfigError as in `import_model`.
+    """
+    folder = resolve_snapshot(folder)
+    architecture, section, sizes = model_from_hf_config(read_config(folder))
+    with open_hf_folder(folder) as source:
+        model = model_of(architecture.with_tensors(section, source.find))
+        mapping = body_weights(architecture.weights(model, sizes))
+        first_components = {f"{name.partition('.')[0]}." for mapped in mapping for name in mapped.external_names}
+        prefix = first_components.pop() if len(first_components) == 1 else ""
+        has_prefix = any(name.startswith(prefix) for name in source.files)
+        if architecture.name == BERT.name:
+            bare = "" if has_prefix else prefix
+            mapping += present_class_head(dense, {f"{bare}{name}" for name in source.files})
+        of_heads = [r"(.*\.)?pooler\..*", *[rf"(?!{re.escape(prefix)}).*"] * has_prefix]
+        without_heads = replace(architecture, prefix=prefix, ignored=(*architecture.ignored, *of_heads))
+        return _weights(source, without_heads, mapping, architecture.loader)
 
 
 def _weights(
