@@ -13,7 +13,7 @@ FFN = {"kind": "dense", "hidden": 24}
 
 def model(core: dict[str, Any], *, kind: str = "decoder", lazy: bool = False, **mixer: Any) -> dict[str, Any]:
     attention = {"kind": "attention", "heads": 4, "core": core, **mixer}
-    rules = [{"every": 2, "at": 1, "mixer": {"kind": "reused_attention", "heads": 4}}]
+    rules = [{"every": 2, "at": 1, "mixer": {"kind": "reused_attention", "heads": 4, "dropout": 0.1}}]
     block = {"mixer": attention, "ffn": FFN, "dropout": 0.1}
     stack = {"depth": 4 if lazy else 2, "block": block, "rules": rules if lazy else []}
     stacks = {"encoder": stack, "decoder": stack} if kind == "encoder_decoder" else {"stack": stack}
@@ -22,6 +22,7 @@ def model(core: dict[str, Any], *, kind: str = "decoder", lazy: bool = False, **
 
 LEARNED = model({"kind": "prior_scores", "previous": 0.5, "learned": True}, kv_heads=2, dropout=0.1)
 LAZY = model({"kind": "prior_scores", "previous": 0.0}, lazy=True)
+LAZY_ENCODER = model({"kind": "prior_scores", "previous": 0.0}, kind="encoder", lazy=True)
 EVOLVING = model({"kind": "evolving", "alpha": 0.3, "beta": 0.4})
 DEEP = {**LEARNED, "stack": {**LEARNED["stack"], "depth": 5}}
 BOTH = model({"kind": "prior_scores"}, kind="encoder_decoder")
@@ -40,6 +41,8 @@ PIPELINE = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}
             ],
         ),
         (LAZY, [{"mesh": {"tp": 2}}, PIPELINE, {"zero": {"stage": 3}, "recompute": {"every": 1}}]),
+        (LAZY, [{"mesh": {"cp": 2}}, {"mesh": {"cp": 2}, "recompute": {"every": 1}}]),
+        (LAZY_ENCODER, [{"mesh": {"cp": 2}}]),
         (EVOLVING, [{"zero": {"stage": 3}, "recompute": {"every": 1}}, PIPELINE]),
         (
             DEEP,
@@ -51,7 +54,7 @@ PIPELINE = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}
         ),
         (BOTH, [{"mesh": {"cp": 2}}, {"mesh": {"pp": 2}, "pipeline": {"blocks_per_stage": [2, 2]}}]),
     ],
-    ids=["learned", "lazy", "evolving", "deep", "both stacks"],
+    ids=["learned", "lazy", "lazy over cp", "lazy encoder over cp", "evolving", "deep", "both stacks"],
 )
 @pytest.mark.sampled(3)
 def test_a_layout_has_the_numbers_of_one_process(
@@ -90,4 +93,11 @@ def test_a_convolution_over_heads_needs_all_of_them() -> None:
     assert "core 'evolving' mixes heads, so tp cannot shard them" in problem
     (problem,) = refused(EVOLVING, 2, mesh={"cp": 2})
     assert "prior_scores" in problem
-    assert "reused_attention" in " ".join(refused(LAZY, 2, mesh={"cp": 2}))
+
+
+def test_reused_scores_are_sharded_by_heads() -> None:
+    reused, core = refused(LAZY, 3, mesh={"cp": 3})
+    assert "cp=3 for mixer 'reused_attention': cp x tp = 3 does not divide heads=4" in reused + core
+    assert "Take cp=1 or 2 or 4." in reused + core
+    problems = " ".join(refused(LAZY, 2, mesh={"cp": 2}, context={"style": "ring"}))
+    assert "mixer 'reused_attention' has scores with a shard of the heads" in problems

@@ -33,7 +33,9 @@ class ReusedAttention(ValueMixer):
         dropout: float = Field(default=0.0, ge=0, lt=1)
         """Dropout probability of the attention weights; the paper has none, as the layers share one map."""
 
+    seams: ClassVar[tuple[str, ...]] = ("attend",)
     needs_previous_scores: ClassVar[bool] = True
+    shards_sequence: ClassVar[bool] = True
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)
@@ -66,13 +68,20 @@ class ReusedAttention(ValueMixer):
         v = self.values(x)
         if tokens.cache is not None:
             v = tokens.cache.setdefault(self.path, ValueCache()).append(v)
+        return self.project_output(self.attend(v, tokens, edge))
+
+    def attend(self, v: Tensor, tokens: Tokens, edge: ScoreEdge | None) -> Tensor:
+        """Weight the values v [B, H, S, K] by the scores of the layer before: [B, H, T, K].
+
+        A seam: context parallelism.
+        """
         scores = None if edge is None else edge.previous
         if scores is None:
             # Outside a stack there is no layer before, and all scores are equal.
-            scores = upcast(v).new_zeros(*v.shape[:2], x.shape[1], v.shape[2])
+            scores = upcast(v).new_zeros(*v.shape[:2], tokens.ids.shape[1], v.shape[2])
         if edge is not None:
             edge.scores = scores
-        return self.project_output(self.weights(scores, tokens).to(v.dtype) @ v)
+        return self.weights(scores, tokens).to(v.dtype) @ v
 
     def weights(self, scores: Tensor, tokens: Tokens) -> Tensor:
         """Scores [B, H, T, S] -> attention weights, with dropout in training."""
