@@ -22,7 +22,7 @@ def model(core: dict[str, Any], *, kind: str = "decoder", lazy: bool = False, **
 
 LEARNED = model({"kind": "prior_scores", "previous": 0.5, "learned": True}, kv_heads=2, dropout=0.1)
 LAZY = model({"kind": "prior_scores", "previous": 0.0}, lazy=True)
-LAZY_ENCODER = model({"kind": "prior_scores", "previous": 0.0}, kind="encoder", lazy=True)
+LAZY_PAIR = model({"kind": "prior_scores", "previous": 0.0}, kind="encoder_decoder", lazy=True)
 EVOLVING = model({"kind": "evolving", "alpha": 0.3, "beta": 0.4})
 DEEP = {**LEARNED, "stack": {**LEARNED["stack"], "depth": 5}}
 BOTH = model({"kind": "prior_scores"}, kind="encoder_decoder")
@@ -40,9 +40,8 @@ PIPELINE = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}
                 {"zero": {"stage": 3}},
             ],
         ),
-        (LAZY, [{"mesh": {"tp": 2}}, PIPELINE, {"zero": {"stage": 3}, "recompute": {"every": 1}}]),
-        (LAZY, [{"mesh": {"cp": 2}}, {"mesh": {"cp": 2}, "recompute": {"every": 1}}]),
-        (LAZY_ENCODER, [{"mesh": {"cp": 2}}]),
+        (LAZY, [{"mesh": {"tp": 2}}, {"mesh": {"cp": 2}}, PIPELINE, {"zero": {"stage": 3}, "recompute": {"every": 1}}]),
+        (LAZY_PAIR, [{"mesh": {"cp": 2}, "recompute": {"every": 1}}]),
         (EVOLVING, [{"zero": {"stage": 3}, "recompute": {"every": 1}}, PIPELINE]),
         (
             DEEP,
@@ -54,16 +53,22 @@ PIPELINE = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}
         ),
         (BOTH, [{"mesh": {"cp": 2}}, {"mesh": {"pp": 2}, "pipeline": {"blocks_per_stage": [2, 2]}}]),
     ],
-    ids=["learned", "lazy", "lazy over cp", "lazy encoder over cp", "evolving", "deep", "both stacks"],
+    ids=["learned", "lazy", "lazy pair", "evolving", "deep", "both stacks"],
 )
 @pytest.mark.sampled(3)
 def test_a_layout_has_the_numbers_of_one_process(
     model: dict[str, Any], layouts: list[dict[str, Any]], pool: Pool
 ) -> None:
-    sections: dict[str, Any] = {"objective": {"kind": "span"}} if model is BOTH else {}
+    sections: dict[str, Any] = {"objective": {"kind": "span"}} if model["kind"] == "encoder_decoder" else {}
     expected = alone(pool, model, **sections)
     for layout in layouts:
         same(pool, expected, 2, model, layout, **sections)
+
+
+@pytest.mark.long
+def test_reused_scores_have_heads_sharded_over_both_axes(pool: Pool) -> None:
+    layout = {"mesh": {"cp": 2, "tp": 2}, "tensor": {"sequence": True}, "recompute": {"every": 1}}
+    same(pool, alone(pool, LAZY), 4, LAZY, layout)
 
 
 def test_scores_are_sent_between_stages_whose_heads_are_sharded(pool: Pool) -> None:

@@ -106,19 +106,20 @@ class UlyssesOfReusedScores:
     """Substitute for the `attend` of a mixer that reuses scores, which have a shard of the heads and all tokens."""
 
     mixer: ReusedAttention
-    inner: Callable[[Tensor, Tokens, ScoreEdge | None], Tensor]
+    inner: Callable[[Tensor, Tokens, Tokens, ScoreEdge | None], Tensor]
     """Weights the values of an unsharded sequence."""
 
-    def __call__(self, v: Tensor, tokens: Tokens, edge: ScoreEdge | None) -> Tensor:
+    def __call__(self, v: Tensor, tokens: Tokens, key_tokens: Tokens, edge: ScoreEdge | None) -> Tensor:
         """[B, H, P, K] -> [B, H, P, K]."""
         if not isinstance(tokens, TokenShard):
-            return self.inner(v, tokens, edge)
+            return self.inner(v, tokens, key_tokens, edge)
+        assert isinstance(key_tokens, TokenShard), "both sequences are sharded"
         sharding = tokens.sharding
         first = sharding.rank * (v.shape[1] // sharding.count)
-        (v,) = sequence_to_heads(sharding, (v,), tokens.length)
+        (v,) = sequence_to_heads(sharding, (v,), key_tokens.length)
         self.mixer.first_head += first
         try:
-            o = self.inner(v, tokens.full, edge)  # [B, H/R, T, K]
+            o = self.inner(v, tokens.full, key_tokens.full, edge)  # [B, H/R, T, K]
         finally:
             self.mixer.first_head -= first
         return heads_to_sequence(sharding, o)
