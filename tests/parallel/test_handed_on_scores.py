@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 
 from tests.distributed import Pool
-from tests.parallel.against_one import alone, same
+from tests.parallel.against_one import alone, asked, same
 from tests.parallel.test_tensor import refused
+from xscale.parallel import context
+from xscale.train.settings import build_on_meta
 
 FFN = {"kind": "dense", "hidden": 24}
 
@@ -98,6 +100,13 @@ def test_a_convolution_over_heads_needs_all_of_them() -> None:
     assert "core 'evolving' mixes heads, so tp cannot shard them" in problem
     (problem,) = refused(EVOLVING, 2, mesh={"cp": 2})
     assert "prior_scores" in problem
+
+
+def test_reused_scores_are_not_sent() -> None:
+    recipe = asked(LAZY, {"mesh": {"cp": 2, "tp": 2}}, data={"sequence_length": 64})
+    sent = context.estimate(build_on_meta(recipe, 67), recipe.parallel, 64)
+    # Two blocks send q, k, v and o, and two v and o: of two heads of 8 channels, half of 32 tokens.
+    assert sent == {"ulysses": (2 * 4 + 2 * 2) * 2 * 8 * 32 / 2}
 
 
 def test_reused_scores_are_sharded_by_heads() -> None:
