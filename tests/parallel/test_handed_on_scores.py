@@ -5,15 +5,17 @@ from typing import Any
 import pytest
 
 from tests.distributed import Pool
-from tests.parallel.against_one import alone, same
+from tests.parallel.against_one import alone, asked, same
 from tests.parallel.test_tensor import refused
+from xscale.parallel import context
+from xscale.train.settings import build_on_meta
 
 FFN = {"kind": "dense", "hidden": 24}
 
 
 def model(core: dict[str, Any], *, kind: str = "decoder", lazy: bool = False, **mixer: Any) -> dict[str, Any]:
     attention = {"kind": "attention", "heads": 4, "core": core, **mixer}
-    rules = [{"every": 2, "at": 1, "mixer": {"kind": "reused_attention", "heads": 4}}]
+    rules = [{"every": 2, "at": 1, "mixer": {"kind": "reused_attention", "heads": 4, "dropout": 0.1}}]
     block = {"mixer": attention, "ffn": FFN, "dropout": 0.1}
     stack = {"depth": 4 if lazy else 2, "block": block, "rules": rules if lazy else []}
     stacks = {"encoder": stack, "decoder": stack} if kind == "encoder_decoder" else {"stack": stack}
@@ -22,6 +24,7 @@ def model(core: dict[str, Any], *, kind: str = "decoder", lazy: bool = False, **
 
 LEARNED = model({"kind": "prior_scores", "previous": 0.5, "learned": True}, kv_heads=2, dropout=0.1)
 LAZY = model({"kind": "prior_scores", "previous": 0.0}, lazy=True)
+LAZY_PAIR = model({"kind": "prior_scores", "previous": 0.0}, kind="encoder_decoder", lazy=True)
 EVOLVING = model({"kind": "evolving", "alpha": 0.3, "beta": 0.4})
 DEEP = {**LEARNED, "stack": {**LEARNED["stack"], "depth": 5}}
 BOTH = model({"kind": "prior_scores"}, kind="encoder_decoder")
@@ -39,7 +42,8 @@ PIPELINE = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}
                 {"zero": {"stage": 3}},
             ],
         ),
-        (LAZY, [{"mesh": {"tp": 2}}, PIPELINE, {"zero": {"stage": 3}, "recompute": {"every": 1}}]),
+        (LAZY, [{"mesh": {"tp": 2}}, {"mesh": {"cp": 2}}, PIPELINE, {"zero": {"stage": 3}, "recompute": {"every": 1}}]),
+        (LAZY_PAIR, [{"mesh": {"cp": 2}, "recompute": {"every": 1}}]),
         (EVOLVING, [{"zero": {"stage": 3}, "recompute": {"every": 1}}, PIPELINE]),
         (
             DEEP,
@@ -51,16 +55,22 @@ PIPELINE = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}
         ),
         (BOTH, [{"mesh": {"cp": 2}}, {"mesh": {"pp": 2}, "pipeline": {"blocks_per_stage": [2, 2]}}]),
     ],
-    ids=["learned", "lazy", "evolving", "deep", "both stacks"],
+    ids=["learned", "lazy", "lazy pair", "evolving", "deep", "both stacks"],
 )
 @pytest.mark.sampled(3)
 def test_a_layout_has_the_numbers_of_one_process(
     model: dict[str, Any], layouts: list[dict[str, Any]], pool: Pool
 ) -> None:
-    sections: dict[str, Any] = {"objective": {"kind": "span"}} if model is BOTH else {}
+    sections: dict[str, Any] = {"objective": {"kind": "span"}} if model["kind"] == "encoder_decoder" else {}
     expected = alone(pool, model, **sections)
     for layout in layouts:
         same(pool, expected, 2, model, layout, **sections)
+
+
+@pytest.mark.long
+def test_reused_scores_have_heads_sharded_over_both_axes(pool: Pool) -> None:
+    layout = {"mesh": {"cp": 2, "tp": 2}, "tensor": {"sequence": True}, "recompute": {"every": 1}}
+    same(pool, alone(pool, LAZY), 4, LAZY, layout)
 
 
 def test_scores_are_sent_between_stages_whose_heads_are_sharded(pool: Pool) -> None:
@@ -90,4 +100,18 @@ def test_a_convolution_over_heads_needs_all_of_them() -> None:
     assert "core 'evolving' mixes heads, so tp cannot shard them" in problem
     (problem,) = refused(EVOLVING, 2, mesh={"cp": 2})
     assert "prior_scores" in problem
-    assert "reused_attention" in " ".join(refused(LAZY, 2, mesh={"cp": 2}))
+
+
+def test_reused_scores_are_not_sent() -> None:
+    recipe = asked(LAZY, {"mesh": {"cp": 2, "tp": 2}}, data={"sequence_length": 64})
+    sent = context.estimate(build_on_meta(recipe, 67), recipe.parallel, 64)
+    # Two blocks send q, k, v and o, and two v and o: of two heads of 8 channels, half of 32 tokens.
+    assert sent == {"ulysses": (2 * 4 + 2 * 2) * 2 * 8 * 32 / 2}
+
+
+def test_reused_scores_are_sharded_by_heads() -> None:
+    reused, core = refused(LAZY, 3, mesh={"cp": 3})
+    assert "cp=3 for mixer 'reused_attention': cp x tp = 3 does not divide heads=4" in reused + core
+    assert "Take cp=1 or 2 or 4." in reused + core
+    problems = " ".join(refused(LAZY, 2, mesh={"cp": 2}, context={"style": "ring"}))
+    assert "mixer 'reused_attention' has scores with a shard of the heads" in problems

@@ -145,12 +145,13 @@ def test_an_edge_of_zeros_changes_nothing() -> None:
     assert not close(other, plain(q, k, v, AttentionMask(6, 6, True)))
 
 
-@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_lazyformer_computes_a_map_once_in_each_lazy_block(kind: str) -> None:
     built = model(kind, LAZY, REUSED)
     check(built, kind, lambda stack: lambda own, before, layer, seen: own)
-    names = {name for name, _ in built.stack.blocks["1"].mixer.part.named_parameters()}
-    assert names == {"v.weight", "o.weight"}
+    block = (built.decoder if kind == "encoder_decoder" else built.stack).blocks["1"]
+    for sublayer in (block.mixer, *([block.cross] if kind == "encoder_decoder" else [])):
+        assert {name for name, _ in sublayer.part.named_parameters()} == {"v.weight", "o.weight"}
 
 
 def test_latent_attention_hands_on_its_scores() -> None:
@@ -208,7 +209,16 @@ def test_packed_documents_are_those_apart(core: dict[str, Any]) -> None:
     assert close(packed, torch.cat(apart, 1))
 
 
-@pytest.mark.parametrize(("kind", "lazy"), [("decoder", False), ("decoder", True), ("encoder_decoder", False)])
+def test_reused_cross_attention_keeps_pairs_apart() -> None:
+    built, source = model("encoder_decoder", LAZY, REUSED), ids(5, seed=1)
+    packed = built(Tokens.from_ids(ids(), numbered(4, 5)), source=Tokens.from_ids(source, numbered(2, 3)))
+    parts = zip(ids().split((4, 5), 1), source.split((2, 3), 1), strict=True)
+    apart = [built(Tokens.from_ids(target), source=Tokens.from_ids(read)) for target, read in parts]
+    assert close(packed, torch.cat(apart, 1))
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder_decoder"])
+@pytest.mark.parametrize("lazy", [False, True])
 def test_decoding_over_a_cache_is_the_parallel_form(kind: str, lazy: bool) -> None:
     built = model(kind, LAZY if lazy else REAL, REUSED if lazy else ())
     source = {"source": Tokens.from_ids(ids(5, seed=1))} if kind == "encoder_decoder" else {}

@@ -22,7 +22,7 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "reused_attention",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=MixerTraits(causal=True, bidirectional=True, cross=True, documents=True, decode=True),
     deviations=(
         "Scores are handed on, and each layer computes their softmax again; terms that a position adds to the output "
         "(as Shaw et al. do) are the first layer's alone.",
@@ -33,10 +33,14 @@ class ReusedAttention(ValueMixer):
         dropout: float = Field(default=0.0, ge=0, lt=1)
         """Dropout probability of the attention weights; the paper has none, as the layers share one map."""
 
+    seams: ClassVar[tuple[str, ...]] = ("attend",)
     needs_previous_scores: ClassVar[bool] = True
+    shards_sequence: ClassVar[bool] = True
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)
+        self.cross = dims.cross
+        self.causal = dims.causal and not dims.cross
         self.dropout = config.dropout
 
     @property
@@ -63,27 +67,49 @@ class ReusedAttention(ValueMixer):
         source: Tokens | None = None,
         edge: ScoreEdge | None = None,
     ) -> Tensor:
-        v = self.values(x)
-        if tokens.cache is not None:
-            v = tokens.cache.setdefault(self.path, ValueCache()).append(v)
+        if self.cross:
+            assert memory is not None
+            assert source is not None
+            v, key_tokens = self._values_of_memory(memory, tokens), source
+        else:
+            v, key_tokens = self.values(x), tokens
+            if tokens.cache is not None:
+                v = tokens.cache.setdefault(self.path, ValueCache()).append(v)
+        return self.project_output(self.attend(v, tokens, key_tokens, edge))
+
+    def _values_of_memory(self, memory: Tensor, tokens: Tokens) -> Tensor:
+        """Values of the other sequence [B, H, S, K]; during generation they are computed once."""
+        if tokens.cache is None:
+            return self.values(memory)
+        if self.path not in tokens.cache:
+            tokens.cache[self.path] = (self.values(memory),)
+        (v,) = tokens.cache[self.path]
+        return v  # type: ignore[no-any-return]
+
+    def attend(self, v: Tensor, tokens: Tokens, key_tokens: Tokens, edge: ScoreEdge | None) -> Tensor:
+        """Weight the values v [B, H, S, K] by the scores of the layer before: [B, H, T, K].
+
+        A seam: context parallelism.
+        """
         scores = None if edge is None else edge.previous
         if scores is None:
             # Outside a stack there is no layer before, and all scores are equal.
-            scores = upcast(v).new_zeros(*v.shape[:2], x.shape[1], v.shape[2])
+            scores = upcast(v).new_zeros(*v.shape[:2], tokens.ids.shape[1], v.shape[2])
         if edge is not None:
             edge.scores = scores
-        return self.project_output(self.weights(scores, tokens).to(v.dtype) @ v)
+        return self.weights(scores, tokens, key_tokens).to(v.dtype) @ v
 
-    def weights(self, scores: Tensor, tokens: Tokens) -> Tensor:
+    def weights(self, scores: Tensor, tokens: Tokens, key_tokens: Tokens) -> Tensor:
         """Scores [B, H, T, S] -> attention weights, with dropout in training."""
         queries, keys = scores.shape[2:]
+        documents = None not in (tokens.documents, key_tokens.documents)
         mask = AttentionMask(
             queries,
             keys,
             self.causal,
             offset=keys - queries,
-            query_documents=tokens.documents,
-            key_documents=tokens.documents,
+            query_documents=tokens.documents if documents else None,
+            key_documents=key_tokens.documents if documents else None,
             device=scores.device,
         )
         weights = masked_softmax(scores, None if mask.allowed is None else ~mask.allowed.to(scores.device))

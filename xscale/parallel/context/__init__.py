@@ -27,6 +27,7 @@ from xscale.nn.gates import Gate, GateBudget
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.local_mixer import LocalMixer, NeighbourReader
 from xscale.nn.mixer.mixer import MIXERS, Mixer
+from xscale.nn.mixer.reused_attention import ReusedAttention
 from xscale.nn.mixer.s4 import S4
 from xscale.nn.model.disentangled import Disentangled
 from xscale.nn.model.embed import Embed, global_tokens_of
@@ -46,8 +47,8 @@ from xscale.parallel.context.ring import Ring
 from xscale.parallel.context.scan import Scan
 from xscale.parallel.context.sequence_sharding import SequenceSharding, TokenShard, shard_tokens
 from xscale.parallel.context.state_space import StateSpaceScan
-from xscale.parallel.context.ulysses import Ulysses
-from xscale.parallel.layout_invariant_random import TokensOverContext, draw_for_all_heads
+from xscale.parallel.context.ulysses import Ulysses, UlyssesOfReusedScores
+from xscale.parallel.layout_invariant_random import HeadsOfCore, TokensOverContext, draw_for_all_heads
 from xscale.parallel.tensor.sequence import norms_between_regions
 
 STYLES: dict[ContextStyle, tuple[ModuleType, Callable[[Any], Any]]] = {
@@ -91,6 +92,8 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
             problems += [problem] * bool(module.config.policy.window)
         if isinstance(module, Attention) and module.shards_sequence:
             problems += _check_attention(module, config, path)
+        elif isinstance(module, ReusedAttention):
+            problems += _check_reused_scores(module, config, path)
         elif isinstance(module, Mixer) and not module.shards_sequence:
             what = f"mixer '{_kind(module)}' mixes the full sequence, and each rank would have a shard of it"
             can = ", ".join(entry.name for entry in MIXERS if entry.part.shards_sequence)
@@ -127,6 +130,19 @@ def _check_attention(attention: Attention, config: ParallelConfig, path: str) ->
             " Without dropout of attention weights (mixer.dropout=0) more styles work; the blocks' dropout always does."
         )
     return [Problem(f"{path}.context.style", what, fix)]
+
+
+def _check_reused_scores(mixer: ReusedAttention, config: ParallelConfig, path: str) -> list[Problem]:
+    cp, tp = config.mesh.cp, config.mesh.tp
+    problems = []
+    if config.context.style not in ("auto", "ulysses"):
+        what = f"mixer '{_kind(mixer)}' has scores with a shard of the heads, which only ulysses makes"
+        problems.append(Problem(f"{path}.context.style", what, "Take auto or ulysses."))
+    if reason := ulysses.unsupported_reason(mixer, cp, tp):
+        degrees = [cp for cp in range(1, mixer.heads + 1) if ulysses.unsupported_reason(mixer, cp, tp) is None]
+        what = f"a sequence cannot be sharded over cp={cp} for mixer '{_kind(mixer)}': {reason}"
+        problems.append(Problem(f"{path}.mesh.cp", what, f"Take cp={' or '.join(map(str, degrees or [1]))}."))
+    return problems
 
 
 def _working_degrees(attention: Attention, config: ParallelConfig) -> list[int]:
@@ -188,6 +204,8 @@ def estimate(model: nn.Module, config: ParallelConfig, length: int) -> dict[str,
             style = style_of(module, config)
             assert isinstance(style, str), "`check` comes first"
             sent[style] = sent.get(style, 0.0) + STYLES[style][0].traffic(module, cp, tp, length)
+        elif isinstance(module, ReusedAttention):
+            sent["ulysses"] = sent.get("ulysses", 0.0) + ulysses.traffic(module, cp, tp, length)
         elif isinstance(module, S4):
             sent["scan"] = sent.get("scan", 0.0) + state_space.traffic(module, cp, tp, length)
         elif isinstance(module, NeighbourReader):
@@ -224,6 +242,9 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> bool:
             if style == "ulysses":
                 draw_for_all_heads(module)
             substitute(module, "make_mask", ShardedMaskBuilder(module, module.make_mask))
+        if isinstance(module, ReusedAttention):
+            substitute(module, "attend", UlyssesOfReusedScores(module, module.attend))
+            substitute(module, "random", HeadsOfCore(module.random, module, module.heads))
         if isinstance(module, S4):
             substitute(module, "convolve", StateSpaceScan(module, module.convolve))
         if isinstance(module, NeighbourReader):

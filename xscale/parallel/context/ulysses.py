@@ -9,28 +9,39 @@ from torch import Tensor
 
 from xscale.mesh.collectives import all_to_all, pad_to_multiple
 from xscale.nn.attention.core import Core
-from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.attention.ops.mask import AttentionMask, ScoreEdge
 from xscale.nn.mixer.attention import Attention
+from xscale.nn.mixer.reused_attention import ReusedAttention
 from xscale.nn.module import Module, substitute
+from xscale.nn.tokens import Tokens
 from xscale.parallel.context.mask import ShardedAttentionMask
-from xscale.parallel.context.sequence_sharding import SequenceSharding
+from xscale.parallel.context.sequence_sharding import SequenceSharding, TokenShard
 
 
-def unsupported_reason(attention: Attention, cp: int, tp: int) -> str | None:
+def unsupported_reason(mixer: Attention | ReusedAttention, cp: int, tp: int) -> str | None:
     """Return why heads cannot be sharded over cp; None when they can."""
-    heads = attention.query_channels // attention.head_width
-    period = attention.core.head_period
+    if isinstance(mixer, ReusedAttention):
+        heads, period = mixer.heads, 1
+    else:
+        heads, period = mixer.query_channels // mixer.head_width, mixer.core.head_period
     if heads % (cp * tp * period) == 0:
         return None
     turns = f"; a rank needs a multiple of {period} heads" if period > 1 else ""
     return f"cp x tp = {cp * tp} does not divide heads={heads}{turns}"
 
 
-def traffic(attention: Attention, cp: int, tp: int, length: int) -> float:
-    """Estimate the elements a rank sends in the forward of one sequence: q, k, v and o, except its own shard."""
-    heads = attention.query_channels // attention.head_width // tp
-    kv_heads = max(1, attention.key_channels // attention.head_width // tp)
-    return (2 * heads + 2 * math.lcm(kv_heads, cp)) * attention.head_width * (length / cp) * (cp - 1) / cp
+def traffic(mixer: Attention | ReusedAttention, cp: int, tp: int, length: int) -> float:
+    """Estimate the elements a rank sends in the forward of one sequence: q, k, v and o, except its own shard.
+
+    A mixer that reuses scores has v and o alone.
+    """
+    if isinstance(mixer, ReusedAttention):
+        sent_heads = 2 * (mixer.heads // tp)
+    else:
+        heads = mixer.query_channels // mixer.head_width // tp
+        kv_heads = max(1, mixer.key_channels // mixer.head_width // tp)
+        sent_heads = 2 * heads + 2 * math.lcm(kv_heads, cp)
+    return sent_heads * mixer.head_width * (length / cp) * (cp - 1) / cp
 
 
 @dataclass
@@ -88,6 +99,30 @@ class Ulysses:
             return local.narrow(dim, self.running.rank * size, size)
 
         return hook
+
+
+@dataclass(frozen=True)
+class UlyssesOfReusedScores:
+    """Substitute for the `attend` of a mixer that reuses scores, which have a shard of the heads and all tokens."""
+
+    mixer: ReusedAttention
+    inner: Callable[[Tensor, Tokens, Tokens, ScoreEdge | None], Tensor]
+    """Weights the values of an unsharded sequence."""
+
+    def __call__(self, v: Tensor, tokens: Tokens, key_tokens: Tokens, edge: ScoreEdge | None) -> Tensor:
+        """[B, H, P, K] -> [B, H, P, K]."""
+        if not isinstance(tokens, TokenShard):
+            return self.inner(v, tokens, key_tokens, edge)
+        assert isinstance(key_tokens, TokenShard), "both sequences are sharded"
+        sharding = tokens.sharding
+        first = sharding.rank * (v.shape[1] // sharding.count)
+        (v,) = sequence_to_heads(sharding, (v,), key_tokens.length)
+        self.mixer.first_head += first
+        try:
+            o = self.inner(v, tokens.full, key_tokens.full, edge)  # [B, H/R, T, K]
+        finally:
+            self.mixer.first_head -= first
+        return heads_to_sequence(sharding, o)
 
 
 def sequence_to_heads(sharding: SequenceSharding, tensors: tuple[Tensor, ...], length: int) -> tuple[Tensor, ...]:
