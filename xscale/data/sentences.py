@@ -57,8 +57,9 @@ class SentenceDataset(ShuffledDataset):
         if self.length == 0:
             what = f"no document of the {split.name} split has two sentences close enough for a sample"
             fix = f"Give documents of several sentences, prepared with data.split_sentences, or {remedy}."
-            place = first_of_one_sentence(config, split.name)
-            raise ConfigError("data.source", f"{what}; the first of one sentence: {place}" if place else what, fix)
+            if (document := first_of_one_sentence(config, split.name)) is not None:
+                what += f"; the first of one sentence: {document}"
+            raise ConfigError("data.source", what, fix)
         if len(self.bounds) < 3:
             what = f"the {split.name} split has one document, and a sample takes text of another one"
             raise ConfigError("data.source", what, f"Give more documents, or {remedy}.")
