@@ -38,6 +38,8 @@ DAMAGED_HEAP = re.compile(
     r"^(malloc|free|realloc|tcache_thread_shutdown|corrupted)\b.*(tcache|chunk|corrupt|size|free)", re.M
 )
 """Words of glibc before it aborts a process in whose heap it finds damage."""
+LOST_CONNECTION = re.compile(r"Gloo connectFullMesh failed .*Connection closed by peer")
+"""Words of gloo where a group cannot be made, since a connection between two ranks was lost."""
 GRACE_SECONDS = 20.0
 """Time that the other ranks get to end by themselves once one has failed."""
 
@@ -183,10 +185,11 @@ class Pool:
 
     One that hung or died is replaced, and one that has more than `MANY_THREADS` threads.
 
-    Once in a life of the pool a call is repeated, with a warning in pytest's summary: when glibc aborted a worker in
-    whose heap it found damage. Two such aborts were seen in dozens of runs of all tests, one as a thread of gloo ended
-    and one in a wait for a collective. Nothing of ours writes to memory itself on a CPU, and neither valgrind nor
-    AddressSanitizer nor an allocator that checks freed blocks saw the write. A second abort fails its test.
+    Once in a life of the pool a call is repeated, with a warning in pytest's summary: when gloo lost a connection
+    while it made a group, and no rank tells another error, or when glibc aborted a worker in whose heap it found
+    damage. Two such aborts were seen in dozens of runs of all tests, one as a thread of gloo ended and one in a wait
+    for a collective. Nothing of ours writes to memory itself on a CPU, and neither valgrind nor AddressSanitizer nor
+    an allocator that checks freed blocks saw the write. A second abort fails its test.
     """
 
     def __init__(self) -> None:
@@ -212,10 +215,14 @@ class Pool:
             answers = self._call(function, ranks, positional, arguments, timeout_seconds)
             errors = {rank: answer.error for rank, answer in answers.items() if answer.error is not None}
             damaged = [error for error in errors.values() if DAMAGED_HEAP.search(error)]
-            if not damaged or self._repeated:
+            # Not beside an error that explains it: a rank that dies closes its connections.
+            lost = bool(errors) and all(map(LOST_CONNECTION.search, errors.values()))
+            if not (damaged or lost) or self._repeated:
                 break
             self._repeated = True
-            warnings.warn(f"repeated {function.__qualname__}: glibc aborted a worker:\n{damaged[0]}", stacklevel=2)
+            cause = "glibc aborted a worker" if damaged else "gloo lost a connection"
+            first = next(iter(damaged or errors.values()))
+            warnings.warn(f"repeated {function.__qualname__}: {cause}:\n{first}", stacklevel=2)
         if errors:
             raise RankError(errors)
         skipped = [answer.skipped for answer in answers.values() if answer.skipped is not None]

@@ -131,6 +131,35 @@ def test_a_call_is_repeated_once_where_glibc_finds_a_damaged_heap(tmp_path: Path
         pool.close()
 
 
+def lose_a_connection(folder: Path, times: int, also: bool) -> int:
+    """Fail on rank 0 as gloo does, that many times; on rank 1 with another error, if `also`."""
+    import torch.distributed as dist
+
+    calls = folder / f"calls-{dist.get_rank()}"
+    count = len(calls.read_text()) if calls.exists() else 0
+    calls.write_text("x" * (count + 1))
+    if also and dist.get_rank() == 1:
+        raise ValueError("the cause")
+    if dist.get_rank() == 0 and count < times:
+        raise RuntimeError("Gloo connectFullMesh failed with [pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+    return count
+
+
+def test_a_call_is_repeated_once_where_gloo_loses_a_connection(tmp_path: Path) -> None:
+    pool = Pool()
+    try:
+        (tmp_path / "caused").mkdir()
+        with pytest.raises(RankError, match="the cause"):
+            pool.run(lose_a_connection, 2, tmp_path / "caused", 2, True)
+        with pytest.warns(UserWarning, match="gloo lost a connection"):
+            assert pool.run(lose_a_connection, 2, tmp_path, 1, False)[0] == 1
+        (tmp_path / "again").mkdir()
+        with pytest.raises(RankError, match="Connection closed by peer"):
+            pool.run(lose_a_connection, 2, tmp_path / "again", 2, False)
+    finally:
+        pool.close()
+
+
 def threads_found(width: int) -> int:
     """How many threads the process has had since the call before this one."""
     import torch
