@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from typer.testing import CliRunner
 
 from xscale.checkpoint.files import hidden_folder, visible_steps
 from xscale.checkpoint.save import save
+from xscale.cli.checkpoint import checkpoint_app
 from xscale.commands import checkpoint as command
 from xscale.core.errors import ConfigError
 
@@ -159,5 +161,8 @@ def test_consolidate(tmp_path: Path) -> None:
         command.consolidate(tmp_path, out)
     with pytest.raises(ConfigError, match=r"begins with 'weights\.'\. They begin with: model\., optimizer\."):
         command.consolidate(tmp_path, tmp_path / "x", only="weights.")
-    command.consolidate(tmp_path, tmp_path / "all", only="")
+    typed = ["consolidate", str(tmp_path), str(tmp_path / "all"), "--only", ""]
+    assert CliRunner().invoke(checkpoint_app, typed).exit_code == 0
+    with safe_open(tmp_path / "all", "pt") as file:
+        assert "model.a" in set(file.keys())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "checkpoints", "model.safetensors"]

@@ -1,7 +1,6 @@
 """Ring attention by fused kernels: the numbers of one process, which calls take them, and what is saved of them."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -10,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.conformance.made import drawn, numbered
 from tests.distributed import distributed
+from tests.parallel.test_selective_checkpoint import Seen
 from xscale.mesh.torch_private import FakeTensorMode
 from xscale.nn.attention.ops.dense import dense_attention
 from xscale.nn.attention.softmax import Softmax
@@ -30,20 +29,6 @@ from xscale.parallel.context.sequence_sharding import SequenceSharding, shard_to
 FORWARD = "aten::_scaled_dot_product_flash_attention_for_cpu"
 BACKWARD = f"{FORWARD}_backward"
 HEADS, WIDTH = 4, 8
-
-
-class Seen(TorchDispatchMode):
-    """How often each operator ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        self.count[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)

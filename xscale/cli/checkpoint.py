@@ -67,12 +67,14 @@ def checkpoint_prune(
 
 @checkpoint_app.command("consolidate")
 def checkpoint_consolidate(
-    path: CheckpointFolder, out: Annotated[Path, typer.Argument(help="A .safetensors file.")]
+    path: CheckpointFolder,
+    out: Annotated[Path, typer.Argument(help="A .safetensors file.")],
+    only: TensorPrefix = "model.",
 ) -> None:
-    """Merge the sharded weights of a checkpoint into one safetensors file."""
+    """Merge the sharded weights of a checkpoint, or its other tensors, into one safetensors file without the prefix."""
     from xscale.commands.checkpoint import consolidate
 
-    raise typer.Exit(consolidate(checkpoints_in(path), out))
+    raise typer.Exit(consolidate(checkpoints_in(path), out, only=only))
 
 
 @checkpoint_app.command("export")
