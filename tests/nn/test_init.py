@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from xscale.nn.init import ONES, ZEROS, Init, draw, seed_of
+from xscale.nn.init import ONES, STREAM, ZEROS, Init, draw, seed_of
 
 
 def test_a_normal_start_has_its_spread_and_no_tails() -> None:
@@ -52,7 +52,7 @@ def test_a_rank_without_any_slice_draws_nothing() -> None:
     assert draw(init, (2, 3, 4), 1, "experts.up", range(2, 2)).shape == (0, 3, 4)
 
 
-@pytest.mark.parametrize("shape", [(64, 16), (33, 48), (7, 3), (40, 6, 2), (24,), (1000, 1056)])
+@pytest.mark.parametrize("shape", [(64, 16), (33, 48), (7, 3), (40, 6, 2), (24,), (1000, 1056), (5001, 1000)])
 def test_rows_are_drawn_as_those_of_the_full_tensor(shape: tuple[int, ...]) -> None:
     """A rank draws its rows alone, bit for bit as if it drew all: by skipping the numbers before them."""
     full = draw(Init(std=0.5), shape, 3, "weight")
@@ -73,3 +73,22 @@ def test_a_rank_makes_only_its_own_numbers_normal(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.Tensor, "normal_", counted)
     draw(Init(), (512, 64), 3, "weight", range(128, 192))
     assert sizes == [64 * 64]
+
+
+def test_the_last_shard_of_a_large_parameter_skips_part_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    skipped: list[int] = []
+    uniform = torch.Tensor.uniform_
+
+    def counted(self: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        skipped.append(self.numel())
+        return uniform(self, *arguments, **options)
+
+    monkeypatch.setattr(torch.Tensor, "uniform_", counted)
+    value = draw(Init(), (2**14, 1024), 3, "weight", range(2**14 - 16, 2**14))
+    assert sum(skipped) == STREAM - 16 * 1024
+    assert value.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+def test_streams_of_a_large_parameter_differ() -> None:
+    value = draw(Init(), (5 * 1024, 1024), 3, "weight").view(5, -1)
+    assert torch.corrcoef(value[:, ::64]).fill_diagonal_(0).abs().max() < 0.05

@@ -32,6 +32,10 @@ class Init:
 DRAWN_TOGETHER = 16
 """Numbers that torch draws at once for a normal on a CPU."""
 SKIPPED_TOGETHER = 1 << 20
+ONE_STREAM = 1 << 22
+"""Numbers of the largest parameter that one random stream gives."""
+STREAM = 1 << 20
+"""Numbers, rounded up to rows, that each random stream gives to a larger parameter."""
 ZEROS = Init("zeros")
 ONES = Init("ones")
 
@@ -64,7 +68,21 @@ def draw(init: Init, shape: tuple[int, ...], seed: int, name: str, rows: range |
         return torch.empty(0, *shape[1:])
     if init.slices:
         return torch.stack([_normal(init.std, shape[1:], seed_of(seed, name, row)) for row in rows])
-    return _normal_rows(init.std, shape, seed_of(seed, name), rows)
+    if math.prod(shape) <= ONE_STREAM or not rows:
+        return _normal_rows(init.std, shape, seed_of(seed, name), rows)
+    return _normal_in_streams(init.std, shape, (seed, name), rows)
+
+
+def _normal_in_streams(std: float, shape: tuple[int, ...], seed: tuple[int, str], rows: range) -> Tensor:
+    """Rows of a large parameter: a rank skips numbers of two streams at most, whichever of many shards it draws."""
+    size = -(-STREAM // math.prod(shape[1:]))
+    value = torch.empty(len(rows), *shape[1:], device="cpu", dtype=torch.float32)
+    for first in range(rows.start // size * size, rows.stop, size):
+        stream_shape = (min(size, shape[0] - first), *shape[1:])
+        start, stop = max(rows.start, first), min(rows.stop, first + size)
+        drawn = _normal_rows(std, stream_shape, seed_of(*seed, first), range(start - first, stop - first))
+        value[start - rows.start : stop - rows.start] = drawn
+    return value
 
 
 def _normal(std: float, shape: tuple[int, ...], seed: int) -> Tensor:
