@@ -12,6 +12,7 @@ from pathlib import Path
 
 GPUS = Path("/proc/driver/nvidia/gpus")
 """The driver's list of this machine's GPUs, by PCI address."""
+DEVICE_FILES = Path("/dev")
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 ALIASES = {
     "PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF",),
@@ -57,16 +58,46 @@ def node_local_caches() -> Path | None:
 def cpus_near_gpu(variables: Mapping[str, str], local_rank: int) -> frozenset[int]:
     """Return the CPUs on the NUMA node of the worker's GPU that this process may use; empty where that is not known.
 
-    Copies from pinned memory and launches of kernels cross sockets otherwise. GPUs are numbered by PCI address.
+    Copies from pinned memory and launches of kernels cross sockets otherwise. CUDA numbers by PCI address the GPUs that
+    the process may open: a job's cgroup or a container may have some of the machine's only.
     """
     visible = variables.get("CUDA_VISIBLE_DEVICES")
     with suppress(OSError, ValueError, IndexError):
-        numbers = [int(text) for text in visible.split(",")] if visible is not None else None
-        number = local_rank if numbers is None else numbers[local_rank if len(numbers) > 1 else 0]
-        address = sorted(path.name.lower() for path in GPUS.iterdir())[number]
-        near = parse_cpu_list((PCI_DEVICES / address / "local_cpulist").read_text())
+        names = visible.split(",") if visible is not None else [str(local_rank)]
+        name = names[local_rank if len(names) > 1 else 0].strip()
+        gpus = [gpu for gpu in sorted(GPUS.iterdir(), key=lambda path: path.name.lower()) if may_open(gpu)]
+        gpu = only_gpu_with_uuid(gpus, name) if name.startswith("GPU-") else gpus[int(name)]
+        near = parse_cpu_list((PCI_DEVICES / gpu.name.lower() / "local_cpulist").read_text())
         return near & os.sched_getaffinity(0)
     return frozenset()
+
+
+def may_open(gpu: Path) -> bool:
+    """Return whether this process may open a GPU of the driver's list; True where that names no device file."""
+    minor = driver_field(gpu, "Device Minor")
+    if minor is None:
+        return True
+    try:
+        os.close(os.open(DEVICE_FILES / f"nvidia{minor}", os.O_RDWR))
+    except OSError:
+        return False
+    return True
+
+
+def only_gpu_with_uuid(gpus: list[Path], prefix: str) -> Path:
+    """Return the GPU whose UUID begins with `prefix`, which CUDA_VISIBLE_DEVICES may be; ValueError for none or two."""
+    (gpu,) = [gpu for gpu in gpus if (driver_field(gpu, "GPU UUID") or "").startswith(prefix)]
+    return gpu
+
+
+def driver_field(gpu: Path, name: str) -> str | None:
+    """Return a field of what the driver says of a GPU; None where it says nothing."""
+    with suppress(OSError):
+        for line in (gpu / "information").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == name:
+                return value.strip()
+    return None
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:

@@ -136,6 +136,26 @@ def test_failures_are_told_up_to_a_limit(tmp_path: Path) -> None:
     assert [step for step, _ in visible_steps(tmp_path)] == [2]
 
 
+def test_a_failing_run_prints_its_traceback_before_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gate, printed = Gate(), list[str]()
+    real = AsyncSaver._join
+
+    def join(self: AsyncSaver, seconds: float | None) -> None:
+        printed.append(capsys.readouterr().err)
+        gate.opened.set()
+        real(self, seconds)
+
+    saver = AsyncSaver(tmp_path, disk=gate)
+    saver.save(1, {"a": torch.zeros(2)}, {}, {})
+    monkeypatch.setattr(AsyncSaver, "_join", join)
+    with pytest.raises(RuntimeError, match="out of memory"), saver:
+        raise RuntimeError("out of memory")
+    assert len(printed) == 1
+    assert "RuntimeError: out of memory" in printed[0]
+
+
 def test_a_fault_of_ours_is_raised_where_the_run_can_see_it(tmp_path: Path) -> None:
     class Broken(Disk):
         def touch(self, what: str, path: Path) -> None:

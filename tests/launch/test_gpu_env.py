@@ -68,6 +68,15 @@ def test_a_worker_runs_near_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert gpu_env.cpus_near_gpu({"CUDA_VISIBLE_DEVICES": "1"}, 5) == {last}, "srun --gpus-per-task=1"
     assert gpu_env.cpus_near_gpu({"CUDA_VISIBLE_DEVICES": "GPU-8f3a"}, 0) == frozenset()
     assert gpu_env.cpus_near_gpu({}, 2) == frozenset()
+    # A job's cgroup lets it open the second GPU only, which it sees as number 0.
+    for minor, address in enumerate(("0000:1b:00.0", "0000:ca:00.0")):
+        lines = f"Model: \t H100\nGPU UUID: \t GPU-{minor}f3a\nDevice Minor: \t {minor}\n"
+        (tmp_path / "gpus" / address / "information").write_text(lines)
+    monkeypatch.setattr(gpu_env, "DEVICE_FILES", tmp_path)
+    (tmp_path / "nvidia1").touch()
+    assert gpu_env.cpus_near_gpu({"CUDA_VISIBLE_DEVICES": "0"}, 3) == {last}
+    assert gpu_env.cpus_near_gpu({"CUDA_VISIBLE_DEVICES": "GPU-1f"}, 3) == {last}
+    assert gpu_env.cpus_near_gpu({"CUDA_VISIBLE_DEVICES": "GPU-0f"}, 3) == frozenset()
     program = "import os, resource; print(sorted(os.sched_getaffinity(0)), resource.getrlimit(resource.RLIMIT_NOFILE))"
     log = tmp_path / "log"
     worker = Worker(1, (sys.executable, "-c", program), dict(os.environ), log, frozenset({last}))

@@ -1,6 +1,7 @@
 """The groups behind the axes of a mesh: the right ranks, few of them, and the same on every rank."""
 
 import datetime
+import threading
 
 import pytest
 import torch
@@ -119,6 +120,23 @@ def test_a_failing_rank_does_not_wait_for_kernels_of_the_others(
         assert "RuntimeError: out of memory" in calls[1]
     else:
         assert calls == ["destroy", "destroy"]
+
+
+def test_an_abort_that_hangs_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, statuses = threading.Event(), list[int]()
+
+    def end(status: int) -> None:
+        statuses.append(status)
+        ended.set()
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(mesh_file.os, "_exit", end)
+    monkeypatch.setattr(mesh_file, "ABORT_SECONDS", 0.01)
+    monkeypatch.setattr(mesh_file, "_abort_process_group", lambda: ended.wait(30))
+    with pytest.raises(RuntimeError, match="out of memory"), leaving_process_group():
+        raise RuntimeError("out of memory")
+    assert statuses == [1]
 
 
 def connected(degrees: Degrees) -> list[str]:

@@ -8,7 +8,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from xscale.mesh.mesh import attempt_store, listener_of_store
+from xscale.core.errors import ConfigError
+from xscale.mesh.rendezvous import attempt_store, claim_gpu, listener_of_store
 
 
 def attempt(store: dist.Store, world: int, late: int = 0) -> list[str]:
@@ -68,3 +69,13 @@ def test_a_rank_that_does_not_come() -> None:
     store.set("attempt", "old")
     with pytest.raises(TimeoutError, match="rank 1 waited 0 s for the others to start"):
         attempt_store(store, 1, 2, timedelta(seconds=0.2))
+
+
+def test_two_ranks_of_an_attempt_have_different_gpus() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    first, again = dist.PrefixStore("first", store), dist.PrefixStore("again", store)  # type: ignore[attr-defined]
+    for attempt in (first, again):
+        claim_gpu(attempt, "GPU-1")
+        claim_gpu(attempt, "GPU-2")
+    with pytest.raises(ConfigError, match=r"another process of this run computes on the same GPU \(GPU-2\)"):
+        claim_gpu(again, "GPU-2")

@@ -5,8 +5,10 @@ At most one save is in flight, on a process group of its own, so that its messag
 
 import errno
 import queue
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -195,11 +197,17 @@ class AsyncSaver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for the last save; after a failure of the run only ABANDON_SECONDS, since a lost rank never answers."""
+        """Wait for the last save; after a failure of the run only ABANDON_SECONDS, since a lost rank never answers.
+
+        The traceback comes first, as the launcher may kill this rank before the wait is over.
+        """
         if error is None:
             self.close()
-        else:
-            self._join(ABANDON_SECONDS)
+            return
+        if self._thread is not None and self._thread.is_alive():
+            traceback.print_exception(error)
+            sys.stderr.flush()
+        self._join(ABANDON_SECONDS)
 
     def _in_flight(self) -> bool:
         """Whether any rank still writes to disk; asked over the default group, as the threads may use the other."""

@@ -2,16 +2,13 @@
 
 import contextlib
 import datetime
-import errno
-import ipaddress
-import socket
-import time
+import os
+import sys
+import threading
 import traceback
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,36 +20,8 @@ from xscale.core.errors import ConfigError
 from xscale.mesh.axes import DENSE_AXES, EXPERT_AXES, Degrees
 from xscale.mesh.collectives import SharedCounter
 from xscale.mesh.environment import RankInfo, rendezvous_to_serve
-from xscale.mesh.torch_private import PrefixStore, Store, _abort_process_group, _resolve_process_group
-
-POLL_SECONDS, LONGEST_POLL_SECONDS = 0.05, 1.0
-"""A rank that waits for the others asks the store again after this time, each time twice as long."""
-
-
-def attempt_store(store: Store, rank: int, world: int, timeout: timedelta) -> Store:
-    """Return a prefix of the store that only this attempt uses. Collective; TimeoutError when a rank is missing.
-
-    Rank 0 publishes a new prefix and closes it with the tokens of the ranks that answered. A rank that reads the prefix
-    of an earlier attempt does not find its own token there and tries again.
-
-    The store may contain keys of earlier attempts: torchrun's agent keeps it over restarts, and a rank that reads the
-    address of a dead rank there would wait for it.
-    """
-    token = uuid.uuid4().hex
-    if rank == 0:
-        store.set("attempt", token)
-        answers = [store.get(f"{token}/{other}").decode() for other in range(1, world)]
-        store.set(f"{token}/closed", ",".join(answers))
-        return PrefixStore(token, store)
-    end, pause = time.monotonic() + timeout.total_seconds(), POLL_SECONDS
-    while time.monotonic() < end:
-        attempt = store.get("attempt").decode()
-        store.set(f"{attempt}/{rank}", token)
-        if store.check([f"{attempt}/closed"]) and token in store.get(f"{attempt}/closed").decode().split(","):
-            return PrefixStore(attempt, store)
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_POLL_SECONDS)
-    raise TimeoutError(f"rank {rank} waited {timeout.total_seconds():.0f} s for the others to start")
+from xscale.mesh.rendezvous import attempt_store, claim_gpu, gpu_name, listener_of_store
+from xscale.mesh.torch_private import Store, _abort_process_group, _resolve_process_group
 
 
 @dataclass(frozen=True)
@@ -117,7 +86,7 @@ def init_mesh(
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    init_process_group(rank_info, backend, timeout)
+    init_process_group(rank_info, backend, timeout, gpu_name(device))
     on_connected()
     mesh = build_mesh(rank_info, degrees, device, timeout, io_timeout=io_timeout)
     create_communicators(mesh)
@@ -138,8 +107,11 @@ def create_communicators(mesh: Mesh) -> None:
             dist.all_reduce(torch.zeros(1, device=mesh.device), group=group)
 
 
-def init_process_group(rank_info: RankInfo, backend: str, timeout: datetime.timedelta) -> None:
-    """Join the process group of all ranks, at MASTER_ADDR and MASTER_PORT; ConfigError when the port is in use."""
+def init_process_group(rank_info: RankInfo, backend: str, timeout: datetime.timedelta, gpu: str | None = None) -> None:
+    """Join the process group of all ranks, at MASTER_ADDR and MASTER_PORT.
+
+    `gpu`: name of the GPU that this rank alone uses. ConfigError when the port is in use, or the GPU by another rank.
+    """
     if dist.is_initialized():
         return
     rank, world, address = rank_info.rank, rank_info.world, rendezvous_to_serve()
@@ -153,36 +125,14 @@ def init_process_group(rank_info: RankInfo, backend: str, timeout: datetime.time
         else:
             store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timeout))  # type: ignore[attr-defined]
         attempt = attempt_store(store, rank, world, timeout)
+        if gpu is not None:
+            claim_gpu(attempt, gpu)
         dist.init_process_group(backend, store=attempt, rank=rank, world_size=world, timeout=timeout)
     except (dist.DistNetworkError, RuntimeError, OSError) as error:
         if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
             raise
         fix = "Choose another with torchrun's --master-port, or leave it out and let the launcher find a free one."
         raise ConfigError("MASTER_PORT", "the port is in use by another program", fix) from None
-
-
-def listener_of_store(name: str, port: int) -> socket.socket | None:
-    """Listen for the store at the address that MASTER_ADDR is: torch's own socket listens on all interfaces.
-
-    None for the name of a machine, which others may resolve to another of its addresses, and for an address that no
-    interface has.
-    """
-    address = "127.0.0.1" if name == "localhost" else name
-    try:
-        version = ipaddress.ip_address(address).version
-    except ValueError:
-        return None
-    listener = socket.socket(socket.AF_INET if version == 4 else socket.AF_INET6)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(socket.SOMAXCONN)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRNOTAVAIL:
-            return None
-        raise
-    return listener
 
 
 @contextlib.contextmanager
@@ -323,18 +273,28 @@ def destroy_process_group() -> None:
         dist.destroy_process_group()
 
 
+ABORT_SECONDS = 30.0
+"""Aborting a process group that takes longer hangs."""
+
+
 @contextmanager
 def leaving_process_group() -> Iterator[None]:
     """Destroy the process group at the end of the block; after a failure abort it, with the traceback printed first.
 
-    NCCL's kernels in flight wait for this rank's peers, which may never come, and destroying waits for the kernels.
+    NCCL's kernels in flight wait for this rank's peers, which may never come, and destroying waits for the kernels. The
+    process ends if aborting takes longer than ABORT_SECONDS.
     """
     try:
         yield
     except BaseException:
         if dist.is_initialized() and dist.get_backend() == "nccl":
             traceback.print_exc()
+            sys.stderr.flush()
+            bound = threading.Timer(ABORT_SECONDS, os._exit, [1])
+            bound.daemon = True
+            bound.start()
             _abort_process_group()
+            bound.cancel()
         else:
             destroy_process_group()
         raise
