@@ -13,6 +13,8 @@ __all__ = [
     "accumulate_product_",
     "allow_graphs",
     "calls_directly",
+    "cpu_flash_attention",
+    "cpu_flash_attention_backward",
     "foreach_add_",
     "foreach_addcdiv_",
     "foreach_addcmul_",
@@ -59,6 +61,32 @@ def calls_directly(x: torch.Tensor) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch.compiler.is_compiling()
     )
+
+
+def cpu_flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fused attention on a CPU: q [B, H, T, K], k and v [B, G, S, K] -> output and log-sum-exp of the scores.
+
+    The mask [T, S] is added to the scores.
+    """
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask)
+    return out, lse
+
+
+def cpu_flash_attention_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v of `cpu_flash_attention`."""
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    to_q, to_k, to_v = backward(dout, q, k, v, out, lse, 0.0, False, attn_mask=mask)
+    return to_q, to_k, to_v
 
 
 def keeps_graph() -> bool:

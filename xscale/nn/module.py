@@ -44,7 +44,8 @@ AXES: tuple[str, ...] = get_args(Axis)
 
 CHOOSABLE_KERNELS = (
     "adamw", "bias_dropout_residual", "gated_activation", "grouped_gemm", "layernorm", "linear_attention",
-    "linear_cross_entropy", "permute", "rmsnorm", "rope", "router", "squared_norm", "vocab_cross_entropy",
+    "linear_cross_entropy", "packed_attention", "permute", "rmsnorm", "rope", "router", "squared_norm",
+    "vocab_cross_entropy",
 )  # fmt: skip
 """Operators whose implementation a recipe may choose."""
 

@@ -31,10 +31,8 @@ SAVED_OPS = frozenset(
             f"aten::_scaled_dot_product_{name}"
             for name in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
         ),
-        *(
-            f"xscale::{name}"
-            for name in ("block_sparse_attention", "linear_attention", "grouped_gemm", "grouped_plain", "grouped_gated")
-        ),
+        *(f"xscale::{name}" for name in ("block_sparse_attention", "packed_attention", "linear_attention")),
+        *(f"xscale::{name}" for name in ("grouped_gemm", "grouped_plain", "grouped_gated")),
     }
 )
 """Operators whose outputs are saved, by name."""

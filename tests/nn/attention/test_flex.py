@@ -3,6 +3,7 @@
 Without a GPU torch runs its dense reference of FlexAttention. It has a backward, which torch only refuses to call.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -127,6 +128,19 @@ def test_when_the_dense_core_takes_flex() -> None:
     core = Softmax(Softmax.Config(implementation="flex"), dims(), 4, 8)
     with pytest.raises(ConfigError, match="no gradients on a CPU"):
         core(*inputs(20, 20), AttentionMask(20, 20, True))
+
+
+def test_packed_documents_take_flex_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It skips blocks of other documents, where torch's fused attention needs a mask [B, 1, T, T]."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    core, q = Softmax(Softmax.Config(), dims(), 4, 64), torch.zeros(1, 4, 20, 64)
+    documents = torch.zeros(1, 20, dtype=torch.long)
+    packed = AttentionMask(20, 20, True, query_documents=documents, key_documents=documents)
+    assert core._uses_flex(q, packed)
+    assert not core._uses_flex(q, AttentionMask(20, 20, True))
+    assert not core._uses_flex(q.double(), packed)
+    assert not core._uses_flex(q, replace(packed, dropout=0.1)), "FlexAttention has no dropout"
+    assert core.eval()._uses_flex(q, replace(packed, dropout=0.1))
 
 
 @pytest.mark.parametrize("length", [300, 384])

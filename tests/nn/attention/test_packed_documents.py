@@ -1,9 +1,11 @@
-"""Grouped queries over packed documents never make torch compute all scores: what torch's attention is called with.
+"""Packed documents: long ones never make a mask [B, 1, T, T], and grouped queries never make torch compute all scores.
 
 No fused kernel of torch takes a mask and groups of queries at once; its math path would keep scores [B, H, T, T]. The
 tensors are on a CPU and say that they are on a GPU, so that layers decide as there.
 """
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from torch import Tensor
 
 from tests.conformance.made import HEADS, WIDTH, dims, drawn, numbered, ready
 from xscale.core.config import decode
+from xscale.nn.attention import softmax
+from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.tokens import Tokens
 
@@ -67,3 +71,57 @@ def test_without_documents_groups_stay_groups() -> None:
     """Flash knows groups and needs no mask: nothing is repeated."""
     _, calls = attended({}, None, on_gpu=True)
     assert calls == [(False, True)]
+
+
+def test_long_sequences_are_attended_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same output and gradients as with a mask of all pairs."""
+    documents, x = numbered(100, 450, 50), drawn(2, 600, WIDTH).requires_grad_()
+    layer = ready(Attention(decode(Attention.Config, {"heads": HEADS, "kv_heads": 2}), dims()))
+    tokens, above = Tokens.from_ids(torch.zeros_like(documents), documents), drawn(2, 600, WIDTH)
+
+    def both() -> tuple[Tensor, ...]:
+        out = layer(x, tokens)
+        return out, *torch.autograd.grad(out, (x, *layer.parameters()), above)
+
+    monkeypatch.setattr(softmax, "LEAST_PACKED", 600)
+    by_mask = both()
+    monkeypatch.setattr(softmax, "LEAST_PACKED", 599)
+    monkeypatch.setattr(AttentionMask, "allowed", property(lambda mask: pytest.fail("a mask of all pairs")))
+    for ours, expected in zip(both(), by_mask, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-11)
+
+
+PEAK = """
+import sys, torch
+from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.attention.softmax import Softmax
+from xscale.nn.dims import Dims
+torch.set_num_threads(1)
+core = Softmax(Softmax.Config(), Dims(width=256, depth=1, vocabulary=9, length=8192, causal=True), 4, 64)
+def run(length, packed):
+    q, k, v = (torch.randn(1, 4, length, 64, requires_grad=True) for _ in range(3))
+    documents = (torch.arange(length) * 8 // length)[None] if packed else None
+    mask = AttentionMask(length, length, True, query_documents=documents, key_documents=documents)
+    torch.autograd.grad(core(q, k, v, mask).sum(), (q, k, v))
+def peak():
+    return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 1024
+run(1024, sys.argv[1] == "packed")
+open("/proc/self/clear_refs", "w").write("5")
+before = peak()
+run(8192, sys.argv[1] == "packed")
+print(peak() - before)
+"""
+
+
+def peak(kind: str) -> float:
+    """MiB by which memory grows in a forward and backward of 8,192 tokens, `packed` or `plain`."""
+    done = subprocess.run([sys.executable, "-c", PEAK, kind], capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is read from Linux's /proc")
+def test_packing_takes_little_memory() -> None:
+    packed, plain = peak("packed"), peak("plain")
+    assert 6 * 8 < plain < 12 * 8, "q, k, v, the output and their gradients take 8 MiB each"
+    assert packed < 1.2 * plain

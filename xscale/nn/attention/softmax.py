@@ -15,6 +15,10 @@ from xscale.nn.attention.ops.relative_blocks import relative_attention, uses_blo
 from xscale.nn.dims import Dims
 from xscale.nn.position.distance_tables import DistanceTables
 from xscale.nn.position.position import POSITIONS, Position
+from xscale_kernels.packed_attention import packed_attention
+
+LEAST_PACKED = 512
+"""Packed sequences of more tokens are attended a block of queries at a time on a CPU; the mask of others is small."""
 
 
 @CORES.register(
@@ -44,12 +48,13 @@ class Softmax(Core):
         """Scores become cap * tanh(score / cap) (Gemma team 2024), by flex or by operators that keep all
         scores; null: no cap."""
         implementation: Literal["auto", "dense", "flex"] = "auto"
-        """dense: torch's fused attention, or operators that keep all scores where they are capped or a position adds to
-        the values; flex: FlexAttention, which takes a bias, a bias by distance as a table, and a position's terms by
-        distance, skips blocks of other documents, and has no gradients on a CPU; auto: on CUDA flex where a position
-        adds a bias by distance, or terms that tell fewer distances apart than there are keys, else dense. Dropout,
-        decoding, cross-attention, prefixes and other terms of a position always use dense; the ring of context
-        parallelism has operators of its own."""
+        """dense: torch's fused attention, a block of queries at a time in packed documents on a CPU, or operators that
+        keep all scores where they are capped or a position adds to the values; flex: FlexAttention, which takes a bias,
+        a bias by distance as a table, and a position's terms by distance, skips blocks of other documents, and has no
+        gradients on a CPU; auto: on CUDA flex where documents are packed, where a position adds a bias by distance, or
+        terms that tell fewer distances apart than there are keys, else dense. Dropout, decoding, cross-attention,
+        prefixes and other terms of a position always use dense, whose mask of packed documents is [B, 1, T, T]; the
+        ring of context parallelism has operators of its own."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)
@@ -76,6 +81,10 @@ class Softmax(Core):
         dropout = mask.dropout if self.training else 0.0
         if mask.is_only_causal:
             return self.random.attention(q, k, v, dropout, is_causal=mask.causal)
+        if mask.query_documents is not None and _is_long_and_packed(q, v, mask, dropout):
+            kernel = self.kernel_choices.get("packed_attention")
+            documents = mask.query_documents.to(q.device)
+            return packed_attention(q, k, v, documents, causal=mask.causal, implementation=kernel)
         attn_mask = mask.allowed if mask.allowed is None else mask.allowed.to(q.device)
         bias = mask.score_bias(q, k)
         if bias is not None:
@@ -112,7 +121,7 @@ class Softmax(Core):
             # The tables have a column for each distance, for each query or key.
             reach = terms.position.reach
             return reach is not None and reach * (1 if mask.causal else 2) < mask.keys
-        return mask.relative_bias is not None
+        return mask.relative_bias is not None or mask.query_documents is not None
 
     def _uses_blocks(self, q: Tensor, k: Tensor, mask: AttentionMask) -> bool:
         """Return whether to attend a block of queries at a time, where relative positions have terms of the scores."""
@@ -132,3 +141,11 @@ class Softmax(Core):
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         return 2.0 * heads * queries * keys * head_width / (2 if self.causal else 1)
+
+
+def _is_long_and_packed(q: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> bool:
+    """Return whether only documents, and causal order, hide keys of a long sequence on a CPU from itself."""
+    is_biased = any(bias is not None for bias in (mask.bias, mask.relative_bias, mask.position_terms))
+    is_cut = mask.key_prefix is not None or mask.observed is not None or mask.query_documents is not mask.key_documents
+    is_long = mask.queries == mask.keys > LEAST_PACKED and q.device.type == "cpu"
+    return is_long and not (is_biased or is_cut or dropout) and v.shape[-1] == q.shape[-1]

@@ -1,0 +1,153 @@
+"""packed_attention: softmax(q k^T / sqrt(K)) v (Vaswani et al. 2017, equation 1) within the documents of a sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from xscale_kernels import refusals
+from xscale_kernels.rows import wide
+from xscale_kernels.select import Implementation, choose, use_reference
+
+
+def reference_forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output [B, H, T, K] and log-sum-exp of the scores [B, H, T], through all scores."""
+    weights, scores, values = _reference_weights(q, k, v, documents, causal)
+    return (weights @ values).to(q.dtype), scores.logsumexp(-1)
+
+
+def reference_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, documents: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        weights, _, values = _reference_weights(*inputs, documents, causal)
+        mixed = (weights @ values).to(q.dtype)
+    to_q, to_k, to_v = torch.autograd.grad(mixed, inputs, dout)
+    return to_q, to_k, to_v
+
+
+def _reference_weights(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights and scores [B, H, T, T], and the values of each head [B, H, T, K]."""
+    compute, share = wide(q.dtype), q.shape[1] // k.shape[1]
+    keys, values = (x.to(compute).repeat_interleave(share, 1) for x in (k, v))
+    scores = q.to(compute) @ keys.mT * q.shape[3] ** -0.5
+    seen = documents[:, None, :, None] == documents[:, None, None, :]
+    seen = seen.tril() if causal else seen
+    scores = scores.masked_fill(~seen, float("-inf"))
+    return scores.softmax(-1), scores, values
+
+
+def _cpu(q: Tensor, k: Tensor, v: Tensor, *_: object) -> str | None:
+    reason = refusals.unless_cpu(q)
+    if reason is None and v.shape[3] != q.shape[3]:
+        return "torch's fused attention takes values as wide as the keys"
+    if reason is None and not q.numel():
+        return "torch's fused attention takes no empty tensors"
+    return reason
+
+
+_HERE = "xscale_kernels.packed_attention"
+IMPLEMENTATIONS = (
+    Implementation("cpu", f"{_HERE}.cpu", _cpu),
+    Implementation("reference", f"{_HERE}.op", refusals.never, prefix="reference_"),
+)
+
+
+@torch.library.custom_op("xscale::packed_attention", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, causal: bool, implementation: str
+) -> tuple[Tensor, Tensor]:
+    choice = choose("packed_attention", IMPLEMENTATIONS, implementation, q, k, v)
+    out: tuple[Tensor, Tensor] = choice.implementation.function("forward")(q, k, v, documents, causal)
+    return out
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide(q.dtype))
+
+
+@torch.library.custom_op("xscale::packed_attention_backward", mutates_args=())
+def _back(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    documents: Tensor,
+    causal: bool,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    choice = choose("packed_attention (backward)", IMPLEMENTATIONS, implementation, q, k, v)
+    gradients: tuple[Tensor, Tensor, Tensor]
+    gradients = choice.implementation.function("backward")(q, k, v, out, lse, dout, documents, causal)
+    return gradients
+
+
+@_back.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, documents, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, *output, documents)
+
+
+def _backward(ctx: Any, dout: Tensor, _: Any) -> tuple[Any, ...]:
+    q, k, v, out, lse, documents = ctx.saved_tensors
+    return *_back(q, k, v, out, lse, dout, documents, *ctx.settings), None, None, None
+
+
+_forward.register_autograd(_backward, setup_context=_keep)
+
+
+def _pairs(q: Any, causal: bool) -> int:
+    """Pairs of a query and a key if all tokens are of one document: where documents end is not known here."""
+    B, H, T, _ = q
+    return int(B * H * T * (T + 1) // 2 if causal else B * H * T * T)
+
+
+@register_flop_formula(torch.ops.xscale.packed_attention)
+def _forward_flops(q: Any, k: Any, v: Any, documents: Any, causal: bool, *_: Any, **__: Any) -> int:
+    return 2 * _pairs(q, causal) * int(q[3] + v[3])
+
+
+@register_flop_formula(torch.ops.xscale.packed_attention_backward)
+def _backward_flops(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, documents: Any, causal: bool, *_: Any, **__: Any
+) -> int:
+    return 2 * _pairs(q, causal) * int(3 * q[3] + 2 * v[3])
+
+
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, *, causal: bool, implementation: str | None = None
+) -> Tensor:
+    """softmax(q k^T / sqrt(K)) v, where a token sees the tokens of its own document only.
+
+    q: [B, H, T, K]. k: [B, G, T, K]. v: [B, G, T, M]; H is a multiple of G, and each kv head is shared by H / G
+    consecutive query heads. documents: [B, T] int, equal for the tokens of a document. causal: a token sees no later
+    ones. Returns [B, H, T, M]. Gradients reach q, k and v.
+
+    Raises ValueError for shapes that do not fit, UnusableError when the named implementation refuses.
+    """
+    fits = q.dim() == 4 and k.shape[0::2] == v.shape[0::2] == q.shape[0::2] and k.shape[1] == v.shape[1]
+    if not fits or k.shape[3] != q.shape[3] or documents.shape != (q.shape[0], q.shape[2]):
+        raise ValueError(
+            "packed_attention takes q [B, H, T, K], k [B, G, T, K], v [B, G, T, M] and documents [B, T], got "
+            f"{[*q.shape]}, {[*k.shape]}, {[*v.shape]} and {[*documents.shape]}"
+        )
+    if q.shape[1] % max(k.shape[1], 1):
+        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} kv_heads")
+    if use_reference(implementation):
+        return reference_forward(q, k, v, documents, causal)[0]
+    out: Tensor = _forward(q, k, v, documents, causal, implementation or "")[0]
+    return out
