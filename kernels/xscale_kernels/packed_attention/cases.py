@@ -23,7 +23,7 @@ def draw(pick: Pick) -> Example:
 
     return Example(
         run=run,
-        exact=lambda *tensors: run(*tensors, implementation="reference"),
+        exact=lambda q, k, v, documents: run(q, k, v, documents, implementation="reference"),
         tensors=(pick.normal(B, H, T, K), pick.normal(B, G, T, K), pick.normal(B, G, T, K)),
         given=(pick.integers(4, B, T).sort(1).values,),
         slack=10.0,

@@ -30,8 +30,14 @@ def _blocks(documents: Tensor, causal: bool, like: Tensor) -> Iterator[tuple[sli
         yield queries, keys, mask
 
 
+def _aligned(x: Tensor) -> Tensor:
+    """Copy x unless the channels of a head are adjacent, as the fused kernel takes them to be."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Output [B, H, T, K] and log-sum-exp of the scores [B, H, T]."""
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     for b in range(len(q)):
@@ -47,6 +53,7 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, documents: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; those of k and v are summed over blocks in float32 at least."""
+    q, k, v, dout = _aligned(q), _aligned(k), _aligned(v), _aligned(dout)
     to_q, compute = q.new_empty(q.shape), lse.dtype
     to_k, to_v = (x.new_zeros(x.shape, dtype=compute) for x in (k, v))
     for b in range(len(q)):

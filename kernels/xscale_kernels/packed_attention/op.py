@@ -24,10 +24,10 @@ def reference_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     with torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        weights, _, values = _reference_weights(*inputs, documents, causal)
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        weights, _, values = _reference_weights(q, k, v, documents, causal)
         mixed = (weights @ values).to(q.dtype)
-    to_q, to_k, to_v = torch.autograd.grad(mixed, inputs, dout)
+    to_q, to_k, to_v = torch.autograd.grad(mixed, (q, k, v), dout)
     return to_q, to_k, to_v
 
 
