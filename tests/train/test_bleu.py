@@ -35,21 +35,26 @@ def test_texts_are_those_that_beam_search_writes(tmp_path: Path, monkeypatch: py
         return float(len(compared)), "signature"
 
     monkeypatch.setattr(bleu, "corpus_bleu", corpus_bleu)
-    output = call("eval", tmp_path / "run", "--bleu", "--beams", 2, "--data", file, "--sequences", 5)
+    output = call(
+        "eval", tmp_path / "run", "--bleu", "--beams", 2, "--length-penalty", 2, "--data", file, "--sequences", 5
+    )
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
     assert result == {"step": 4, "pairs": 5, "bleu": 2.0, "source_bleu": 3.0, "signature": "signature"}
     rows = [json.loads(line) for line in Path(file).read_text().splitlines()][:5]
     # The first two sources are truncated before their end.
     prompts = [row["code"][:19] for row in rows]
     references = [row["doc"] for row in rows]
-    written = [generate_text(tmp_path / "run", prompt, 12, 0.0, None, 0, beams=2) for prompt in prompts]
+    written = [
+        generate_text(tmp_path / "run", prompt, 12, 0.0, None, 0, beams=2, length_penalty=2) for prompt in prompts
+    ]
     assert compared[1:] == [(written, references), ([row["code"] for row in rows], references)]
     assert any(written)
 
 
 def test_what_has_no_bleu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"--beams: it is that of the search for BLEU"):
-        call("eval", tmp_path, "--beams", 2)
+    for option, value in (("--beams", 2), ("--length-penalty", 0), ("--penalty-form", "power")):
+        with pytest.raises(ConfigError, match=rf"{option}: it is that of the search for BLEU"):
+            call("eval", tmp_path, option, value)
     assert run(recipe(tmp_path, train={"steps": 1})) == EXIT_DONE
     with pytest.raises(ConfigError, match=r"--bleu: the objective causal has no pairs"):
         call("eval", tmp_path / "run", "--bleu")

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from xscale.cli.options import Ema, Json, Plugins, RunFolder, rank_from_launcher
-from xscale.core.errors import ConfigError
+from xscale.cli.options import Ema, Json, LengthPenalty, PenaltyForm, Plugins, RunFolder, rank_from_launcher
+from xscale.core.errors import ConfigError, Problem
 
 
 def evaluate(
@@ -30,6 +30,8 @@ def evaluate(
         bool, typer.Option("--bleu", help="Write the targets of pairs by beam search; print their BLEU (sacrebleu).")
     ] = False,
     beams: Annotated[int | None, typer.Option(min=1, help="With --bleu: beams of the search; default: 4.")] = None,
+    length_penalty: LengthPenalty = None,
+    penalty_form: PenaltyForm = None,
     ema: Ema = False,
     as_json: Json = False,
     plugins: Plugins = False,
@@ -49,12 +51,23 @@ def evaluate(
     if ema and (exits or budgets or bleu):
         what = "is for the loss; --exits, --budgets and --bleu take the weights"
         raise ConfigError("--ema", what, "Give one of them.")
-    if beams is not None and not bleu:
-        raise ConfigError("--beams", "it is that of the search for BLEU", "Add --bleu, or omit it.")
+    search = {"--beams": beams, "--length-penalty": length_penalty, "--penalty-form": penalty_form}
+    if unused := [option for option, value in search.items() if value is not None and not bleu]:
+        what = "it is that of the search for BLEU"
+        raise ConfigError([Problem(option, what, "Add --bleu, or omit it.") for option in unused])
     if bleu:
         from xscale.train.bleu import evaluate_bleu
 
-        print(json.dumps(asdict(evaluate_bleu(run, sequences or None, beams=beams or 4, source=data, plugins=plugins))))
+        score = evaluate_bleu(
+            run,
+            sequences or None,
+            beams=beams or 4,
+            length_penalty=0.6 if length_penalty is None else length_penalty,
+            penalty_form=penalty_form or "wu",
+            source=data,
+            plugins=plugins,
+        )
+        print(json.dumps(asdict(score)))
         return
     if exits:
         _evaluate_exits(run, sequences or None, _numbers(thresholds, "--thresholds"), data, plugins, as_json=as_json)

@@ -1,15 +1,12 @@
 """The command `xscale generate`."""
 
 import sys
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from xscale.cli.options import Ema, Plugins, RunFolder
+from xscale.cli.options import Ema, LengthPenalty, PenaltyForm, Plugins, RunFolder
 from xscale.core.errors import ConfigError, Problem
-
-PenaltyForm = Literal["wu", "power"]
-"""Forms of the length penalty of `xscale.train.beam_search`, which imports torch."""
 
 
 def generate(
@@ -25,14 +22,8 @@ def generate(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Random seed of the sampling; default: 0.")] = None,
     beams: Annotated[int, typer.Option(min=1, help="Beam search with that many beams; 1: sampling.")] = 1,
-    length_penalty: Annotated[
-        float | None,
-        typer.Option(min=0, help="Alpha of the beam search, which favours longer texts; 0: none; default: 0.6."),
-    ] = None,
-    penalty_form: Annotated[
-        PenaltyForm | None,
-        typer.Option(help="Form of that penalty: wu, ((5 + length) / 6)^alpha, or power, length^alpha; default: wu."),
-    ] = None,
+    length_penalty: LengthPenalty = None,
+    penalty_form: PenaltyForm = None,
     exits: Annotated[
         bool,
         typer.Option(

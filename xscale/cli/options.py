@@ -1,7 +1,7 @@
 """Arguments and options that several commands share, and how their values are resolved."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -49,6 +49,15 @@ TensorPrefix = Annotated[str, typer.Option(help="Only tensors whose names start 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Plugins = Annotated[bool, typer.Option("--plugins", help="Import the Python modules that the run's config names.")]
 Ema = Annotated[bool, typer.Option("--ema", help="Use the moving average of the weights, which train.ema_decay keeps.")]
+LengthPenalty = Annotated[
+    float | None,
+    typer.Option(min=0, help="Alpha of the beam search, which favours longer texts; 0: none; default: 0.6."),
+]
+PenaltyForm = Annotated[
+    # As in `xscale.train.beam_search`, which imports torch.
+    Literal["wu", "power"] | None,
+    typer.Option(help="Form of that penalty: wu, ((5 + length) / 6)^alpha, or power, length^alpha; default: wu."),
+]
 Record = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")]
 
 

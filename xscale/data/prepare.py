@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from xscale.core.atomic_write import TEMPORARY_SUFFIX, reporting_full_disk
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.file_lock import FileLock, LockedError
-from xscale.core.file_safety import remove_file, remove_folder
+from xscale.core.file_safety import remove_empty_folder, remove_file, remove_folder
 from xscale.data.blend import open_blend
 from xscale.data.config import DataConfig
 from xscale.data.parallel_map import parallel_map
@@ -149,10 +149,17 @@ def check_unchanged(config: DataConfig, folder: Path) -> None:
         raise ConfigError("data.source", what, fix)
 
 
+LOCK_FILE = "lock"
+
+
 @contextmanager
 def folder_lock(folder: Path, progress: bool) -> Iterator[None]:
-    """Hold the lock of the folder; with `progress`, print a line when another process has it."""
-    with FileLock(folder / "lock") as lock:
+    """Hold the lock of the folder; with `progress`, print a line when another process has it.
+
+    Data that is refused before anything is written leaves neither the lock's file nor the folder, if they are new.
+    """
+    had_folder, had_lock = folder.exists(), (folder / LOCK_FILE).exists()
+    with FileLock(folder / LOCK_FILE) as lock:
         with reporting_full_disk(folder):
             try:
                 lock.acquire()
@@ -161,7 +168,15 @@ def folder_lock(folder: Path, progress: bool) -> Iterator[None]:
                     holder = str(error) or "another process"
                     print(f"waiting for {holder}, which prepares {folder}", file=sys.stderr, flush=True)
                 lock.acquire(math.inf)
-        yield
+        try:
+            yield
+        except ConfigError:
+            if not had_lock and os.listdir(folder) == [LOCK_FILE]:
+                lock.remove()
+                if not had_folder:
+                    path = folder.resolve()
+                    remove_empty_folder(path.parent, path.name)
+            raise
 
 
 T = TypeVar("T")

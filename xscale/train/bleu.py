@@ -13,7 +13,7 @@ from xscale.data.pairs import PairDataset
 from xscale.objective.disco import Disco
 from xscale.parallel import precision
 from xscale.parallel.plan import DTYPES
-from xscale.train.beam_search import beam_search
+from xscale.train.beam_search import PenaltyForm, beam_search
 from xscale.train.distill import DistilledObjective
 from xscale.train.generate import generate, lay_out_matrices
 from xscale.train.load_run import LoadedRun, evaluation_data, load_run
@@ -52,6 +52,7 @@ def evaluate_bleu(
     *,
     beams: int = 4,
     length_penalty: float = 0.6,
+    penalty_form: PenaltyForm = "wu",
     source: str | None = None,
     plugins: bool = False,
 ) -> Bleu:
@@ -73,7 +74,8 @@ def evaluate_bleu(
         texts = [_pair(dataset, index) for index in range(data.count(sequences))]
         objective = data.objective
     decode = loaded.tokenizer.decode
-    hypotheses = _written(loaded, objective, [ids for ids, _ in texts], beams, length_penalty)
+    penalty: dict[str, Any] = {"length_penalty": length_penalty, "penalty_form": penalty_form}
+    hypotheses = _written(loaded, objective, [ids for ids, _ in texts], beams, penalty)
     references = [decode(target) for _, target in texts]
     score, signature = corpus_bleu([decode(ids) for ids in hypotheses], references)
     of_sources, _ = corpus_bleu([decode(ids) for ids, _ in texts], references)
@@ -126,7 +128,7 @@ def _pair(dataset: PairDataset | BlendedDataset, index: int) -> tuple[list[int],
 
 
 def _written(
-    loaded: LoadedRun, objective: Any, sources: list[list[int]], beams: int, length_penalty: float
+    loaded: LoadedRun, objective: Any, sources: list[list[int]], beams: int, penalty: dict[str, Any]
 ) -> list[tuple[int, ...]]:
     """Search the target of each source, which is truncated as in training."""
     settings, device = loaded.settings, loaded.mesh.device
@@ -147,7 +149,7 @@ def _written(
                 settings.data.target_length,
                 end=loaded.tokenizer.eos,
                 beams=beams,
-                length_penalty=length_penalty,
+                **penalty,
                 source=torch.tensor(read, device=device),
                 window=settings.data.sequence_length,
             )
