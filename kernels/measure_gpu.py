@@ -51,6 +51,12 @@ def operators() -> list[str]:
     return sorted(path.parent.name for path in (ROOT / "kernels/xscale_kernels").glob("*/op.py"))
 
 
+def runs_on_gpu(operator: str) -> bool:
+    """Whether an operator has an implementation besides its definition and one for a CPU."""
+    names = {path.name for path in (ROOT / "kernels/xscale_kernels" / operator).glob("*.py")}
+    return not names <= {"__init__.py", "cases.py", "cpu.py", "op.py"}
+
+
 def last_json(text: str) -> Any:
     """Parse the last line that is a JSON object."""
     objects = [line for line in text.splitlines() if line.startswith("{")]
@@ -95,6 +101,8 @@ def steps(folder: Path) -> list[GpuStep]:
     gpu_steps.append(GpuStep("tests", "test-rest", (*pytest, *remaining_tests), 420, tested, concurrent=True))
     record = ("--device", "cuda", "--record", "--into", str(folder / "results"), "--plot", str(folder / "plots"))
     for operator in operators():
+        if not runs_on_gpu(operator):
+            continue
         against = ("--against", "sdpa,eager" if "attention" in operator else "eager")
         gpu_steps.append(GpuStep("ops", f"bench-{operator}", (*BENCH, operator, *against, *record), 120))
     parts = (PYTHON, "-m", "xscale_kernels.bench.parts")

@@ -304,8 +304,12 @@ def test_random_numbers_only_where_declared(entry: Entry[Any]) -> None:
 def test_one_query_at_a_time_gives_the_same(entry: Entry[Any]) -> None:
     part, (q, k, v) = core(entry), qkv(groups=2)
     whole = run(part, q, k, v)
-    for first, last in [(0, 1), (0, 100), (63, 64), (64, 65), (65, 66), (100, 107), (200, 300), (299, 300)]:
-        mask = AttentionMask(last - first, last, True, offset=first)
+    spans = [(0, 1), (0, 100), (63, 64), (64, 65), (65, 66), (100, 107), (200, 300), (299, 300)]
+    cache: dict[str, Tensor] | None = None
+    if part.keeps_state:
+        spans, cache = [(0, 1), (1, 63), (63, 64), (64, 65), (65, 66), (66, 299), (299, 300)], {}
+    for first, last in spans:
+        mask = AttentionMask(last - first, last, True, offset=first, cache=cache)
         some = run(part, q[:, :, first:last], k[:, :, :last], v[:, :, :last], mask=mask)
         assert close(some, whole[:, :, first:last]), f"queries {first} to {last} over a cache"
 
@@ -349,10 +353,12 @@ def test_scores_are_handed_on_where_declared(entry: Entry[Any]) -> None:
             assert close(edge.scores[:, :, :cut][..., seen], scores[:, :, :cut][..., seen]), "handed-on scores leak"
             assert not close(changed[:, :, cut:], whole[:, :, cut:])
         if entry.traits.decode:
-            q, k, v = inputs
-            mask = AttentionMask(40, 140, True, offset=100, score_edge=ScoreEdge(previous[:, :, 100:140, :140]))
-            some = run(part, q[:, :, 100:140], k[:, :, :140], v[:, :, :140], mask=mask)
-            assert close(some, whole[:, :, 100:140]), "queries over a cache, with their rows of scores"
+            (q, k, v), cache = inputs, {}  # type: ignore[var-annotated]
+            for first, last in ((0, 100), (100, 140)):
+                edge, span = ScoreEdge(previous[:, :, first:last, :last]), slice(first, last)
+                mask = AttentionMask(last - first, last, True, offset=first, score_edge=edge, cache=cache)
+                some = run(part, q[:, :, span], k[:, :, :last], v[:, :, :last], mask=mask)
+                assert close(some, whole[:, :, span]), "queries over a cache, with their rows of scores"
 
 
 @each(CORES)

@@ -106,11 +106,12 @@ def encoder_decoder(**model: Any) -> nn.Module:
     return model_of({"kind": "encoder_decoder", "width": 32, "encoder": stack, "decoder": stack, **model}).eval()
 
 
-EVOLVING = {"kind": "attention", "heads": 4, "core": "evolving"}
+EVOLVING, NPRF, PLAIN = ({"kind": "attention", "heads": 4, "core": core} for core in ("evolving", "nprf", "softmax"))
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "transparent": {"transparent": True},
-    "not_incremental": {"decoder": {"depth": 1, "block": {**BLOCK, "mixer": EVOLVING}}},
+    "state of a core": {"decoder": {"depth": 2, "block": {**BLOCK, "mixer": EVOLVING}}},
+    "not_incremental": {"decoder": {"depth": 1, "block": {**BLOCK, "mixer": NPRF, "cross": PLAIN}}},
 }
 
 

@@ -218,12 +218,12 @@ def test_reused_cross_attention_keeps_pairs_apart() -> None:
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder_decoder"])
-@pytest.mark.parametrize("lazy", [False, True])
-def test_decoding_over_a_cache_is_the_parallel_form(kind: str, lazy: bool) -> None:
-    built = model(kind, LAZY if lazy else REAL, REUSED if lazy else ())
+@pytest.mark.parametrize("core", [REAL, LAZY, EVOLVING], ids=["realformer", "lazyformer", "evolving"])
+def test_decoding_over_a_cache_is_the_parallel_form(kind: str, core: dict[str, Any]) -> None:
+    built = model(kind, core, REUSED if core is LAZY else ())
     source = {"source": Tokens.from_ids(ids(5, seed=1))} if kind == "encoder_decoder" else {}
     whole, cache, rows = built(Tokens.from_ids(ids()), **source), {}, []  # type: ignore[var-annotated]
-    for first, last in [(0, 4), (4, 5), (5, 9)]:
+    for first, last in [(0, 4), (4, 5), (5, 6), (6, 9)]:
         positions = torch.arange(first, last).expand(2, -1)
         rows.append(built(Tokens(ids=ids()[:, first:last], positions=positions, cache=cache), **source))
     assert close(torch.cat(rows, 1), whole)

@@ -66,6 +66,8 @@ class Core(Part):
     """Heads that form a unit: parallelism gives each rank a multiple of it."""
     set_by_mixer: ClassVar[tuple[str, Any, str] | None] = None
     """A key of the config, a value, and the kind of the only mixer that can hold the core with it, and sets it."""
+    keeps_state: ClassVar[bool] = False
+    """Whether it keeps more than keys and values during generation, in `AttentionMask.cache`: queries come in order."""
     uses_relative_bias = False
     """Whether the mixer passes a bias on relative positions as `AttentionMask.relative_bias`, without materialising it
     for every score."""

@@ -7,6 +7,7 @@ S and A [B, H, T, S] are scores before mask and softmax; the convolution is 3 x 
 as channels. Scores that the mask hides are 0 to it. In a causal model its taps of later queries are left out.
 """
 
+import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
@@ -32,12 +33,14 @@ TAPS = 3
         cost="2*T*S*K + 9*H*T*S",
         dropout=True,
         documents=True,
+        decode=True,
         previous_scores=True,
     ),
 )
 class Evolving(ScoreCore):
     kernel: Parameter
     kernel_bias: Parameter
+    keeps_state = True
 
     class Config(Core.Config):
         alpha: float = Field(default=0.1, ge=0, le=1)
@@ -59,18 +62,28 @@ class Evolving(ScoreCore):
         if previous is not None:
             scores = self.alpha * previous + (1 - self.alpha) * scores
         visible = scores if mask.allowed is None else scores.masked_fill(~mask.allowed.to(scores.device), 0.0)
-        return self.beta * F.relu(self._convolve(visible, mask.query_documents)) + (1 - self.beta) * scores
+        before = None
+        if mask.cache is not None:
+            # In a decoder the convolution reads one query before; keys that are new since then are hidden from it.
+            before, mask.cache["last_row"] = mask.cache.get("last_row"), visible[:, :, -1:].clone()
+        return self.beta * F.relu(self._convolve(visible, mask.query_documents, before)) + (1 - self.beta) * scores
 
-    def _convolve(self, visible: Tensor, documents: Tensor | None) -> Tensor:
-        """Convolve scores [B, H, T, S], 0 where hidden, of queries in `documents` [B, T]; None: in one."""
+    def _convolve(self, visible: Tensor, documents: Tensor | None, last_row: Tensor | None) -> Tensor:
+        """Convolve scores [B, H, T, S], 0 where hidden, of queries in `documents` [B, T]; None: in one.
+
+        `last_row` [B, H, 1, S or less] has the scores of the query before the first; None: there is none.
+        """
         kernel, bias = (self.use(parameter).to(visible.dtype) for parameter in (self.kernel, self.kernel_bias))
         before, behind = TAPS // 2, self.rows - 1 - TAPS // 2
+        if last_row is not None:
+            last_row = F.pad(last_row, (0, visible.shape[3] - last_row.shape[3]))
+            visible, before = torch.cat((last_row, visible), 2), 0
         around = F.pad(visible, (TAPS // 2, TAPS // 2, before, behind))  # [B, H, T + rows - 1, S + 2]
         if documents is None:
             return F.conv2d(around, kernel, bias)
         # The corner of a document's map touches that of the next one, so each row of taps stays in its document.
-        length = documents.shape[1]
-        convolved = bias[:, None, None].expand_as(visible)
+        length, before = documents.shape[1], TAPS // 2
+        convolved = bias[:, None, None]
         for row in range(self.rows):
             apart = F.pad(documents, (before, behind), value=-1).narrow(1, row, length) != documents  # [B, T]
             neighbours = around.narrow(2, row, length).masked_fill(apart[:, None, :, None], 0.0)

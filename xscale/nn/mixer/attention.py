@@ -230,9 +230,15 @@ class Attention(Mixer):
                 k, v = tokens.cache.setdefault(self.path, KvCache()).append(k, v)
         if self.query_factor is not None:
             q = q * self.query_factor
-        mask = self.make_mask(q, k, tokens, key_tokens)
-        mask = mask if edge is None else replace(mask, score_edge=edge)
+        mask = self.with_state(self.make_mask(q, k, tokens, key_tokens), tokens, edge)
         return self.project_output(self.attend_input(x, tokens, q, k, v, mask))
+
+    def with_state(self, mask: AttentionMask, tokens: Tokens, edge: ScoreEdge | None) -> AttentionMask:
+        """Return the mask with the scores that blocks hand on, and the core's state during generation."""
+        mask = mask if edge is None else replace(mask, score_edge=edge)
+        if not self.core.keeps_state or tokens.cache is None:
+            return mask
+        return replace(mask, cache=tokens.cache.setdefault(f"{self.path}.core", {}))
 
     def project(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, H, T, K] of x [B, T, D], keys and values [B, G, S, K] of `memory` [B, S, D]; None: x."""

@@ -6,7 +6,6 @@ A head is the vector m_h, which weighs the shared channels; there may be fewer o
 Generation caches the keys of all heads once.
 """
 
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 import torch.nn.functional as F
@@ -130,9 +129,7 @@ class Collaborative(Attention):
         key_tokens = source if source is not None and self.cross else tokens
         assert self.query_factor is not None
         q, k, v = q * self.query_factor, k.expand(-1, q.shape[1], -1, -1), self._pad(v)
-        mask = self.make_mask(q, k, tokens, key_tokens)
-        if edge is not None:
-            mask = replace(mask, score_edge=edge)
+        mask = self.with_state(self.make_mask(q, k, tokens, key_tokens), tokens, edge)
         return self.project_output(self.attend_input(x, tokens, q, k, v, mask)[..., : self.head_width])
 
     def _keys(self, x: Tensor, shared: Tensor | None = None) -> tuple[Tensor, Tensor]:

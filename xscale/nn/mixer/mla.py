@@ -6,7 +6,6 @@
 The rotated part of the keys is the same for all heads. Generation caches c and rope(W_kr h), of all heads together.
 """
 
-from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -140,9 +139,7 @@ class Mla(Attention):
         k, v = self._expand(latent[:, 0], rotated)
         if self.query_factor is not None:
             q = q * self.query_factor
-        mask = self.make_mask(q, k, tokens, tokens)
-        if edge is not None:
-            mask = replace(mask, score_edge=edge)
+        mask = self.with_state(self.make_mask(q, k, tokens, tokens), tokens, edge)
         return self.project_output(self.attend_input(x, tokens, q, k, v, mask)[..., : self.value_width])
 
     @property

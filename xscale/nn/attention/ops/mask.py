@@ -67,6 +67,8 @@ class AttentionMask:
     score_edge: ScoreEdge | None = None
     """Scores from the previous block and for the next, for cores with the trait `previous_scores`; None: not in a
     stack that hands them on."""
+    cache: dict[str, Tensor] | None = None
+    """State of a core between the calls of a generation, for cores that `keeps_state`; None: all queries are here."""
     prior_state: Callable[[Tensor], Tensor] | None = None
     """Context parallelism: local state [B, G, F, K] of the last document's keys -> state of all earlier shards. A seam
     for a shard of a causal sequence, called by cores that carry the past as a state."""
