@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.conformance import test_core as suite
+from tests.conformance import test_core_scores as scores_suite
 from xscale.core.registry import Entry, Family
 from xscale.nn.attention.core import Core, CoreTraits
 from xscale.nn.attention.ops.mask import AttentionMask
@@ -204,7 +205,7 @@ CHECKS: list[Check] = [
     suite.test_terms_of_a_position_count,
     suite.test_random_numbers_only_where_declared,
     suite.test_one_query_at_a_time_gives_the_same,
-    suite.test_scores_are_handed_on_where_declared,
+    scores_suite.test_scores_are_handed_on_where_declared,
     suite.test_a_sequence_can_be_spread_as_declared,
     suite.test_gradients_fit_differences,
 ]
@@ -238,10 +239,10 @@ def test_an_honest_core_passes(check: Check) -> None:
         (Dice, {}, suite.test_random_numbers_only_where_declared),
         (Written, {"random": True}, suite.test_random_numbers_only_where_declared),
         (CountsQueries, {}, suite.test_one_query_at_a_time_gives_the_same),
-        (Residual, {}, suite.test_scores_are_handed_on_where_declared),
-        (Written, {"previous_scores": True}, suite.test_scores_are_handed_on_where_declared),
-        (KeepsScores, {"previous_scores": True}, suite.test_scores_are_handed_on_where_declared),
-        (ShiftedScores, {"previous_scores": True}, suite.test_scores_are_handed_on_where_declared),
+        (Residual, {}, scores_suite.test_scores_are_handed_on_where_declared),
+        (Written, {"previous_scores": True}, scores_suite.test_scores_are_handed_on_where_declared),
+        (KeepsScores, {"previous_scores": True}, scores_suite.test_scores_are_handed_on_where_declared),
+        (ShiftedScores, {"previous_scores": True}, scores_suite.test_scores_are_handed_on_where_declared),
         (Written, {"per_head": False}, suite.test_a_sequence_can_be_spread_as_declared),
         (Written, {"exact": False}, suite.test_a_sequence_can_be_spread_as_declared),
         (Detached, {}, suite.test_gradients_fit_differences),
@@ -253,7 +254,7 @@ def test_a_cheat_is_caught(part: type[Core], changes: dict[str, Any], check: Che
 
 
 def test_a_core_that_adds_the_previous_scores_passes() -> None:
-    suite.test_scores_are_handed_on_where_declared(registered(Residual, previous_scores=True))
+    scores_suite.test_scores_are_handed_on_where_declared(registered(Residual, previous_scores=True))
 
 
 def test_a_core_that_misses_keys_is_caught() -> None:

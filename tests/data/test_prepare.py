@@ -244,22 +244,6 @@ def test_a_blank_corpus_is_refused(tmp_path: Path) -> None:
         quiet(config)
 
 
-def test_a_tokenizer_that_cannot_be_trained_leaves_no_lock(tmp_path: Path) -> None:
-    config = text_config(tmp_path, documents=2, tokenizer=SentencePiece.Config(vocabulary=60000))
-    folder = prepared_folder(config)
-    with pytest.raises(ConfigError, match=r"data\.tokenizer"):
-        quiet(config)
-    assert not folder.exists()
-    folder.mkdir()
-    with pytest.raises(ConfigError, match=r"data\.tokenizer"):
-        quiet(config)
-    assert list(folder.iterdir()) == []
-    (folder / "note").touch()
-    with pytest.raises(ConfigError, match=r"data\.tokenizer"):
-        quiet(config)
-    assert sorted(path.name for path in folder.iterdir()) == ["lock", "note"]
-
-
 def test_a_corpus_that_changed_is_noticed_and_one_that_is_gone_is_not_needed(tmp_path: Path) -> None:
     config = text_config(tmp_path)
     ready = quiet(config)

@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 
 from tests.data.corpora import text_config
+from xscale.core.errors import ConfigError
 from xscale.data import files
+from xscale.data.prepare import prepare
+from xscale.data.prepared import prepared_folder
 from xscale.data.source.source import ByteRange, document_hash, validation_below
 from xscale.data.source.text import Text
 from xscale.data.tokenizer.sentencepiece import FILE, SentencePiece
@@ -54,3 +57,17 @@ def test_training_leaves_a_tokenizer_in_the_datas_folder(tmp_path: Path) -> None
 def test_a_tokenizer_that_needs_no_training_writes_nothing(tmp_path: Path) -> None:
     assert train_tokenizer(text_config(tmp_path), progress=False).vocabulary == 384
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("before", [None, [], ["lock", "note"]])
+def test_a_tokenizer_that_cannot_be_trained_leaves_what_was_there(tmp_path: Path, before: list[str] | None) -> None:
+    config = text_config(tmp_path, documents=2, tokenizer=SentencePiece.Config(vocabulary=60000))
+    folder = prepared_folder(config)
+    if before is not None:
+        folder.mkdir(parents=True)
+        for name in before:
+            (folder / name).touch()
+    with pytest.raises(ConfigError, match=r"data\.tokenizer"):
+        prepare(config, processes=1, progress=False)
+    assert folder.exists() == (before is not None)
+    assert sorted(path.name for path in folder.glob("*")) == (before or [])

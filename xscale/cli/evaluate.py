@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -56,18 +56,7 @@ def evaluate(
         what = "it is that of the search for BLEU"
         raise ConfigError([Problem(option, what, "Add --bleu, or omit it.") for option in unused])
     if bleu:
-        from xscale.train.bleu import evaluate_bleu
-
-        score = evaluate_bleu(
-            run,
-            sequences or None,
-            beams=beams or 4,
-            length_penalty=0.6 if length_penalty is None else length_penalty,
-            penalty_form=penalty_form or "wu",
-            source=data,
-            plugins=plugins,
-        )
-        print(json.dumps(asdict(score)))
+        _evaluate_bleu(run, sequences or None, beams, length_penalty, penalty_form, data, plugins)
         return
     if exits:
         _evaluate_exits(run, sequences or None, _numbers(thresholds, "--thresholds"), data, plugins, as_json=as_json)
@@ -82,6 +71,30 @@ def evaluate(
     result = evaluate_run(run, sequences or None, source=data, plugins=plugins, ema=ema)
     if read_rank_info().is_rank0:
         print(json.dumps(result))
+
+
+def _evaluate_bleu(
+    run: Path,
+    sequences: int | None,
+    beams: int | None,
+    length_penalty: float | None,
+    penalty_form: Literal["wu", "power"] | None,
+    data: str | None,
+    plugins: bool,
+) -> None:
+    """Print the BLEU of a run on pairs as JSON."""
+    from xscale.train.bleu import evaluate_bleu
+
+    score = evaluate_bleu(
+        run,
+        sequences,
+        beams=beams or 4,
+        length_penalty=0.6 if length_penalty is None else length_penalty,
+        penalty_form=penalty_form or "wu",
+        source=data,
+        plugins=plugins,
+    )
+    print(json.dumps(asdict(score)))
 
 
 def _numbers(text: str | None, option: str) -> list[float] | None:
