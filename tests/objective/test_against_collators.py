@@ -17,7 +17,7 @@ LENGTH = 24
 
 
 class Vocabulary:
-    """What the collators ask of a tokenizer."""
+    """A tokenizer as far as the collators ask."""
 
     mask_token, pad_token_id, padding_side = "[MASK]", SPECIALS.pad, "right"
 

@@ -114,9 +114,11 @@ class BlockConfig(Config):
 class Sublayer(Module):
     """A mixer or feed-forward part with its norm, dropout and residual connection."""
 
+    seams: ClassVar[tuple[str, ...]] = ("mix",)
+
     def __init__(self, config: BlockConfig, dims: Dims, part: Mixer | Ffn, factor: float = 1.0) -> None:
         super().__init__()
-        width = dims.width
+        self.width = width = dims.width
         self.factor = factor
         self.placement = config.placement
         self.dropout = config.dropout
@@ -174,22 +176,20 @@ class Sublayer(Module):
         self, x: Tensor, tokens: Tokens, memory: Tensor | None, source: Tokens | None, edge: ScoreEdge | None
     ) -> Tensor:
         """Output of the part with its norm, before dropout, [B, T, D]."""
-        part, after = self.part, self.after
-        inner = self.normalised_input(x, tokens)
-        y: Tensor
-        if isinstance(part, Mixer) and edge is not None:
-            y = part(inner, tokens, memory, source, edge=edge)
-        elif isinstance(part, Mixer):
-            y = part(inner, tokens, memory, source)
-        else:
-            y = part(inner, tokens)
-        if after is not None:
-            y = after(y, tokens)
+        x, is_mixer = self.normalised_input(x, tokens), isinstance(self.part, Mixer)
+        y: Tensor = self.mix(x, tokens, memory, source, edge=edge) if is_mixer else self.part(x, tokens)
+        if self.after is not None:
+            y = self.after(y, tokens)
         elif self.placement == "res_post" and self.norm is not None:
             y = self.norm(y, tokens)
         elif self.alpha is not None:
             y = self.alpha(y)
         return y if self.factor == 1 else self.factor * y
+
+    def mix(self, x: Tensor, tokens: Tokens, *memory_and_source: Any, edge: ScoreEdge | None) -> Tensor:
+        """Run the mixer, [B, T, D] -> [B, T, D]. A seam: context parallelism gathers the sequence."""
+        edges = {} if edge is None else {"edge": edge}
+        return self.part(x, tokens, *memory_and_source, **edges)  # type: ignore[no-any-return]
 
 
 class Block(Module):

@@ -51,6 +51,9 @@ class ContextConfig(Config):
     """How attention sees a sequence that is sharded over cp. ulysses: all-to-all of sequence for heads; ring: keys and
     values pass round the ring of ranks; halo: fetch the visible key blocks; scan: pass a state on; auto: the first of
     scan, ulysses, ring and halo that each core supports."""
+    gather: bool = False
+    """Run mixers and cores that have no style on the full sequence, gathered on each rank of cp, in place of a refusal:
+    the rest of the model is sharded, but such a mixer takes the time and memory of cp=1."""
 
 
 class RecomputeConfig(Config):

@@ -2,7 +2,7 @@
 
 Per-token modules run on the shard. Attention gets the keys it needs by one of four styles, each a wrapper of the core;
 a core's traits list the styles that it supports. A convolution over the sequence fetches its neighbours, and a state
-space model the states of the ranks before.
+space model the states of the ranks before. With context.gather what has no style runs on the gathered sequence.
 """
 
 from collections.abc import Callable
@@ -39,6 +39,8 @@ from xscale.nn.recurrent_depth import Halting
 from xscale.nn.sequence_pooling import SequencePooling
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.context import halo, neighbours, ring, scan, state_space, ulysses
+from xscale.parallel.context.gathered import GatheredSequence, gathered_sublayers, mixers_of
+from xscale.parallel.context.gathered import traffic as gathered_traffic
 from xscale.parallel.context.halo import Halo
 from xscale.parallel.context.mask import ShardedMaskBuilder
 from xscale.parallel.context.moe import GlobalRouting
@@ -73,7 +75,10 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
     if count := global_tokens_of(model):
         what = f"the {count} global tokens precede the text, which is sharded before it enters the model"
         problems.append(Problem(where, what, "Take cp=1, or model.global_tokens=0."))
-    for module in model.modules():
+    gathered = _gathered_sublayers(model, config)
+    problems += _check_handed_on_scores(model, gathered, where)
+    has_shard = _modules_with_shard(model, gathered)
+    for module in has_shard:
         if isinstance(module, SequencePooling):
             what = "a window may have tokens of two ranks, and shorter sequences would be sharded anew"
             problems.append(Problem(where, what, "Take cp=1, or stack.pooling=null."))
@@ -97,7 +102,8 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
         elif isinstance(module, Mixer) and not module.shards_sequence:
             what = f"mixer '{_kind(module)}' mixes the full sequence, and each rank would have a shard of it"
             can = ", ".join(entry.name for entry in MIXERS if entry.part.shards_sequence)
-            problems.append(Problem(where, what, f"Take cp=1, or one of these mixers: {can}."))
+            fix = f"Take cp=1, {path}.context.gather=true, or one of these mixers: {can}."
+            problems.append(Problem(where, what, fix))
         if isinstance(module, Sublayer) and not isinstance(module.part, Mixer):
             problems += _check_ffn(module.part, where)
     for norm in norms_between_regions(model):
@@ -107,6 +113,35 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
             what = f"norm '{_kind(norm)}' mixes tokens, and each rank would have a shard of the sequence"
             problems.append(Problem(where, what, f"Take cp=1, or one of these norms: {can}."))
     return list({str(problem): problem for problem in problems}.values())
+
+
+def _gathered_sublayers(model: nn.Module, config: ParallelConfig) -> list[Sublayer]:
+    """List the sublayers whose mixer runs on the gathered sequence."""
+
+    def has_style(mixer: Mixer) -> bool:
+        if isinstance(mixer, ReusedAttention):
+            return not _check_reused_scores(mixer, config, "")
+        if isinstance(mixer, Attention) and mixer.shards_sequence:
+            return isinstance(style_of(mixer, config), str)
+        return mixer.shards_sequence
+
+    return gathered_sublayers(model, has_style) if config.context.gather else []
+
+
+def _modules_with_shard(model: nn.Module, gathered: list[Sublayer]) -> list[nn.Module]:
+    """List the modules that work on a shard of the sequence."""
+    inside = {module for sublayer in gathered for module in sublayer.part.modules()}
+    return [module for module in model.modules() if module not in inside]
+
+
+def _check_handed_on_scores(model: nn.Module, gathered: list[Sublayer], where: str) -> list[Problem]:
+    """List why gathered mixers cannot hand their scores, of all heads, to mixers with a shard of the heads."""
+    inside = {mixer for sublayer in gathered for mixer in mixers_of(sublayer)}
+    mixers = [module for module in model.modules() if isinstance(module, Mixer) and module.hands_on_scores]
+    if not inside.intersection(mixers) or inside.issuperset(mixers):
+        return []
+    what = "attention scores pass between mixers on the gathered sequence and mixers with a shard of the heads"
+    return [Problem(where, what, "Take cp=1, or one core in all blocks.")]
 
 
 def _check_attention(attention: Attention, config: ParallelConfig, path: str) -> list[Problem]:
@@ -124,7 +159,7 @@ def _check_attention(attention: Attention, config: ParallelConfig, path: str) ->
     options = [f"{path}.context.style={' or '.join(works)}"] if works else []
     degrees = _working_degrees(attention, config)
     options += [f"{path}.mesh.cp={' or '.join(map(str, degrees))}"] if degrees else []
-    fix = f"Take {', or '.join(options)}." if options else f"Take cp=1, or one of these cores: {can}."
+    fix = f"Take {', or '.join(options)}." if options else f"Take cp=1, {path}.context.gather=true, or one of: {can}."
     if attention.dropout and not works:
         fix += (
             " Without dropout of attention weights (mixer.dropout=0) more styles work; the blocks' dropout always does."
@@ -198,8 +233,11 @@ def _kind(part: Part) -> str:
 def estimate(model: nn.Module, config: ParallelConfig, length: int) -> dict[str, float]:
     """Estimate the elements a rank sends over cp in the forward of one sequence, by style."""
     cp, tp = config.mesh.cp, config.mesh.tp
+    gathered = _gathered_sublayers(model, config) if cp > 1 else []
     sent: dict[str, float] = {}
-    for module in model.modules() if cp > 1 else ():
+    for sublayer in gathered:
+        sent["gather"] = sent.get("gather", 0.0) + gathered_traffic(sublayer, cp, length)
+    for module in _modules_with_shard(model, gathered) if cp > 1 else ():
         if isinstance(module, Attention):
             style = style_of(module, config)
             assert isinstance(style, str), "`check` comes first"
@@ -221,9 +259,10 @@ def sequence_sharding_of(model: nn.Module, mesh: Mesh, config: ParallelConfig) -
     assert isinstance(model, Model), "the stages of one rank do not know the styles of the others"
     if mesh.context is None:
         return None
-    styles = {style_of(module, config) for module in model.modules() if isinstance(module, Attention)}
+    sharded = _modules_with_shard(model, _gathered_sublayers(model, config))
+    styles = {style_of(module, config) for module in sharded if isinstance(module, Attention)}
     # The other styles, local mixers and state space models need adjacent chunks on a rank.
-    adjacent = any(isinstance(module, NeighbourReader | S4) for module in model.modules())
+    adjacent = any(isinstance(module, NeighbourReader | S4) for module in sharded)
     return SequenceSharding(mesh.context, balanced="ring" in styles and styles <= {"ring", "ulysses"} and not adjacent)
 
 
@@ -234,7 +273,10 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> bool:
     """
     if mesh.context is None:
         return False
-    for module in model.modules():
+    gathered = _gathered_sublayers(model, config)
+    for sublayer in gathered:
+        substitute(sublayer, "mix", GatheredSequence(sublayer.mix))
+    for module in _modules_with_shard(model, gathered):
         if isinstance(module, Attention):
             style = style_of(module, config)
             assert isinstance(style, str), "`check` comes first"

@@ -1,0 +1,57 @@
+"""Mixers that run on the full sequence, gathered on every rank of cp, of which a rank keeps its shard of the output.
+
+It is for mixers and cores without a style of their own. Each rank computes the whole mixer, so cp saves neither time
+nor memory in it, and does so in the rest of the block.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from xscale.nn.attention.ops.mask import ScoreEdge
+from xscale.nn.block import Sublayer
+from xscale.nn.mixer.mixer import Mixer
+from xscale.nn.tokens import Tokens
+from xscale.parallel.context.sequence_sharding import TokenShard
+
+
+@dataclass(frozen=True)
+class GatheredSequence:
+    """Substitute for `mix` of a sublayer."""
+
+    inner: Callable[..., Tensor]
+    """Runs the mixer on a full sequence."""
+
+    def __call__(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None, source: Tokens | None, *, edge: ScoreEdge | None
+    ) -> Tensor:
+        """[B, P, D] -> [B, P, D]; the other sequence, `memory`, is a shard too."""
+        if not isinstance(tokens, TokenShard):
+            return self.inner(x, tokens, memory, source, edge=edge)
+        sharding = tokens.sharding
+        if memory is not None:
+            assert isinstance(source, TokenShard), "both sequences are sharded"
+            memory, source = sharding.gather(memory, source.length), source.full
+        full, weight = tokens.full, tokens.aux_loss_weight
+        if weight is not None:
+            # Every rank has the auxiliary loss of the full sequence, and gradients are summed over ranks.
+            full = replace(full, aux_loss_weight=weight / sharding.count)
+        y = self.inner(sharding.gather(x, tokens.length), full, memory, source, edge=edge)
+        return sharding.shard(y)
+
+
+def gathered_sublayers(model: nn.Module, has_style: Callable[[Mixer], bool]) -> list[Sublayer]:
+    """List the sublayers whose mixer is, or is made of, a mixer without a style."""
+    sublayers = [module for module in model.modules() if isinstance(module, Sublayer)]
+    return [sublayer for sublayer in sublayers if not all(map(has_style, mixers_of(sublayer)))]
+
+
+def mixers_of(sublayer: Sublayer) -> list[Mixer]:
+    """List a sublayer's mixer and those that it is made of."""
+    return [module for module in sublayer.part.modules() if isinstance(module, Mixer)]
+
+
+def traffic(sublayer: Sublayer, cp: int, length: int) -> float:
+    """Estimate the elements a rank sends in the forward of one sequence: its shard of the input, to all others."""
+    return sublayer.width * (length / cp) * (cp - 1)
