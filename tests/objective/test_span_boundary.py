@@ -126,9 +126,10 @@ OBJECTIVE = {"kind": "span_boundary", "max_span": 4, "mask_probability": 0.3}
     [
         {"mesh": {"tp": 2}, "tensor": {"sequence": True}},
         {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}},
+        {"mesh": {"cp": 2}, "context": {"style": "ring"}},
         {"zero": {"stage": 3}},
     ],
-    ids=["sp", "pp", "zero3"],
+    ids=["sp", "pp", "cp", "zero3"],
 )
 def test_a_layout_has_the_numbers_of_one_process(pool: Pool, layout: dict[str, Any]) -> None:
     single = alone(pool, MODEL, objective=OBJECTIVE)
@@ -140,7 +141,6 @@ def test_a_layout_has_the_numbers_of_one_process(pool: Pool, layout: dict[str, A
 @pytest.mark.parametrize(
     ("sections", "parallel", "words"),
     [
-        ({}, {"mesh": {"cp": 2}}, "may be on another rank"),
         ({"model": {**MODEL, "boundary_head": None}}, {}, "and the model does not"),
         ({"objective": {**OBJECTIVE, "max_span": 5}}, {}, "the head knows 4 places"),
         ({"objective": {"kind": "masked"}}, {}, "masks no spans"),

@@ -6,6 +6,8 @@ x are hidden states [B, T, D], s and e the first and the last token of the span 
 logits of y_i are those of the table of embeddings.
 """
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -17,6 +19,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm
+from xscale.nn.tokens import Tokens
 
 
 class BoundaryHeadConfig(Config):
@@ -27,8 +30,9 @@ class BoundaryHeadConfig(Config):
 
 
 class BoundaryHead(Module):
-    """[B, T, D] and the places of each token's boundaries [B, T, 2] -> [B, T, D]."""
+    """[B, T, D] and tokens with `boundaries` -> [B, T, D]."""
 
+    seams: ClassVar[tuple[str, ...]] = ("full_sequence",)
     positions: Parameter
 
     def __init__(self, config: BoundaryHeadConfig, norm: Norm.Config, dims: Dims) -> None:
@@ -40,13 +44,21 @@ class BoundaryHead(Module):
         self.second = Linear(width, width, ("state", "width"), dims.init, bias=True)
         self.second_norm: Norm = NORMS.build(norm, width)
 
-    def forward(self, x: Tensor, boundaries: Tensor) -> Tensor:
-        left, right = boundaries.unbind(-1)  # [B, T]
-        around = [x.gather(1, index[..., None].expand_as(x)) for index in (left, right)]  # 2 x [B, T, D]
-        places = torch.arange(x.shape[1], device=x.device) - left - 1
+    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+        assert tokens.boundaries is not None
+        left, right = tokens.boundaries.unbind(-1)  # [B, T]
+        full, own_places = self.full_sequence(x, tokens)
+        around = [full.gather(1, index[..., None].expand(*index.shape, x.shape[2])) for index in (left, right)]
         table = self.use(self.positions).to(x.dtype)
         # A token in no span has its own place as left boundary, and its prediction is ignored.
-        position = F.embedding(places.clamp(min=0), table)
+        position = F.embedding((own_places - left - 1).clamp(0, len(table) - 1), table)
         hidden = self.first_norm(F.gelu(self.first(torch.cat((*around, position), -1))))
         out: Tensor = self.second_norm(F.gelu(self.second(hidden)))
         return out
+
+    def full_sequence(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Return all hidden states of the sequences of x [B, T, D], and the places of its tokens [T].
+
+        A seam: a rank of context parallelism has some of the tokens.
+        """
+        return x, torch.arange(x.shape[1], device=x.device)

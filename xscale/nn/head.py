@@ -130,11 +130,11 @@ class Head(Module):
         """Return x [B, T, D] with the loss of the targets attached that the boundary head predicts."""
         if tokens.boundaries is None or tokens.target_weight is None:
             return x
-        predictions = boundary(x, tokens.boundaries)  # [B, T, D]
+        predictions = boundary(x, tokens)  # [B, T, D]
         loss = self.cross_entropy(predictions.flatten(0, 1), self.use(self.weight), targets.flatten())
         if tokens.stats is not None and tokens.aux_loss_weight is not None:
-            # Its mean over the targets of the step is the mean of these over its micro-batches.
-            weight = tokens.target_weight / tokens.aux_loss_weight
+            # Its mean over the targets of the step is the mean of these over its micro-batches, and their shards.
+            weight = tokens.target_weight / tokens.aux_loss_weight / tokens.fraction()
             tokens.stats.add(f"{boundary.path}/loss", loss.detach() * weight)
         return attach(x, loss, tokens.target_weight)
 

@@ -39,7 +39,7 @@ from xscale.nn.recurrent_depth import Halting
 from xscale.nn.sequence_pooling import SequencePooling
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.context import halo, neighbours, ring, scan, state_space, ulysses
-from xscale.parallel.context.gathered import GatheredSequence, gathered_sublayers, mixers_of
+from xscale.parallel.context.gathered import GatheredSequence, SequenceOfShards, gathered_sublayers, mixers_of
 from xscale.parallel.context.gathered import traffic as gathered_traffic
 from xscale.parallel.context.halo import Halo
 from xscale.parallel.context.mask import ShardedMaskBuilder
@@ -85,9 +85,6 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
         if isinstance(module, Halting):
             what = "the ponder cost is a mean over all tokens, and a rank's shard of them may end in padding"
             problems.append(Problem(where, what, "Take cp=1, or stack.halting=null."))
-        if isinstance(module, BoundaryHead):
-            what = "the tokens around a masked span may be on another rank"
-            problems.append(Problem(where, what, "Take cp=1, or model.boundary_head=null."))
         if isinstance(module, Exits) and module.config.second_target:
             what = "the target of the token after the next may be on another rank"
             problems.append(Problem(where, what, "Take cp=1, or stack.exits.second_target=0."))
@@ -293,6 +290,8 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> bool:
             substitute(module, "with_neighbours", NeighbourExchange(module, module.with_neighbours))
         if isinstance(module, Sublayer | Ffn | Embed | LocalMixer | Gate):
             substitute(module, "random", TokensOverContext(module.random))
+        if isinstance(module, BoundaryHead):
+            substitute(module, "full_sequence", SequenceOfShards(module.full_sequence))
         if isinstance(module, Moe):
             substitute(module, "dispatch_plan", GlobalRouting(module.dispatch_plan))
         if isinstance(module, Exits):

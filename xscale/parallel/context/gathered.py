@@ -1,6 +1,6 @@
 """Mixers that run on the full sequence, gathered on every rank of cp, of which a rank keeps its shard of the output.
 
-It is for mixers and cores without a style of their own. Each rank computes the whole mixer, so cp saves neither time
+This is for mixers and cores without a style of their own. Each rank computes the whole mixer, so cp saves neither time
 nor memory in it, and does so in the rest of the block.
 """
 
@@ -39,6 +39,21 @@ class GatheredSequence:
             full = replace(full, aux_loss_weight=weight / sharding.count)
         y = self.inner(sharding.gather(x, tokens.length), full, memory, source, edge=edge)
         return sharding.shard(y)
+
+
+@dataclass(frozen=True)
+class SequenceOfShards:
+    """Substitute for `full_sequence` of a boundary head: the tokens around a span may be on another rank."""
+
+    inner: Callable[[Tensor, Tokens], tuple[Tensor, Tensor]]
+    """That of an unsharded sequence."""
+
+    def __call__(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Gather [B, P, D] to [B, T, D]; return it with the places of this rank's tokens [P]."""
+        if not isinstance(tokens, TokenShard):
+            return self.inner(x, tokens)
+        sharding, length = tokens.sharding, tokens.length
+        return sharding.gather(x, length), sharding.positions(length, x.device)[sharding.rank]
 
 
 def gathered_sublayers(model: nn.Module, has_style: Callable[[Mixer], bool]) -> list[Sublayer]:

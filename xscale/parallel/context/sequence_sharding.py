@@ -96,6 +96,7 @@ def shard_tokens(tokens: Tokens, sharding: SequenceSharding) -> TokenShard:
         documents=None if tokens.documents is None else sharding.shard(tokens.documents, fill=-1),
         types=None if tokens.types is None else sharding.shard(tokens.types),
         labels=tokens.labels,
+        boundaries=None if tokens.boundaries is None else sharding.shard(tokens.boundaries),
         rng_seed=tokens.rng_seed,
         aux_loss_weight=tokens.aux_loss_weight,
         target_weight=tokens.target_weight,
