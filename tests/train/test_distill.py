@@ -111,6 +111,7 @@ def test_a_teacher_of_another_width(tmp_path: Path, pool: Pool) -> None:
     assert tuple(saved["model.distillation.hidden.weight"].shape) == (48, 32)
 
 
+STATES = {key: value for key, value in ALL.items() if key != "attention_weight"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "dp2": (2, {}, ALL, {}),
     "zero3": (2, {"zero": {"stage": 3}}, ALL, {}),
@@ -121,6 +122,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] =
     "tp2_all": (2, {"mesh": {"tp": 2}}, {**SOFT, "soft_over": "all"}, {}),
     "tp2_sequence": (2, {"mesh": {"tp": 2}, "tensor": {"sequence": True}}, SOFT, {}),
     "pp2": (2, {"mesh": {"pp": 2}}, OUTER, {}),
+    "cp2": (2, {"mesh": {"cp": 2}}, STATES, {}),
+    "cp3_all": (3, {"mesh": {"cp": 3}, "zero": {"stage": 3}}, {**STATES, "soft_over": "all"}, {"zero": 3}),
+    "cp2_tp2": (4, {"mesh": {"cp": 2, "tp": 2}}, STATES, {"tp": 1}),
     "recompute": (1, {"recompute": {"every": 1}}, ALL, {}),
     "tp2_dp2": (4, {"mesh": {"tp": 2}, "zero": {"stage": 3}}, ALL, {"zero": 3}),
     "init_tp2": (2, {"mesh": {"tp": 2}}, {**ALL, "init_from_teacher": True}, {"zero": 3}),
@@ -219,7 +223,12 @@ REFUSED: list[tuple[dict[str, Any], int, dict[str, Any], str]] = [
     ({"soft_weight": 0, "hard_weight": 0}, 1, {}, "distill: all weights are 0"),
     ({"inner_until": 0.5}, 1, {}, "distill.inner_until: one of the two stages would train nothing"),
     ({"map_width": 8}, 1, {}, "distill.map_width: the maps are for"),
-    ({}, 2, {"parallel": {"mesh": {"cp": 2}}}, "parallel.mesh.cp: a rank would have a shard"),
+    (
+        {"attention_weight": 1.0},
+        2,
+        {"parallel": {"mesh": {"cp": 2}}},
+        "parallel.mesh.cp: attention scores are of pairs",
+    ),
     ({"tp": 2}, 2, {}, "distill.tp: the tp groups of a teacher with tp=2"),
     ({"attention_weight": 1.0, "tp": 1}, 2, {"parallel": {"mesh": {"tp": 2}}}, "distill.tp: attention scores"),
     ({"zero": 3}, 2, {"parallel": {"mesh": {"pp": 2}}}, "distill.zero: the first stages of a pipeline"),

@@ -180,6 +180,13 @@ class TeacherStates:
             self.output_states = x
         return x
 
+    def map_tokens(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Apply a function to the states [B, T, ...]; there are no attention scores."""
+        assert not self.attention_scores, "of pairs of tokens"
+        self.hidden_states = {layer: function(x) for layer, x in self.hidden_states.items()}
+        self.output_states = None if self.output_states is None else function(self.output_states)
+        self.output_logits = None if self.output_logits is None else function(self.output_logits)
+
 
 @dataclass
 class StudentLosses:
@@ -232,12 +239,17 @@ class StudentLosses:
             weight = self.config.soft_weight * stage
             return self._attach(loss, divergence / tokens.count(), weight, tokens, "distillation/soft_loss")
         if tokens.stats is not None and tokens.aux_loss_weight and tokens.target_weight is not None:
-            share = tokens.target_weight / tokens.aux_loss_weight
+            share = tokens.target_weight / tokens.aux_loss_weight / tokens.fraction()
             tokens.stats.add("distillation/soft_loss", divergence * share)
         return loss + self.config.soft_weight * stage * (divergence - divergence.detach())
 
     def _mean(self, values: Tensor, tokens: Tokens) -> Tensor:
-        """Mean of values [B, T], or [B, T, T] of pairs of tokens, over the text: a scalar."""
+        """Mean of values [B, T], or [B, T, T] of pairs of tokens, over the text: a scalar.
+
+        The mean of what the shards of a sequence give is that of the sequence.
+        """
+        if (real := tokens.real()) is not None:
+            return (values * real).sum() / tokens.count()
         if not self.padded or tokens.documents is None:
             return values.mean()
         is_text = (tokens.documents == 0).to(values.dtype)  # [B, T]
@@ -254,7 +266,9 @@ class StudentLosses:
     def _attach(self, x: Tensor, loss: Tensor, weight: float, tokens: Tokens, name: str) -> Tensor:
         if tokens.stats is not None:
             tokens.stats.add(name, loss)
-        return attach(x, loss, None if tokens.aux_loss_weight is None else weight * tokens.aux_loss_weight)
+        if tokens.aux_loss_weight is None:
+            return x
+        return attach(x, loss, weight * tokens.aux_loss_weight * tokens.fraction())
 
 
 def _name(layer: int, states: str) -> str:
@@ -344,19 +358,20 @@ class DistilledHead:
 
         def soft() -> Tensor:
             assert taught is not None, "the soft loss reads the teacher's logits"
-            every = config.soft_over == "all"
+            real = tokens.real()
+            every = None if real is None else real.flatten()
+            learned = every if config.soft_over == "all" else targets != IGNORE_INDEX  # [N]; None: all
             # Without this the logits of tokens that nothing is learned from would be computed too. A GPU would have to
             # wait for the count, and computes them.
             on_cpu = x.device.type == "cpu"
-            kept = (targets != IGNORE_INDEX).nonzero()[:, 0] if on_cpu and not every else slice(None)
+            kept = learned.nonzero()[:, 0] if on_cpu and learned is not None else slice(None)
             z = upcast(F.linear(x[kept], weight))
             if self.soft_cap is not None:
                 z = self.soft_cap * torch.tanh(z / self.soft_cap)
             t = self.vocabulary.own(upcast(taught.flatten(0, 1)[kept]), len(weight))
-            if not on_cpu and not every:
+            if not on_cpu and learned is not None:
                 # Equal logits have no loss and no gradient.
-                ignored = (targets == IGNORE_INDEX)[:, None]
-                z, t = z.masked_fill(ignored, 0.0), t.masked_fill(ignored, 0.0)
+                z, t = (logits.masked_fill(~learned[:, None], 0.0) for logits in (z, t))
             divergence: Tensor = SoftLoss.apply(z, t, config.temperature, self.vocabulary)  # type: ignore[no-untyped-call]
             return divergence
 

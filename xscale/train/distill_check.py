@@ -65,8 +65,15 @@ def _check_padding(settings: Settings, config: DistillConfig) -> list[Problem]:
 
 def _check_layout(settings: Settings, config: DistillConfig, world: int) -> list[Problem]:
     mesh, problems = settings.parallel.mesh, []
-    if mesh.cp > 1:
-        what = "a rank would have a shard of the student's sequence, and the teacher reads it whole"
+    if mesh.cp > 1 and config.attention_weight:
+        what = "attention scores are of pairs of tokens, of which a rank would have a shard"
+        problems.append(
+            Problem("parallel.mesh.cp", what, f"Use cp=1, with tp in its place, or {PATH}.attention_weight=0.")
+        )
+    if mesh.cp > 1 and OBJECTIVES.of(settings.objective).traits.labels is not None:
+        what = (
+            "a student of labels is compared with its teacher over whole examples, of which a rank would have a shard"
+        )
         problems.append(Problem("parallel.mesh.cp", what, "Use cp=1, with tp in its place."))
     if settings.parallel.zero.engine != "torch":
         what = "distillation with DeepSpeed is not supported"

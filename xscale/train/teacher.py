@@ -13,6 +13,7 @@ from xscale.nn.distillation import DistillConfig, TeacherStates
 from xscale.nn.tokens import SharedValues, Tokens
 from xscale.objective.objective import Batch
 from xscale.parallel.config import ParallelConfig, ZeroConfig
+from xscale.parallel.context.sequence_sharding import TokenShard
 from xscale.parallel.distillation import observe_states
 from xscale.parallel.full_tensors import gather_full
 from xscale.parallel.plan import ParallelPlan
@@ -31,11 +32,18 @@ class Teacher:
 
     @torch.no_grad()
     def states(self, batch: Batch) -> TeacherStates:
-        """Run the teacher in evaluation mode on the inputs of a micro-batch of the student."""
+        """Run the teacher in evaluation mode on the inputs of a micro-batch of the student.
+
+        It reads full sequences. Where the student has shards of them, so have the states that are returned.
+        """
         states = TeacherStates(self.config, self.layers)
         tokens = replace(_plain(batch.tokens), states=states, only_last_logits=not self.config.soft_weight)
         source = None if batch.source is None else _plain(batch.source)
         states.output_logits = self.model(tokens, None, source)
+        if isinstance(batch.tokens, TokenShard):
+            if not self.config.soft_weight:
+                states.output_logits = None
+            states.map_tokens(batch.tokens.sharding.shard)
         return states
 
     @torch.no_grad()
@@ -56,7 +64,8 @@ class Teacher:
 
 
 def _plain(tokens: Tokens) -> Tokens:
-    """Return the tokens without what belongs to the training of the student."""
+    """Return the full sequences' tokens without what belongs to the training of the student."""
+    tokens = tokens.full if isinstance(tokens, TokenShard) else tokens
     return Tokens(
         tokens.ids,
         tokens.positions,
