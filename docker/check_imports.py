@@ -25,7 +25,7 @@ MODULES = {
     "liger": ["liger_kernel"],
     "wandb": ["wandb"],
     "dev": ["hatchling", "pytest", "xdist", "hypothesis", "ruff", "mypy", "pre_commit", "psutil", "triton", "mkdocs",
-            "material", "fla", "liger_kernel"],
+            "material", "fla", "liger_kernel", "sklearn"],
     "cuda": ["apex", "amp_C", "fused_layer_norm_cuda", "triton"],
 }  # fmt: skip
 

@@ -142,7 +142,7 @@ def test_the_extra_dev_is_imported() -> None:
     modules = {name.partition(".")[0] for group in checker().MODULES.values() for name in group}
     names = [re.split(r"[<>=;\[ ]", line)[0].replace("-", "_") for line in PROJECT["optional-dependencies"]["dev"]]
     imported = {name.removeprefix("pytest_") for name in names if not name.startswith("types_")}
-    assert imported - {"megatron_core", "mkdocs_material", "fla_core"} <= modules
+    assert imported - {"megatron_core", "mkdocs_material", "fla_core", "scikit_learn"} <= modules
 
 
 def test_the_import_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,4 +128,4 @@ def test_what_a_layout_cannot_shard_is_refused_with_what_would_work() -> None:
     for mixer in ("dynamic_span", "guided_attention", "dynamic_mask"):
         (problem,) = refused(mixer, {"mesh": {"cp": 2}})
         assert f"mixer '{mixer}' mixes the full sequence" in problem
-        assert "Take cp=1, or one of these mixers: attention, " in problem
+        assert "Take cp=1, parallel.context.gather=true, or one of these mixers: attention, " in problem
