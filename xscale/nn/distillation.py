@@ -180,13 +180,6 @@ class TeacherStates:
             self.output_states = x
         return x
 
-    def map_tokens(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Apply a function to the states [B, T, ...]; there are no attention scores."""
-        assert not self.attention_scores, "of pairs of tokens"
-        self.hidden_states = {layer: function(x) for layer, x in self.hidden_states.items()}
-        self.output_states = None if self.output_states is None else function(self.output_states)
-        self.output_logits = None if self.output_logits is None else function(self.output_logits)
-
 
 @dataclass
 class StudentLosses:

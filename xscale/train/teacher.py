@@ -13,7 +13,7 @@ from xscale.nn.distillation import DistillConfig, TeacherStates
 from xscale.nn.tokens import SharedValues, Tokens
 from xscale.objective.objective import Batch
 from xscale.parallel.config import ParallelConfig, ZeroConfig
-from xscale.parallel.context.sequence_sharding import TokenShard
+from xscale.parallel.context.sequence_sharding import SequenceSharding, TokenShard
 from xscale.parallel.distillation import observe_states
 from xscale.parallel.full_tensors import gather_full
 from xscale.parallel.plan import ParallelPlan
@@ -41,9 +41,7 @@ class Teacher:
         source = None if batch.source is None else _plain(batch.source)
         states.output_logits = self.model(tokens, None, source)
         if isinstance(batch.tokens, TokenShard):
-            if not self.config.soft_weight:
-                states.output_logits = None
-            states.map_tokens(batch.tokens.sharding.shard)
+            _shard(states, batch.tokens.sharding)
         return states
 
     @torch.no_grad()
@@ -61,6 +59,15 @@ class Teacher:
                 targets[name].copy_(shard_like(full.to(targets[name].dtype), targets[name]))
                 count += 1
         return count
+
+
+def _shard(states: TeacherStates, sharding: SequenceSharding) -> None:
+    """Slice this rank's shard from the states of all tokens [B, T, ...]; there are no attention scores."""
+    assert not states.attention_scores, "of pairs of tokens"
+    states.hidden_states = {layer: sharding.shard(x) for layer, x in states.hidden_states.items()}
+    states.output_states = None if states.output_states is None else sharding.shard(states.output_states)
+    logits, has_all = states.output_logits, states.config.soft_weight > 0
+    states.output_logits = sharding.shard(logits) if logits is not None and has_all else None
 
 
 def _plain(tokens: Tokens) -> Tokens:
