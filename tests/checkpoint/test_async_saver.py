@@ -72,8 +72,15 @@ def test_a_promise_not_to_change_the_tensors(tmp_path: Path, monkeypatch: pytest
     with AsyncSaver(tmp_path) as saver:
         assert saver.wait_copied() < 1, "nothing to wait for yet"
         saver.save(1, tensors, {}, {}, copy_in_background=True)
-        threading.Timer(0.2, go.set).start()
-        assert saver.wait_copied() > 0.1
+        wait = saver._copy_done.wait
+
+        def release_and_wait() -> bool:
+            go.set()
+            return wait(60)
+
+        # Nothing is copied before somebody waits for it.
+        monkeypatch.setattr(saver._copy_done, "wait", release_and_wait)
+        saver.wait_copied()
         tensors["a"].fill_(2)
     assert (load_tensors(tmp_path / "step-00000001")["a"] == 1).all()
 
@@ -97,7 +104,7 @@ def test_another_outline_is_planned_again(tmp_path: Path) -> None:
     assert load_tensors(tmp_path / "step-00000002")["a"].shape == (4,)
 
 
-def test_the_next_save_waits_or_is_left_out(tmp_path: Path) -> None:
+def test_the_next_save_waits_or_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
     with AsyncSaver(tmp_path / "skip", when_busy="skip", disk=gate) as saver:
         assert not saver.save(1, {"a": torch.zeros(2)}, {}, {}).skipped
@@ -108,8 +115,15 @@ def test_the_next_save_waits_or_is_left_out(tmp_path: Path) -> None:
     gate = Gate()
     with AsyncSaver(tmp_path / "wait", disk=gate) as saver:
         saver.save(1, {"a": torch.zeros(2)}, {}, {})
-        threading.Timer(0.2, gate.opened.set).start()
-        assert saver.save(2, {"a": torch.zeros(2)}, {}, {}).wait_seconds > 0.1
+        join = AsyncSaver._join
+
+        def release_and_join(self: AsyncSaver, seconds: float | None) -> None:
+            gate.opened.set()
+            join(self, seconds)
+
+        # The first is not written before somebody waits for it.
+        monkeypatch.setattr(AsyncSaver, "_join", release_and_join)
+        assert not saver.save(2, {"a": torch.zeros(2)}, {}, {}).skipped
     assert [step for step, _ in visible_steps(tmp_path / "wait")] == [2, 1]
 
 
