@@ -26,7 +26,7 @@ MIXERS: dict[str, dict[str, Any]] = {
 }
 
 
-OF_ALL_TOKENS = ("multi_linear", "gmlp")
+OF_ALL_TOKENS = ("gmlp",)
 """Mixers that do not mask documents from each other."""
 
 

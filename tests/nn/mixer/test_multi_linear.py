@@ -115,3 +115,18 @@ def test_factors_that_tp_does_not_divide_are_refused() -> None:
     (problem,) = refused(model, 2, **TENSOR)
     assert "tp=2 does not divide" in problem
     assert "7" in problem
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_documents_are_those_apart(causal: bool) -> None:
+    """Also gradients of W_o, whose first rows all documents read."""
+    part, x = network(causal=causal), drawn(2, N, WIDTH)
+    documents = torch.tensor([[3] * 4 + [5] * 9, [0] * 13])
+    above = drawn(2, N, WIDTH, seed=1)
+    packed = part(x, Tokens.from_ids(torch.zeros_like(documents), documents))
+    apart = [part(x[:1, :4], tokens(4)), part(x[:1, 4:], tokens(9)), part(x[1:], tokens(N))]
+    expected = torch.cat((torch.cat(apart[:2], 1), apart[2]))
+    assert close(packed, expected)
+    weights = list(part.parameters())
+    ours, theirs = (torch.autograd.grad((y * above).sum(), weights, retain_graph=True) for y in (packed, expected))
+    assert all(map(close, ours, theirs))

@@ -15,6 +15,8 @@ from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.bias import RelativeBias
 from xscale.nn.attention.ops.block_plan import BlockPlan, TokenMasks, plan_blocks
+from xscale.nn.attention.ops.block_terms import NAMES, BlockTerms
+from xscale.nn.attention.ops.dense import grouped_matmul, masked_softmax, upcast
 from xscale.nn.attention.ops.flex import FlexAttention
 from xscale.nn.attention.ops.gathered import (
     PADDING_DOCUMENT,
@@ -43,6 +45,7 @@ from xscale_kernels.select import choose
         context=("ulysses", "halo"),
         dropout=True,
         bias=True,
+        position_terms=True,
         documents=True,
         position_dependent=True,
         decode=True,
@@ -59,11 +62,12 @@ class BlockSparse(Core):
         soft_cap: float | None = Field(default=None, gt=0)
         """Scores become cap * tanh(score / cap) (Gemma team 2024); null: no cap."""
         implementation: Literal["auto", "gather", "kernel", "flex"] = "auto"
-        """gather: torch operators on the gathered blocks, which take any bias; kernel: the fused operator, which takes
-        ALiBi's slopes; flex: FlexAttention, which takes any bias, and one by distance (ALiBi, T5's buckets) as a table,
-        but has no gradients on a CPU; auto: on CUDA kernel, or flex where the pattern masks tokens inside blocks or
-        the kernel does not take the bias, else gather. What kernel does not take goes to flex on CUDA, else to gather.
-        Decoding and dropout always use gather."""
+        """gather: torch operators on gathered blocks, which take any bias and terms of a position; kernel: the fused
+        operator, which takes ALiBi's slopes; flex: FlexAttention, which takes any bias, one by distance (ALiBi, T5's
+        buckets) as a table, and a position's terms of the scores by distance, but has no gradients on a CPU; auto: on
+        CUDA kernel, or flex where the pattern masks tokens inside blocks or the kernel does not take the bias, else
+        gather. What kernel does not take goes to flex on CUDA, else to gather. Decoding and dropout always use gather.
+        Terms of the output that are not by distance need all scores."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)
@@ -85,6 +89,9 @@ class BlockSparse(Core):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         assert mask.causal or mask.queries == mask.keys, "a pattern over two sequences of different lengths"
         dropout = mask.dropout if self.training else 0.0
+        terms = mask.position_terms
+        if terms is not None and terms.adds_values and terms.tables(q) is None:
+            return self._all_scores(q, k, v, mask)
         grid = self._grid(mask, q.shape[1], 0)
         implementation = self._implementation(q, mask, dropout, grid)
         if implementation == "kernel":
@@ -103,7 +110,9 @@ class BlockSparse(Core):
         wanted = self.config.implementation
         if dropout or mask.queries != mask.keys or (wanted == "auto" and not q.is_cuda):
             return "gather"
-        reason = self._flex.why_unsupported(q)
+        reason, terms = self._flex.why_unsupported(q), mask.position_terms
+        if terms is not None and (terms.adds_values or terms.tables(q) is None):
+            reason = reason or "it takes terms of the scores by distance, and no others"
         if wanted == "flex" and reason is not None:
             fix = "Take auto or gather."
             raise ConfigError("core.implementation", f"flex does not support this call: {reason}", fix)
@@ -113,7 +122,11 @@ class BlockSparse(Core):
         return "flex" if q.is_cuda and reason is None else "gather"
 
     def _kernel_supports(self, q: Tensor, mask: AttentionMask, grid: Grid) -> bool:
-        if mask.bias is not None or (mask.relative_bias is not None and not mask.linear_bias):
+        if (
+            mask.bias is not None
+            or mask.position_terms is not None
+            or (mask.relative_bias is not None and not mask.linear_bias)
+        ):
             return False
         layout = self._kernel_layout(grid, q.device)
         if layout is None:
@@ -170,14 +183,47 @@ class BlockSparse(Core):
         if mask.relative_bias is not None:
             offsets = RelativeBias.offsets(first_query, queries.shape[2], size, keys.shape[2] * block)
             bias = mask.relative_bias(torch.arange(offsets.start, offsets.stop, device=q.device))
-        elif mask.bias is not None:
-            bias = _pad(_pad(mask.bias, 2, before, size), 3, 0, block)
+        elif (by_pair := self._bias_by_pair(q, k, mask)) is not None:
+            bias = _pad(_pad(by_pair, 2, before, size), 3, 0, block)
             bias = _split(_split(bias, 3, block), 2, size)  # [B or 1, H, rows, Q, N, b]
         seed = int(self.random.integer(1 << 62)) if dropout else 0
         first_head = self.random.offset("heads")
         options = ScoreOptions(q.shape[-1] ** -0.5, self.config.soft_cap, dropout, seed, first_head)
-        out: Tensor = gathered_attention(queries, keys, values, plan, block_mask, options, bias)
+        tables: list[Tensor | None] = []
+        if (terms := mask.position_terms) is not None and (tables_of := terms.tables(q)) is not None:
+            distances = RelativeBias.offsets(first_query, queries.shape[2], size, keys.shape[2] * block)
+            if (reach := terms.position.reach) is not None:
+                distances = range(max(distances.start, -reach), min(distances.stop, reach + 1))
+            rows = vars(tables_of(torch.arange(distances.start, distances.stop, device=q.device)))
+            tables = [None if rows[name] is None else upcast(rows[name]) for name in NAMES]
+            options = replace(options, terms=BlockTerms(distances.start, first_query, size, block, options.scale))
+        out: Tensor = gathered_attention(queries, keys, values, plan, block_mask, options, bias, tables)
         return out.flatten(2, 3)[:, :, before : before + mask.queries]  # [B, H, T, K]
+
+    def _all_scores(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        """Attend by operators that keep all scores, whose weights a position reads."""
+        first_row = mask.offset // self.config.block
+        grid = self._grid(mask, q.shape[1], first_row)
+        i = mask.offset + torch.arange(mask.queries, device=q.device)
+        j = torch.arange(mask.keys, device=q.device)
+        seen = torch.zeros(1, mask.queries, mask.keys, dtype=torch.bool, device=q.device)
+        for layout, token_mask in self.pattern.masked_layouts(grid):
+            blocks = torch.from_numpy(layout.copy()).to(q.device)[:, i // self.config.block - first_row]
+            shown = blocks[:, :, j // self.config.block]  # [H or 1, T, S]
+            seen = seen | (shown if token_mask is None else shown & token_mask(i[:, None], j[None]))
+        scores = upcast(grouped_matmul(q, k.mT)) * q.shape[-1] ** -0.5
+        if self.config.soft_cap is not None:
+            scores = self.config.soft_cap * torch.tanh(scores / self.config.soft_cap)
+        bias = mask.score_bias(q, k)
+        scores = scores if bias is None else scores + bias.to(scores.dtype)
+        hidden = ~seen if mask.allowed is None else ~(seen & mask.allowed.to(q.device))
+        return self.mix_values(masked_softmax(scores, hidden), v, mask)
+
+    @staticmethod
+    def _bias_by_pair(q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor | None:
+        """Return what is added to the scores and has no table of distances, [B or 1, H, T, S]; None: nothing."""
+        terms = mask.position_terms
+        return mask.bias if terms is None or terms.tables(q) is not None else mask.score_bias(q, k)
 
     def _grid(self, mask: AttentionMask, heads: int, first_row: int) -> Grid:
         rows = -(-(mask.offset + mask.queries) // self.config.block) - first_row

@@ -11,6 +11,8 @@ tensor of N^3 elements is formed: with g the mean of all g_b,
 takes N^2 R D multiply-adds. In a causal model T_b[i, j, m] is 0 where j or m is later than i, and C depends on i:
 
     C_i[r] = C_{i-1}[r] + K[i, r] sum_{m <= i} V[m, r] W_o[i, m] + V[i, r] sum_{j < i} K[j, r] W_o[j, i]
+
+Packed documents are computed one by one, each with the rows of W_o from its first token on.
 """
 
 import torch
@@ -30,7 +32,7 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "multi_linear",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=False, decode=True),
+    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
     deviations=(
         "In a causal model the elements of the tensor whose key or value is later than the query are 0; the authors' "
         "code for language models masks nothing.",
@@ -72,9 +74,21 @@ class MultiLinear(PositionalMixer):
         diagonal = upcast(self.use(self.diagonals)).softmax(-1).mean(0)  # [R]
         q = q * diagonal.narrow(0, self.first_factor, q.shape[-1]).to(q.dtype)
         weight = self.use(self.output).to(q.dtype)
+        if tokens.documents is None or tokens.cache is not None:
+            return self._mix(q, k, v, weight, tokens)
+        rows = []
+        for row, documents in enumerate(tokens.documents):
+            lengths = torch.unique_consecutive(documents, return_counts=True)[1].tolist()
+            row_q, row_k, row_v = (x[row : row + 1].split(lengths, 1) for x in (q, k, v))
+            parts = zip(row_q, row_k, row_v, strict=True)
+            rows.append(torch.cat([self._mix(*part, weight=weight, tokens=tokens) for part in parts], 1))
+        return torch.cat(rows)
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, tokens: Tokens) -> Tensor:
+        """Output [B, T, D] of the factors [B, T, R] of sequences of one document; `weight` is W_o."""
         if self.causal:
             return self._causal(q, k, v, weight, tokens)
-        length = x.shape[1]
+        length = q.shape[1]
         self.check_length(length)
         inner = torch.einsum("jmd,bmr->bjrd", weight[:length, :length], v)
         total = torch.einsum("bjr,bjrd->brd", k, inner)

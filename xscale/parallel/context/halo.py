@@ -22,6 +22,8 @@ def unsupported_reason(attention: Attention, cp: int, tp: int) -> str | None:
         return "halo exchange needs a causal pattern"
     if not isinstance(attention.core, BlockSparse):
         return "the core has no block layout"
+    if attention.position is not None and attention.position.adds_scores:
+        return "a position's terms of the scores read the queries and keys of all tokens"
     if attention.dropout:
         return "dropout of attention weights draws the mask of all a head's scores, of which no rank has all"
     return None

@@ -7,6 +7,7 @@ matmul that made the scores.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from xscale.nn.attention.ops.bias import Bias, RelativeBias, ScoreBias
 from xscale.nn.attention.ops.block_plan import BlockPlan, TokenMasks, UnitChunk
+from xscale.nn.attention.ops.block_terms import NAMES, BlockTerms, TableGradients
 from xscale.nn.eager import eager
 from xscale.nn.random import hash63, hashed_dropout
 
@@ -97,6 +99,8 @@ class ScoreOptions:
     """Seed of the dropout."""
     first_head: int = 0
     """Index in the model of the first local head, for the dropout."""
+    terms: BlockTerms | None = None
+    """Terms of a position, beside its tables."""
 
 
 @eager
@@ -108,13 +112,15 @@ def gathered_attention(
     block_mask: InBlockMask,
     options: ScoreOptions,
     bias: Tensor | None = None,
+    tables: Sequence[Tensor | None] = (),
 ) -> Tensor:
     """q [B, H, rows, Q, K], k and v [B, G, columns, b, K] -> [B, H, rows, Q, K]; a query that sees nothing gets zero.
 
     `bias` is added to the scores: [B or 1, H or 1, rows, Q, columns, b], or by relative position, [H, N] as in
-    `RelativeBias`. Not compiled: torch.compile would unroll the loop over chunks into one graph.
+    `RelativeBias`. `tables` are those of `options.terms`. Not compiled: torch.compile would unroll the loop over chunks
+    into one graph.
     """
-    out: Tensor = _Attend.apply(q, k, v, bias, plan, block_mask, options)  # type: ignore[no-untyped-call]
+    out: Tensor = _Attend.apply(q, k, v, bias, plan, block_mask, options, *tables)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -129,8 +135,9 @@ class _Attend(torch.autograd.Function):
         plan: BlockPlan,
         block_mask: InBlockMask,
         options: ScoreOptions,
+        *tables: Tensor | None,
     ) -> Tensor:
-        work = _Work(q, k, v, bias, plan, block_mask, options)
+        work = _Work(q, k, v, bias, plan, block_mask, options, tables)
         out = torch.empty_like(work.q) if plan.full else torch.zeros_like(work.q)
         log_sums = torch.zeros(work.q.shape[:2], dtype=work.accumulate_dtype, device=q.device)  # [B*H*rows, Q]
         for chunk in work.chunks:
@@ -142,17 +149,22 @@ class _Attend(torch.autograd.Function):
             total.masked_fill_(total == 0, 1.0)
             log_sums.index_copy_(0, chunk.units, top.add_(total.log2()).squeeze(-1))
             kept = work.apply_dropout(weights, chunk)
-            mixed = work.matmul("mixed", work.cast(kept), work.gather("values", chunk)).div_(total)
+            mixed = work.matmul("mixed", work.cast(kept), work.gather("values", chunk))
+            if work.value_terms is not None:
+                mixed += work.value_terms.values(tables, chunk, kept)
+            mixed.div_(total)
             out.index_copy_(0, chunk.units, mixed.to(out.dtype))
-        context.save_for_backward(q, k, v, bias, out, log_sums)
+        context.save_for_backward(q, k, v, bias, out, log_sums, *tables)
         context.rest = (plan, block_mask, options)
         return out.view(q.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(context: Any, gradient: Tensor) -> Any:
-        q, k, v, bias, out, log_sums = context.saved_tensors
-        work = _Work(q, k, v, bias, *context.rest)
+        q, k, v, bias, out, log_sums, *tables = context.saved_tensors
+        plan, block_mask, options = context.rest
+        work = _Work(q, k, v, bias, plan, block_mask, options, tables)
+        slopes = TableGradients(work.options.terms, tables)
         gradient = gradient.reshape(work.q.shape)
         dq = torch.empty_like(work.q) if work.plan.full else torch.zeros_like(work.q)
         dk = torch.zeros_like(work.k, dtype=work.accumulate_dtype)
@@ -169,18 +181,26 @@ class _Attend(torch.autograd.Function):
             _add_blocks(dv, chunk.keys, work.matmul("parts", kept.mT, above))
             inner = work.select("mixed", out, chunk.units).to(work.accumulate_dtype).mul_(above).sum(-1, keepdim=True)
             raised = work.matmul("raised", above, work.gather("values", chunk).mT)
+            if work.value_terms is not None:
+                raised += slopes.add_values(chunk, kept, above)
             dscores = work.apply_dropout(raised.to(work.accumulate_dtype), chunk)
             dscores = dscores.sub_(inner).mul_(weights)
             if dbias is not None:
                 assert work.bias is not None
                 work.bias.scatter_add(dbias, dscores, chunk)
+            of_terms = None if slopes.terms is None else slopes.add_scores(chunk, queries, keys, dscores)
             dscores = work.cast(dscores if slope is None else dscores.mul_(slope))
             mixed = work.matmul("mixed", dscores, keys).mul_(work.options.scale)
+            parts = work.matmul("parts", dscores.mT, queries)
+            if of_terms is not None:
+                mixed.add_(of_terms[0], alpha=work.options.scale)
+                parts += of_terms[1]
             dq.index_copy_(0, chunk.units, mixed.to(dq.dtype))
-            _add_blocks(dk, chunk.keys, work.matmul("parts", dscores.mT, queries))
+            _add_blocks(dk, chunk.keys, parts)
         # The queries were scaled to base 2.
         dk.div_(work.power)
-        return dq.view(q.shape), dk.to(k.dtype).view(k.shape), dv.to(v.dtype).view(v.shape), dbias, None, None, None
+        of_inputs = dq.view(q.shape), dk.to(k.dtype).view(k.shape), dv.to(v.dtype).view(v.shape), dbias
+        return *of_inputs, None, None, None, *slopes.sums
 
 
 def _add_blocks(sums: Tensor, blocks: Tensor, parts: Tensor) -> None:
@@ -200,6 +220,7 @@ class _Work:
         plan: BlockPlan,
         block_mask: InBlockMask,
         options: ScoreOptions,
+        tables: Sequence[Tensor | None] = (),
     ) -> None:
         batch, heads = q.shape[:2]
         groups, self.block = k.shape[1], k.shape[3]
@@ -213,7 +234,10 @@ class _Work:
         half = q.dtype in (torch.bfloat16, torch.float16)
         self.accumulate_dtype = torch.float32 if half else q.dtype
         self.compute = q.dtype if q.is_cuda else self.accumulate_dtype
-        self.plain = options.soft_cap is None and bias is None
+        self.tables = tables
+        has_values = bool(tables) and tables[NAMES.index("value_rows")] is not None
+        self.value_terms = options.terms if has_values else None
+        self.plain = options.soft_cap is None and bias is None and options.terms is None
         # A bias and a soft cap are in nats, so scores are scaled to base 2 only after them.
         self.power = LOG2E if self.plain else 1.0
         limit = CHUNK_SCORES_CUDA if q.is_cuda else CHUNK_SCORES
@@ -260,6 +284,8 @@ class _Work:
             scores = scores.mul_(cap)
         if self.bias is not None:
             scores = scores.add_(self.bias.gather(chunk))
+        if self.options.terms is not None:
+            scores = scores.add_(self.options.terms.scores(self.tables, chunk, queries, keys))
         if not self.plain:
             scores.mul_(LOG2E)
         self._hide(scores, chunk)

@@ -1,0 +1,108 @@
+"""Terms of relative positions in block-sparse attention, against attention that keeps all scores."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conformance.made import close, dims, drawn, numbered, ready
+from xscale.core.config import decode
+from xscale.nn.attention.block_sparse import BlockSparse
+from xscale.nn.attention.core import CORES
+from xscale.nn.attention.ops import gathered
+from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.mixer.attention import Attention
+from xscale.nn.module import substitute
+from xscale.nn.pattern.bigbird import BigBirdPattern
+from xscale.nn.pattern.window import Window
+from xscale.nn.position.pairs import Pairs
+from xscale.nn.position.position import POSITIONS, PositionTerms
+from xscale.nn.tokens import Tokens
+
+HEADS, WIDTH, BLOCK, LENGTH = 4, 8, 4, 30
+POSITIONS_WITH_TERMS: dict[str, dict[str, Any]] = {
+    "shaw": {"distance": 5},
+    "music_transformer": {},
+    "transformer_xl": {},
+}
+PATTERNS = {"window": Window.Config(window=9), "bigbird": BigBirdPattern.Config(random_blocks=1)}
+
+
+def position_of(kind: str, causal: bool) -> Any:
+    part = POSITIONS.get(kind).part
+    return ready(part(decode(part.Config, POSITIONS_WITH_TERMS[kind]), dims(causal=causal), HEADS, WIDTH))
+
+
+def literal(core: BlockSparse, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    """All scores, of the blocks of the pattern alone."""
+    terms = mask.position_terms
+    assert terms is not None
+    blocks = (
+        torch.from_numpy(core.block_layout(mask.keys, HEADS)).repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+    )
+    seen = blocks[None, :, : mask.queries, : mask.keys]
+    if mask.allowed is not None:
+        seen = seen & mask.allowed
+    k, v = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5 + terms.scores(q, k)
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    out = weights @ v
+    return out + terms.values(weights) if terms.adds_values else out
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("kind", POSITIONS_WITH_TERMS)
+@pytest.mark.sampled(2)
+def test_terms_of_a_position(kind: str, pattern: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output and gradients, with packed documents and grouped keys, in several chunks."""
+    monkeypatch.setattr(gathered, "CHUNK_SCORES", 8 * BLOCK * BLOCK)
+    core = CORES.build(BlockSparse.Config(pattern=PATTERNS[pattern], block=BLOCK), dims(causal=causal), HEADS, WIDTH)
+    position, documents = position_of(kind, causal), numbered(17, 13)
+    inputs = [drawn(2, heads, LENGTH, WIDTH, seed=seed).requires_grad_() for seed, heads in enumerate((4, 2, 2))]
+    terms = PositionTerms(position, Pairs(LENGTH, LENGTH, causal=causal))
+    packed = {"query_documents": documents, "key_documents": documents}
+    mask = AttentionMask(LENGTH, LENGTH, causal, position_terms=terms, **packed)
+    above, leaves = drawn(2, HEADS, LENGTH, WIDTH, seed=9), [*inputs, *position.parameters()]
+    results = []
+    for out in (core(*inputs, mask), literal(core, *inputs, mask)):
+        results.append([out, *torch.autograd.grad(out, leaves, above, allow_unused=True, materialize_grads=True)])
+    assert all(map(close, *results))
+    assert all(gradient.any() for gradient in results[0][: len(inputs) + 1])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_terms_of_queries_and_of_keys(causal: bool) -> None:
+    """DeBERTa's projections of positions are those of the mixer's queries and keys."""
+    position = {"kind": "deberta", "buckets": 8, "distance": 16}
+    core = {"kind": "block_sparse", "block": BLOCK, "pattern": {"kind": "window", "window": 9}}
+    mixer = ready(
+        Attention(decode(Attention.Config, {"heads": HEADS, "position": position, "core": core}), dims(causal=causal))
+    )
+    documents, above = numbered(17, 13), drawn(2, LENGTH, mixer.o.weight.shape[0], seed=9)
+    x, tokens = (
+        drawn(2, LENGTH, above.shape[2]).requires_grad_(),
+        Tokens.from_ids(torch.zeros_like(documents), documents),
+    )
+    results = []
+    for attend in (mixer.attend, lambda *inputs: literal(mixer.core, *inputs)):
+        substitute(mixer, "attend", attend)
+        out = mixer(x, tokens)
+        results.append([out, *torch.autograd.grad(out, [x, *mixer.parameters()], above)])
+    assert all(map(close, *results))
+
+
+def test_decoding_reads_the_same_rows() -> None:
+    core = CORES.build(BlockSparse.Config(pattern=PATTERNS["window"], block=BLOCK), dims(), HEADS, WIDTH)
+    position = position_of("shaw", True)
+    q, k, v = (drawn(2, heads, LENGTH, WIDTH, seed=seed) for seed, heads in enumerate((4, 2, 2)))
+    whole = core(q, k, v, AttentionMask(LENGTH, LENGTH, True, position_terms=terms_of(position, 0, LENGTH)))
+    for first, last in ((0, 1), (6, 7), (8, 9), (9, 22)):
+        mask = AttentionMask(last - first, last, True, offset=first, position_terms=terms_of(position, first, last))
+        some = core(q[:, :, first:last], k[:, :, :last], v[:, :, :last], mask)
+        assert close(some, whole[:, :, first:last])
+
+
+def terms_of(position: Any, first: int, last: int) -> PositionTerms:
+    return PositionTerms(position, Pairs(last - first, last, offset=first, causal=True))
