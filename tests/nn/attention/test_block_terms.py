@@ -106,3 +106,21 @@ def test_decoding_reads_the_same_rows() -> None:
 
 def terms_of(position: Any, first: int, last: int) -> PositionTerms:
     return PositionTerms(position, Pairs(last - first, last, offset=first, causal=True))
+
+
+@pytest.mark.parametrize("kind", POSITIONS_WITH_TERMS)
+def test_half_precision_as_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products are in half precision there, and the tables' rows in float32."""
+    config = BlockSparse.Config(pattern=PATTERNS["window"], block=BLOCK, implementation="gather")
+    core = CORES.build(config, dims(), HEADS, WIDTH)
+    position, above = position_of(kind, True).float(), drawn(2, HEADS, LENGTH, WIDTH, seed=9)
+    numbers = [drawn(2, heads, LENGTH, WIDTH, seed=seed) for seed, heads in enumerate((4, 2, 2))]
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        inputs = [x.to(torch.bfloat16).to(dtype).requires_grad_() for x in numbers]
+        monkeypatch.setattr(Tensor, "is_cuda", dtype is torch.bfloat16)
+        out = core(*inputs, AttentionMask(LENGTH, LENGTH, True, position_terms=terms_of(position, 0, LENGTH)))
+        results.append([out, *torch.autograd.grad(out, [*inputs, *position.parameters()], above.to(dtype))])
+        position = position.double()
+    for half, exact in zip(*results, strict=True):
+        assert (half.double() - exact).norm() < 0.03 * exact.norm()

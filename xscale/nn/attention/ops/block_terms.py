@@ -42,7 +42,8 @@ class BlockTerms:
         """Return the terms [U, Q, d*b] of q [U, Q, K], which has the scale, and k [U, d*b, K]. Differentiable."""
         query_rows, key_rows, bias, _, content_bias, position_bias = tables
         units, degree = chunk.columns.shape
-        index, total = self._rows(tables, chunk), q.new_zeros(())
+        dtype = next(table.dtype for table in tables if table is not None)
+        q, k, index, total = q.to(dtype), k.to(dtype), self._rows(tables, chunk), q.new_zeros((), dtype=dtype)
         by_query: Tensor | None = None
         if query_rows is not None:
             rows = _of_heads(query_rows, chunk, index)  # [U, d, W, K]
@@ -67,7 +68,7 @@ class BlockTerms:
         rows = tables[NAMES.index("value_rows")]
         assert rows is not None
         units, degree = chunk.columns.shape
-        by_distance = weights.new_zeros(units, self.queries, degree, self.span)
+        by_distance = rows.new_zeros(units, self.queries, degree, self.span)
         self._by_key(by_distance).copy_(weights.view(units, self.queries, degree, self.block))
         return by_distance.flatten(2) @ _of_heads(rows, chunk, self._rows(tables, chunk)).flatten(1, 2)
 
