@@ -124,3 +124,20 @@ def test_half_precision_as_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) 
         position = position.double()
     for half, exact in zip(*results, strict=True):
         assert (half.double() - exact).norm() < 0.03 * exact.norm()
+
+
+@pytest.mark.parametrize("kind", POSITIONS_WITH_TERMS)
+def test_a_gpu_makes_no_table_of_all_distances(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention takes terms of few distances, and Shaw's without those of the values."""
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    core = CORES.build(BlockSparse.Config(pattern=PATTERNS["window"], block=BLOCK), dims(), HEADS, 64)
+    q, part = torch.zeros(1, HEADS, LENGTH, 64), POSITIONS.get(kind).part
+
+    def choice(config: dict[str, Any]) -> str:
+        position = part(decode(part.Config, config), dims(), HEADS, 64)
+        mask = AttentionMask(LENGTH, LENGTH, True, position_terms=terms_of(position, 0, LENGTH))
+        return core._implementation(q, mask, 0.0, core._grid(mask, HEADS, 0))
+
+    assert choice(POSITIONS_WITH_TERMS[kind]) == "gather"
+    if kind == "shaw":
+        assert choice({"distance": 5, "values": False}) == "flex"

@@ -113,6 +113,11 @@ class BlockSparse(Core):
         reason, terms = self._flex.why_unsupported(q), mask.position_terms
         if terms is not None and (terms.adds_values or terms.tables(q) is None):
             reason = reason or "it takes terms of the scores by distance, and no others"
+        if wanted == "auto" and terms is not None and reason is None:
+            # FlexAttention's tables have a column for each distance, for each query or key.
+            reach = terms.position.reach
+            few = reach is not None and reach * (1 if mask.causal else 2) < mask.keys
+            reason = None if few else "its tables of all distances would grow with the square of the length"
         if wanted == "flex" and reason is not None:
             fix = "Take auto or gather."
             raise ConfigError("core.implementation", f"flex does not support this call: {reason}", fix)
