@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed import Pool
 from tests.parallel.against_one import LENGTH, SEED, VOCABULARY, _mesh, asked
@@ -53,6 +54,25 @@ def test_the_plan_applies_the_steps_of_the_tuple_in_its_order(monkeypatch: pytes
 def test_a_single_process_logs_only_its_parameters() -> None:
     (line,) = lines(MODELS["dense"], {})
     assert line.startswith("Materialized ")
+
+
+@pytest.mark.parametrize("precision", ["high", "highest"])
+def test_float32_matmuls_have_the_precision_of_the_recipe(precision: str) -> None:
+    before = torch.get_float32_matmul_precision()
+    settings = asked(MODELS["dense"], {})
+    chosen = settings.precision.model_copy(
+        update={"compute": "float32", "master": "float32", "float32_matmul": precision}
+    )
+    logged: list[str] = []
+    try:
+        torch.set_float32_matmul_precision("medium")
+        plan = ParallelPlan(settings.parallel, chosen, LENGTH)
+        mesh = _mesh(settings.parallel.mesh, read_rank_info())
+        plan.apply(build_on_meta(settings, VOCABULARY), mesh, SEED, logged.append)
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert ("Applied float32 matmuls of high precision" in logged) == (precision == "high")
 
 
 @pytest.mark.parametrize(

@@ -139,10 +139,11 @@ def test_an_evaluation_waits_at_its_end_only(tmp_path: Path) -> None:
     assert waits(8) == waits(2)
 
 
-def test_a_dispatch_over_ranks_waits_once(tmp_path: Path, pool: Pool) -> None:
+@pytest.mark.parametrize("name", ["capacity", "expert dropout"])
+def test_a_dispatch_over_ranks_waits_once(tmp_path: Path, pool: Pool, name: str) -> None:
     """One wait, for the numbers of rows that the ranks send each other."""
     sections = {"parallel": {"mesh": {"ep": 2}}}
-    shallow = pool.run(waits_of_a_step, 2, tmp_path, 1, FFNS["capacity"], **sections)
-    deep = pool.run(waits_of_a_step, 2, tmp_path, 3, FFNS["capacity"], **sections)
+    shallow = pool.run(waits_of_a_step, 2, tmp_path, 1, FFNS[name], **sections)
+    deep = pool.run(waits_of_a_step, 2, tmp_path, 3, FFNS[name], **sections)
     for of_one_layer, of_three in zip(shallow, deep, strict=True):
         assert of_three - of_one_layer == Counter({"tolist": 2 * 2, "_local_scalar_dense": 2 * 4})

@@ -28,6 +28,7 @@ from xscale.checkpoint.files import step_folder
 from xscale.checkpoint.in_memory import InMemoryCheckpoint
 from xscale.checkpoint.planner import Box, CheckpointPlan, copy_box, local_shards, outline, plan_save, view_of_item
 from xscale.checkpoint.save import Snapshot, encode, write
+from xscale.mesh.collectives import sum_scalars
 from xscale.mesh.consensus import Result, attempt
 from xscale.mesh.flat_shard import FlatShard
 
@@ -80,8 +81,11 @@ class AsyncSaver:
         keep_every: int | None = None,
         failure_limit: int = 0,
         disk: Disk | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """`group`: a gloo group of all ranks that nothing else uses; required with more than one rank.
+
+        `device`: where the default group's collectives take tensors; None: the CPU.
 
         `when_busy`: what a save does while the previous one is in flight. `failure_limit`: number of consecutive
         failures that are only reported (by `finished`); the next one is raised.
@@ -91,6 +95,7 @@ class AsyncSaver:
         self._ranks = consensus(group)
         assert self._ranks.is_single_process or group is not None, "asynchronous saves need their own process group"
         self._disk = disk or Disk()
+        self._device = device or torch.device("cpu")
         self._plan: CheckpointPlan | None = None
         self._staging = Staging()
         self._thread: threading.Thread | None = None
@@ -212,7 +217,7 @@ class AsyncSaver:
     def _in_flight(self) -> bool:
         """Whether any rank still writes to disk; asked over the default group, as the threads may use the other."""
         is_writing = self._thread is not None and self._thread.is_alive() and not self._in_memory
-        return any(consensus().on_all(self._folder, lambda: is_writing))
+        return is_writing if self._ranks.is_single_process else sum_scalars([is_writing], self._device)[0] > 0
 
     def _plan_for(self, shards: dict[str, Box | FlatShard], path: Path) -> CheckpointPlan:
         """Return the plan of the previous save unless the layout of some rank changed."""

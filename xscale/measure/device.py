@@ -43,6 +43,8 @@ class Device:
     """Fraction of the peak that the allocator adds by fragmentation: assumed as well."""
     reach: float = 1.0
     """Fraction of `flops` that large matmuls reach."""
+    tf32: bool = False
+    """Whether float32 matrices may be multiplied as TF32."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Source of each figure, by field name."""
 
@@ -53,11 +55,20 @@ class Device:
 
     def flops_in(self, dtype: torch.dtype) -> float:
         """FLOP/s in a dtype."""
-        return self.flops / (1 if dtype in HALF or self.name == "cpu" else _SLOWDOWN.get(dtype, 15))
+        return self.flops if self.name == "cpu" else self.flops / slowdown(dtype, tf32=self.tf32)
 
 
 HALF = (torch.bfloat16, torch.float16)
-_SLOWDOWN = {torch.float32: 2, torch.float64: 15}
+
+
+def slowdown(dtype: torch.dtype, *, tf32: bool) -> int:
+    """How many times longer a GPU multiplies matrices of a dtype than those of bfloat16.
+
+    `tf32`: whether `precision.float32_matmul` lets float32 be multiplied as TF32.
+    """
+    if dtype in HALF:
+        return 1
+    return 2 if dtype == torch.float32 and tf32 else 15
 
 
 ASSUMED = {
@@ -146,14 +157,15 @@ def _copy_bandwidth() -> float:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s of the device in `dtype`; on a CPU measured by a matmul, None for a GPU that is not listed."""
+    """FLOP/s of the device in `dtype`; on a CPU measured by a matmul, None for a GPU that is not listed.
+
+    Those of float32 are TF32's where `precision.float32_matmul` allows it.
+    """
     if device.type == "cpu":
         return _matmul_flops(dtype)
     name = torch.cuda.get_device_name(device)
     peak = next((peak for known, peak in PEAKS.items() if known in name), None)
-    if peak is None or dtype in HALF:
-        return peak
-    return peak / (2 if dtype == torch.float32 else 15)
+    return None if peak is None else peak / slowdown(dtype, tf32=torch.get_float32_matmul_precision() != "highest")
 
 
 def _matmul_flops(dtype: torch.dtype) -> float:

@@ -66,6 +66,25 @@ def all_gather_object(word: Any) -> list[Any]:
     return words
 
 
+def all_gather_columns(columns: Tensor, device: torch.device) -> Tensor:
+    """Concatenate the columns [R, N] of all ranks, each of which has its own N, by rank; R and the dtype are the same.
+
+    The messages are tensors on `device`; the result is on the CPU.
+    """
+    if not dist.is_initialized():
+        return columns
+    world = dist.get_world_size()
+    counts = torch.zeros(world, dtype=torch.int64, device=device)
+    counts[dist.get_rank()] = columns.shape[1]
+    dist.all_reduce(counts)
+    sizes: list[int] = counts.tolist()
+    padded = torch.zeros(len(columns), max(sizes), dtype=columns.dtype, device=device)
+    padded[:, : columns.shape[1]] = columns
+    parts = [torch.empty_like(padded) for _ in range(world)]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], 1).cpu()
+
+
 class _AllToAll(torch.autograd.Function):
     """All-to-all of rows; backward is the reverse all-to-all."""
 

@@ -122,3 +122,6 @@ class PrecisionConfig(Config):
     float8: Literal["tensor", "row"] | None = None
     """Multiply linear maps, but not experts and the head, in float8 with a scale per tensor or per row; null: in
     `compute`. Needs a GPU of compute capability 8.9 (row: 9.0). Each tp rank scales its own shard of a weight."""
+    float32_matmul: Literal["highest", "high", "medium"] = "highest"
+    """Precision of float32 matmuls in the process (`torch.set_float32_matmul_precision`): highest is float32, high may
+    use TF32 on a GPU, medium bfloat16. It is for compute=float32, routers and other modules that keep float32."""

@@ -64,13 +64,16 @@ class SplitRowsOverTp:
         self.dispatch = dispatch
         self.group = group
 
-    def __call__(self, rows: Tensor, tokens_per_expert: Tensor, experts: ExpertsCall) -> Tensor:
+    def __call__(
+        self, rows: Tensor, tokens_per_expert: Tensor, experts: ExpertsCall, dropout_keys: Tensor | None = None
+    ) -> Tensor:
         """Outputs [M, D] of rows [M, D] sorted by expert: those of this rank's slice, zeros for the others."""
         rank, ranks, total = self.group.rank(), self.group.size(), len(rows)
         first, end = total * rank // ranks, total * (rank + 1) // ranks
         ends = tokens_per_expert.cumsum(0)
         local_tokens_per_expert = ends.clamp(first, end) - (ends - tokens_per_expert).clamp(first, end)
-        outputs = self.dispatch(rows[first:end], local_tokens_per_expert, experts)
+        keys = None if dropout_keys is None else dropout_keys[first:end]
+        outputs = self.dispatch(rows[first:end], local_tokens_per_expert, experts, keys)
         return F.pad(outputs, (0, 0, first, total - end))
 
 
@@ -80,7 +83,9 @@ class AllToAll:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
-    def __call__(self, rows: Tensor, tokens_per_expert: Tensor, experts: ExpertsCall) -> Tensor:
+    def __call__(
+        self, rows: Tensor, tokens_per_expert: Tensor, experts: ExpertsCall, dropout_keys: Tensor | None = None
+    ) -> Tensor:
         """Outputs [M, D] of rows [M, D] sorted by expert; tokens_per_expert [E] counts over all experts."""
         # Step 3: exchange tokens_per_expert.
         send = tokens_per_expert.view(self.group.size(), -1)  # [R, E/R]
@@ -90,9 +95,12 @@ class AllToAll:
         # Step 4: dispatch.
         sent = rows[: len(rows) - dropped] if dropped else rows
         received = all_to_all(sent, send_rows, receive_rows, self.group)  # [M', D], by (rank, expert)
-        # Step 5: experts.
         by_expert, by_rank = _by_expert(receive, len(received))
-        outputs = experts(reorder(received, by_expert, by_rank), receive.sum(0))  # [M', D], by (expert, rank)
+        keys = None
+        if dropout_keys is not None:
+            keys = all_to_all(dropout_keys[: len(sent)], send_rows, receive_rows, self.group)[by_expert]  # [M']
+        # Step 5: experts.
+        outputs = experts(reorder(received, by_expert, by_rank), receive.sum(0), keys)  # [M', D], by (expert, rank)
         # Step 6: all-to-all back.
         returned = all_to_all(reorder(outputs, by_rank, by_expert), receive_rows, send_rows, self.group)
         return F.pad(returned, (0, 0, 0, dropped)) if dropped else returned  # [M, D]

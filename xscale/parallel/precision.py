@@ -27,6 +27,11 @@ def apply(model: nn.Module, compute: torch.dtype, master: torch.dtype) -> None:
             substitute(module, "param_hook", master_hook if module.keeps_precision else compute_hook)
 
 
+def set_float32_matmul(precision: str) -> None:
+    """Set how float32 matrices are multiplied, for the whole process: highest, high or medium, as torch names them."""
+    torch.set_float32_matmul_precision(precision)
+
+
 def cast_parameters(model: nn.Module, compute: torch.dtype, master: torch.dtype) -> None:
     """Store parameters in the dtype that they are used in, so that inference casts them once and not at each use.
 

@@ -143,11 +143,15 @@ class PrecisionStep(_Step):
         # Imported where used, here and below: DTensor takes as long to import as half of torch.
         from xscale.parallel import precision
 
-        precision.apply(model, settings.compute, settings.master)
         names = settings.precision
-        if names.compute == names.master:
-            return model, None
-        return model, f"Applied mixed precision: compute in {names.compute}, master parameters in {names.master}"
+        precision.apply(model, settings.compute, settings.master)
+        precision.set_float32_matmul(names.float32_matmul)
+        done = []
+        if names.compute != names.master:
+            done.append(f"mixed precision: compute in {names.compute}, master parameters in {names.master}")
+        if names.float32_matmul != "highest":
+            done.append(f"float32 matmuls of {names.float32_matmul} precision")
+        return model, f"Applied {' and '.join(done)}" if done else None
 
 
 class ShardingStep(_Step):

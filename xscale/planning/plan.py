@@ -50,7 +50,8 @@ class Hardware:
         changes = {name: getattr(self, name) for name in ("memory", "node", "link", "network")}
         named = {name: value for name, value in changes.items() if value is not None}
         device = device_named(self.device, DTYPES[settings.precision.compute])
-        return replace(device, **named, sources={**device.sources, **dict.fromkeys(named, GIVEN)})
+        tf32 = settings.precision.float32_matmul != "highest"
+        return replace(device, tf32=tf32, **named, sources={**device.sources, **dict.fromkeys(named, GIVEN)})
 
 
 def plan(settings: Settings, world: int, hardware: Hardware = Hardware()) -> dict[str, Any]:

@@ -40,9 +40,11 @@ from xscale_kernels import rows
 class BalancedAllToAll(AllToAll):
     """All-to-all of equally many rows to each rank, whatever the counts are."""
 
-    def __call__(self, rows: Tensor, tokens_per_expert: Tensor, experts: ExpertsCall) -> Tensor:
+    def __call__(
+        self, rows: Tensor, tokens_per_expert: Tensor, experts: ExpertsCall, dropout_keys: Tensor | None = None
+    ) -> Tensor:
         self.rows = len(rows)
-        return super().__call__(rows, tokens_per_expert, experts)
+        return super().__call__(rows, tokens_per_expert, experts, dropout_keys)
 
     def split_sizes(self, send: Tensor, receive: Tensor) -> tuple[list[int], list[int]]:
         ranks = len(send)

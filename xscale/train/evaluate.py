@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from xscale.data.baseline import order2_bits_per_byte
 from xscale.data.loader import Corpus
 from xscale.data.prepared import Split
-from xscale.mesh.collectives import all_gather_object, sum_scalars
+from xscale.mesh.collectives import all_gather_columns, sum_scalars
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.tokens import Predictions, Stats
 from xscale.objective.objective import OBJECTIVES, Batch, Objective
@@ -81,7 +81,7 @@ def evaluate(
         local = torch.cat(
             [torch.zeros(4, 0, dtype=torch.float64), *(predictions.rows() for predictions in all_predictions)], 1
         )
-        rows = in_order(torch.cat(all_gather_object(local), 1))
+        rows = in_order(all_gather_columns(local, token_bytes.device))
         return Evaluation(loss_value, math.nan, math.nan, metrics_of(rows, objective, names))
     perplexity = math.exp(loss_value) if loss_value < 700 else math.inf
     return Evaluation(loss_value, perplexity, total / math.log(2) / max(length, 1), scores.means(sums_of_scores))

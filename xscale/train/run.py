@@ -128,6 +128,7 @@ def make_saver(parts: RunParts, folder: Path) -> AsyncSaver:
     return AsyncSaver(
         folder / CHECKPOINTS,
         group=parts.mesh.background,
+        device=parts.mesh.device,
         when_busy=config.when_busy,
         keep_last=config.keep_last,
         keep_every=config.keep_every,

@@ -200,10 +200,12 @@ class Spread:
     def __init__(self, halves: list[ExpertsCall]) -> None:
         self.halves = halves
 
-    def __call__(self, rows: Tensor, counts: Tensor, experts: ExpertsCall) -> Tensor:
+    def __call__(
+        self, rows: Tensor, counts: Tensor, experts: ExpertsCall, dropout_keys: Tensor | None = None
+    ) -> Tensor:
         first = int(counts[: len(counts) // 2].sum())
         pieces = rows[:first], rows[first:]
-        return torch.cat([half(p, c) for half, p, c in zip(self.halves, pieces, counts.chunk(2), strict=True)])
+        return torch.cat([half(p, c, None) for half, p, c in zip(self.halves, pieces, counts.chunk(2), strict=True)])
 
 
 @pytest.mark.parametrize("capacity", [None, 1.0])

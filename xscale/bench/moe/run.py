@@ -51,12 +51,12 @@ def phase_steps(moe: Moe, x: Tensor) -> dict[str, Callable[[], object]]:
         rows = permute(flat, plan.tokens)
         received: list[Tensor] = []
 
-        def keep(local_rows: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        def keep(local_rows: Tensor, tokens_per_expert: Tensor, _: Tensor | None) -> Tensor:
             received.extend((local_rows, tokens_per_expert))
             return local_rows
 
         moe.dispatch(rows, plan.tokens_per_expert, keep)
-        outputs = moe.dispatch(rows, plan.tokens_per_expert, lambda rows, counts: moe.experts(rows, counts))
+        outputs = moe.dispatch(rows, plan.tokens_per_expert, moe.experts)
     weights = plan.weights.detach()
 
     def route() -> object:
@@ -70,7 +70,7 @@ def phase_steps(moe: Moe, x: Tensor) -> dict[str, Callable[[], object]]:
 
     def all_to_all() -> object:
         leaf = rows.detach().requires_grad_()
-        return _backward(moe.dispatch(leaf, plan.tokens_per_expert, lambda rows, counts: rows), [leaf])
+        return _backward(moe.dispatch(leaf, plan.tokens_per_expert, lambda rows, counts, keys: rows), [leaf])
 
     def gemm() -> object:
         leaf = received[0].detach().requires_grad_()

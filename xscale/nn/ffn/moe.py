@@ -137,10 +137,7 @@ class Moe(Ffn):
         plan, aux_loss = self.dispatch_plan(x, tokens)
         kernel = self.kernel_choices.get("permute")
         rows = permute(flat, plan.tokens, token_rows=plan.token_rows, implementation=kernel)  # [M, D]
-        keys = self._dispatch_keys(plan)
-        rows = self.dispatch(
-            rows, plan.tokens_per_expert, lambda rows, tokens_per_expert: self.experts(rows, tokens_per_expert, keys)
-        )
+        rows = self.dispatch(rows, plan.tokens_per_expert, self.experts, plan.dropout_keys)
         y = unpermute(rows, plan.tokens, plan.weights, len(flat), token_rows=plan.token_rows, implementation=kernel)
         y = y.view(x.shape)  # [B, T, D]
         if aux_loss is not None:
@@ -203,19 +200,6 @@ class Moe(Ffn):
         device = plan.tokens.device
         experts = experts_of_rows(plan.tokens_per_expert, len(plan.tokens))
         return hash63(self.random.integer(1 << 62, device), plan.tokens, experts)
-
-    def _dispatch_keys(self, plan: DispatchPlan) -> Tensor | None:
-        """The dropout keys of the rows that this rank's experts get, in their order; None without dropout."""
-        if plan.dropout_keys is None:
-            return None
-        received = []
-
-        def keep(keys: Tensor, tokens_per_expert: Tensor) -> Tensor:
-            received.append(keys)
-            return keys
-
-        self.dispatch(plan.dropout_keys[:, None], plan.tokens_per_expert, keep)
-        return received[0][:, 0]
 
     def _add_shared(self, x: Tensor, routed: Tensor, shared: Tensor) -> Tensor:
         """Add the shared expert's output to the routed experts' one, both [B, T, D]."""

@@ -114,18 +114,22 @@ def _precedence(routing: Routing, drop_policy: DropPolicy) -> Tensor | None:
     return (order + first[:, None]).reshape(-1)
 
 
-ExpertsCall = Callable[[Tensor, Tensor], Tensor]
-"""The experts of this rank: (rows [M, D] sorted by expert, tokens_per_expert [local experts]) -> [M, D]."""
+ExpertsCall = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""The experts of this rank: (rows [M, D] sorted by expert, tokens_per_expert [local experts], dropout_keys [M] or None)
+-> [M, D]."""
 
 
 class Dispatch(Protocol):
     """Interface of `Moe.dispatch`; expert parallelism substitutes `AllToAll` for `LocalDispatch`."""
 
-    def __call__(self, rows: Tensor, tokens_per_expert: Tensor, experts: ExpertsCall) -> Tensor:
+    def __call__(
+        self, rows: Tensor, tokens_per_expert: Tensor, experts: ExpertsCall, dropout_keys: Tensor | None = None
+    ) -> Tensor:
         """Outputs [M, D] of rows [M, D] sorted by expert, in the same order.
 
-        `tokens_per_expert` [E] counts over *all* experts; `experts` takes rows of the local ones only. There may be
-        more rows than they sum to: the outputs of those at the end have any finite values.
+        `tokens_per_expert` [E] counts over *all* experts; `experts` takes rows of the local ones only, with their
+        `dropout_keys` [M]. There may be more rows than they sum to: the outputs of those at the end have any finite
+        values.
         """
         ...
 
@@ -133,10 +137,12 @@ class Dispatch(Protocol):
 class LocalDispatch:
     """Dispatch with all experts on this rank."""
 
-    def __call__(self, rows: Tensor, tokens_per_expert: Tensor, experts: ExpertsCall) -> Tensor:
+    def __call__(
+        self, rows: Tensor, tokens_per_expert: Tensor, experts: ExpertsCall, dropout_keys: Tensor | None = None
+    ) -> Tensor:
         if calls_directly(rows) and len(rows) == int(tokens_per_expert.sum()):
-            return experts(rows, tokens_per_expert)
+            return experts(rows, tokens_per_expert, dropout_keys)
         # The last expert takes the rows that none counts, if there are any: on a GPU the host does not know.
         dropped = len(rows) - tokens_per_expert.sum()
         last = F.pad(dropped.view(1), (len(tokens_per_expert) - 1, 0))
-        return experts(rows, tokens_per_expert + last)
+        return experts(rows, tokens_per_expert + last, dropout_keys)

@@ -1,0 +1,32 @@
+"""FLOP/s of a GPU by dtype: float32 is TF32 only where the recipe allows it."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from xscale.measure.device import DEVICES, peak_flops
+from xscale.planning.plan import Hardware
+
+
+@pytest.mark.parametrize(("precision", "factor"), [("highest", 15), ("high", 2)])
+def test_the_peak_of_float32_follows_its_precision(
+    monkeypatch: pytest.MonkeyPatch, precision: str, factor: int
+) -> None:
+    h100 = DEVICES["h100"]
+    assert replace(h100, tf32=precision != "highest").flops_in(torch.float32) == h100.flops / factor
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    assert peak_flops(torch.device("cuda"), torch.float32) == h100.flops / factor
+    assert peak_flops(torch.device("cuda"), torch.bfloat16) == h100.flops
+    assert peak_flops(torch.device("cuda"), torch.float64) == h100.flops / 15
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_a_plan_takes_the_precision_of_the_recipe(precision: str) -> None:
+    settings: Any = SimpleNamespace(precision=SimpleNamespace(compute="float32", float32_matmul=precision))
+    device = Hardware(device="h100").resolve(settings)
+    assert device is not None
+    assert device.tf32 == (precision == "high")
