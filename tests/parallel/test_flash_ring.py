@@ -1,5 +1,6 @@
 """Ring attention by fused kernels: the numbers of one process, which calls take them, and what is saved of them."""
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,17 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.conformance.made import drawn, numbered
+from tests.conformance.made import drawn
 from tests.distributed import distributed
 from tests.parallel.test_selective_checkpoint import Seen
 from xscale.mesh.torch_private import FakeTensorMode
 from xscale.nn.attention.ops.dense import dense_attention
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
-from xscale.nn.tokens import Tokens
+from xscale.nn.tokens import SharedValues, Tokens
 from xscale.parallel.activation_checkpointing import save_matmul_outputs
 from xscale.parallel.context import flash_parts
-from xscale.parallel.context.flash_parts import FlashPart, FlashParts, attend, attend_backward, is_supported
+from xscale.parallel.context.document_runs import FlashPart, document_runs, parts_of_documents, share_document_runs
+from xscale.parallel.context.flash_parts import FlashParts, attend, attend_backward, is_supported
 from xscale.parallel.context.mask import ShardedAttentionMask
 from xscale.parallel.context.ring import Ring
 from xscale.parallel.context.sequence_sharding import SequenceSharding, shard_tokens
@@ -95,24 +97,40 @@ def attended(case: Case, dtype: torch.dtype, documents: Tensor | None = None) ->
     return [o, *gradients], seen.count
 
 
-def expected(case: Case, dtype: torch.dtype) -> list[Tensor]:
+def expected(case: Case, dtype: torch.dtype, documents: Tensor | None = None) -> list[Tensor]:
     """This rank's shards of the output and gradients of one process, in float64."""
     sharding = mask_of(case).sharding
     q, k, v, slope = (x.to(dtype).double() for x in inputs_of(case))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     hidden = torch.ones(case.queries, case.keys).triu(1).bool()[None, None] if case.causal else None
+    if documents is not None:
+        apart = documents[:, None, :, None] != documents[:, None, None, :]
+        hidden = apart if hidden is None else apart | hidden
     o = dense_attention(*leaves, hidden)
     return [shard(x, sharding) for x in (o, *torch.autograd.grad(o, leaves, slope))]
 
 
-def check_against_one_process(dtype: torch.dtype, tolerance: float) -> None:
+def packed(length: int) -> Tensor:
+    """Documents [2, T] of two samples: of one token, of many, and in one sample a document that comes back."""
+    (first, second), third = (length // 3, length - length // 4), length // 2
+    one = [0] * first + [1] + [2] * (second - first - 1) + [3] * (length - second)
+    other = [4] * third + [5] * (length - third - 1) + [4]
+    return torch.tensor([one, other[:length]])
+
+
+def check_against_one_process(dtype: torch.dtype, tolerance: float, *, documents: bool = False) -> None:
     """Compare each case on this rank; of the output, the real queries."""
     for name, case in CASES.items():
-        results, ran = attended(case, dtype)
-        assert ran[FORWARD] == ran[BACKWARD] > 0, name
+        if documents and case.queries != case.keys:
+            continue
+        apart = packed(case.queries) if documents else None
+        results, ran = attended(case, dtype, apart)
+        # A rank that has only padding attends to no document.
+        assert ran[FORWARD] == ran[BACKWARD], name
+        assert ran[FORWARD] or (documents and not mask_of(case).query_shard.real().any()), name
         assert ran["aten::bmm"] == 0, "no tile was computed"
         real = mask_of(case).query_shard.real()[:, None, :, None]
-        for result, reference in zip(results, expected(case, dtype), strict=True):
+        for result, reference in zip(results, expected(case, dtype, apart), strict=True):
             assert result.dtype == dtype
             error = (result.double() - reference) * (real if result.shape[2] == real.shape[2] else 1)
             assert error.abs().max() <= tolerance * max(1.0, reference.abs().max().item()), (name, error.abs().max())
@@ -124,10 +142,17 @@ def test_two_ranks_give_the_numbers_of_one_process() -> None:
     check_against_one_process(torch.bfloat16, 2e-2)
 
 
+@distributed(ranks=2)
+def test_two_ranks_keep_documents_apart_as_one_process_does() -> None:
+    check_against_one_process(torch.float64, 1e-13, documents=True)
+    check_against_one_process(torch.bfloat16, 2e-2, documents=True)
+
+
 @pytest.mark.long
 @distributed(ranks=4)
 def test_four_ranks_give_the_numbers_of_one_process() -> None:
     check_against_one_process(torch.float64, 1e-13)
+    check_against_one_process(torch.float64, 1e-13, documents=True)
 
 
 @distributed(ranks=2)
@@ -141,19 +166,18 @@ def test_a_log_sum_exp_of_a_part_alone_is_noticed() -> None:
 
 
 @distributed(ranks=2)
-def test_positions_documents_and_a_switched_off_kernel_take_tiles() -> None:
+def test_positions_and_a_switched_off_kernel_take_tiles() -> None:
     case = CASES["causal"]
     assert FlashParts.of(inputs_of(case)[0], mask_of(case)) is not None
     assert FlashParts.of(inputs_of(case)[0], replace(mask_of(case), position=Mock())) is None, "a position adds scores"
-    _, ran = attended(case, torch.float64, numbered(10, 13))
-    assert ran[FORWARD] == ran[BACKWARD] == 0
-    assert ran["aten::bmm"]
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        results, ran = attended(case, torch.float64)
-    assert ran[FORWARD] == 0
-    real = mask_of(case).query_shard.real()[:, None, :, None]
-    for result, reference in zip(results, expected(case, torch.float64), strict=True):
-        assert ((result - reference) * real).abs().max() < 1e-13
+    for documents in (None, packed(case.queries)):
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            results, ran = attended(case, torch.float64, documents)
+        assert ran[FORWARD] == ran[BACKWARD] == 0
+        assert ran["aten::bmm"]
+        real = mask_of(case).query_shard.real()[:, None, :, None]
+        for result, reference in zip(results, expected(case, torch.float64, documents), strict=True):
+            assert ((result - reference) * real).abs().max() < 1e-13
 
 
 @distributed(ranks=2)
@@ -186,6 +210,41 @@ class _Ranks:
 
     def rank(self) -> int:
         return self.number
+
+
+@pytest.mark.parametrize("zigzag", [True, False], ids=["zig-zag", "adjacent"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_parts_hold_each_visible_pair_of_a_document_once(causal: bool, zigzag: bool) -> None:
+    for count, length in itertools.product((1, 2, 3), (3, 8, 17, 24)):
+        documents = packed(length)
+        tokens = Tokens(ids=documents, positions=documents, documents=documents)
+        runs, pairs = document_runs(tokens), list[tuple[int, int, int]]()
+        for rank, owner in itertools.product(range(count), range(count)):
+            sharding: Any = SequenceSharding(_Ranks(count, rank), balanced=zigzag)  # type: ignore[arg-type]
+            found = parts_of_documents(sharding, owner, runs, runs, (length, length), causal=causal)
+            whole = FlashParts(sharding, length, length, causal)
+            for part in found:
+                pairs += [(part.sample, *pair) for pair in pairs_of(whole, part, owner)]
+        visible = [
+            (sample, i, j)
+            for sample, row in enumerate(documents.tolist())
+            for i, j in itertools.product(range(length), range(length))
+            if row[i] == row[j] and (j <= i or not causal)
+        ]
+        assert sorted(pairs) == visible, (count, length)
+
+
+def test_runs_are_found_once_and_before_tokens_are_copied() -> None:
+    """On a GPU the host would wait for the documents."""
+    documents = packed(8)
+    tokens = Tokens(ids=documents, positions=documents, documents=documents)
+    runs = document_runs(tokens)
+    with FakeTensorMode() as fake:
+        copied = tokens.map_tensors(fake.from_tensor)
+        assert document_runs(copied) is runs
+        faked = tokens.map_tensors(fake.from_tensor, shared_values=SharedValues())
+        share_document_runs(tokens, faked)
+        assert document_runs(faked) is runs
 
 
 def pairs_of(parts: FlashParts, part: FlashPart, owner: int) -> list[tuple[int, int]]:

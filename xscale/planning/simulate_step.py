@@ -25,6 +25,7 @@ from xscale.nn.moe.permutation import DispatchPlan, ExpertsCall
 from xscale.nn.tokens import SharedValues, Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, Objective, SpecialTokens
 from xscale.parallel import context
+from xscale.parallel.context.document_runs import find_document_runs, share_document_runs
 from xscale.parallel.context.moe import GlobalRouting
 from xscale.parallel.context.sequence_sharding import TokenShard
 from xscale.parallel.expert import AllToAll, SplitRowsOverTp
@@ -210,14 +211,18 @@ def _batch(settings: Settings, objective: Objective) -> Batch:
     if settings.has_sentences:
         # Both halves of a pair, in a sample without padding, and as much other text as the second.
         documents = (torch.arange(length) * 4 // length).clamp(max=3).expand(rows, -1)
-    return objective.batch(tokens, documents, torch.arange(rows), rng_seed=0, aux_loss_weight=1.0, target_weight=1.0)
+    batch = objective.batch(tokens, documents, torch.arange(rows), rng_seed=0, aux_loss_weight=1.0, target_weight=1.0)
+    find_document_runs(batch.tokens, batch.source)
+    return batch
 
 
 def _faked(batch: Batch, fake: FakeTensorMode) -> Batch:
     def put(tokens: Tokens | None) -> Any:
         if tokens is None:
             return None
-        return tokens.map_tensors(fake.from_tensor, shared_values=SharedValues())
+        faked = tokens.map_tensors(fake.from_tensor, shared_values=SharedValues())
+        share_document_runs(tokens, faked)
+        return faked
 
     return Batch(put(batch.tokens), fake.from_tensor(batch.targets), put(batch.source))
 

@@ -12,6 +12,7 @@ from xscale.nn.init import seed_of
 from xscale.nn.tokens import Stats
 from xscale.objective.objective import Batch, Objective
 from xscale.parallel.context import SequenceSharding, shard_tokens
+from xscale.parallel.context.document_runs import find_document_runs
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class MicroBatches:
         )
         sharding, targets = self.sequence_sharding, micro_batch.targets
         local_targets = targets if sharding is None else sharding.shard(targets, fill=IGNORE_INDEX)
+        if sharding is not None:
+            find_document_runs(micro_batch.tokens, micro_batch.source)
         # Counted here, because on a GPU the host would wait for the count.
         counted = int((local_targets != IGNORE_INDEX).sum())
         return replace(shard_over_cp(micro_batch.to(self.device), sharding), counted=counted)
@@ -77,6 +80,8 @@ class MicroBatches:
             batch = self.objective.batch(*self._tensors(samples), **_labels(samples))
             if self.objective.head_sizes(self.objective.config) is not None:
                 batch = batch.with_places(samples.index)
+            if self.sequence_sharding is not None:
+                find_document_runs(batch.tokens, batch.source)
             yield shard_over_cp(batch.to(self.device), self.sequence_sharding), counts
 
     def _tensors(self, samples: Samples) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -1,6 +1,7 @@
 """Ring attention by torch's fused kernels (FlashAttention, Dao et al. 2022), which return the log-sum-exp of scores.
 
-A part is a rectangle of queries and keys that needs no mask but a causal one. Outputs of parts are merged by their
+A part is a rectangle of queries and keys that needs no mask but a causal one; packed documents have one for each
+document. Outputs of parts are merged by their
 log-sum-exp. Backward of a part, with the output and log-sum-exp over all keys, gives its summand of the gradients.
 """
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from xscale.mesh import torch_private
+from xscale.parallel.context.document_runs import FlashPart, document_runs, parts_of_documents
 from xscale.parallel.context.mask import ShardedAttentionMask
 from xscale.parallel.context.sequence_sharding import SequenceSharding
 
@@ -20,18 +22,8 @@ CUDA_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class FlashPart:
-    """Some queries and some keys of two shards."""
-
-    rows: slice
-    columns: slice
-    causal: bool
-    """Whether a query sees only the keys up to its own index; otherwise it sees all."""
-
-
-@dataclass(frozen=True)
 class FlashParts:
-    """Parts of a rank's queries against the keys of each rank, where nothing but causal order hides keys."""
+    """Parts of a rank's queries against the keys of each rank, where only causal order and documents hide keys."""
 
     sharding: SequenceSharding
     queries: int
@@ -39,15 +31,17 @@ class FlashParts:
     keys: int
     """S of the full sequence."""
     causal: bool
+    by_owner: tuple[list[FlashPart], ...] | None = None
+    """Parts of packed documents, by the rank that has the keys; None: one document."""
 
     @classmethod
     def of(cls, q: Tensor, mask: ShardedAttentionMask) -> "FlashParts | None":
         """Return the parts; None where the mask is not plain, or the device has no fused kernel for q."""
         queries, keys = mask.query_shard, mask.key_shard
-        has_documents = None not in (queries.documents, keys.documents)
-        if mask.position is not None or has_documents or (mask.causal and queries.length != keys.length):
+        if mask.position is not None or (mask.causal and queries.length != keys.length) or not is_supported(q):
             return None
-        return cls(mask.sharding, queries.length, keys.length, mask.causal) if is_supported(q) else None
+        by_owner = None if None in (queries.documents, keys.documents) else _parts_by_owner(mask)
+        return cls(mask.sharding, queries.length, keys.length, mask.causal, by_owner)
 
     def parts(self, owner: int) -> list[FlashPart]:
         """Return the parts of this rank's queries and `owner`'s keys in which any key is visible.
@@ -56,6 +50,8 @@ class FlashParts:
         of queries sees are the first of the shard. So its own shard is one causal part, and zig-zag order needs one
         part for each other shard.
         """
+        if self.by_owner is not None:
+            return self.by_owner[owner]
         size, width = self.sharding.chunk_length(self.queries), self.sharding.chunk_length(self.keys)
         key_chunks = self.sharding.rank_chunks(owner)
         real = [min(width, max(0, self.keys - chunk * width)) for chunk in key_chunks]
@@ -77,12 +73,12 @@ class FlashParts:
         """
         k, v = kv
         for part in self.parts(owner):
-            rows, columns = (..., part.rows, slice(None)), (..., part.columns, slice(None))
+            rows, columns = (part.samples, slice(None), part.rows), (part.samples, slice(None), part.columns)
             mean, log_sum = attend(q[rows], k[columns], v[columns], part.causal)
-            before = total[..., part.rows]
+            before = total[rows]
             both = torch.logaddexp(before, log_sum)
             out[rows].mul_((before - both).exp()[..., None]).add_(mean * (log_sum - both).exp()[..., None])
-            total[..., part.rows] = both
+            total[rows] = both
 
     def add_gradients(
         self,
@@ -98,13 +94,28 @@ class FlashParts:
         """
         (to_q, to_kv), (q, (k, v)), (grad_out, out, total) = sums, inputs, outputs
         for part in self.parts(owner):
-            rows, columns = (..., part.rows, slice(None)), (..., part.columns, slice(None))
+            rows, columns = (part.samples, slice(None), part.rows), (part.samples, slice(None), part.columns)
             grad_q, grad_k, grad_v = attend_backward(
-                grad_out[rows], q[rows], k[columns], v[columns], out[rows], total[..., part.rows], part.causal
+                grad_out[rows], q[rows], k[columns], v[columns], out[rows], total[rows], part.causal
             )
             to_q[rows] += grad_q
             to_kv[0][columns] += grad_k
             to_kv[1][columns] += grad_v
+
+
+def _parts_by_owner(mask: ShardedAttentionMask) -> tuple[list[FlashPart], ...]:
+    """Return the parts of packed documents by the rank that has the keys; all layers of a micro-batch have the same."""
+    queries, keys, sharding = mask.query_shard, mask.key_shard, mask.sharding
+    runs = document_runs(queries.full), document_runs(keys.full)
+    lengths = queries.length, keys.length
+
+    def compute() -> tuple[list[FlashPart], ...]:
+        ranks = range(sharding.count)
+        return tuple(parts_of_documents(sharding, owner, *runs, lengths, causal=mask.causal) for owner in ranks)
+
+    key = f"ring_parts/{mask.causal}/{queries.full is keys.full}"
+    parts: tuple[list[FlashPart], ...] = queries.shared_values.get_or_compute(key, compute)
+    return parts
 
 
 def is_supported(q: Tensor) -> bool:

@@ -1,10 +1,10 @@
 """Ring attention (Liu et al. 2023): keys and values pass round the ring of ranks, with an online softmax over tiles.
 
-Fused kernels attend where only causal order hides keys and no position adds to the scores; all else is computed in
-tiles of float32 products. Both are merged by their log-sum-exp. Backward is a second pass round the ring, in which the
-gradients of keys and values travel with them. In zig-zag order each rank has a chunk from the start and one from the
-end, which balances causal work. A position's terms of scores and output are computed tile by tile; its parameters do
-not travel.
+Fused kernels attend where only causal order and documents hide keys and no position adds to the scores; all else is
+computed in tiles of float32 products. Both are merged by their log-sum-exp. Backward is a second pass round the ring,
+in which the gradients of keys and values travel with them. In zig-zag order each rank has a chunk from the start and
+one from the end, which balances causal work. A position's terms of scores and output are computed tile by tile; its
+parameters do not travel.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,6 +18,7 @@ from xscale.mesh.collectives import RingTransfer, ring_send
 from xscale.nn.attention.core import Core
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.eager import eager
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.position.position import POSITIONS
 from xscale.parallel.activation_checkpointing import save_output
@@ -58,10 +59,22 @@ class Ring:
         """[B, H, P, K] -> [B, H, P, K]."""
         if not isinstance(mask, ShardedAttentionMask):
             return self.core(q, k, v, mask)  # type: ignore[no-any-return]
-        parameters = PositionParameters.of(() if mask.position is None else (mask.position, *mask.projections))
-        ring = FlashParts.of(q, mask) or _RingTiles(mask.sharding, mask, parameters, q.dtype)
-        o: Tensor = _RingAttention.apply(q, k, v, ring, *parameters.used())  # type: ignore[no-untyped-call]
-        return o
+        packed = None not in (mask.query_shard.documents, mask.key_shard.documents)
+        return (_packed_ring_attention if packed else _ring_attention)(q, k, v, mask)
+
+
+def _ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: ShardedAttentionMask) -> Tensor:
+    """[B, H, P, K] -> [B, H, P, K]."""
+    parameters = PositionParameters.of(() if mask.position is None else (mask.position, *mask.projections))
+    ring = FlashParts.of(q, mask) or _RingTiles(mask.sharding, mask, parameters, q.dtype)
+    o: Tensor = _RingAttention.apply(q, k, v, ring, *parameters.used())  # type: ignore[no-untyped-call]
+    return o
+
+
+@eager
+def _packed_ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: ShardedAttentionMask) -> Tensor:
+    """As `_ring_attention`, outside compiled graphs: they would hold the documents of one micro-batch."""
+    return _ring_attention(q, k, v, mask)
 
 
 @dataclass(frozen=True)
