@@ -40,15 +40,18 @@ def _delta_kernel(
 
 @triton.jit
 def _query_gradient(
-    first, end, result, left, gradient, norm, shift, query_document, slope, k, v, blocks, key_documents,
+    count, first, cut, skip, result, left, gradient, norm, shift, query_document, slope, k, v, blocks, key_documents,
     skt, skk, svt, svk, queries, T, S, K, M, scale,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr, DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_V: tl.constexpr,
 ):  # fmt: skip
-    """Add the key blocks of some entries to the queries' gradient."""
+    """Add `count` entries from `first` on, less those from cut to cut + skip, to the queries' gradient."""
     key_document = query_document
-    for entry in range(first, end):
+    for step in range(count):
+        entry = first + step
+        if MASKED and DOCUMENTS:
+            entry += tl.where(entry >= cut, skip, 0)
         key = tl.load(blocks + entry) * BLOCK
         keys = key + tl.arange(0, BLOCK)
         right = tile(k, skt, skk, key, S, K, BLOCK, BK, not MASKED, EVEN_K)
@@ -68,7 +71,8 @@ def _query_gradient(
 
 @triton.jit
 def _query_kernel(
-    q, k, v, dout, lse, delta, dq, order, starts, blocks, query_documents, key_documents, slopes,
+    q, k, v, dout, lse, delta, dq, order, starts, blocks, query_documents, key_documents, query_ranges, key_ranges,
+    slopes,
     sqb, sqh, sqt, sqk, skb, skh, skt, skk, svb, svh, svt, svk, sdb, sdh, sdt, sdm,
     B, H, G, T, S, R, K, M, per_head, scale,
     CAUSAL: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
@@ -90,14 +94,19 @@ def _query_kernel(
         query_document = tl.load(query_documents + batch * T + queries, mask=queries < T, other=-1)
     slope = tl.load(slopes + head) if SLOPED else 0.0
     result = tl.zeros((BLOCK, BK), dtype=ACC)
-    first, full_end, end = row_span(starts, blocks, per_head * head * R + row, row, T, S, CAUSAL, DOCUMENTS, BLOCK)
+    first, full_start, full_end, end = row_span(
+        starts, blocks, per_head * head * R + row, row, T, S, query_ranges + 2 * batch * R,
+        key_ranges + 2 * batch * tl.cdiv(S, BLOCK), CAUSAL, DOCUMENTS, BLOCK,
+    )  # fmt: skip
     result = _query_gradient(
-        first, full_end, result, left, gradient, norm, shift, query_document, slope, k, v, blocks,
+        full_end - full_start, full_start, 0, 0,
+        result, left, gradient, norm, shift, query_document, slope, k, v, blocks,
         key_documents + batch * S, skt, skk, svt, svk, queries, T, S, K, M, scale,
         False, CAUSAL, CAP, SLOPED, DOCUMENTS, PRECISION, ACC, BLOCK, BK, BV, EVEN_K, EVEN_V,
     )  # fmt: skip
     result = _query_gradient(
-        full_end, end, result, left, gradient, norm, shift, query_document, slope, k, v, blocks,
+        full_start - first + end - full_end, first if DOCUMENTS else full_end, full_start, full_end - full_start,
+        result, left, gradient, norm, shift, query_document, slope, k, v, blocks,
         key_documents + batch * S, skt, skk, svt, svk, queries, T, S, K, M, scale,
         True, CAUSAL, CAP, SLOPED, DOCUMENTS, PRECISION, ACC, BLOCK, BK, BV, EVEN_K, EVEN_V,
     )  # fmt: skip
@@ -145,7 +154,8 @@ def _key_gradient(
 
 @triton.jit
 def _key_kernel(
-    q, k, v, dout, lse, delta, dk, dv, sums, jobs, starts, blocks, query_documents, key_documents, slopes,
+    q, k, v, dout, lse, delta, dk, dv, sums, jobs, starts, blocks, query_documents, key_documents, query_ranges,
+    key_ranges, slopes,
     sqb, sqh, sqt, sqk, skb, skh, skt, skk, svb, svh, svt, svk, sdb, sdh, sdt, sdm,
     H, G, T, S, C, K, M, lanes, slots, scale,
     JOBS: tl.constexpr, PER_HEAD: tl.constexpr,
@@ -179,7 +189,10 @@ def _key_kernel(
         slope = tl.load(slopes + head) if SLOPED else 0.0
         if not JOBS:
             entry, entries = tl.load(starts + head * C + line), tl.load(starts + head * C + line + 1)
-        first, full_start, after, end = column_span(entry, entries, blocks, key, T, S, CAUSAL, DOCUMENTS, BLOCK, KEYS)
+        first, full_start, after, end = column_span(
+            entry, entries, blocks, key, T, S, query_ranges + 2 * batch * tl.cdiv(T, BLOCK), key_ranges + 2 * batch * C,
+            CAUSAL, DOCUMENTS, BLOCK, KEYS,
+        )  # fmt: skip
         head_q, head_dout = q + batch * sqb + head * sqh, dout + batch * sdb + head * sdh
         head_start = (batch * H + head) * T
         key_result, value_result = _key_gradient(
@@ -261,9 +274,10 @@ def backward(
         return dq, dk.zero_(), dv.zero_()
     delta = _delta(out, dout, lse.dtype)
     strides = (*q.stride(), *k.stride(), *v.stride(), *dout.stride())
+    optional = optional_inputs(q, rule, layout.block)
     tensors, per_head, options = (q, k, v, dout, lse, delta), layout.heads > 1, settings(q, v, layout, rule)
     _query_kernel[(layout.rows * B * H,)](
-        *tensors, dq, layout.row_order, layout.key_starts, layout.key_blocks, *optional_inputs(q, rule), *strides,
+        *tensors, dq, layout.row_order, layout.key_starts, layout.key_blocks, *optional, *strides,
         B, H, G, T, S, layout.rows, K, M, int(per_head), rule.scale, **options,
     )  # fmt: skip
     if not dk.numel():
@@ -276,7 +290,7 @@ def backward(
     sums = lse.new_empty(lanes * slots * layout.block * (BK + BV))
     jobs = layout.jobs.shape[0] if by_jobs else layout.columns
     _key_kernel[(jobs * lanes,)](
-        *tensors, dk, dv, sums, layout.jobs, layout.query_starts, layout.query_blocks, *optional_inputs(q, rule),
+        *tensors, dk, dv, sums, layout.jobs, layout.query_starts, layout.query_blocks, *optional,
         *strides, H, G, T, S, layout.columns, K, M, lanes, slots, rule.scale,
         JOBS=by_jobs, PER_HEAD=per_head, KEYS=layout.block, STEP=min(layout.block, 32), **options,
     )  # fmt: skip

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -82,30 +83,88 @@ def scores(
 
 
 @triton.jit
-def row_span(
-    starts, blocks, at, row, T, S, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr
+def _first_entry(
+    first, end, blocks, ranges, low, high, WHOLE: tl.constexpr, WANTED: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
-    """A row's entries (first, end of the whole blocks, end of the cut ones); blocks in the future are left out."""
+    """The first entry of a list with a property, or `end`: whether its documents `ranges` [blocks, 2] meet low .. high.
+
+    WHOLE: whether both have one document, and the same. WANTED: whether the property is to hold.
+    """
+    going = first < end
+    while going:
+        entry = first + tl.arange(0, STEP)
+        block = tl.load(blocks + entry, mask=entry < end, other=0)
+        lowest = tl.load(ranges + 2 * block, mask=entry < end, other=0)
+        highest = tl.load(ranges + 2 * block + 1, mask=entry < end, other=0)
+        if WHOLE:
+            holds = (lowest == highest) & (lowest == low) & (highest == high)
+        else:
+            holds = (lowest <= high) & (highest >= low)
+        count = tl.min(tl.where((holds == WANTED) & (entry < end), tl.arange(0, STEP), STEP), 0)
+        first = tl.minimum(first + count, end)
+        going = (count == STEP) & (first < end)
+    return first
+
+
+@triton.jit
+def _end_of_document(first, end, blocks, ranges, low, high, STEP: tl.constexpr):
+    """The entry behind the last one whose documents meet low .. high, or `first`."""
+    going = first < end
+    while going:
+        entry = end - 1 - tl.arange(0, STEP)
+        block = tl.load(blocks + entry, mask=entry >= first, other=0)
+        lowest = tl.load(ranges + 2 * block, mask=entry >= first, other=0)
+        highest = tl.load(ranges + 2 * block + 1, mask=entry >= first, other=0)
+        meets = (lowest <= high) & (highest >= low) & (entry >= first)
+        count = tl.min(tl.where(meets, tl.arange(0, STEP), STEP), 0)
+        end = tl.maximum(end - count, first)
+        going = (count == STEP) & (first < end)
+    return end
+
+
+@triton.jit
+def document_span(first, limit, end, blocks, ranges, low, high):
+    """Entries (first, first whole, end of the whole ones, end): blocks of other documents at both ends are left out.
+
+    Whole blocks and the caller's block are of one document, and before `limit`. Documents of any order are right; of
+    packed sequences, whose documents ascend, nothing else is left to skip.
+    """
+    STEP: tl.constexpr = 32
+    first = _first_entry(first, end, blocks, ranges, low, high, False, True, STEP)
+    end = _end_of_document(first, end, blocks, ranges, low, high, STEP)
+    limit = tl.maximum(tl.minimum(limit, end), first)
+    full_start = _first_entry(first, limit, blocks, ranges, low, high, True, True, STEP)
+    full_end = _first_entry(full_start, limit, blocks, ranges, low, high, True, False, STEP)
+    return first, full_start, full_end, end
+
+
+@triton.jit
+def row_span(
+    starts, blocks, at, row, T, S, query_ranges, key_ranges,
+    CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row's entries (first, first whole, end of the whole ones, end); blocks that no query sees are left out."""
     first, end = tl.load(starts + at), tl.load(starts + at + 1)
     earliest = row * BLOCK + S - T
     if CAUSAL:
         while (end > first) & (tl.load(blocks + end - 1, mask=end > first, other=0) * BLOCK > earliest + BLOCK - 1):
             end -= 1
-    full_end = first
-    if not DOCUMENTS:
-        # The last key that every query of the row sees, or the last one of the sequence. Entries are ascending.
-        limit = tl.minimum(S - 1, earliest) if CAUSAL else S - 1
-        full_end = end
-        while (full_end > first) & (
-            tl.load(blocks + full_end - 1, mask=full_end > first, other=0) * BLOCK + BLOCK - 1 > limit
-        ):
-            full_end -= 1
-    return first, full_end, end
+    # The last key that every query of the row sees, or the last one of the sequence. Entries are ascending.
+    limit = tl.minimum(S - 1, earliest) if CAUSAL else S - 1
+    full_start, full_end = first, end
+    while (full_end > first) & (
+        tl.load(blocks + full_end - 1, mask=full_end > first, other=0) * BLOCK + BLOCK - 1 > limit
+    ):
+        full_end -= 1
+    if DOCUMENTS:
+        low, high = tl.load(query_ranges + 2 * row), tl.load(query_ranges + 2 * row + 1)
+        first, full_start, full_end, end = document_span(first, full_end, end, blocks, key_ranges, low, high)
+    return first, full_start, full_end, end
 
 
 @triton.jit
 def column_span(
-    first, end, blocks, key, T, S,
+    first, end, blocks, key, T, S, query_ranges, key_ranges,
     CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """A column's entries (first, start of the whole blocks, their end, end); blocks before the keys are left out."""
@@ -113,19 +172,21 @@ def column_span(
         while (first < end) & (tl.load(blocks + first, mask=first < end, other=0) * BLOCK + BLOCK - 1 + S - T < key):
             first += 1
     full_start, after = first, end
-    if DOCUMENTS:
-        full_start = end
-    else:
-        if CAUSAL:
-            while (full_start < end) & (
-                tl.load(blocks + full_start, mask=full_start < end, other=0) * BLOCK + S - T < key + KEYS - 1
-            ):
-                full_start += 1
-        # Entries are ascending, so the block that the end of the queries cuts is the last.
-        while (after > full_start) & (
-            tl.load(blocks + after - 1, mask=after > full_start, other=0) * BLOCK + BLOCK > T
+    if CAUSAL:
+        while (full_start < end) & (
+            tl.load(blocks + full_start, mask=full_start < end, other=0) * BLOCK + S - T < key + KEYS - 1
         ):
-            after -= 1
+            full_start += 1
+    # Entries are ascending, so the block that the end of the queries cuts is the last.
+    while (after > full_start) & (tl.load(blocks + after - 1, mask=after > full_start, other=0) * BLOCK + BLOCK > T):
+        after -= 1
+    if DOCUMENTS:
+        low, high = tl.load(key_ranges + 2 * (key // BLOCK)), tl.load(key_ranges + 2 * (key // BLOCK) + 1)
+        # Those that the causal order cuts come first, and may be of another document than the whole ones.
+        cut = full_start
+        first, _, _, end = document_span(first, first, end, blocks, query_ranges, low, high)
+        cut = tl.minimum(tl.maximum(cut, first), end)
+        _, full_start, after, _ = document_span(cut, tl.minimum(after, end), end, blocks, query_ranges, low, high)
     return first, full_start, after, end
 
 
@@ -150,6 +211,18 @@ def settings(q: torch.Tensor, v: torch.Tensor, layout: BlockLayout, rule: ScoreM
     }
 
 
-def optional_inputs(q: torch.Tensor, rule: ScoreModifier) -> tuple[torch.Tensor, ...]:
-    """Documents and slopes, with q as a placeholder for absent ones, which the kernel does not read."""
-    return tuple(q if tensor is None else tensor for tensor in (rule.query_documents, rule.key_documents, rule.slopes))
+def optional_inputs(q: torch.Tensor, rule: ScoreModifier, block: int) -> tuple[torch.Tensor, ...]:
+    """Documents, their ranges in blocks, and slopes, with q for absent ones, which the kernel does not read."""
+    documents = rule.query_documents, rule.key_documents
+    ranges = (None if ids is None else _document_ranges(ids, block) for ids in documents)
+    return tuple(q if tensor is None else tensor for tensor in (*documents, *ranges, rule.slopes))
+
+
+def _document_ranges(documents: torch.Tensor, block: int) -> torch.Tensor:
+    """The least and the greatest document [B, R, 2] of each block of documents [B, T], int32."""
+    (B, T), limits = documents.shape, torch.iinfo(torch.int32)
+    rows = triton.cdiv(T, block)
+    least, greatest = (
+        F.pad(documents, (0, rows * block - T), value=fill).view(B, rows, block) for fill in (limits.max, limits.min)
+    )
+    return torch.stack((least.amin(2), greatest.amax(2)), 2)

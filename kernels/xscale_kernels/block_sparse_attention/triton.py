@@ -22,15 +22,18 @@ __all__ = ["backward", "forward"]
 
 @triton.jit
 def _attend(
-    first, end, top, total, result, left, query_document, slope, k, v, blocks, key_documents, skt, skk, svt, svk,
-    queries, T, S, K, M, scale,
+    count, first, cut, skip, top, total, result, left, query_document, slope, k, v, blocks, key_documents,
+    skt, skk, svt, svk, queries, T, S, K, M, scale,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr, DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_V: tl.constexpr,
 ):  # fmt: skip
-    """Fold the key blocks of some entries into the running maximum, sum and result."""
+    """Fold `count` entries from `first` on, less those from cut to cut + skip, into the maximum, sum and result."""
     key_document = query_document
-    for entry in range(first, end):
+    for step in range(count):
+        entry = first + step
+        if MASKED and DOCUMENTS:
+            entry += tl.where(entry >= cut, skip, 0)
         key = tl.load(blocks + entry) * BLOCK
         keys = key + tl.arange(0, BLOCK)
         right = tile(k, skt, skk, key, S, K, BLOCK, BK, not MASKED, EVEN_K)
@@ -58,7 +61,7 @@ def _attend(
 
 @triton.jit
 def _forward_kernel(
-    q, k, v, out, lse, order, starts, blocks, query_documents, key_documents, slopes,
+    q, k, v, out, lse, order, starts, blocks, query_documents, key_documents, query_ranges, key_ranges, slopes,
     sqb, sqh, sqt, sqk, skb, skh, skt, skk, svb, svh, svt, svk,
     B, H, G, T, S, R, K, M, per_head, scale,
     CAUSAL: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
@@ -78,14 +81,19 @@ def _forward_kernel(
     top = tl.full((BLOCK,), float("-inf"), dtype=ACC)
     total = tl.zeros((BLOCK,), dtype=ACC)
     result = tl.zeros((BLOCK, BV), dtype=ACC)
-    first, full_end, end = row_span(starts, blocks, per_head * head * R + row, row, T, S, CAUSAL, DOCUMENTS, BLOCK)
+    first, full_start, full_end, end = row_span(
+        starts, blocks, per_head * head * R + row, row, T, S, query_ranges + 2 * batch * R,
+        key_ranges + 2 * batch * tl.cdiv(S, BLOCK), CAUSAL, DOCUMENTS, BLOCK,
+    )  # fmt: skip
     top, total, result = _attend(
-        first, full_end, top, total, result, left, query_document, slope, k, v, blocks, key_documents + batch * S,
+        full_end - full_start, full_start, 0, 0,
+        top, total, result, left, query_document, slope, k, v, blocks, key_documents + batch * S,
         skt, skk, svt, svk, queries, T, S, K, M, scale,
         False, CAUSAL, CAP, SLOPED, DOCUMENTS, PRECISION, ACC, BLOCK, BK, BV, EVEN_K, EVEN_V,
     )  # fmt: skip
     top, total, result = _attend(
-        full_end, end, top, total, result, left, query_document, slope, k, v, blocks, key_documents + batch * S,
+        full_start - first + end - full_end, first if DOCUMENTS else full_end, full_start, full_end - full_start,
+        top, total, result, left, query_document, slope, k, v, blocks, key_documents + batch * S,
         skt, skk, svt, svk, queries, T, S, K, M, scale,
         True, CAUSAL, CAP, SLOPED, DOCUMENTS, PRECISION, ACC, BLOCK, BK, BV, EVEN_K, EVEN_V,
     )  # fmt: skip
@@ -105,8 +113,9 @@ def forward(
     compute = torch.promote_types(q.dtype, torch.float32)
     out, lse = q.new_empty(B, H, T, M), q.new_empty(B, H, T, dtype=compute)
     if out.numel():
+        optional = optional_inputs(q, rule, layout.block)
         _forward_kernel[(layout.rows * B * H,)](
-            q, k, v, out, lse, layout.row_order, layout.key_starts, layout.key_blocks, *optional_inputs(q, rule),
+            q, k, v, out, lse, layout.row_order, layout.key_starts, layout.key_blocks, *optional,
             *q.stride(), *k.stride(), *v.stride(), B, H, G, T, S, layout.rows, K, M, int(layout.heads > 1), rule.scale,
             **settings(q, v, layout, rule),
         )  # fmt: skip

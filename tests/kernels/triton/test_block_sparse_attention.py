@@ -55,6 +55,58 @@ def test_forward_and_gradients(
     agree(run("triton"), run("reference"), (q, k, v), dtype, bound)
 
 
+# Of 96 tokens in blocks of 16: ends of documents at ends of blocks and within them, several in a block, one that comes
+# back, and documents in no order.
+PACKED = {
+    "ends of blocks": [0] * 32 + [1] * 48 + [2] * 16,
+    "within blocks": [3] * 5 + [4] * 45 + [7] * 46,
+    "several in a block": [0] * 20 + [1, 2, 3] + [4] * 73,
+    "comes back": [2] * 34 + [1] * 30 + [2] * 32,
+    "no order": [9] * 16 + [0] * 40 + [5] * 24 + [-3] * 16,
+}
+QUICK = [("within blocks", True), ("comes back", False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "causal"),
+    [
+        pytest.param(name, causal, marks=[] if (name, causal) in QUICK else pytest.mark.long)
+        for name in PACKED
+        for causal in (True, False)
+    ],
+)
+def test_packed_documents(agree: Callable[..., None], device: str, name: str, causal: bool) -> None:
+    layout = layout_from_mask((torch.rand(1, 6, 6) < 0.8).to(device), 16)
+    documents = torch.tensor([PACKED[name], PACKED["within blocks"]], device=device)
+    q, k, v = (torch.randn(2, 96, heads, 16, device=device) for heads in (2, 1, 1))
+
+    def run(implementation: str) -> Callable[..., torch.Tensor]:
+        return lambda *qkv: block_sparse_attention(
+            *(each.transpose(1, 2) for each in qkv), layout, causal=causal, implementation=implementation,
+            query_documents=documents, key_documents=documents,
+        )  # fmt: skip
+
+    agree(run("triton"), run("reference"), (q, k, v), torch.float32, 2e-6)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_blocks_of_other_documents_are_not_read(device: str, causal: bool) -> None:
+    """A hidden NaN is NaN times a weight of 0, unless its block is left out."""
+    documents = torch.tensor([PACKED["ends of blocks"]], device=device)
+    layout = layout_from_mask(torch.ones(1, 6, 6, dtype=torch.bool, device=device), 16)
+    first, second, third = documents == 0, documents == 1, documents == 2
+    for hidden in (first, third):
+        q, k, v, slope = (torch.randn(1, 1, 96, 16, device=device) for _ in range(4))
+        for each in (q, k, v, slope):
+            each[hidden[:, None].expand(1, 1, 96)] = float("nan")
+        leaves = [each.requires_grad_() for each in (q, k, v)]
+        out = block_sparse_attention(
+            *leaves, layout, causal=causal, implementation="triton", query_documents=documents, key_documents=documents
+        )
+        for result in (out, *torch.autograd.grad(out, leaves, slope)):
+            assert result[second[:, None].expand(1, 1, 96)].isfinite().all()
+
+
 # In float32, blocks of 128 with heads 128 wide do not fit into shared memory, and are refused.
 @pytest.mark.parametrize(("dtype", "width", "bound"), [(torch.float32, 64, 2e-6), (torch.float16, 128, 2e-3)])
 def test_a_wide_block_is_taken_in_steps(
