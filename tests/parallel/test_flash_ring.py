@@ -221,9 +221,8 @@ def test_parts_hold_each_visible_pair_of_a_document_once(causal: bool, zigzag: b
         runs, pairs = document_runs(tokens), list[tuple[int, int, int]]()
         for rank, owner in itertools.product(range(count), range(count)):
             sharding: Any = SequenceSharding(_Ranks(count, rank), balanced=zigzag)  # type: ignore[arg-type]
-            found = parts_of_documents(sharding, owner, runs, runs, (length, length), causal=causal)
             whole = FlashParts(sharding, length, length, causal)
-            for part in found:
+            for part in parts_of_documents(sharding, owner, runs, runs, (length, length), causal=causal):
                 pairs += [(part.sample, *pair) for pair in pairs_of(whole, part, owner)]
         visible = [
             (sample, i, j)

@@ -200,9 +200,7 @@ class Spread:
     def __init__(self, halves: list[ExpertsCall]) -> None:
         self.halves = halves
 
-    def __call__(
-        self, rows: Tensor, counts: Tensor, experts: ExpertsCall, dropout_keys: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, rows: Tensor, counts: Tensor, experts: ExpertsCall, keys: Tensor | None = None) -> Tensor:
         first = int(counts[: len(counts) // 2].sum())
         pieces = rows[:first], rows[first:]
         return torch.cat([half(p, c, None) for half, p, c in zip(self.halves, pieces, counts.chunk(2), strict=True)])

@@ -55,21 +55,21 @@ def find_document_runs(*sequences: Tokens | None) -> None:
             document_runs(tokens)
 
 
-def share_document_runs(found: Tokens, others: Tokens) -> None:
-    """Give `others`, a copy of the tokens `found` without their shared values, the runs that were found."""
-    if found.documents is not None:
-        others.shared_values.get_or_compute(_KEY, lambda: document_runs(found))
+def share_document_runs(source: Tokens, target: Tokens) -> None:
+    """Give `target`, a copy of the tokens `source` without their shared values, the runs of `source`."""
+    if source.documents is not None:
+        target.shared_values.get_or_compute(_KEY, lambda: document_runs(source))
 
 
 def _find_runs(documents: Tensor) -> list[list[DocumentRun]]:
     """Runs of each row of documents [B, T]."""
-    found = []
+    runs_of_rows = []
     for row in documents:
         starts = [0, *((row[1:] != row[:-1]).nonzero()[:, 0] + 1).tolist()]
         stops = [*starts[1:], len(row)]
         numbers = row[starts].tolist()
-        found.append([DocumentRun(*run) for run in zip(starts, stops, numbers, strict=True)])
-    return found
+        runs_of_rows.append([DocumentRun(*run) for run in zip(starts, stops, numbers, strict=True)])
+    return runs_of_rows
 
 
 def parts_of_documents(

@@ -73,7 +73,7 @@ def _ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: ShardedAttentionMask)
 
 @eager
 def _packed_ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: ShardedAttentionMask) -> Tensor:
-    """As `_ring_attention`, outside compiled graphs: they would hold the documents of one micro-batch."""
+    """Attend outside compiled graphs, which would hold the documents of one micro-batch. As `_ring_attention`."""
     return _ring_attention(q, k, v, mask)
 
 
