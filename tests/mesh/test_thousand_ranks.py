@@ -17,9 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.distributed import Pool
 from tests.train.tiny import recipe
+from xscale.checkpoint.async_saver import AsyncSaver
+from xscale.checkpoint.disk import Disk
 from xscale.checkpoint.planner import Box, write_items
 from xscale.mesh import axes, rendezvous
 from xscale.mesh.axes import Degrees
@@ -124,6 +128,44 @@ def test_a_save_of_thirty_thousand_boxes_is_divided_evenly() -> None:
     planned, index = planner.create_global_plan(plans)
     assert {len(plan.items) for plan in planned} == {len(names)}
     assert len(index.state_dict_metadata) == len(names)
+
+
+def operations_of_two_saves(folder: Path) -> list[Counter[str]]:
+    """What this rank does to the file system in the first save of a run and in the second, by operation."""
+    counts: Counter[str] = Counter()
+
+    class Counted(Disk):
+        def touch(self, operation: str, path: Path) -> None:
+            counts[operation] += 1
+
+    group, saves = dist.new_group(backend="gloo"), []
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    # As much on each rank, however many there are.
+    weights = {f"w{n}": distribute_tensor(torch.ones(4 * dist.get_world_size(), 5), mesh, [Shard(0)]) for n in range(3)}
+    with AsyncSaver(folder, group=group, disk=Counted()) as saver:
+        for step in (1, 2):
+            saver.save(step, weights, {"step": step}, {})
+            saver.wait()
+            saves.append(+counts)
+            counts.clear()
+    return saves
+
+
+@pytest.mark.long
+def test_a_save_costs_each_rank_a_few_operations_of_the_file_system(tmp_path: Path) -> None:
+    """As many on eight ranks as on two, for all ranks but the first, which makes and flushes a folder's entries once.
+
+    So in a save of 1,024 ranks each opens one file of its own.
+    """
+    workers = Pool()
+    try:
+        few, many = (workers.run(operations_of_two_saves, world, tmp_path / str(world)) for world in (2, 8))
+    finally:
+        workers.close()
+    assert all(of_rank == few[1] for of_rank in many[1:])
+    assert all(save["open"] == 1 and save.total() <= 8 for save in many[1]), many[1]
+    assert many[0] == few[0]
+    assert all(save.total() <= 40 for save in many[0]), many[0]
 
 
 def descriptors(lazy: str) -> tuple[int, int]:
