@@ -131,7 +131,7 @@ def test_a_save_of_thirty_thousand_boxes_is_divided_evenly() -> None:
 
 
 def operations_of_two_saves(folder: Path) -> list[Counter[str]]:
-    """What this rank does to the file system in the first save of a run and in the second, by operation."""
+    """Count this rank's changes of the file system in the first save of a run and in the second, by operation."""
     counts: Counter[str] = Counter()
 
     class Counted(Disk):
@@ -153,7 +153,7 @@ def operations_of_two_saves(folder: Path) -> list[Counter[str]]:
 
 @pytest.mark.long
 def test_a_save_costs_each_rank_a_few_operations_of_the_file_system(tmp_path: Path) -> None:
-    """As many on eight ranks as on two, for all ranks but the first, which makes and flushes a folder's entries once.
+    """Operations are as many on eight ranks as on two; the first rank also makes the folder and its index.
 
     So in a save of 1,024 ranks each opens one file of its own.
     """
