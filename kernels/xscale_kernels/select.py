@@ -60,9 +60,22 @@ class KernelChoice(NamedTuple):
     """(implementation, reason) of each one earlier in the order that refused."""
 
     def __str__(self) -> str:
-        why = "named" if self.named else "first usable"
-        passed = "".join(f"; {name} refused: {reason}" for name, reason in self.refused)
-        return f"{self.operator}: {self.implementation.name} ({why}{passed})"
+        return _sentence(self.operator, self.implementation.name, self.named, self.refused)
+
+
+def _sentence(operator: str, name: str, named: bool, refused: Sequence[tuple[str, str]]) -> str:
+    why = "named" if named else "first usable"
+    passed = "".join(f"; {other} refused: {reason}" for other, reason in refused)
+    return f"{operator}: {name} ({why}{passed})"
+
+
+def log_choice(operator: str, name: str, refused: Sequence[tuple[str, str]]) -> None:
+    """Log, as `choose` does, a choice among ways to compute that are not all implementations of one operator.
+
+    `name` is the way that is taken, and `refused` has (way, reason) of those before it.
+    """
+    if LOG.isEnabledFor(logging.INFO) and not torch.compiler.is_compiling():
+        LOG.info("%s", _sentence(operator, name, False, refused))
 
 
 class LogOnce(logging.Filter):

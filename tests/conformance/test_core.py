@@ -1,6 +1,7 @@
 """Conformance of attention cores: each trait, held on every core that declares it. No core is named here."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -288,6 +289,12 @@ def test_terms_of_a_position_count(entry: Entry[Any]) -> None:
         weights = run(part, q, k, unit, bias=terms.scores(q, k) + one)
         weights -= run(part, q, k, none, bias=terms.scores(q, k) + one)
         assert close(run(part, q, k, v, position_terms=terms, bias=one), both + 3 * weights), "a bias is forgotten"
+
+
+@each(CORES)
+def test_registered_traits_are_those_of_the_example(entry: Entry[Any]) -> None:
+    """A core that is made of others has the traits that follow from them; its registered ones are listed."""
+    assert replace(entry.part.traits_of(entry.part.example()), cost="") == replace(entry.traits, cost="")
 
 
 @each(CORES)

@@ -1,5 +1,6 @@
 """Terms of relative positions in block-sparse attention, against attention that keeps all scores."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from tests.conformance.made import close, dims, drawn, numbered, ready
 from xscale.core.config import decode
+from xscale.core.errors import ConfigError
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.core import CORES
 from xscale.nn.attention.ops import gathered
@@ -16,7 +18,7 @@ from xscale.nn.mixer.attention import Attention
 from xscale.nn.module import substitute
 from xscale.nn.pattern.bigbird import BigBirdPattern
 from xscale.nn.pattern.window import Window
-from xscale.nn.position.pairs import Pairs
+from xscale.nn.position.pairs import Pairs, PositionPairs
 from xscale.nn.position.position import POSITIONS, PositionTerms
 from xscale.nn.tokens import Tokens
 
@@ -127,7 +129,9 @@ def test_half_precision_as_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("kind", POSITIONS_WITH_TERMS)
-def test_a_gpu_makes_no_table_of_all_distances(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_makes_no_table_of_all_distances(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """FlexAttention takes terms of few distances, and Shaw's without those of the values."""
     monkeypatch.setattr(Tensor, "is_cuda", True)
     core = CORES.build(BlockSparse.Config(pattern=PATTERNS["window"], block=BLOCK), dims(), HEADS, 64)
@@ -138,6 +142,53 @@ def test_a_gpu_makes_no_table_of_all_distances(kind: str, monkeypatch: pytest.Mo
         mask = AttentionMask(LENGTH, LENGTH, True, position_terms=terms_of(position, 0, LENGTH))
         return core._implementation(q, mask, 0.0, core._grid(mask, HEADS, 0))
 
-    assert choice(POSITIONS_WITH_TERMS[kind]) == "gather"
+    with caplog.at_level(logging.INFO, logger="xscale_kernels"):
+        assert choice(POSITIONS_WITH_TERMS[kind]) == "gather"
+    (line,) = caplog.messages
+    assert line.startswith(
+        "attention of the core block_sparse: gather (first usable; kernel refused: it takes no terms of a position; "
+    )
+    few = "it takes terms of the scores by distance, and no others"
+    many = "its tables of all distances would grow with the square of the length"
+    assert line.endswith(f"; flex refused: {few if kind == 'shaw' else many})")
     if kind == "shaw":
         assert choice({"distance": 5, "values": False}) == "flex"
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_named_flex_is_refused_for_terms_of_all_scores(dropout: float, caplog: pytest.LogCaptureFixture) -> None:
+    """Pairs whose distances are no differences of indices have no tables."""
+    q, k, v = (drawn(2, HEADS, LENGTH, WIDTH, seed=seed) for seed in range(3))
+    pairs = PositionPairs.of(Pairs(LENGTH, LENGTH), numbered(*[1] * LENGTH), numbered(*[1] * LENGTH), LENGTH)
+    mask = AttentionMask(
+        LENGTH, LENGTH, False, dropout=dropout, position_terms=PositionTerms(position_of("shaw", False), pairs)
+    )
+
+    def run(implementation: str) -> Tensor:
+        config = BlockSparse.Config(pattern=PATTERNS["window"], block=BLOCK, implementation=implementation)
+        return CORES.build(config, dims(causal=False), HEADS, WIDTH)(q, k, v, mask)
+
+    with pytest.raises(ConfigError, match="flex does not support this call: it takes terms of the scores by distance"):
+        run("flex")
+    with caplog.at_level(logging.INFO, logger="xscale_kernels"):
+        run("gather")
+    assert caplog.messages == [
+        "attention of the core block_sparse: all scores (first usable; gather refused: it takes terms of the output by "
+        "distance, and no others)"
+    ]
+
+
+@pytest.mark.parametrize(("core", "instead"), [("block_sparse", "gather"), ("softmax", "dense")])
+def test_a_named_flex_is_refused_before_the_run(core: str, instead: str) -> None:
+    """Whatever the device, and though training with dropout would never take it."""
+
+    def problems(**position: Any) -> list[Any]:
+        section = {"heads": HEADS, "dropout": 0.1, "core": {"kind": core, "implementation": "flex"}}
+        return Attention.check(decode(Attention.Config, {**section, "position": position}), dims(), "mixer")
+
+    (problem,) = problems(kind="shaw")
+    assert problem.path == "mixer.core.implementation"
+    assert "position 'shaw' adds others" in problem.what
+    assert problem.fix == f"Take auto or {instead}."
+    for position in ({"kind": "shaw", "values": False}, {"kind": "transformer_xl"}, {"kind": "relative"}):
+        assert problems(**position) == []

@@ -122,7 +122,9 @@ def test_when_the_dense_core_takes_flex() -> None:
 
     assert taken("none")
     assert taken("shaw", values=False)
-    assert not taken("shaw"), "it adds to the values, whose weights flex does not keep"
+    assert not taken("shaw", "dense")
+    with pytest.raises(ConfigError, match="flex does not support this call: it takes terms of the scores by distance"):
+        taken("shaw")
     assert not taken("none", decode=True)
     assert not taken("none", "auto"), "a CPU has no fused FlexAttention"
     core = Softmax(Softmax.Config(implementation="flex"), dims(), 4, 8)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conformance.made import dims
+from tests.conformance.made import close, dims, drawn, ready
 from tests.nn.attention.literal import agree, build, masks
+from xscale.core.config import decode
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.linformer import Linformer
 from xscale.nn.attention.ops.mask import AttentionMask
@@ -16,7 +17,9 @@ from xscale.nn.attention.softmax import Softmax
 from xscale.nn.attention.split_heads import SplitHeads
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.pattern.window import Window
+from xscale.nn.position.pairs import Pairs
 from xscale.nn.position.relative import Relative
+from xscale.nn.tokens import Tokens
 
 LOCAL = BlockSparse.Config(pattern=Window.Config(), block=4)
 ROUTED = RoutingTransformer.Config(clusters=4, window=6)
@@ -57,6 +60,42 @@ def test_a_bias_is_that_of_the_cores_heads() -> None:
     agree(core, AttentionMask(20, 20, True, bias=bias), reference)
 
 
+@pytest.mark.parametrize("kind", ["shaw", "transformer_xl", "relative"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_relative_positions_of_block_sparse_heads(kind: str, causal: bool) -> None:
+    """Against all scores with the position's terms, of which block-sparse heads keep those of the pattern's blocks."""
+    sizes, length, block, window = dims(causal=causal), 22, 4, 3
+    local = {"kind": "block_sparse", "block": block, "pattern": {"kind": "window", "window": window}}
+    core = {"kind": "split_heads", "cores": [local, {"kind": "softmax"}], "shares": [3, 1]}
+    mixer = ready(Attention(decode(Attention.Config, {"heads": 4, "core": core, "position": {"kind": kind}}), sizes))
+    x, place = drawn(2, length, 32).requires_grad_(), torch.arange(length)
+    before, position = place[:, None] - place, mixer.position  # [T, S]
+    assert position is not None
+    near = ((place // block)[:, None] - place // block).abs() <= window // 2
+    seen = torch.stack([near, near, near, torch.ones_like(near)]) & ((before >= 0) | (not causal))  # [H, T, S]
+
+    def literal(x: Tensor) -> Tensor:
+        q, k, v = mixer.project(x, at(length))
+        if position.adds_scores:
+            terms = position.scores(q, k, Pairs(length, length, causal=causal))
+        else:
+            terms = position.bias(place[None], place[None])
+        weights = (q @ k.mT * q.shape[-1] ** -0.5 + terms).masked_fill(~seen, float("-inf")).softmax(-1)
+        o = weights @ v
+        return mixer.project_output(
+            o + position.values(weights, Pairs(length, length, causal=causal)) if position.adds_values else o
+        )
+
+    results = []
+    for out in (mixer(x, at(length)), literal(x)):
+        results.append([out, *torch.autograd.grad(out, [x, *mixer.parameters()], drawn(*out.shape, seed=5))])
+    assert all(map(close, *results))
+
+
+def at(length: int) -> Tokens:
+    return Tokens.from_ids(torch.zeros(2, length, dtype=torch.long))
+
+
 def test_traits_follow_from_the_cores() -> None:
     def traits(*cores: Any) -> Any:
         return SplitHeads.traits_of(SplitHeads.Config(cores=cores))
@@ -65,6 +104,7 @@ def test_traits_follow_from_the_cores() -> None:
     assert (both.causal, both.bidirectional, both.per_head, both.decode) == (True, True, True, True)
     assert (both.documents, both.bias, both.dropout, both.exact) == (False, False, False, False)
     assert both.running_stats
+    assert (both.position_terms, traits(LOCAL, Softmax.Config()).position_terms) == (False, True)
     assert both.context == ("ulysses",)
     assert not traits(LOCAL, Linformer.Config()).causal
     assert traits(Softmax.Config(), Softmax.Config()).exact

@@ -31,7 +31,7 @@ from xscale.nn.pattern.fixed import Fixed
 from xscale.nn.pattern.grid import Grid
 from xscale.nn.pattern.pattern import PATTERNS, Pattern, check_pattern, pattern_layout
 from xscale_kernels.block_sparse_attention import IMPLEMENTATIONS, BlockLayout, block_sparse_attention, layout_from_mask
-from xscale_kernels.select import choose
+from xscale_kernels.select import choose, log_choice
 
 
 @CORES.register(
@@ -66,8 +66,9 @@ class BlockSparse(Core):
         operator, which takes ALiBi's slopes; flex: FlexAttention, which takes any bias, one by distance (ALiBi, T5's
         buckets) as a table, and a position's terms of the scores by distance, but has no gradients on a CPU; auto: on
         CUDA kernel, or flex where the pattern masks tokens inside blocks or the kernel does not take the bias, else
-        gather. What kernel does not take goes to flex on CUDA, else to gather. Decoding and dropout always use gather.
-        Terms of the output that are not by distance need all scores."""
+        gather. What kernel does not take goes to flex on CUDA, else to gather; other terms of a position are refused
+        with flex. Decoding and dropout always use gather. Terms of the output that are not by distance need all scores,
+        whatever is named."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)
@@ -84,16 +85,18 @@ class BlockSparse(Core):
 
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
-        return check_pattern(config.pattern, dims, f"{path}.pattern")
+        problems = check_pattern(config.pattern, dims, f"{path}.pattern")
+        if config.implementation == "flex":
+            problems += FlexAttention.check_position(dims, path, "auto or gather")
+        return problems
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         assert mask.causal or mask.queries == mask.keys, "a pattern over two sequences of different lengths"
         dropout = mask.dropout if self.training else 0.0
-        terms = mask.position_terms
-        if terms is not None and terms.adds_values and terms.tables(q) is None:
-            return self._all_scores(q, k, v, mask)
         grid = self._grid(mask, q.shape[1], 0)
         implementation = self._implementation(q, mask, dropout, grid)
+        if implementation == "all scores":
+            return self._all_scores(q, k, v, mask)
         if implementation == "kernel":
             return self._fused(q, k, v, mask, grid)
         if implementation == "flex":
@@ -107,36 +110,53 @@ class BlockSparse(Core):
         return pattern_layout(config.pattern, length, heads, self.causal, self.layer, config.block)
 
     def _implementation(self, q: Tensor, mask: AttentionMask, dropout: float, grid: Grid) -> str:
-        wanted = self.config.implementation
-        if dropout or mask.queries != mask.keys or (wanted == "auto" and not q.is_cuda):
+        wanted, terms = self.config.implementation, mask.position_terms
+        by_torch, not_by_torch = "gather", ""
+        if terms is not None and terms.adds_values and terms.tables(q) is None:
+            by_torch, not_by_torch = "all scores", "it takes terms of the output by distance, and no others"
+        elif dropout or mask.queries != mask.keys or (wanted == "auto" and not q.is_cuda):
             return "gather"
-        reason, terms = self._flex.why_unsupported(q), mask.position_terms
-        if terms is not None and (terms.adds_values or terms.tables(q) is None):
-            reason = reason or "it takes terms of the scores by distance, and no others"
-        if wanted == "auto" and terms is not None and reason is None:
+        no_flex = self._flex.why_not_terms(q, mask) or self._flex.why_unsupported(q)
+        if wanted == "auto" and terms is not None and no_flex is None:
             # FlexAttention's tables have a column for each distance, for each query or key.
             reach = terms.position.reach
             few = reach is not None and reach * (1 if mask.causal else 2) < mask.keys
-            reason = None if few else "its tables of all distances would grow with the square of the length"
-        if wanted == "flex" and reason is not None:
-            fix = "Take auto or gather."
-            raise ConfigError("core.implementation", f"flex does not support this call: {reason}", fix)
-        if wanted in ("flex", "gather") or self._kernel_supports(q, mask, grid):
-            return "kernel" if wanted == "auto" else wanted
-        # Without a fused kernel, FlexAttention computes all scores.
-        return "flex" if q.is_cuda and reason is None else "gather"
+            no_flex = None if few else "its tables of all distances would grow with the square of the length"
+        if wanted == "flex":
+            if no_flex is not None:
+                fix = "Take auto or gather."
+                raise ConfigError("core.implementation", f"flex does not support this call: {no_flex}", fix)
+            return "flex"
+        refused: list[tuple[str, str]] = []
+        if wanted == "gather" and not not_by_torch:
+            return wanted
+        if wanted != "gather":
+            no_kernel = self._why_not_kernel(q, mask, grid)
+            if no_kernel is None:
+                return "kernel"
+            refused.append(("kernel", no_kernel))
+            # Without a fused kernel, FlexAttention computes all scores.
+            if q.is_cuda and no_flex is None:
+                return "flex"
+            refused.append(("flex", no_flex or "it computes all scores on a CPU"))
+        if not_by_torch:
+            refused.append(("gather", not_by_torch))
+        log_choice("attention of the core block_sparse", by_torch, refused)
+        return by_torch
 
-    def _kernel_supports(self, q: Tensor, mask: AttentionMask, grid: Grid) -> bool:
-        if (
-            mask.bias is not None
-            or mask.position_terms is not None
-            or (mask.relative_bias is not None and not mask.linear_bias)
-        ):
-            return False
+    def _why_not_kernel(self, q: Tensor, mask: AttentionMask, grid: Grid) -> str | None:
+        """Return why the fused operator does not support a call; None if it does."""
+        if mask.position_terms is not None:
+            return "it takes no terms of a position"
+        if mask.bias is not None or (mask.relative_bias is not None and not mask.linear_bias):
+            return "it takes no bias besides ALiBi's slopes"
         layout = self._kernel_layout(grid, q.device)
         if layout is None:
-            return False
-        return choose("block sparse", IMPLEMENTATIONS, None, q, q, layout).implementation.name != "reference"
+            return "the pattern masks tokens inside blocks"
+        choice = choose("block sparse", IMPLEMENTATIONS, None, q, q, layout)
+        if choice.implementation.name != "reference":
+            return None
+        return "; ".join(f"{name}: {reason}" for name, reason in choice.refused)
 
     def _kernel_layout(self, grid: Grid, device: torch.device) -> BlockLayout | None:
         """Return the layout of the fused operator; None if token masks apply inside blocks."""

@@ -1,12 +1,12 @@
 """Vaswani et al. 2017, equation 1: softmax(q k^T / sqrt(K)) v, by torch's fused attention or FlexAttention."""
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from xscale.core.errors import ConfigError
+from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.dense import grouped_matmul, masked_softmax, upcast
 from xscale.nn.attention.ops.flex import KERNEL_BLOCK, FlexAttention, KeyBlocks
@@ -50,17 +50,24 @@ class Softmax(Core):
         implementation: Literal["auto", "dense", "flex"] = "auto"
         """dense: torch's fused attention, a block of queries at a time in packed documents on a CPU, or operators that
         keep all scores where they are capped or a position adds to the values; flex: FlexAttention, which takes a bias,
-        a bias by distance as a table, and a position's terms by distance, skips blocks of other documents, and has no
-        gradients on a CPU; auto: on CUDA flex where documents are packed, where a position adds a bias by distance, or
-        terms that tell fewer distances apart than there are keys, else dense. Dropout, decoding, cross-attention,
-        prefixes and other terms of a position always use dense, whose mask of packed documents is [B, 1, T, T]; the
-        ring of context parallelism has operators of its own."""
+        a bias by distance as a table, and a position's terms of the scores by distance (others are refused), skips
+        blocks of other documents, and has no gradients on a CPU; auto: on CUDA flex where documents are packed, where a
+        position adds a bias by distance, or terms of the scores that tell fewer distances apart than there are keys,
+        else dense. Dropout, decoding, cross-attention and prefixes always use dense, whose mask of packed documents is
+        [B, 1, T, T]; the ring of context parallelism has operators of its own."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)
         self.soft_cap = config.soft_cap
         self.implementation = config.implementation
         self._flex = FlexAttention(KERNEL_BLOCK, config.soft_cap)
+
+    @classmethod
+    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+        problems = super().check(config, dims, path)
+        if getattr(config, "implementation", None) == "flex":
+            problems += FlexAttention.check_position(dims, path, "auto or dense")
+        return problems
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         if self._uses_flex(q, mask):
@@ -107,9 +114,7 @@ class Softmax(Core):
             return False
         if mask.key_prefix is not None or mask.observed is not None:
             return False
-        if terms is not None and (terms.adds_values or terms.tables(q) is None):
-            return False
-        reason = self._flex.why_unsupported(q)
+        reason = self._flex.why_not_terms(q, mask) or self._flex.why_unsupported(q)
         if self.implementation == "flex":
             if reason is not None:
                 fix = "Take auto or dense."

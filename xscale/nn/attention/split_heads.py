@@ -40,6 +40,7 @@ ANY_CORE = ("position_dependent", "random", "running_stats")
         cost="2 * T * w * K",
         context=("ulysses",),
         bias=True,
+        position_terms=True,
         documents=True,
         position_dependent=True,
         dropout=True,
@@ -196,9 +197,9 @@ def _with_values(cost: str, config: Any) -> str:
 def _mask_of(mask: AttentionMask, select: Callable[[Tensor, int], Tensor], heads: Tensor) -> AttentionMask:
     """Return the mask with the bias and the position's terms of the selected heads."""
     if mask.position_terms is not None:
-        return replace(mask, position_terms=mask.position_terms.select_heads(select(heads, 0)))
+        mask = replace(mask, position_terms=mask.position_terms.select_heads(select(heads, 0)))
     if mask.bias is not None:
-        return replace(mask, bias=select(mask.bias, 1))
+        mask = replace(mask, bias=select(mask.bias, 1))
     bias = mask.relative_bias
     if bias is not None:
         return replace(mask, relative_bias=lambda offsets: select(bias(offsets), 0))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -51,6 +51,11 @@ class Position(Part):
     """Whether `distance_tables` gives all of the terms of the scores and of the output."""
     shared = False
     """Whether all mixers of a stack have this part's parameters in common."""
+
+    @classmethod
+    def adds_values_of(cls, config: Any) -> bool:
+        """`adds_values` of the part with `config`."""
+        return cls.adds_values
 
     def embed(self, x: Tensor, tokens: Tokens) -> Tensor:
         """[B, T, D] -> [B, T, D]: where = input."""

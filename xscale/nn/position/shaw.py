@@ -37,6 +37,10 @@ class Shaw(Position):
         if config.values:
             self.declare("value_table", (rows, head_width), ("state", "state"), dims.init)
 
+    @classmethod
+    def adds_values_of(cls, config: Config) -> bool:
+        return config.values
+
     def scores(self, q: Tensor, k: Tensor, pairs: Pairs) -> Tensor:
         embeddings = self._rows(self.key_table, pairs, q.device)
         return pairs.shift(q * q.shape[-1] ** -0.5 @ embeddings.mT)  # [B, H, T, S]

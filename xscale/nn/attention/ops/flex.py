@@ -16,11 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from xscale.core.errors import ConfigError
+from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.ops.score_terms import ScoreTerms
+from xscale.nn.dims import Dims
 from xscale.nn.pattern.grid import Grid, TokenMask
 from xscale.nn.pattern.pattern import MaskedLayout
+from xscale.nn.position.position import POSITIONS
 from xscale_kernels import torch_private
 
 KERNEL_BLOCK = 128
@@ -116,6 +118,29 @@ class FlexAttention:
         if q.shape[-1] < LEAST_HEAD_WIDTH:
             return f"FlexAttention needs heads of {LEAST_HEAD_WIDTH} channels on a GPU, these have {q.shape[-1]}"
         return None
+
+    @staticmethod
+    def why_not_terms(q: Tensor, mask: AttentionMask) -> str | None:
+        """Return why FlexAttention does not take the position's terms of `mask` for queries like `q`; None: it does."""
+        terms = mask.position_terms
+        if terms is None or (not terms.adds_values and terms.tables(q) is not None):
+            return None
+        return "it takes terms of the scores by distance, and no others"
+
+    @staticmethod
+    def check_position(dims: Dims, path: str, instead: str) -> list[Problem]:
+        """List what the position of `dims` adds that FlexAttention, which the user names at `path`, does not take.
+
+        `instead` has the implementations that do.
+        """
+        position = None if dims.cross else dims.position
+        if position is None or POSITIONS.of(position).traits.where != "scores":
+            return []
+        part = POSITIONS.of(position).part
+        if part.has_tables and not part.adds_values_of(position):
+            return []
+        what = f"flex takes terms of the scores by distance and no others, and position '{position.kind}' adds others"
+        return [Problem(f"{path}.implementation", what, f"Take {instead}.")]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, blocks: KeyBlocks) -> Tensor:
         """Attend as many queries as keys: q [B, H, T, K], k and v [B, G, T, K] -> [B, H, T, K].
