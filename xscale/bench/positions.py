@@ -1,8 +1,9 @@
 """Relative positions beside plain attention, and their growth: `xscale bench attention --positions`.
 
 The baseline is torch's fused attention of the same q, k and v with an additive mask [1, H, T, T] of random numbers that
-requires no gradient, -inf at later keys if causal (a mask of three dimensions would not be fused). Both run forward and
-backward, to q, k and v, and here also to the position's parameters, in turns on one thread in float32.
+requires no gradient, -inf at later keys if causal (a mask of three dimensions would not be fused). Through block-sparse
+attention (a window) the baseline is the same without a position. Both run forward and backward, to q, k and v, and here
+also to the position's parameters, in turns on one thread in float32.
 """
 
 import itertools
@@ -18,12 +19,14 @@ from xscale.bench.attention import WIDTH, check_lengths, exponent, inputs
 from xscale.bench.layers import additive_mask, attention_of
 from xscale.bench.machine import one_thread
 from xscale.core.errors import ConfigError, nearest
-from xscale.nn.position.position import POSITIONS
 from xscale.nn.tokens import Tokens
 from xscale_kernels.bench.timing import alternate, host_clock, peak_bytes
 
-DENSE_POSITIONS = ("relative", "gaussian", "shaw", "music_transformer", "transformer_xl", "deberta")
+RELATIVE_POSITIONS = ("relative", "gaussian", "shaw", "music_transformer", "transformer_xl", "deberta")
 """Positions whose terms of the scores have parameters and depend on the distance."""
+
+WINDOW = {"kind": "block_sparse", "pattern": {"kind": "window"}}
+"""Core of block-sparse attention."""
 
 LENGTH = 2048
 """Tokens of the comparison with plain attention."""
@@ -31,9 +34,10 @@ LENGTH = 2048
 
 @dataclass(frozen=True)
 class PositionCost:
-    """Attention with a position against plain attention with an additive mask."""
+    """Attention with a position against plain attention, or against the same core without a position."""
 
     position: str
+    core: str
     causal: bool
     length: int
     seconds: float
@@ -43,11 +47,15 @@ class PositionCost:
     memory: float
     """Peak memory over the baseline's."""
 
+    @property
+    def baseline(self) -> str:
+        return "plain attention" if self.core == "softmax" else "the core without a position"
+
     def __str__(self) -> str:
         order = "causal" if self.causal else "bidirectional"
         return (
-            f"{self.position:<18} {order:<13} T = {self.length:<6} {1e3 * self.seconds:8.1f} ms  "
-            f"{self.time:5.2f} of the time and {self.memory:5.2f} of the memory of plain attention"
+            f"{self.core:<13} {self.position:<18} {order:<13} T = {self.length:<6} {1e3 * self.seconds:8.1f} ms  "
+            f"{self.time:5.2f} of the time and {self.memory:5.2f} of the memory of {self.baseline}"
         )
 
 
@@ -99,48 +107,48 @@ def plain_run(length: int, causal: bool, heads: int) -> Callable[[], object]:
     return run
 
 
-def measure_positions(kinds: Sequence[str], length: int, heads: int, rounds: int = 3) -> Iterator[PositionCost]:
-    """Compare positions with plain attention, causal and bidirectional."""
+def measure_positions(
+    kinds: Sequence[str], length: int, heads: int, rounds: int = 3, core: dict[str, Any] | None = None
+) -> Iterator[PositionCost]:
+    """Compare positions with plain attention, or through a `core` without a position, causal and bidirectional."""
+    section = core or {"kind": "softmax"}
     for causal in (False, True):
-        runs = {kind: position_run(kind, {"kind": "softmax"}, length, causal, heads) for kind in kinds}
-        runs["plain"] = plain_run(length, causal, heads)
+        runs = {kind: position_run(kind, section, length, causal, heads) for kind in kinds}
+        runs["plain"] = (
+            plain_run(length, causal, heads) if core is None else position_run("none", core, length, causal, heads)
+        )
         timings = alternate(runs, host_clock(), rounds)
         peak = {name: peak_bytes(run, "cpu") for name, run in runs.items()}
         for kind in kinds:
             seconds = timings.fastest(kind, "processor_seconds")
             ratio = timings.ratio(kind, "plain", "processor_seconds")
-            yield PositionCost(kind, causal, length, seconds, ratio, peak[kind] / peak["plain"])
+            yield PositionCost(kind, section["kind"], causal, length, seconds, ratio, peak[kind] / peak["plain"])
 
 
 def measure_position_growth(kinds: Sequence[str], lengths: Sequence[int], heads: int) -> Iterator[PositionGrowth]:
-    """Measure the exponents of biases by distance through block-sparse attention."""
-    core = {"kind": "block_sparse", "pattern": {"kind": "window"}}
+    """Measure the exponents of positions through block-sparse attention."""
     for kind in kinds:
         for causal in (False, True):
             times, bytes_ = [], []
             for length in lengths:
-                run = position_run(kind, core, length, causal, heads)
+                run = position_run(kind, WINDOW, length, causal, heads)
                 times.append(alternate({kind: run}, host_clock(), 3).fastest(kind, "processor_seconds"))
                 bytes_.append(float(peak_bytes(run, "cpu")))
             yield PositionGrowth(kind, causal, exponent(lengths, times), exponent(lengths, bytes_))
 
 
-def bias_kinds(kinds: Sequence[str]) -> list[str]:
-    """Return the positions that block-sparse attention takes: those with a bias by distance."""
-    return [kind for kind in kinds if POSITIONS.get(kind).traits.where == "bias"]
-
-
 def bench_positions(only: Sequence[str], lengths: Sequence[int], heads: int, *, as_json: bool) -> None:
     """Print what relative positions cost and how it grows; ConfigError for an unknown position."""
-    if unknown := [kind for kind in only if kind not in DENSE_POSITIONS]:
+    if unknown := [kind for kind in only if kind not in RELATIVE_POSITIONS]:
         what = "there is no such relative position with parameters"
-        raise ConfigError(unknown[0], what, nearest(unknown[0], DENSE_POSITIONS))
-    kinds = only or DENSE_POSITIONS
+        raise ConfigError(unknown[0], what, nearest(unknown[0], RELATIVE_POSITIONS))
+    kinds = only or RELATIVE_POSITIONS
     check_lengths(lengths)
     rows: list[PositionCost | PositionGrowth] = []
     with one_thread():
-        costs, growth = measure_positions(kinds, LENGTH, heads), measure_position_growth(bias_kinds(kinds), lengths, 1)
-        for row in itertools.chain[PositionCost | PositionGrowth](costs, growth):
+        costs = (measure_positions(kinds, LENGTH, heads, core=core) for core in (None, WINDOW))
+        growth = measure_position_growth(kinds, lengths, 1)
+        for row in itertools.chain[PositionCost | PositionGrowth](*costs, growth):
             rows.append(row)
             if not as_json:
                 print(row, flush=True)
