@@ -12,14 +12,16 @@ from xscale.core.config import decode
 from xscale.core.errors import ConfigError
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.core import CORES
-from xscale.nn.attention.ops import gathered
+from xscale.nn.attention.ops import block_terms, gathered
 from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.attention.ops.table_products import RowSlice
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.module import substitute
+from xscale.nn.module import Module, substitute
 from xscale.nn.pattern.bigbird import BigBirdPattern
 from xscale.nn.pattern.window import Window
+from xscale.nn.position.distance_tables import DistanceTables
 from xscale.nn.position.pairs import Pairs, PositionPairs
-from xscale.nn.position.position import POSITIONS, PositionTerms
+from xscale.nn.position.position import POSITIONS, Position, PositionTerms
 from xscale.nn.tokens import Tokens
 
 HEADS, WIDTH, BLOCK, LENGTH = 4, 8, 4, 30
@@ -72,6 +74,117 @@ def test_terms_of_a_position(kind: str, pattern: str, causal: bool, monkeypatch:
         results.append([out, *torch.autograd.grad(out, leaves, above, allow_unused=True, materialize_grads=True)])
     assert all(map(close, *results))
     assert all(gradient.any() for gradient in results[0][: len(inputs) + 1])
+
+
+class AllTables(Position):
+    """Has every table of `DistanceTables`, with one row for all distances from `far` on."""
+
+    adds_scores = True
+    adds_values = True
+    has_tables = True
+    far = 7
+
+    def __init__(self, heads: int) -> None:
+        Module.__init__(self)
+        rows = (heads, 2 * self.far + 1, WIDTH)
+        shapes = {"query_rows": rows, "key_rows": rows, "bias": rows[:2], "value_rows": (1, *rows[1:])}
+        shapes |= {"content_bias": (HEADS, WIDTH), "position_bias": (heads, WIDTH)}
+        self.tables = torch.nn.ParameterDict(
+            {name: drawn(*shape, seed=30 + at) for at, (name, shape) in enumerate(shapes.items())}
+        )
+
+    @property
+    def reach(self) -> int:
+        return self.far
+
+    def distance_tables(self, q: Tensor, distances: Tensor, pairs: Pairs) -> DistanceTables:
+        index = distances.clamp(-self.far, self.far) + self.far
+        rows = 2 * self.far + 1
+        return DistanceTables(
+            **{
+                name: table.index_select(1, index) if table.shape[1] == rows else table
+                for name, table in self.tables.items()
+            }
+        )
+
+
+def with_every_table(part: AllTables, core: BlockSparse, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """The equation of `DistanceTables` for all pairs of the pattern's blocks, the cap before its terms."""
+    place, d = torch.arange(LENGTH), WIDTH**-0.5
+    index = (place - place[:, None]).clamp(-part.far, part.far) + part.far  # [T, S]
+    e, f, b, w = (part.tables[name][:, index] for name in ("query_rows", "key_rows", "bias", "value_rows"))
+    content_bias, position_bias = part.tables["content_bias"], part.tables["position_bias"]
+    k, v = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in (k, v))
+    scores = d * q @ k.mT
+    if core.config.soft_cap is not None:
+        scores = core.config.soft_cap * torch.tanh(scores / core.config.soft_cap)
+    scores = scores + d * torch.einsum("hc,bhjc->bhj", content_bias, k)[:, :, None]
+    scores = scores + d * torch.einsum("bhic,hijc->bhij", q + position_bias[:, None], e.expand(HEADS, -1, -1, -1))
+    scores = scores + d * torch.einsum("bhjc,hijc->bhij", k, f.expand(HEADS, -1, -1, -1)) + b + bias
+    blocks = torch.from_numpy(core.block_layout(LENGTH, HEADS).copy())
+    seen = blocks.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)[None, :, :LENGTH, :LENGTH]
+    weights = scores.masked_fill(~(seen & (place[:, None] >= place)), float("-inf")).softmax(-1)
+    return weights @ v + torch.einsum("bhij,hijc->bhic", weights, w.expand(HEADS, -1, -1, -1))
+
+
+@pytest.mark.parametrize("device", ["cpu", "as on a GPU"])
+@pytest.mark.parametrize("heads", [1, HEADS])
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.sampled(2)
+def test_all_terms_at_once(
+    pattern: str, cap: float | None, heads: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Output and gradients of all tables, with a bias by pair, or none, in chunks of several heads and of few units."""
+    config = BlockSparse.Config(pattern=PATTERNS[pattern], block=BLOCK, soft_cap=cap, implementation="gather")
+    part, bias = AllTables(heads), drawn(1, HEADS, LENGTH, LENGTH, seed=8)
+    inputs = [drawn(2, count, LENGTH, WIDTH, seed=seed).requires_grad_() for seed, count in enumerate((4, 2, 2))]
+    terms, above = PositionTerms(part, Pairs(LENGTH, LENGTH, causal=True)), drawn(2, HEADS, LENGTH, WIDTH, seed=9)
+    leaves = [*inputs, *part.parameters()]
+    monkeypatch.setattr(block_terms, "KEY_TILE", 2)
+    for added in (bias, torch.zeros_like(bias)):
+        core = CORES.build(config, dims(), HEADS, WIDTH)
+        wanted = with_every_table(part, core, *inputs, added)
+        gradients = torch.autograd.grad(wanted, leaves, above)
+        mask = AttentionMask(LENGTH, LENGTH, True, position_terms=terms, bias=added if added.any() else None)
+        for scores in (5, 1000):
+            with monkeypatch.context() as context:
+                context.setattr(gathered, "CHUNK_SCORES", scores * BLOCK * BLOCK)
+                context.setattr(gathered, "CHUNK_SCORES_CUDA", scores * BLOCK * BLOCK)
+                context.setattr(Tensor, "is_cuda", device != "cpu")
+                out = core(*inputs, mask)
+                results = torch.autograd.grad(out, leaves, above)
+            assert close(out, wanted)
+            assert all(map(close, results, gradients))
+
+
+def test_rows_beyond_a_table_are_its_last() -> None:
+    table, count, width = drawn(1, 5, WIDTH)[0], 5, 4
+    for first in range(-9, 9):
+        part = RowSlice.of(first, width, count)
+        rows = torch.full((width, WIDTH), torch.nan, dtype=table.dtype)
+        rows[part.columns] = table[part.rows]
+        for columns, row, column in part.repeats:
+            assert torch.equal(rows[column], table[row])
+            rows[columns] = table[row]
+        assert torch.equal(rows, table[(first + torch.arange(width)).clamp(0, count - 1)])
+
+
+def test_a_window_asks_for_its_own_distances_alone() -> None:
+    """Not for those of the whole sequence, whose rows of every head would be made and get gradients."""
+    asked, position = [], position_of("music_transformer", True)
+    core = CORES.build(BlockSparse.Config(pattern=Window.Config(window=5), block=BLOCK), dims(), HEADS, WIDTH)
+    q, k, v = (drawn(2, heads, LENGTH, WIDTH, seed=seed) for seed, heads in enumerate((4, 2, 2)))
+    tables = position.distance_tables
+
+    def record(q: Tensor, distances: Tensor, pairs: Pairs) -> DistanceTables:
+        asked.append(distances)
+        return tables(q, distances, pairs)
+
+    position.distance_tables = record
+    core(q, k, v, AttentionMask(LENGTH, LENGTH, True, position_terms=terms_of(position, 0, LENGTH)))
+    (distances,) = asked
+    assert distances.tolist() == list(range(-(3 * BLOCK - 1), BLOCK))
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -15,7 +15,7 @@ from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.bias import RelativeBias
 from xscale.nn.attention.ops.block_plan import BlockPlan, TokenMasks, plan_blocks
-from xscale.nn.attention.ops.block_terms import NAMES, BlockTerms
+from xscale.nn.attention.ops.block_terms import NAMES, TermPlaces
 from xscale.nn.attention.ops.dense import grouped_matmul, masked_softmax, upcast
 from xscale.nn.attention.ops.flex import FlexAttention
 from xscale.nn.attention.ops.gathered import (
@@ -216,12 +216,13 @@ class BlockSparse(Core):
         options = ScoreOptions(q.shape[-1] ** -0.5, self.config.soft_cap, dropout, seed, first_head)
         tables: list[Tensor | None] = []
         if (terms := mask.position_terms) is not None and (tables_of := terms.tables(q)) is not None:
-            distances = RelativeBias.offsets(first_query, queries.shape[2], size, keys.shape[2] * block)
+            seen = plan.distances(size, block)
+            first, stop = seen.start - first_query, seen.stop - first_query
             if (reach := terms.position.reach) is not None:
-                distances = range(max(distances.start, -reach), min(distances.stop, reach + 1))
-            rows = vars(tables_of(torch.arange(distances.start, distances.stop, device=q.device)))
+                first, stop = min(max(first, -reach), reach), max(min(stop, reach + 1), 1 - reach)
+            rows = vars(tables_of(torch.arange(first, stop, device=q.device)))
             tables = [None if rows[name] is None else upcast(rows[name]) for name in NAMES]
-            options = replace(options, terms=BlockTerms(distances.start, first_query, size, block, options.scale))
+            options = replace(options, terms=TermPlaces(first, first_query, size, block))
         out: Tensor = gathered_attention(queries, keys, values, plan, block_mask, options, bias, tables)
         return out.flatten(2, 3)[:, :, before : before + mask.queries]  # [B, H, T, K]
 

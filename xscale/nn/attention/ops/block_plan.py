@@ -7,11 +7,13 @@ bucket, so that a bucket is a few batched matmuls without padding, and only bloc
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from xscale.nn.attention.ops.table_products import TableRows
 from xscale.nn.pattern.grid import PeriodicTokenMask, TokenMask
 from xscale.nn.pattern.pattern import Layout
 
@@ -40,6 +42,24 @@ class DegreeBucket:
 
 
 @dataclass(frozen=True)
+class BlockRun:
+    """Key blocks of the units of a chunk that are adjacent in the sequence for every unit."""
+
+    start: int
+    """First of the d blocks."""
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """n, blocks."""
+        return self.stop - self.start
+
+    def keys(self, block: int) -> slice:
+        """Return the run's keys among the d * block keys of a unit."""
+        return slice(self.start * block, self.stop * block)
+
+
+@dataclass(frozen=True)
 class UnitChunk:
     """The units of a bucket that are computed at a time."""
 
@@ -59,6 +79,16 @@ class UnitChunk:
     """Which of the d blocks are masked in part, and their tile indices [1 or U]."""
     ends: bool
     """Whether any unit sees the last key block of the sequence."""
+    rows_cache: dict[tuple[str, int, int, int, bool], TableRows] = field(default_factory=dict, compare=False)
+    """Rows of tables by distance that the units read."""
+
+    @cached_property
+    def runs(self) -> tuple[BlockRun, ...]:
+        """Runs of adjacent key blocks, in order: together all d."""
+        adjacent = (self.columns[:, 1:] - self.columns[:, :-1] == 1).all(0).tolist()
+        starts = [0, *(slot + 1 for slot, together in enumerate(adjacent) if not together)]
+        stops = [*starts[1:], self.columns.shape[1]]
+        return tuple(BlockRun(start, stop) for start, stop in zip(starts, stops, strict=True))
 
 
 @dataclass(frozen=True)
@@ -79,6 +109,13 @@ class BlockPlan:
         default_factory=dict, compare=False, repr=False
     )
     """The chunks of the most recent shapes."""
+
+    def distances(self, queries: int, block: int) -> range:
+        """Return the distances key - query that occur in blocks of so many queries and keys; the first query is 0."""
+        nearest = [bucket.columns * block - bucket.rows[:, None] * queries for bucket in self.buckets]
+        first = min((int(x.min()) for x in nearest), default=0)
+        last = max((int(x.max()) for x in nearest), default=0)
+        return range(first - queries + 1, last + block)
 
     def chunks(self, batch: int, heads: int, kv_heads: int, scores: int) -> tuple[UnitChunk, ...]:
         """Split the units of each bucket into chunks of at most `scores` blocks of scores; cached for each shape."""

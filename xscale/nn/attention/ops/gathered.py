@@ -16,7 +16,7 @@ from torch import Tensor
 
 from xscale.nn.attention.ops.bias import Bias, RelativeBias, ScoreBias
 from xscale.nn.attention.ops.block_plan import BlockPlan, TokenMasks, UnitChunk
-from xscale.nn.attention.ops.block_terms import NAMES, BlockTerms, TableGradients
+from xscale.nn.attention.ops.block_terms import BlockTerms, TermPlaces
 from xscale.nn.eager import eager
 from xscale.nn.random import hash63, hashed_dropout
 
@@ -99,7 +99,7 @@ class ScoreOptions:
     """Seed of the dropout."""
     first_head: int = 0
     """Index in the model of the first local head, for the dropout."""
-    terms: BlockTerms | None = None
+    terms: TermPlaces | None = None
     """Terms of a position, beside its tables."""
 
 
@@ -141,7 +141,7 @@ class _Attend(torch.autograd.Function):
         out = torch.empty_like(work.q) if plan.full else torch.zeros_like(work.q)
         log_sums = torch.zeros(work.q.shape[:2], dtype=work.accumulate_dtype, device=q.device)  # [B*H*rows, Q]
         for chunk in work.chunks:
-            scores = work.scores(chunk, work.queries(chunk), work.gather("keys", chunk))[0]
+            scores = work.scores(chunk, *work.queries(chunk), work.gather("keys", chunk))[0]
             # A row that sees nothing has a maximum of -inf; replaced by a finite number, it gets weights of zero.
             top = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
             weights = scores.sub_(top).exp2_()
@@ -150,8 +150,8 @@ class _Attend(torch.autograd.Function):
             log_sums.index_copy_(0, chunk.units, top.add_(total.log2()).squeeze(-1))
             kept = work.apply_dropout(weights, chunk)
             mixed = work.matmul("mixed", work.cast(kept), work.gather("values", chunk))
-            if work.value_terms is not None:
-                mixed += work.value_terms.values(tables, chunk, kept)
+            if work.terms is not None and work.terms.adds_values:
+                work.terms.add_values(mixed, chunk, kept)
             mixed.div_(total)
             out.index_copy_(0, chunk.units, mixed.to(out.dtype))
         context.save_for_backward(q, k, v, bias, out, log_sums, *tables)
@@ -164,7 +164,6 @@ class _Attend(torch.autograd.Function):
         q, k, v, bias, out, log_sums, *tables = context.saved_tensors
         plan, block_mask, options = context.rest
         work = _Work(q, k, v, bias, plan, block_mask, options, tables)
-        slopes = TableGradients(work.options.terms, tables)
         gradient = gradient.reshape(work.q.shape)
         dq = torch.empty_like(work.q) if work.plan.full else torch.zeros_like(work.q)
         dk = torch.zeros_like(work.k, dtype=work.accumulate_dtype)
@@ -174,33 +173,32 @@ class _Attend(torch.autograd.Function):
             dbias = torch.zeros_like(bias, memory_format=torch.contiguous_format)
         for chunk in work.chunks:
             above = work.select("above", gradient, chunk.units)  # [U, Q, K]
-            queries, keys = work.queries(chunk), work.gather("keys", chunk)  # [U, Q, K], [U, d*b, K]
-            scores, slope = work.scores(chunk, queries, keys)
+            queries, position_queries = work.queries(chunk)  # [U, Q, K]
+            keys = work.gather("keys", chunk)  # [U, d*b, K]
+            scores, slope = work.scores(chunk, queries, position_queries, keys)
             weights = scores.sub_(log_sums[chunk.units][..., None]).exp2_()
             kept = work.cast(work.apply_dropout(weights, chunk))
             _add_blocks(dv, chunk.keys, work.matmul("parts", kept.mT, above))
             inner = work.select("mixed", out, chunk.units).to(work.accumulate_dtype).mul_(above).sum(-1, keepdim=True)
             raised = work.matmul("raised", above, work.gather("values", chunk).mT)
-            if work.value_terms is not None:
-                raised += slopes.add_values(chunk, kept, above)
+            if work.terms is not None and work.terms.adds_values:
+                work.terms.add_weight_gradients(raised, chunk, kept, above)
             dscores = work.apply_dropout(raised.to(work.accumulate_dtype), chunk)
             dscores = dscores.sub_(inner).mul_(weights)
             if dbias is not None:
                 assert work.bias is not None
                 work.bias.scatter_add(dbias, dscores, chunk)
-            of_terms = None if slopes.terms is None else slopes.add_scores(chunk, queries, keys, dscores)
-            dscores = work.cast(dscores if slope is None else dscores.mul_(slope))
-            mixed = work.matmul("mixed", dscores, keys).mul_(work.options.scale)
-            parts = work.matmul("parts", dscores.mT, queries)
-            if of_terms is not None:
-                mixed.add_(of_terms[0], alpha=work.options.scale)
-                parts += of_terms[1]
-            dq.index_copy_(0, chunk.units, mixed.to(dq.dtype))
+            of_scores = work.cast(dscores if slope is None else dscores * slope)
+            mixed = work.matmul("mixed", of_scores, keys)
+            parts = work.matmul("parts", of_scores.mT, queries)
+            if work.terms is not None:
+                work.terms.add_gradients(chunk, dscores, position_queries, keys, mixed, parts)
+            dq.index_copy_(0, chunk.units, mixed.mul_(work.options.scale).to(dq.dtype))
             _add_blocks(dk, chunk.keys, parts)
         # The queries were scaled to base 2.
         dk.div_(work.power)
         of_inputs = dq.view(q.shape), dk.to(k.dtype).view(k.shape), dv.to(v.dtype).view(v.shape), dbias
-        return *of_inputs, None, None, None, *slopes.sums
+        return *of_inputs, None, None, None, *(() if work.terms is None else work.terms.gradients())
 
 
 def _add_blocks(sums: Tensor, blocks: Tensor, parts: Tensor) -> None:
@@ -234,12 +232,13 @@ class _Work:
         half = q.dtype in (torch.bfloat16, torch.float16)
         self.accumulate_dtype = torch.float32 if half else q.dtype
         self.compute = q.dtype if q.is_cuda else self.accumulate_dtype
-        self.tables = tables
-        has_values = bool(tables) and tables[NAMES.index("value_rows")] is not None
-        self.value_terms = options.terms if has_values else None
-        self.plain = options.soft_cap is None and bias is None and options.terms is None
+        self.plain = options.soft_cap is None and bias is None
         # A bias and a soft cap are in nats, so scores are scaled to base 2 only after them.
         self.power = LOG2E if self.plain else 1.0
+        self.terms: BlockTerms | None = None
+        if options.terms is not None:
+            folds = options.soft_cap is None
+            self.terms = BlockTerms(options.terms, tables, options.scale, self.power, folds=folds)
         limit = CHUNK_SCORES_CUDA if q.is_cuda else CHUNK_SCORES
         self.chunks = plan.chunks(batch, heads, groups, max(1, limit // (self.q.shape[1] * self.block)))
         self.buffers: dict[str, Tensor] = {}
@@ -265,16 +264,21 @@ class _Work:
             return self.cast(x.index_select(0, places))
         return torch.index_select(x, 0, places, out=self.buffer(name, (len(places), *x.shape[1:])))
 
-    def queries(self, chunk: UnitChunk) -> Tensor:
-        """The units' queries, scaled: [U, Q, K]."""
-        return self.select("queries", self.q, chunk.units).mul_(self.options.scale * self.power)
+    def queries(self, chunk: UnitChunk) -> tuple[Tensor, Tensor]:
+        """The units' queries, scaled, that meet keys and that meet the rows of a position: [U, Q, K]."""
+        queries = self.select("queries", self.q, chunk.units).mul_(self.options.scale * self.power)
+        if self.terms is None:
+            return queries, queries
+        return self.terms.content_queries(chunk, queries), self.terms.position_queries(chunk, queries)
 
     def gather(self, name: Literal["keys", "values"], chunk: UnitChunk) -> Tensor:
         """Gather the blocks of keys or values that the units see: [U, d*b, K]."""
         blocks = self.select(name, self.k if name == "keys" else self.v, chunk.keys)
         return blocks.view(len(chunk.units), -1, blocks.shape[-1])
 
-    def scores(self, chunk: UnitChunk, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor | None]:
+    def scores(
+        self, chunk: UnitChunk, queries: Tensor, position_queries: Tensor, keys: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Base-2 scores [U, Q, d*b], -inf where masked; and the derivative of the soft cap, if there is one."""
         scores = self.matmul("scores", queries, keys.mT).to(self.accumulate_dtype)
         cap, slope = self.options.soft_cap, None
@@ -284,8 +288,8 @@ class _Work:
             scores = scores.mul_(cap)
         if self.bias is not None:
             scores = scores.add_(self.bias.gather(chunk))
-        if self.options.terms is not None:
-            scores = scores.add_(self.options.terms.scores(self.tables, chunk, queries, keys))
+        if self.terms is not None:
+            self.terms.add_scores(scores, chunk, position_queries, keys)
         if not self.plain:
             scores.mul_(LOG2E)
         self._hide(scores, chunk)
