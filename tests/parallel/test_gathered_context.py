@@ -9,6 +9,8 @@ from tests.distributed import Pool
 from tests.parallel.against_one import alone, same
 from tests.train.tiny import recipe
 from xscale.parallel import context
+from xscale.planning.format import format_plan
+from xscale.planning.plan import plan
 from xscale.train.settings import build_on_meta
 
 MIXERS: dict[str, dict[str, Any]] = {
@@ -98,3 +100,16 @@ def test_the_estimate_counts_the_gathered_input() -> None:
     settings = recipe(Path("nowhere"), model=network, parallel=layout())
     sent = context.estimate(build_on_meta(settings, 67), settings.parallel, 24)
     assert sent == {"gather": 32 * 12, "ulysses": 4 * 32 * 12 / 2}
+
+
+def test_a_plan_lists_the_gathered_mixers() -> None:
+    network = model("synthesizer")
+    network["stack"]["rules"] = [{"last": 1, "mixer": {"kind": "attention", "heads": 4}}]
+    figures = plan(recipe(Path("nowhere"), model=network, parallel=layout()), 2)
+    assert figures["context_styles"] == {"gather": ["stack.blocks.1.mixer"], "ulysses": ["stack.blocks.0.mixer"]}
+    text = "\n".join(format_plan(figures))
+    assert "context    gather in 1, ulysses in 1 of 2 modules that read other shards" in text
+    assert "gather, with the time and memory of cp=1: stack.blocks.1.mixer\n" in text
+    figures = plan(recipe(Path("nowhere"), model=network), 1)
+    assert figures["context_styles"] == {}
+    assert "context " not in "\n".join(format_plan(figures))

@@ -53,7 +53,8 @@ class ContextConfig(Config):
     scan, ulysses, ring and halo that each core supports."""
     gather: bool = False
     """Run mixers and cores that have no style on the full sequence, gathered on each rank of cp, in place of a refusal:
-    the rest of the model is sharded, but such a mixer takes the time and memory of cp=1."""
+    the rest of the model is sharded, but such a mixer takes the time and memory of cp=1, so that cp saves nothing
+    in it. `xscale plan` lists these mixers."""
 
 
 class RecomputeConfig(Config):

@@ -24,10 +24,22 @@ def format_plan(plan: Mapping[str, Any]) -> list[str]:
         shares = ", ".join(f"{share:.0%}" for share in stages["cost_shares"])
         text.append(f"pipeline   {stages['schedule']}, stages of {stages['blocks']} blocks ({shares} of the work)")
         text.append(f"bubble     {stages['bubble']:.1%} of the ranks' time\n{stages['drawing']}")
+    text += _context(plan["context_styles"])
     if plan["unknown"] is not None:
         text.append(f"memory     unknown: {plan['unknown']}")
         return [*text, *_model_states(plan), *_problems(plan["problems"])]
     return [*text, *_memory(plan), *_traffic(plan["traffic"]), *_speed(plan), *_problems(plan["problems"])]
+
+
+def _context(styles: Mapping[str, Sequence[str]]) -> list[str]:
+    """Say how modules see the other shards of the sequence, and which see all of it."""
+    if not styles:
+        return []
+    counts = ", ".join(f"{style} in {len(paths)}" for style, paths in styles.items())
+    text = [f"context    {counts} of {sum(map(len, styles.values()))} modules that read other shards"]
+    if gathered := styles.get("gather"):
+        text.append(f"           gather, with the time and memory of cp=1: {', '.join(gathered)}")
+    return text
 
 
 def _memory(plan: Mapping[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ from xscale.measure.memory import model_state_bytes
 from xscale.mesh import axes
 from xscale.mesh.axes import Degrees
 from xscale.optim.optimizer.optimizer import OPTIMIZERS
+from xscale.parallel import context
 from xscale.parallel.plan import DTYPES, ParallelPlan
 from xscale.planning.memory import KINDS, RankMemory, deepspeed_memory, memory_of_stages, states_per_element
 from xscale.planning.simulate_step import CannotSimulateError
@@ -77,6 +78,7 @@ def plan(settings: Settings, world: int, hardware: Hardware = Hardware()) -> dic
         "pipeline": schedule,
         "bubble": 0.0 if schedule is None else schedule["bubble"],
         "elements_per_sequence": estimates,
+        "context_styles": context.styles_of_modules(model, settings.parallel),
         **_model_states(settings, model, degrees, device),
         "parallel": encode(settings.parallel),
         "assumptions": list(ASSUMED),

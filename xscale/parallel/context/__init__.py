@@ -5,7 +5,7 @@ a core's traits list the styles that it supports. A convolution over the sequenc
 space model the states of the ranks before. With context.gather what has no style runs on the gathered sequence.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -229,23 +229,41 @@ def _kind(part: Part) -> str:
 
 def estimate(model: nn.Module, config: ParallelConfig, length: int) -> dict[str, float]:
     """Estimate the elements a rank sends over cp in the forward of one sequence, by style."""
-    cp, tp = config.mesh.cp, config.mesh.tp
-    gathered = _gathered_sublayers(model, config) if cp > 1 else []
     sent: dict[str, float] = {}
+    for style, module, traffic in _styled_modules(model, config):
+        sent[style] = sent.get(style, 0.0) + traffic(module, config.mesh.cp, config.mesh.tp, length)
+    return sent
+
+
+def styles_of_modules(model: nn.Module, config: ParallelConfig) -> dict[str, list[str]]:
+    """Return the paths of the modules that see other shards of the sequence, by style: `gather` has the sublayers whose
+    mixer runs on the gathered sequence."""
+    paths, styles = {module: path for path, module in model.named_modules()}, dict[str, list[str]]()
+    for style, module, _ in _styled_modules(model, config):
+        styles.setdefault(style, []).append(paths[module].removesuffix(".part"))
+    return styles
+
+
+def _styled_modules(
+    model: nn.Module, config: ParallelConfig
+) -> Iterator[tuple[str, nn.Module, Callable[[Any, int, int, int], float]]]:
+    """Yield the style of each module that sees other shards, the module, and what it sends by cp, tp and length."""
+    if config.mesh.cp == 1:
+        return
+    gathered = _gathered_sublayers(model, config)
     for sublayer in gathered:
-        sent["gather"] = sent.get("gather", 0.0) + gathered_traffic(sublayer, cp, length)
-    for module in _modules_with_shard(model, gathered) if cp > 1 else ():
+        yield "gather", sublayer, lambda sublayer, cp, tp, length: gathered_traffic(sublayer, cp, length)
+    for module in _modules_with_shard(model, gathered):
         if isinstance(module, Attention):
             style = style_of(module, config)
             assert isinstance(style, str), "`check` comes first"
-            sent[style] = sent.get(style, 0.0) + STYLES[style][0].traffic(module, cp, tp, length)
+            yield style, module, STYLES[style][0].traffic
         elif isinstance(module, ReusedAttention):
-            sent["ulysses"] = sent.get("ulysses", 0.0) + ulysses.traffic(module, cp, tp, length)
+            yield "ulysses", module, ulysses.traffic
         elif isinstance(module, S4):
-            sent["scan"] = sent.get("scan", 0.0) + state_space.traffic(module, cp, tp, length)
+            yield "scan", module, state_space.traffic
         elif isinstance(module, NeighbourReader):
-            sent["neighbours"] = sent.get("neighbours", 0.0) + neighbours.traffic(module, cp, tp, length)
-    return sent
+            yield "neighbours", module, neighbours.traffic
 
 
 def sequence_sharding_of(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> SequenceSharding | None:
