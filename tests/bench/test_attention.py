@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from xscale.bench.attention import cases, exponent, measure_growth, multiply_adds, savings
-from xscale.bench.positions import measure_positions
+from xscale.bench.positions import RELATIVE_POSITIONS, WINDOW, measure_position_growth, measure_positions
 from xscale.cli.main import main
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.pattern.window import Window
@@ -125,6 +125,22 @@ def test_positions_are_measured_beside_plain_attention() -> None:
     assert both.time > 0
     assert both.memory > 0
     assert "of the memory of plain attention" in str(both)
+
+
+@pytest.mark.parametrize("kind", RELATIVE_POSITIONS)
+def test_positions_are_measured_through_block_sparse_attention(kind: str) -> None:
+    (cost, causal) = measure_positions([kind], 64, 1, rounds=1, core=WINDOW)
+    assert (cost.core, cost.causal, causal.causal) == ("block_sparse", False, True)
+    assert "of the memory of the core without a position" in str(cost)
+    rows = list(measure_position_growth([kind], (64, 128), 1))
+    assert [(row.position, row.causal) for row in rows] == [(kind, False), (kind, True)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", RELATIVE_POSITIONS)
+def test_memory_of_a_position_grows_no_faster_than_the_length(kind: str) -> None:
+    for row in measure_position_growth([kind], (1024, 4096), 1):
+        assert row.memory < 1.05
 
 
 def test_an_unknown_position_has_the_nearest_one(run: Run) -> None:
