@@ -289,7 +289,7 @@ def test_fused_block_sparse_equals_gather(kind: str, documents: Tensor | None) -
     for implementation in ("flex", "gather"):
         core = core_of(BigBirdPattern.Config(), implementation=implementation, soft_cap=3.0)
         qkv = [torch.cat((x, x), -1).float().cuda().requires_grad_() for x in (y.detach() for y in inputs(300, 300))]
-        out = core(*qkv, AttentionMask(300, 300, True, **added[kind], **around))
+        out = core(*qkv, AttentionMask(300, 300, True, **added, **around))
         wanted = (*qkv, bias if kind == "pair" else numbers)
         results.append([out, *torch.autograd.grad(out, wanted, drawn(*out.shape, seed=5).float().cuda())])
     for by_flex, gather in zip(*results, strict=True):
