@@ -51,7 +51,7 @@ LISTS = [
 """Rows whose blocks are lists of sublayers, but for reversible-layers."""
 MIXERS = [
     *("dynamic-lightweight-conv", "lite-transformer", "pretrained-convolutions", "mlp-mixer", "gmlp", "s4"),
-    *("r-transformer", "delight", "quaternion-transformer", "scaling-transformers"),
+    *("r-transformer", "delight", "quaternion-transformer", "scaling-transformers", "mamba2", "gated-delta-net"),
 ]
 DEPTH = [
     *("cross-layer-sharing", "albert", "act", "universal-transformer", "cct", "early-exit-general", "deebert"),

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 class Init:
     """How a parameter is initialised."""
 
-    kind: Literal["normal", "zeros", "ones", "constant", "uniform", "values"] = "normal"
+    kind: Literal["normal", "zeros", "ones", "constant", "uniform", "values", "log_of_uniform", "step_bias"] = "normal"
     std: float = 0.02
     """Standard deviation of the normal; it is truncated at three of them."""
     value: float = 0.0
     """The value of every element of a constant."""
     bounds: tuple[float, float] = (0.0, 1.0)
-    """The lowest and the highest value of the uniform."""
+    """The lowest and the highest value of the uniform; of `log_of_uniform`, the logarithm of one; of `step_bias`, the x
+    with a softplus(x) whose logarithm is uniform."""
     values: tuple[float, ...] = ()
     """The values along the last axis, the same for all other indices."""
     slices: bool = False
@@ -58,11 +59,11 @@ def draw(init: Init, shape: tuple[int, ...], seed: int, name: str, rows: range |
     if init.kind == "constant":
         return torch.full((len(rows), *shape[1:]), init.value)
     if init.kind == "values":
-        return torch.tensor(init.values, device="cpu").expand(len(rows), *shape[1:]).clone()
-    if init.kind == "uniform":
-        generator = torch.Generator().manual_seed(seed_of(seed, name))
-        uniform = torch.empty(shape, device="cpu", dtype=torch.float32).uniform_(*init.bounds, generator=generator)
-        return uniform[rows.start : rows.stop].clone()
+        values = torch.tensor(init.values, device="cpu")
+        # A vector has its rows along the last axis.
+        return (values[rows.start : rows.stop] if len(shape) == 1 else values.expand(len(rows), *shape[1:])).clone()
+    if init.kind in ("uniform", "log_of_uniform", "step_bias"):
+        return _uniform(init, shape, seed_of(seed, name))[rows.start : rows.stop].clone()
     if init.slices and not rows:
         # There are more ranks than experts.
         return torch.empty(0, *shape[1:])
@@ -71,6 +72,20 @@ def draw(init: Init, shape: tuple[int, ...], seed: int, name: str, rows: range |
     if math.prod(shape) <= ONE_STREAM or not rows:
         return _normal_rows(init.std, shape, seed_of(seed, name), rows)
     return _normal_in_streams(init.std, shape, (seed, name), rows)
+
+
+def _uniform(init: Init, shape: tuple[int, ...], seed: int) -> Tensor:
+    low, high = init.bounds
+    if init.kind == "step_bias":
+        low, high = math.log(low), math.log(high)
+    generator = torch.Generator().manual_seed(seed)
+    uniform = torch.empty(shape, device="cpu", dtype=torch.float32).uniform_(low, high, generator=generator)
+    if init.kind == "log_of_uniform":
+        return uniform.log()
+    if init.kind == "step_bias":
+        steps = uniform.exp()
+        return steps + (-(-steps).expm1()).log()
+    return uniform
 
 
 def _normal_in_streams(std: float, shape: tuple[int, ...], seed: tuple[int, str], rows: range) -> Tensor:

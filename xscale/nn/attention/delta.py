@@ -1,7 +1,7 @@
 """Schlag et al. 2021 (DeltaNet): the delta rule reads the value stored at a key and replaces part of it by the new one.
 
 S_t = S_(t-1) + b_t phi(k_t) (v_t - S_(t-1)^T phi(k_t))^T, o_t = S_t^T phi(q_t), phi normalised by its sum, b_t a gate.
-A chunk at a time, by the triangular system of Yang et al. 2024 (parallel delta rule).
+A chunk at a time (`ops.delta_rule`).
 """
 
 from typing import ClassVar
@@ -14,14 +14,11 @@ from torch.nn import Parameter
 
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.linear import dpfp_features
+from xscale.nn.attention.ops.delta_rule import CHUNK, DeltaRule
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS
-
-CHUNK = 64
-SEGMENT_FEATURES = 1 << 18
-"""Features of a segment processed at a time on a CPU: its intermediates stay in the cache, so time is linear."""
 
 
 @CORES.register(
@@ -60,7 +57,7 @@ class Delta(Core):
         gate = upcast(self.use(self.gate))
         strength = torch.sigmoid((upcast(k) * gate[:, None, :-1]).sum(-1) + gate[:, None, -1])  # [B, H, S]
         fq, fk = (self._map(upcast(x)) for x in (q, k))
-        out = delta_rule(F.pad(fq, (0, 0, mask.offset, 0)), fk, upcast(v), strength)
+        out, _ = DeltaRule(F.pad(fq, (0, 0, mask.offset, 0)), fk, upcast(v), strength).outputs_and_state()
         return out[:, :, mask.offset :].to(v.dtype)
 
     def _map(self, x: Tensor) -> Tensor:
@@ -70,40 +67,3 @@ class Delta(Core):
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         features = 2 * self.config.nu * head_width
         return float(heads * keys * (CHUNK * (2 * features + head_width) + 3 * features * head_width))
-
-
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, strength: Tensor) -> Tensor:
-    """q and k [B, H, T, F], v [B, H, T, K], strength [B, H, T] -> [B, H, T, K]."""
-    batch, heads, length, features = k.shape
-    state = k.new_zeros(batch, heads, features, v.shape[-1])
-    chunks = max(1, SEGMENT_FEATURES // (batch * heads * features * CHUNK))
-    size = max(1, length) if q.is_cuda else chunks * CHUNK
-    out = []
-    segments = zip(*(torch.split(x, size, 2) for x in (q, k, v, strength)), strict=True)
-    for segment_q, segment_k, segment_v, segment_strength in segments:
-        segment_out, state = _segment(segment_q, segment_k, segment_v, segment_strength, state)
-        out.append(segment_out)
-    return torch.cat(out, 2)
-
-
-def _segment(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply `delta_rule` to a segment, given the state [B, H, F, K] before it; return its output and the new state."""
-    length = q.shape[2]
-    after = -length % CHUNK
-    shape = (*q.shape[:2], -1, CHUNK)
-    q, k, v = (F.pad(x, (0, 0, 0, after)).view(*shape, x.shape[-1]) for x in (q, k, v))
-    strength = F.pad(strength, (0, after)).view(shape)
-    # Within a chunk each written value depends on those before it: (1 + lower) written = b (v - k S).
-    scaled = k * strength[..., None]
-    lower = (scaled @ k.mT).tril(-1) + torch.eye(CHUNK, dtype=k.dtype, device=k.device)  # [B, H, N, C, C]
-    right = torch.cat((scaled, v * strength[..., None]), -1)
-    solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
-    reads, writes = solved.split((k.shape[-1], v.shape[-1]), -1)
-    within = (q @ k.mT).tril()
-    out = []
-    # Unbind once: the backward of each index would fill a full-size gradient, in quadratic time.
-    for row, key, write, read, inside in zip(*(x.unbind(2) for x in (q, k, writes, reads, within)), strict=True):
-        written = write - read @ state  # [B, H, C, K]
-        out.append(row @ state + inside @ written)
-        state = state + key.mT @ written
-    return torch.cat(out, 2)[:, :, :length], state

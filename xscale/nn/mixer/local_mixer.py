@@ -23,6 +23,8 @@ class NeighbourReader(Module):
     """Tokens that are read before each token."""
     right: int = 0
     """Tokens that are read after each token."""
+    sharded_over_tp: bool = True
+    """Whether each rank of tensor parallelism reads a part of the channels."""
 
     def with_neighbours(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
         """Prepend `left` and append `right` neighbours: x [B, T, C] -> [B, left + T + right, C] and their documents.

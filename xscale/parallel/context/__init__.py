@@ -2,7 +2,8 @@
 
 Per-token modules run on the shard. Attention gets the keys it needs by one of four styles, each a wrapper of the core;
 a core's traits list the styles that it supports. A convolution over the sequence fetches its neighbours, and a state
-space model the states of the ranks before. With context.gather what has no style runs on the gathered sequence.
+space model or another recurrent mixer the states of the ranks before. With context.gather what has no style runs on the
+gathered sequence.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from xscale.nn.gates import Gate, GateBudget
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.local_mixer import LocalMixer, NeighbourReader
 from xscale.nn.mixer.mixer import MIXERS, Mixer
+from xscale.nn.mixer.recurrent_mixer import RecurrentMixer
 from xscale.nn.mixer.reused_attention import ReusedAttention
 from xscale.nn.mixer.s4 import S4
 from xscale.nn.model.disentangled import Disentangled
@@ -48,7 +50,7 @@ from xscale.parallel.context.neighbours import NeighbourExchange
 from xscale.parallel.context.ring import Ring
 from xscale.parallel.context.scan import Scan
 from xscale.parallel.context.sequence_sharding import SequenceSharding, TokenShard, shard_tokens
-from xscale.parallel.context.state_space import StateSpaceScan
+from xscale.parallel.context.state_space import RecurrenceScan, StateSpaceScan
 from xscale.parallel.context.ulysses import Ulysses, UlyssesOfReusedScores
 from xscale.parallel.layout_invariant_random import HeadsOfCore, TokensOverContext, draw_for_all_heads
 from xscale.parallel.tensor.sequence import norms_between_regions
@@ -260,7 +262,7 @@ def _styled_modules(
             yield style, module, STYLES[style][0].traffic
         elif isinstance(module, ReusedAttention):
             yield "ulysses", module, ulysses.traffic
-        elif isinstance(module, S4):
+        elif isinstance(module, S4 | RecurrentMixer):
             yield "scan", module, state_space.traffic
         elif isinstance(module, NeighbourReader):
             yield "neighbours", module, neighbours.traffic
@@ -277,7 +279,7 @@ def sequence_sharding_of(model: nn.Module, mesh: Mesh, config: ParallelConfig) -
     sharded = _modules_with_shard(model, _gathered_sublayers(model, config))
     styles = {style_of(module, config) for module in sharded if isinstance(module, Attention)}
     # The other styles, local mixers and state space models need adjacent chunks on a rank.
-    adjacent = any(isinstance(module, NeighbourReader | S4) for module in sharded)
+    adjacent = any(isinstance(module, NeighbourReader | RecurrentMixer | S4) for module in sharded)
     return SequenceSharding(mesh.context, balanced="ring" in styles and styles <= {"ring", "ulysses"} and not adjacent)
 
 
@@ -304,6 +306,8 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> bool:
             substitute(module, "random", HeadsOfCore(module.random, module, module.heads))
         if isinstance(module, S4):
             substitute(module, "convolve", StateSpaceScan(module, module.convolve))
+        if isinstance(module, RecurrentMixer):
+            substitute(module, "scan", RecurrenceScan(module.scan))
         if isinstance(module, NeighbourReader):
             substitute(module, "with_neighbours", NeighbourExchange(module, module.with_neighbours))
         if isinstance(module, Sublayer | Ffn | Embed | LocalMixer | Gate):

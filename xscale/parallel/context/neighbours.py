@@ -26,7 +26,7 @@ def traffic(reader: NeighbourReader, cp: int, tp: int, length: int) -> float:
     size = 2 * -(-length // (2 * cp))
     pairs = [(rank, owner) for rank in range(cp) for owner in range(cp)]
     sent = sum(len(needed_positions(*pair, size, length, reader.left, reader.right)) for pair in pairs)
-    return reader.exchanged_width / tp * sent / cp
+    return reader.exchanged_width / (tp if reader.sharded_over_tp else 1) * sent / cp
 
 
 @dataclass(frozen=True)

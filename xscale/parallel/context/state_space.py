@@ -1,8 +1,12 @@
-"""S4 over a sequence sharded over cp: each rank convolves its chunk by FFT, and the states at the chunks' ends are
-scanned (Gu et al. 2022, eq. 3).
+"""State space models and other recurrent mixers over a sequence sharded over cp: the ranks scan the states at the ends
+of their shards.
+
+S4: each rank convolves its chunk by FFT, and the states at the chunks' ends are scanned (Gu et al. 2022, eq. 3).
 
 A rank starts from the state x before its chunk: x_r = Abar^P x_(r-1) + s_(r-1), with s the state that a chunk of P
-tokens ends in from zeros. States are of fixed size, so traffic does not grow with the sequence.
+tokens ends in from zeros. A recurrent mixer's shard takes the state S before it to A S + E
+(`nn.attention.ops.recurrence`), with an A of its own, which goes to the other ranks with E. States are of fixed size,
+so traffic does not grow with the sequence.
 """
 
 from collections.abc import Callable
@@ -12,13 +16,17 @@ import torch
 from torch import Tensor
 
 from xscale.mesh.collectives import gather_in
+from xscale.nn.attention.ops.recurrence import Recurrence, advance_state
+from xscale.nn.mixer.recurrent_mixer import RecurrentMixer
 from xscale.nn.mixer.s4 import S4, Chunk, convolve
 from xscale.nn.tokens import Tokens
 from xscale.parallel.context.sequence_sharding import TokenShard
 
 
-def traffic(mixer: S4, cp: int, tp: int, length: int) -> float:
+def traffic(mixer: S4 | RecurrentMixer, cp: int, tp: int, length: int) -> float:
     """Estimate the elements a rank sends in the forward of one sequence: its state, to each other rank."""
+    if isinstance(mixer, RecurrentMixer):
+        return mixer.heads / tp * mixer.transition_size() * (cp - 1)
     channels, pairs = mixer.ssm.log_decay.shape
     return channels / tp * 2 * pairs * (cp - 1)
 
@@ -47,3 +55,40 @@ class StateSpaceScan:
             before.append(chunk.advance_state(before[-1]) + state)
         prior = torch.stack(before)[sharding.rank]
         return convolve(u, chunk.kernel()) + chunk.response(prior)
+
+
+@dataclass(frozen=True)
+class RecurrenceScan:
+    """Substitute for `RecurrentMixer.scan` over a sequence sharded over cp in adjacent chunks."""
+
+    inner: Callable[[Recurrence, Tokens], Tensor]
+    """Computes the recurrence of a sequence that is not sharded."""
+
+    def __call__(self, recurrence: Recurrence, tokens: Tokens) -> Tensor:
+        """Compute outputs [B, H, P, K] of the recurrence of this rank's shard."""
+        if not isinstance(tokens, TokenShard):
+            return self.inner(recurrence, tokens)
+        sharding = tokens.sharding
+        assert not sharding.balanced, "a state is passed on to the next rank"
+        matrix, ended = recurrence.transition()
+        size = matrix[0, 0].numel()
+        sent = torch.cat((matrix.flatten(2), ended.flatten(2)), 2)  # [B, H, A + E]
+        every = gather_in(sent.flatten(1)[:, None], sharding.count, sharding.group)
+        every = every.view(len(ended), sharding.count, ended.shape[1], -1)  # [B, R, H, A + E]
+        # Every rank scans all states: what it does not use has a gradient of zeros, which the others wait for.
+        state = torch.zeros_like(ended)
+        before = [state]
+        for shard, received in enumerate(every.unbind(1)[:-1]):
+            shard_matrix, shard_ended = received[..., :size].reshape(matrix.shape), received[..., size:]
+            state = advance_state(shard_matrix, before[-1]) + shard_ended.reshape(ended.shape)
+            before.append(state * self._goes_on(tokens, shard + 1, state))
+        return recurrence.outputs_and_state(torch.stack(before)[sharding.rank])[0]
+
+    def _goes_on(self, tokens: TokenShard, shard: int, like: Tensor) -> Tensor:
+        """Return 1 for each sequence whose document goes on from the shard before to this one, and 0 for the others:
+        [B, 1, 1, 1]."""
+        documents, size = tokens.full.documents, tokens.ids.shape[1]
+        if documents is None:
+            return like.new_ones(len(like), 1, 1, 1)
+        first = min(shard * size, tokens.length - 1)
+        return (documents[:, first] == documents[:, first - 1]).to(like.dtype)[:, None, None, None]

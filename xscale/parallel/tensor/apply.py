@@ -26,6 +26,7 @@ from xscale.nn.mixer.average_attention import AverageAttention
 from xscale.nn.mixer.lightweight_conv import LightweightConv
 from xscale.nn.mixer.multi_linear import MultiLinear
 from xscale.nn.mixer.positional_mlp import Gmlp
+from xscale.nn.mixer.recurrent_mixer import RecurrentMixer
 from xscale.nn.mixer.s4 import S4
 from xscale.nn.mixer.value_mixer import ValueMixer
 from xscale.nn.model.embed import Embed
@@ -65,6 +66,9 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
             problems += _check_heads(module, tp, where)
         if isinstance(module, ValueMixer):
             problems += _check_divides(module.heads, tp, where)
+        if isinstance(module, RecurrentMixer):
+            for key, count in module.head_counts.items():
+                problems += _check_divides(count, tp, where, key)
         if isinstance(module, SparseFfn) and module.blocks % tp:
             degrees = ", ".join(str(degree) for degree in range(1, module.blocks + 1) if module.blocks % degree == 0)
             what = f"tp={tp} does not divide the {module.blocks} blocks of hidden units of ffn 'sparse'"
@@ -125,11 +129,11 @@ def _check_heads(attention: Attention, tp: int, where: str) -> list[Problem]:
     return problems
 
 
-def _check_divides(heads: int, tp: int, where: str) -> list[Problem]:
+def _check_divides(heads: int, tp: int, where: str, key: str = "heads") -> list[Problem]:
     if heads % tp == 0:
         return []
     divisors = ", ".join(str(divisor) for divisor in range(1, heads + 1) if heads % divisor == 0)
-    return [Problem(where, f"tp={tp} does not divide heads={heads}", f"Take tp among {divisors}.")]
+    return [Problem(where, f"tp={tp} does not divide {key}={heads}", f"Take tp among {divisors}.")]
 
 
 def _heads(attention: Attention) -> tuple[int, int]:
@@ -166,6 +170,8 @@ def estimate(model: nn.Module, config: ParallelConfig, length: int, source: int 
             sent["regions"] += 2 * fraction * len(module.predict.weight) * tokens
         elif isinstance(module, Gmlp):
             sent["regions"] += fraction * len(module.up.weight) * tokens
+        elif isinstance(module, RecurrentMixer):
+            sent["regions"] += fraction * module.gathered_channels * tokens
         elif isinstance(module, Embed):
             sent["vocabulary"] += 2 * fraction * width * tokens
         elif isinstance(module, Head) and not isinstance(module, ClassHead):
@@ -209,6 +215,9 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
             substitute(module, "normalise", NormOfAllHeads(region))
         if isinstance(module, MultiLinear):
             module.first_factor = region.rank * module.factors // region.count
+        if isinstance(module, RecurrentMixer):
+            module.first_head = region.rank * module.heads // region.count
+            substitute(module, "norm_all_heads", NormOfAllHeads(region))
         if isinstance(module, S4):
             module.first_channel = region.rank * len(module.ssm.skip) // region.count
         if isinstance(module, Stack):

@@ -1,0 +1,117 @@
+"""Yang, Kautz and Hatamizadeh 2024, gated delta networks: the delta rule, with a decay of the whole state.
+
+    q, k, v = silu(conv(W u)),  q and k of length 1,  b_t = sigmoid(W_b u_t),  log a_t = -r softplus(W_a u_t + bias)
+    S_t = a_t (I - b_t k_t k_t^T) S_(t-1) + b_t k_t v_t^T,  o_t = S_t^T q_t / sqrt(K)      (eq. 10)
+    out = W_o (norm(o) * silu(W_g u))                                                      (section 3.4)
+
+The decay clears the state of a head; the delta rule replaces what is stored at one key. A key head may serve several
+value heads. The state of a value head is K x V. Training computes it by chunks (`attention.ops.delta_rule`).
+"""
+
+from typing import Annotated, Any
+
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from xscale.core.config import Slot
+from xscale.core.errors import Problem
+from xscale.nn.attention.ops.delta_rule import CHUNK, DeltaRule
+from xscale.nn.attention.ops.dense import repeat_kv, upcast
+from xscale.nn.dims import Dims
+from xscale.nn.linear import Linear
+from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.recurrent_mixer import RecurrentMixer, StepDecay, check_steps
+from xscale.nn.mixer.short_convolution import ShortConvolution
+from xscale.nn.norm import NORMS, Norm, Rms
+from xscale.nn.tokens import Tokens
+
+
+@MIXERS.register(
+    "gated_delta_net",
+    traits=MixerTraits(causal=True, bidirectional=False, cross=False, documents=True, decode=True),
+    deviations=("The projections start as those of the model's other layers do, normal with the model's deviation.",),
+)
+class GatedDeltaNet(RecurrentMixer):
+    class Config(Mixer.Config):
+        heads: int = Field(default=8, ge=1)
+        """H, heads of the values, each with a state, a decay and a strength."""
+        key_heads: int | None = Field(default=None, ge=1)
+        """Heads of queries and keys, each for heads / key_heads heads of values; null: as many as heads."""
+        head_width: int | None = Field(default=None, ge=1)
+        """K, width of a head's queries and keys; null: 3 / 4 * width / heads, rounded down."""
+        value_width: int | None = Field(default=None, ge=1)
+        """V, width of a head's values; null: twice that of its keys."""
+        convolution: int = Field(default=4, ge=1)
+        """Tokens that the short causal convolution of queries, keys and values reads."""
+        min_step: float = Field(default=0.001, gt=0)
+        """Smallest initial step of the decay; the logarithms are uniform."""
+        max_step: float = Field(default=0.1, gt=0)
+        """Largest initial step of the decay."""
+        min_rate: float = Field(default=0.01, gt=0)
+        """Smallest initial rate of decay r; they are uniform."""
+        max_rate: float = Field(default=16.0, gt=0)
+        """Largest initial rate of decay."""
+        norm: Annotated[Norm.Config, Slot(NORMS)] = Rms.Config(eps=1e-5)
+        """Norm of each head's output, before the gate."""
+
+    def __init__(self, config: Config, dims: Dims) -> None:
+        super().__init__()
+        self.heads, self.key_heads = config.heads, config.key_heads or config.heads
+        self.head_width = config.head_width or max(1, 3 * dims.width // (4 * config.heads))
+        self.value_width = config.value_width or 2 * self.head_width
+        keys, values = self.key_heads * self.head_width, self.heads * self.value_width
+        self.q = Linear(dims.width, keys, ("heads", "width"), dims.init)
+        self.k = Linear(dims.width, keys, ("heads", "width"), dims.init)
+        self.v = Linear(dims.width, values, ("heads", "width"), dims.init)
+        self.gate = Linear(dims.width, values, ("heads", "width"), dims.init)
+        self.step = Linear(dims.width, self.heads, ("heads", "width"), dims.init)
+        self.strength = Linear(dims.width, self.heads, ("heads", "width"), dims.init)
+        self.q_convolution = ShortConvolution(keys, "heads", config.convolution)
+        self.k_convolution = ShortConvolution(keys, "heads", config.convolution)
+        self.v_convolution = ShortConvolution(values, "heads", config.convolution)
+        self.decay = StepDecay(self.heads, (config.min_rate, config.max_rate), (config.min_step, config.max_step))
+        self.norm: Norm = NORMS.build(config.norm, self.value_width)
+        self.o = Linear(values, dims.width, ("width", "heads"), dims.residual_init)
+
+    @classmethod
+    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+        problems = check_steps(config, path)
+        if config.heads % (config.key_heads or config.heads):
+            what = f"key_heads={config.key_heads} does not divide heads={config.heads}"
+            problems.append(Problem(f"{path}.key_heads", what, "Take a divisor of heads, or null."))
+        return problems
+
+    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+        q = self.split_heads(self.q_convolution(self.q(x), tokens), self.head_width)
+        k = self.split_heads(self.k_convolution(self.k(x), tokens), self.head_width)
+        v = self.split_heads(self.v_convolution(self.v(x), tokens), self.value_width)  # [B, H, T, V]
+        q, k = unit_length(upcast(q)) * self.head_width**-0.5, unit_length(upcast(k))
+        q, k = repeat_kv(q, v.shape[1]), repeat_kv(k, v.shape[1])  # [B, H, T, K]
+        log_decay, _ = self.decay(self.step(x))
+        strength = upcast(self.strength(x)).sigmoid().transpose(1, 2)  # [B, H, T]
+        o = self.scan(DeltaRule(q, k, upcast(v), strength, log_decay, tokens.documents), tokens)
+        gate = F.silu(upcast(self.gate(x)))
+        gated = upcast(self.norm(o.transpose(1, 2).to(x.dtype))).flatten(2) * gate  # [B, T, H * V]
+        out: Tensor = self.o(gated.to(x.dtype))
+        return out
+
+    @property
+    def head_counts(self) -> dict[str, int]:
+        return {"heads": self.heads, "key_heads": self.key_heads}
+
+    def transition_size(self) -> int:
+        return self.head_width * (self.head_width + self.value_width)
+
+    def multiply_adds(self, queries: int, keys: int) -> float:
+        width, chunk = self.head_width, min(CHUNK, queries)
+        # Two products of keys, the solution of the chunk's system, its outputs, and three products with the state.
+        pairs = 2 * width + (width + self.value_width) / 2 + self.value_width
+        scan = queries * (chunk * pairs + 3 * width * self.value_width)
+        channels = 2 * self.key_heads * width + self.heads * self.value_width
+        return float(self.heads * scan + queries * channels * (self.q_convolution.left + 1))
+
+
+def unit_length(x: Tensor) -> Tensor:
+    """Divide each row [..., K] by its length."""
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
