@@ -54,8 +54,8 @@ def test_linear_mixers() -> None:
         if exponent([4096, 32768], [multiply_adds(config, length, causal, 8) for length in (4096, 32768)]) <= 1.15
     }
     assert linear == {
-        "average_attention", "axial", "evolved_branches", "gated_delta_net", "hard_coded_gaussian", "lightweight_conv",
-        "local_rnn", "mamba2", "mlp_mixer", "s4", "star",
+        "average_attention", "axial", "evolved_branches", "gated_delta_net", "gated_linear_attention",
+        "hard_coded_gaussian", "lightweight_conv", "local_rnn", "mamba2", "mlp_mixer", "rwkv7", "s4", "star",
     }  # fmt: skip
     assert mixers.keys() - linear == {
         "gmlp", "long_short_range", "multi_linear", "prior_only", "reused_attention", "synthesizer",

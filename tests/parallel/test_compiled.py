@@ -52,6 +52,7 @@ LISTS = [
 MIXERS = [
     *("dynamic-lightweight-conv", "lite-transformer", "pretrained-convolutions", "mlp-mixer", "gmlp", "s4"),
     *("r-transformer", "delight", "quaternion-transformer", "scaling-transformers", "mamba2", "gated-delta-net"),
+    *("gated-linear-attention", "rwkv7"),
 ]
 DEPTH = [
     *("cross-layer-sharing", "albert", "act", "universal-transformer", "cct", "early-exit-general", "deebert"),

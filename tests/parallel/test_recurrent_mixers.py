@@ -17,6 +17,14 @@ MIXERS: dict[str, dict[str, Any]] = {
     "mamba2": {"kind": "mamba2", "heads": 4, "states": 6},
     "groups": {"kind": "mamba2", "heads": 4, "states": 6, "groups": 2, "bias": True},
     "gated_delta_net": {"kind": "gated_delta_net", "heads": 4, "key_heads": 2},
+    "gla": {"kind": "gated_linear_attention", "heads": 4},
+    "rwkv7": {
+        "kind": "rwkv7",
+        "heads": 4,
+        "decay_latent_width": 5,
+        "rate_latent_width": 6,
+        "gate_latent_width": 7,
+    },
 }
 
 
