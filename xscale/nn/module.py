@@ -43,7 +43,7 @@ AXES: tuple[str, ...] = get_args(Axis)
 
 
 CHOOSABLE_KERNELS = (
-    "adamw", "bias_dropout_residual", "gated_activation", "grouped_gemm", "layernorm", "linear_attention",
+    "adamw", "bias_dropout_residual", "delta_rule", "gated_activation", "grouped_gemm", "layernorm", "linear_attention",
     "linear_cross_entropy", "packed_attention", "permute", "rmsnorm", "rope", "router", "squared_norm",
     "vocab_cross_entropy",
 )  # fmt: skip

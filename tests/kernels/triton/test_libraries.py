@@ -22,7 +22,15 @@ MODULES = {
         "liger_kernel.ops.layer_norm",
         "liger_kernel.ops.cross_entropy",
     ),
-    "fla": ("fla", "fla.ops.common.chunk_h", "fla.ops.common.chunk_o"),
+    "fla": (
+        "fla",
+        "fla.ops.common.chunk_h",
+        "fla.ops.common.chunk_o",
+        "fla.ops.common.chunk_delta_h",
+        "fla.ops.gated_delta_rule.chunk_fwd",
+        "fla.ops.gated_delta_rule.wy_fast",
+        "fla.ops.utils.cumsum",
+    ),
 }
 """Library -> its package and the modules whose kernels run."""
 SETTINGS = settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))

@@ -6,13 +6,13 @@ from torch import Tensor
 
 from tests.nn.attention.literal import agree, build, masks
 from xscale.nn.attention.delta import Delta
-from xscale.nn.attention.ops import delta_rule
+from xscale_kernels.delta_rule import chunked
 
 
 @pytest.mark.parametrize("features", [1, 1 << 18])
 def test_it_is_the_recurrence(features: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of one chunk, and one piece, give the same."""
-    monkeypatch.setattr(delta_rule, "SEGMENT_FEATURES", features)
+    monkeypatch.setattr(chunked, "SEGMENT_FEATURES", features)
     core = build(Delta.Config(nu=2), causal=True)
 
     def features(x: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from tests.conformance.made import close, drawn, numbered
-from xscale.nn.attention.ops import delta_rule
 from xscale.nn.attention.ops.decayed_sums import CHUNK, ChannelDecayedSums, DecayedSums, decayed_products
 from xscale.nn.attention.ops.delta_rule import DeltaRule
 from xscale.nn.attention.ops.recurrence import Recurrence, advance_state
+from xscale_kernels.delta_rule import chunked
 
 B, H, F, K = 2, 3, 5, 4
 LENGTHS = [1, 2, 63, 64, 150]
@@ -105,7 +105,7 @@ def test_a_sequence_takes_a_state_by_its_transition(kind: str, parts: list[int])
 def test_segments_are_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     given, documents = inputs("delta", 300), numbered(100, 28, 172)
     whole = made("delta", given, documents).outputs_and_state()
-    monkeypatch.setattr(delta_rule, "SEGMENT_FEATURES", 1)
+    monkeypatch.setattr(chunked, "SEGMENT_FEATURES", 1)
     for computed, expected in zip(made("delta", given, documents).outputs_and_state(), whole, strict=True):
         assert close(computed, expected)
 

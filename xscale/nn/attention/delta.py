@@ -56,8 +56,11 @@ class Delta(Core):
             k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         gate = upcast(self.use(self.gate))
         strength = torch.sigmoid((upcast(k) * gate[:, None, :-1]).sum(-1) + gate[:, None, -1])  # [B, H, S]
+        kernel = self.kernel_choices.get("delta_rule")
         fq, fk = (self._map(upcast(x)) for x in (q, k))
-        out, _ = DeltaRule(F.pad(fq, (0, 0, mask.offset, 0)), fk, upcast(v), strength).outputs_and_state()
+        out, _ = DeltaRule(
+            F.pad(fq, (0, 0, mask.offset, 0)), fk, upcast(v), strength, kernel=kernel
+        ).outputs_and_state()
         return out[:, :, mask.offset :].to(v.dtype)
 
     def _map(self, x: Tensor) -> Tensor:

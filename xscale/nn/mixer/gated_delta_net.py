@@ -5,7 +5,7 @@
     out = W_o (norm(o) * silu(W_g u))                                                      (section 3.4)
 
 The decay clears the state of a head; the delta rule replaces what is stored at one key. A key head may serve several
-value heads. The state of a value head is K x V. Training computes it by chunks (`attention.ops.delta_rule`).
+value heads. The state of a value head is K x V. Training computes it by chunks (the operator `delta_rule`).
 """
 
 from typing import Annotated, Any
@@ -90,7 +90,9 @@ class GatedDeltaNet(RecurrentMixer):
         q, k = repeat_kv(q, v.shape[1]), repeat_kv(k, v.shape[1])  # [B, H, T, K]
         log_decay, _ = self.decay(self.step(x))
         strength = upcast(self.strength(x)).sigmoid().transpose(1, 2)  # [B, H, T]
-        o = self.scan(DeltaRule(q, k, upcast(v), strength, log_decay, tokens.documents), tokens)
+        kernel = self.kernel_choices.get("delta_rule")
+        rule = DeltaRule(q.to(v.dtype), k.to(v.dtype), v, strength, log_decay, tokens.documents, kernel)
+        o = self.scan(rule, tokens)
         gate = F.silu(upcast(self.gate(x)))
         gated = upcast(self.norm(o.transpose(1, 2).to(x.dtype))).flatten(2) * gate  # [B, T, H * V]
         out: Tensor = self.o(gated.to(x.dtype))

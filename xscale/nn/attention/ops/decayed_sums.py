@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xscale.nn.attention.ops.recurrence import document_masks
+from xscale_kernels.delta_rule.chunked import document_masks
 from xscale_kernels.linear_attention.op import linear_attention
 
 CHUNK = 64

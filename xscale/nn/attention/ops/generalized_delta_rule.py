@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from xscale.nn.attention.ops.decayed_sums import chunk_of, decayed_products, in_chunks
-from xscale.nn.attention.ops.recurrence import document_masks, widened
+from xscale.nn.attention.ops.recurrence import widened
+from xscale_kernels.delta_rule.chunked import document_masks
 
 
 @dataclass(frozen=True)

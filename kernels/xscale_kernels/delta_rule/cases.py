@@ -1,0 +1,79 @@
+"""Test examples and benchmark cases of delta_rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from xscale_kernels.cases import Case, Example, ForwardBackward, Pick, forward_backward
+from xscale_kernels.delta_rule.op import IMPLEMENTATIONS, delta_rule, reference_scan
+
+
+def draw(pick: Pick) -> Example:
+    """With and without decay, initial state and documents; chunks that do not divide the length."""
+    B, H, T = pick.integer(1, 2), pick.integer(1, 3), pick.choice(1, pick.integer(2, 20), pick.integer(30, 40))
+    K, M = pick.integer(1, 20), pick.integer(1, 20)
+    gated, stated, packed = (pick.choice(False, True) for _ in range(3))
+
+    def split(function: Callable[..., Any], *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, strength, *optional_inputs = tensors
+        outputs: tuple[torch.Tensor, torch.Tensor] = function(
+            # Keys of length 1 and a strength between 0 and 1: otherwise the state grows with the length.
+            q, F.normalize(k, dim=-1), v, strength.sigmoid(),
+            log_decay=-optional_inputs.pop(0).abs() if gated else None,
+            state=optional_inputs.pop(0) if stated else None,
+            documents=optional_inputs.pop(0) if packed else None,
+        )  # fmt: skip
+        return outputs
+
+    def run(*tensors: torch.Tensor, implementation: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return split(lambda *a, **b: delta_rule(*a, **b, chunk=16, implementation=implementation), *tensors)
+
+    tensors = [pick.normal(B, H, T, K), pick.normal(B, H, T, K), pick.normal(B, H, T, M), pick.normal(B, H, T)]
+    tensors += [pick.normal(B, H, T)] if gated else []
+    tensors += [pick.normal(B, H, K, M)] if stated else []
+    return Example(
+        run=run,
+        exact=lambda *tensors: split(reference_scan, *tensors),
+        tensors=tuple(tensors),
+        given=(pick.integers(3, B, T).sort(1).values,) if packed else (),
+        slack=20.0,
+        products=True,
+    )
+
+
+TESTS = ("test_delta_rule",)
+
+
+SAYS = dict.fromkeys(("eager", "sdpa"), "torch's fused causal softmax attention, which the delta rule replaces")
+
+
+def _softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def cases(device: str) -> list[Case]:
+    """Growing lengths, against causal softmax attention ("eager" and "sdpa" are torch's fused one)."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    B, H, K = (4, 16, 128) if device == "cuda" else (1, 4, 64)
+    benchmark_cases = []
+    for T in (4096, 16384, 65536) if device == "cuda" else (512, 2048, 4096):
+        qkv = tuple(torch.randn(B, H, T, K, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+        strength = torch.rand(B, H, T, device=device)
+        decay = -0.1 * torch.rand(B, H, T, device=device)
+        ways = forward_backward(
+            lambda q, k, v, implementation, strength=strength, decay=decay: delta_rule(
+                q, F.normalize(k, dim=-1), v, strength, log_decay=decay, implementation=implementation
+            )[0],
+            _softmax,
+            IMPLEMENTATIONS,
+            qkv,
+        )
+        ways["sdpa"] = ForwardBackward(_softmax, qkv)
+        # Forward and twice that backward: five products of 64 x K for a token, and three with the state.
+        flops = 3 * 2.0 * B * H * T * (64 * 5 * K + 3 * K * K)
+        benchmark_cases.append(Case(f"B={B} H={H} T={T} K={K} {dtype}", ways, flops=flops, at={"length": T}, says=SAYS))
+    return benchmark_cases
