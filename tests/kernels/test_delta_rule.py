@@ -31,7 +31,7 @@ def test_two_halves_with_the_state_between_are_the_whole() -> None:
 
 
 def test_full_strength_and_strong_decay_leave_the_last_value() -> None:
-    """What is stored at a key is all replaced, and what is not is gone."""
+    """Each write replaces all that is stored at its key, and a strong decay empties the rest."""
     q, k, v, strength, decay = (x.float() for x in inputs(12))
     out, _ = delta_rule(q, k, v, torch.ones_like(strength), log_decay=torch.full_like(decay, -200.0), chunk=4)
     torch.testing.assert_close(out, (q * k).sum(-1, keepdim=True) * v)

@@ -1,4 +1,4 @@
-"""What all mixers with a recurrent state have in common: half precision, and time that is linear in the length."""
+"""Properties that all mixers with a recurrent state share: half precision, and work that is linear in the length."""
 
 from typing import Any
 
