@@ -179,3 +179,31 @@ def test_a_plan_counts_the_average(tmp_path: Path) -> None:
         simulated.append(simulate_step(settings, degrees, 0, 1, 260).state_bytes["optimizer"])
     assert at_rest == [{2.0}, {3.0}]
     assert simulated[1] * 2 == simulated[0] * 3
+
+
+def test_the_average_is_exported(tmp_path: Path) -> None:
+    """transformers reads the averages, where the weights differ; frozen weights are exported as they are."""
+    transformers: Any = pytest.importorskip("transformers")
+    from tests.train.test_load_run import call
+
+    assert averaged(tmp_path, "run", {"freeze": ["embed.*"], "eval_every": 0}) == EXIT_DONE
+    before = saved(tmp_path, "run")
+    call("checkpoint", "export", tmp_path / "run", tmp_path / "exported", "--ema")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float64)
+    state = model.state_dict()
+    gain, table = state["model.norm.weight"], state["model.embed_tokens.weight"]
+    assert gain.equal(before["ema.stack.norm.weight"])
+    assert not gain.equal(before["model.stack.norm.weight"])
+    assert table.equal(before["model.embed.table.weight"])
+    with pytest.raises(ConfigError, match=r"--ema: 'deepspeed-universal' has the states of the optimizer"):
+        call("checkpoint", "export", tmp_path / "run", tmp_path / "other", "--ema", "--to", "deepspeed-universal")
+
+
+def test_an_export_without_an_average_is_refused(tmp_path: Path) -> None:
+    from tests.train.test_load_run import call
+
+    assert averaged(tmp_path, "run", {"ema_decay": None, "eval_every": 0}) == EXIT_DONE
+    for name in ("hf", "megatron"):
+        with pytest.raises(ConfigError, match=r"has no moving average of the weights.*train\.ema_decay, such as"):
+            call("checkpoint", "export", tmp_path / "run", tmp_path / "exported", "--ema", "--to", name)
+    assert not (tmp_path / "exported").exists()

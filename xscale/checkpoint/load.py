@@ -1,6 +1,6 @@
 """Loading: verify the files, compare them with the model, then read; from any layout into any other."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from xscale.core.file_safety import decode_json, read_regular
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.flat_shard import FlatShard
 
+WEIGHTS, AVERAGES = "model.", "ema."
+"""Prefixes of a weight and of its moving average (`xscale.parallel.ema`)."""
 NAMES_SHOWN = 4
 """Tensors that a message names; the rest it counts."""
 
@@ -154,6 +156,34 @@ class CheckpointReader:
 
     def tensor(self, name: str) -> Tensor:
         return self.tensors([name])[name]
+
+
+class AverageReader(CheckpointReader):
+    """Reads the moving average of each weight in place of the weight, under the weight's name.
+
+    Weights that were not trained have no average and are read as they are. ConfigError where there is none at all.
+    """
+
+    def __init__(self, path: Path, *, verify: bool = True) -> None:
+        super().__init__(path, verify=verify)
+        self._averages = averages_of(path, self.entries)
+
+    def tensors(self, names: list[str]) -> dict[str, Tensor]:
+        stored = {name: self._averages.get(name, name) for name in names}
+        tensors = super().tensors(list(stored.values()))
+        return {name: tensors[stored_name] for name, stored_name in stored.items()}
+
+
+def averages_of(path: Path, entries: Collection[str]) -> dict[str, str]:
+    """Map the name of each weight in `entries` to that of its moving average, where it has one.
+
+    ConfigError, with the `path` of the checkpoint, where none has one.
+    """
+    names = [name.removeprefix(AVERAGES) for name in entries if name.startswith(AVERAGES)]
+    if not names:
+        what = "the checkpoint has no moving average of the weights"
+        raise ConfigError(str(path), what, "Leave out --ema, or train with train.ema_decay, such as 0.999.")
+    return {f"{WEIGHTS}{name}": f"{AVERAGES}{name}" for name in names}
 
 
 def open_manifest(path: Path) -> manifest.CheckpointManifest:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from xscale.cli.complete import complete_run
-from xscale.cli.options import CheckpointFolder, Json, Overrides, Plugins, TensorPrefix, checkpoints_in
+from xscale.cli.options import CheckpointFolder, Ema, Json, Overrides, Plugins, TensorPrefix, checkpoints_in
 
 checkpoint_app = typer.Typer(
     help="Inspect, verify, compare, prune, export and import checkpoints.", no_args_is_help=True
@@ -84,6 +84,7 @@ def checkpoint_export(
     to: Annotated[str, typer.Option("--to", help=f"Format: {FORMATS}")] = "hf",
     architecture: Annotated[str | None, typer.Option(help="Such as mistral; default: the first that fits.")] = None,
     bar: Tolerance = 1e-5,
+    ema: Ema = False,
     plugins: Plugins = False,
 ) -> None:
     """Export a checkpoint to the format of another library.
@@ -92,7 +93,7 @@ def checkpoint_export(
     """
     from xscale.commands.convert import export_checkpoint
 
-    raise typer.Exit(export_checkpoint(checkpoints_in(path), out, to, architecture, bar, plugins=plugins))
+    raise typer.Exit(export_checkpoint(checkpoints_in(path), out, to, architecture, bar, plugins=plugins, ema=ema))
 
 
 @checkpoint_app.command("import")

@@ -19,15 +19,25 @@ def check_format(option: str, name: str) -> None:
 
 
 def export_checkpoint(
-    path: Path, out: Path, to: str, architecture: str | None, tolerance: float, *, plugins: bool = False
+    path: Path,
+    out: Path,
+    to: str,
+    architecture: str | None,
+    tolerance: float,
+    *,
+    plugins: bool = False,
+    ema: bool = False,
 ) -> int:
     """Export the checkpoint at `path` to the folder `out` in the format `to`; the exit status.
 
-    `plugins`: import the modules that the run's config names.
+    `plugins`: import the modules that the run's config names. `ema`: export the moving average of the weights.
     """
     check_format("--to", to)
     if architecture and to != HF:
         raise ConfigError("--architecture", f"'{to}' has only one architecture", f"Omit it, or use --to {HF}.")
+    if ema and to == UNIVERSAL:
+        what = f"'{to}' has the states of the optimizer, which are those of the weights"
+        raise ConfigError("--ema", what, f"Omit it, or use --to {HF} or --to {MEGATRON}.")
     from xscale.checkpoint.load import read_config
     from xscale.checkpoint.tools import find_checkpoint
     from xscale.train.load_run import plugins_of
@@ -45,10 +55,10 @@ def export_checkpoint(
         if to == MEGATRON:
             from xscale.commands.megatron import export_megatron
 
-            return export_megatron(path, out, tolerance=tolerance)
+            return export_megatron(path, out, tolerance=tolerance, ema=ema)
         from xscale.convert.hf.export_model import export_model
 
-        return export_model(path, out, architecture=architecture, tolerance=tolerance)
+        return export_model(path, out, architecture=architecture, tolerance=tolerance, ema=ema)
 
 
 def import_checkpoint(

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from xscale.checkpoint.files import INDEX
 from xscale.checkpoint.index import UNREADABLE, check_index, decode_index
-from xscale.checkpoint.load import CheckpointReader, read_config
+from xscale.checkpoint.load import AverageReader, CheckpointReader, read_config
 from xscale.checkpoint.tools import find_checkpoint
 from xscale.convert.compare import TOLERANCE, compare_decoder_logits
 from xscale.convert.hf.architecture import ModelSizes
@@ -54,16 +54,24 @@ FORMAT_FIX = (
 WEIGHTS_ONLY = "weights only: without optimizer states and training settings (dropout, router losses)"
 
 
-def export_megatron(path: Path, out: Path, *, tolerance: float = TOLERANCE, say: Callable[[str], None] = print) -> int:
+def export_megatron(
+    path: Path,
+    out: Path,
+    *,
+    tolerance: float = TOLERANCE,
+    ema: bool = False,
+    say: Callable[[str], None] = print,
+) -> int:
     """Export the checkpoint at `path` (or a run's newest) to the folder `out`; the exit status.
 
     `out` is written only if the library, after loading it again, gives the same logits within `tolerance`. ConfigError
-    when GPTModel does not support the model, or `out` exists.
+    when GPTModel does not support the model, or `out` exists. `ema`: the moving average of the weights, ConfigError
+    where there is none.
     """
     path = find_checkpoint(path)
     if out.exists():
         raise ConfigError(str(out), "the folder already exists", "Give another folder, or delete it.")
-    opened, config = CheckpointReader(path), read_config(path)
+    opened, config = (AverageReader if ema else CheckpointReader)(path), read_config(path)
     model = model_of(config["model"])
     if "model.embed.table.weight" not in opened.entries:
         raise ConfigError("model", f"{LIBRARY} does not support {model.kind}", "decoder would map.")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xscale.checkpoint.load import CheckpointReader, read_config
+from xscale.checkpoint.load import AverageReader, CheckpointReader, read_config
 from xscale.checkpoint.tools import find_checkpoint
 from xscale.convert.compare import TOLERANCE, compare_logits
 from xscale.convert.hf.architecture import Architecture, ModelSizes
@@ -38,17 +38,19 @@ def export_model(
     *,
     architecture: str | None = None,
     tolerance: float = TOLERANCE,
+    ema: bool = False,
     say: Callable[[str], None] = print,
 ) -> int:
     """Export the checkpoint at `path` (or a run's newest) to the folder `out`; the exit status.
 
-    `out` is written only if the logits of both implementations differ by at most `tolerance`. ConfigError when the
-    architecture does not support the model, or `out` exists.
+    `out` is written only if the logits of both implementations differ by at most `tolerance`. `ema`: export the moving
+    average of the weights. ConfigError when the architecture does not support the model, `out` exists, or there is no
+    average.
     """
     path = find_checkpoint(path)
     if out.exists():
         raise ConfigError(str(out), "the folder already exists", "Give another folder, or delete it.")
-    opened = CheckpointReader(path)
+    opened = (AverageReader if ema else CheckpointReader)(path)
     config = read_config(path)
     model = model_of(config["model"])
     table = opened.entries[f"model.{'source' if model.kind == 'encoder_decoder' else 'embed'}.table.weight"]
