@@ -1,7 +1,7 @@
 """Check an image during its build: import its packages and compare their versions with the pins. Fails the build.
 
-python docker/check_imports.py base [deepspeed] [megatron] [mpi] [hf] [bleu] [parquet] [fla] [liger] [wandb] [dev]
-    [cuda]
+python docker/check_imports.py base [deepspeed] [megatron] [mpi] [hf] [bleu] [parquet] [eval] [fla] [liger] [wandb]
+    [dev] [cuda]
 """
 
 import importlib
@@ -21,11 +21,12 @@ MODULES = {
     "hf": ["transformers"],
     "bleu": ["sacrebleu"],
     "parquet": ["pyarrow"],
+    "eval": ["lm_eval"],
     "fla": ["fla"],
     "liger": ["liger_kernel"],
     "wandb": ["wandb"],
     "dev": ["hatchling", "pytest", "xdist", "hypothesis", "ruff", "mypy", "pre_commit", "psutil", "triton", "mkdocs",
-            "material", "fla", "liger_kernel", "sklearn"],
+            "material", "fla", "liger_kernel", "sklearn", "accelerate"],
     "cuda": ["apex", "amp_C", "fused_layer_norm_cuda", "triton"],
 }  # fmt: skip
 

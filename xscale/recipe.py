@@ -40,6 +40,7 @@ from xscale.train.check_model import (
 )
 from xscale.train.check_sentences import check_sentences
 from xscale.train.distill_check import check_distillation
+from xscale.train.scored_text import check_tasks
 from xscale.train.settings import RECORDS, Settings, build_on_meta, labels_problems, records_problem
 from xscale.train.teacher_source import in_train_teacher, teacher_run
 from xscale_kernels.select import unknown
@@ -94,6 +95,8 @@ class Recipe(Settings):
             problems += check_prefix(model, self.parallel)
         if model is not None and valid("objective") and isinstance(getattr(model, "head", None), ClassHead):
             problems += check_exits(model)
+        if model is not None and valid("objective", "train"):
+            problems += check_tasks(self, model)
         if valid("parallel", "precision"):
             problems += ParallelPlan(self.parallel, self.precision, self.data.sequence_length).check(model, world)
         if valid("distill", "model", "parallel"):

@@ -43,7 +43,18 @@ def signatures(file: File) -> list[tuple[ast.AST, str]]:
 
 
 CALLS = {
-    *("start", "step", "evaluated", "sampled", "message", "kernels_logged", "saved", "rolled_back", "folder_lost"),
+    *(
+        "start",
+        "step",
+        "evaluated",
+        "tasks_evaluated",
+        "sampled",
+        "message",
+        "kernels_logged",
+        "saved",
+        "rolled_back",
+        "folder_lost",
+    ),
     "finish",
 }
 

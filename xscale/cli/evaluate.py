@@ -1,6 +1,7 @@
 """The command `xscale eval`."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,65 +11,140 @@ import typer
 from xscale.cli.options import Ema, Json, LengthPenalty, PenaltyForm, Plugins, RunFolder, rank_from_launcher
 from xscale.core.errors import ConfigError, Problem
 
+Sequences = Annotated[int, typer.Option(help="Number of validation sequences, or of windows; 0: all.")]
+Data = Annotated[
+    str | None,
+    typer.Option(help="Other text: a file, folder or glob, prepared data, or a data.source such as {kind: text}."),
+]
+Exits = Annotated[
+    bool, typer.Option("--exits", help="Let tokens leave at the exits; print loss and accuracy by threshold.")
+]
+Budgets = Annotated[
+    bool, typer.Option("--budgets", help="Evaluate at each budget of the gates; print loss and accuracy by budget.")
+]
+Thresholds = Annotated[str | None, typer.Option(help="With --exits: thresholds, such as 1,2.5.")]
+Bleu = Annotated[
+    bool, typer.Option("--bleu", help="Write the targets of pairs by beam search; print their BLEU (sacrebleu).")
+]
+Beams = Annotated[int | None, typer.Option(min=1, help="With --bleu: beams of the search; default: 4.")]
+Window = Annotated[
+    int | None, typer.Option(help="Score long texts with a sliding window of so many tokens, the most context of one.")
+]
+Stride = Annotated[
+    int | None, typer.Option(help="With --window: tokens between windows, scored by each; default: half the window.")
+]
+
+TaskNames = Annotated[str | None, typer.Option("--tasks", help="Tasks of lm_eval, such as hellaswag,arc_easy.")]
+Shots = Annotated[int | None, typer.Option(min=0, help="With --tasks: examples before each question.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="With --tasks: examples of each task; default: all.")]
+TaskFolder = Annotated[
+    Path | None, typer.Option(help="With --tasks: a folder of further tasks, as YAML files of lm_eval.")
+]
+
 
 def evaluate(
     run: RunFolder,
-    sequences: Annotated[int, typer.Option(help="Number of validation sequences; 0: all.")] = 0,
-    data: Annotated[
-        str | None,
-        typer.Option(help="Other text: a file, folder or glob, prepared data, or a data.source such as {kind: text}."),
-    ] = None,
-    exits: Annotated[
-        bool,
-        typer.Option("--exits", help="Let tokens leave at the exits; print loss and accuracy by threshold."),
-    ] = False,
-    budgets: Annotated[
-        bool, typer.Option("--budgets", help="Evaluate at each budget of the gates; print loss and accuracy by budget.")
-    ] = False,
-    thresholds: Annotated[str | None, typer.Option(help="With --exits: thresholds, such as 1,2.5.")] = None,
-    bleu: Annotated[
-        bool, typer.Option("--bleu", help="Write the targets of pairs by beam search; print their BLEU (sacrebleu).")
-    ] = False,
-    beams: Annotated[int | None, typer.Option(min=1, help="With --bleu: beams of the search; default: 4.")] = None,
+    sequences: Sequences = 0,
+    data: Data = None,
+    exits: Exits = False,
+    budgets: Budgets = False,
+    thresholds: Thresholds = None,
+    bleu: Bleu = False,
+    beams: Beams = None,
     length_penalty: LengthPenalty = None,
     penalty_form: PenaltyForm = None,
+    window: Window = None,
+    stride: Stride = None,
+    tasks: TaskNames = None,
+    shots: Shots = None,
+    limit: Limit = None,
+    task_folder: TaskFolder = None,
     ema: Ema = False,
     as_json: Json = False,
     plugins: Plugins = False,
 ) -> None:
     """Evaluate a run's newest checkpoint on its validation documents, or on other text.
 
-    Prints loss, perplexity and bits per byte as JSON. With --exits it prints a line for each threshold: the fraction of
-    the blocks that tokens were computed in, loss and accuracy. With --budgets it prints a line for each budget of the
-    gates: the fraction of the sublayers that tokens were computed in, loss and accuracy. With --bleu it prints the BLEU
-    of the targets that a run on pairs writes, and that of its sources as they stand.
+    Prints loss, perplexity and bits per byte as JSON. With --window they are those of whole documents, whose tokens
+    have at least window - stride tokens of context, where there are so many. With --exits it prints a line for each
+    threshold: the fraction of the blocks that tokens were computed in, loss and accuracy. With --budgets it prints a
+    line for each budget of the gates: the fraction of the sublayers that tokens were computed in, loss and accuracy.
+    With --bleu it prints the BLEU of the targets that a run on pairs writes, and that of its sources as they stand.
+    With --tasks it prints the metrics of tasks of lm_eval.
     """
     rank_from_launcher()
-    from xscale.mesh.environment import read_rank_info
+    modes = {"--exits": exits, "--budgets": budgets, "--bleu": bleu}
+    _check_modes({**modes, "--window": window is not None, "--tasks": tasks is not None}, ema=ema)
+    search = {"--beams": beams, "--length-penalty": length_penalty, "--penalty-form": penalty_form}
+    _refuse_without("--bleu", "it is that of the search for BLEU", search, bleu)
+    _refuse_without("--exits", "is a list for the policy of exits", {"--thresholds": thresholds}, exits)
+    _refuse_without("--window", "is the distance of sliding windows", {"--stride": stride}, window is not None)
+    of_tasks = {"--shots": shots, "--limit": limit, "--task-folder": task_folder}
+    _refuse_without("--tasks", "it is for tasks of lm_eval", of_tasks, tasks is not None)
+    count = sequences or None
+    if bleu:
+        _evaluate_bleu(run, count, beams, length_penalty, penalty_form, data, plugins)
+    elif exits:
+        _evaluate_exits(run, count, _numbers(thresholds, "--thresholds"), data, plugins, as_json=as_json)
+    elif budgets:
+        _evaluate_budgets(run, count, data, plugins, as_json=as_json)
+    elif tasks is not None:
+        of_text = {"--sequences": count, "--data": data}
+        _refuse_without("", "tasks have examples of their own", of_text, False)
+        _evaluate_tasks(run, tasks, shots, limit, task_folder, plugins, ema=ema)
+    else:
+        _evaluate_loss(run, count, window, stride, data, plugins, ema=ema)
 
-    if exits and budgets:
-        raise ConfigError("--budgets", "prints another curve than --exits", "Give one of them.")
-    if ema and (exits or budgets or bleu):
+
+def _refuse_without(mode: str, what: str, options: Mapping[str, object], chosen: bool) -> None:
+    """ConfigError for each of the options that is given without the `mode` that reads it."""
+    fix = f"Add {mode}, or omit it." if mode else "Omit it."
+    if problems := [Problem(name, what, fix) for name, value in options.items() if value is not None and not chosen]:
+        raise ConfigError(problems)
+
+
+def _check_modes(modes: dict[str, bool], *, ema: bool) -> None:
+    """ConfigError for two evaluations at once, and for averages of the weights where they are not read."""
+    chosen = [option for option, is_chosen in modes.items() if is_chosen]
+    if len(chosen) > 1:
+        raise ConfigError(chosen[1], f"prints another curve or number than {chosen[0]}", "Give one of them.")
+    if ema and chosen and chosen[0] not in ("--window", "--tasks"):
         what = "is for the loss; --exits, --budgets and --bleu take the weights"
         raise ConfigError("--ema", what, "Give one of them.")
-    search = {"--beams": beams, "--length-penalty": length_penalty, "--penalty-form": penalty_form}
-    if unused := [option for option, value in search.items() if value is not None and not bleu]:
-        what = "it is that of the search for BLEU"
-        raise ConfigError([Problem(option, what, "Add --bleu, or omit it.") for option in unused])
-    if bleu:
-        _evaluate_bleu(run, sequences or None, beams, length_penalty, penalty_form, data, plugins)
-        return
-    if exits:
-        _evaluate_exits(run, sequences or None, _numbers(thresholds, "--thresholds"), data, plugins, as_json=as_json)
-        return
-    if thresholds is not None:
-        raise ConfigError("--thresholds", "is a list for the policy of exits", "Add --exits, or omit it.")
-    if budgets:
-        _evaluate_budgets(run, sequences or None, data, plugins, as_json=as_json)
-        return
-    from xscale.train.load_run import evaluate_run
 
-    result = evaluate_run(run, sequences or None, source=data, plugins=plugins, ema=ema)
+
+def _evaluate_loss(
+    run: Path, limit: int | None, window: int | None, stride: int | None, data: str | None, plugins: bool, *, ema: bool
+) -> None:
+    """Print loss, perplexity and bits per byte as JSON, of sequences as in training or with a sliding window."""
+    from xscale.mesh.environment import read_rank_info
+
+    if window is None:
+        from xscale.train.load_run import evaluate_run
+
+        result = evaluate_run(run, limit, source=data, plugins=plugins, ema=ema)
+    else:
+        from xscale.train.sliding_window import evaluate_windows
+
+        step = max(1, window // 2) if stride is None else stride
+        result = evaluate_windows(run, window, step, limit, source=data, plugins=plugins, ema=ema)
+    if read_rank_info().is_rank0:
+        print(json.dumps(result))
+
+
+def _evaluate_tasks(
+    run: Path, names: str, shots: int | None, limit: int | None, folder: Path | None, plugins: bool, *, ema: bool
+) -> None:
+    """Print the metrics of tasks of lm_eval as JSON."""
+    from xscale.mesh.environment import read_rank_info
+    from xscale.train.lm_eval_model import TaskRequest
+    from xscale.train.tasks import tasks_of_run
+
+    chosen = tuple(name.strip() for name in names.split(",") if name.strip())
+    if not chosen:
+        raise ConfigError("--tasks", "names no task", "Give such as hellaswag,arc_easy.")
+    request = TaskRequest(chosen, shots, limit, None if folder is None else str(folder))
+    result = tasks_of_run(run, request, plugins=plugins, ema=ema)
     if read_rank_info().is_rank0:
         print(json.dumps(result))
 

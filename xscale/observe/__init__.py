@@ -4,7 +4,7 @@ from pathlib import Path
 
 from xscale.core.errors import ConfigError
 from xscale.observe.config import ObserveConfig, check
-from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport, Statistic, StepReport
+from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport, Statistic, StepReport, TaskReport
 from xscale.observe.observer import Observer, ObserverGroup
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "SampleReport",
     "Statistic",
     "StepReport",
+    "TaskReport",
     "make_observers",
 ]
 

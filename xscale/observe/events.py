@@ -108,6 +108,17 @@ class EvalReport:
 
 
 @dataclass(frozen=True)
+class TaskReport:
+    """One evaluation of tasks of lm_eval."""
+
+    step: int
+    results: Mapping[str, float]
+    """By `<task>/<metric>`; standard errors as `<task>/<metric>_stderr`."""
+    seconds: float
+    """Duration of the evaluation."""
+
+
+@dataclass(frozen=True)
 class SampleReport:
     """Text that the model generated."""
 

@@ -65,6 +65,12 @@ def ema_clause(loss: float | None) -> str:
     return "" if loss is None else f", {loss:.4f} with the moving average"
 
 
+def tasks_clause(results: Mapping[str, float]) -> str:
+    """'tasks: hellaswag/acc 0.2913, lambada/perplexity 31.2'; without the standard errors."""
+    named = {name: value for name, value in results.items() if not name.partition(",")[0].endswith("_stderr")}
+    return "tasks: " + ", ".join(f"{name} {value:.4g}" for name, value in named.items())
+
+
 def metric_words(name: str) -> str:
     """'macro_f1' as 'macro F1'."""
     return name.replace("_", " ").replace("f1", "F1")

@@ -73,6 +73,7 @@ def page(run: Record, numbers: record.History) -> str:
     parts = [
         sections.summary(run, numbers),
         sections.section("Learning", curves, sections.evaluations(numbers)),
+        sections.section("Tasks", sections.tasks(numbers)),
         sections.section("Samples", sections.samples(run)),
         sections.section("Experts: who gets the tokens", sections.experts(numbers)),
         sections.section("Attention: which blocks see which", sections.attention(run)),

@@ -7,8 +7,8 @@ from pathlib import Path
 import yaml
 
 from xscale.core.atomic_write import AppendFile
-from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport
-from xscale.observe.format import duration, ema_clause, metrics_clause, printable, quantity
+from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport, TaskReport
+from xscale.observe.format import duration, ema_clause, metrics_clause, printable, quantity, tasks_clause
 from xscale.observe.observer import Observer
 
 LOG_FILE = "log.txt"
@@ -42,6 +42,9 @@ class Log(Observer):
             f"step {report.step}: validation loss {report.eval_loss:.4f}{perplexity}{bits}"
             f"{metrics_clause(report.metrics)}{ema_clause(report.ema_eval_loss)} ({duration(report.seconds)})"
         )
+
+    def tasks_evaluated(self, report: TaskReport) -> None:
+        self._write(f"step {report.step}: {tasks_clause(report.results)} ({duration(report.seconds)})")
 
     def sampled(self, report: SampleReport) -> None:
         self._write(f"step {report.step}: sample\n{report.prompt}{report.text}")

@@ -8,10 +8,12 @@ from typing import Any
 
 from xscale.core.atomic_write import AppendFile, atomic_write
 from xscale.core.file_safety import decode_json
-from xscale.observe.events import EndReport, EvalReport, RunFacts, StepReport
+from xscale.observe.events import EndReport, EvalReport, RunFacts, StepReport, TaskReport
 from xscale.observe.observer import Observer, due
 
 METRICS_FILE = "metrics.jsonl"
+TASKS = "tasks/"
+"""Prefix of the results of tasks."""
 
 
 class Metrics(Observer):
@@ -20,7 +22,8 @@ class Metrics(Observer):
     A step's object has `step loss lr grad_norm tokens seconds step_seconds tokens_per_second mfu skipped`, with float16
     `loss_scale`, `split/<phase>` in seconds, and the statistics under their own names; an evaluation's `step eval_loss
     perplexity bits_per_byte eval_seconds`, the metrics of classes as `eval_<name>`, and with `train.ema_decay`
-    `ema_eval_loss`. Non-finite numbers are null, so that every JSON reader can read the file.
+    `ema_eval_loss`; that of tasks `step tasks_seconds` and `tasks/<task>/<metric>`. Non-finite numbers are null, so
+    that every JSON reader can read the file.
     """
 
     def __init__(self, folder: Path, every_steps: int = 1) -> None:
@@ -52,6 +55,10 @@ class Metrics(Observer):
                 **({} if report.ema_eval_loss is None else {"ema_eval_loss": report.ema_eval_loss}),
             }
         )
+
+    def tasks_evaluated(self, report: TaskReport) -> None:
+        results = {f"{TASKS}{name}": value for name, value in report.results.items()}
+        self._write({"step": report.step, **results, "tasks_seconds": report.seconds})
 
     def rolled_back(self, step: int) -> None:
         assert self._file is not None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import ClassVar, TextIO
 
-from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport, StepReport
+from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport, StepReport, TaskReport
 
 
 class Observer:
@@ -23,6 +23,9 @@ class Observer:
 
     def evaluated(self, report: EvalReport) -> None:
         """A pass over the validation data is done."""
+
+    def tasks_evaluated(self, report: TaskReport) -> None:
+        """Tasks are evaluated."""
 
     def sampled(self, report: SampleReport) -> None:
         """The model wrote text."""
@@ -86,6 +89,9 @@ class ObserverGroup(Observer):
 
     def evaluated(self, report: EvalReport) -> None:
         self._notify(lambda observer: observer.evaluated(report))
+
+    def tasks_evaluated(self, report: TaskReport) -> None:
+        self._notify(lambda observer: observer.tasks_evaluated(report))
 
     def sampled(self, report: SampleReport) -> None:
         self._notify(lambda observer: observer.sampled(report))

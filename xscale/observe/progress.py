@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import ClassVar, TextIO
 
 from xscale.core.progress_bar import TerminalBar
-from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport, StepReport
-from xscale.observe.format import duration, ema_clause, metrics_clause, percentage, printable, quantity
+from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport, StepReport, TaskReport
+from xscale.observe.format import duration, ema_clause, metrics_clause, percentage, printable, quantity, tasks_clause
 from xscale.observe.observer import Observer, due
 
 
@@ -50,6 +50,9 @@ class Progress(Observer):
         self._evaluation = report
         numbers = f"{report.eval_loss:.4f}{_bits(report.bits_per_byte)}{metrics_clause(report.metrics)}"
         self.message(f"step {report.step}: validation loss {numbers}{ema_clause(report.ema_eval_loss)}")
+
+    def tasks_evaluated(self, report: TaskReport) -> None:
+        self.message(f"step {report.step}: {tasks_clause(report.results)}")
 
     def sampled(self, report: SampleReport) -> None:
         text = printable(report.prompt + report.text).rstrip().replace("\n", "\n  | ")

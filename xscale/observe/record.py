@@ -23,7 +23,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from xscale.observe.metrics import METRICS_FILE, read
+from xscale.observe.metrics import METRICS_FILE, TASKS, read
 
 RECORD_NAME = "report.json"
 MAX_LAYOUT_SIZE = 1 << 16
@@ -148,6 +148,8 @@ class History:
     steps: "array[int]" = field(default_factory=lambda: array("q"))
     scalars: "dict[str, array[float]]" = field(default_factory=lambda: {name: array("d") for name in SCALARS})
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    tasks: list[dict[str, Any]] = field(default_factory=list)
+    """Results of tasks, with step and tokens."""
     split: dict[str, float] = field(default_factory=dict)
     """Mean seconds of a step by phase."""
     loads: dict[str, list[list[float]]] = field(default_factory=dict)
@@ -171,6 +173,8 @@ def load_history(folder: Path) -> History:
     for item in read(path):
         if "eval_loss" in item:
             history.evaluations.append(item)
+        elif any(name.startswith(TASKS) for name in item):
+            history.tasks.append(item)
         elif "loss" in item:
             _scalars(history, item)
             _split(splits, item, skip=count > 2 * WARM_UP and len(history.steps) <= WARM_UP)
@@ -182,7 +186,7 @@ def load_history(folder: Path) -> History:
         _column(history, column)
     steps, sums = splits[0]
     history.split = {phase: seconds / steps for phase, seconds in sums.items()}
-    for evaluation in history.evaluations:
+    for evaluation in (*history.evaluations, *history.tasks):
         evaluation["tokens"] = value_at(history.steps, history.scalars["tokens"], evaluation["step"])
     return history
 

@@ -13,7 +13,7 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto  # type: 
 from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
 from xscale.core.atomic_write import AppendFile
-from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport, StepReport
+from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport, StepReport, TaskReport
 from xscale.observe.format import printable
 from xscale.observe.metrics import step_object
 from xscale.observe.observer import Observer, due
@@ -64,6 +64,9 @@ class TensorBoard(Observer):
             scalars["eval/ema_loss"] = report.ema_eval_loss
         scalars |= {f"eval/{name}": value for name, value in report.metrics.items()}
         self._scalars(scalars, report.step)
+
+    def tasks_evaluated(self, report: TaskReport) -> None:
+        self._scalars({f"tasks/{name}": value for name, value in report.results.items()}, report.step)
 
     def sampled(self, report: SampleReport) -> None:
         # Four spaces make it code in Markdown, which TensorBoard renders.

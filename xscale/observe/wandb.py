@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport, StepReport
+from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport, StepReport, TaskReport
 from xscale.observe.format import printable
 from xscale.observe.metrics import step_object
 from xscale.observe.observer import Observer, due
@@ -49,6 +49,10 @@ class Wandb(Observer):
             item["eval/ema_loss"] = report.ema_eval_loss
         item |= {f"eval/{name}": value for name, value in report.metrics.items() if math.isfinite(value)}
         self._log(item, report.step)
+
+    def tasks_evaluated(self, report: TaskReport) -> None:
+        results = {f"tasks/{name}": value for name, value in report.results.items() if math.isfinite(value)}
+        self._log(results, report.step)
 
     def sampled(self, report: SampleReport) -> None:
         self._log({"sample": printable(report.prompt + report.text)}, report.step)

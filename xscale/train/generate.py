@@ -1,5 +1,6 @@
 """Generation of text token by token, with the mixers' KV caches and states, and the samples after the last step."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -36,13 +37,15 @@ def generate(
     window: int | None = None,
     policy: ExitPolicyConfig | None = None,
     prefix: bool = False,
+    stops: Callable[[list[int]], bool] | None = None,
 ) -> Tensor:
     """Generate from prompt ids [T] up to `length` further ids, without the `end` token that stops generation.
 
     Collective: all ranks sample the same tokens. `window` is the longest sequence that the model's positions support;
     generation stops there. `source` [S]: input ids of an encoder-decoder. `policy`: when a token leaves at an exit; the
     blocks behind it compute their keys and values from the hidden state that left. None: all blocks are computed.
-    `prefix`: whether the prompt is a prefix, whose tokens see each other in both directions.
+    `prefix`: whether the prompt is a prefix, whose tokens see each other in both directions. `stops`: told the ids so
+    far, whether generation stops after them.
     """
     model.eval()
     generator = torch.Generator().manual_seed(seed_of(seed, "generate"))
@@ -70,6 +73,8 @@ def generate(
         if token == end:
             break
         generated.append(token)
+        if stops is not None and stops(generated):
+            break
         ids = torch.cat((ids, torch.tensor([token], device=device)))
     return torch.tensor(generated, dtype=torch.long)
 

@@ -2,7 +2,7 @@
 
 import importlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -13,7 +13,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from xscale.checkpoint.load import load, read_state
+from xscale.checkpoint.load import WEIGHTS, CheckpointReader, averages_of, load, read_some, read_state
 from xscale.checkpoint.search import find_newest
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError, Problem
@@ -36,8 +36,8 @@ from xscale.train.budget_curve import budget_curve, gate_budgets
 from xscale.train.evaluate import Evaluation, evaluate
 from xscale.train.exit_curve import exit_curve, stack_with_exits
 from xscale.train.init_weights import data_with_adopted_tokenizer
-from xscale.train.load_ema import load_ema
 from xscale.train.run_folder import CHECKPOINTS, read_config
+from xscale.train.scored_text import require_model_for, with_sequence_length
 from xscale.train.settings import Settings, build_on_meta
 from xscale.train.setup import device_of, make_micro_batches, prepare_and_open_data, special_tokens_of
 
@@ -58,11 +58,21 @@ class LoadedRun:
     parameters: list[ShardedParameter]
 
 
-def load_run(folder: Path, *, plugins: bool = False, checkpoint: Path | None = None, ema: bool = False) -> LoadedRun:
+def load_run(
+    folder: Path,
+    *,
+    plugins: bool = False,
+    checkpoint: Path | None = None,
+    ema: bool = False,
+    sequence_length: int | None = None,
+    option: str = "",
+) -> LoadedRun:
     """Load the newest good checkpoint of the run in `folder`. Reads no corpus and trains no tokenizer.
 
     `plugins`: import the modules that the run's config names. `checkpoint`: one of the run's, instead of the newest.
-    `ema`: with the moving average of the weights. ConfigError when there is no run, no checkpoint or no average.
+    `ema`: with the moving average of the weights. `sequence_length`: of the texts that the model will read, which may
+    be longer than the run's; None: the run's. ConfigError when there is no run, no checkpoint or no average, and at
+    `option` for a model that cannot read such texts.
     """
     settings = single_process(read_settings(folder, plugins=plugins))
     path = find_newest(folder / CHECKPOINTS).path if checkpoint is None else checkpoint
@@ -73,13 +83,29 @@ def load_run(folder: Path, *, plugins: bool = False, checkpoint: Path | None = N
     rank_info = read_rank_info()
     degrees = axes.resolve(settings.parallel.mesh, rank_info.world)
     mesh = init_mesh(rank_info, degrees, device_of(settings, rank_info), settings.parallel.timeout_seconds)
-    model = build_on_mesh(settings, tokenizer.vocabulary, mesh, draw_weights=False)
+    length = settings.data.sequence_length if sequence_length is None else sequence_length
+    require_model_for(settings, length, tokenizer.vocabulary, option)
+    model = build_on_mesh(with_sequence_length(settings, length), tokenizer.vocabulary, mesh, draw_weights=False)
     parameters = sharded_parameters(model)
     weights = {f"model.{parameter.name}": parameter.parameter.detach() for parameter in parameters}
     loaded = load(path, weights, only="model.", verify=settings.checkpoint.verify)
     if ema:
         load_ema(path, parameters)
     return LoadedRun(folder, settings, loaded.step, tokenizer, mesh, model, parameters)
+
+
+def load_ema(path: Path, parameters: Sequence[ShardedParameter]) -> None:
+    """Read the averages in the checkpoint at `path`, which is verified, into `parameters`. Collective.
+
+    Parameters that were not trained have no average and keep their values. ConfigError where there is none at all.
+    """
+    stored = averages_of(path, CheckpointReader(path, verify=False).entries)
+    averages = {
+        stored[f"{WEIGHTS}{parameter.name}"]: parameter.parameter.detach()
+        for parameter in parameters
+        if f"{WEIGHTS}{parameter.name}" in stored
+    }
+    read_some(path, averages)
 
 
 def build_on_mesh(settings: Settings, vocabulary: int, mesh: Mesh, *, draw_weights: bool) -> nn.Module:
@@ -204,7 +230,7 @@ def exit_curve_of_run(
             raise ConfigError(problems)
         with evaluation_data(loaded, source) as data:
             if data is None:
-                raise _no_validation(folder)
+                raise no_validation(folder)
             batches = partial(data.batches.evaluation, data.count(sequences))
             return [asdict(point) for point in exit_curve(loaded.model, batches, policy, [*chosen, None])]
 
@@ -220,7 +246,7 @@ def budget_curve_of_run(
             raise ConfigError(str(folder), "the model has no gates, so it has no budgets", fix)
         with evaluation_data(loaded, source) as data:
             if data is None:
-                raise _no_validation(folder)
+                raise no_validation(folder)
             batches = partial(data.batches.evaluation, data.count(sequences))
             return [asdict(point) for point in budget_curve(loaded.model, batches)]
 
@@ -231,7 +257,8 @@ def exit_policy_of(model: nn.Module) -> ExitPolicyConfig | None:
     return None if stack is None or stack.exits is None else stack.exits.config.policy
 
 
-def _no_validation(folder: Path) -> ConfigError:
+def no_validation(folder: Path) -> ConfigError:
+    """Return the refusal of an evaluation on the validation documents of a run that has none."""
     fix = "Give other text with --data, or train with data.validation above 0."
     return ConfigError(str(folder), "the run has no validation documents", fix)
 
@@ -239,7 +266,7 @@ def _no_validation(folder: Path) -> ConfigError:
 def _evaluate(loaded: LoadedRun, folder: Path, sequences: int | None, source: str | None) -> dict[str, float]:
     with evaluation_data(loaded, source) as data:
         if data is None:
-            raise _no_validation(folder)
+            raise no_validation(folder)
         numbers = asdict(data.evaluate(loaded.model, sequences))
         metrics = numbers.pop("metrics")
         # Perplexity and bits per byte of labels are no numbers.

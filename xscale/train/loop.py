@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from xscale.train.run_folder import CHANGEABLE, differences, lookup, problems_of
 from xscale.train.setup import RunParts
 from xscale.train.state import State
 from xscale.train.step import SpikeError, StepDecision, StepGradients, decide
+from xscale.train.tasks import report_tasks
 from xscale.watchdog.watchdog import IoHeartbeat, StopSignal, Watchdog
 
 
@@ -95,6 +97,11 @@ class Loop:
                 with self.kernel_log.recording():
                     self._evaluate()
                 self._log_kernels()
+            tasks = train.tasks
+            if tasks.names and (state.step % tasks.every_steps == 0 or last):
+                seconds = self.parts.settings.parallel.io_timeout_seconds
+                beat = partial(self.watchdog.heartbeat, "tasks", seconds=seconds)
+                self.observer.tasks_evaluated(report_tasks(self.parts, state.step, beat))
             config = self.parts.settings.checkpoint
             if last or cause is not None or (config.every_steps and state.step % config.every_steps == 0):
                 self._save(must=last or cause is not None)

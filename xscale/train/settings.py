@@ -99,6 +99,20 @@ class SampleConfig(Config):
     """Sample among the k most likely tokens only; null: all."""
 
 
+class TasksConfig(Config):
+    names: tuple[str, ...] = ()
+    """Tasks of lm_eval, such as hellaswag, that the model is evaluated on during the run; needs the extra `eval`.
+    Empty: none."""
+    every_steps: int = pydantic.Field(default=1000, ge=1)
+    """Steps between evaluations of the tasks; one more follows the last step."""
+    limit: int | None = pydantic.Field(default=None, ge=1)
+    """Examples of each task; null: all."""
+    shots: int | None = pydantic.Field(default=None, ge=0)
+    """Examples before each question; null: as many as the task says, or none."""
+    folder: str | None = None
+    """Folder of further tasks, as YAML files of lm_eval, which rank 0 reads; null: the library's alone."""
+
+
 class SpikeConfig(Config):
     policy: Literal["none", "skip", "rollback", "stop"] = "none"
     """Action on a loss spike. none: update as usual. skip: discard the update. rollback: restore the last good
@@ -150,6 +164,8 @@ class TrainConfig(Config):
     of the sources as they stand. 0: none."""
     sample: SampleConfig = SampleConfig()
     """Text generated at the end."""
+    tasks: TasksConfig = TasksConfig()
+    """Tasks that the model is evaluated on during the run."""
 
 
 class Settings(Config):

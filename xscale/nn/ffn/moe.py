@@ -234,6 +234,11 @@ def _check_causal(config: Moe.Config, dims: Dims, path: str) -> list[Problem]:
     """Routers and drop policies that would leak later tokens into a causal model."""
     if not dims.causal or config.allow_noncausal_routing:
         return []
+    return noncausal_routing(config, path)
+
+
+def noncausal_routing(config: Moe.Config, path: str) -> list[Problem]:
+    """List the router and the drop policy of a mixture by which a token's output depends on later tokens."""
     problems = []
     entry = ROUTERS.of(config.router)
     if not entry.traits.causal:

@@ -8,6 +8,7 @@ from html import escape
 import yaml
 
 from xscale.observe.format import duration, metric_words, percentage, printable, quantity
+from xscale.observe.metrics import TASKS
 from xscale.observe.record import History, Record
 from xscale.observe.report.chart import Curve, Level, chart, smooth
 from xscale.observe.report.heatmap import heatmap, legend
@@ -245,6 +246,33 @@ def evaluations(history: History) -> str:
     heads = "".join(f"<th>{escape(head)}</th>" for head in ("step", "tokens", *measures.values()))
     table = f'<div class="wide"><table><tr>{heads}</tr>{rows}</table></div>'
     return f"<details><summary>evaluations in numbers ({len(history.evaluations)})</summary>{table}</details>"
+
+
+def tasks(history: History) -> str:
+    """The results of tasks as a table: a row for each metric, a column for each evaluation."""
+    names = dict.fromkeys(name for item in history.tasks for name in item if name.startswith(TASKS))
+    metrics = [name for name in names if _metric_of(name) not in names]
+    heads = "".join(f"<th>step {item['step']}</th>" for item in history.tasks)
+    rows = "".join(
+        f"<tr><th>{escape(printable(name.removeprefix(TASKS)))}</th>"
+        + "".join(f'<td class="number">{_cell_with_error(item, name)}</td>' for item in history.tasks)
+        + "</tr>"
+        for name in metrics
+    )
+    return f'<div class="wide"><table><tr><th></th>{heads}</tr>{rows}</table></div>' if metrics else ""
+
+
+def _cell_with_error(item: Mapping[str, float | None], name: str) -> str:
+    """Format a metric with its standard error, if it has one."""
+    metric, comma, kept = name.partition(",")
+    error = item.get(f"{metric}_stderr{comma}{kept}")
+    return _cell(item.get(name)) + ("" if error is None else f" ± {error:.2g}")
+
+
+def _metric_of(name: str) -> str:
+    """Return the name of the metric whose standard error `name` may be."""
+    metric, comma, kept = name.partition(",")
+    return f"{metric.removesuffix('_stderr')}{comma}{kept}" if metric.endswith("_stderr") else ""
 
 
 _MEASURES = {"eval_loss": "loss", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
