@@ -24,7 +24,7 @@ def losses(recipe: Path, folder: Path) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
-COMPILED = {"dense_1b", "dense_7b"}
+COMPILED = {"dense_1b", "dense_7b", "fineweb"}
 """Recipes that are compiled, which takes half a minute."""
 
 
