@@ -1,7 +1,7 @@
 """Check an image during its build: import its packages and compare their versions with the pins. Fails the build.
 
 python docker/check_imports.py base [deepspeed] [megatron] [mpi] [hf] [bleu] [parquet] [eval] [fla] [liger] [wandb]
-    [dev] [cuda]
+    [mlflow] [dev] [cuda]
 """
 
 import importlib
@@ -25,6 +25,7 @@ MODULES = {
     "fla": ["fla"],
     "liger": ["liger_kernel"],
     "wandb": ["wandb"],
+    "mlflow": ["mlflow"],
     "dev": ["hatchling", "pytest", "xdist", "hypothesis", "ruff", "mypy", "pre_commit", "psutil", "triton", "mkdocs",
             "material", "fla", "liger_kernel", "sklearn", "accelerate"],
     "cuda": ["apex", "amp_C", "fused_layer_norm_cuda", "triton"],

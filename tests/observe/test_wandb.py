@@ -6,7 +6,7 @@ import types
 import pytest
 
 from xscale.core.errors import ConfigError
-from xscale.observe import EndReport, EvalReport, ObserveConfig, ObserverGroup, make_observers
+from xscale.observe import EndReport, EvalReport, ObserveConfig, ObserverGroup, TaskReport, make_observers
 from xscale.observe.config import check
 from xscale.observe.wandb import Wandb
 
@@ -52,6 +52,31 @@ def test_rows_config_and_exit(fake, facts, step, tmp_path):
     assert row["stack.blocks.1.ffn.part/load/3"] == 0.1
     assert evaluation == {"eval/loss": 2.0, "eval/perplexity": 7.4}
     assert fake.code == 1
+
+
+def test_a_requeued_run_goes_on_in_the_same_run(fake, facts, step, tmp_path):
+    """By an id in the run folder, which another folder does not share."""
+    ids = []
+    (tmp_path / "run").mkdir()
+    (tmp_path / "other").mkdir()
+    for resumed in (None, 1):
+        observer = Wandb(tmp_path / "run", "lab")
+        observer.start(facts(resumed_from=resumed))
+        observer.step(step(1 if resumed is None else 2))
+        observer.finish(EndReport(1, "stopped"))
+        assert fake.options["resume"] == "allow"
+        ids.append(fake.options["id"])
+    assert ids[0] == ids[1] == (tmp_path / "run" / "wandb_id").read_text().strip()
+    assert [number for number, _ in fake.rows] == [1, 2]
+    Wandb(tmp_path / "other", "lab").start(facts())
+    assert fake.options["id"] != ids[0]
+
+
+def test_tasks(fake, facts, tmp_path):
+    observer = Wandb(tmp_path, "lab")
+    observer.start(facts())
+    observer.tasks_evaluated(TaskReport(3, {"hellaswag/acc": 0.25, "hellaswag/acc_stderr": float("nan")}, 1.0))
+    assert fake.rows == [(3, {"tasks/hellaswag/acc": 0.25})]
 
 
 def test_a_lost_network_ends_the_observer_and_not_the_run(fake, facts, step, tmp_path, capsys):

@@ -44,6 +44,10 @@ def make_observers(config: ObserveConfig, folder: Path) -> ObserverGroup:
         from xscale.observe.wandb import Wandb
 
         group.add(Wandb(folder, config.wandb_project, every))
+    if config.mlflow:
+        from xscale.observe.mlflow import Mlflow
+
+        group.add(Mlflow(folder, config.mlflow_experiment, config.mlflow_uri, every))
     if config.report:
         from xscale.observe.html import HtmlReport
 

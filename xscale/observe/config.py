@@ -36,14 +36,23 @@ class ObserveConfig(Config):
     """Log to Weights & Biases too; needs the extra `wandb`."""
     wandb_project: str = "xscale"
     """Project on Weights & Biases."""
+    mlflow: bool = False
+    """Log to MLflow too; needs the extra `mlflow`."""
+    mlflow_experiment: str = "xscale"
+    """Experiment of MLflow."""
+    mlflow_uri: str | None = None
+    """Address of MLflow's tracking server, such as `http://localhost:5000`, or a database, such as `sqlite:///runs.db`;
+    null: as MLflow's own settings say."""
 
 
 def check(config: ObserveConfig, path: str = "observe") -> list[Problem]:
     """Problems of the config on this machine; `path` is its dotted path in the recipe."""
-    if config.wandb and importlib.util.find_spec("wandb") is None:
-        fix = f"Install it with: pip install wandb, or set {path}.wandb=false."
-        return [Problem(f"{path}.wandb", "the package wandb is not installed", fix)]
-    return []
+    problems = []
+    for name, wanted, package in (("wandb", config.wandb, "wandb"), ("mlflow", config.mlflow, "mlflow-skinny")):
+        if wanted and importlib.util.find_spec(name) is None:
+            fix = f"Install it with: pip install {package}, or set {path}.{name}=false."
+            problems.append(Problem(f"{path}.{name}", f"the package {name} is not installed", fix))
+    return problems
 
 
 def check_profile(config: ProfileConfig | None, steps: int, path: str = "observe.profile") -> list[Problem]:

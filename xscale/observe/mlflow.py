@@ -1,0 +1,66 @@
+"""Log to MLflow, where its extra is installed."""
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+from xscale.core.compose import leaves
+from xscale.observe.events import EndReport, RunFacts
+from xscale.observe.tracker import Tracker
+
+LONGEST = 500
+"""Characters of a parameter's value that every server keeps."""
+STATUS = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+"""Reason of the end -> status in MLflow."""
+
+
+class Mlflow(Tracker):
+    """Sends the contents of metrics.jsonl, and the config as parameters. The package's errors become OSErrors, which
+    end the observer only.
+
+    A run that resumes goes on in the same run of MLflow, by the id in `mlflow_id`. Metrics are sent in the background.
+    """
+
+    def __init__(self, folder: Path, experiment: str, uri: str | None, every_steps: int = 1) -> None:
+        super().__init__(folder, every_steps, "mlflow_id")
+        self._experiment, self._uri = experiment, uri
+        self._package: Any = None
+        self._active = False
+
+    def start(self, facts: RunFacts) -> None:
+        self._facts = facts
+        self._package = importlib.import_module("mlflow")
+        self._try(self._start, dict(facts.config))
+
+    def _start(self, config: dict[str, Any]) -> None:
+        package, run_id = self._package, self.stored_id()
+        if self._uri is not None:
+            package.set_tracking_uri(self._uri)
+        package.set_experiment(self._experiment)
+        run = package.start_run(run_id=run_id, run_name=self._folder.name)
+        self._active = True
+        if run_id is None:
+            self.store_id(run.info.run_id)
+            # Parameters cannot change afterwards; the config of each process is an artifact too.
+            package.log_params({path.removeprefix("."): str(value)[:LONGEST] for path, value in leaves(config, "")})
+        assert self._facts is not None
+        package.log_dict(config, f"config/step-{self._facts.first_step}.yaml")
+
+    def finish(self, report: EndReport) -> None:
+        if self._active:
+            self._active = False
+            self._try(self._package.end_run, status=STATUS[report.reason])
+
+    def _log(self, item: dict[str, Any], step: int) -> None:
+        known = {re.sub(r"[^\w\-. /]", "_", name): float(value) for name, value in item.items() if value is not None}
+        self._try(self._package.log_metrics, known, step=step, synchronous=False)
+
+    def _log_text(self, text: str, step: int) -> None:
+        self._try(self._package.log_text, text, f"samples/step-{step}.txt")
+
+    def _try(self, call: Any, *values: Any, **options: Any) -> None:
+        try:
+            call(*values, **options)
+        except (self._package.exceptions.MlflowException, ImportError) as error:
+            raise OSError(f"MLflow: {error}") from error
