@@ -14,6 +14,7 @@ from tests.train.test_sliding_window import DOUBLE, printed, trained
 from tests.train.tiny import MIXTURE, metrics, recipe, run
 from xscale.core.errors import EXIT_DONE, ConfigError
 from xscale.train.load_run import load_run
+from xscale.train.tasks import lm_eval_model_of_run
 from xscale.train.text_scorer import ScoreRequest, TextRequest, TextScorer
 
 lm_eval: Any = pytest.importorskip("lm_eval", reason="lm_eval is not installed")
@@ -122,6 +123,10 @@ def test_metrics_of_tasks_are_those_of_the_exported_model(tmp_path: Path, tasks:
     expected = lm_eval.evaluate(reference, loaded, log_samples=False)["results"]
     names = "choose,perplexity,write"
     result = printed("eval", folder, "--tasks", names, "--task-folder", tasks)
+    again = lm_eval.evaluate(lm_eval_model_of_run(folder), loaded, log_samples=False)["results"]
+    assert again["choose"]["acc_norm,none"] == expected["choose"]["acc_norm,none"]
+    bits = [values["perplexity"]["bits_per_byte,none"] for values in (again, expected)]
+    assert bits[0] == pytest.approx(bits[1], abs=1e-6)
     assert result["step"] == 2
     assert result["tasks"].keys() == expected.keys()
     for task, values in result["tasks"].items():
@@ -225,6 +230,23 @@ def test_a_run_evaluates_tasks_and_reports_them(tmp_path: Path, tasks: Path) -> 
     assert "<th>choose/acc</th>" in report
     assert "choose/acc_stderr" not in report
     assert f"tasks: choose/acc {lines[-1]['tasks/choose/acc']:.4g}" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_task_that_cannot_be_loaded_is_refused_before_the_first_step(tmp_path: Path, tasks: Path) -> None:
+    (tasks / "questions.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"train\.tasks: lm_eval cannot load the tasks"):
+        with_tasks(tmp_path, "run", tasks)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_request_that_cannot_be_answered_ends_no_run(tmp_path: Path, tasks: Path) -> None:
+    """The answers are longer than what the model reads."""
+    data = tasks / "questions.jsonl"
+    data.write_text(data.read_text(encoding="utf-8").replace(" None", " None" * 20), encoding="utf-8")
+    assert with_tasks(tmp_path, "run", tasks) == EXIT_DONE
+    assert not results(tmp_path, "run")
+    text = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
+    assert text.count("the tasks are not evaluated: tasks: a continuation of 100 tokens is longer than the 32") == 2
 
 
 @pytest.mark.long

@@ -125,7 +125,7 @@ def evaluate_tasks(model: Any, request: TaskRequest) -> dict[str, dict[str, floa
 
     A metric behind a filter is `<metric>,<filter>`. ConfigError for a task that cannot be loaded.
     """
-    tasks = _load_tasks(request)
+    tasks = load_tasks(request)
     for task in tasks["tasks"].values():
         shots = task.get_config("num_fewshot")
         # A task that is made for no examples keeps that.
@@ -148,8 +148,11 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _load_tasks(request: TaskRequest) -> Any:
-    """Load the tasks, from the folder alone where it has them all: lm_eval reads thousands of files for its own."""
+def load_tasks(request: TaskRequest) -> Any:
+    """Load the tasks and their data, from the folder alone where it has them all: lm_eval has thousands of files.
+
+    ConfigError for a task that is not there or cannot be loaded.
+    """
     manager_type = importlib.import_module("lm_eval.tasks").TaskManager
     options = {"metadata": dict(request.metadata)}
     manager = None

@@ -99,9 +99,7 @@ class Loop:
                 self._log_kernels()
             tasks = train.tasks
             if tasks.names and (state.step % tasks.every_steps == 0 or last):
-                seconds = self.parts.settings.parallel.io_timeout_seconds
-                beat = partial(self.watchdog.heartbeat, "tasks", seconds=seconds)
-                self.observer.tasks_evaluated(report_tasks(self.parts, state.step, beat))
+                self._evaluate_tasks()
             config = self.parts.settings.checkpoint
             if last or cause is not None or (config.every_steps and state.step % config.every_steps == 0):
                 self._save(must=last or cause is not None)
@@ -315,6 +313,16 @@ class Loop:
         batches = self.watchdog.heartbeats(parts.validation.evaluation(parts.eval_sequences), "evaluate")
         names, stages = parts.validation.loader.class_names, parts.mesh.degrees.pp
         return evaluate(parts.model, parts.objective, batches, parts.token_bytes, stages, names)
+
+    def _evaluate_tasks(self) -> None:
+        """Evaluate the tasks of the config; a request that the model cannot answer is reported and ends nothing."""
+        seconds = self.parts.settings.parallel.io_timeout_seconds
+        beat = partial(self.watchdog.heartbeat, "tasks", seconds=seconds)
+        try:
+            self.observer.tasks_evaluated(report_tasks(self.parts, self.state.step, beat))
+        except ConfigError as error:
+            # Every rank has the same refusal, before it computes anything.
+            self.observer.message(f"step {self.state.step}: the tasks are not evaluated: {error}; training continues")
 
     def _save_in_memory(self, memory: InMemoryCheckpoint) -> None:
         """Copy the state into memory that outlives this process."""

@@ -49,6 +49,7 @@ from xscale.train.run_folder import (
 from xscale.train.settings import Settings
 from xscale.train.setup import RunParts, check_machine, set_up
 from xscale.train.state import State
+from xscale.train.tasks import require_tasks
 from xscale.train.teacher_source import teacher_run
 from xscale.watchdog.crash_dumps import CrashDumps
 from xscale.watchdog.watchdog import StopSignal, Watchdog
@@ -116,8 +117,9 @@ def _train(settings: Settings, rank_info: RankInfo, stop: StopSignal, began: flo
                 print(f"{folder}: {done}", flush=True)
             return EXIT_DONE
         parts = set_up(settings, rank_info, resumes=True)
-        # A prompt that cannot be used must not end the run after its last step.
+        # A prompt or a task that cannot be used must not end the run after many steps.
         encode_prompts(settings, parts.corpus.tokenizer)
+        require_tasks(settings.train.tasks, Consensus(parts.mesh.background))
         with RunLock(folder) as lock, make_saver(parts, folder) as saves:
             return _run(parts, folder, saves, lock, stop, began)
 

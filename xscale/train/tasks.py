@@ -15,9 +15,10 @@ from xscale.core.errors import ConfigError
 from xscale.mesh.consensus import Consensus, attempt
 from xscale.mesh.mesh import leaving_process_group
 from xscale.observe import TaskReport
-from xscale.train.lm_eval_model import TaskRequest, evaluate_tasks, lm_eval_model
-from xscale.train.load_run import load_run
+from xscale.train.lm_eval_model import TaskRequest, evaluate_tasks, lm_eval_model, load_tasks
+from xscale.train.load_run import LoadedRun, load_run
 from xscale.train.scored_text import check_lm_eval, check_scores_text
+from xscale.train.settings import TasksConfig
 from xscale.train.setup import RunParts
 from xscale.train.text_scorer import Score, ScoreRequest, TextRequest, TextScorer
 
@@ -84,6 +85,20 @@ def _own_random_numbers() -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
+def _request_of(tasks: TasksConfig) -> TaskRequest:
+    return TaskRequest(tasks.names, tasks.shots, tasks.limit, tasks.folder, "train.tasks")
+
+
+def require_tasks(tasks: TasksConfig, ranks: Consensus) -> None:
+    """Load the tasks of a run on rank 0, so that one that cannot be loaded is refused before the first step."""
+
+    def load() -> None:
+        load_tasks(_request_of(tasks))
+
+    if tasks.names:
+        ranks.on_rank0(Path("tasks"), load)
+
+
 def report_tasks(parts: RunParts, step: int, on_forward: Callable[[], None]) -> TaskReport:
     """Evaluate the tasks of a run's config with its model as it is. Collective.
 
@@ -94,7 +109,7 @@ def report_tasks(parts: RunParts, step: int, on_forward: Callable[[], None]) -> 
     settings, tokenizer = parts.settings, parts.corpus.tokenizer
     window, rows, tasks = settings.data.sequence_length, settings.train.micro_batch_size, settings.train.tasks
     scorer = TextScorer(parts.model, parts.mesh, window, rows, tokenizer.decode, tokenizer.eos, on_forward)
-    request = TaskRequest(tasks.names, tasks.shots, tasks.limit, tasks.folder, "train.tasks")
+    request = _request_of(tasks)
     results = evaluate_on_all_ranks(
         scorer,
         Consensus(parts.mesh.background),
@@ -109,18 +124,32 @@ def tasks_of_run(folder: Path, request: TaskRequest, *, plugins: bool = False, e
 
     ConfigError for a model that does not score text, without lm_eval, and for tasks that cannot be loaded.
     """
-    if problems := check_lm_eval(request.path):
-        raise ConfigError(problems)
     with leaving_process_group():
-        loaded = load_run(folder, plugins=plugins, ema=ema)
-        settings, tokenizer, mesh = loaded.settings, loaded.tokenizer, loaded.mesh
-        if problems := check_scores_text(settings, loaded.model, request.path):
-            raise ConfigError(problems)
-        window, rows = settings.data.sequence_length, settings.train.micro_batch_size
-        scorer = TextScorer(loaded.model, mesh, window, rows, tokenizer.decode, tokenizer.eos)
-        results = evaluate_on_all_ranks(
-            scorer,
-            Consensus(mesh.background),
-            lambda announced: evaluate_tasks(lm_eval_model(announced, tokenizer, window), request),
-        )
-        return {"step": loaded.step, "tasks": results}
+        loaded, scorer = _scorer_of_run(folder, request.path, plugins=plugins, ema=ema)
+
+        def work(announced: _Announced) -> TaskResults:
+            return evaluate_tasks(lm_eval_model(announced, loaded.tokenizer, scorer.window), request)
+
+        return {"step": loaded.step, "tasks": evaluate_on_all_ranks(scorer, Consensus(loaded.mesh.background), work)}
+
+
+def lm_eval_model_of_run(folder: Path, *, plugins: bool = False, ema: bool = False) -> Any:
+    """Return the model of a run's newest checkpoint for the functions of lm_eval, on this process alone.
+
+    `plugins`: import the modules that the run's config names. `ema`: take the moving average of the weights.
+    ConfigError for a model that does not score text, and without lm_eval.
+    """
+    loaded, scorer = _scorer_of_run(folder, str(folder), plugins=plugins, ema=ema)
+    return lm_eval_model(scorer, loaded.tokenizer, scorer.window)
+
+
+def _scorer_of_run(folder: Path, path: str, *, plugins: bool, ema: bool) -> tuple[LoadedRun, TextScorer]:
+    """Load a run and its scorer; ConfigError at `path`."""
+    if problems := check_lm_eval(path):
+        raise ConfigError(problems)
+    loaded = load_run(folder, plugins=plugins, ema=ema)
+    settings, tokenizer = loaded.settings, loaded.tokenizer
+    if problems := check_scores_text(settings, loaded.model, path):
+        raise ConfigError(problems)
+    window, rows = settings.data.sequence_length, settings.train.micro_batch_size
+    return loaded, TextScorer(loaded.model, loaded.mesh, window, rows, tokenizer.decode, tokenizer.eos)
