@@ -71,3 +71,15 @@ def test_a_tokenizer_that_cannot_be_trained_leaves_what_was_there(tmp_path: Path
         prepare(config, processes=1, progress=False)
     assert folder.exists() == (before is not None)
     assert sorted(path.name for path in folder.glob("*")) == (before or [])
+
+
+@pytest.mark.parametrize("before", ["", "new", "new/of"])
+def test_data_that_is_refused_leaves_no_new_parents(tmp_path: Path, before: str) -> None:
+    """Folders around data.folder stay where they were there before, and others are removed again."""
+    config = text_config(tmp_path, documents=2, tokenizer=SentencePiece.Config(vocabulary=60000))
+    config = config.model_copy(update={"folder": str(tmp_path / "new" / "of" / "data")})
+    (tmp_path / before).mkdir(parents=True, exist_ok=True)
+    earlier = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=r"data\.tokenizer"):
+        prepare(config, processes=1, progress=False)
+    assert sorted(tmp_path.rglob("*")) == earlier

@@ -156,9 +156,11 @@ LOCK_FILE = "lock"
 def folder_lock(folder: Path, progress: bool) -> Iterator[None]:
     """Hold the lock of the folder; with `progress`, print a line when another process has it.
 
-    Data that is refused before anything is written leaves neither the lock's file nor the folder, if they are new.
+    Data that is refused before anything is written leaves neither the lock's file nor the folder nor those that it is
+    in, if they are new.
     """
-    had_folder, had_lock = folder.exists(), (folder / LOCK_FILE).exists()
+    path, had_lock = folder.resolve(), (folder / LOCK_FILE).exists()
+    new_folders = [above for above in (path, *path.parents) if not above.exists()]
     with FileLock(folder / LOCK_FILE) as lock:
         with reporting_full_disk(folder):
             try:
@@ -173,9 +175,8 @@ def folder_lock(folder: Path, progress: bool) -> Iterator[None]:
         except ConfigError:
             if not had_lock and os.listdir(folder) == [LOCK_FILE]:
                 lock.remove()
-                if not had_folder:
-                    path = folder.resolve()
-                    remove_empty_folder(path.parent, path.name)
+                for new in new_folders:
+                    remove_empty_folder(new.parent, new.name)
             raise
 
 
