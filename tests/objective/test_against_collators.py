@@ -25,7 +25,7 @@ class Vocabulary:
         return SPECIALS.vocabulary
 
     def get_special_tokens_mask(self, ids: list[int], already_has_special_tokens: bool) -> list[int]:
-        return [0] * len(ids)
+        return [int(token < 3) for token in ids]
 
     def convert_tokens_to_ids(self, token: str) -> int:
         assert token == self.mask_token
@@ -45,13 +45,17 @@ def test_masked_tokens(fractions: tuple[float, float], monkeypatch: pytest.Monke
     config = {"mask_probability": 0.4, "mask_fraction": mask, "random_fraction": replace}
     objective = Masked(decode(Masked.Config, config), SPECIALS, LENGTH, seed=3)
     ids, index = torch.randint(3, SPECIALS.vocabulary, (8, LENGTH + 1)), torch.arange(8)
+    ids[:, 5::7] = SPECIALS.eos
     ours = objective.batch(ids, None, index)
-    predicted, fate, random = objective._draw(index, LENGTH)
+    predicted, fate, random = objective._draw(ids[:, :-1], index)
+    assert not predicted[ids[:, :-1] == SPECIALS.eos].any()
     coins = iter((predicted, fate < mask, fate < mask + replace))
     probabilities: list[float] = []
 
     def bernoulli(probability: Tensor, generator: object) -> Tensor:
-        probabilities.append(float(probability.unique()))
+        # That of a special token is 0 in the first draw.
+        probabilities.append(float(probability[probability > 0].unique()))
+        assert torch.equal(probability == 0, (ids[:, :-1] < 3) & (len(probabilities) == 1))
         return next(coins).float()
 
     monkeypatch.setattr(torch, "bernoulli", bernoulli)
@@ -63,6 +67,41 @@ def test_masked_tokens(fractions: tuple[float, float], monkeypatch: pytest.Monke
     assert torch.equal(ours.tokens.ids, batch["input_ids"])
     assert torch.equal(ours.targets, batch["labels"])
     assert probabilities == pytest.approx([0.4, mask, replace / (1 - mask)] if mask < 1 else [0.4, 1.0])
+
+
+def binomial_bounds(trials: int, probability: float) -> tuple[float, float]:
+    """Bounds that a binomial count leaves with a probability of 2e-9: six standard deviations."""
+    deviation = (trials * probability * (1 - probability)) ** 0.5
+    return trials * probability - 6 * deviation, trials * probability + 6 * deviation
+
+
+def test_the_rate_and_the_split_of_masked_tokens() -> None:
+    """Devlin et al. 2019, section 3.1: 15 % are predicted; of these 80 % become [MASK], 10 % random, 10 % stay."""
+    length, samples = 200, 300
+    objective = Masked(Masked.Config(), SPECIALS, length, seed=5)
+    ids = torch.randint(3, SPECIALS.vocabulary, (samples, length + 1), generator=torch.Generator().manual_seed(0))
+    ids[:, 20::40] = SPECIALS.eos
+    batch = objective.batch(ids, None, torch.arange(samples))
+    text, inputs, predicted = ids[:, :-1], batch.tokens.ids, batch.targets != -100
+    assert torch.equal(batch.targets[predicted], text[predicted])
+    assert torch.equal(inputs[~predicted], text[~predicted])
+    assert (predicted.sum(1) == 30).all(), "15 % of 200 tokens of each sample"
+    # A special token is never predicted, masked or replaced, and each other one is as likely as the next.
+    assert not predicted[text == SPECIALS.eos].any()
+    ordinary = int((text[0] != SPECIALS.eos).sum())
+    assert ordinary == 195
+    low, high = binomial_bounds(samples, 30 / ordinary)
+    counts = predicted.sum(0)[text[0] != SPECIALS.eos]
+    assert low < counts.min(), counts.min()
+    assert counts.max() < high, counts.max()
+    became, was = inputs[predicted], text[predicted]
+    total = len(was)
+    # A random token is the same one, or the mask, once in 100 times each.
+    expected = {"mask": 0.8 + 0.1 / 100, "same": 0.1 + 0.1 / 100, "other": 0.1 * 98 / 100}
+    masked, same = became == SPECIALS.mask, became == was
+    for name, is_so in (("mask", masked), ("same", same), ("other", ~masked & ~same)):
+        low, high = binomial_bounds(total, expected[name])
+        assert low < int(is_so.sum()) < high, name
 
 
 def test_targets_of_pairs() -> None:

@@ -52,6 +52,17 @@ def test_spans_are_masked_as_wholes_and_have_boundaries() -> None:
     assert abs(shares["random"] - 0.1) < 0.03
 
 
+def test_special_tokens_are_in_no_span() -> None:
+    """Also where a sample is one document, as with data.cross_documents=true."""
+    count, tokens = 100, TOKENS.clone()
+    tokens[9::10] = SPECIALS.eos
+    batch = objective().batch(tokens.expand(count, -1), None, torch.arange(count))
+    ends = (tokens[:-1] == SPECIALS.eos).expand(count, -1)
+    assert (batch.targets[~ends] != IGNORE_INDEX).any()
+    assert (batch.targets[ends] == IGNORE_INDEX).all()
+    assert (batch.tokens.ids[ends] == SPECIALS.eos).all()
+
+
 def test_lengths_are_geometric_and_clipped() -> None:
     """p (1 - p)^(n - 1) up to 10 tokens, whose mean is 3.8 (section 3.1), where no span ends early."""
     lengths = Counter(

@@ -22,7 +22,7 @@ class Masked(Objective):
             "replaced": "random_fraction",
         }
         mask_probability: float = Field(default=0.15, gt=0, lt=1)
-        """Fraction of the tokens that are predicted."""
+        """Fraction of the tokens that are predicted; special tokens, such as those that end documents, never are."""
         mask_fraction: float = Field(default=0.8, ge=0, le=1)
         """Fraction of the predicted tokens that the mask token replaces."""
         random_fraction: float = Field(default=0.1, ge=0, le=1)
@@ -41,7 +41,7 @@ class Masked(Objective):
 
     def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
         ids = tokens[:, :-1]  # [B, T]
-        predicted, fate, random = self._draw(index, ids.shape[1])
+        predicted, fate, random = self._draw(ids, index)
         targets = torch.where(predicted, ids, IGNORE_INDEX)
         masked = predicted & (fate < self.config.mask_fraction)
         replaced = predicted & ~masked & (fate < self.config.mask_fraction + self.config.random_fraction)
@@ -50,14 +50,18 @@ class Masked(Objective):
         within = None if documents is None else documents[:, :-1]
         return Batch(Tokens.from_ids(inputs, within, **fields), targets)
 
-    def _draw(self, index: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Samples' numbers [B] -> which tokens are predicted, uniform numbers and random tokens, each [B, T]."""
+    def _draw(self, ids: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids [B, T] and numbers [B] of samples -> which tokens are predicted, uniform numbers and random tokens, each
+        [B, T]."""
         predicted, fate, random = [], [], []
-        for number in index.tolist():
+        length = ids.shape[1]
+        for is_text, number in zip(self.specials.is_text(ids), index.tolist(), strict=True):
             generator = torch.Generator().manual_seed(seed_of(self.seed, "masked", number))
-            # A fixed count, not a coin flip per token, so that every sample has something to predict.
+            # A fixed count, not a coin flip per token, so that every sample has something to predict. Special tokens
+            # are counted and not chosen, as in the authors' code.
             count = max(1, round(length * self.config.mask_probability))
             order = torch.randperm(length, generator=generator)
+            order = order[is_text[order]]
             predicted.append(torch.zeros(length, dtype=torch.bool).index_fill(0, order[:count], True))
             fate.append(torch.rand(length, generator=generator))
             random.append(torch.randint(self.specials.vocabulary, (length,), generator=generator))

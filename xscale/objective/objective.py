@@ -74,6 +74,11 @@ class SpecialTokens:
     fim: tuple[int, int, int] | None = None
     """Tokens before prefix, suffix and middle that the tokenizer has for filling in; None: it has none of its own."""
 
+    def is_text(self, ids: Tensor) -> Tensor:
+        """Whether each of `ids` is no special token, of the same shape."""
+        special = [self.pad, self.eos, self.mask, self.bos, *self.sentinels, *(self.fim or ())]
+        return ~torch.isin(ids, torch.tensor([token for token in special if token is not None]))
+
 
 @dataclass(frozen=True)
 class Batch:

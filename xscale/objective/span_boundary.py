@@ -57,6 +57,7 @@ class SpanBoundary(Masked):
         generator = torch.Generator().manual_seed(seed_of(self.seed, "span_boundary", number))
         inside = torch.zeros(length, dtype=torch.bool)
         inside[1:-1] = (documents[1:-1] == documents[:-2]) & (documents[1:-1] == documents[2:])
+        inside &= self.specials.is_text(ids)
         weights = [(1 - config.geometric) ** size for size in range(config.max_span)]
         budget = max(1, round(length * config.mask_probability))
         inputs, targets = ids.clone(), torch.full_like(ids, IGNORE_INDEX)
