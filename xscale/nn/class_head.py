@@ -23,11 +23,21 @@ class ClassHead(Head):
 
     seams: ClassVar[tuple[str, ...]] = ("gather", "class_loss")
 
-    def __init__(self, width: int, outputs: int, init: Init, *, scores: bool = False, dense: bool = False) -> None:
-        """`scores`: the one output is a score, whose loss is the squared error. `dense`: a linear map and tanh come
-        first, the pooler of BERT."""
+    def __init__(
+        self,
+        width: int,
+        outputs: int,
+        init: Init,
+        *,
+        scores: bool = False,
+        dense: bool = False,
+        activation: str = "tanh",
+    ) -> None:
+        """`scores`: the one output is a score, whose loss is the squared error. `dense`: a linear map and an
+        activation, tanh or relu, come first: the pooler of BERT."""
         Module.__init__(self)
         self.scores, self.globals = scores, 0
+        self.activate = {"tanh": torch.tanh, "relu": torch.relu}[activation]
         self.dense = Linear(width, width, ("state", "width"), init, bias=True) if dense else None
         self.classes = Linear(width, outputs, ("state", "width"), init, bias=True)
         # A classifier is no map between hidden states, which optimizers of matrices update.
@@ -51,7 +61,7 @@ class ClassHead(Head):
         """
         x = self.gather(x, tokens)[:, self.globals :]
         if self.dense is not None:
-            x = torch.tanh(self.dense(x))
+            x = self.activate(self.dense(x))
         outputs: Tensor = self.classes(x)  # [B, T, C]
         if targets is None:
             return outputs

@@ -23,7 +23,16 @@ class LabelledObjective(Objective):
 
     class Config(Objective.Config):
         dense: bool = False
-        """Whether a dense layer with tanh precedes the outputs, as the pooler of BERT does."""
+        """Whether a dense layer precedes the outputs, as the pooler of BERT does."""
+        dense_activation: Literal["tanh", "relu"] = "tanh"
+        """Activation of that layer: tanh, as in BERT and RoBERTa; relu, as in DistilBERT."""
+
+    @classmethod
+    def check(cls, config: Any, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
+        if config.dense or config.dense_activation == "tanh":
+            return []
+        what = "is the activation of a dense layer, and there is none"
+        return [Problem(f"{path}.dense_activation", what, f"Take tanh, or {path}.dense=true.")]
 
     def batch(
         self,
@@ -94,7 +103,7 @@ class Classify(_Pooled):
 
     @classmethod
     def head_sizes(cls, config: Any) -> HeadSizes:
-        return HeadSizes(config.classes, dense=config.dense)
+        return HeadSizes(config.classes, dense=config.dense, activation=config.dense_activation)
 
     def metrics(self, predicted: Tensor, targets: Tensor) -> dict[str, float]:
         return class_metrics(predicted, targets, self.config.classes)
@@ -109,14 +118,15 @@ class Regress(_Pooled):
 
     @classmethod
     def check(cls, config: Any, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
+        problems = super().check(config, specials, length, path)
         if config.label_smoothing:
             what = "scores have no distribution to smooth"
-            return [Problem(f"{path}.label_smoothing", what, "Take 0.")]
-        return []
+            problems.append(Problem(f"{path}.label_smoothing", what, "Take 0."))
+        return problems
 
     @classmethod
     def head_sizes(cls, config: Any) -> HeadSizes:
-        return HeadSizes(1, scores=True, dense=config.dense)
+        return HeadSizes(1, scores=True, dense=config.dense, activation=config.dense_activation)
 
     def metrics(self, predicted: Tensor, targets: Tensor) -> dict[str, float]:
         return score_metrics(predicted, targets)
@@ -139,7 +149,7 @@ class Tag(LabelledObjective):
 
     @classmethod
     def head_sizes(cls, config: Any) -> HeadSizes:
-        return HeadSizes(config.classes, dense=config.dense)
+        return HeadSizes(config.classes, dense=config.dense, activation=config.dense_activation)
 
     def targets(self, documents: Tensor, labels: Tensor) -> Tensor:
         return labels

@@ -54,7 +54,9 @@ class HeadSizes:
     scores: bool = False
     """Whether the output is a score, and not the logit of a class."""
     dense: bool = False
-    """Whether a dense layer with tanh precedes the outputs."""
+    """Whether a dense layer precedes the outputs."""
+    activation: str = "tanh"
+    """Activation of that layer: tanh or relu."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.mesh import Mesh
 from xscale.nn.lora import MARK
+from xscale.objective.objective import OBJECTIVES, HeadSizes
 from xscale.parallel.sharded import ShardedParameter, shard_like, to_local
 from xscale.train.run_folder import CHECKPOINTS
 from xscale.train.settings import Settings, build_on_meta
@@ -84,7 +85,8 @@ def load_initial_weights(
     shapes = {name: tuple(parameter.shape) for name, parameter in full_model.named_parameters()}
     path = Path(source)
     if is_hf_folder(path):
-        return _load_hf(path, shapes, parameters)
+        head = OBJECTIVES.of(settings.objective).part.head_sizes(settings.objective)
+        return _load_hf(path, shapes, parameters, head)
     group = mesh.background
     checkpoint = path if (path / MANIFEST).exists() else find_newest(path / CHECKPOINTS, group=group).path
     if checkpoint is None:
@@ -111,15 +113,19 @@ def _entries(checkpoint: Path, verify: bool) -> tuple[str | None, dict[str, tupl
 
 
 @torch.no_grad()
-def _load_hf(folder: Path, shapes: Mapping[str, tuple[int, ...]], parameters: list[ShardedParameter]) -> list[str]:
-    """Fill the parameters from a folder of transformers, which each process reads."""
-    from xscale.convert.hf.class_head import CLASSES, DENSE
+def _load_hf(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    parameters: list[ShardedParameter],
+    head: HeadSizes | None,
+) -> list[str]:
+    """Fill the parameters from a folder of transformers, which each process reads. `head`: that of classes, if any."""
     from xscale.convert.hf.import_model import import_body, import_model
 
     weights: Mapping[str, Tensor]
     unused: tuple[str, ...] = ()
-    if CLASSES in shapes:
-        weights, unused = import_body(folder, dense=DENSE in shapes)
+    if head is not None:
+        weights, unused = import_body(folder, dense=head.activation if head.dense else None)
     else:
         weights = import_model(folder, sentence_head=any(name.startswith(SENTENCE_HEAD) for name in shapes)).weights
     matching = match(str(folder), {name: tuple(tensor.shape) for name, tensor in weights.items()}, shapes)

@@ -273,7 +273,8 @@ def build_on_meta(settings: Settings, vocabulary: int) -> nn.Module:
 
 def put_class_head(model: nn.Module, config: Model.Config, sizes: HeadSizes) -> None:
     """Put the head of an objective on labels in place of the language-model head of a model on meta."""
-    head = ClassHead(config.width, sizes.outputs, Init(std=config.init_std), scores=sizes.scores, dense=sizes.dense)
+    init, dense = Init(std=config.init_std), sizes.dense
+    head = ClassHead(config.width, sizes.outputs, init, scores=sizes.scores, dense=dense, activation=sizes.activation)
     head.globals = global_tokens_of(model)
     substitute(model, "head", head)
     name_modules(model)

@@ -1,5 +1,5 @@
-"""A fine-tuned classifier is BertForSequenceClassification or BertForTokenClassification of `transformers`, and begins
-with the encoder of any folder of BERT."""
+"""A fine-tuned classifier is BertForSequenceClassification or BertForTokenClassification of `transformers`, or that of
+RoBERTa or DistilBERT, and begins with the encoder of any folder of these."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.train.tiny import recipe, run
 from xscale.api import load_model
 from xscale.checkpoint.load import load_tensors
 from xscale.convert.hf.export_model import export_model
-from xscale.convert.hf.import_model import import_body
+from xscale.convert.hf.import_model import import_body, import_model
 from xscale.core.errors import EXIT_DONE, ConfigError
 from xscale.nn.tokens import Tokens
 
@@ -63,9 +63,56 @@ def test_a_classifier_goes_out_and_back(changes: dict[str, Any], tmp_path: Path)
         torch.testing.assert_close(again[name], value, rtol=0, atol=1e-6, msg=name)
 
 
+# Without --architecture the head decides where the blocks do not.
+SEQUENCES = {
+    "roberta": ("RobertaForSequenceClassification", "tanh", "roberta"),
+    "distilbert": ("DistilBertForSequenceClassification", "relu", None),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_classifiers_of_other_architectures_go_out_and_back(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    loader, activation, wanted = SEQUENCES[name]
+    # RoBERTa has a table of one token type.
+    section = {**SECTIONS[name][1], "token_types": int(name == "roberta")}
+    objective = {"dense_activation": activation}
+    sections: dict[str, Any] = {"model": section, "objective": objective}
+    path = classify(tmp_path, **sections, optimizer={"kind": "adamw", "lr": 0.01})
+    said: list[str] = []
+    assert export_model(path, tmp_path / "out", architecture=wanted, say=said.append) == EXIT_DONE, said
+    assert f"transformers.{loader}.from_pretrained" in said[-1]
+    external = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
+    assert type(external).__name__ == loader
+    ids = torch.arange(10, 22).view(2, 6)
+    with torch.no_grad():
+        logits = load_model(path).model(Tokens.from_ids(ids))[:, 0]
+        torch.testing.assert_close(logits, external(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
+    again = classify(tmp_path, "again", **sections, init={"from": str(tmp_path / "out")})
+    assert "drawn from the seed" not in (again / "log.txt").read_text()
+    ours, theirs = weights(again), weights(path)
+    for parameter, value in theirs.items():
+        torch.testing.assert_close(ours[parameter], value, rtol=0, atol=1e-6, msg=parameter)
+    # A dense layer with another activation is another head.
+    other = {"tanh": "relu", "relu": "tanh"}[activation]
+    read, unused = import_body(tmp_path / "out", dense=other)
+    assert not any(parameter.startswith("head.") for parameter in read)
+    assert len(unused) == 4
+
+
+TAGGERS = {
+    "tag": ("bert", "BertForTokenClassification"),
+    "regress": ("bert", CLASSIFIER),
+    "tag roberta": ("roberta", "RobertaForTokenClassification"),
+    "tag distilbert": ("distilbert", "DistilBertForTokenClassification"),
+}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "loader"), [("tag", "BertForTokenClassification"), ("regress", CLASSIFIER)])
-def test_scores_and_tags_go_out(kind: str, loader: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", TAGGERS)
+def test_scores_and_tags_go_out(name: str, tmp_path: Path) -> None:
+    (architecture, loader), kind = TAGGERS[name], name.split()[0]
+    section = BERT if architecture == "bert" else SECTIONS[architecture][1]
     transformers = pytest.importorskip("transformers")
     file = tmp_path / "rows.jsonl"
     label: Any = "odd big" if kind == "tag" else 0.5
@@ -78,9 +125,10 @@ def test_scores_and_tags_go_out(kind: str, loader: str, tmp_path: Path) -> None:
         "objective": objective,
         "train": {"steps": 1, "eval_every": 0},
     }
-    assert run(recipe(tmp_path, model=BERT, **sections)) == EXIT_DONE
+    assert run(recipe(tmp_path, model=section, **sections)) == EXIT_DONE
     said: list[str] = []
-    assert export_model(tmp_path / "run", tmp_path / "out", say=said.append) == EXIT_DONE, said
+    out = tmp_path / "out"
+    assert export_model(tmp_path / "run", out, architecture=architecture, say=said.append) == EXIT_DONE, said
     assert f"transformers.{loader}.from_pretrained" in said[-1]
     external = getattr(transformers, loader).from_pretrained(tmp_path / "out").eval()
     ids = torch.arange(10, 22).view(2, 6)
@@ -100,8 +148,33 @@ def test_a_head_without_counterpart_is_refused(tmp_path: Path) -> None:
 
     assert "objective.dense: BertForSequenceClassification has a dense layer" in refused("bert")
     assert "A run with objective.dense=true would map." in refused(None)
-    assert "'roberta' has no mapping for the head of classes that objective 'classify' trains" in refused("roberta")
+    assert "objective.dense: RobertaForSequenceClassification has a dense layer with tanh" in refused("roberta")
+    assert "'albert' has no mapping for the head of classes that objective 'classify' trains" in refused("albert")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_relu_is_another_head_and_one_without_a_dense_layer_is_refused(tmp_path: Path) -> None:
+    path = classify(tmp_path, objective={"dense_activation": "relu"})
+    with pytest.raises(ConfigError, match=r"the dense layer of BertForSequenceClassification has the activation tanh"):
+        export_model(path, tmp_path / "out", architecture="bert", say=lambda _: None)
+    asked = recipe(tmp_path, objective={"kind": "regress", "dense_activation": "relu", "label_smoothing": 0.1})
+    problems = {problem.path: problem.what for problem in asked.check()}
+    assert problems["objective.dense_activation"] == "is the activation of a dense layer, and there is none"
+    assert "objective.label_smoothing" in problems
+
+
+def test_a_folder_without_a_language_model_head_is_told(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 384, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.BertConfig(**sizes, num_attention_heads=2, max_position_embeddings=32)
+    transformers.BertModel(config).save_pretrained(tmp_path / "folder")
+    with pytest.raises(ConfigError) as error:
+        import_model(tmp_path / "folder")
+    assert "a model without its language-model head: its tensors lack the prefix 'bert.', and it has no cls.pred" in (
+        str(error.value)
+    )
+    assert "bert.embeddings" not in str(error.value)
+    assert f"by a run with init.from={tmp_path / 'folder'}" in str(error.value)
 
 
 FOLDERS = {
@@ -138,7 +211,7 @@ def test_a_classifier_begins_with_an_encoder(name: str, tmp_path: Path) -> None:
         parameter = "head.dense.weight" if "pooler" in hf_name else "head.classes.weight"
         torch.testing.assert_close(tensors[parameter], state[hf_name], rtol=0, atol=1e-7)
     # A head without a dense layer takes no classifier that reads a pooler's output.
-    without_pooler, unused = import_body(tmp_path / "folder", dense=False)
+    without_pooler, unused = import_body(tmp_path / "folder", dense=None)
     assert not any(parameter.startswith("head.") for parameter in without_pooler)
     assert set(of_head) <= set(unused)
     ids = torch.arange(10, 22).view(2, 6)

@@ -1,6 +1,7 @@
 """A head of classes, of a score or of tags, in place of the language-model head: how transformers lays it out.
 
-BERT alone has heads of the form of xscale's: a pooler and a linear map, or a linear map at each token.
+BERT, RoBERTa and DistilBERT have heads of the form of xscale's: a dense layer with an activation and a linear map, or a
+linear map at each token.
 """
 
 from collections.abc import Collection, Mapping
@@ -10,7 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from xscale.convert.hf.architecture import Architecture, Data, ModelSizes, Requirements, require_features
-from xscale.convert.hf.bert import BERT
+from xscale.convert.hf.bert import BERT, ROBERTA
+from xscale.convert.hf.distilbert import DISTILBERT
 from xscale.convert.mapping import WeightMapping, weight, with_biases
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError, Problem
@@ -23,9 +25,56 @@ from xscale.nn.module import name_modules, substitute
 
 CLASSES, DENSE = "head.classes.weight", "head.dense.weight"
 """Names of the matrices of a head of classes; the second is that of its dense layer."""
-POOLER, CLASSIFIER = "bert.pooler.dense", "classifier"
-"""Prefixes of the tensors of BERT's pooler and of its classifier."""
-SEQUENCES, TOKENS = "BertForSequenceClassification", "BertForTokenClassification"
+
+
+@dataclass(frozen=True)
+class ClassHeadNames:
+    """Classes and tensors of the heads of classes that a `model_type` of transformers has."""
+
+    architecture: Architecture
+    sequences: str
+    """The class that reads the first token of each sequence."""
+    tokens: str
+    """The class that reads each token."""
+    dense: str
+    """Prefix of the tensors of the dense layer, which only the first of the two has."""
+    classes: str = "classifier"
+    """Prefix of those of the linear map after that layer; without one it is `classifier`."""
+    activation: str = "tanh"
+    """Activation of the dense layer."""
+    dropout: str = "classifier_dropout"
+    """Key of the dropout before the linear map."""
+
+    def weights(self, dense: bool) -> list[WeightMapping]:
+        """Map the tensors of the head."""
+        if not dense:
+            return with_biases([weight(CLASSES, "classifier.weight")], True)
+        names = {DENSE: self.dense, CLASSES: self.classes}
+        return with_biases([weight(name, f"{external}.weight") for name, external in names.items()], True)
+
+
+HEADS = {
+    names.architecture.name: names
+    for names in (
+        ClassHeadNames(BERT, "BertForSequenceClassification", "BertForTokenClassification", "bert.pooler.dense"),
+        ClassHeadNames(
+            ROBERTA,
+            "RobertaForSequenceClassification",
+            "RobertaForTokenClassification",
+            "classifier.dense",
+            "classifier.out_proj",
+        ),
+        ClassHeadNames(
+            DISTILBERT,
+            "DistilBertForSequenceClassification",
+            "DistilBertForTokenClassification",
+            "pre_classifier",
+            activation="relu",
+            dropout="seq_classif_dropout",
+        ),
+    )
+}
+"""The architectures with such heads, by name, in the order in which they are tried."""
 
 
 @dataclass(frozen=True)
@@ -48,37 +97,52 @@ class ClassHeadLayout:
         return bool(self.objective.get("kind") == "regress")
 
     @property
-    def loader(self) -> str:
-        return TOKENS if self.tags else SEQUENCES
+    def activation(self) -> str:
+        return str(self.objective.get("dense_activation", "tanh"))
 
-    def problems(self) -> list[Problem]:
+    def loader(self, names: ClassHeadNames) -> str:
+        """Return the class of transformers."""
+        return names.tokens if self.tags else names.sequences
+
+    def problems(self, names: ClassHeadNames) -> list[Problem]:
         """List what the class of transformers does not have."""
         problems: list[Problem] = []
         if self.tags and self.dense:
-            what = f"{TOKENS} has no dense layer before its classes"
+            what = f"{names.tokens} has no dense layer before its classes"
             problems.append(Problem("objective.dense", what, "A run with objective.dense=false would map."))
         if not self.tags and not self.dense:
-            what = f"{SEQUENCES} has a dense layer with tanh before its classes, the pooler"
+            what = f"{names.sequences} has a dense layer with {names.activation} before its classes"
             problems.append(Problem("objective.dense", what, "A run with objective.dense=true would map."))
+        if not self.tags and self.dense and self.activation != names.activation:
+            what = f"the dense layer of {names.sequences} has the activation {names.activation}"
+            fix = f"A run with objective.dense_activation={names.activation} would map."
+            problems.append(Problem("objective.dense_activation", what, fix))
         if self.objective.get("pool", "first") != "first":
-            what = f"{SEQUENCES} reads the first token"
+            what = f"{names.sequences} reads the first token"
             problems.append(Problem("objective.pool", what, "A run with objective.pool=first would map."))
         return problems
 
-    def keys(self) -> Data:
-        """Return the keys of config.json."""
+    def keys(self, dropout: str) -> Data:
+        """Return the keys of config.json; `dropout` is that of the dropout before the classes."""
         names = self.names if len(self.names) == self.outputs else [f"LABEL_{index}" for index in range(self.outputs)]
         keys = {
             "id2label": {str(index): name for index, name in enumerate(names)},
             "label2id": {name: index for index, name in enumerate(names)},
-            "classifier_dropout": 0.0,
+            dropout: 0.0,
         }
         problem = "regression" if self.scores else "single_label_classification"
         return keys if self.tags else keys | {"problem_type": problem}
 
     def put(self, model: nn.Module, config: Model.Config) -> None:
         """Put such a head in place of the language-model head of a model on meta."""
-        head = ClassHead(config.width, self.outputs, Init(std=config.init_std), scores=self.scores, dense=self.dense)
+        head = ClassHead(
+            config.width,
+            self.outputs,
+            Init(std=config.init_std),
+            scores=self.scores,
+            dense=self.dense,
+            activation=self.activation,
+        )
         substitute(model, "head", head)
         name_modules(model)
 
@@ -97,17 +161,17 @@ def class_head_of(shapes: Mapping[str, Collection[int]], config: Data) -> ClassH
     return ClassHeadLayout(outputs, DENSE in shapes, config["objective"], labels.names if labels else ())
 
 
-def class_head_weights(dense: bool) -> list[WeightMapping]:
-    """Map the tensors of the head."""
-    pooler = [weight(DENSE, f"{POOLER}.weight")] * dense
-    return with_biases([*pooler, weight(CLASSES, f"{CLASSIFIER}.weight")], True)
+def present_class_head(architecture: str, dense: str | None, names: Collection[str]) -> list[WeightMapping]:
+    """Map those tensors of the head that a folder of an architecture has, with tensors of these `names`: the dense
+    layer, and the classes if they are read from one with the same activation in both, or from none in both.
 
-
-def present_class_head(dense: bool, names: Collection[str]) -> list[WeightMapping]:
-    """Map those tensors of the head that a folder has, with tensors of these `names`: the pooler, and the classifier if
-    it reads a pooler's output in both or in none."""
-    has_pooler = f"{POOLER}.weight" in names
-    mapping = class_head_weights(dense) if dense == has_pooler else []
+    `dense`: activation of the dense layer of the head; None: it has none.
+    """
+    head = HEADS.get(architecture)
+    if head is None:
+        return []
+    activation = head.activation if f"{head.dense}.weight" in names else None
+    mapping = head.weights(dense is not None) if dense == activation else []
     return [mapped for mapped in mapping if set(mapped.external_names) <= set(names)]
 
 
@@ -123,27 +187,39 @@ def select_classifier(
 
     ConfigError with what it does not support.
     """
-    if wanted not in (None, BERT.name):
+    if wanted is not None and wanted not in HEADS:
         what = f"'{wanted}' has no mapping for the head of classes that objective '{head.objective.get('kind')}' trains"
-        raise ConfigError("--architecture", what, f"Take {BERT.name}, which is exported as {head.loader}.")
-    require = Requirements(head.loader)
-    data: Data = {}
-    if require.one_of("model", model.kind, BERT.kind):
-        require_features(model, (), require)
-        data = BERT.to_hf(_with_bert_head(model), sizes, require)
-    if problems := [*require.problems, *head.problems()]:
-        raise ConfigError(list(dict.fromkeys(problems)))
+        raise ConfigError("--architecture", what, f"Take one of {', '.join(HEADS)}.")
+    tried: list[list[Problem]] = []
+    for names in HEADS.values() if wanted is None else [HEADS[wanted]]:
+        require, data = Requirements(head.loader(names)), Data()
+        if require.one_of("model", model.kind, names.architecture.kind):
+            require_features(model, (), require)
+            data = names.architecture.to_hf(_with_language_head(model, names.architecture), sizes, require)
+        problems = [*require.problems, *head.problems(names)]
+        if not problems:
+            return _with_classes(head, names), {**_start(head, names), **data, **head.keys(names.dropout)}
+        tried.append(problems)
+    raise ConfigError(list(dict.fromkeys(min(tried, key=len))))
+
+
+def _with_classes(head: ClassHeadLayout, names: ClassHeadNames) -> Architecture:
+    """Return the architecture with the head in place of its language-model head."""
 
     def weights(config: Any, sizes: ModelSizes) -> list[WeightMapping]:
-        return [*body_weights(BERT.weights(config, sizes)), *class_head_weights(head.dense)]
+        return [*body_weights(names.architecture.weights(config, sizes)), *names.weights(head.dense)]
 
-    architecture = replace(BERT, loader=head.loader, weights=weights, class_head=head, sentence_head=None)
-    start = {"model_type": BERT.name, "architectures": [head.loader], "dtype": "float32"}
-    return architecture, start | data | head.keys()
+    loader = head.loader(names)
+    return replace(names.architecture, loader=loader, weights=weights, class_head=head, sentence_head=None)
 
 
-def _with_bert_head(model: Any) -> Any:
-    """Return the config with BERT's language-model head: a run on labels has none, so that its keys do not matter."""
+def _start(head: ClassHeadLayout, names: ClassHeadNames) -> Data:
+    return {"model_type": names.architecture.name, "architectures": [head.loader(names)], "dtype": "float32"}
+
+
+def _with_language_head(model: Any, architecture: Architecture) -> Any:
+    """Return the config with the architecture's language-model head: a run on labels has none, so that its keys do not
+    matter."""
     ffn = model.stack.block_config(0).ffn
-    transform = getattr(ffn, "activation", model.transform)
+    transform = "gelu" if architecture is ROBERTA else getattr(ffn, "activation", model.transform)
     return model.model_copy(update={"head_bias": True, "transform": transform, "tied": True})

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from xscale.convert.compare import LogitComparison, compare_logits
 from xscale.convert.hf.architecture import Architecture, ModelSizes
-from xscale.convert.hf.bert import BERT
 from xscale.convert.hf.class_head import body_weights, present_class_head
 from xscale.convert.hf.registry import model_from_hf_config, model_of
 from xscale.convert.mapping import WeightMapping
@@ -203,12 +202,13 @@ def import_model(folder: Path, *, sentence_head: bool = False) -> ImportedModel:
     return ImportedModel(architecture, config, section, sizes, weights, ignored, compared)
 
 
-def import_body(folder: Path, *, dense: bool) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+def import_body(folder: Path, *, dense: str | None) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Convert the model in `folder` without its language-model head, for one with a head of classes; also returns the
     tensors of other heads, which are not used.
 
     The folder's class may have any head, or none. The classes are those of its classifier, if it has one of the same
-    form: `dense` says whether the head has a dense layer, which is BERT's pooler. ConfigError as in `import_model`.
+    form: `dense` is the activation of the head's dense layer, such as BERT's pooler; None: it has none. ConfigError as
+    in `import_model`.
     """
     folder = resolve_snapshot(folder)
     architecture, section, sizes = model_from_hf_config(read_config(folder))
@@ -218,9 +218,8 @@ def import_body(folder: Path, *, dense: bool) -> tuple[dict[str, Tensor], tuple[
         first_components = {f"{name.partition('.')[0]}." for mapped in mapping for name in mapped.external_names}
         prefix = first_components.pop() if len(first_components) == 1 else ""
         has_prefix = any(name.startswith(prefix) for name in source.files)
-        if architecture.name == BERT.name:
-            bare = "" if has_prefix else prefix
-            mapping += present_class_head(dense, {f"{bare}{name}" for name in source.files})
+        bare = "" if has_prefix else prefix
+        mapping += present_class_head(architecture.name, dense, {f"{bare}{name}" for name in source.files})
         of_heads = [r"(.*\.)?pooler\..*", *[rf"(?!{re.escape(prefix)}).*"] * has_prefix]
         without_heads = replace(architecture, prefix=prefix, ignored=(*architecture.ignored, *of_heads))
         return _weights(source, without_heads, mapping, architecture.loader)
@@ -234,8 +233,7 @@ def _weights(
     fallbacks = dict(architecture.fallbacks)
     required |= {name: fallbacks[name] for name in required if name in fallbacks and required[name] not in source.files}
     if missing := [name for name in required.values() if name not in source.files]:
-        fix = f"Save a complete {loader} with `save_pretrained`."
-        raise ConfigError(str(source.folder), f"it has no tensor {_listed(missing)}", fix)
+        raise _incomplete(source, missing, loader)
     # A tied head may be stored twice.
     unused = set(source.files) - set(required.values())
     ignored = sorted(
@@ -256,6 +254,19 @@ def _weights(
         assert len(tensors) == len(mapped.xscale_names), mapped
         weights |= {name: tensor.contiguous() for name, tensor in zip(mapped.xscale_names, tensors, strict=True)}
     return weights, tuple(ignored)
+
+
+def _incomplete(source: HfFolder, missing: list[str], loader: str) -> ConfigError:
+    """Return the error for a folder without some tensors; those of a model without its head have no prefix."""
+    what, fix = f"it has no tensor {_listed(missing)}", f"Save a complete {loader} with `save_pretrained`."
+    prefixed = [name for name in missing if name.partition(".")[2] in source.files]
+    if prefixed:
+        prefix = prefixed[0].partition(".")[0]
+        of_head = [name for name in missing if name not in prefixed]
+        what = f"it is a model without its language-model head: its tensors lack the prefix '{prefix}.'"
+        what += f", and it has no {_listed(of_head)}" if of_head else ""
+        fix = fix.removesuffix(".") + f"; or fine-tune it on labels, by a run with init.from={source.folder}."
+    return ConfigError(str(source.folder), what, fix)
 
 
 def _check_shapes(folder: Path, weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
