@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from xscale.core.config import decode
+from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.class_head import ClassHead
 from xscale.nn.distillation import (
     DistillConfig,
@@ -17,6 +18,7 @@ from xscale.nn.distillation import (
     StudentLosses,
     TeacherStates,
     add_width_maps,
+    attention_scores,
 )
 from xscale.nn.init import Init, materialize
 from xscale.nn.model.model import MODELS
@@ -262,3 +264,48 @@ def test_layers() -> None:
     assert config.layers_of(4, 12) == (2, 5, 8, 11), "g(m) = m N / M, counted from 0"
     assert config.layers_of(3, 4) is None
     assert DistillConfig(layers=(0, 2)).layers_of(2, 4) == (0, 2)
+
+
+def test_a_teacher_is_run_up_to_the_last_block_that_is_wanted() -> None:
+    """States are those of the whole teacher, and later blocks are not computed, as by a pipeline stage."""
+    config, teacher = DistillConfig(hidden_weight=1.0, embedding_weight=1.0, attention_weight=1.0), built(4, 4, 2)
+    calls: list[int] = []
+    stack: Any = teacher.stack
+    for layer, block in stack.blocks.items():
+        block.register_forward_hook(lambda *_, layer=layer: calls.append(int(layer)))
+    observe_states(teacher, None)
+    ids = torch.randint(VOCABULARY, (BATCH, LENGTH))
+
+    def states_of(**limits: Any) -> TeacherStates:
+        calls.clear()
+        states = TeacherStates(config, (1, 3), **limits)
+        with torch.no_grad():
+            teacher(replace(Tokens.from_ids(ids), states=states))
+        return states
+
+    whole = states_of()
+    assert calls == [0, 1, 2, 3]
+    assert sorted(whole.hidden_states) == [-1, 1, 3]
+    for wanted, last in ((frozenset({-1, 1}), 1), (frozenset({-1}), -1), (frozenset({3}), 3)):
+        states = states_of(wanted=wanted, last=last)
+        assert calls == list(range(last + 1))
+        assert set(states.hidden_states) == wanted
+        assert set(states.attention_scores) == wanted - {-1}
+        for layer, x in states.hidden_states.items():
+            assert torch.equal(x, whole.hidden_states[layer])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_have_a_bias_by_distance(causal: bool) -> None:
+    """A core may take the bias of a position by distance, and not by pair."""
+    torch.manual_seed(0)
+    q, k = (torch.randn(BATCH, 2, LENGTH, 4, dtype=torch.float64) for _ in range(2))
+    table = torch.randn(2, 2 * LENGTH - 1, dtype=torch.float64)
+    mask = AttentionMask(LENGTH, LENGTH, causal, relative_bias=lambda offsets: table[:, offsets + LENGTH - 1])
+    scores = attention_scores(q, k, mask)
+    for head in range(2):
+        for i in range(LENGTH):
+            for j in range(LENGTH):
+                expected = q[:, head, i] * k[:, head, j]
+                value = expected.sum(-1) / 2 + table[head, j - i + LENGTH - 1]
+                assert torch.allclose(scores[:, head, i, j], torch.zeros(BATCH).double() if causal and j > i else value)

@@ -92,6 +92,10 @@ class Degrees:
             below *= size
         raise AssertionError(axis)
 
+    def data_rank(self, rank: int) -> int:
+        """Return the index of the rank among those that read different samples."""
+        return self.coordinate(rank, "dp_replicate") * self.dp_shard + self.coordinate(rank, "dp_shard")
+
     def rank(self, **coordinates: int) -> int:
         """Return the rank at these coordinates, one for each axis."""
         rank = 0

@@ -57,9 +57,7 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """Index among the ranks that read different samples."""
-        rank = self.rank_info.rank
-        replica = self.degrees.coordinate(rank, "dp_replicate")
-        return replica * self.degrees.dp_shard + self.degrees.coordinate(rank, "dp_shard")
+        return self.degrees.data_rank(self.rank_info.rank)
 
 
 COLLECTIVE_GRACE_SECONDS = 30.0

@@ -15,7 +15,7 @@ The model's own loss is what a step reports; the other losses are in its statist
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +29,7 @@ from xscale.nn.auxiliary import attach
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.init import Init
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.attention import Attention
 from xscale.nn.module import Module, name_modules
-from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
 
 
@@ -70,9 +68,10 @@ class DistillConfig(Config):
     init_from_teacher: bool = False
     """Whether the student starts with the teacher's embeddings, head and blocks `layers` (Sanh et al. 2019)."""
     tp: int | None = Field(default=None, ge=1)
-    """Tensor parallelism of the teacher, a divisor of the run's; null: that of the run."""
+    """Tensor parallelism of the teacher, a divisor of the ranks of a pipeline stage; null: that of the run. Where it is
+    more than the run's, the ranks of a group run the teacher on the micro-batch of each of them in turn."""
     zero: Literal[0, 3] = 0
-    """0: each tp group has the whole teacher; 3: it is sharded over all ranks (ZeRO-3)."""
+    """0: each tp group has the whole teacher; 3: it is sharded over all ranks of a pipeline stage (ZeRO-3)."""
 
     @property
     def inner_weight(self) -> float:
@@ -93,6 +92,8 @@ class DistillConfig(Config):
 
 class WidthMaps(Module):
     """The learned maps from the student's width to that of the teacher, which are used in training alone."""
+
+    seams: ClassVar[tuple[str, ...]] = ("embedding",)
 
     def __init__(self, width: int, teacher_width: int, std: float, *, embedding: bool, hidden: bool) -> None:
         super().__init__()
@@ -161,16 +162,28 @@ class TeacherStates:
     """[B, T, D], output of the stack."""
     output_logits: Tensor | None = None
     """[B, T, V]."""
+    wanted: frozenset[int] | None = None
+    """The blocks whose states are kept, -1 for the input of the first; None: all that the student learns from."""
+    last: int | None = None
+    """The last block that is computed, -1 for none; None: all are."""
+
+    def keeps(self, layer: int) -> bool:
+        """Whether the states of block `layer` are kept, if they have a weight."""
+        return layer in self.wanted if self.wanted is not None else layer < 0 or layer in self.layers
+
+    def skips(self, layer: int) -> bool:
+        """Whether block `layer` is not computed, because nothing is learned from it or from a later one."""
+        return self.last is not None and layer > self.last
 
     def hidden(self, layer: int, x: Tensor, tokens: Tokens) -> Tensor:
         """Keep x [B, T, D], the output of block `layer`, -1 for the first block's input; return it."""
-        if (layer in self.layers and self.config.hidden_weight) or (layer < 0 and self.config.embedding_weight):
+        if self.keeps(layer) and (self.config.embedding_weight if layer < 0 else self.config.hidden_weight):
             self.hidden_states[layer] = x
         return x
 
     def attention(self, layer: int, q: Tensor, k: Tensor, mask: AttentionMask, o: Tensor, tokens: Tokens) -> Tensor:
         """Keep the scores of q and k [B, H, T, K] in block `layer`; return o [B, H, T, K]."""
-        if layer in self.layers and self.config.attention_weight:
+        if self.keeps(layer) and self.config.attention_weight:
             self.attention_scores[layer] = attention_scores(q, k, mask)
         return o
 
@@ -190,6 +203,14 @@ class StudentLosses:
     maps: WidthMaps | None = None
     padded: bool = False
     """Whether tokens of other documents than 0 are padding, of which nothing is learned."""
+    gather: Callable[[Tensor, Tokens], Tensor] | None = None
+    """Gathers states whose sequence is sharded over tp, [B, T/R, D] -> [B, T, D]; None: they are not sharded."""
+    scores: Callable[[Tensor, Tensor, AttentionMask], Tensor] = field(default_factory=lambda: attention_scores)
+    """Computes attention scores [B, H, T, S] of this process' queries."""
+
+    def skips(self, layer: int) -> bool:
+        """Whether block `layer` is not computed: all are."""
+        return False
 
     def hidden(self, layer: int, x: Tensor, tokens: Tokens) -> Tensor:
         """Return x [B, T, D], the output of block `layer`, -1 for the first block's input, with its loss attached."""
@@ -198,7 +219,8 @@ class StudentLosses:
             return x
         taught = self.teacher.hidden_states[layer if layer < 0 else self.teacher.layers[layer]]
         linear = None if self.maps is None else self.maps.embedding if layer < 0 else self.maps.hidden
-        difference = upcast(x if linear is None else linear(x)) - upcast(taught)  # [B, T, D]
+        states = self._full(x, tokens)
+        difference = upcast(states if linear is None else linear(states)) - upcast(taught)  # [B, T, D]
         loss = self._mean(difference.square().mean(-1), tokens)
         return self._attach(x, loss, weight * self._stage(tokens, inner=True), tokens, _name(layer, "hidden"))
 
@@ -207,7 +229,7 @@ class StudentLosses:
         if not self.config.attention_weight:
             return o
         taught = self.teacher.attention_scores[self.teacher.layers[layer]]
-        squares = (attention_scores(q, k, mask) - taught).square().mean(1)  # [B, T, T]
+        squares = (self.scores(q, k, mask) - taught).square().mean(1)  # [B, T, T]
         loss = self._mean(squares, tokens)
         weight = self.config.attention_weight * self._stage(tokens, inner=True)
         return self._attach(o, loss, weight, tokens, _name(layer, "attention"))
@@ -217,7 +239,8 @@ class StudentLosses:
         taught = self.teacher.output_states
         if taught is None:
             return x
-        loss = self._mean(1 - F.cosine_similarity(upcast(x), upcast(taught), dim=-1), tokens)
+        states = upcast(self._full(x, tokens))
+        loss = self._mean(1 - F.cosine_similarity(states, upcast(taught), dim=-1), tokens)
         weight = self.config.cosine_weight * self._stage(tokens, inner=False)
         return self._attach(x, loss, weight, tokens, "distillation/cosine_loss")
 
@@ -236,13 +259,19 @@ class StudentLosses:
             tokens.stats.add("distillation/soft_loss", divergence * share)
         return loss + self.config.soft_weight * stage * (divergence - divergence.detach())
 
+    def _full(self, x: Tensor, tokens: Tokens) -> Tensor:
+        return x if self.gather is None else self.gather(x, tokens)
+
     def _mean(self, values: Tensor, tokens: Tokens) -> Tensor:
-        """Mean of values [B, T], or [B, T, T] of pairs of tokens, over the text: a scalar.
+        """Mean of values [B, T], or [B, T, S] of pairs of tokens, over the text: a scalar.
 
         The mean of what the shards of a sequence give is that of the sequence.
         """
         if (real := tokens.real()) is not None:
-            return (values * real).sum() / tokens.count()
+            if values.dim() == 3:
+                values = values.mean(-1)
+            # Not a product: a token of padding has no score, and its value is no number.
+            return values.where(real, 0.0).sum() / tokens.count()
         if not self.padded or tokens.documents is None:
             return values.mean()
         is_text = (tokens.documents == 0).to(values.dtype)  # [B, T]
@@ -273,65 +302,16 @@ def attention_scores(q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
     where a query does not see a key, as in the authors' code of TinyBERT."""
     scores: Tensor = upcast(grouped_matmul(q, k.mT)) * q.shape[-1] ** -0.5
     bias, allowed = mask.score_bias(q, k), mask.allowed
+    if mask.relative_bias is not None:
+        places = [torch.arange(count, device=q.device) for count in (mask.queries, mask.keys)]
+        distances = places[1] - places[0][:, None] - mask.offset  # [T, S]
+        by_distance = mask.relative_bias(distances.flatten()).view(-1, *distances.shape)  # [H, T, S]
+        bias = by_distance if bias is None else bias + by_distance
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
     if allowed is not None:
         scores = scores.masked_fill(~allowed.to(q.device), 0.0)
     return scores
-
-
-def attentions_of(stack: Stack) -> dict[int, Attention]:
-    """Return the one self-attention of each block; a block without one, or with several, is left out."""
-    by_layer = {}
-    for layer, block in stack.blocks.items():
-        mixers = [module for module in block.modules() if isinstance(module, Attention) and not module.cross]
-        if len(mixers) == 1:
-            by_layer[int(layer)] = mixers[0]
-    return by_layer
-
-
-@dataclass(frozen=True)
-class ObservedBlocks:
-    """Runs a block, and hands its input, if it is the first, and its output to `Tokens.states`."""
-
-    run: Callable[..., Any]
-
-    def __call__(self, block: Module, x: Any, tokens: Tokens, *inputs: Any) -> Any:
-        """Return what the block returns: x [B, T, D], or also the scores that it hands on."""
-        if tokens.states is None:
-            return self.run(block, x, tokens, *inputs)
-        layer = int(block.path.rsplit(".", 1)[1])
-        if layer == 0:
-            x = tokens.states.hidden(-1, x, tokens)
-        result = self.run(block, x, tokens, *inputs)
-        if isinstance(result, tuple):
-            return tokens.states.hidden(layer, result[0], tokens), *result[1:]
-        return tokens.states.hidden(layer, result, tokens) if isinstance(result, Tensor) else result
-
-
-@dataclass(frozen=True)
-class ObservedOutput:
-    """Hands the output of a stack to `Tokens.states`."""
-
-    finish: Callable[..., Any]
-
-    def __call__(self, x: Any, scores: Any, tokens: Tokens) -> Any:
-        """Return the output [B, T, D] of the stack."""
-        out = self.finish(x, scores, tokens)
-        return out if tokens.states is None else tokens.states.output(out, tokens)
-
-
-@dataclass(frozen=True)
-class ObservedScores:
-    """Hands queries and keys of an attention to `Tokens.states`."""
-
-    layer: int
-    attend: Callable[..., Tensor]
-
-    def __call__(self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-        """Return the heads' outputs [B, H, T, K]."""
-        o = self.attend(x, tokens, q, k, v, mask)
-        return o if tokens.states is None else tokens.states.attention(self.layer, q, k, mask, o, tokens)
 
 
 @dataclass(frozen=True)

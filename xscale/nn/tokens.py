@@ -145,6 +145,10 @@ class InnerStates(Protocol):
         """Get x [B, T, D], the output of the stack."""
         ...
 
+    def skips(self, layer: int) -> bool:
+        """Whether block `layer` is not computed, and its output is its input."""
+        ...
+
 
 @dataclass(frozen=True)
 class Gating:

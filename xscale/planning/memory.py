@@ -9,9 +9,11 @@ from torch import nn
 
 from xscale.measure.device import Device
 from xscale.measure.memory import model_state_bytes
+from xscale.mesh import axes
 from xscale.mesh.axes import Degrees
 from xscale.optim.optimizer.optimizer import OPTIMIZERS, Optimizer
 from xscale.parallel.config import ZeroConfig
+from xscale.parallel.distillation import readers_of
 from xscale.parallel.engine.deepspeed.settings import bucket_size
 from xscale.parallel.engine.fsdp import optimizer_weights
 from xscale.parallel.pipeline.schedule import schedule_of
@@ -112,8 +114,11 @@ def teacher_bytes(settings: Settings, world: int, vocabulary: int) -> int:
         # FSDP keeps what it has cast.
         stored += count * compute.itemsize // degrees.tp
     logits = settings.train.micro_batch_size * settings.data.target_length * vocabulary
+    # The ranks of a group that read several micro-batches have the logits of two at once.
+    student, together = axes.resolve(settings.parallel.mesh, world), degrees.groups_along("tp")[0]
+    tensors = min(2, len(readers_of(student, together)))
     soft = logits // settings.parallel.mesh.tp * SOFT_LOSS_COPIES * max(compute.itemsize, 4)
-    return stored + (logits * compute.itemsize + soft if settings.distill.soft_weight else 0)
+    return stored + (tensors * logits * compute.itemsize + soft if settings.distill.soft_weight else 0)
 
 
 def _simulated_micro_batches(settings: Settings, pp: int, at: int, micros: int) -> tuple[int, float]:

@@ -1,6 +1,6 @@
 """Knowledge distillation in a run: the teacher is set up, and the objective calls it on each micro-batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,10 @@ from xscale.mesh.mesh import Mesh
 from xscale.nn.distillation import FullVocabulary, StudentLosses, WidthMaps
 from xscale.nn.head import Head
 from xscale.nn.model.model import MODELS
+from xscale.nn.stack import Stack
+from xscale.nn.tokens import Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, HeadSizes, Objective
-from xscale.parallel.distillation import observe_states
+from xscale.parallel.distillation import observe_states, scores_of_shard, sequence_gather
 from xscale.parallel.sharded import stage_models
 from xscale.parallel.tensor.vocabulary import VocabParallelCrossEntropy, VocabularyShard
 from xscale.train.distill_check import check_teacher, layers_of
@@ -25,10 +27,14 @@ from xscale.train.teacher_source import check_vocabulary, find_teacher, teacher_
 class DistilledObjective(Objective):
     """An objective whose training loss also reads a teacher on the same micro-batch; evaluation does not."""
 
-    def __init__(self, objective: Objective, teacher: Teacher) -> None:
+    def __init__(
+        self, objective: Objective, teacher: Teacher, gather: Callable[[Tensor, Tokens], Tensor] | None = None
+    ) -> None:
+        """`gather`: gathers states of the student whose sequence is sharded over tp; None: it is not."""
         super().__init__(objective.config, objective.specials, objective.length, objective.seed)
         self.objective = objective
         self.teacher = teacher
+        self.gather = gather
 
     @classmethod
     def head_sizes(cls, config: Any) -> HeadSizes | None:
@@ -54,13 +60,25 @@ class DistilledObjective(Objective):
         return self.objective.source_of(ids)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        # Other stages of a pipeline have no loss.
-        if batch.tokens.target_weight is None or not isinstance(getattr(model, "head", None), Head):
+        if batch.tokens.target_weight is None:
+            return self.objective.loss(model, batch)
+        config, stack = self.teacher.config, getattr(model, "stack", None)
+        # A stage of a pipeline runs the teacher up to the blocks that its own learn from; the last one has the head.
+        wanted = self.teacher.wanted(map(int, stack.blocks) if isinstance(stack, Stack) else ())
+        has_head = isinstance(getattr(model, "head", None), Head)
+        outputs = has_head and config.soft_weight + config.cosine_weight > 0
+        if not wanted and not has_head:
             return self.objective.loss(model, batch)
         maps = getattr(model, "distillation", None)
         assert maps is None or isinstance(maps, WidthMaps)
-        padded = OBJECTIVES.of(self.config).traits.labels is not None
-        states = StudentLosses(self.teacher.config, self.teacher.states(batch), maps, padded)
+        states = StudentLosses(
+            config,
+            self.teacher.states(batch, wanted, outputs=outputs),
+            maps,
+            padded=OBJECTIVES.of(self.config).traits.labels is not None,
+            gather=self.gather,
+            scores=scores_of_shard,
+        )
         return self.objective.loss(model, replace(batch, tokens=replace(batch.tokens, states=states)))
 
 
@@ -78,14 +96,13 @@ def distil(
     source = find_teacher(settings, weights=True)
     if problems := check_vocabulary(source, tokenizer) + check_teacher(settings, source):
         raise ConfigError(problems)
-    network = load_teacher(settings, source, tokenizer.vocabulary, mesh)
+    network, ranks = load_teacher(settings, source, tokenizer.vocabulary, mesh)
     full_student = build_on_meta(settings, tokenizer.vocabulary)
     layers = layers_of(config, full_student, network) or ()
-    teacher = Teacher(network, config, layers)
+    teacher = Teacher(network, config, layers, ranks)
     for stage in stage_models(model):
         head = getattr(stage, "head", None)
-        if isinstance(head, Head):
-            observe_states(stage, vocabulary_of(head))
+        observe_states(stage, vocabulary_of(head) if isinstance(head, Head) else None)
     lines = [
         f"distill: teacher {MODELS.of(source.settings.model).summary} of {source.folder}, {_layout(settings, mesh)}"
     ]
@@ -93,7 +110,7 @@ def distil(
         blocks = {str(taught): str(layer) for layer, taught in enumerate(layers)}
         count = sum(teacher.copy_to(stage, blocks) for stage in stage_models(model))
         lines.append(f"distill: initialised {count} parameters by the teacher's, blocks by its {list(layers)}")
-    return DistilledObjective(objective, teacher), lines
+    return DistilledObjective(objective, teacher, sequence_gather(mesh, settings.parallel)), lines
 
 
 def _layout(settings: Settings, mesh: Mesh) -> str:

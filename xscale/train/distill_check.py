@@ -5,12 +5,14 @@ from torch import nn
 from xscale.core.errors import ConfigError, Problem
 from xscale.mesh import axes
 from xscale.nn.attention.softmax import Softmax
-from xscale.nn.distillation import DistillConfig, attentions_of
+from xscale.nn.distillation import DistillConfig
 from xscale.nn.head import Head
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.model.model import MODELS
+from xscale.nn.observed_states import attentions_of
 from xscale.nn.stack import Stack
 from xscale.objective.objective import OBJECTIVES
+from xscale.parallel.distillation import runs_equally_often, runs_in_one_stage
 from xscale.train.settings import Settings, build_on_meta
 from xscale.train.teacher_source import TeacherSource, find_teacher, teacher_degrees, teacher_folder
 
@@ -45,7 +47,11 @@ def check_distillation(settings: Settings, model: nn.Module | None, world: int) 
         what = "the maps are for the losses of embeddings and hidden states, which have no weight"
         problems.append(Problem(f"{PATH}.map_width", what, "Take null, or hidden_weight=1."))
     problems += _check_padding(settings, config)
-    return problems + _check_layout(settings, config, world) + ([] if model is None else _check_model(model, config))
+    return (
+        problems
+        + _check_layout(settings, config, world)
+        + ([] if model is None else _check_model(model, config, settings.parallel.mesh.cp))
+    )
 
 
 def _check_padding(settings: Settings, config: DistillConfig) -> list[Problem]:
@@ -65,11 +71,6 @@ def _check_padding(settings: Settings, config: DistillConfig) -> list[Problem]:
 
 def _check_layout(settings: Settings, config: DistillConfig, world: int) -> list[Problem]:
     mesh, problems = settings.parallel.mesh, []
-    if mesh.cp > 1 and config.attention_weight:
-        what = "attention scores are of pairs of tokens, of which a rank would have a shard"
-        problems.append(
-            Problem("parallel.mesh.cp", what, f"Use cp=1, with tp in its place, or {PATH}.attention_weight=0.")
-        )
     if mesh.cp > 1 and OBJECTIVES.of(settings.objective).traits.labels is not None:
         what = (
             "a student of labels is compared with its teacher over whole examples, of which a rank would have a shard"
@@ -78,42 +79,34 @@ def _check_layout(settings: Settings, config: DistillConfig, world: int) -> list
     if settings.parallel.zero.engine != "torch":
         what = "distillation with DeepSpeed is not supported"
         problems.append(Problem("parallel.zero.engine", what, "Use parallel.zero.engine=torch."))
-    fitting = axes.checkable_world(mesh, world)
-    if fitting is not None and not _within(settings, fitting):
-        what = f"the tp groups of a teacher with tp={config.tp} would have ranks that read different samples"
-        fix = f"Take null or a divisor of {mesh.tp}, with tp last in parallel.mesh.order."
-        problems.append(Problem(f"{PATH}.tp", what, fix))
-    if config.attention_weight and config.tp not in (None, mesh.tp):
-        what = "attention scores are compared head by head, and a rank would have other heads of the teacher"
-        problems.append(Problem(f"{PATH}.tp", what, f"Take null, or {mesh.tp}."))
-    if config.zero == 3 and mesh.pp > 1:
-        what = "the first stages of a pipeline do not run the teacher, whose shards they would have"
-        problems.append(Problem(f"{PATH}.zero", what, "Take 0, or parallel.mesh.pp=1."))
-    if config.inner_weight and mesh.pp > 1:
-        what = "inner states are learned where the teacher runs, which is the last stage of a pipeline"
-        fix = "Use pp=1, or the weights of soft, hard and cosine losses alone."
-        problems.append(Problem("parallel.mesh.pp", what, fix))
-    if settings.parallel.tensor.sequence and config.inner_weight + config.cosine_weight:
-        what = "a rank would have a shard of the student's states along the sequence, and the teacher's are whole"
-        problems.append(Problem("parallel.tensor.sequence", what, "Take false, or the soft loss alone."))
+    problems += [] if axes.check(mesh, world) else _check_ranks(settings, config, world)
     if settings.parallel.compile and config.attention_weight:
         what = "a loss inside the attention would be compiled anew in every forward"
         problems.append(Problem("parallel.compile", what, f"Take false, or {PATH}.attention_weight=0."))
     return problems
 
 
-def _within(settings: Settings, world: int) -> bool:
-    """Whether each tp group of the teacher lies within one of the student's."""
-    try:
-        _, degrees = teacher_degrees(settings, world)
-        of_teacher = degrees.groups_along("tp")
-    except (ConfigError, AssertionError, ValueError):
-        return False
-    of_student = [set(group) for group in axes.resolve(settings.parallel.mesh, world).groups_along("tp")]
-    return degrees.world == world and all(any(set(group) <= ranks for ranks in of_student) for group in of_teacher)
+def _check_ranks(settings: Settings, config: DistillConfig, world: int) -> list[Problem]:
+    """Check that there are ranks for the groups of the teacher, and that those of one group run it at the same time."""
+    mesh = settings.parallel.mesh
+    tp, of_stage = config.tp or mesh.tp, world // mesh.pp
+    if of_stage % tp:
+        fits = ", ".join(str(degree) for degree in range(1, of_stage + 1) if of_stage % degree == 0)
+        have = f"a stage has {of_stage}" if mesh.pp > 1 else f"there are {of_stage}"
+        what = f"a teacher with tp={tp} needs a multiple of {tp} ranks, and {have}"
+        return [Problem(f"{PATH}.tp", what, f"With {world} ranks it may be {fits}.")]
+    student, (_, degrees) = axes.resolve(mesh, world), teacher_degrees(settings, world)
+    if config.zero == 3 and not runs_equally_often(student, degrees):
+        what = f"ranks of a teacher with tp={tp} and ZeRO-3 would run it on different numbers of micro-batches"
+        fix = f"Take a divisor or a multiple of {mesh.tp}, or {PATH}.zero=0."
+        return [Problem(f"{PATH}.tp", what, fix)]
+    if runs_in_one_stage(student, degrees, sharded=config.zero == 3):
+        return []
+    what = "a group of the teacher would have ranks of several pipeline stages, which run it at different times"
+    return [Problem("parallel.mesh.order", what, "Put pp first, or take parallel.mesh.pp=1.")]
 
 
-def _check_model(model: nn.Module, config: DistillConfig) -> list[Problem]:
+def _check_model(model: nn.Module, config: DistillConfig, cp: int) -> list[Problem]:
     """Check a student on meta."""
     stack = getattr(model, "stack", None)
     problems = []
@@ -133,7 +126,15 @@ def _check_model(model: nn.Module, config: DistillConfig) -> list[Problem]:
         problems.append(Problem("model.stack.pooling", what, "Take null, or the soft loss alone."))
     elif config.attention_weight:
         problems += _check_attention(stack, len(stack.blocks), "the student")
+        if cp > 1 and any(_reads_pairs(attention) for attention in attentions_of(stack).values()):
+            what = "the scores of a position read queries and keys, of which a rank would have a shard"
+            fix = f"Use cp=1, with tp in its place, another model.position, or {PATH}.attention_weight=0."
+            problems.append(Problem("parallel.mesh.cp", what, fix))
     return problems
+
+
+def _reads_pairs(attention: Attention) -> bool:
+    return attention.position is not None and attention.position.adds_scores
 
 
 def _check_attention(stack: Stack, depth: int, which: str) -> list[Problem]:

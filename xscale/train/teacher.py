@@ -1,6 +1,6 @@
 """The teacher of a distilled model: frozen, in evaluation mode, on a layout of its own."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +14,7 @@ from xscale.nn.tokens import SharedValues, Tokens
 from xscale.objective.objective import Batch
 from xscale.parallel.config import ParallelConfig, ZeroConfig
 from xscale.parallel.context.sequence_sharding import SequenceSharding, TokenShard
-from xscale.parallel.distillation import observe_states
+from xscale.parallel.distillation import TeacherRanks, observe_states, teacher_ranks
 from xscale.parallel.full_tensors import gather_full
 from xscale.parallel.plan import ParallelPlan
 from xscale.parallel.sharded import fill_parameters, local_shape_and_offset, shard_like, sharded_parameters
@@ -29,19 +29,45 @@ class Teacher:
     model: nn.Module
     config: DistillConfig
     layers: tuple[int, ...]
+    ranks: TeacherRanks
+
+    def wanted(self, blocks: Iterable[int]) -> frozenset[int]:
+        """Return the teacher's blocks whose states the student's `blocks` learn from; -1 for the input of the first."""
+        config, blocks = self.config, set(blocks)
+        inner = config.hidden_weight + config.attention_weight
+        of_blocks = {self.layers[layer] for layer in blocks} if inner else set()
+        return frozenset(of_blocks | ({-1} if config.embedding_weight and 0 in blocks else set()))
 
     @torch.no_grad()
-    def states(self, batch: Batch) -> TeacherStates:
-        """Run the teacher in evaluation mode on the inputs of a micro-batch of the student.
+    def states(self, batch: Batch, wanted: frozenset[int], *, outputs: bool) -> TeacherStates:
+        """Run the teacher in evaluation mode on the inputs of a micro-batch of the student, up to the last of the
+        blocks that are `wanted`, or, with `outputs`, to its logits.
 
-        It reads full sequences. Where the student has shards of them, so have the states that are returned.
+        It reads full sequences. Where the student has shards of them, so have the states that are returned. Collective
+        over the ranks that run the teacher together.
         """
-        states = TeacherStates(self.config, self.layers)
-        tokens = replace(_plain(batch.tokens), states=states, only_last_logits=not self.config.soft_weight)
-        source = None if batch.source is None else _plain(batch.source)
-        states.output_logits = self.model(tokens, None, source)
+        of_ranks = self.ranks.micro_batches(_plain(batch.tokens))
+        sources: list[Tokens | None] = [None] * len(of_ranks)
+        if batch.source is not None:
+            sources = list(self.ranks.micro_batches(_plain(batch.source)))
+        kept = TeacherStates(self.config)
+        for turn, (tokens, source) in enumerate(zip(of_ranks, sources, strict=True)):
+            states = self._run(tokens, source, wanted, outputs=outputs)
+            if turn == self.ranks.turn:
+                kept = states
         if isinstance(batch.tokens, TokenShard):
-            _shard(states, batch.tokens.sharding)
+            _shard(kept, batch.tokens.sharding)
+        return kept
+
+    def _run(self, tokens: Tokens, source: Tokens | None, wanted: frozenset[int], *, outputs: bool) -> TeacherStates:
+        last = None if outputs else max(wanted, default=-1)
+        states = TeacherStates(self.config, self.layers, wanted=wanted, last=last)
+        needs_logits = outputs and self.config.soft_weight > 0
+        logits = self.model(replace(tokens, states=states, only_last_logits=not needs_logits), None, source)
+        states.output_logits = logits if needs_logits else None
+        states.output_states = states.output_states if outputs else None
+        scores = states.attention_scores
+        states.attention_scores = {layer: self.ranks.own_heads(scores[layer]) for layer in sorted(scores)}
         return states
 
     @torch.no_grad()
@@ -62,12 +88,14 @@ class Teacher:
 
 
 def _shard(states: TeacherStates, sharding: SequenceSharding) -> None:
-    """Slice this rank's shard from the states of all tokens [B, T, ...]; there are no attention scores."""
-    assert not states.attention_scores, "of pairs of tokens"
+    """Slice this rank's shard from the states of all tokens [B, T, ...], and that of its queries from the scores."""
+    states.attention_scores = {
+        layer: sharding.shard(scores.transpose(1, 2)).transpose(1, 2)
+        for layer, scores in states.attention_scores.items()
+    }
     states.hidden_states = {layer: sharding.shard(x) for layer, x in states.hidden_states.items()}
     states.output_states = None if states.output_states is None else sharding.shard(states.output_states)
-    logits, has_all = states.output_logits, states.config.soft_weight > 0
-    states.output_logits = sharding.shard(logits) if logits is not None and has_all else None
+    states.output_logits = None if states.output_logits is None else sharding.shard(states.output_logits)
 
 
 def _plain(tokens: Tokens) -> Tokens:
@@ -84,8 +112,13 @@ def _plain(tokens: Tokens) -> Tokens:
     )
 
 
-def load_teacher(settings: Settings, source: TeacherSource, vocabulary: int, mesh: Mesh) -> nn.Module:
-    """Build the teacher on its own layout and read its weights. Collective; ConfigError where it does not fit."""
+def load_teacher(
+    settings: Settings, source: TeacherSource, vocabulary: int, mesh: Mesh
+) -> tuple[nn.Module, TeacherRanks]:
+    """Build the teacher on its own layout and read its weights; return it and the ranks that run it together.
+
+    Collective; ConfigError where it does not fit.
+    """
     assert settings.distill is not None, "the run has no teacher"
     info = mesh.rank_info
     config, degrees = teacher_degrees(settings, info.world)
@@ -119,4 +152,4 @@ def load_teacher(settings: Settings, source: TeacherSource, vocabulary: int, mes
         verify = settings.checkpoint.verify
         load(source.checkpoint, tensors, only="model.", cast_types=True, verify=verify, group=mesh.background)
     observe_states(model, None)
-    return model.eval()
+    return model.eval(), teacher_ranks(mesh, own_mesh)

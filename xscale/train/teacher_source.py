@@ -124,7 +124,9 @@ def check_vocabulary(source: TeacherSource, tokenizer: Tokenizer) -> list[Proble
 
 
 def teacher_degrees(settings: Settings, world: int) -> tuple[MeshConfig, Degrees]:
-    """Return the mesh of the teacher: tensor parallelism, and all other ranks along dp_shard."""
+    """Return the mesh of the teacher: tensor parallelism, and all other ranks along dp_shard, which has those of a
+    pipeline stage of the student, if that runs its blocks first."""
     assert settings.distill is not None, "the run has no teacher"
-    config = MeshConfig(tp=settings.distill.tp or settings.parallel.mesh.tp)
+    mesh = settings.parallel.mesh
+    config = MeshConfig(tp=settings.distill.tp or mesh.tp, dp_replicate=mesh.pp)
     return config, axes.resolve(config, world)

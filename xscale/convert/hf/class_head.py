@@ -200,7 +200,8 @@ def select_classifier(
         if not problems:
             return _with_classes(head, names), {**_start(head, names), **data, **head.keys(names.dropout)}
         tried.append(problems)
-    raise ConfigError(list(dict.fromkeys(min(tried, key=len))))
+    nearest = min(tried, key=len)
+    raise ConfigError(dict.fromkeys(nearest))
 
 
 def _with_classes(head: ClassHeadLayout, names: ClassHeadNames) -> Architecture:

@@ -57,6 +57,11 @@ class ShardedAttentionMask(AttentionMask):
         bias = self.bias_of(self.query_shard.full.positions, self.key_shard.full.positions)
         return plain if bias is None else replace(plain, bias=bias[:, selected])
 
+    def allowed_of_shard(self) -> Tensor | None:
+        """Return where the rank's P queries see the S keys of all ranks, bool [B or 1, 1, P, S]; None: everywhere."""
+        allowed = self._plain().allowed
+        return None if allowed is None else self.sharding.shard(allowed[:, 0])[:, None]
+
     def _plain(self) -> AttentionMask:
         """Return the mask of all queries on all keys, without a bias."""
         documents = None not in (self.query_shard.documents, self.key_shard.documents)

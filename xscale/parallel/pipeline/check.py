@@ -87,6 +87,8 @@ def _one_copy(name: str) -> str:
         return "Take schedule 1f1b, with one stage on each rank, or another stack.block.position."
     if ".core_tables." in name:
         return "Take schedule 1f1b, with one stage on each rank, or a core without tables that layers share."
+    if name.startswith("distillation."):
+        return "Take schedule 1f1b, with one stage on each rank, or distill.map_width=null."
     allowed = ", ".join(schedule.name for schedule in SCHEDULES.values() if not schedule.v_shaped)
     return f"Take one of the schedules {allowed}" + ("." if "source" in name else ", or tied: false.")
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 from torch import nn
 
 from xscale.nn.block import Block
+from xscale.nn.distillation import WidthMaps
 from xscale.nn.exits import Exit, Exits
 from xscale.nn.ffn.ffn import active_fractions
 from xscale.nn.head import Head
@@ -35,6 +36,9 @@ def stage_layout(model: nn.Module) -> StageLayout | None:
         expected = {**dict.fromkeys(layout.inputs, Embed), **dict.fromkeys(layout.stacks, Stack), "head": Head}
         # What has no parameters, as a loss on hidden states, stands on each stage.
         children = {name: child for name, child in model.named_children() if any(True for _ in child.parameters())}
+        # Maps of a student's states to a teacher's stand where the states do.
+        if isinstance(children.get("distillation"), WidthMaps):
+            del children["distillation"]
         if children.keys() == expected.keys() and all(isinstance(children[name], expected[name]) for name in expected):
             return layout
     return None
@@ -122,7 +126,7 @@ def balance(blocks: Sequence[float], head: float, stages: int) -> list[int]:
 def stages_of_shared_params(model: nn.Module, stage_blocks: list[list[str]]) -> dict[str, list[int]]:
     """Return the name of each table that several stages use -> those stages; each has a copy.
 
-    These are the embeddings, and what the blocks of a stack share.
+    These are the embeddings, what the blocks of a stack share, and a student's map of their outputs to a teacher's.
     """
     layout = stage_layout(model)
     assert layout is not None
@@ -141,6 +145,10 @@ def stages_of_shared_params(model: nn.Module, stage_blocks: list[list[str]]) -> 
             for name, parameter in params_shared_by_blocks(model.get_submodule(stack), blocks):
                 names[id(parameter)] = f"{stack}.{name}"
                 users.setdefault(id(parameter), set()).add(number)
+    maps = getattr(model, "distillation", None)
+    if isinstance(maps, WidthMaps) and maps.hidden is not None:
+        names[id(maps.hidden.weight)] = "distillation.hidden.weight"
+        users[id(maps.hidden.weight)] = set(range(len(stage_blocks)))
     return {names[key]: sorted(stages) for key, stages in users.items() if len(stages) > 1}
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from xscale.nn.block import Block, Scores
+from xscale.nn.distillation import WidthMaps
 from xscale.nn.gates import GATES
 from xscale.nn.linear import Embedding
 from xscale.nn.module import Module, substitute
@@ -155,6 +156,9 @@ def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> Pipelin
         _keep_blocks(model.get_submodule(name), paths, name)
     if not last:
         substitute(model, "head", SendHidden())
+    maps = getattr(model, "distillation", None)
+    if index and isinstance(maps, WidthMaps):
+        substitute(maps, "embedding", None)
     stage = PipelineStage(index, model, [], [], last)
     if len(layout.stacks) == 1:
         stack = model.get_submodule(layout.stacks[0])
