@@ -215,8 +215,15 @@ def one(pool: Pool) -> Found:
         (2, {"mesh": {"tp": 2}}),
         pytest.param(2, {"zero": {"stage": 3}}, marks=pytest.mark.long),
         pytest.param(1, {"recompute": {"every": 1}}, marks=pytest.mark.long),
+        pytest.param(2, {"mesh": {"pp": 2}}, marks=pytest.mark.long),
+        pytest.param(4, {"mesh": {"pp": 4}, "zero": {"stage": 3}}, marks=pytest.mark.long),
+        pytest.param(3, {"mesh": {"pp": 3}, "pipeline": {"schedule": "zero_bubble"}}, marks=pytest.mark.long),
+        pytest.param(4, {"mesh": {"pp": 2, "tp": 2}}, marks=pytest.mark.long),
+        pytest.param(2, {"mesh": {"cp": 2}}, marks=pytest.mark.long),
+        pytest.param(4, {"mesh": {"cp": 2, "tp": 2}}, marks=pytest.mark.long),
+        pytest.param(4, {"mesh": {"cp": 2, "pp": 2}}, marks=pytest.mark.long),
     ],
-    ids=["dp", "tp", "zero3", "recompute"],
+    ids=["dp", "tp", "zero3", "recompute", "pp2", "pp4_zero3", "pp3", "pp2_tp2", "cp2", "cp2_tp2", "cp2_pp2"],
 )
 def test_a_layout_has_the_numbers_of_one_process(pool: Pool, one: Found, ranks: int, layout: dict[str, Any]) -> None:
     assert {"length/loss", "length/accuracy"} <= one.statistics.keys()
@@ -237,6 +244,8 @@ def test_a_run_writes_all_tokens_at_once(tmp_path: Path, decoding: str) -> None:
 
 
 LINEAR = {**STACK, "block": {**STACK["block"], "mixer": {"kind": "attention", "heads": 4, "core": "linear"}}}
+WITHOUT_DROPOUT = {**STACK, "block": {**STACK["block"], "mixer": {"kind": "attention", "heads": 4}}}
+PLAIN = {"encoder": WITHOUT_DROPOUT, "decoder": WITHOUT_DROPOUT}
 PAIR = {**MODEL, "kind": "encoder_decoder"}
 del PAIR["length_head"]
 
@@ -250,8 +259,7 @@ del PAIR["length_head"]
         ({"position": "rope"}, {}, {}, "the first queries are positions alone"),
         ({"decoder": LINEAR}, {}, {}, "the queries of core 'linear' cannot each observe other tokens"),
         ({"decoder": {**STACK, "block": {**STACK["block"], "residual": "reversible"}}}, {}, {}, "one residual stream"),
-        ({}, {}, {"mesh": {"pp": 2}}, "every block of the decoder reads the target's embeddings"),
-        ({}, {}, {"mesh": {"cp": 2}}, "each token observes others of its own choice"),
+        (PLAIN, {}, {"mesh": {"cp": 2}, "context": {"style": "ring"}}, "each token observes others of its own choice"),
         ({}, {}, {"mesh": {"tp": 2}, "tensor": {"sequence": True}}, "positions of the full sequence"),
     ],
 )

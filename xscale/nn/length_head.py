@@ -5,6 +5,8 @@
 h are the outputs [B, S, D] of the encoder, whose mean is over the tokens of the source.
 """
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -26,6 +28,8 @@ class LengthHeadConfig(Config):
 class LengthHead(Module):
     """[B, S, D] -> logits [B, L] of the lengths 1 to L, the longest that the model takes."""
 
+    seams: ClassVar[tuple[str, ...]] = ("sum_over_sequence",)
+
     def __init__(self, config: LengthHeadConfig, dims: Dims) -> None:
         super().__init__()
         self.loss_weight = config.weight
@@ -35,11 +39,13 @@ class LengthHead(Module):
 
     def forward(self, memory: Tensor, source: Tokens) -> Tensor:
         """`source` are the tokens of the memory; those of other documents than 0 are padding."""
-        if source.documents is None:
+        is_text = source.real() if source.documents is None else source.documents == 0
+        if is_text is None:
             mean = memory.mean(1)
         else:
-            is_text = (source.documents == 0)[..., None].to(memory.dtype)  # [B, S, 1]
-            mean = (memory * is_text).sum(1) / is_text.sum(1)
+            weights = is_text[..., None].to(memory.dtype)  # [B, S, 1]
+            total, count = ((memory * weights).sum(1), weights.sum(1))
+            mean = self.sum_over_sequence(total) / self.sum_over_sequence(count)
         logits: Tensor = self.classifier(mean)
         return logits
 
@@ -55,4 +61,10 @@ class LengthHead(Module):
             source.stats.add(f"{self.path}/loss", loss)
             source.stats.add(f"{self.path}/accuracy", accuracy)
         weight = source.aux_loss_weight
-        return attach(x, loss, None if weight is None else self.loss_weight * weight)
+        # Each shard of a sequence has the whole loss, and the gradients of all shards are summed.
+        return attach(x, loss, None if weight is None else self.loss_weight * weight * source.fraction())
+
+    def sum_over_sequence(self, x: Tensor) -> Tensor:
+        """Sum over the tokens of the source, of x [B, D], the sum over this process' tokens. A seam: a sequence that
+        context parallelism shards."""
+        return x

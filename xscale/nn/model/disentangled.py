@@ -56,6 +56,7 @@ class Disentangled(EncoderDecoder):
         """Predicts the length of a target from its source, for decoding; null: nothing does."""
 
     causal: ClassVar[bool] = False
+    seams: ClassVar[tuple[str, ...]] = ("queries", "length")
 
     def __init__(self, config: Config, vocabulary: int, length: int) -> None:
         super().__init__(config, vocabulary, length)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from xscale.core.errors import Problem
-from xscale.mesh.collectives import all_gather, sum_out
+from xscale.mesh.collectives import all_gather, copy_in, sum_out
 from xscale.mesh.mesh import Mesh
 from xscale.nn.attention.core import CORES, ContextStyle
 from xscale.nn.block import Sublayer
@@ -25,6 +25,7 @@ from xscale.nn.exits import Exits
 from xscale.nn.ffn.ffn import FFNS, Ffn
 from xscale.nn.ffn.moe import Moe
 from xscale.nn.gates import Gate, GateBudget
+from xscale.nn.length_head import LengthHead
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.local_mixer import LocalMixer, NeighbourReader
 from xscale.nn.mixer.mixer import MIXERS, Mixer
@@ -72,8 +73,7 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
     where = f"{path}.mesh.cp"
     problems = []
     if isinstance(model, Disentangled):
-        what = "each token observes others of its own choice, which may be on another rank"
-        return [Problem(where, what, "Take cp=1, or model.kind=encoder_decoder.")]
+        problems += _check_observed(model, config, path)
     if count := global_tokens_of(model):
         what = f"the {count} global tokens precede the text, which is sharded before it enters the model"
         problems.append(Problem(where, what, "Take cp=1, or model.global_tokens=0."))
@@ -164,6 +164,16 @@ def _check_attention(attention: Attention, config: ParallelConfig, path: str) ->
             " Without dropout of attention weights (mixer.dropout=0) more styles work; the blocks' dropout always does."
         )
     return [Problem(f"{path}.context.style", what, fix)]
+
+
+def _check_observed(model: Disentangled, config: ParallelConfig, path: str) -> list[Problem]:
+    """Check that the decoder's self-attention, in which each token observes others of its own choice, has all keys."""
+    for module in model.decoder.modules():
+        if isinstance(module, Attention) and not module.cross and style_of(module, config) == "ring":
+            what = "each token observes others of its own choice, whose scores are computed by ulysses alone"
+            fix = f"Take {path}.context.style=ulysses, with heads that cp x tp divides, or cp=1."
+            return [Problem(f"{path}.context.style", what, fix)]
+    return []
 
 
 def _check_reused_scores(mixer: ReusedAttention, config: ParallelConfig, path: str) -> list[Problem]:
@@ -320,6 +330,8 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> bool:
             substitute(module, "sum_over_sequence", SumOverContext(mesh.context))
         if isinstance(module, GateBudget):
             substitute(module, "sum_over_sequence", partial(sum_out, group=mesh.context))
+        if isinstance(module, LengthHead):
+            substitute(module, "sum_over_sequence", TotalOverContext(mesh.context))
         if isinstance(module, SentenceHead):
             substitute(module, "sum_over_sequence", SumOverContext(mesh.context))
             # The first rank has the first tokens; the others compute the same collectives and lose nothing.
@@ -336,6 +348,17 @@ class SumOverContext:
     def __call__(self, nats: Tensor) -> Tensor:
         """A scalar -> its sum over the ranks."""
         return all_gather(nats[None], 0, self.group).sum()
+
+
+@dataclass(frozen=True)
+class TotalOverContext:
+    """Sums what each rank of cp has of its shard of the sequences; each rank has a part of the loss of the sum."""
+
+    group: dist.ProcessGroup
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[B, D] -> their sum over the ranks."""
+        return copy_in(sum_out(x, self.group), self.group)
 
 
 __all__ = [

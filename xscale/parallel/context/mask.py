@@ -42,7 +42,8 @@ class ShardedAttentionMask(AttentionMask):
         self, first_head: int, heads: int, prefers_relative_bias: Callable[[Position, AttentionMask], bool]
     ) -> AttentionMask:
         """Return the mask of all queries on all keys, for some of the local heads; the core says what it prefers."""
-        key = f"context/{self.causal}/{self.query_shard.length}/{self.key_shard.length}/{self.dropout}/{self.shared_qk}"
+        lengths = f"{self.query_shard.length}/{self.key_shard.length}"
+        key = f"context/{self.causal}/{lengths}/{self.dropout}/{self.shared_qk}/{self.observed is not None}"
         plain: AttentionMask = self.query_shard.shared_values.get_or_compute(key, self._plain)
         position, selected = self.position, slice(first_head, first_head + heads)
         if position is not None and self.pairs is not None:
@@ -73,6 +74,7 @@ class ShardedAttentionMask(AttentionMask):
             query_documents=self.query_shard.full.documents if documents else None,
             key_documents=self.key_shard.full.documents if documents else None,
             key_prefix=self.key_shard.full.prefix,
+            observed=self.observed,
             dropout=self.dropout,
             shared_qk=self.shared_qk,
             stats=self.query_shard.stats,
@@ -108,6 +110,7 @@ class ShardedMaskBuilder:
             queries=q.shape[2],
             keys=k.shape[2],
             causal=attention.causal,
+            observed=None if attention.cross else tokens.full.observed,
             dropout=0.0 if tokens.rng_seed is None else attention.dropout,
             shared_qk=attention.shared_qk,
             query_shard=tokens,

@@ -7,7 +7,6 @@ from torch import nn
 from xscale.core.errors import Problem
 from xscale.nn.exits import Exits
 from xscale.nn.layer_mix import LayerMix
-from xscale.nn.model.disentangled import Disentangled
 from xscale.nn.recurrent_depth import Halting
 from xscale.nn.sequence_pooling import SequencePooling
 from xscale.nn.stack import Stack
@@ -30,9 +29,6 @@ def check(model: nn.Module, config: ParallelConfig, path: str, length: int = 0) 
     pp, pipeline = config.mesh.pp, config.pipeline
     if pp == 1:
         return []
-    if isinstance(model, Disentangled):
-        what = "every block of the decoder reads the target's embeddings, which the first stage of it alone has"
-        return [Problem(f"{path}.mesh.pp", what, "Take pp=1, or model.kind=encoder_decoder.")]
     if stage_layout(model) is None:
         what = f"{type(model).__name__} is not made of embeddings, stacks and one head, so it has no stages"
         return [Problem(f"{path}.mesh.pp", what, "Take pp=1, or a decoder, encoder or encoder_decoder.")]

@@ -11,7 +11,9 @@ from xscale.nn.distillation import WidthMaps
 from xscale.nn.exits import Exit, Exits
 from xscale.nn.ffn.ffn import active_fractions
 from xscale.nn.head import Head
+from xscale.nn.length_head import LengthHead
 from xscale.nn.mixer.mixer import Mixer
+from xscale.nn.model.disentangled import PositionQueries
 from xscale.nn.model.embed import Embed, global_tokens_of
 from xscale.nn.module import Module
 from xscale.nn.stack import Stack
@@ -27,6 +29,9 @@ class StageLayout:
     stacks: tuple[str, ...]
 
 
+BESIDE_STAGES = (WidthMaps, PositionQueries, LengthHead)
+"""Parts of a model that stand on the stages that use them: maps of a student's states to a teacher's, the first queries
+of a disentangled decoder, and what predicts the length of a target."""
 STAGE_LAYOUTS = (StageLayout(("embed",), ("stack",)), StageLayout(("source", "target"), ("encoder", "decoder")))
 
 
@@ -36,9 +41,7 @@ def stage_layout(model: nn.Module) -> StageLayout | None:
         expected = {**dict.fromkeys(layout.inputs, Embed), **dict.fromkeys(layout.stacks, Stack), "head": Head}
         # What has no parameters, as a loss on hidden states, stands on each stage.
         children = {name: child for name, child in model.named_children() if any(True for _ in child.parameters())}
-        # Maps of a student's states to a teacher's stand where the states do.
-        if isinstance(children.get("distillation"), WidthMaps):
-            del children["distillation"]
+        children = {name: child for name, child in children.items() if not isinstance(child, BESIDE_STAGES)}
         if children.keys() == expected.keys() and all(isinstance(children[name], expected[name]) for name in expected):
             return layout
     return None

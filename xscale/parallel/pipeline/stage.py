@@ -14,6 +14,7 @@ from xscale.nn.block import Block, Scores
 from xscale.nn.distillation import WidthMaps
 from xscale.nn.gates import GATES
 from xscale.nn.linear import Embedding
+from xscale.nn.model.disentangled import Disentangled
 from xscale.nn.module import Module, substitute
 from xscale.nn.reversible import Streams, upcast_copy
 from xscale.nn.stack import Stack
@@ -51,7 +52,7 @@ class ReceivedHidden(Module):
         self.received: Tensor | None = None
         """[B, T, D] of the next micro-batch."""
 
-    def forward(self, tokens: Tokens) -> Tensor | None:
+    def forward(self, *_: Any) -> Tensor | None:
         return self.received
 
 
@@ -251,7 +252,11 @@ def _two_stacks(stage: PipelineStage, paths: list[str], tied: bool) -> None:
     encodes = any(path.startswith("encoder.") for path in paths)
     decodes = any(path.startswith("decoder.") for path in paths)
     starts_decoder = "decoder.blocks.0" in paths
+    # A disentangled decoder's blocks read the embeddings of the target beside the hidden states.
+    disentangled = isinstance(model, Disentangled)
     if decodes and not starts_decoder:
+        if disentangled:
+            _add_input(stage, "queries", from_source=False, table=False)
         _add_input(stage, "target", from_source=False, table=False)
     if "encoder.blocks.0" not in paths:
         # Both embeddings use one table, whose name is the source's.
@@ -261,9 +266,17 @@ def _two_stacks(stage: PipelineStage, paths: list[str], tied: bool) -> None:
     if not decodes:
         substitute(model, "target", ReceivedHidden("target"))
         substitute(model, "decoder", PassThrough())
+        if disentangled:
+            substitute(model, "queries", ReceivedHidden("queries"))
     elif not stage.last:
-        model.get_submodule("decoder").register_forward_hook(_with_memory)
+        model.get_submodule("decoder").register_forward_hook(_with_content if disentangled else _with_memory)
+    if disentangled and not stage.last:
+        substitute(model, "length", None)
 
 
 def _with_memory(_: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> tuple[Tensor, Tensor]:
     return out, inputs[2]
+
+
+def _with_content(_: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return out, inputs[1].content, inputs[2]
