@@ -104,6 +104,8 @@ def test_negatives_over_ranks_are_those_of_one_process(tmp_path: Path, pool: Poo
         "zero1": (2, {"mesh": {"dp_shard": 2}, "zero": {"stage": 1}}),
         "zero3": (2, {"mesh": {"dp_shard": 2}, "zero": {"stage": 3}}),
         "tp": (4, {"mesh": {"dp_shard": 2, "tp": 2}, "zero": {"stage": 3}, "tensor": {"sequence": True}}),
+        "pp": (4, {"mesh": {"pp": 2, "dp_shard": 2}}),
+        "cp": (4, {"mesh": {"dp_shard": 2, "cp": 2}, "zero": {"stage": 3}, "context": {"gather": True}}),
     }
     for name, (ranks, parallel) in layouts.items():
         assert pool.run(trained, ranks, tmp_path, name, 2, parallel) == [EXIT_DONE] * ranks
@@ -117,7 +119,7 @@ SECTIONS: dict[str, Any] = {
     "data": {"cross_documents": True},
     "objective": {**OBJECTIVE, "sentence_length": 5, "sentence_fraction": 0.5},
 }
-CP_REFUSED = "the 4 global tokens precede the text, which is sharded before it enters the model"
+GATHER = {"context": {"gather": True}}
 DROPPING: dict[str, Any] = {
     **MODEL,
     "dropout": 0.1,
@@ -137,12 +139,40 @@ def one(pool: Pool) -> Found:
         {"mesh": {"tp": 2}},
         {"mesh": {"tp": 2}, "tensor": {"sequence": True}},
         {"mesh": {"tp": 2}, "tensor": {"sequence": True}, "recompute": {"every": 1}},
+        {"mesh": {"cp": 2}, **GATHER},
+        {"mesh": {"cp": 2, "tp": 2}, **GATHER},
+        {"mesh": {"pp": 2}},
+        {"mesh": {"pp": 2}, "pipeline": {"schedule": "zero_bubble"}},
+        {"mesh": {"pp": 2, "tp": 2}, "tensor": {"sequence": True}, "zero": {"stage": 3}},
+        {"mesh": {"pp": 2, "cp": 2}, **GATHER},
     ],
-    ids=["tp", "sp", "sp, recomputed"],
+    ids=["tp", "sp", "sp, recomputed", "cp", "cp, tp", "pp", "zero bubble", "pp, sp", "pp, cp"],
 )
 def test_a_layout_has_the_numbers_of_one_process(pool: Pool, one: Found, layout: dict[str, Any]) -> None:
     assert {"contrast/loss", "contrast/accuracy"} <= one.statistics.keys()
-    same(pool, one, 2, DROPPING, layout, **SECTIONS)
+    same(pool, one, math.prod(layout["mesh"].values()), DROPPING, layout, **SECTIONS)
+
+
+SOFTMAX = {**DROPPING, "stack": {"depth": 2, "block": {"mixer": {"kind": "attention", "heads": 4}, "dropout": 0.1}}}
+
+
+@pytest.fixture(scope="module")
+def softmax(pool: Pool) -> Found:
+    return alone(pool, SOFTMAX, **SECTIONS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"mesh": {"cp": 2, "tp": 2}, "tensor": {"sequence": True}},
+        {"mesh": {"cp": 2}, "context": {"style": "ring"}, "recompute": {"every": 1}},
+    ],
+    ids=["cp, sp", "ring, recomputed"],
+)
+def test_softmax_has_the_numbers_of_one_process(pool: Pool, softmax: Found, layout: dict[str, Any]) -> None:
+    """Attention that has a style of context parallelism sees the sentences by themselves in full."""
+    same(pool, softmax, math.prod(layout["mesh"].values()), SOFTMAX, layout, **SECTIONS)
 
 
 def test_what_has_no_global_tokens_for_its_sentences_is_refused(tmp_path: Path) -> None:
@@ -155,7 +185,13 @@ def test_what_has_no_global_tokens_for_its_sentences_is_refused(tmp_path: Path) 
     assert "each of 8 sentences, and the model has 4" in what
     assert problems(objective={**OBJECTIVE, "sentence_length": 20})[0][0] == "objective.sentence_length"
     assert problems(2, parallel={"mesh": {"tp": 2}}) == []
-    [(path, what)] = problems(2, parallel={"mesh": {"pp": 2}})
+    assert problems(2, parallel={"mesh": {"pp": 2}}) == []
+    block = {**MODEL["stack"]["block"], "residual": "reversible"}
+    reversible = {**MODEL, "stack": {"depth": 2, "block": block}}
+    [(path, what)] = problems(2, parallel={"mesh": {"pp": 2}}, model=reversible)
     assert path == "parallel.mesh.pp"
-    assert "encodes masked sentences by themselves too, and a stage sends one sequence's states" in what
-    assert ("parallel.mesh.cp", CP_REFUSED) in problems(2, parallel={"mesh": {"cp": 2}})
+    assert what.startswith("with model.stack.block.residual=reversible stages send more than hidden states")
+    [problem] = asked(tmp_path, parallel={"mesh": {"cp": 2}}).check(2)
+    assert "mixer 'etc' mixes the full sequence" in problem.what
+    assert "parallel.context.gather=true" in problem.fix
+    assert problems(2, parallel={"mesh": {"cp": 2}, **GATHER}) == [], "the advice works"

@@ -263,16 +263,6 @@ def test_a_refused_style_says_what_would_work(mixer: dict[str, Any], style: str,
     assert problem.fix == fix
 
 
-def test_global_tokens_are_refused() -> None:
-    block = {"mixer": {"kind": "attention", "heads": 4}, "ffn": {"kind": "dense"}}
-    model = {"kind": "encoder", "width": 32, "global_tokens": 2, "stack": {"depth": 1, "block": block}}
-    changes: dict[str, Any] = {"objective": {"kind": "masked"}, "parallel": layout()}
-    problems = recipe(Path("nowhere"), model=model, **changes).check(2)
-    [problem] = [problem for problem in problems if problem.path == "parallel.mesh.cp"]
-    assert problem.what.startswith("the 2 global tokens precede the text")
-    assert problem.fix == "Take cp=1, or model.global_tokens=0."
-
-
 @distributed(ranks=2)
 def test_a_core_that_mixes_documents_refuses_them_in_pieces_too() -> None:
     assert dist.group.WORLD is not None

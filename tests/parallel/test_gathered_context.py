@@ -86,6 +86,12 @@ def test_a_refusal_names_it(name: str) -> None:
     assert checked(model(name), gather=True) == ""
 
 
+def test_shards_of_a_shard_are_refused() -> None:
+    parallel = {"mesh": {"cp": 2, "tp": 2}, "tensor": {"sequence": True}, "context": {"gather": True}}
+    problems = recipe(Path("nowhere"), model=model("synthesizer"), parallel=parallel).check(4)
+    assert "mixers on the gathered sequence read all of it" in " ".join(map(str, problems))
+
+
 def test_scores_of_all_heads_are_not_handed_to_a_mixer_with_some() -> None:
     network = model("evolving")
     network["stack"]["rules"] = [

@@ -42,8 +42,9 @@ class SentenceContrast(Module):
         if tokens.stats is not None:
             tokens.stats.add(f"{self.path}/loss", loss.detach())
             tokens.stats.add(f"{self.path}/accuracy", (logits.argmax(-1) == labels).to(dtype).mean())
-        weight = None if tokens.aux_loss_weight is None else tokens.aux_loss_weight * tokens.sentence_weight
-        return attach(x, loss, weight)
+        weight = tokens.aux_loss_weight
+        # Each shard of a sequence has the whole loss, and the gradients of all shards are summed.
+        return attach(x, loss, None if weight is None else weight * tokens.sentence_weight * tokens.fraction())
 
     def gather(self, alone: Tensor) -> tuple[Tensor, int]:
         """Return the states [N, D] of the sentences of all ranks, and the index of the first of this rank's. A seam:
@@ -51,5 +52,5 @@ class SentenceContrast(Module):
         return alone, 0
 
     def gather_sequence(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """Return the hidden states of the sequence. A seam: those whose sequence is sharded over tp."""
+        """Return the hidden states of the sequence. A seam: those whose sequence is sharded over tp or cp."""
         return x

@@ -229,6 +229,11 @@ class Tokens:
         """Whether each token [B, T] is one of the text; None: all are. A shard of a sequence may end in padding."""
         return None
 
+    @property
+    def contrasts_sentences(self) -> bool:
+        """Whether there are masked sentences and a contrastive loss of them, which evaluation has not."""
+        return self.sentences is not None and (self.aux_loss_weight is not None or self.stats is not None)
+
     def fraction(self) -> float:
         """Part of the micro-batch that these tokens stand for: 1; the shards of n ranks: 1 / n each."""
         return 1.0

@@ -13,24 +13,27 @@ from xscale.parallel.batch_statistics import SumOverGroup
 def apply(model: nn.Module, mesh: Mesh) -> bool:
     """Substitute where the model's contrastive loss finds its negatives; return whether it has one, and others."""
     losses = [module for module in model.modules() if isinstance(module, SentenceContrast)]
-    if mesh.replicas is None:
+    if mesh.replicas is None or mesh.degrees.dp == 1:
         return False
     group = mesh.replicas["dp_replicate"].get_group()
-    if dist.get_world_size(group) == 1:
-        return False
     for loss in losses:
-        substitute(loss, "gather", GatherOverGroup(group))
+        substitute(loss, "gather", GatherOverGroup(group, mesh.data_rank, mesh.degrees.dp))
     return bool(losses)
 
 
 class GatherOverGroup:
-    """All-gather of rows, whose gradients are summed over the ranks: each rank's loss depends on the rows of all."""
+    """All-gather of rows, whose gradients are summed over the ranks: each rank's loss depends on the rows of all.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.sum = group, SumOverGroup(group)
+    Ranks of cp, which have the same rows, have a part of them each.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, reader: int, readers: int) -> None:
+        """`reader`: index among the ranks that read different samples, of which there are `readers` in the group."""
+        self.reader, self.readers, self.sum = reader, readers, SumOverGroup(group)
+        self.fraction = readers / dist.get_world_size(group)
 
     def __call__(self, rows: Tensor) -> tuple[Tensor, int]:
-        count, rank = len(rows), dist.get_rank(self.group)
-        before = rows.new_zeros(rank * count, *rows.shape[1:])
-        after = rows.new_zeros((dist.get_world_size(self.group) - rank - 1) * count, *rows.shape[1:])
-        return self.sum(torch.cat((before, rows, after))), rank * count
+        count, first = len(rows), self.reader * len(rows)
+        before = rows.new_zeros(first, *rows.shape[1:])
+        after = rows.new_zeros((self.readers - self.reader - 1) * count, *rows.shape[1:])
+        return self.sum(torch.cat((before, rows * self.fraction, after))), first

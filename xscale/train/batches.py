@@ -58,7 +58,7 @@ class MicroBatches:
             **_labels(samples),
         )
         sharding, targets = self.sequence_sharding, micro_batch.targets
-        local_targets = targets if sharding is None else sharding.shard(targets, fill=IGNORE_INDEX)
+        local_targets = targets if sharding is None else sharding.shard_predicted(targets, fill=IGNORE_INDEX)
         if sharding is not None:
             find_document_runs(micro_batch.tokens, micro_batch.source)
         # Counted here, because on a GPU the host would wait for the count.
@@ -98,6 +98,6 @@ def shard_over_cp(batch: Batch, sharding: SequenceSharding | None) -> Batch:
     if sharding is None:
         return batch
     source = None if batch.source is None else shard_tokens(batch.source, sharding)
-    targets = sharding.shard(batch.targets, fill=IGNORE_INDEX)
-    places = None if batch.places is None else sharding.shard(batch.places)
+    targets = sharding.shard_predicted(batch.targets, fill=IGNORE_INDEX)
+    places = None if batch.places is None else sharding.shard_predicted(batch.places)
     return Batch(shard_tokens(batch.tokens, sharding), targets, source, places=places)

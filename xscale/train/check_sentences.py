@@ -1,6 +1,8 @@
 """Check that objective, data and model agree on sentences, masked spans and the lengths of targets."""
 
 from xscale.core.errors import Problem
+from xscale.nn.mixer.mixer import MIXERS
+from xscale.nn.stack import StackConfig
 from xscale.objective.objective import OBJECTIVES
 from xscale.train.settings import Settings
 
@@ -21,9 +23,11 @@ def _check_contrast(settings: Settings) -> list[Problem]:
     if tokens < count:
         what = f"'{objective.name}' needs a global token for each of {count} sentences, and the model has {tokens}"
         problems.append(Problem("model.global_tokens", what, f"Take {count} in a model of kind encoder."))
-    if parallel.mesh.pp > 1:
-        what = f"'{objective.name}' encodes masked sentences by themselves too, and a stage sends one sequence's states"
-        problems.append(Problem("parallel.mesh.pp", what, "Take 1; tensor and data parallelism and ZeRO work."))
+    stack = getattr(settings.model, "stack", None)
+    if parallel.mesh.pp > 1 and stack is not None and (key := _sent_beside_states(stack)):
+        what = f"with {key} stages send more than hidden states, and '{objective.name}' has two sequences of them"
+        fix = "Take 1; tensor, context and data parallelism and ZeRO work."
+        problems.append(Problem("parallel.mesh.pp", what, fix))
     if parallel.zero.engine == "deepspeed":
         what = f"'{objective.name}' runs the model twice in a forward, which is for the engine torch alone"
         problems.append(Problem("parallel.zero.engine", what, "Take torch."))
@@ -31,6 +35,16 @@ def _check_contrast(settings: Settings) -> list[Problem]:
         what = f"'{objective.name}' runs the model twice in a forward, and a student is compared with its teacher once"
         problems.append(Problem("distill", what, "Take null, or objective.kind=masked."))
     return problems
+
+
+def _sent_beside_states(stack: StackConfig) -> str | None:
+    """Return the key for which stages of a pipeline send more than hidden states; None: there is none."""
+    if stack.block.residual == "reversible":
+        return "model.stack.block.residual=reversible"
+    if stack.block.gates is not None:
+        return "model.stack.block.gates"
+    hands_on = any(MIXERS.of(mixer).part.score_heads(mixer) for mixer in stack.mixers())
+    return "a mixer that hands on its scores" if hands_on else None
 
 
 def _check_boundaries(settings: Settings) -> list[Problem]:

@@ -8,6 +8,7 @@ from xscale.nn.attention.softmax import Softmax
 from xscale.nn.distillation import DistillConfig
 from xscale.nn.head import Head
 from xscale.nn.mixer.attention import Attention
+from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.model.model import MODELS
 from xscale.nn.observed_states import attentions_of
 from xscale.nn.stack import Stack
@@ -110,6 +111,9 @@ def _check_model(model: nn.Module, config: DistillConfig, cp: int) -> list[Probl
     """Check a student on meta."""
     stack = getattr(model, "stack", None)
     problems = []
+    if cp > 1 and (count := global_tokens_of(model)):
+        what = f"a shard of the student has other tokens than the teacher's, by the {count} global tokens before it"
+        problems.append(Problem("parallel.mesh.cp", what, "Use cp=1, with tp in its place, or model.global_tokens=0."))
     if isinstance(stack, Stack) and stack.exits is not None:
         what = "the exits have losses of their own, which know no teacher"
         problems.append(Problem("model.stack.exits", what, "Take null, or distill=null."))

@@ -52,7 +52,7 @@ class Encoder(Model):
         global_mean: bool = False
         """Whether the mean of the text's embeddings is added to each global token (the relay of Star-Transformer)."""
 
-    seams: ClassVar[tuple[str, ...]] = ("embed", "head")
+    seams: ClassVar[tuple[str, ...]] = ("embed", "head", "contrast")
 
     def __init__(self, config: Config, vocabulary: int, length: int) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Encoder(Model):
 
         `tokens` have the global tokens too.
         """
-        if tokens.sentences is None or (tokens.aux_loss_weight is None and tokens.stats is None):
+        if tokens.sentences is None or not tokens.contrasts_sentences:
             return x
         alone = Tokens.from_ids(tokens.sentences.flatten(0, 1), rng_seed=tokens.rng_seed)  # [B * K, N]
         prefixed = alone.with_global_tokens(self.global_tokens)

@@ -25,6 +25,7 @@ from xscale.nn.exits import Exits
 from xscale.nn.ffn.ffn import FFNS, Ffn
 from xscale.nn.ffn.moe import Moe
 from xscale.nn.gates import Gate, GateBudget
+from xscale.nn.head import Head
 from xscale.nn.length_head import LengthHead
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.local_mixer import LocalMixer, NeighbourReader
@@ -39,11 +40,13 @@ from xscale.nn.module import Part, substitute
 from xscale.nn.norm import NORMS
 from xscale.nn.pooler import SentenceHead
 from xscale.nn.recurrent_depth import Halting
+from xscale.nn.sentence_contrast import SentenceContrast
 from xscale.nn.sequence_pooling import SequencePooling
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.context import halo, neighbours, ring, scan, state_space, ulysses
 from xscale.parallel.context.gathered import GatheredSequence, SequenceOfShards, gathered_sublayers, mixers_of
 from xscale.parallel.context.gathered import traffic as gathered_traffic
+from xscale.parallel.context.global_tokens import GlobalTokensOverContext, gather_sequence
 from xscale.parallel.context.halo import Halo
 from xscale.parallel.context.mask import ShardedMaskBuilder
 from xscale.parallel.context.moe import GlobalRouting
@@ -75,9 +78,12 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
     if isinstance(model, Disentangled):
         problems += _check_observed(model, config, path)
     if count := global_tokens_of(model):
-        what = f"the {count} global tokens precede the text, which is sharded before it enters the model"
-        problems.append(Problem(where, what, "Take cp=1, or model.global_tokens=0."))
+        problems += _check_global_tokens(model, count, where)
     gathered = _gathered_sublayers(model, config)
+    if gathered and config.tensor.sequence and config.mesh.tp > 1:
+        what = "mixers on the gathered sequence read all of it, and between blocks tp has shards of a shard"
+        fix = f"Take false, or {path}.context.gather=false with mixers that have a style."
+        problems.append(Problem(f"{path}.tensor.sequence", what, fix))
     problems += _check_handed_on_scores(model, gathered, where)
     has_shard = _modules_with_shard(model, gathered)
     for module in has_shard:
@@ -164,6 +170,15 @@ def _check_attention(attention: Attention, config: ParallelConfig, path: str) ->
             " Without dropout of attention weights (mixer.dropout=0) more styles work; the blocks' dropout always does."
         )
     return [Problem(f"{path}.context.style", what, fix)]
+
+
+def _check_global_tokens(model: nn.Module, count: int, where: str) -> list[Problem]:
+    """List the heads that find tokens of the text by their index, which the global tokens before it change."""
+    for part, key in ((BoundaryHead, "boundary_head"), (SentenceHead, "sentence_head")):
+        if any(isinstance(module, part) for module in model.modules()):
+            what = f"model.{key} finds the tokens of a shard by their index, which {count} global tokens change"
+            return [Problem(where, what, f"Take cp=1, model.{key}=null, or model.global_tokens=0.")]
+    return []
 
 
 def _check_observed(model: Disentangled, config: ParallelConfig, path: str) -> list[Problem]:
@@ -290,7 +305,8 @@ def sequence_sharding_of(model: nn.Module, mesh: Mesh, config: ParallelConfig) -
     styles = {style_of(module, config) for module in sharded if isinstance(module, Attention)}
     # The other styles, local mixers and state space models need adjacent chunks on a rank.
     adjacent = any(isinstance(module, NeighbourReader | RecurrentMixer | S4) for module in sharded)
-    return SequenceSharding(mesh.context, balanced="ring" in styles and styles <= {"ring", "ulysses"} and not adjacent)
+    balanced = "ring" in styles and styles <= {"ring", "ulysses"} and not adjacent
+    return SequenceSharding(mesh.context, balanced, global_tokens_of(model))
 
 
 def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> bool:
@@ -322,6 +338,13 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> bool:
             substitute(module, "with_neighbours", NeighbourExchange(module, module.with_neighbours))
         if isinstance(module, Sublayer | Ffn | Embed | LocalMixer | Gate):
             substitute(module, "random", TokensOverContext(module.random))
+        if isinstance(module, Embed) and module.globals:
+            GlobalTokensOverContext().add_hooks(module)
+        if isinstance(module, Head):
+            # Nothing is predicted at a global token: see `SequenceSharding.shard_predicted`.
+            module.globals = 0
+        if isinstance(module, SentenceContrast):
+            substitute(module, "gather_sequence", gather_sequence)
         if isinstance(module, BoundaryHead):
             substitute(module, "full_sequence", SequenceOfShards(module.full_sequence))
         if isinstance(module, Moe):

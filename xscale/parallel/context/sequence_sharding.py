@@ -1,13 +1,13 @@
 """Sharding of a sequence over the ranks of cp, the shard of tokens that one of them has, and its dropout masks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from xscale.mesh.collectives import gather_in, pad_to_multiple
-from xscale.nn.tokens import Tokens
+from xscale.nn.tokens import SharedValues, Tokens
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class SequenceSharding:
     balanced: bool = False
     """Zig-zag: rank r has the r-th chunk from the start and from the end, which balances causal attention; otherwise
     each rank has two adjacent chunks."""
+    global_tokens: int = 0
+    """Tokens that the model puts before the text, with which the sequence is sharded between embedding and head."""
 
     @property
     def count(self) -> int:
@@ -57,6 +59,16 @@ class SequenceSharding:
             local = local.masked_fill(is_padding, fill)
         return local
 
+    def local_length(self, length: int) -> int:
+        """Return the number of tokens of a rank's shard, with padding."""
+        return 2 * self.chunk_length(length)
+
+    def shard_predicted(self, full: Tensor, fill: int = 0) -> Tensor:
+        """Slice from a replicated [B, T, ...] what is predicted at this rank's tokens between embedding and head; it is
+        `fill` at global tokens and padding."""
+        before = full.new_full((len(full), self.global_tokens, *full.shape[2:]), fill)
+        return self.shard(torch.cat((before, full), 1) if self.global_tokens else full, fill)
+
     def gather(self, x: Tensor, length: int) -> Tensor:
         """All-gather shards [B, P, D] to [B, T, D]; backward reduce-scatters the gradient."""
         return gather_in(x, x.shape[1] * self.count, self.group).index_select(1, self.gather_order(length, x.device))
@@ -79,6 +91,20 @@ class TokenShard(Tokens):
         places = self.sharding.positions(self.length, self.ids.device)[self.sharding.rank]
         return (places < self.length).expand_as(self.ids)
 
+    def with_global_tokens(self, count: int) -> "TokenShard":
+        """Return this rank's shard of the sequence with `count` global tokens before it."""
+        if not count:
+            return self
+        full, sharding = self.full.with_global_tokens(count), self.sharding
+        return replace(
+            self,
+            ids=sharding.shard(full.ids),
+            positions=sharding.shard(full.positions),
+            types=None if full.types is None else sharding.shard(full.types),
+            shared_values=SharedValues(),
+            full=full,
+        )
+
     def fraction(self) -> float:
         """1 / the ranks of cp."""
         return 1 / self.sharding.count
@@ -97,6 +123,9 @@ def shard_tokens(tokens: Tokens, sharding: SequenceSharding) -> TokenShard:
         types=None if tokens.types is None else sharding.shard(tokens.types),
         labels=tokens.labels,
         boundaries=None if tokens.boundaries is None else sharding.shard(tokens.boundaries),
+        sentences=tokens.sentences,
+        sentence_globals=tokens.sentence_globals,
+        sentence_weight=tokens.sentence_weight,
         rng_seed=tokens.rng_seed,
         aux_loss_weight=tokens.aux_loss_weight,
         target_weight=tokens.target_weight,

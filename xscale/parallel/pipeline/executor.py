@@ -20,6 +20,7 @@ from xscale.mesh.mesh import Mesh
 from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.tokens import Tokens
 from xscale.parallel.config import ParallelConfig, PipelineConfig
+from xscale.parallel.context.sequence_sharding import TokenShard
 from xscale.parallel.pipeline.microbatch_runner import MicrobatchRunner
 from xscale.parallel.pipeline.p2p import P2PChannel, TensorSpec
 from xscale.parallel.pipeline.schedule import Action, ActionTable, schedule_of
@@ -60,7 +61,7 @@ class PipelineSpec:
     zero: int
     """ZeRO stage."""
     length_of: Callable[[int], int] = field(default=lambda length: length)
-    """Tokens of a sequence -> tokens of a rank between blocks."""
+    """Tokens of a rank of cp, with global ones -> those of a rank between blocks."""
     global_tokens: int = 0
     """Tokens that the model prepends to each sequence."""
     tp: int = 1
@@ -78,8 +79,14 @@ class PipelineSpec:
         for sent in self.inputs[stage]:
             read = source if sent.from_source else tokens
             assert read is not None
-            batch, length = read.ids.shape
+            batch, length = len(read.ids), self._local_length(read)
             precise = torch.promote_types(dtype, torch.float32)
+            if sent.sentences:
+                if tokens.sentences is not None and tokens.contrasts_sentences:
+                    texts, count, words = tokens.sentences.shape
+                    length = self.length_of(self.global_tokens + words)
+                    specs.append(TensorSpec((texts * count, length, self.width), dtype))
+                continue
             if sent.per_token:
                 specs.append(TensorSpec((batch, self.length_of(length)), precise))
                 continue
@@ -87,12 +94,18 @@ class PipelineSpec:
                 shape: tuple[int, ...] = (batch, self.length_of(length), self.width)
                 specs.append(TensorSpec(shape, precise if sent.stream else dtype))
                 continue
-            queries = self.global_tokens + length
+            queries = length
             # With a cache the tokens are the last ones of the sequence.
             keys = queries if tokens.cache is None else int(tokens.positions[0, -1]) + 1
             shape = (batch, sent.score_heads // self.tp, queries, keys)
             specs.append(TensorSpec(shape, precise))
         return specs
+
+    def _local_length(self, tokens: Tokens) -> int:
+        """Return the number of tokens of a rank of cp between embedding and head, with global tokens and padding."""
+        if isinstance(tokens, TokenShard):
+            return tokens.sharding.local_length(self.global_tokens + tokens.length)
+        return self.global_tokens + tokens.ids.shape[1]
 
 
 class Pipeline(StagedModel):
@@ -309,7 +322,7 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig, compute: torch.d
         inputs=[stage.inputs for stage in stages],
         stages_of_shared_params=shared,
         zero=config.zero.stage,
-        length_of=lambda tokens: -(-(global_tokens + tokens) // sequence_shards),
+        length_of=lambda tokens: -(-tokens // sequence_shards),
         global_tokens=global_tokens,
         tp=mesh.degrees.tp,
     )

@@ -6,6 +6,7 @@ PassThrough and SendHidden forward what the next stage needs. So the model's own
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -34,6 +35,8 @@ class StageInput:
     """Whether the hidden states are one of the two residual streams of reversible blocks, in float32 at least."""
     per_token: bool = False
     """Whether it is one number for each token, the sum of its gates so far, in float32 at least."""
+    sentences: bool = False
+    """Whether the tokens are those of the masked sentences by themselves, for a contrastive loss, if there is one."""
 
 
 class Received(Protocol):
@@ -54,6 +57,31 @@ class ReceivedHidden(Module):
 
     def forward(self, *_: Any) -> Tensor | None:
         return self.received
+
+
+class ReceivedSentences(ReceivedHidden):
+    """Stub for the embedding of a model with a contrastive loss: also returns states of sentences by themselves."""
+
+    def __init__(self, path: str, table: Embedding | None, sentences: "HiddenStub") -> None:
+        super().__init__(path, table)
+        self.sentences = sentences
+
+    def forward(self, tokens: Tokens) -> Tensor | None:
+        alone = self.sentences.received
+        return self.received if alone is None or tokens.sentences is not None else alone
+
+
+class HiddenStub:
+    """States of the sentences by themselves, [B * K, M + N, D] of the next micro-batch; None: there is no loss."""
+
+    received: Tensor | None = None
+
+
+class SendSentences(Module):
+    """Stub for the contrastive loss: the states of the sentences by themselves follow those of the text."""
+
+    def attach_loss(self, x: Tensor, tokens: Tokens, alone: Tensor, sentences: Tokens) -> tuple[Tensor, Tensor]:
+        return x, alone
 
 
 class ReceivedScores:
@@ -134,8 +162,9 @@ class PipelineStage:
         return not self.inputs
 
     def feed(self, received: list[Tensor]) -> None:
-        """Set the received tensors for the next forward."""
-        for stub, tensor in zip(self.stubs, received, strict=True):
+        """Set the received tensors for the next forward; those of sentences, the last ones, may be absent."""
+        assert len(received) <= len(self.stubs)
+        for stub, tensor in zip_longest(self.stubs, received):
             stub.received = tensor
 
     def clear(self) -> None:
@@ -174,6 +203,9 @@ def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> Pipelin
         _hand_on_scores(stage, stack, received, sent)
         if stack.reversible:
             _hand_on_streams(stage, stack)
+        # The last input, which an evaluation lacks.
+        if getattr(model, "contrast", None) is not None:
+            _hand_on_sentences(stage)
     else:
         assert not received, "only a model of one stack sends attention scores"
         _two_stacks(stage, paths, last and bool(tied))
@@ -234,6 +266,19 @@ def _hand_on_scores(stage: PipelineStage, stack: nn.Module, received: dict[str, 
         ]
     if sent:
         substitute(stack, "output", SendScores(sent))
+
+
+def _hand_on_sentences(stage: PipelineStage) -> None:
+    """Receive and send the states of sentences by themselves, for the contrastive loss of the last stage."""
+    if stage.index:
+        embed, stub = stage.model.get_submodule("embed"), HiddenStub()
+        assert isinstance(embed, ReceivedHidden)
+        substitute(stage.model, "embed", received := ReceivedSentences(embed.path, embed.table, stub))
+        stage.stubs[stage.stubs.index(embed)] = received
+        stage.stubs.append(stub)
+        stage.inputs.append(StageInput(sentences=True))
+    if not stage.last:
+        substitute(stage.model, "contrast", SendSentences())
 
 
 def _hand_on_streams(stage: PipelineStage, stack: Stack) -> None:

@@ -233,7 +233,7 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
         if isinstance(module, Embedding):
             substitute(module, "lookup", VocabParallelEmbedding(region, _first_row(module.weight, region)))
         if isinstance(module, SentenceContrast) and region.sequence:
-            substitute(module, "gather_sequence", GatherSequence(region))
+            substitute(module, "gather_sequence", GatherSequence(region, module.gather_sequence))
         if isinstance(module, ClassHead):
             if region.sequence:
                 substitute(module, "gather", GatherSequence(region))
@@ -301,13 +301,16 @@ class GatherSequence:
     """Hidden states of the full sequence, for a replicated head or loss; each rank has its own shard's gradient."""
 
     region: TensorRegion
+    gather_context: Callable[[Tensor, Tokens], Tensor] | None = None
+    """Gathers them from the ranks of cp too; None: they keep their shards."""
 
     def __call__(self, x: Tensor, tokens: Tokens | None) -> Tensor:
         """[B, T/R, D] -> [B, T, D]."""
         assert tokens is not None, "a shard does not tell the length of its sequence"
         length = tokens.ids.shape[1]
         padded = x.shape[1] * self.region.count
-        return gather_out(x.mT, padded, self.region.group).mT[:, :length]
+        gathered = gather_out(x.mT, padded, self.region.group).mT[:, :length]
+        return gathered if self.gather_context is None else self.gather_context(gathered, tokens)
 
 
 @dataclass(frozen=True)
