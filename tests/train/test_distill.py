@@ -163,7 +163,11 @@ def test_a_student_of_a_classifier(tmp_path: Path, pool: Pool) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("parallel", [{}, {"mesh": {"tp": 2}}, {"zero": {"stage": 3}}], ids=["dp2", "tp2", "zero3"])
+@pytest.mark.parametrize(
+    "parallel",
+    [{}, {"mesh": {"tp": 2}}, {"zero": {"stage": 3}}, {"mesh": {"cp": 2}}],
+    ids=["dp2", "tp2", "zero3", "cp2"],
+)
 def test_layouts_learn_classes_as_one_process_does(tmp_path: Path, pool: Pool, parallel: dict[str, Any]) -> None:
     assert pool.run(task_student, 1, tmp_path, "single") == [EXIT_DONE]
     assert pool.run(task_student, 2, tmp_path, "parts", parallel=parallel) == [EXIT_DONE] * 2

@@ -267,16 +267,19 @@ class StudentLosses:
 
         The mean of what the shards of a sequence give is that of the sequence.
         """
+        if self.padded and tokens.documents is not None:
+            documents = tokens.documents_of_sequence()
+            assert documents is not None
+            is_text, is_key = tokens.documents == 0, documents == 0  # [B, P], [B, T]
+            counts = is_key.sum(1) ** (values.dim() - 1)
+            weight = is_text if values.dim() == 2 else is_text[:, :, None] & is_key[:, None, :]
+            return (values.where(weight, 0.0).flatten(1).sum(1) / counts).mean() / tokens.fraction()
         if (real := tokens.real()) is not None:
             if values.dim() == 3:
                 values = values.mean(-1)
             # Not a product: a token of padding has no score, and its value is no number.
             return values.where(real, 0.0).sum() / tokens.count()
-        if not self.padded or tokens.documents is None:
-            return values.mean()
-        is_text = (tokens.documents == 0).to(values.dtype)  # [B, T]
-        weight = is_text if values.dim() == 2 else is_text[:, :, None] * is_text[:, None, :]
-        return ((values * weight).flatten(1).sum(1) / weight.flatten(1).sum(1)).mean()
+        return values.mean()
 
     def _stage(self, tokens: Tokens, *, inner: bool) -> float:
         """Return 1 where the losses of inner states, or the others, are trained at this step, else 0."""

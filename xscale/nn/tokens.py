@@ -229,6 +229,10 @@ class Tokens:
         """Whether each token [B, T] is one of the text; None: all are. A shard of a sequence may end in padding."""
         return None
 
+    def documents_of_sequence(self) -> Tensor | None:
+        """Return the documents [B, T] of all tokens of the sequences, of which these may be a shard."""
+        return self.documents
+
     @property
     def contrasts_sentences(self) -> bool:
         """Whether there are masked sentences and a contrastive loss of them, which evaluation has not."""

@@ -72,11 +72,6 @@ def _check_padding(settings: Settings, config: DistillConfig) -> list[Problem]:
 
 def _check_layout(settings: Settings, config: DistillConfig, world: int) -> list[Problem]:
     mesh, problems = settings.parallel.mesh, []
-    if mesh.cp > 1 and OBJECTIVES.of(settings.objective).traits.labels is not None:
-        what = (
-            "a student of labels is compared with its teacher over whole examples, of which a rank would have a shard"
-        )
-        problems.append(Problem("parallel.mesh.cp", what, "Use cp=1, with tp in its place."))
     if settings.parallel.zero.engine != "torch":
         what = "distillation with DeepSpeed is not supported"
         problems.append(Problem("parallel.zero.engine", what, "Use parallel.zero.engine=torch."))
@@ -95,7 +90,8 @@ def _check_ranks(settings: Settings, config: DistillConfig, world: int) -> list[
         fits = ", ".join(str(degree) for degree in range(1, of_stage + 1) if of_stage % degree == 0)
         have = f"a stage has {of_stage}" if mesh.pp > 1 else f"there are {of_stage}"
         what = f"a teacher with tp={tp} needs a multiple of {tp} ranks, and {have}"
-        return [Problem(f"{PATH}.tp", what, f"With {world} ranks it may be {fits}.")]
+        fix = f"Start a multiple of {tp * mesh.pp} processes; with {world} it may be {fits}."
+        return [Problem(f"{PATH}.tp", what, fix)]
     student, (_, degrees) = axes.resolve(mesh, world), teacher_degrees(settings, world)
     if config.zero == 3 and not runs_equally_often(student, degrees):
         what = f"ranks of a teacher with tp={tp} and ZeRO-3 would run it on different numbers of micro-batches"

@@ -91,6 +91,10 @@ class TokenShard(Tokens):
         places = self.sharding.positions(self.length, self.ids.device)[self.sharding.rank]
         return (places < self.length).expand_as(self.ids)
 
+    def documents_of_sequence(self) -> Tensor | None:
+        """Documents [B, T] of the full sequence."""
+        return self.full.documents
+
     def with_global_tokens(self, count: int) -> "TokenShard":
         """Return this rank's shard of the sequence with `count` global tokens before it."""
         if not count:
