@@ -18,6 +18,7 @@ from xscale.nn.class_head import ClassHead
 from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.model.model import MODELS
 from xscale.nn.module import CHOOSABLE_KERNELS
+from xscale.nn.mup import check_mup
 from xscale.nn.norm import check_places
 from xscale.nn.position.position import POSITIONS
 from xscale.objective.objective import OBJECTIVES
@@ -81,6 +82,8 @@ class Recipe(Settings):
             names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
             problems += check_groups(self.optimizer.groups, names, "optimizer.groups")
             problems += check_two_stage(model, self.optimizer.groups, names)
+        if model is not None and self.model.mup is not None and valid("optimizer", "parallel"):
+            problems += check_mup(model, self.model, "model") + self._check_mup_optimizer()
         if model is not None and valid("train"):
             problems += self._check_freeze(model)
         traits = OBJECTIVES.of(self.objective).traits if valid("objective") else None
@@ -133,6 +136,22 @@ class Recipe(Settings):
         if self.parallel.zero.engine == "deepspeed" and self.train.ema_decay is not None:
             what = "DeepSpeed keeps the weights in tensors of its own, of which there is no moving average"
             problems.append(Problem("train.ema_decay", what, "Leave it null, or take parallel.zero.engine=torch."))
+        return problems
+
+    def _check_mup_optimizer(self) -> list[Problem]:
+        """List why the optimizer has no learning rates by the width."""
+        entry, problems = OPTIMIZERS.of(self.optimizer), []
+        if entry.part.mup_exponent(self.optimizer, linear_map=True) is None:
+            able = [
+                other.name
+                for other in OPTIMIZERS
+                if other.part.mup_exponent(other.part.Config(), linear_map=True) is not None
+            ]
+            what = f"'{entry.name}' has no rule for learning rates by the width, which model.mup needs"
+            problems.append(Problem("optimizer.kind", what, f"Take one of {', '.join(able)}, or leave out model.mup."))
+        if self.parallel.zero.engine == "deepspeed":
+            what = "DeepSpeed flattens parameters into one tensor, which has one learning rate"
+            problems.append(Problem("model.mup", what, "Leave it null, or take parallel.zero.engine=torch."))
         return problems
 
     def _check_teacher_run(self, world: int) -> list[Problem]:

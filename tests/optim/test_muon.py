@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.conformance.made import drawn
+from xscale.optim.groups import ParameterGroup
 from xscale.optim.optimizer.muon import Muon, NewtonSchulz
 from xscale.optim.optimizer.optimizer import LocalParameter
 
@@ -108,3 +109,15 @@ def test_a_matched_update_has_the_size_of_adamws() -> None:
         config = Muon.Config(ns_dtype="float64", weight_decay=0.0, ns_steps=15, ns_coefficients=(1.875, -1.25, 0.375))
         Muon(config, [LocalParameter("w", weight, True, linear_map=True)]).step([gradient(0, 0, shape)], 1.0)
         assert math.isclose(float(weight.square().mean().sqrt()), 0.2, rel_tol=1e-6)
+
+
+def test_groups_freeze_what_adamw_updates_too() -> None:
+    """A table is frozen for the first half of the run, and trained after it."""
+    groups = (ParameterGroup(match="table", since=0.5),)
+    table = LocalParameter("table", torch.ones(4, 4), decays=True)
+    optimizer = Muon(Muon.Config(groups=groups), [table])
+    for progress, moves in ((0.0, False), (0.5, True)):
+        optimizer.set_progress(progress)
+        before = table.value.clone()
+        optimizer.step([torch.ones(4, 4)], 1e-2)
+        assert torch.equal(table.value, before) != moves

@@ -73,6 +73,8 @@ class Module(nn.Module):
         self.decays: dict[str, bool] = {}
         self.linear_maps: set[str] = set()
         """Names of the parameters that are matrices of linear maps."""
+        self.width_ratios: dict[str, float] = {}
+        """Name of a parameter -> width over base width, by which muP scales its learning rate; empty without muP."""
         self.param_hook: Callable[[Tensor], Tensor] | None = None
         """From a stored parameter, which may be a DTensor in master dtype, to the local tensor in compute dtype; None:
         the identity."""
@@ -163,6 +165,16 @@ def parameter_decays(model: nn.Module) -> dict[str, bool]:
         for name in module.decays
     }
     return {name: decays[name] for name, _ in model.named_parameters()}
+
+
+def parameter_width_ratios(model: nn.Module) -> dict[str, float]:
+    """Full parameter name -> width over base width by which muP scales its learning rate; empty without muP."""
+    return {
+        f"{path}.{name}" if path else name: ratio
+        for path, module in model.named_modules()
+        if isinstance(module, Module)
+        for name, ratio in module.width_ratios.items()
+    }
 
 
 def linear_map_names(model: nn.Module) -> set[str]:

@@ -10,7 +10,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from xscale.mesh.torch_private import _StridedShard, compute_local_shape_and_global_offset, reset_sharded_parameters
 from xscale.nn.init import draw, replace_parameters
-from xscale.nn.module import linear_map_names, parameter_axes, parameter_decays, parameter_inits
+from xscale.nn.module import (
+    linear_map_names,
+    parameter_axes,
+    parameter_decays,
+    parameter_inits,
+    parameter_width_ratios,
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,8 @@ class ShardedParameter:
     """How many pipeline stages have a copy of it."""
     linear_map: bool = False
     """Whether it is the matrix of a linear map, or a stack of them."""
+    width_ratio: float = 1.0
+    """Width over base width, by which muP scales its learning rate."""
 
     @property
     def local(self) -> Tensor:
@@ -109,8 +117,16 @@ def sharded_parameters(model: nn.Module) -> list[ShardedParameter]:
         parameters = [parameter for stage in model.models for parameter in sharded_parameters(stage)]
         return [replace(parameter, copies=model.copies.get(parameter.name, 1)) for parameter in parameters]
     axes, decays, linear_maps = parameter_axes(model), parameter_decays(model), linear_map_names(model)
+    ratios = parameter_width_ratios(model)
     return [
-        ShardedParameter(name, parameter, axes[name], decays[name], linear_map=name in linear_maps)
+        ShardedParameter(
+            name,
+            parameter,
+            axes[name],
+            decays[name],
+            linear_map=name in linear_maps,
+            width_ratio=ratios.get(name, 1.0),
+        )
         for name, parameter in model.named_parameters()
     ]
 

@@ -20,6 +20,7 @@ from xscale.nn.model.decoder import Decoder
 from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.model.model import MODELS, Model
 from xscale.nn.module import choose_kernels, name_modules, substitute
+from xscale.nn.mup import apply_mup
 from xscale.objective.objective import OBJECTIVES, Causal, HeadSizes, Objective
 from xscale.observe.config import ObserveConfig
 from xscale.optim.optimizer.adamw import AdamW
@@ -262,6 +263,8 @@ def build_on_meta(settings: Settings, vocabulary: int) -> nn.Module:
         head = OBJECTIVES.of(settings.objective).part.head_sizes(settings.objective)
         if head is not None:
             put_class_head(model, settings.model, head)
+        if settings.model.mup is not None:
+            apply_mup(model, settings.model.mup, settings.model.width, settings.model.init_std)
         if settings.lora is not None:
             add_lora(model, settings.lora)
         for name, parameter in model.named_parameters():

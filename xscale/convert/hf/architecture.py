@@ -142,6 +142,7 @@ FEATURES: dict[str, Any] = {
     "scale_embeddings": False,
     "fix_norm": False,
     "logit_soft_cap": None,
+    "mup": None,
     "position.scaling": None,
     "embedding_width": None,
     "sentence_head": None,

@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
+from xscale.core import config as schema
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
@@ -28,6 +29,13 @@ class ModelTraits:
     """Can generate text."""
 
 
+class MupConfig(schema.Config):
+    base_width: int = Field(ge=1)
+    """Width at which learning rate and initial weights were tuned; there the parametrisation changes nothing."""
+    base_head_width: int | None = Field(default=None, ge=1)
+    """Width of a head at the base width; null: that of the model, so that a wider model has more heads."""
+
+
 class Model(Part):
     """Built as `Model(config, vocabulary, length)`."""
 
@@ -48,6 +56,9 @@ class Model(Part):
         """Logits become cap * tanh(logit / cap) (Gemma team 2024); null: no cap."""
         init_std: float = Field(default=0.02, ge=0)
         """Standard deviation of initial weights; divided by sqrt(2 depth) if they write into the residual stream."""
+        mup: MupConfig | None = None
+        """Maximal update parametrisation (Yang et al. 2022): initial weights, logits, attention's scores and learning
+        rates by the width, so that those tuned at a base width hold at this one; null: none."""
 
     def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         """Logits [B, T, V]; with `targets` [B, T] their summed loss in nats, a scalar of float32 or wider."""

@@ -1,5 +1,7 @@
 """Loshchilov and Hutter 2019: Adam with decoupled weight decay, fused over all tensors where a kernel can."""
 
+from typing import Any
+
 from pydantic import Field
 from torch import Tensor
 
@@ -25,6 +27,10 @@ class AdamW(Optimizer):
         self.members: dict[tuple[float, float], list[int]] = {}
         """(Multiplier of the learning rate, weight decay) -> indices of the weights that are updated together."""
         self.regroup()
+
+    @classmethod
+    def mup_exponent(cls, config: Any, *, linear_map: bool) -> float | None:
+        return 1.0
 
     def regroup(self) -> None:
         self.members = {}

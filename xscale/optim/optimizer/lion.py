@@ -1,5 +1,7 @@
 """Chen et al. 2023, algorithm 2 (Lion): the sign of an interpolated momentum, with decoupled weight decay."""
 
+from typing import Any
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -19,6 +21,10 @@ class Lion(Optimizer):
         super().__init__(config, weights)
         self.config: Lion.Config = config
         self.momentum = zeros_like_values(weights)
+
+    @classmethod
+    def mup_exponent(cls, config: Any, *, linear_map: bool) -> float | None:
+        return 1.0
 
     @torch.no_grad()
     def step(self, gradients: list[Tensor], lr: float) -> None:

@@ -8,7 +8,7 @@ scalable for LLM training), equation 4.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -80,6 +80,16 @@ class Muon(Optimizer):
         return cls.Config(ns_dtype="float64", adjust_lr_fn="original")
 
     @classmethod
+    def mup_exponent(cls, config: Any, *, linear_map: bool) -> float | None:
+        """The spectral norm of an update is to be the same at all widths (Yang, Simon and Bernstein 2023).
+
+        That of `original` is, and that of `match_rms_adamw` grows with the square root of the width.
+        """
+        if not linear_map:
+            return AdamW.mup_exponent(config, linear_map=False)
+        return 0.0 if config.adjust_lr_fn == "original" else 0.5
+
+    @classmethod
     def describe(cls, config: Config, weights: list[LocalParameter]) -> list[str]:
         sizes = [(weight.linear_map, weight.value.numel()) for weight in weights]
         muon, adamw = ([size for is_matrix, size in sizes if is_matrix == wanted] for wanted in (True, False))
@@ -88,6 +98,10 @@ class Muon(Optimizer):
             f"adamw: {len(adamw)} tensors, {sum(adamw):,} parameters"
         )
         return [line, *super().describe(config, weights)]
+
+    def set_progress(self, progress: float) -> None:
+        super().set_progress(progress)
+        self.adamw.set_progress(progress)
 
     @torch.no_grad()
     def step(self, gradients: list[Tensor], lr: float) -> None:

@@ -36,6 +36,8 @@ class LocalParameter:
     """Whether weight decay applies: to matrices and tables, not to gains and biases."""
     linear_map: bool = False
     """Whether it is the matrix [outputs, inputs] of a linear map, or a stack of them [experts, outputs, inputs]."""
+    width_ratio: float = 1.0
+    """Width over base width, by which muP scales the learning rate; 1 without muP and for vector-like weights."""
 
 
 class Optimizer:
@@ -57,15 +59,20 @@ class Optimizer:
         groups = [None if index is None else config.groups[index] for index in indices]
         self.group_of_weight = groups
         """The parameter group of each weight; None: it is in none."""
-        self.lr_factors = lr_factors(groups, 0.0)
-        """Multiplier of the learning rate of each weight."""
+        self.mup_factors = [self._mup_factor(weight) for weight in weights]
+        """Multiplier of the learning rate of each weight by its width."""
+        self.lr_factors = self._lr_factors(0.0)
+        """Multiplier of the learning rate of each weight, by its group and its width."""
         self.weight_decays = [
-            (config.weight_decay if weight.decays else 0.0)
-            if group is None or group.weight_decay is None
-            else group.weight_decay
-            for weight, group in zip(weights, groups, strict=True)
+            (
+                (config.weight_decay if weight.decays else 0.0)
+                if group is None or group.weight_decay is None
+                else group.weight_decay
+            )
+            / factor
+            for weight, group, factor in zip(weights, groups, self.mup_factors, strict=True)
         ]
-        """Weight decay of each weight."""
+        """Weight decay of each weight. Its product with the learning rate does not depend on the width."""
         self.kernel_choices: Mapping[str, str] = {}
         """Operator -> the implementation that the recipe names."""
         self.full_tensors: FullTensors = UnshardedTensors([weight.value for weight in weights])
@@ -76,9 +83,29 @@ class Optimizer:
         """Return lines for the log on how the full model's weights, which may be on meta, are updated."""
         return describe_groups(config.groups, {weight.name: weight.value.numel() for weight in weights})
 
+    @classmethod
+    def mup_exponent(cls, config: Any, *, linear_map: bool) -> float | None:
+        """Return e: muP divides the learning rate of a weight of a `width_ratio` by its e-th power; None: no rule.
+
+        `linear_map`: of the matrices between hidden states; else of routers and classifiers.
+        """
+        return None
+
+    def _mup_factor(self, weight: LocalParameter) -> float:
+        """Return the multiplier of the learning rate of a weight by its width."""
+        if weight.width_ratio == 1:
+            return 1.0
+        exponent = self.mup_exponent(self.config, linear_map=weight.linear_map)
+        assert exponent is not None, "a recipe with model.mup refuses optimizers without a rule"
+        return float(weight.width_ratio**-exponent)
+
+    def _lr_factors(self, progress: float) -> list[float]:
+        by_group = lr_factors(self.group_of_weight, progress)
+        return [factor * by_width for factor, by_width in zip(by_group, self.mup_factors, strict=True)]
+
     def set_progress(self, progress: float) -> None:
         """Set the learning rates of the groups to those after the fraction `progress` of the run's steps."""
-        factors = lr_factors(self.group_of_weight, progress)
+        factors = self._lr_factors(progress)
         if factors != self.lr_factors:
             self.lr_factors = factors
             self.regroup()

@@ -110,7 +110,13 @@ def _gradient(parameter: ShardedParameter) -> Tensor:
 def optimizer_weights(parameters: list[ShardedParameter]) -> list[LocalParameter]:
     """The parameters as an optimizer takes them: matrices and tables have weight decay, gains and biases do not."""
     return [
-        LocalParameter(parameter.name, parameter.local, decays=parameter.decays, linear_map=parameter.linear_map)
+        LocalParameter(
+            parameter.name,
+            parameter.local,
+            decays=parameter.decays,
+            linear_map=parameter.linear_map,
+            width_ratio=parameter.width_ratio,
+        )
         for parameter in parameters
     ]
 
