@@ -27,7 +27,7 @@ MODULES = {
     "wandb": ["wandb"],
     "mlflow": ["mlflow"],
     "dev": ["hatchling", "pytest", "xdist", "hypothesis", "ruff", "mypy", "pre_commit", "psutil", "triton", "mkdocs",
-            "material", "fla", "liger_kernel", "sklearn", "accelerate"],
+            "material", "fla", "liger_kernel", "sklearn", "accelerate", "schedulefree"],
     "cuda": ["apex", "amp_C", "fused_layer_norm_cuda", "triton"],
 }  # fmt: skip
 

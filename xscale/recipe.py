@@ -25,7 +25,6 @@ from xscale.objective.objective import OBJECTIVES
 from xscale.observe.config import check as check_observers
 from xscale.observe.config import check_profile
 from xscale.optim.groups import check_groups, nearest_patterns
-from xscale.optim.optimizer.optimizer import OPTIMIZERS
 from xscale.optim.schedule import SCHEDULES
 from xscale.parallel.pipeline.check import check_micro_batches
 from xscale.parallel.pipeline.schedule import schedule_of
@@ -39,6 +38,7 @@ from xscale.train.check_model import (
     check_prefix,
     check_two_stage,
 )
+from xscale.train.check_optimizer import check_averaging, check_mup_optimizer, check_optimizer
 from xscale.train.check_sentences import check_sentences
 from xscale.train.distill_check import check_distillation
 from xscale.train.scored_text import check_tasks
@@ -75,7 +75,9 @@ class Recipe(Settings):
         if valid("observe", "train"):
             problems += check_profile(self.observe.profile, self.train.steps)
         if valid("optimizer", "parallel"):
-            problems += self._check_optimizer()
+            problems += check_optimizer(self)
+        if valid("optimizer", "parallel", "schedule", "train"):
+            problems += check_averaging(self)
         # The vocabulary is unknown before there is a tokenizer; nothing that is checked here depends on its size.
         model = build_on_meta(self, 64) if of_model == [] else None
         if model is not None and valid("optimizer"):
@@ -83,7 +85,7 @@ class Recipe(Settings):
             problems += check_groups(self.optimizer.groups, names, "optimizer.groups")
             problems += check_two_stage(model, self.optimizer.groups, names)
         if model is not None and self.model.mup is not None and valid("optimizer", "parallel"):
-            problems += check_mup(model, self.model, "model") + self._check_mup_optimizer()
+            problems += check_mup(model, self.model, "model") + check_mup_optimizer(self)
         if model is not None and valid("train"):
             problems += self._check_freeze(model)
         traits = OBJECTIVES.of(self.objective).traits if valid("objective") else None
@@ -121,37 +123,6 @@ class Recipe(Settings):
         problems += _unused_position(self)
         if self.optimizer.lr == 0:
             problems.append(Problem("optimizer.lr", "the learning rate is 0: no weight changes"))
-        return problems
-
-    def _check_optimizer(self) -> list[Problem]:
-        entry, problems = OPTIMIZERS.of(self.optimizer), []
-        if self.parallel.zero.engine == "deepspeed" and not entry.traits.elementwise:
-            what = f"'{entry.name}' updates whole matrices, and DeepSpeed shards them flattened"
-            able = ", ".join(OPTIMIZERS.able(elementwise=True))
-            problems.append(Problem("optimizer.kind", what, f"Take one of {able}, or parallel.zero.engine=torch."))
-        if self.parallel.zero.engine == "deepspeed" and self.optimizer.groups:
-            what = "DeepSpeed flattens parameters of many names into one tensor, which has one learning rate"
-            fix = "Leave optimizer.groups empty, or take parallel.zero.engine=torch."
-            problems.append(Problem("optimizer.groups", what, fix))
-        if self.parallel.zero.engine == "deepspeed" and self.train.ema_decay is not None:
-            what = "DeepSpeed keeps the weights in tensors of its own, of which there is no moving average"
-            problems.append(Problem("train.ema_decay", what, "Leave it null, or take parallel.zero.engine=torch."))
-        return problems
-
-    def _check_mup_optimizer(self) -> list[Problem]:
-        """List why the optimizer has no learning rates by the width."""
-        entry, problems = OPTIMIZERS.of(self.optimizer), []
-        if entry.part.mup_exponent(self.optimizer, linear_map=True) is None:
-            able = [
-                other.name
-                for other in OPTIMIZERS
-                if other.part.mup_exponent(other.part.Config(), linear_map=True) is not None
-            ]
-            what = f"'{entry.name}' has no rule for learning rates by the width, which model.mup needs"
-            problems.append(Problem("optimizer.kind", what, f"Take one of {', '.join(able)}, or leave out model.mup."))
-        if self.parallel.zero.engine == "deepspeed":
-            what = "DeepSpeed flattens parameters into one tensor, which has one learning rate"
-            problems.append(Problem("model.mup", what, "Leave it null, or take parallel.zero.engine=torch."))
         return problems
 
     def _check_teacher_run(self, world: int) -> list[Problem]:

@@ -8,6 +8,7 @@ from tests.parallel.against_one import asked
 from tests.parallel.models import SHALLOW
 from tests.train.tiny import MIXTURE, recipe
 from xscale.optim.groups import ParameterGroup, check_groups, describe_groups, group_of
+from xscale.train.check_optimizer import check_optimizer
 
 NAMES = ("embed.table.weight", "stack.blocks.0.ffn.part.up.weight", "stack.blocks.1.ffn.part.router.weight")
 
@@ -43,7 +44,7 @@ def test_the_recipe_refuses_it_with_its_key(tmp_path: Any) -> None:
 def test_deepspeed_refuses_groups() -> None:
     parallel = {"mesh": {"dp_shard": 2}, "zero": {"engine": "deepspeed"}}
     for optimizer in ({"kind": "lion", "groups": [{"match": "*"}]}, {"kind": "muon"}):
-        found = asked(SHALLOW["mixture"], parallel, optimizer=optimizer)._check_optimizer()
+        found = check_optimizer(asked(SHALLOW["mixture"], parallel, optimizer=optimizer))
         assert len(found) == 1
         assert "parallel.zero.engine=torch" in found[0].fix
 

@@ -61,15 +61,20 @@ class ExponentialMovingAverage:
     @torch.no_grad()
     def _swap(self) -> None:
         """Exchange weights and averages in place, one tensor at a time."""
-        # Imported where used: it takes as long as half of torch.
-        from torch.distributed.fsdp import FSDPModule
-
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                # After an evaluation it may still have gathered the weights from before the exchange.
-                module.reshard()
+        # After an evaluation modules may still have gathered the weights from before the exchange.
+        free_gathered_weights(self.model)
         for average, parameter in zip(self.averages, self.parameters, strict=True):
             weight = parameter.local
             before = weight.clone()
             weight.copy_(average)
             average.copy_(before)
+
+
+def free_gathered_weights(model: nn.Module) -> None:
+    """Free the weights that `fully_shard` has gathered: the shards are about to change."""
+    # Imported where used: it takes as long as half of torch.
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

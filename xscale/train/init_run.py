@@ -60,7 +60,7 @@ def create_run(
         for kind, values in (states or {}).items():
             for name, value in values.items():
                 tensors[f"optimizer.{kind}.{name}"].copy_(value)
-    optimizer.set_counters({"step": optimizer_steps})
+    optimizer.set_counters({**optimizer.counters(), "step": optimizer_steps})
     state = State(tokenizer_fingerprint=None if tokenizer is None else tokenizer.fingerprint)
     path = save(run / CHECKPOINTS, 0, tensors, state.encode(optimizer), encode(settings))
     if tokenizer is not None:

@@ -294,7 +294,8 @@ class Loop:
     def _evaluate(self) -> None:
         parts, state = self.parts, self.state
         start = time.perf_counter()
-        result = self._evaluate_model()
+        with parts.stepper.engine.evaluation_weights():
+            result = self._evaluate_model()
         best = state.best_bits_per_byte
         if math.isfinite(result.bits_per_byte) and (best is None or result.bits_per_byte < best):
             state.best_bits_per_byte, state.best_step = result.bits_per_byte, state.step

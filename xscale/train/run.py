@@ -234,8 +234,7 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
         resumed.messages.extend(load_initial_weights(settings, parts.parameters, tokenizer, parts.mesh))
         resumed.messages.extend(init_residual_gains(parts))
         resumed.messages.extend(label_notes(parts.corpus))
-        if (ema := parts.stepper.engine.ema) is not None:
-            ema.reset()
+        parts.stepper.engine.begin()
     # A rank that fails above must stop the run before anything is written.
     barrier(parts.mesh.background)
     if is_rank0:
@@ -265,8 +264,10 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
         if memory is not None:
             memory.clear()
         if cause is None:
-            write_samples(parts, observer, state.step)
-            if (sentence := bleu_at_end(parts)) is not None:
+            with parts.stepper.engine.evaluation_weights():
+                write_samples(parts, observer, state.step)
+                sentence = bleu_at_end(parts)
+            if sentence is not None:
                 observer.message(sentence)
             # Last, since no other rank waits for it.
             if is_rank0 and settings.train.baseline and parts.validation is not None and parts.corpus.labels is None:

@@ -5,6 +5,7 @@ from xscale.optim.optimizer import (
     adamw,
     lion,
     muon,
+    schedule_free_adamw,
 )
 
 __all__ = [
@@ -12,4 +13,5 @@ __all__ = [
     "adamw",
     "lion",
     "muon",
+    "schedule_free_adamw",
 ]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -41,7 +41,11 @@ class LocalParameter:
 
 
 class Optimizer:
-    """Built as `Optimizer(config, weights)`; states start as zeros, so that a checkpoint loads before a step."""
+    """Built as `Optimizer(config, weights)`; states start as zeros or as the weights, so that a checkpoint loads before
+    a step."""
+
+    averaged_state: ClassVar[str | None] = None
+    """Name of the state whose values are evaluated and saved in place of the weights; None: the weights are."""
 
     class Config(schema.Config):
         lr: float = Field(default=1e-3, ge=0)
@@ -121,6 +125,12 @@ class Optimizer:
         """Do `step` on the gradients times `scale`; may leave them scaled."""
         foreach_mul_(gradients, scale)
         self.step(gradients, lr)
+
+    def adopt_weights(self) -> None:
+        """Begin with the weights as they are now: they may have been loaded after the optimizer was built."""
+
+    def restore_weights(self) -> None:
+        """Set the weights that the states determine, after a checkpoint was loaded or the average evaluated."""
 
     def states(self) -> Mapping[str, Sequence[Tensor | None]]:
         """State name -> one tensor per weight, None where a weight has no such state; loading writes into them.

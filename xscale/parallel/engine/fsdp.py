@@ -1,7 +1,8 @@
 """FSDP engine: torch's `fully_shard` stores parameters and gradients as DTensors; our optimizers update the shards."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from xscale.mesh.collectives import sum_tensor
 from xscale.optim.optimizer.optimizer import LocalParameter, Optimizer
-from xscale.parallel.ema import ExponentialMovingAverage
+from xscale.parallel.ema import ExponentialMovingAverage, free_gathered_weights
 from xscale.parallel.plan import ParallelPlan
 from xscale.parallel.sharded import ShardedParameter
 from xscale_kernels.squared_norm.op import squared_norm
@@ -83,7 +84,30 @@ class FsdpEngine:
         return full_state(self.parameters, self.optimizer) | averages
 
     def after_load(self) -> None:
-        """Nothing to do: the tensors of the checkpoint are those of the model and the optimizer."""
+        self.optimizer.restore_weights()
+
+    def begin(self) -> None:
+        self.optimizer.adopt_weights()
+        if self.ema is not None:
+            self.ema.reset()
+
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        averaged = self.optimizer.averaged_state
+        if averaged is None:
+            yield
+            return
+        # Modules may still have gathered the weights from before the exchange.
+        free_gathered_weights(self.model)
+        with torch.no_grad():
+            for parameter, value in zip(self.trained, self.optimizer.states()[averaged], strict=True):
+                assert value is not None
+                parameter.local.copy_(value)
+        try:
+            yield
+        finally:
+            free_gathered_weights(self.model)
+            self.optimizer.restore_weights()
 
     def counters(self) -> dict[str, int]:
         return self.optimizer.counters()
@@ -122,13 +146,17 @@ def optimizer_weights(parameters: list[ShardedParameter]) -> list[LocalParameter
 
 
 def full_state(parameters: list[ShardedParameter], optimizer: Optimizer) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint by its single-device name, with its global shape."""
+    """Every tensor of a checkpoint by its single-device name, with its global shape.
+
+    Where the optimizer averages the weights, the model's tensors are the averages.
+    """
     state = {f"model.{parameter.name}": parameter.parameter.detach() for parameter in parameters}
     trained = [parameter for parameter in parameters if parameter.parameter.requires_grad]
     reduced_dims = optimizer.reduced_dims()
     for kind, values in optimizer.states().items():
+        prefix = "model." if kind == optimizer.averaged_state else f"optimizer.{kind}."
         state |= {
-            f"optimizer.{kind}.{parameter.name}": parameter.from_local_like(value, reduced_dims.get(kind))
+            f"{prefix}{parameter.name}": parameter.from_local_like(value, reduced_dims.get(kind))
             for parameter, value in zip(trained, values, strict=True)
             if value is not None
         }

@@ -1,6 +1,7 @@
 """The seam between the training step and the owner of parameters, gradients and optimizer states."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -62,6 +63,14 @@ class Engine(Protocol):
 
     def after_load(self) -> None:
         """Publish what was written into `state_tensors` to the model and the optimizer."""
+        ...
+
+    def begin(self) -> None:
+        """Begin a run with the weights as they are: averages of them start as copies."""
+        ...
+
+    def evaluation_weights(self) -> AbstractContextManager[None]:
+        """Let the model compute, in the body, with the weights that are evaluated and saved."""
         ...
 
     def counters(self) -> dict[str, int]:

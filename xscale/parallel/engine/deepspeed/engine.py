@@ -7,6 +7,7 @@ update itself and checkpoints are ours, so that a step gives the numbers of any 
 import logging
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,6 +179,12 @@ class DeepSpeedEngine:
         self.staged = {}
         with torch.no_grad():
             self.partition.publish()
+
+    def begin(self) -> None:
+        """Nothing to do: an optimizer that averages the weights, and a moving average of them, are refused."""
+
+    def evaluation_weights(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def counters(self) -> dict[str, int]:
         return self.optimizer.counters()
