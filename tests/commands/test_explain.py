@@ -45,7 +45,7 @@ def test_an_exact_path_names_all_parts_with_the_key(capsys: pytest.CaptureFixtur
     assert "parts with this key: optimizer adamw, lion, schedule_free_adamw\n" in text
     assert "override: optimizer.lr=0.001\n" in text
     (entry,) = as_json(capsys, "lion.lr")
-    assert entry["needs"] == [{"slot": "optimizer", "family": "optimizer", "kinds": ["adamw", "lion"]}]
+    assert entry["needs"] == [{"slot": "optimizer", "family": "optimizer", "kinds": ["adamw", "lion", "schedule_free_adamw"]}]
     assert entry["default"] == Lion.Config().lr
 
 
