@@ -1,7 +1,7 @@
 """Check an image during its build: import its packages and compare their versions with the pins. Fails the build.
 
-python docker/check_imports.py base [deepspeed] [megatron] [mpi] [hf] [bleu] [parquet] [eval] [fla] [liger] [wandb]
-    [mlflow] [dev] [cuda]
+python docker/check_imports.py base [deepspeed] [megatron] [mpi] [hf] [bleu] [parquet] [eval] [fla] [liger] [torchao]
+    [wandb] [mlflow] [dev] [cuda]
 """
 
 import importlib
@@ -24,6 +24,7 @@ MODULES = {
     "eval": ["lm_eval"],
     "fla": ["fla"],
     "liger": ["liger_kernel"],
+    "torchao": ["torchao.optim"],
     "wandb": ["wandb"],
     "mlflow": ["mlflow"],
     "dev": ["hatchling", "pytest", "xdist", "hypothesis", "ruff", "mypy", "pre_commit", "psutil", "triton", "mkdocs",

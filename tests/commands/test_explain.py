@@ -42,10 +42,12 @@ def test_a_key_is_explained_as_its_config_class_defines_it(capsys: pytest.Captur
 def test_an_exact_path_names_all_parts_with_the_key(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "optimizer.lr")
     assert text.startswith("optimizer.lr: float >= 0\n")
-    assert "parts with this key: optimizer adamw, lion, schedule_free_adamw\n" in text
+    assert "parts with this key: optimizer adamw, adamw_8bit, lion, schedule_free_adamw\n" in text
     assert "override: optimizer.lr=0.001\n" in text
     (entry,) = as_json(capsys, "lion.lr")
-    assert entry["needs"] == [{"slot": "optimizer", "family": "optimizer", "kinds": ["adamw", "lion", "schedule_free_adamw"]}]
+    assert entry["needs"] == [
+        {"slot": "optimizer", "family": "optimizer", "kinds": ["adamw", "adamw_8bit", "lion", "schedule_free_adamw"]}
+    ]
     assert entry["default"] == Lion.Config().lr
 
 

@@ -56,15 +56,19 @@ class ShardedParameter:
         is_sharded = [isinstance(placement, Shard | _StridedShard) for placement in value.placements]
         return math.prod(value.device_mesh.size(dim) for dim, sharded in enumerate(is_sharded) if sharded)
 
-    def from_local_like(self, local: Tensor, reduced_dim: int | None = None) -> Tensor:
+    def from_local_like(self, local: Tensor, reduced_dim: int | None = None, block: int = 1) -> Tensor:
         """Return a local shard, such as an optimizer state's, with this parameter's global shape and placements.
 
         `reduced_dim`, counted from the last as -1: a dim that the state lacks, over whose shards it is the same.
+        `block`: elements of the last dim for which the state has one.
         """
         value = self.parameter
         if not isinstance(value, DTensor):
             return local
         shape, stride, placements = value.shape, value.stride(), value.placements
+        if block != 1:
+            shape = torch.Size([*shape[:-1], shape[-1] // block])
+            stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
         if reduced_dim is not None:
             dim = value.dim() + reduced_dim
             shape = torch.Size([*shape[:dim], *shape[dim + 1 :]])

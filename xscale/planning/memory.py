@@ -150,10 +150,12 @@ def states_per_element(settings: Settings, model: nn.Module) -> dict[str, float]
     """
     trained = [parameter for parameter in sharded_parameters(model) if parameter.parameter.requires_grad]
     optimizer: Optimizer = OPTIMIZERS.build(settings.optimizer, optimizer_weights(trained))
-    values = dict.fromkeys((parameter.name for parameter in trained), 0)
+    values = dict.fromkeys((parameter.name for parameter in trained), 0.0)
     for states in optimizer.states().values():
         for parameter, state in zip(trained, states, strict=True):
-            values[parameter.name] += 0 if state is None else state.numel()
+            # States may be narrower than the weights: 8-bit moments.
+            weight_bytes = parameter.parameter.element_size()
+            values[parameter.name] += 0 if state is None else state.numel() * state.element_size() / weight_bytes
     averages = 0 if settings.train.ema_decay is None else 1
     return {parameter.name: values[parameter.name] / parameter.parameter.numel() + averages for parameter in trained}
 

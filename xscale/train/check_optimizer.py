@@ -1,19 +1,28 @@
 """Check what an optimizer cannot be in a run: with DeepSpeed, with a schedule, or with muP."""
 
+from importlib.util import find_spec
+
 from xscale.core.errors import Problem
 from xscale.optim.optimizer.optimizer import OPTIMIZERS
 from xscale.train.settings import Settings
 
 
 def check_optimizer(settings: Settings) -> list[Problem]:
-    """List what DeepSpeed cannot do with the optimizer."""
+    """List what the optimizer lacks on this machine, and what DeepSpeed cannot do with it."""
     entry, problems = OPTIMIZERS.of(settings.optimizer), list[Problem]()
+    for package, command in entry.part.requires.items():
+        if find_spec(package) is None:
+            what = f"'{entry.name}' needs {package}, which is not installed"
+            problems.append(Problem("optimizer.kind", what, f"Run: {command}, or take adamw."))
     if settings.parallel.zero.engine != "deepspeed":
         return problems
     if not entry.traits.elementwise:
         what = f"'{entry.name}' updates whole matrices, and DeepSpeed shards them flattened"
-        able = ", ".join(name for name in OPTIMIZERS.able(elementwise=True) if not _averages(name))
+        able = ", ".join(name for name in OPTIMIZERS.able(elementwise=True) if _can_be_flattened(name))
         problems.append(Problem("optimizer.kind", what, f"Take one of {able}, or parallel.zero.engine=torch."))
+    if entry.part.requires and entry.traits.elementwise:
+        what = f"'{entry.name}' has blocks of rows, and DeepSpeed flattens parameters into one tensor"
+        problems.append(Problem("optimizer.kind", what, "Take adamw, or parallel.zero.engine=torch."))
     if settings.optimizer.groups:
         what = "DeepSpeed flattens parameters of many names into one tensor, which has one learning rate"
         fix = "Leave optimizer.groups empty, or take parallel.zero.engine=torch."
@@ -24,8 +33,10 @@ def check_optimizer(settings: Settings) -> list[Problem]:
     return problems
 
 
-def _averages(name: str) -> bool:
-    return OPTIMIZERS.get(name).part.averaged_state is not None
+def _can_be_flattened(name: str) -> bool:
+    """Whether an elementwise optimizer works on a flat tensor of many parameters."""
+    part = OPTIMIZERS.get(name).part
+    return part.averaged_state is None and not part.requires
 
 
 def check_averaging(settings: Settings) -> list[Problem]:

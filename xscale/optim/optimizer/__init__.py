@@ -3,6 +3,7 @@
 from xscale.optim.optimizer import (
     adafactor,
     adamw,
+    adamw_8bit,
     lion,
     muon,
     schedule_free_adamw,
@@ -11,6 +12,7 @@ from xscale.optim.optimizer import (
 __all__ = [
     "adafactor",
     "adamw",
+    "adamw_8bit",
     "lion",
     "muon",
     "schedule_free_adamw",

@@ -38,12 +38,16 @@ class LocalParameter:
     """Whether it is the matrix [outputs, inputs] of a linear map, or a stack of them [experts, outputs, inputs]."""
     width_ratio: float = 1.0
     """Width over base width, by which muP scales the learning rate; 1 without muP and for vector-like weights."""
+    full_shape: tuple[int, ...] | None = None
+    """Shape of the full weight, of which `value` may be a shard; None: it is the full weight."""
 
 
 class Optimizer:
     """Built as `Optimizer(config, weights)`; states start as zeros or as the weights, so that a checkpoint loads before
     a step."""
 
+    requires: ClassVar[Mapping[str, str]] = {}
+    """Package that the optimizer needs -> the command that installs it."""
     averaged_state: ClassVar[str | None] = None
     """Name of the state whose values are evaluated and saved in place of the weights; None: the weights are."""
 
@@ -135,12 +139,17 @@ class Optimizer:
     def states(self) -> Mapping[str, Sequence[Tensor | None]]:
         """State name -> one tensor per weight, None where a weight has no such state; loading writes into them.
 
-        A tensor has the weight's shape, without the dim that `reduced_dims` names.
+        A tensor has the weight's shape, without the dim that `reduced_dims` names, and with a last dim of whole blocks
+        where `blocked_states` says so.
         """
         raise NotImplementedError
 
     def reduced_dims(self) -> Mapping[str, int]:
         """Name of each state that is a mean over a dim of the weight -> that dim, counted from the last as -1."""
+        return {}
+
+    def blocked_states(self) -> Mapping[str, int]:
+        """Name of each state with one value for a block of elements of the last dim -> elements of a block."""
         return {}
 
     def counters(self) -> dict[str, int]:

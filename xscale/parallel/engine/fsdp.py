@@ -140,6 +140,7 @@ def optimizer_weights(parameters: list[ShardedParameter]) -> list[LocalParameter
             decays=parameter.decays,
             linear_map=parameter.linear_map,
             width_ratio=parameter.width_ratio,
+            full_shape=tuple(parameter.parameter.shape),
         )
         for parameter in parameters
     ]
@@ -152,11 +153,11 @@ def full_state(parameters: list[ShardedParameter], optimizer: Optimizer) -> dict
     """
     state = {f"model.{parameter.name}": parameter.parameter.detach() for parameter in parameters}
     trained = [parameter for parameter in parameters if parameter.parameter.requires_grad]
-    reduced_dims = optimizer.reduced_dims()
+    reduced_dims, blocks = optimizer.reduced_dims(), optimizer.blocked_states()
     for kind, values in optimizer.states().items():
         prefix = "model." if kind == optimizer.averaged_state else f"optimizer.{kind}."
         state |= {
-            f"{prefix}{parameter.name}": parameter.from_local_like(value, reduced_dims.get(kind))
+            f"{prefix}{parameter.name}": parameter.from_local_like(value, reduced_dims.get(kind), blocks.get(kind, 1))
             for parameter, value in zip(trained, values, strict=True)
             if value is not None
         }
