@@ -30,7 +30,7 @@ SHORT = [
     "data.workers=1",
 ]
 """Overrides that make a command take seconds."""
-CONFIG = r"(?:configs/(?:run|compare)/|\bmy_)\S+\.yaml"
+CONFIG = r"(?:configs/(?:run|compare|ladder)/|\bmy_)\S+\.yaml"
 """A run's config in a command: one of xscale's, or one that `xscale init` wrote."""
 
 
@@ -88,6 +88,9 @@ def shortened(command: str) -> str:
     if "finetune" in command:
         # Its texts have labels, and length and tokenizer are those of the run that it begins with.
         text, small, words = "", "", [word for word in words if "sequence_length" not in word]
+    if " ladder " in command:
+        tokens = "sed -i 's/^tokens:.*/tokens: [640, 1_280, 2_560]/' configs/ladder/bytes.yaml"
+        return f"{tokens} && {command}{text} {' '.join(word for word in words if 'steps' not in word)}"
     if " compare " in command:
         words = [*(word for word in words if "eval_every" not in word), "train.eval_every=1", "--seed=0", "--steps=1"]
     return re.sub(CONFIG, lambda match: f"{match[0]}{text}{small} {' '.join(words)}", command)

@@ -12,7 +12,7 @@ from xscale.core.compose import parse
 
 ROOT = Path(__file__).parents[2]
 # A comparison is no part of a run: tests/commands/test_compare.py reads those.
-CONFIGS = sorted(file for file in (ROOT / "configs").rglob("*.y*ml") if file.parent.name != "compare")
+CONFIGS = sorted(file for file in (ROOT / "configs").rglob("*.y*ml") if file.parent.name not in ("compare", "ladder"))
 
 
 @pytest.fixture(scope="module")

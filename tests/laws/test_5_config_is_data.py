@@ -19,8 +19,8 @@ from xscale.mesh.axes import min_world_size
 from xscale.recipe import Recipe, read
 
 RUNS = sorted((ROOT / "configs/run").glob("*.y*ml"))
-# A comparison is a list of variants, and no part of a run.
-COMPARED = set((ROOT / "configs" / "compare").rglob("*.y*ml"))
+# A comparison is a list of variants, a ladder one of sizes, and neither is a part of a run.
+COMPARED = {path for name in ("compare", "ladder") for path in (ROOT / "configs" / name).rglob("*.y*ml")}
 # The recipe of a variant is a whole run, which tests/commands/test_catalogue.py checks and trains.
 VARIANTS = sorted((ROOT / "configs/xformer").glob("*.y*ml"))
 PARTIAL = sorted(path for path in (ROOT / "configs").rglob("*.y*ml") if path not in {*RUNS, *VARIANTS, *COMPARED})

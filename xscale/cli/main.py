@@ -250,6 +250,28 @@ def compare(
 
 
 @app.command()
+def ladder(
+    file: Annotated[Path, typer.Argument(help="A ladder, such as configs/ladder/bytes.yaml.", callback=readable)],
+    overrides: Overrides = None,
+    train: Annotated[bool, typer.Option(help="Train the runs that are missing; otherwise only report.")] = True,
+    slurm: Annotated[
+        str | None,
+        typer.Option(metavar="OPTIONS", help="Submit all runs as one array, by `xscale launch slurm` with OPTIONS."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Train a ladder of sizes, tokens and experts; fit a scaling law and hold its prediction against a larger size."""
+    from xscale.commands.ladder import ladder as run
+    from xscale.commands.ladder import launch_arguments
+
+    if slurm is not None:
+        from xscale_launch.main import main as launcher
+
+        raise typer.Exit(launcher(launch_arguments(file, overrides or [], slurm)))
+    raise typer.Exit(run(file, overrides or [], train=train, as_json=json))
+
+
+@app.command()
 def report(
     runs: Annotated[
         list[str],

@@ -58,6 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chain", type=int, default=1, metavar="K", help="submit K jobs that run one after the other")
     parser.add_argument("--sweep", action="append", default=[], metavar="KEY=A,B", help="one run for each value")
     parser.add_argument(
+        "--members",
+        type=Path,
+        metavar="FILE",
+        help="JSON: name of each run -> its list of overrides, in place of --sweep",
+    )
+    parser.add_argument(
         "--at-once", type=int, default=0, metavar="K", help="maximum number of sweep members that run at the same time"
     )
     parser.add_argument(
@@ -72,9 +78,7 @@ def run(options: argparse.Namespace) -> int:
     site = chosen_profile(options)
     if options.chain < 1 or options.at_once < 0:
         raise LaunchError("--chain and --at-once must be at least 1")
-    if options.chain > 1 and options.sweep:
-        raise LaunchError("--chain cannot be combined with --sweep: omit --chain, members are requeued by themselves")
-    members = sweep.members(options.sweep) if options.sweep else []
+    members = sweep_members(options)
     processes = site.nodes * site.processes_per_node
     try:
         plans = query_member_plans(options, config, members, processes, gpu_options(site))
@@ -107,6 +111,18 @@ def run(options: argparse.Namespace) -> int:
     ids = submit_script(job, options.after, options.chain)
     announce(ids, top, folders if members else [])
     return status.DONE
+
+
+def sweep_members(options: argparse.Namespace) -> list[sweep.SweepMember]:
+    """Return the members that `--sweep` or `--members` give; none for a single run."""
+    if options.sweep and options.members:
+        raise LaunchError("--sweep cannot be combined with --members: the file has all runs")
+    if options.chain > 1 and (options.sweep or options.members):
+        option = "--sweep" if options.sweep else "--members"
+        raise LaunchError(f"--chain cannot be combined with {option}: omit --chain, members are requeued by themselves")
+    if options.members:
+        return sweep.read_members(options.members)
+    return sweep.members(options.sweep) if options.sweep else []
 
 
 def chosen_profile(options: argparse.Namespace) -> profile.Profile:
@@ -212,7 +228,7 @@ def sbatch(path: Path, more: Sequence[str]) -> str:
 def other_problems(options: argparse.Namespace, site: profile.Profile) -> list[str]:
     """Return the problems of a job besides its config, so that all are reported at once."""
     try:
-        job = check_job(build_job(options, site, Path.cwd(), len(options.sweep)))
+        job = check_job(build_job(options, site, Path.cwd(), len(options.sweep) or int(options.members is not None)))
         return [f"  - {line}" for line in check_request.cluster_problems(job, getpass.getuser())]
     except LaunchError as error:
         return [] if shutil.which("scontrol") is None else [f"  - {error}"]

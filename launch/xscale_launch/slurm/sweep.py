@@ -4,8 +4,10 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from xscale_launch.status import LaunchError
+from xscale_launch.typed_json import decode_json
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,22 @@ def members(sweeps: Sequence[str]) -> list[SweepMember]:
     if len({member.name for member in combinations}) < len(combinations):
         return [SweepMember(f"{number}-{member.name}", member.overrides) for number, member in enumerate(combinations)]
     return combinations
+
+
+def read_members(file: Path) -> list[SweepMember]:
+    """Read the members from a JSON file: the name of each run -> its list of overrides."""
+    try:
+        data = decode_json(file.read_bytes(), dict[str, list[str]])
+    except OSError as error:
+        raise LaunchError(f"--members {file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise LaunchError(f'--members {file}: {error}; write {{"name": ["key=value", ...], ...}}') from None
+    if not data or not all("=" in text for overrides in data.values() for text in overrides):
+        raise LaunchError(f'--members {file}: write {{"name": ["key=value", ...], ...}}, with at least one run')
+    for name in data:
+        if _file_name(name) != name or name.startswith("."):
+            raise LaunchError(f"--members {file}: {name!r} is no name of a folder: use letters, digits and . = + -")
+    return [SweepMember(name, tuple(overrides)) for name, overrides in data.items()]
 
 
 def _values(text: str) -> list[str]:

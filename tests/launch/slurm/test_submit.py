@@ -52,3 +52,19 @@ def test_the_script_that_is_submitted_is_for_this_user_alone(site: Path, capsys:
     others = [path for path in (site / "run").rglob("*") if path.is_file() and path != script]
     assert others
     assert not [path for path in others if "code" not in path.parts and b"t0ken" in path.read_bytes()]
+
+
+def test_members_of_a_file_are_an_array(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run folder for each, with the names of the file."""
+    (site / "members.json").write_text('{"small": ["train.steps=2"], "large": ["train.steps=3"]}')
+    assert launch("--members", "members.json", f"run.dir={site / 'ladder'}") == 0
+    assert "an array of 2 runs" in capsys.readouterr().out
+    listed = (site / "ladder" / "launch" / "members.txt").read_text().splitlines()
+    assert listed == [str(site / "ladder" / name) for name in ("small", "large")]
+    assert "--array=0-1" in (site / "ladder" / "launch" / "job.sbatch").read_text()
+
+
+@pytest.mark.parametrize("words", [("--sweep", "train.steps=1,2"), ("--chain", "2")])
+def test_members_are_not_combined(words: tuple[str, ...], site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch("--members", "members.json", *words) == 2
+    assert "cannot be combined with" in capsys.readouterr().err

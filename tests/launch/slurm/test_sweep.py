@@ -1,8 +1,12 @@
-"""Sweeps: the runs that `--sweep` makes."""
+"""Sweeps: the runs that `--sweep` makes, and those that a file of `--members` lists."""
+
+import json
+import re
+from pathlib import Path
 
 import pytest
 
-from xscale_launch.slurm.sweep import members
+from xscale_launch.slurm.sweep import SweepMember, members, read_members
 from xscale_launch.status import LaunchError
 
 
@@ -36,3 +40,39 @@ def test_what_is_no_sweep_is_refused(text: str) -> None:
 def test_a_key_twice_is_refused() -> None:
     with pytest.raises(LaunchError, match="a key twice"):
         members(["a=1,2", "a=3"])
+
+
+def write(folder: Path, data: object) -> Path:
+    file = folder / "members.json"
+    file.write_text(data if isinstance(data, str) else json.dumps(data))
+    return file
+
+
+def test_members_of_a_file_keep_their_names_and_overrides(tmp_path: Path) -> None:
+    file = write(tmp_path, {"w16-seed-0": ["model.width=16", "run.seed=0"], "w32": ["model.width=32"]})
+    assert read_members(file) == [
+        SweepMember("w16-seed-0", ("model.width=16", "run.seed=0")),
+        SweepMember("w32", ("model.width=32",)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ("{", "it is not JSON"),
+        ({}, "with at least one run"),
+        ([["a=1"]], 'write {"name"'),
+        ({"a": "b=1"}, 'write {"name"'),
+        ({"a": ["b"]}, 'write {"name"'),
+        ({"../a": ["b=1"]}, "'../a' is no name of a folder"),
+        ({"..": ["b=1"]}, "'..' is no name of a folder"),
+    ],
+)
+def test_what_is_no_list_of_members_is_refused(data: object, text: str, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=re.escape(text)):
+        read_members(write(tmp_path, data))
+
+
+def test_a_file_that_is_missing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="cannot be read: No such file"):
+        read_members(tmp_path / "none.json")
