@@ -13,8 +13,6 @@ from xscale.core.errors import ConfigError
 from xscale.measure.flops import training_flops
 from xscale.nn.model.encoder import Encoder
 from xscale.nn.tokens import Tokens
-from xscale.parallel import context
-from xscale.parallel.config import ParallelConfig
 
 WORDS, LENGTH, COUNT, BLOCK = 50, 45, 8, 4
 CORES: dict[str, dict[str, Any]] = {
@@ -100,9 +98,6 @@ def test_what_cannot_be_is_refused() -> None:
         decode(Encoder.Config, {"global_tokens": -1})
     problems = Encoder.check(decode(Encoder.Config, {"global_mean": True}), (WORDS, LENGTH), "model")
     assert [problem.path for problem in problems] == ["model.global_mean"]
-    model = encoder("softmax", WORDS, LENGTH, global_tokens=COUNT)
-    spread = decode(ParallelConfig, {"mesh": {"cp": 2}})
-    assert "8 global tokens" in str(context.check(model, spread, "parallel")[0])
 
 
 def test_their_work_is_counted() -> None:
