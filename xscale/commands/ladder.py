@@ -37,8 +37,8 @@ def ladder(
     for number, (run, named) in enumerate(runs if train else [], 1):
         train_unless_finished(named, lambda text, at=number: say(f"[{at}/{len(runs)}] {text}"))  # type: ignore[misc]
         if last_evaluation(named.folder, named.recipe.train.steps) is None:
-            what = "has no validation loss of its last step; data.validation must be above 0"
-            raise FaultError(f"{run.name} {what}")
+            what = f"no validation loss of its last step in {named.folder}; delete that folder to train it again"
+            raise FaultError(f"{run.name}: {what}, or set data.validation above 0")
     losses = {
         run.name: loss
         for run, named in runs
