@@ -103,6 +103,7 @@ def fake(size: str, parameters: float, tokens: float, experts: str = "dense", se
     return LadderRun(name, size, experts, seed, (), int(parameters), int(tokens), 6 * parameters * tokens)
 
 
+@pytest.mark.long
 def test_a_prediction_is_held_against_the_run(tmp_path: Path) -> None:
     """With losses of a known law the larger size is within the interval; with another loss it is not."""
     sizes = {f"s{index}": 10.0 ** (6 + index / 2) for index in range(5)}
