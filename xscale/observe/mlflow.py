@@ -19,7 +19,7 @@ class Mlflow(Tracker):
     """Sends the contents of metrics.jsonl, and the config as parameters. The package's errors become OSErrors, which
     end the observer only.
 
-    A run that resumes goes on in the same run of MLflow, by the id in `mlflow_id`. Metrics are sent in the background.
+    A resumed run continues the same run of MLflow, by the id in `mlflow_id`. Metrics are sent in the background.
     """
 
     def __init__(self, folder: Path, experiment: str, uri: str | None, every_steps: int = 1) -> None:

@@ -12,7 +12,7 @@ from xscale.observe.tracker import Tracker
 class Wandb(Tracker):
     """Sends the contents of metrics.jsonl. The package's errors become OSErrors, which end the observer only.
 
-    A run that resumes goes on in the same run of Weights & Biases, by the id in `wandb_id`. Steps that it repeats since
+    A resumed run continues the same run of Weights & Biases, by the id in `wandb_id`. Steps that it repeats since
     its checkpoint are there already, and the service keeps their first numbers.
     """
 

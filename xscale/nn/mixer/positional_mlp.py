@@ -79,7 +79,7 @@ class Gmlp(PositionalMixer):
         self.causal, self.toeplitz = dims.causal, config.toeplitz
         self.length = config.length or dims.length
         half = (config.hidden or 6 * dims.width) // 2
-        # Z_1 and Z_2 are shared out over ranks alike.
+        # Z_1 and Z_2 are sharded over ranks in the same way.
         self.up, self.up_gate = (
             Linear(dims.width, half, ("ffn", "width"), dims.init, bias=config.bias) for _ in range(2)
         )

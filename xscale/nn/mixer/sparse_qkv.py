@@ -1,7 +1,7 @@
 """Jaszczur et al. 2021, section 3.2: attention whose queries, keys and values come from S modules of M channels.
 
     y_{s,m} = sum_i x_i D_{i,s} E_{i,m}                                         (multiplicative dense layer)
-    q_{t,s,n} = sum_{a,b,m} y_{t+a,s+b,m} W^q_{n,m,a,b} + b^q_n,  k and v alike  (convolution over length and modules)
+    q_{t,s,n} = sum_{a,b,m} y_{t+a,s+b,m} W^q_{n,m,a,b} + b^q_n,  k, v likewise  (convolution over length and modules)
 
 D = S M. One multiplicative layer, which can permute the channels in any way, serves queries, keys and values; each of
 these has a convolution of 3 tokens by 3 modules, from M channels to M. In a causal model the three tokens end at t. The

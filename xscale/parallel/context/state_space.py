@@ -85,7 +85,7 @@ class RecurrenceScan:
         return recurrence.outputs_and_state(torch.stack(before)[sharding.rank])[0]
 
     def _goes_on(self, tokens: TokenShard, shard: int, like: Tensor) -> Tensor:
-        """Return 1 for each sequence whose document goes on from the shard before to this one, and 0 for the others:
+        """Return 1 for each sequence whose document continues from the shard before to this one, and 0 for the others:
         [B, 1, 1, 1]."""
         documents, size = tokens.full.documents, tokens.ids.shape[1]
         if documents is None:
