@@ -1,6 +1,7 @@
 """Tasks of lm_eval with a run's model: its scores against lm_eval's own for the exported model, in runs, on layouts."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ from tests.distributed import Pool
 from tests.train.test_load_run import MODEL, call
 from tests.train.test_sliding_window import DOUBLE, printed, trained
 from tests.train.tiny import MIXTURE, metrics, recipe, run
+from xscale.checkpoint.load import load_tensors
 from xscale.core.errors import EXIT_DONE, ConfigError
+from xscale.observe.events import TaskReport
+from xscale.train import loop
 from xscale.train.load_run import load_run
+from xscale.train.setup import RunParts
 from xscale.train.tasks import lm_eval_model_of_run
 from xscale.train.text_scorer import ScoreRequest, TextRequest, TextScorer
 
@@ -247,6 +252,24 @@ def test_a_request_that_cannot_be_answered_ends_no_run(tmp_path: Path, tasks: Pa
     assert not results(tmp_path, "run")
     text = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
     assert text.count("the tasks are not evaluated: tasks: a continuation of 100 tokens is longer than the 32") == 2
+
+
+def test_tasks_read_the_weights_that_an_optimizer_averages(
+    tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Schedule-free AdamW trains others than it evaluates and saves."""
+    weights: dict[int, dict[str, torch.Tensor]] = {}
+
+    def noted(parts: RunParts, step: int, on_forward: Callable[[], None]) -> TaskReport:
+        weights[step] = {f"model.{name}": value.detach().clone() for name, value in parts.model.named_parameters()}
+        return TaskReport(step, {}, 0.0)
+
+    monkeypatch.setattr(loop, "report_tasks", noted)
+    averaging = {"optimizer": {"kind": "schedule_free_adamw", "lr": 0.01}, "schedule": {"kind": "constant"}}
+    assert with_tasks(tmp_path, "run", tasks, **averaging) == EXIT_DONE
+    saved = load_tensors(tmp_path / "run" / "checkpoints" / "step-00000003")
+    assert weights[3]
+    assert all(torch.equal(value, saved[name]) for name, value in weights[3].items())
 
 
 @pytest.mark.long

@@ -320,7 +320,9 @@ class Loop:
         seconds = self.parts.settings.parallel.io_timeout_seconds
         beat = partial(self.watchdog.heartbeat, "tasks", seconds=seconds)
         try:
-            self.observer.tasks_evaluated(report_tasks(self.parts, self.state.step, beat))
+            with self.parts.stepper.engine.evaluation_weights():
+                report = report_tasks(self.parts, self.state.step, beat)
+            self.observer.tasks_evaluated(report)
         except ConfigError as error:
             # Every rank has the same refusal, before it computes anything.
             self.observer.message(f"step {self.state.step}: the tasks are not evaluated: {error}; training continues")
