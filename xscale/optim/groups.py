@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 
@@ -21,6 +22,9 @@ class ParameterGroup(Config):
     """Multiplier of the learning rate of these parameters, on top of the schedule."""
     weight_decay: float | None = Field(default=None, ge=0)
     """Decoupled weight decay of all these parameters, gains and biases too; null: as without a group."""
+    clip_grad_norm: float | None = Field(default=None, gt=0)
+    """Greatest norm of the gradient of these parameters alone, to which it is scaled down; null: they are clipped by
+    `train.clip_grad_norm`, together with all others that have no limit of their group."""
     since: float = Field(default=0.0, ge=0, lt=1)
     """Fraction of the run's steps before which these parameters are frozen."""
     until: float = Field(default=1.0, gt=0, le=1)
@@ -30,6 +34,42 @@ class ParameterGroup(Config):
 def group_of(name: str, groups: Sequence[ParameterGroup]) -> int | None:
     """Return the index of the first group whose pattern matches the parameter's full name."""
     return next((index for index, group in enumerate(groups) if fnmatchcase(name, group.match)), None)
+
+
+@dataclass(frozen=True)
+class ClipGroup:
+    """Parameters whose gradients have one norm and are scaled down by one factor."""
+
+    label: str
+    """Key of the config that names them, such as `optimizer.groups.0`."""
+    limit: float | None
+    """Greatest norm; None: no clipping."""
+    members: tuple[int, ...]
+    """Indices of the parameters; on a rank without a share of them there are none."""
+
+
+OTHERS = "optimizer.others"
+"""Label of the parameters that no group with a limit contains."""
+
+
+def clip_groups(names: Sequence[str], groups: Sequence[ParameterGroup], limit: float | None) -> list[ClipGroup]:
+    """Split the parameters `names` by the limits of their groups: first those without, which have `limit`.
+
+    There are as many entries on every rank, whatever parameters it holds.
+    """
+    indices = [group_of(name, groups) for name in names]
+    limited = [number for number, group in enumerate(groups) if group.clip_grad_norm is not None]
+    others = tuple(member for member, index in enumerate(indices) if index not in limited)
+    clipped = [ClipGroup(OTHERS, limit, others)]
+    for number in limited:
+        members = tuple(member for member, index in enumerate(indices) if index == number)
+        clipped.append(ClipGroup(f"optimizer.groups.{number}", groups[number].clip_grad_norm, members))
+    return clipped
+
+
+def clip_factor(limit: float | None, norm: float) -> float:
+    """Return the factor that scales a gradient of this norm down to `limit`; 1 where it is not above it."""
+    return limit / norm if limit is not None and norm > limit else 1.0
 
 
 def lr_factors(groups: Sequence[ParameterGroup | None], progress: float) -> list[float]:
@@ -92,6 +132,7 @@ def describe_groups(groups: Sequence[ParameterGroup], sizes: Mapping[str, int]) 
         group = groups[index]
         settings = [f"lr_factor {group.lr_factor:g}"]
         settings += [] if group.weight_decay is None else [f"weight_decay {group.weight_decay:g}"]
+        settings += [] if group.clip_grad_norm is None else [f"clip_grad_norm {group.clip_grad_norm:g}"]
         settings += [f"frozen before {group.since:g} of the steps"] * (group.since > 0)
         settings += [f"frozen from {group.until:g} of the steps"] * (group.until < 1)
         lines.append(f"optimizer group '{group.match}' ({', '.join(settings)}): {counts}")

@@ -24,7 +24,10 @@ def check_optimizer(settings: Settings) -> list[Problem]:
         what = f"'{entry.name}' has blocks of rows, and DeepSpeed flattens parameters into one tensor"
         problems.append(Problem("optimizer.kind", what, "Take adamw, or parallel.zero.engine=torch."))
     if settings.optimizer.groups:
-        what = "DeepSpeed flattens parameters of many names into one tensor, which has one learning rate"
+        what = (
+            "DeepSpeed flattens parameters of many names into one tensor, which has one learning rate and is clipped "
+            "as one"
+        )
         fix = "Leave optimizer.groups empty, or take parallel.zero.engine=torch."
         problems.append(Problem("optimizer.groups", what, fix))
     if settings.train.ema_decay is not None:

@@ -254,13 +254,13 @@ class Loop:
                 tokens_per_second=train.batch_size * parts.settings.sample_tokens / seconds,
                 mfu=None if peak is None else flops / peak,
                 split=parts.stepper.timer.flush(),
-                statistics=self._statistics(means),
+                statistics=self._statistics(means, gradients),
                 skipped=state.skipped,
                 loss_scale=gradients.loss_scale,
             )
         )
 
-    def _statistics(self, means: dict[str, Tensor]) -> dict[str, Statistic]:
+    def _statistics(self, means: dict[str, Tensor], gradients: StepGradients) -> dict[str, Statistic]:
         """Read the statistics where they are logged: the host waits for the device there."""
         settings, step = self.parts.settings, self.state.step
         last = settings.train.steps
@@ -268,7 +268,8 @@ class Loop:
             return {}
         on_cpu = copy_to_cpu(means)
         scalars_and_lists = {name: value.tolist() for name, value in on_cpu.items() if value.dim() < 2}
-        return {**scalars_and_lists, **load_balance_metrics(on_cpu)}
+        norms = {f"{group}/grad_norm": norm for group, norm in gradients.group_norms.items()}
+        return {**scalars_and_lists, **load_balance_metrics(on_cpu), **norms}
 
     def _log_kernels(self) -> None:
         if text := self.kernel_log.drain():

@@ -138,7 +138,8 @@ class TrainConfig(Config):
     micro_batch_size: int = pydantic.Field(default=4, ge=1)
     """Sequences in one forward of one rank; expert capacity and auxiliary losses apply to a micro-batch."""
     clip_grad_norm: float | None = pydantic.Field(default=1.0, gt=0)
-    """Greatest norm of the gradient of all parameters, to which it is scaled down; null: no clipping."""
+    """Greatest norm of the gradient of all parameters, to which it is scaled down; null: no clipping. Parameters of an
+    `optimizer.groups` with a `clip_grad_norm` are clipped by that, apart from the others."""
     ema_decay: float | None = pydantic.Field(default=None, gt=0, lt=1)
     """Decay of an exponential moving average of the trained weights, such as 0.999: after each update
     ema = decay * ema + (1 - decay) * weights. It is saved as `ema.<parameter>` and evaluated beside the weights; null:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -81,6 +81,8 @@ class StepGradients:
     targets: int
     loss_scale: float | None = None
     """Scale of the loss in backward; None: it was not scaled."""
+    group_norms: Mapping[str, float] = field(default_factory=dict)
+    """Gradient norms of the groups that are clipped by themselves, before clipping, by their key in the config."""
 
     @property
     def finite(self) -> bool:
@@ -117,7 +119,8 @@ class Stepper:
         nats = self._forward_backward(micro_batches, divisor / scale)
         with self.timer.phase("communicate"):
             total_nats, grad_norm = self.engine.reduce_gradients(nats, scale)
-        return StepGradients(total_nats / divisor, grad_norm, int(targets), loss_scale)
+        norms = self.engine.group_norms()
+        return StepGradients(total_nats / divisor, grad_norm, int(targets), loss_scale, norms)
 
     def apply(self, gradients: StepGradients, lr: float, progress: float = 0.0) -> None:
         """Clip the gradients and update the parameters; `progress` is the fraction of the run's steps that are done."""

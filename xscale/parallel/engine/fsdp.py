@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from xscale.mesh.collectives import sum_tensor
+from xscale.optim.groups import ClipGroup, clip_factor, clip_groups
 from xscale.optim.optimizer.optimizer import LocalParameter, Optimizer
 from xscale.parallel.ema import ExponentialMovingAverage, free_gathered_weights
 from xscale.parallel.plan import ParallelPlan
 from xscale.parallel.sharded import ShardedParameter
 from xscale_kernels.squared_norm.op import squared_norm
+from xscale_kernels.torch_private import foreach_mul_
 
 
 @dataclass
@@ -35,8 +37,11 @@ class FsdpEngine:
     """Operator -> the implementation that the recipe names."""
     ema: ExponentialMovingAverage | None = None
     """The moving average of the weights."""
-    norm_weights: dict[float, list[int]] = field(init=False, default_factory=dict)
-    """Weight of a gradient's squared norm in the global one -> indices of the gradients with that weight."""
+    norm_weights: list[dict[float, list[int]]] = field(init=False, default_factory=list)
+    """For each group of `clip_groups`: weight of a gradient's squared norm in the group's -> indices of the gradients
+    with that weight."""
+    grad_norms: list[float] = field(init=False, default_factory=list)
+    """Norm of each group of `clip_groups`, before clipping."""
     gradients: list[Tensor] = field(init=False, default_factory=list)
     """Local gradients of the step, between `reduce_gradients` and `apply` or `discard`."""
     loss_scale: float = field(init=False, default=1.0)
@@ -44,10 +49,15 @@ class FsdpEngine:
 
     def __post_init__(self) -> None:
         self.trained = [parameter for parameter in self.parameters if parameter.parameter.requires_grad]
-        for index, parameter in enumerate(self.trained):
-            # A shard that several ranks replicate counts once.
-            weight = parameter.shards / parameter.copies * self.stages / self.world
-            self.norm_weights.setdefault(weight, []).append(index)
+        names = [parameter.name for parameter in self.trained]
+        self.clip_groups: list[ClipGroup] = clip_groups(names, self.optimizer.config.groups, self.clip_grad_norm)
+        for group in self.clip_groups:
+            by_weight: dict[float, list[int]] = {}
+            for index in group.members:
+                # A shard that several ranks replicate counts once.
+                weight = self.trained[index].shards / self.trained[index].copies * self.stages / self.world
+                by_weight.setdefault(weight, []).append(index)
+            self.norm_weights.append(by_weight)
 
     def begin_micro_batch(self, *, last: bool) -> None:
         self.plan.set_gradient_sync(self.model, last=last)
@@ -58,17 +68,29 @@ class FsdpEngine:
     def reduce_gradients(self, nats: Tensor, loss_scale: float = 1.0) -> tuple[float, float]:
         self.loss_scale = loss_scale
         self.gradients = [_gradient(parameter) for parameter in self.trained]
-        # The host reads once, both numbers: it waits here for all that the device has to do in the step.
-        total, squared = sum_tensor(torch.stack((nats / self.repeats, self._squared_norm().to(nats)))).tolist()
-        return total, math.sqrt(squared) / loss_scale if squared >= 0 else math.nan
+        squared_norms = [self._squared_norm(by_weight).to(nats) for by_weight in self.norm_weights]
+        # The host reads once, all numbers: it waits here for all that the device has to do in the step.
+        total, *squares = sum_tensor(torch.stack((nats / self.repeats, *squared_norms))).tolist()
+        self.grad_norms = [_root(squared) / loss_scale for squared in squares]
+        return total, _root(sum(squares)) / loss_scale
+
+    def group_norms(self) -> dict[str, float]:
+        if len(self.clip_groups) == 1:
+            return {}
+        return {group.label: norm for group, norm in zip(self.clip_groups, self.grad_norms, strict=True)}
 
     def set_progress(self, progress: float) -> None:
         self.optimizer.set_progress(progress)
 
     def apply(self, lr: float, grad_norm: float) -> None:
-        clipped = self.clip_grad_norm is not None and grad_norm > self.clip_grad_norm
-        if clipped or self.loss_scale != 1:
-            factor = self.clip_grad_norm / grad_norm if clipped and self.clip_grad_norm is not None else 1.0
+        norms = [grad_norm] if len(self.clip_groups) == 1 else self.grad_norms
+        factors = [clip_factor(group.limit, norm) for group, norm in zip(self.clip_groups, norms, strict=True)]
+        factor = factors[0]
+        if any(other != factor for other in factors):
+            for group, factor in zip(self.clip_groups, factors, strict=True):
+                _scale([self.gradients[index] for index in group.members], factor)
+            factor = 1.0
+        if factor != 1 or self.loss_scale != 1:
             self.optimizer.scaled_step(self.gradients, lr, factor / self.loss_scale)
         else:
             self.optimizer.step(self.gradients, lr)
@@ -115,14 +137,23 @@ class FsdpEngine:
     def set_counters(self, counters: dict[str, int]) -> None:
         self.optimizer.set_counters(counters)
 
-    def _squared_norm(self) -> Tensor:
-        """This rank's part of the squared norm of all gradients, a scalar."""
+    def _squared_norm(self, by_weight: dict[float, list[int]]) -> Tensor:
+        """This rank's part of the squared norm of the gradients of one clip group, a scalar."""
         implementation = self.kernel_choices.get("squared_norm")
         parts = [
             weight * squared_norm([self.gradients[index] for index in indices], implementation=implementation)
-            for weight, indices in self.norm_weights.items()
+            for weight, indices in by_weight.items()
         ]
         return torch.as_tensor(sum(parts), device=self.device)
+
+
+def _root(squared: float) -> float:
+    return math.sqrt(squared) if squared >= 0 else math.nan
+
+
+def _scale(gradients: list[Tensor], factor: float) -> None:
+    if factor != 1 and gradients:
+        foreach_mul_(gradients, factor)
 
 
 def _gradient(parameter: ShardedParameter) -> Tensor:

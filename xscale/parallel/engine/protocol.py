@@ -45,12 +45,17 @@ class Engine(Protocol):
         """
         ...
 
+    def group_norms(self) -> Mapping[str, float]:
+        """Return the gradient norm before clipping of each group of parameters that is clipped by itself, of the last
+        `reduce_gradients`, by its key in the config; empty where all are clipped together."""
+        ...
+
     def set_progress(self, progress: float) -> None:
         """Tell the optimizer which fraction of the run's steps is done, by which parameter groups may freeze."""
         ...
 
     def apply(self, lr: float, grad_norm: float) -> None:
-        """Clip the gradients, whose norm is `grad_norm`, update the parameters with them, and clear them."""
+        """Clip the gradients, whose norm is `grad_norm`, by their groups' norms if there are such, update the parameters with them, and clear them."""
         ...
 
     def discard(self) -> None:

@@ -130,6 +130,10 @@ class DeepSpeedEngine:
         self.last = last
         self.engine.set_gradient_accumulation_boundary(last)
 
+    def group_norms(self) -> dict[str, float]:
+        """Return nothing: there are no parameter groups."""
+        return {}
+
     def set_progress(self, progress: float) -> None:
         """Nothing to do: there are no parameter groups."""
 
