@@ -205,7 +205,7 @@ def statistics(history: History) -> str:
 
 
 _NOTES = {
-    "grad_norm": "Before clipping. Steady or slowly falling is good; a group far above its limit is clipped in each step.",
+    "grad_norm": "Before clipping. Steady or slowly falling is good; spikes come before a loss that diverges.",
     "dropped": "Near 0 is good: dropped tokens pass the layer without an expert.",
     "load": "Equal shares are good: an expert without tokens does not learn.",
 }

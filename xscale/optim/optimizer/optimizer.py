@@ -57,8 +57,8 @@ class Optimizer:
         weight_decay: float = Field(default=0.1, ge=0)
         """Decoupled weight decay of matrices and tables."""
         groups: tuple[ParameterGroup, ...] = ()
-        """Parameter groups by name: each has a pattern `match`, an `lr_factor`, a `weight_decay` and a `clip_grad_norm`;
-        the first whose pattern matches a parameter's name applies to it."""
+        """Parameter groups by name: each has a pattern `match`, an `lr_factor`, a `weight_decay` and a
+        `clip_grad_norm`; the first whose pattern matches a parameter's name applies to it."""
 
     def __init__(self, config: Any, weights: list[LocalParameter]) -> None:
         self.config = config

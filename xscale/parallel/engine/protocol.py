@@ -55,7 +55,10 @@ class Engine(Protocol):
         ...
 
     def apply(self, lr: float, grad_norm: float) -> None:
-        """Clip the gradients, whose norm is `grad_norm`, by their groups' norms if there are such, update the parameters with them, and clear them."""
+        """Clip the gradients, whose norm is `grad_norm`, update the parameters with them, and clear them.
+
+        Groups with limits of their own are clipped by their own norms.
+        """
         ...
 
     def discard(self) -> None:
