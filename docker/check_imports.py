@@ -1,7 +1,7 @@
 """Check an image during its build: import its packages and compare their versions with the pins. Fails the build.
 
-python docker/check_imports.py base [deepspeed] [megatron] [mpi] [hf] [bleu] [parquet] [eval] [fla] [liger] [torchao]
-    [wandb] [mlflow] [dev] [cuda]
+python docker/check_imports.py base [deepspeed] [megatron] [mpi] [hf] [bleu] [parquet] [hub] [eval] [fla] [liger]
+    [torchao] [wandb] [mlflow] [dev] [cuda]
 """
 
 import importlib
@@ -21,6 +21,7 @@ MODULES = {
     "hf": ["transformers"],
     "bleu": ["sacrebleu"],
     "parquet": ["pyarrow"],
+    "hub": ["datasets"],
     "eval": ["lm_eval"],
     "fla": ["fla"],
     "liger": ["liger_kernel"],

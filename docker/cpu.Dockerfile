@@ -20,6 +20,6 @@ COPY pyproject.toml constraints.txt install.sh Makefile README.md LICENSE ./
 COPY xscale/__init__.py xscale/__init__.py
 RUN make .venv/.dev
 COPY . .
-RUN make .venv/.dev && .venv/bin/python docker/check_imports.py base deepspeed megatron mpi hf bleu parquet eval dev
+RUN make .venv/.dev && .venv/bin/python docker/check_imports.py base deepspeed megatron mpi hf bleu parquet hub eval dev
 
 CMD ["make", "test"]

@@ -21,7 +21,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY xscale/__init__.py xscale/__init__.py
 RUN python3 -m venv .venv \
     && pip install "torch==$(sed -n 's/^torch==//p' constraints.txt)" \
-    && DS_BUILD_OPS=0 pip install -c constraints.txt -e ".[deepspeed,megatron,mpi,hf,bleu,parquet,eval,fla,liger,torchao,wandb,dev]"
+    && DS_BUILD_OPS=0 pip install -c constraints.txt -e ".[deepspeed,megatron,mpi,hf,bleu,parquet,hub,eval,fla,liger,torchao,wandb,dev]"
 
 # apex is not on a package index. The commit was reviewed; the architectures are those of H100/H200 and B200.
 ARG APEX_COMMIT=6424da3b4faa6c8f062da4a48c424fff3f02d42d
@@ -37,6 +37,6 @@ RUN git init -q /tmp/apex \
     && cd / && rm -rf /tmp/apex
 
 COPY . .
-RUN pip install --no-deps -e . && python docker/check_imports.py base deepspeed megatron mpi hf bleu parquet eval fla liger torchao wandb dev cuda
+RUN pip install --no-deps -e . && python docker/check_imports.py base deepspeed megatron mpi hf bleu parquet hub eval fla liger torchao wandb dev cuda
 
 CMD ["xscale", "--help"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from xscale.core.errors import ConfigError, Problem
-from xscale.data.source.columns import is_columnar
+from xscale.data.source.columns import STREAMED, is_columnar
 from xscale.data.source.source import BadDocumentError, ByteRange
 
 ZSTD_BLOCK = 1 << 11
@@ -266,7 +266,7 @@ def line_at(file: str, offset: int) -> int:
 
     In a file of rows and columns `offset` is the index of a row, and its number is returned.
     """
-    if is_columnar(file):
+    if is_columnar(file) or file.startswith(STREAMED):
         return offset + 1
     lines = 1
     with open_decompressed(file) as stream:

@@ -13,6 +13,8 @@ from typing import Any
 from xscale.core.errors import ConfigError
 
 WAIT_SECONDS = 0.5
+END_SECONDS = 5.0
+"""Time in which an idle process may end by itself, so that libraries in it release what they hold."""
 
 
 def parallel_map(work: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], processes: int) -> Iterator[Any]:
@@ -56,6 +58,10 @@ def _workers(work: Callable[..., Any], count: int) -> Iterator[dict[Connection, 
             child_end.close()
             workers[parent_end] = process
         yield workers
+        for connection in workers:
+            connection.close()
+        for process in workers.values():
+            process.join(END_SECONDS)
     finally:
         for connection, process in workers.items():
             connection.close()

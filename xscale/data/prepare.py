@@ -139,6 +139,9 @@ def check_unchanged(config: DataConfig, folder: Path) -> None:
     """Raise ConfigError when the corpus exists and is not the one that was prepared; a missing corpus is fine."""
     manifest = open_prepared(config).manifest
     assert manifest is not None
+    if SOURCES.of(config.source).traits.download:
+        # Prepared data needs no network; a dataset that changed since then is another revision.
+        return
     try:
         ranges = SOURCES.build(config.source).byte_ranges()
     except ConfigError:

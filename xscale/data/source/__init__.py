@@ -1,6 +1,7 @@
 """Sources of documents."""
 
 from xscale.data.source import (
+    hub,
     jsonl,
     labelled,
     pairs,
@@ -12,6 +13,7 @@ from xscale.data.source import (
 )
 
 __all__ = [
+    "hub",
     "jsonl",
     "labelled",
     "pairs",

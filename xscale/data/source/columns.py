@@ -1,22 +1,50 @@
 """Rows of Parquet files, and of the Arrow files of a saved Hugging Face dataset, read by pyarrow a batch at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from xscale.core.errors import ConfigError, nearest
-from xscale.data.source.source import ByteRange
+from xscale.core.errors import ConfigError, Problem, nearest
+from xscale.data.source.source import BadDocumentError, ByteRange
 
 COLUMNAR_SUFFIXES = (".parquet", ".arrow")
 ROWS = 1024
 """Most rows in memory at once, besides the compressed pages of one row group."""
 
 
+STREAMED = "hub:"
+"""Begin of the names of what is no file: shards of a dataset that is streamed."""
+
+
 def is_columnar(file: Path | str) -> bool:
     """Whether `file` is read by rows and columns."""
     return str(file).endswith(COLUMNAR_SUFFIXES)
+
+
+def require_column(field: str, columns: Sequence[str] | None, file: str, path: str) -> None:
+    """Raise ConfigError unless `field` is one of the columns; None: they are not known."""
+    if columns is not None and field not in columns:
+        what = f"there is no column '{field}'; the file has: {', '.join(columns)}"
+        raise ConfigError(file, what, f"{nearest(field, columns)} Set {path}.".strip())
+
+
+def check_text(text: Any, file: str, row: int, field: str, longest: int) -> None:
+    """Raise BadDocumentError unless the value `text` of the column `field` in a row is a text of at most `longest`
+    bytes."""
+
+    def bad(reason: str, what: str, fix: str) -> BadDocumentError:
+        return BadDocumentError(reason, file, row, Problem(f"{file}:{row + 1}", what, fix))
+
+    if not isinstance(text, str):
+        what = f"the column '{field}' must hold strings, got {'null' if text is None else type(text).__name__}"
+        raise bad(f"the column '{field}' holds no string", what, "Set data.source.field.")
+    if len(text) > longest or len(text.encode("utf-8", "surrogatepass")) > longest:
+        what = f"the document is longer than {longest} bytes"
+        raise bad("longer than `longest`", what, "Shorten it, or allow longer ones (`longest`).")
+    if "\0" in text:
+        raise bad(f"the column '{field}' is not text", f"the column '{field}' contains NUL", "Clean it.")
 
 
 def row_ranges(file: Path) -> list[ByteRange]:
@@ -44,9 +72,7 @@ def rows(byte_range: ByteRange, fields: tuple[str, ...], path: str) -> Iterator[
         is_parquet = file.endswith(".parquet")
         names = list(opened.schema_arrow.names if is_parquet else opened.schema.names)
         for field in fields:
-            if field not in names:
-                what = f"there is no column '{field}'; the file has: {', '.join(names)}"
-                raise ConfigError(file, what, f"{nearest(field, names)} Set {path}.".strip())
+            require_column(field, names, file, path)
         if is_parquet:
             starts = _group_starts(opened)
             groups = [n for n, start in enumerate(starts) if byte_range.start <= start < byte_range.stop]

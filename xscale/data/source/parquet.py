@@ -8,7 +8,7 @@ import pydantic
 
 from xscale.core.errors import ConfigError, Problem
 from xscale.data import files
-from xscale.data.source.columns import COLUMNAR_SUFFIXES, is_columnar, row_ranges, rows
+from xscale.data.source.columns import COLUMNAR_SUFFIXES, check_text, is_columnar, row_ranges, rows
 from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Document, FileSource, Source, SourceTraits
 
 
@@ -52,25 +52,9 @@ class Parquet(FileSource):
         for row, values in rows(byte_range, (name,), "data.source.field"):
             text = values[name]
             try:
-                self._check(text, file, row)
+                check_text(text, file, row, name, self.config.longest)
             except BadDocumentError as error:
                 self.skip(error)
                 continue
             if not text.isspace() and text:
                 yield Document(f"{file}:{row}", text)
-
-    def _check(self, text: Any, file: str, row: int) -> None:
-        """Raise BadDocumentError unless the value of a row is a text."""
-        name = self.config.field
-
-        def bad(reason: str, what: str, fix: str) -> BadDocumentError:
-            return BadDocumentError(reason, file, row, Problem(f"{file}:{row + 1}", what, fix))
-
-        if not isinstance(text, str):
-            what = f"the column '{name}' must hold strings, got {'null' if text is None else type(text).__name__}"
-            raise bad(f"the column '{name}' holds no string", what, "Set data.source.field.")
-        if len(text) > self.config.longest or len(text.encode("utf-8", "surrogatepass")) > self.config.longest:
-            what = f"the document is longer than {self.config.longest} bytes"
-            raise bad("longer than `longest`", what, "Shorten it, or allow longer ones (`longest`).")
-        if "\0" in text:
-            raise bad(f"the column '{name}' is not text", f"the column '{name}' contains NUL", "Clean it.")
