@@ -64,6 +64,7 @@ def test_seeds_are_one_curve_with_a_band_and_configs_have_their_own(tmp_path: Pa
     assert "<i>" not in text.replace("linear&lt;i&gt;", "")
     assert "script" not in parsed.tags
     assert not parsed.links
+    assert text.count("<svg") == text.count('<p class="note">') == 4 * 3, "a sentence for each curve"
     # Four charts against each of tokens, steps and time have a band: one group has two seeds.
     assert text.count('class="band') == 4 * 3
     assert text.index("sweep/b1") < text.index("sweep/a1") < text.index("sweep/a2"), "the best first"

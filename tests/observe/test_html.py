@@ -15,6 +15,7 @@ from xscale.core.errors import ConfigError
 from xscale.observe import EndReport, EvalReport, ObserveConfig, RunFacts, SampleReport, make_observers
 from xscale.observe.html import HtmlReport, build_report
 from xscale.observe.metrics import Metrics
+from xscale.observe.report.sections import statistic_note
 
 VOID = {"meta", "img", "br", "input"}
 HOSTILE = '<script>alert(1)</script>\x1b[2J & "quoted" \' \ud800'
@@ -75,6 +76,20 @@ def test_the_page_is_whole_and_needs_nothing_else(page):
     # Two layouts in three layers, one of them with two kinds of heads, and one layer of experts.
     assert parsed.tags.count("img") == 4
     assert "nan" not in "".join(re.findall(r' d="([^"]*)"', page))
+
+
+def test_every_curve_has_a_sentence_that_says_what_is_good(page):
+    curves = re.findall(r"<figure><figcaption>(\w[^<]*) .*?</figure>", page, re.DOTALL)
+    with_sentence = re.findall(r'<figure><figcaption>(\w[^<]*) .*?</svg><p class="note">\w[^<]+\.</p></figure>', page)
+    assert len(curves) > 8
+    assert with_sentence == curves
+
+
+def test_every_statistic_of_a_mixture_has_a_sentence():
+    mixture = ["load", "load_cv", "load_p50", "load_p95", "load_max", "dropped", "entropy", "confidence", "aux", "z"]
+    others = ["importance", "load_loss", "soft_loss", "loss", "accuracy", "grad_norm", "steps", "computed"]
+    assert all(statistic_note(name).endswith(".") for name in (*mixture, *others))
+    assert statistic_note("mine") == ""
 
 
 def test_every_part_of_the_run_is_on_it(page):

@@ -16,7 +16,7 @@ from xscale.core.errors import ConfigError
 from xscale.observe.format import duration, printable, quantity
 from xscale.observe.record import RECORD_NAME, History, Record, load_history, read_record, value_at
 from xscale.observe.report.chart import Curve, SeedRange, chart, smooth
-from xscale.observe.report.sections import REASONS, STYLES, by_axis, last, median, section
+from xscale.observe.report.sections import STYLES, by_axis, last, median, section
 from xscale.observe.report.style import STYLE
 
 SEEDS = ("run.seed",)
@@ -197,19 +197,33 @@ def _curves(groups: Sequence[RunGroup]) -> str:
     for axis in AXES:
         unit = "seconds" if axis == "time" else axis
         drawn = "".join(
-            _chart(groups, partial(ComparedRun.evaluated, measure=measure, axis=axis), title, unit)
-            for measure, title in _EVALUATED.items()
+            _chart(groups, partial(ComparedRun.evaluated, measure=measure, axis=axis), title, unit, note)
+            for measure, (title, note) in _EVALUATED.items()
         )
         drawn += "".join(
-            _chart(groups, partial(ComparedRun.course, name=name, axis=axis), title, unit)
-            for name, title in _LOGGED.items()
+            _chart(groups, partial(ComparedRun.course, name=name, axis=axis), title, unit, note)
+            for name, (title, note) in _LOGGED.items()
         )
         drawings[axis] = drawn
     return by_axis(drawings)
 
 
-_EVALUATED = {"eval_loss": "Validation loss, nats a token", "bits_per_byte": "Bits per byte"}
-_LOGGED = {"loss": "Training loss, nats a token (smoothed)", "tokens_per_second": "Tokens a second (smoothed)"}
+_EVALUATED = {
+    "eval_loss": ("Validation loss, nats a token", "Lower is better, where the runs have one tokenizer and one text."),
+    "bits_per_byte": ("Bits per byte", "Lower is better, and comparable between tokenizers."),
+}
+_LOGGED = {
+    "loss": (
+        "Training loss, nats a token (smoothed)",
+        "Lower is better, where the runs have one objective; a gap that the bands of the seeds cover is no difference.",
+    ),
+    "tokens_per_second": (
+        "Tokens a second (smoothed)",
+        "Higher is better, on the same machine; dips are evaluations and saves.",
+    ),
+}
+"""Number -> title of its chart and the sentence that says what is good."""
+_ENDS = {"done": "done", "stopped": "stopped, can resume", "failed": "failed"}
 
 
 def _chart(
@@ -217,6 +231,7 @@ def _chart(
     points: Callable[[ComparedRun], tuple[Sequence[float], Sequence[float]]],
     title: str,
     unit: str,
+    note: str,
 ) -> str:
     lines: list[Curve] = []
     bands: list[SeedRange] = []
@@ -230,7 +245,7 @@ def _chart(
         x, low, mean, high = average(known)
         bands.append(SeedRange(x, low, high, group.style))
         lines.append(Curve(x, mean, group.style, f"{group.label} ({len(known)} seeds)"))
-    return chart(lines, title, bands=bands, unit=unit)
+    return chart(lines, title, bands=bands, unit=unit, note=note)
 
 
 def average(
@@ -271,7 +286,7 @@ def _ranking(runs: Sequence[ComparedRun], groups: Sequence[RunGroup], measure: s
             ("number", quantity(median(scalars["tokens_per_second"]))),
             ("number", quantity(facts.active_parameters)),
             ("number", _value(run, SEEDS[0])),
-            ("", "running or killed" if end is None else REASONS[end.reason]),
+            ("", "running or killed" if end is None else _ENDS[end.reason]),
         ]
         name = f'<td>{_text(str(run.folder))}</td><td><span class="key {group.style}">{_text(group.label)}</span></td>'
         rows += f"<tr>{name}{''.join(_cell(kind, text) for kind, text in cells)}</tr>"
@@ -293,9 +308,8 @@ def _differences(groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
 
 
 def _table(heads: Iterable[str], rows: str) -> str:
-    return (
-        f'<div class="wide"><table><tr>{"".join(f"<th>{_text(head)}</th>" for head in heads)}</tr>{rows}</table></div>'
-    )
+    first_row = "".join(f"<th>{_text(head)}</th>" for head in heads)
+    return f'<div class="wide runs"><table><tr>{first_row}</tr>{rows}</table></div>'
 
 
 def _cell(kind: str, text: str) -> str:

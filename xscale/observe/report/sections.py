@@ -200,16 +200,34 @@ def statistics(history: History) -> str:
             Curve(history.ends[: len(values)], values, STYLES[index % len(STYLES)], layer if len(layers) <= 5 else "")
             for index, (layer, values) in enumerate(layers.items())
         ]
-        charts += chart(lines, name, note=_NOTES.get(name, ""))
+        charts += chart(lines, name, note=statistic_note(name))
     return f'<div class="grid">{charts}</div>' if charts else ""
 
 
-_NOTES = {
-    "grad_norm": "Before clipping. Steady or slowly falling is good; spikes come before a loss that diverges.",
+STATISTIC_NOTES = {
+    "accuracy": "Higher is better: fraction of this part's predictions that are right.",
+    "aux": "1 is even loads; a rise means that few experts get the tokens.",
+    "computed": "Near the budget is good: fraction of the sublayers that a token computes.",
+    "confidence": "A slow rise is good: the router tells tokens apart; near 1 early it has stopped exploring.",
     "dropped": "Near 0 is good: dropped tokens pass the layer without an expert.",
+    "entropy": "A slow fall is good: from the logarithm of the number of experts; near 0 early the router collapsed.",
+    "grad_norm": "Before clipping. Steady or slowly falling is good; spikes come before a loss that diverges.",
+    "importance": "Near 0 is good: squared variation of the experts' summed gates.",
     "load": "Equal shares are good: an expert without tokens does not learn.",
+    "load_cv": "Near 0 is good: standard deviation of the experts' loads over their mean.",
+    "load_max": "Near 1 is good: load of the busiest expert over the mean, which the slowest rank waits for.",
+    "load_p50": "Near 1 is good: load of the median expert over the mean; near 0 most experts are idle.",
+    "load_p95": "Near 1 is good: load over the mean that 95 % of the experts do not exceed.",
+    "steps": "Fewer is cheaper: mean steps of a token through the shared block.",
+    "z": "Small and steady is good: squared log-sum of the router's logits, which grow before they overflow.",
 }
 """Sentence that says which values of a statistic are good, by its name."""
+
+
+def statistic_note(name: str) -> str:
+    """Return the sentence on a statistic; empty for one that only a plugin knows."""
+    loss = "Lower is better: a loss beside that of the objective."
+    return STATISTIC_NOTES.get(name, loss if name.endswith("loss") else "")
 
 
 def attention(record: Record) -> str:

@@ -58,7 +58,7 @@ svg .dashed { stroke-dasharray: 7 4; }
 svg .band { fill: var(--colour); opacity: .16; }
 svg .faint { stroke-width: 1; opacity: .35; }
 svg .mark { stroke: var(--soft); stroke-width: 1.5; stroke-dasharray: 5 4; }
-svg .marked { fill: var(--ink); }
+svg .marked { fill: var(--ink); stroke: var(--paper); stroke-width: 4; paint-order: stroke; }
 .one, .faint { --colour: var(--one); } .two { --colour: var(--two); } .three { --colour: var(--three); }
 .four { --colour: var(--four); } .five { --colour: var(--five); }
 svg .curve { stroke: var(--colour); }
@@ -102,6 +102,7 @@ table { border-collapse: collapse; font-size: .9rem; }
 th, td { text-align: left; padding: .28rem 1.4rem .28rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
 th { font-weight: 400; color: var(--soft); white-space: nowrap; }
 td.number { text-align: right; }
+.runs td { white-space: nowrap; } .runs td.number, .runs th { padding-right: 1.1rem; }
 details { margin: .6rem 0; }
 summary { cursor: pointer; font-size: .92rem; color: var(--soft); }
 @media (max-width: 40rem) {
