@@ -142,11 +142,12 @@ def _check_attention(stack: Stack, depth: int, which: str) -> list[Problem]:
     if len(attentions) == depth and all(_has_scores(attention) for attention in attentions.values()):
         return []
     what = f"{which} has blocks without one attention of core softmax, whose scores could be compared"
-    return [Problem(f"{PATH}.attention_weight", what, "Take 0, or the mixer attention with the core softmax.")]
+    fix = "Take 0, or the mixer attention with the core softmax, without soft_cap and sinks."
+    return [Problem(f"{PATH}.attention_weight", what, fix)]
 
 
 def _has_scores(attention: Attention) -> bool:
-    return isinstance(attention.core, Softmax) and attention.core.soft_cap is None
+    return isinstance(attention.core, Softmax) and attention.core.soft_cap is None and attention.core.sinks is None
 
 
 def check_teacher(settings: Settings, source: TeacherSource) -> list[Problem]:

@@ -168,6 +168,7 @@ FEATURES: dict[str, Any] = {
     "block.mixer.qk_norm_over": "head",
     "block.mixer.position": None,
     "block.mixer.core.soft_cap": None,
+    "block.mixer.core.sinks": False,
 }
 """Keys that few architectures have -> their defaults. `block` is each block of each stack."""
 

@@ -1,10 +1,18 @@
-"""Vaswani et al. 2017, equation 1: softmax(q k^T / sqrt(K)) v, by torch's fused attention or FlexAttention."""
+"""Vaswani et al. 2017, equation 1: softmax(q k^T / sqrt(K)) v, by torch's fused attention or FlexAttention.
 
+With `sinks` each head h has a learned logit s_h in the denominator (OpenAI 2025, gpt-oss; after the attention sinks of
+Xiao et al. 2023), so that its weights sum to less than 1:
+
+    w_ij = exp(score_ij) / (exp(s_h) + sum_l exp(score_il))
+"""
+
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn import Parameter
 
 from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention.core import CORES, Core, CoreTraits
@@ -13,6 +21,7 @@ from xscale.nn.attention.ops.flex import KERNEL_BLOCK, FlexAttention, KeyBlocks
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.ops.relative_blocks import relative_attention, uses_blocks
 from xscale.nn.dims import Dims
+from xscale.nn.init import ZEROS
 from xscale.nn.position.distance_tables import DistanceTables
 from xscale.nn.position.position import POSITIONS, Position
 from xscale_kernels.packed_attention import packed_attention
@@ -43,24 +52,43 @@ class Softmax(Core):
     reads_bias: ClassVar[bool] = False
     """Whether the core reads the bias itself, which is then given by pair."""
 
+    sinks: Parameter | None
+
     class Config(Core.Config):
+        sinks: bool = False
+        """Whether each head has a learned logit in the softmax's denominator, an attention sink (gpt-oss), which starts
+        at 0. By flex, or by operators that keep all scores."""
         soft_cap: float | None = Field(default=None, gt=0)
         """Scores become cap * tanh(score / cap) (Gemma team 2024), by flex or by operators that keep all
         scores; null: no cap."""
         implementation: Literal["auto", "dense", "flex"] = "auto"
         """dense: torch's fused attention, a block of queries at a time in packed documents on a CPU, or operators that
-        keep all scores where they are capped or a position adds to the values; flex: FlexAttention, which takes a bias,
-        a bias by distance as a table, and a position's terms of the scores by distance (others are refused), skips
-        blocks of other documents, and has no gradients on a CPU; auto: on CUDA flex where documents are packed, where a
-        position adds a bias by distance, or terms of the scores that tell fewer distances apart than there are keys,
-        else dense. Dropout, decoding, cross-attention and prefixes always use dense, whose mask of packed documents is
-        [B, 1, T, T]; the ring of context parallelism has operators of its own."""
+        keep all scores where they are capped, have sinks, or a position adds to the values; flex: FlexAttention, which
+        takes a bias, a bias by distance as a table, and a position's terms of the scores by distance (others are
+        refused), skips blocks of other documents, and has no gradients on a CPU; auto: on CUDA flex where documents are
+        packed, where scores have sinks, where a position adds a bias by distance, or terms of the scores that tell
+        fewer distances apart than there are keys, else dense. Dropout, decoding, cross-attention and prefixes always
+        use dense, whose mask of packed documents is [B, 1, T, T]; the ring of context parallelism has operators of its
+        own."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)
         self.soft_cap = config.soft_cap
         self.implementation = config.implementation
         self._flex = FlexAttention(KERNEL_BLOCK, config.soft_cap)
+        self.register_parameter("sinks", None)
+        if config.sinks:
+            self.declare("sinks", (heads,), ("heads",), ZEROS, decays=False)
+
+    @classmethod
+    def traits_of(cls, config: Any) -> CoreTraits:
+        declared = CORES.get(str(cls.Config.kind)).traits
+        return replace(declared, exact=declared.exact and not config.sinks)
+
+    @property
+    def traits(self) -> CoreTraits:
+        declared = CORES.get(str(self.Config.kind)).traits
+        return replace(declared, exact=declared.exact and self.sinks is None)
 
     @classmethod
     def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
@@ -71,7 +99,7 @@ class Softmax(Core):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         if self._uses_flex(q, mask):
-            return self._flex.attend(q, k, v, mask, KeyBlocks.of_mask(mask, q.device))
+            return self._flex.attend(q, k, v, mask, KeyBlocks.of_mask(mask, q.device), self.sink_logits())
         terms, relative_bias = mask.position_terms, mask.relative_bias
         if relative_bias is not None:
             assert self._uses_blocks(q, k, mask), "see `prefers_relative_bias`"
@@ -81,9 +109,10 @@ class Softmax(Core):
         tables = None if terms is None or not self._uses_blocks(q, k, mask) else terms.tables(q)
         if terms is not None and tables is not None:
             return relative_attention(q, k, v, mask, tables, terms.position.reach)
-        if self.soft_cap is not None or mask.observed is not None or (terms is not None and terms.adds_values):
-            # Operators that keep all scores, which may be capped and whose weights a position may read; and which know
-            # queries without a key.
+        adds_values = terms is not None and terms.adds_values
+        if self.soft_cap is not None or self.sinks is not None or mask.observed is not None or adds_values:
+            # Operators that keep all scores, which may be capped or have sinks, and whose weights a position may read;
+            # and which know queries without a key.
             return self.mix_values(self.attention_weights(q, k, mask), v, mask)
         dropout = mask.dropout if self.training else 0.0
         if mask.is_only_causal:
@@ -126,15 +155,19 @@ class Softmax(Core):
             # The tables have a column for each distance, for each query or key.
             reach = terms.position.reach
             return reach is not None and reach * (1 if mask.causal else 2) < mask.keys
-        return mask.relative_bias is not None or mask.query_documents is not None
+        return self.sinks is not None or mask.relative_bias is not None or mask.query_documents is not None
 
     def _uses_blocks(self, q: Tensor, k: Tensor, mask: AttentionMask) -> bool:
         """Return whether to attend a block of queries at a time, where relative positions have terms of the scores."""
         dropout = mask.dropout if self.training else 0.0
-        return self.soft_cap is None and not dropout and mask.bias is None and uses_blocks(q, k, mask)
+        keeps_scores = self.soft_cap is not None or self.sinks is not None
+        return not keeps_scores and not dropout and mask.bias is None and uses_blocks(q, k, mask)
 
     def attention_weights(self, q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
-        """Return the weights [B, H, T, S] of queries and keys, before dropout, in float32 at least."""
+        """Return the weights [B, H, T, S] of queries and keys, before dropout, in float32 at least.
+
+        With sinks those of a query sum to less than 1.
+        """
         scores = upcast(grouped_matmul(q, k.mT)) * q.shape[-1] ** -0.5  # [B, H, T, S]
         if self.soft_cap is not None:
             scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
@@ -142,7 +175,11 @@ class Softmax(Core):
         if bias is not None:
             scores = scores + bias.to(scores.dtype)
         hidden = None if mask.allowed is None else ~mask.allowed.to(q.device)
-        return masked_softmax(scores, hidden)
+        return masked_softmax(scores, hidden, self.sink_logits())
+
+    def sink_logits(self) -> Tensor | None:
+        """Return the logits of the sinks [H], in float32 at least; None: the core has none."""
+        return None if self.sinks is None else upcast(self.use(self.sinks))
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         return 2.0 * heads * queries * keys * head_width / (2 if self.causal else 1)

@@ -1,10 +1,10 @@
 """Ring attention (Liu et al. 2023): keys and values pass round the ring of ranks, with an online softmax over tiles.
 
 Fused kernels attend where only causal order and documents hide keys and no position adds to the scores; all else is
-computed in tiles of float32 products. Both are merged by their log-sum-exp. Backward is a second pass round the ring,
-in which the gradients of keys and values travel with them. In zig-zag order each rank has a chunk from the start and
-one from the end, which balances causal work. A position's terms of scores and output are computed tile by tile; its
-parameters do not travel.
+computed in tiles of float32 products. Both are merged by their log-sum-exp, which begins at the logits of the core's
+sinks. Backward is a second pass round the ring, in which the gradients of keys and values travel with them. In zig-zag
+order each rank has a chunk from the start and one from the end, which balances causal work. A position's terms of
+scores and output are computed tile by tile; its parameters do not travel.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,6 +18,7 @@ from xscale.mesh.collectives import RingTransfer, ring_send
 from xscale.nn.attention.core import Core
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.attention.softmax import Softmax
 from xscale.nn.eager import eager
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.position.position import POSITIONS
@@ -60,21 +61,22 @@ class Ring:
         if not isinstance(mask, ShardedAttentionMask):
             return self.core(q, k, v, mask)  # type: ignore[no-any-return]
         packed = None not in (mask.query_shard.documents, mask.key_shard.documents)
-        return (_packed_ring_attention if packed else _ring_attention)(q, k, v, mask)
+        sinks = self.core.sink_logits() if isinstance(self.core, Softmax) else None
+        return (_packed_ring_attention if packed else _ring_attention)(q, k, v, mask, sinks)
 
 
-def _ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: ShardedAttentionMask) -> Tensor:
-    """[B, H, P, K] -> [B, H, P, K]."""
+def _ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: ShardedAttentionMask, sinks: Tensor | None) -> Tensor:
+    """[B, H, P, K] -> [B, H, P, K]; `sinks` [H] are logits in the denominators."""
     parameters = PositionParameters.of(() if mask.position is None else (mask.position, *mask.projections))
     ring = FlashParts.of(q, mask) or _RingTiles(mask.sharding, mask, parameters, q.dtype)
-    o: Tensor = _RingAttention.apply(q, k, v, ring, *parameters.used())  # type: ignore[no-untyped-call]
+    o: Tensor = _RingAttention.apply(q, k, v, sinks, ring, *parameters.used())  # type: ignore[no-untyped-call]
     return o
 
 
 @eager
-def _packed_ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: ShardedAttentionMask) -> Tensor:
+def _packed_ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: ShardedAttentionMask, sinks: Tensor | None) -> Tensor:
     """Attend outside compiled graphs, which would hold the documents of one micro-batch. As `_ring_attention`."""
-    return _ring_attention(q, k, v, mask)
+    return _ring_attention(q, k, v, mask, sinks)
 
 
 @dataclass(frozen=True)
@@ -201,18 +203,26 @@ def _slice(full: Tensor | None, positions: range, fill: int) -> Tensor:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, ring: _RingTiles | FlashParts, *used: Tensor) -> Tensor:
+    def forward(
+        context: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        ring: _RingTiles | FlashParts,
+        *used: Tensor,
+    ) -> Tensor:
         # A recomputation neither attends nor sends again if products are saved.
-        out, total = save_output("ring_attention", lambda: _attend(q, k, v, ring, used))
+        out, total = save_output("ring_attention", lambda: _attend(q, k, v, sinks, ring, used))
         o = out.to(q.dtype)
-        context.save_for_backward(q, k, v, out, total, *used)
+        context.save_for_backward(q, k, v, sinks, out, total, *used)
         context.ring = ring
         return o
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(context: Any, gradient: Tensor) -> Any:
-        q, k, v, out, total, *used = context.saved_tensors
+        q, k, v, sinks, out, total, *used = context.saved_tensors
         ring: _RingTiles | FlashParts = context.ring
         terms = TermGradients.of(used)
         # Of whole tokens, as the projection of the output gives it: no copy then.
@@ -231,16 +241,24 @@ class _RingAttention(torch.autograd.Function):
         assert grads_in_flight is not None
         to_k, to_v = grads_in_flight.wait()
         of_used = (None if x is None else x.to(leaf.dtype) for x, leaf in zip(terms.sums, used, strict=True))
-        return to_q.to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype), None, *of_used
+        to_sinks = None if sinks is None else _gradient_of_sinks(sinks, grad_out, out, total)
+        return to_q.to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype), to_sinks, None, *of_used
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, ring: _RingTiles | FlashParts, used: Sequence[Tensor]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    ring: _RingTiles | FlashParts,
+    used: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, P, K], as backward reads it, and the log-sum-exp [B, H, P]."""
     sharding = ring.sharding
     out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
     total = out.new_full(out.shape[:-1], float("-inf"))
+    if sinks is not None:
+        total.copy_(sinks[None, :, None])
     kv = torch.stack((k, v))
     for step in range(sharding.count):
         next_kv = ring_send(kv, sharding.group) if step < sharding.count - 1 else None
@@ -248,6 +266,14 @@ def _attend(
         kv = kv if next_kv is None else next_kv.wait()
     # The fused kernels read the output as it is returned.
     return out.to(q.dtype) if isinstance(ring, FlashParts) else out, total
+
+
+def _gradient_of_sinks(sinks: Tensor, grad_out: Tensor, out: Tensor, total: Tensor) -> Tensor:
+    """Return the gradient of the sinks [H] by this rank's queries: a sink has the weight exp(sink - total), and no
+    value."""
+    dot = (upcast(grad_out) * upcast(out)).sum(-1)  # [B, H, P]
+    weights = (sinks[None, :, None] - total).exp()
+    return -(weights * dot).sum((0, 2)).to(sinks.dtype)
 
 
 def _grouped(x: Tensor, kv: Tensor) -> Tensor:

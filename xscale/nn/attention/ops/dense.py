@@ -3,11 +3,19 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
-def masked_softmax(scores: Tensor, hidden: Tensor | None = None) -> Tensor:
-    """Softmax over the last axis; scores where `hidden` is true get weight 0, also in rows that are all hidden."""
+def masked_softmax(scores: Tensor, hidden: Tensor | None = None, sinks: Tensor | None = None) -> Tensor:
+    """Softmax over the last axis; scores where `hidden` is true get weight 0, also in rows that are all hidden.
+
+    `sinks` [H] are logits that the denominators of scores [B, H, T, S] have besides those of the keys.
+    """
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
+        visible = None if hidden is None else F.pad(hidden, (0, 1), value=False)
+        return masked_softmax(torch.cat((scores, column), -1), visible)[..., :-1]
     if hidden is None:
         return scores.softmax(-1)
     lowest = torch.finfo(scores.dtype).min

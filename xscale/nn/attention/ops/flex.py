@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention.ops.mask import AttentionMask
@@ -142,12 +142,20 @@ class FlexAttention:
         what = f"flex takes terms of the scores by distance and no others, and position '{position.kind}' adds others"
         return [Problem(f"{path}.implementation", what, f"Take {instead}.")]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, blocks: KeyBlocks) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask,
+        blocks: KeyBlocks,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attend as many queries as keys: q [B, H, T, K], k and v [B, G, T, K] -> [B, H, T, K].
 
         `mask` may have a bias by pair, a bias by distance and a position's tables of distances without value rows;
         gradients go into all of them. A bias by distance costs N numbers of each head, N the distances that differ,
-        and rows of queries or keys N of each token: see `ScoreTerms`.
+        and rows of queries or keys N of each token: see `ScoreTerms`. `sinks` [H] are logits in the denominators.
         """
         block, length, causal = self.block, mask.keys, mask.causal
         layouts, documents = blocks.layouts, mask.query_documents
@@ -177,8 +185,14 @@ class FlexAttention:
             blocks.counts, blocks.order, counts, order, BLOCK_SIZE=self.step, mask_mod=visible
         )
         grouped = q.shape[1] != k.shape[1]
-        out: Tensor = self._function(q)(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=grouped)
-        return out[:, :, :length]
+        options = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": grouped}
+        if sinks is None:
+            out: Tensor = self._function(q)(q, k, v, **options)
+            return out[:, :, :length]
+        out, extra = self._function(q)(q, k, v, **options, return_aux=AuxRequest(lse=True))
+        # exp(lse) / (exp(lse) + exp(sink)): the share of the keys in the denominator.
+        share = torch.sigmoid(extra.lse - sinks[None, :, None])
+        return (out * share[..., None].to(out.dtype))[:, :, :length]
 
     def _function(self, q: Tensor) -> Any:
         return compiled_flex_attention() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
