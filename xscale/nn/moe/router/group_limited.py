@@ -1,4 +1,4 @@
-"""DeepSeek-AI 2024: experts form groups (one per machine), and a token's k experts come from a few groups only."""
+"""DeepSeek-AI 2024: node-limited routing. Experts form groups (one per node), and a token's k come from a few only."""
 
 from typing import Any, Literal
 
