@@ -137,3 +137,22 @@ def test_traits_and_which_operators() -> None:
     weights = core.attention_weights(*inputs(LENGTH)[:2], AttentionMask(LENGTH, LENGTH, True))  # type: ignore[attr-defined]
     assert (weights.sum(-1) < 1).all()
     torch.testing.assert_close(weights[:, :, :, 0].sum() > 0, torch.tensor(True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packs", [False, True])
+def test_fused_flex_equals_the_operators(packs: bool) -> None:
+    torch.compiler.reset()
+    documents = packed(300, 13, 60).cuda() if packs else None
+    mask = AttentionMask(300, 300, True, query_documents=documents, key_documents=documents)
+    results = []
+    for name in ("auto", "dense"):
+        core = build(Softmax.Config(sinks=True, implementation=name), causal=True).float().cuda()
+        # Heads of sixteen channels, the fewest of the fused kernels.
+        q, k, v = (torch.cat((x, x), -1).detach().float().cuda().requires_grad_() for x in inputs(300))
+        assert core._uses_flex(q, mask) == (name == "auto")  # type: ignore[attr-defined]
+        out = core(q, k, v, mask)
+        above = drawn(*out.shape, seed=9).float().cuda()
+        results.append([out, *torch.autograd.grad(out, [q, k, v, sinks_of(core)], above)])
+    for by_flex, by_operators in zip(*results, strict=True):
+        torch.testing.assert_close(by_flex, by_operators, rtol=1e-2, atol=1e-2 * by_operators.abs().max().item())
