@@ -33,6 +33,7 @@ from xscale.train.check_model import (
     check_documents,
     check_exits,
     check_lora,
+    check_multi_token,
     check_padding,
     check_pooling,
     check_prefix,
@@ -100,6 +101,7 @@ class Recipe(Settings):
             problems += check_prefix(model, self.parallel)
         if model is not None and valid("objective") and isinstance(getattr(model, "head", None), ClassHead):
             problems += check_exits(model)
+            problems += check_multi_token(model)
         if model is not None and valid("objective", "train"):
             problems += check_tasks(self, model)
         if valid("parallel", "precision"):

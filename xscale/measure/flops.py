@@ -14,6 +14,7 @@ from xscale.nn.linear import Embedding
 from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.module import parameter_axes
+from xscale.nn.multi_token import MtpModule
 from xscale.nn.quaternion import QuaternionLinear
 from xscale.nn.stack import Stack
 
@@ -75,8 +76,8 @@ class _Count:
     in_block: bool
     """Whether it is in a block, which global tokens pass too."""
     uses: float
-    """How often a token is multiplied by it: by each block that shares it, by exits that share the head; less where
-    the sequence is shortened."""
+    """How often a token is multiplied by it: by each block that shares it, by exits and modules of multi-token
+    prediction that share the head; less where the sequence is shortened."""
 
 
 def _counts(model: nn.Module) -> Iterator[_Count]:
@@ -86,6 +87,7 @@ def _counts(model: nn.Module) -> Iterator[_Count]:
     axes, shared, pooled = parameter_axes(model), _repeated_sublayers(model), _pooled_blocks(model)
     quaternions = {id(module.weight) for module in model.modules() if isinstance(module, QuaternionLinear)}
     shared_exits = sum(isinstance(module, Exit) and module.head is None for module in model.modules())
+    shared_exits += sum(isinstance(module, MtpModule) for module in model.modules())
     for name, parameter in model.named_parameters():
         multiplied = id(parameter) not in tables and "tokens" not in axes[name]
         # A tied table counts as the head's weight, on the target sequence.

@@ -117,7 +117,7 @@ class PipelineStep(_Step):
 
         paths = block_paths(model)
         staged = executor.apply(model, mesh, settings.parallel, settings.compute, settings.length)
-        local = [str(paths.index(block.path)) for block in _blocks(staged)]
+        local = [str(paths.index(block.path)) for block in _blocks(staged) if block.path in paths]
         schedule = settings.parallel.pipeline.schedule
         return (
             staged,

@@ -81,6 +81,14 @@ def check_exits(model: nn.Module) -> list[Problem]:
     return [Problem("model.stack.exits", what, "Take null, or an objective on tokens.")]
 
 
+def check_multi_token(model: nn.Module) -> list[Problem]:
+    """List the modules of multi-token prediction that would predict tokens beside a head of classes."""
+    if getattr(model, "mtp", None) is None:
+        return []
+    what = "multi-token prediction predicts tokens, and the objective's labels are classes or scores of examples"
+    return [Problem("model.mtp", what, "Take null, or an objective on tokens.")]
+
+
 def check_pooling(model: nn.Module, traits: ObjectiveTraits, *, packed_documents: bool) -> list[Problem]:
     """List why an objective of these traits cannot train a stack that shortens its sequence. `packed_documents`: the
     documents of a sample must not see each other."""

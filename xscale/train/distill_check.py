@@ -113,6 +113,9 @@ def _check_model(model: nn.Module, config: DistillConfig, cp: int) -> list[Probl
     if isinstance(stack, Stack) and stack.exits is not None:
         what = "the exits have losses of their own, which know no teacher"
         problems.append(Problem("model.stack.exits", what, "Take null, or distill=null."))
+    if getattr(model, "mtp", None) is not None:
+        what = "the modules of multi-token prediction have losses of their own, which know no teacher"
+        problems.append(Problem("model.mtp", what, "Take null, or distill=null."))
     if not config.inner_weight + config.cosine_weight and not config.init_from_teacher:
         return problems
     if not isinstance(stack, Stack):

@@ -23,9 +23,9 @@ from xscale.parallel.sharded import ShardedParameter, shard_like, to_local
 from xscale.train.run_folder import CHECKPOINTS
 from xscale.train.settings import Settings, build_on_meta
 
-HEADS = ("head.", "stack.exits.")
-"""Beginnings of the names of parameters that may be new, or left out: they belong to an objective; so may LoRA's be
-new."""
+HEADS = ("head.", "stack.exits.", "mtp.")
+"""Beginnings of the names of parameters that may be new, or left out: they belong to an objective, or
+predict further tokens; so may LoRA's be new."""
 SENTENCE_HEAD = "head.sentence."
 """Beginning of the names of the parameters of a classifier of pairs of sentences."""
 LISTED = 6

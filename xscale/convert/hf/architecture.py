@@ -143,6 +143,7 @@ FEATURES: dict[str, Any] = {
     "fix_norm": False,
     "logit_soft_cap": None,
     "mup": None,
+    "mtp": None,
     "position.scaling": None,
     "embedding_width": None,
     "sentence_head": None,

@@ -11,6 +11,7 @@ from xscale.nn.head import Head
 from xscale.nn.model.embed import Embed
 from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, model_dims
 from xscale.nn.module import name_modules
+from xscale.nn.multi_token import MtpConfig, MultiToken
 from xscale.nn.stack import Stack, StackConfig, predict
 from xscale.nn.tokens import Tokens
 
@@ -20,8 +21,11 @@ class Decoder(Model):
     class Config(Model.Config):
         stack: StackConfig = StackConfig()
         """The blocks."""
+        mtp: MtpConfig | None = None
+        """Multi-token prediction (DeepSeek-V3): modules behind the stack that predict further tokens in training;
+        null: none."""
 
-    seams: ClassVar[tuple[str, ...]] = ("embed", "head")
+    seams: ClassVar[tuple[str, ...]] = ("embed", "head", "mtp")
 
     def __init__(self, config: Config, vocabulary: int, length: int) -> None:
         super().__init__()
@@ -30,14 +34,21 @@ class Decoder(Model):
         make_head = partial(Head, dims, soft_cap=config.logit_soft_cap, fix_norm=config.fix_norm)
         self.stack = Stack(config.stack, dims, make_head=lambda: make_head(None))
         self.head = make_head(self.embed.table if config.tied else None)
+        self.mtp: MultiToken | None = None
+        if config.mtp is not None:
+            self.mtp = MultiToken(config.mtp, config.stack, dims)
         name_modules(self)
 
     @classmethod
     def check(cls, config: Config, dims: tuple[int, int], path: str) -> list[Problem]:
         shared = model_dims(config, *dims, causal=True)
-        return check_position(config, shared, path) + Stack.check(config.stack, shared, f"{path}.stack", predicts=True)
+        problems = check_position(config, shared, path)
+        problems += Stack.check(config.stack, shared, f"{path}.stack", predicts=True)
+        return problems + MultiToken.check(config.mtp, config.stack, f"{path}.mtp")
 
     def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         prediction = Prediction(self.head, targets)
         x = self.stack(self.embed(tokens), tokens, prediction=prediction)
+        if self.mtp is not None:
+            x = self.mtp.attach_loss(x, tokens, targets, self.embed.table, self.head)
         return predict(self.stack, x, tokens, prediction)

@@ -37,6 +37,7 @@ from xscale.nn.model.disentangled import Disentangled
 from xscale.nn.model.embed import Embed, global_tokens_of
 from xscale.nn.model.model import Model
 from xscale.nn.module import Part, substitute
+from xscale.nn.multi_token import MultiToken
 from xscale.nn.norm import NORMS
 from xscale.nn.pooler import SentenceHead
 from xscale.nn.recurrent_depth import Halting
@@ -96,6 +97,8 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
         if isinstance(module, Exits) and module.config.second_target:
             what = "the target of the token after the next may be on another rank"
             problems.append(Problem(where, what, "Take cp=1, or stack.exits.second_target=0."))
+        if isinstance(module, MultiToken):
+            problems.append(Problem(where, "tokens ahead may be on another rank", "Take cp=1, or model.mtp=null."))
         if isinstance(module, Exits) and module.config.self_sampling is not None and module.config.policy is not None:
             what = "tokens leave in training by those of a window, which other ranks may have"
             problem = Problem(where, what, "Take cp=1, or stack.exits.self_sampling=null.")

@@ -65,7 +65,8 @@ def check(model: nn.Module, config: ParallelConfig, path: str, length: int = 0) 
     for name, stages in stages_of_shared_params(model, stage_blocks).items():
         ranks = [schedule.rank_of(stage, pp) for stage in stages]
         if len(set(ranks)) < len(ranks):
-            names_by_fix.setdefault(_one_copy(name), []).append(name)
+            fix = _one_copy(name, looks_up=getattr(model, "mtp", None) is not None)
+            names_by_fix.setdefault(fix, []).append(name)
     for fix, names in names_by_fix.items():
         more = f" and of others, {len(names)} in all," if len(names) > 1 else ""
         what = f"'{schedule.name}' puts two copies of {names[0]}{more} on one rank"
@@ -73,8 +74,9 @@ def check(model: nn.Module, config: ParallelConfig, path: str, length: int = 0) 
     return problems
 
 
-def _one_copy(name: str) -> str:
-    """Return what would leave a rank one copy of a parameter that several of its stages use."""
+def _one_copy(name: str, *, looks_up: bool) -> str:
+    """Return what would leave a rank one copy of a parameter that several of its stages use. `looks_up`: the last stage
+    reads the embedding, for multi-token prediction."""
     if ".position." in name:
         return "Take schedule 1f1b, with one stage on each rank, or model.position.shared=false."
     if ".shared." in name:
@@ -86,7 +88,8 @@ def _one_copy(name: str) -> str:
     if name.startswith("distillation."):
         return "Take schedule 1f1b, with one stage on each rank, or distill.map_width=null."
     allowed = ", ".join(schedule.name for schedule in SCHEDULES.values() if not schedule.v_shaped)
-    return f"Take one of the schedules {allowed}" + ("." if "source" in name else ", or tied: false.")
+    untied = ", or mtp: null and tied: false." if looks_up else ", or tied: false."
+    return f"Take one of the schedules {allowed}" + ("." if "source" in name else untied)
 
 
 def _check_streams(model: nn.Module, path: str) -> list[Problem]:

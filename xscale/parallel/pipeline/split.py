@@ -16,6 +16,7 @@ from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.model.disentangled import PositionQueries
 from xscale.nn.model.embed import Embed, global_tokens_of
 from xscale.nn.module import Module
+from xscale.nn.multi_token import MtpModule, MultiToken
 from xscale.nn.stack import Stack
 from xscale.parallel.config import PipelineConfig
 
@@ -29,9 +30,9 @@ class StageLayout:
     stacks: tuple[str, ...]
 
 
-BESIDE_STAGES = (WidthMaps, PositionQueries, LengthHead)
+BESIDE_STAGES = (WidthMaps, PositionQueries, LengthHead, MultiToken)
 """Parts of a model that stand on the stages that use them: maps of a student's states to a teacher's, the first queries
-of a disentangled decoder, and what predicts the length of a target."""
+of a disentangled decoder, what predicts the length of a target, and the modules of multi-token prediction."""
 STAGE_LAYOUTS = (StageLayout(("embed",), ("stack",)), StageLayout(("source", "target"), ("encoder", "decoder")))
 
 
@@ -69,15 +70,21 @@ def split(model: nn.Module, config: PipelineConfig, stages: int, length: int) ->
 
 
 def block_costs(model: nn.Module, length: int) -> tuple[list[float], float]:
-    """Return the multiply-adds per token of each block, with its exit, and of the head. Embeddings are lookups and cost
-    nothing."""
+    """Return the multiply-adds per token of each block, with its exit, and of what follows the last one: the head, and
+    the modules of multi-token prediction with a head for each. Embeddings are lookups and cost nothing."""
     full_length = length and length + global_tokens_of(model)
     costs = [_cost(model.get_submodule(path), full_length) for path in block_paths(model)]
     head = model.get_submodule("head")
     assert isinstance(head, Head)
     after = exits_of(model)
     costs = [cost + float(head.weight.numel()) * (layer in after) for layer, cost in enumerate(costs)]
-    return costs, float(head.weight.numel())
+    mtp = getattr(model, "mtp", None)
+    if not isinstance(mtp, MultiToken):
+        return costs, float(head.weight.numel())
+    ahead = [block for block in mtp.modules() if isinstance(block, Block)]
+    projections = sum(part.project.weight.numel() for part in mtp.modules() if isinstance(part, MtpModule))
+    heads = float(head.weight.numel() * (1 + len(mtp.at)))
+    return costs, heads + projections + sum(_cost(block, full_length) for block in ahead)
 
 
 def exits_of(model: nn.Module) -> dict[int, Exit]:
@@ -139,9 +146,13 @@ def stages_of_shared_params(model: nn.Module, stage_blocks: list[list[str]]) -> 
         table = model.get_submodule(embed).table.weight  # type: ignore[union-attr]
         names.setdefault(id(table), f"{embed}.table.weight")
         users.setdefault(id(table), set()).add(stage_of(stage_blocks, stack))
+    last = len(stage_blocks) - 1
     head = model.get_submodule("head").weight
     if id(head) in users:
-        users[id(head)].add(len(stage_blocks) - 1)
+        users[id(head)].add(last)
+    if getattr(model, "mtp", None) is not None:
+        # It looks tokens up behind the last block.
+        users[id(model.get_submodule("embed").table.weight)].add(last)  # type: ignore[union-attr]
     for stack in layout.stacks:
         for number, paths in enumerate(stage_blocks):
             blocks = [model.get_submodule(path) for path in paths if path.startswith(f"{stack}.")]

@@ -46,7 +46,8 @@ class Received(Protocol):
 
 
 class ReceivedHidden(Module):
-    """Stub for an embedding: returns received hidden states. Has the table if the stage's head is tied to it."""
+    """Stub for an embedding: returns received hidden states. Has the table if the stage's head is tied to it, or its
+    multi-token prediction reads it."""
 
     def __init__(self, path: str, table: Embedding | None = None) -> None:
         super().__init__()
@@ -184,8 +185,11 @@ def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> Pipelin
     sent = [] if last else list(scores_read(model, blocks[index + 1][0]))
     for name in layout.stacks:
         _keep_blocks(model.get_submodule(name), paths, name)
+    looks_up = getattr(model, "mtp", None) is not None
     if not last:
         substitute(model, "head", SendHidden())
+        if looks_up:
+            substitute(model, "mtp", None)
     maps = getattr(model, "distillation", None)
     if index and isinstance(maps, WidthMaps):
         substitute(maps, "embedding", None)
@@ -194,7 +198,9 @@ def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> Pipelin
         stack = model.get_submodule(layout.stacks[0])
         assert isinstance(stack, Stack)
         if index:
-            _add_input(stage, "embed", from_source=False, table=last and bool(tied), stream=stack.reversible)
+            _add_input(
+                stage, "embed", from_source=False, table=last and (bool(tied) or looks_up), stream=stack.reversible
+            )
         if stack.gates is not None:
             received |= {GATES: 0} if index else {}
             sent += [] if last else [GATES]

@@ -5,7 +5,10 @@ they equal those of a single process. A sequence that tp does not divide is padd
 padding.
 """
 
-from torch import nn
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
 
 from xscale.core.errors import Problem
 from xscale.mesh.collectives import slice_in
@@ -15,6 +18,7 @@ from xscale.nn.layer_mix import LayerMix
 from xscale.nn.model.disentangled import Disentangled
 from xscale.nn.model.embed import Embed
 from xscale.nn.module import substitute
+from xscale.nn.multi_token import MtpModule, MultiToken
 from xscale.nn.norm import NORMS, Norm
 from xscale.nn.stack import Stack
 from xscale.parallel.layout_invariant_random import TokensOverTensor
@@ -62,6 +66,8 @@ def norms_between_regions(model: nn.Module) -> list[Norm]:
             norms += [module.norm, module.after]
         if isinstance(module, Stack | Exit):
             norms.append(module.norm)
+        if isinstance(module, MtpModule):
+            norms += [module.hidden_norm, module.embedding_norm]
     return [norm for norm in norms if norm is not None]
 
 
@@ -77,5 +83,22 @@ def apply(model: nn.Module, region: TensorRegion) -> None:
                     all_reduce_replicated_grads(gain, region)
         if isinstance(module, LayerMix):
             all_reduce_replicated_grads(module, region)
+        if isinstance(module, MtpModule):
+            all_reduce_replicated_grads(module.project, region)
+        if isinstance(module, MultiToken):
+            substitute(module, "embed_ahead", ShardAhead(module.embed_ahead, region))
     for norm in norms_between_regions(model):
         all_reduce_replicated_grads(norm, region)
+
+
+@dataclass(frozen=True)
+class ShardAhead:
+    """Embeddings of tokens ahead, of which each rank of tp has a shard of the sequence."""
+
+    inner: Callable[[nn.Module, Tensor], Tensor]
+    """Looks up all of them."""
+    region: TensorRegion
+
+    def __call__(self, table: nn.Module, ids: Tensor) -> Tensor:
+        """ids [B, T] -> [B, T/R, D]."""
+        return slice_in(self.inner(table, ids), self.region.group)
