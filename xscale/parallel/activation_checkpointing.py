@@ -1,6 +1,7 @@
 """Activation checkpointing (recompute, Chen et al. 2016): discard a block's activations, recompute them in backward.
 
-With `granularity: selective` the outputs of its matmuls are saved, and only what is between them is recomputed.
+With `granularity: selective` the outputs of its matmuls are saved, and only what is between them is recomputed. With
+`offload` the input of a recomputed block waits in CPU memory (`activation_offload`).
 
 The saved outputs are those of products with a weight, fused attention and the experts' products (JAX calls that policy
 `dots_with_no_batch_dims_saveable`), not of a product of two activations, such as scores [T, S], which is larger than
@@ -10,8 +11,10 @@ the hooks of fully_shard run more or fewer of them in backward.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
@@ -22,6 +25,7 @@ from xscale.nn.block import Block
 from xscale.nn.module import substitute
 from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
+from xscale.parallel.activation_offload import ActivationOffload
 from xscale.parallel.config import ParallelConfig, RecomputeConfig
 
 SAVED_OPS = frozenset(
@@ -118,7 +122,22 @@ def check(parallel: ParallelConfig, path: str) -> list[Problem]:
     elif config.granularity != "full" and parallel.compile:
         what = "torch.compile chooses by itself what compiled blocks save for backward"
         problems.append(Problem(f"{where}.granularity", what, "Take granularity=full, or compile=false."))
+    if config.offload and not config.every:
+        what = "the inputs of recomputed blocks are offloaded, and every=0 recomputes none"
+        problems.append(Problem(f"{where}.offload", what, "Take false, or every=1 for all blocks."))
+    elif config.offload and config.granularity != "full":
+        what = f"granularity={config.granularity} keeps the outputs of matmuls on the device, far more than the inputs"
+        problems.append(Problem(f"{where}.offload", what, "Take false, or granularity=full."))
     return [*problems, *_check_regather(parallel, where)]
+
+
+def check_model(model: nn.Module, parallel: ParallelConfig, path: str) -> list[Problem]:
+    """Return what of a model on meta cannot be offloaded."""
+    blocks = [module for module in model.modules() if isinstance(module, Block) and module.reversible]
+    if not parallel.recompute.offload or not blocks:
+        return []
+    what = "reversible blocks have two residual streams, and one input of a block is offloaded"
+    return [Problem(f"{path}.recompute.offload", what, "Take false, or block.residual=sequential.")]
 
 
 def _check_regather(parallel: ParallelConfig, where: str) -> list[Problem]:
@@ -154,22 +173,33 @@ def apply(model: nn.Module, config: RecomputeConfig) -> int:
     if config.every == 0:
         return 0
     count = 0
+    # One for all stacks, whose backwards follow each other.
+    offload = ActivationOffload() if config.offload else None
     for stack in model.modules():
         if isinstance(stack, Stack):
-            substitute(stack, "run_block", _runner(config))
+            substitute(stack, "run_block", CheckpointedBlocks(config, offload))
             count += sum(int(layer) % config.every == 0 for layer in stack.blocks)
     return count
 
 
-def _runner(config: RecomputeConfig) -> Any:
-    contexts = save_matmul_outputs if config.granularity == "selective" else noop_context_fn
+class CheckpointedBlocks:
+    """Runs the blocks of a stack, of which some are recomputed in backward."""
 
-    def run(block: Block, *inputs: Any) -> Any:
-        if not is_recomputed(block.path, config) or not block.training:
+    def __init__(self, config: RecomputeConfig, offload: ActivationOffload | None) -> None:
+        """`offload` keeps the inputs of the recomputed blocks; None: the device does."""
+        self.config = config
+        self.offload = offload
+        self.contexts = save_matmul_outputs if config.granularity == "selective" else noop_context_fn
+
+    def __call__(self, block: Block, *inputs: Any) -> Any:
+        if not is_recomputed(block.path, self.config) or not block.training:
             return block(*inputs)
-        return checkpoint(with_state_of_forward(block, inputs), *inputs, use_reentrant=False, context_fn=contexts)
+        forward = with_state_of_forward(block, inputs)
 
-    return run
+        checkpointed = partial(checkpoint, use_reentrant=False, context_fn=self.contexts)
+        if self.offload is None or not torch.is_grad_enabled():
+            return checkpointed(forward, *inputs)
+        return self.offload.run(checkpointed, forward, *inputs)
 
 
 def with_state_of_forward(run: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:

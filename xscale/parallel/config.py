@@ -64,6 +64,10 @@ class RecomputeConfig(Config):
     granularity: Literal["full", "selective"] = "full"
     """Activations that such a block saves. full: its inputs only; selective: also the outputs of matmuls, attention and
     experts, so that only the cheap rest is recomputed."""
+    offload: bool = False
+    """Keep the inputs of recomputed blocks in CPU memory until backward, with granularity full: on a GPU pinned, and
+    copied there and back beside the computation. It saves batch x length x width numbers on the device for each block
+    and micro-batch that waits for its backward."""
     regather_sequence_parallel_input: bool = False
     """Save a rank's shard of the activations that tensor.sequence gathers into the other blocks' regions, and
     all-gather it again in backward (Korthikanti et al. 2022): a third more traffic over tp, and 1/tp of those

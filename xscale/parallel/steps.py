@@ -263,7 +263,8 @@ class ActivationCheckpointingStep(_Step):
     def check(self, model: nn.Module | None, settings: StepSettings) -> list[Problem]:
         if model is None:
             return activation_checkpointing.check(settings.parallel, "parallel")
-        return reversible.check(model, settings.parallel, "parallel")
+        problems = activation_checkpointing.check_model(model, settings.parallel, "parallel")
+        return problems + reversible.check(model, settings.parallel, "parallel")
 
     def apply(
         self, model: nn.Module, settings: StepSettings, mesh: Mesh, fill: FillParameters
@@ -273,7 +274,10 @@ class ActivationCheckpointingStep(_Step):
         if reconstructed:
             return model, f"Applied reconstruction of the inputs of {reconstructed} reversible blocks"
         count = activation_checkpointing.apply(model, config)
-        return model, f"Applied {config.granularity} activation checkpointing to {count} blocks" if count else None
+        if not count:
+            return model, None
+        offloads = ", whose inputs are offloaded to CPU memory" if config.offload else ""
+        return model, f"Applied {config.granularity} activation checkpointing to {count} blocks{offloads}"
 
 
 class CompileStep(_Step):

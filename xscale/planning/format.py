@@ -48,10 +48,12 @@ def _memory(plan: Mapping[str, Any]) -> list[str]:
         f"{name.replace('_', ' ')} {size / GIGABYTE:.3f}" for name, size in memory.items() if size and name != "total"
     )
     at = plan["memory_peak"]
+    host = [f"host       {plan['memory_host_bytes'] / GIGABYTE:.3f} GB of offloaded activations in CPU memory"]
     return [
         f"a rank     {rank['total']:,} parameters, {rank['active']:,} active",
         f"memory     {memory['total'] / GIGABYTE:.3f} GB at the peak, in {at['phase']} on rank {at['rank']}",
         f"           GB of {parts}",
+        *(host if plan["memory_host_bytes"] else []),
     ]
 
 

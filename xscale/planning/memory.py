@@ -48,11 +48,19 @@ class RankMemory:
         sizes["activations"] = round(sizes["activations"] * self.activation_factor)
         if self.teacher:
             sizes["teacher"] = self.teacher
+        if self.host_bytes and self.device is not None and self.device.name == "cpu":
+            # The memory of a CPU is that of its processes.
+            sizes["offloaded"] = self.host_bytes
         tensors = sum(sizes.values())
         sizes["slack"] = 0 if self.device is None else round(self.device.slack * tensors)
         sizes["runtime"] = 0 if self.device is None else round(self.device.runtime)
         sizes["communicators"] = 0 if self.device is None else round(self.device.communicator * self.communicators)
         return sizes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of activations in CPU memory."""
+        return round(self.simulated.host_bytes * self.activation_factor)
 
     @property
     def communicators(self) -> int:

@@ -144,6 +144,7 @@ def _simulated_figures(
         },
         "memory_bytes": {**largest_rank.kinds, "total": largest_rank.total},
         "memory_peak": {"rank": largest_rank.simulated.rank, "phase": largest_rank.simulated.peak.phase},
+        "memory_host_bytes": max(stage.host_bytes for stage in stages),
         "memory_of_ranks": {str(stage.simulated.rank): stage.total for stage in stages},
         "flops_per_step_per_rank": [compute_flops(stage.simulated, micros) for stage in stages],
         "traffic": [asdict(entry) for entry in sent[stages.index(largest_rank)]],

@@ -5,6 +5,7 @@ tensors hold no data, the load over experts is balanced, and no token is dropped
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,9 +23,12 @@ from xscale.mesh.torch_private import DataDependentOutputException, DynamicOutpu
 from xscale.nn.ffn.moe import Moe
 from xscale.nn.module import substitute
 from xscale.nn.moe.permutation import DispatchPlan, ExpertsCall
+from xscale.nn.stack import Stack
 from xscale.nn.tokens import SharedValues, Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, Objective, SpecialTokens
 from xscale.parallel import context
+from xscale.parallel.activation_checkpointing import CheckpointedBlocks
+from xscale.parallel.activation_offload import ActivationOffload, HostCopy
 from xscale.parallel.context.document_runs import find_document_runs, share_document_runs
 from xscale.parallel.context.moe import GlobalRouting
 from xscale.parallel.context.sequence_sharding import TokenShard
@@ -104,6 +108,35 @@ class SimulatedStep:
     """Parameters of this rank's shards."""
     active: int
     """Mean active parameters per token on this rank: experts count by the fraction that a token uses."""
+    host_bytes: int = 0
+    """Peak bytes of activations in CPU memory (`parallel.recompute.offload`)."""
+
+
+class UncountedOffload(ActivationOffload):
+    """Activation offload of fake tensors, of whose copies the device's memory has nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layouts = weakref.WeakKeyDictionary[HostCopy, tuple[Any, ...]]()
+        """Shape and strides of what each copy stands for."""
+
+    def copy_out(self, x: Tensor) -> HostCopy:
+        copy = HostCopy(x.new_empty(0), None)
+        self.layouts[copy] = x.shape, x.stride()
+        self.count(copy, x.numel() * x.element_size())
+        return copy
+
+    def copy_back(self, copy: HostCopy) -> Tensor:
+        return copy.tensor.new_empty_strided(*self.layouts[copy])
+
+
+def substitute_offload(model: nn.Module) -> UncountedOffload:
+    """Substitute the activation offload of all stacks, if they have one; it counts the bytes of CPU memory."""
+    offload = UncountedOffload()
+    for stack in [module for module in model.modules() if isinstance(module, Stack)]:
+        if isinstance(stack.run_block, CheckpointedBlocks) and stack.run_block.offload is not None:
+            stack.run_block.offload = offload
+    return offload
 
 
 class CannotSimulateError(Exception):
@@ -130,6 +163,7 @@ def simulate_step(
         sharding = context.sequence_sharding_of(model, mesh, parallel)
         model = plan.shard(model, mesh, lambda stage: _fill(stage, plan.master, fake, tracer))
         balance_routing(model)
+        offload = substitute_offload(model)
         objective: Objective = OBJECTIVES.build(
             settings.objective, _specials(vocabulary), settings.data.source_length, settings.run.seed
         )
@@ -161,6 +195,7 @@ def simulate_step(
             groups=groups_of(mesh),
             parameters=sum(count for count, _ in local_sizes),
             active=round(sum(count * share for count, share in local_sizes)),
+            host_bytes=offload.peak_bytes,
         )
 
 
