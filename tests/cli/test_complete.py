@@ -51,7 +51,7 @@ def test_an_override_is_completed_level_by_level() -> None:
 
 def test_the_keys_are_those_of_the_kinds_that_are_chosen() -> None:
     core = "model.stack.block.mixer.core"
-    softmax = [f"{core}.soft_cap=", f"{core}.implementation=", f"{core}.kind="]
+    softmax = [f"{core}.sinks=", f"{core}.soft_cap=", f"{core}.implementation=", f"{core}.kind="]
     assert overrides(f"{core}.") == softmax, "the default"
     assert f"{core}.pattern=" in overrides(f"{core}.", f"{core}=block_sparse")
     assert f"{core}.pattern=" in overrides(f"{core}.", f"{core}={{kind: block_sparse}}")
