@@ -10,6 +10,7 @@ from xscale.nn.init import Init
 from xscale.nn.linear import Embedding
 from xscale.nn.module import Module
 from xscale.nn.tokens import Tokens
+from xscale.objective.objective import OBJECTIVES
 
 
 class Ends(Module):
@@ -51,6 +52,29 @@ def test_label_smoothing_is_that_of_torch(tied: bool) -> None:
         assert torch.allclose(one, two, rtol=1e-9, atol=1e-12)
     plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     assert head(x, targets, Tokens.from_ids(targets)).item() == pytest.approx(plain.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_z_loss_is_the_square_of_the_log_sum_exp(smoothing: float) -> None:
+    head, x = ready(Ends(True)).head, drawn(2, 5, 8).requires_grad_()
+    targets = torch.randint(40, (2, 5), generator=torch.Generator().manual_seed(0))
+    targets[0, 1] = IGNORE_INDEX
+    tokens = Tokens.from_ids(targets.clamp(min=0), label_smoothing=smoothing, z_loss_weight=0.3)
+    logits, kept = x @ head.weight.t(), targets != IGNORE_INDEX
+    plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", label_smoothing=smoothing)
+    squares = [torch.log(logits[b, t].exp().sum()) ** 2 for b in range(2) for t in range(5) if kept[b, t]]
+    wanted, loss = plain + 0.3 * torch.stack(squares).sum(), head(x, targets, tokens)
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-9)
+    leaves = [x, head.weight]
+    for one, two in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(wanted, leaves), strict=True):
+        assert torch.allclose(one, two, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["classify", "regress", "tag"])
+def test_labels_have_no_z_loss(kind: str) -> None:
+    part = OBJECTIVES.get(kind).part
+    problems = [str(problem) for problem in part.check(part.Config(z_loss_weight=0.1), None, 8, "objective")]
+    assert "objective.z_loss_weight: keeps the logits of a vocabulary small, and labels have none. Take 0." in problems
 
 
 def test_gradients_of_the_loss_are_those_of_the_logits() -> None:

@@ -190,6 +190,7 @@ def batch_of(
             "aux_loss_weight": micro / BATCH,
             "stats": tally,
             "label_smoothing": objective.config.label_smoothing,
+            "z_loss_weight": objective.config.z_loss_weight,
         }
         if noisy
         else {}

@@ -66,3 +66,12 @@ def test_a_decoder_smooths_over_a_sharded_vocabulary(pool: Pool) -> None:
     same(pool, smoothed, 2, model, {"mesh": {"tp": 2}}, **sections)
     plain = alone(pool, model)
     assert smoothed.numbers[0] != plain.numbers[0]
+
+
+def test_a_decoder_has_the_z_loss_on_layouts(pool: Pool) -> None:
+    model = {"kind": "decoder", "width": 32, "tied": False, "logit_soft_cap": 5.0, "stack": {"depth": 2}}
+    sections = {"objective": {"kind": "causal", "z_loss_weight": 0.2}}
+    expected, plain = alone(pool, model, **sections), alone(pool, model)
+    for mesh in ({"tp": 2}, {"cp": 2}, {"pp": 2}):
+        same(pool, expected, 2, model, {"mesh": mesh}, **sections)
+    assert expected.numbers[0] > plain.numbers[0] + 1

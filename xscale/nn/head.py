@@ -124,7 +124,9 @@ class Head(Module):
 
         A seam: distillation adds a loss by the teacher's logits, which `tokens` has.
         """
-        return self.cross_entropy(x, weight, targets, 0.0 if tokens is None else tokens.label_smoothing)
+        if tokens is None:
+            return self.cross_entropy(x, weight, targets)
+        return self.cross_entropy(x, weight, targets, tokens.label_smoothing, tokens.z_loss_weight)
 
     def _attach_boundary_loss(self, boundary: BoundaryHead, x: Tensor, targets: Tensor, tokens: Tokens) -> Tensor:
         """Return x [B, T, D] with the loss of the targets attached that the boundary head predicts."""
@@ -138,8 +140,11 @@ class Head(Module):
             tokens.stats.add(f"{boundary.path}/loss", loss.detach() * weight)
         return attach(x, loss, tokens.target_weight)
 
-    def cross_entropy(self, x: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-        """x [N, D], weight [V, D], targets [N] -> summed cross-entropy in nats, a scalar of float32 or wider.
+    def cross_entropy(
+        self, x: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0
+    ) -> Tensor:
+        """x [N, D], weight [V, D], targets [N] -> summed cross-entropy in nats, a scalar of float32 or wider, with
+        `z_loss` times the square of each target's log-sum-exp of the logits.
 
         A seam: the vocabulary-parallel loss of a sharded weight.
         """
@@ -153,6 +158,7 @@ class Head(Module):
             reduction="none" if half else "sum",
             ignore_index=IGNORE_INDEX,
             softcap=self.soft_cap,
+            z_loss=z_loss,
             label_smoothing=label_smoothing,
             implementation=kernel,
         )

@@ -208,6 +208,8 @@ class Tokens:
     """Fraction of the run's optimizer steps that are done. None: there is no run, as at the end of one."""
     label_smoothing: float = 0.0
     """Label smoothing of the loss of this micro-batch; 0 in evaluation."""
+    z_loss_weight: float = 0.0
+    """Weight of the z-loss of the logits in the loss of this micro-batch; 0 in evaluation."""
     stats: Stats | None = None
     """Collects the statistics of the parts; None: not collected."""
     predictions: Predictions | None = None

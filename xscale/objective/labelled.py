@@ -29,10 +29,14 @@ class LabelledObjective(Objective):
 
     @classmethod
     def check(cls, config: Any, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
-        if config.dense or config.dense_activation == "tanh":
-            return []
-        what = "is the activation of a dense layer, and there is none"
-        return [Problem(f"{path}.dense_activation", what, f"Take tanh, or {path}.dense=true.")]
+        problems = []
+        if config.z_loss_weight:
+            what = "keeps the logits of a vocabulary small, and labels have none"
+            problems.append(Problem(f"{path}.z_loss_weight", what, "Take 0."))
+        if not config.dense and config.dense_activation != "tanh":
+            what = "is the activation of a dense layer, and there is none"
+            problems.append(Problem(f"{path}.dense_activation", what, f"Take tanh, or {path}.dense=true."))
+        return problems
 
     def batch(
         self,

@@ -121,6 +121,10 @@ class Objective:
         """Probability that the training loss spreads evenly over the vocabulary, taken from the target (Szegedy et al.
         2016); evaluations report the loss without it."""
 
+        z_loss_weight: float = Field(default=0.0, ge=0)
+        """Weight in the training loss of the square of each target's log-sum-exp of the logits, which keeps them small
+        (z-loss; Chowdhery et al. 2022, PaLM, take 1e-4); evaluations report the loss without it."""
+
     predicts_length: ClassVar[bool] = False
     """Whether `Tokens.labels` of the source are the lengths of the targets less 1, for a length head."""
 
@@ -182,7 +186,7 @@ class Objective:
         for padding. Sentences are [B, 2 N], N being `length` - 3, and their documents are 0 and 1 for the halves of
         consecutive text, 2 for text of another document, and 3 for padding. Labelled examples are [B, T], with
         documents 0 and 1 as those of pairs, and `labels`. `fields` are further fields of `Tokens`: rng_seed,
-        aux_loss_weight, stats, label_smoothing.
+        aux_loss_weight, stats, label_smoothing, z_loss_weight.
         """
         raise NotImplementedError
 

@@ -55,6 +55,7 @@ class MicroBatches:
             progress=None if self.steps is None else (step - 1) / self.steps,
             stats=tally,
             label_smoothing=self.objective.config.label_smoothing,
+            z_loss_weight=self.objective.config.z_loss_weight,
             **_labels(samples),
         )
         sharding, targets = self.sequence_sharding, micro_batch.targets

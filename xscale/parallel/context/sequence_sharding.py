@@ -135,6 +135,7 @@ def shard_tokens(tokens: Tokens, sharding: SequenceSharding) -> TokenShard:
         target_weight=tokens.target_weight,
         progress=tokens.progress,
         label_smoothing=tokens.label_smoothing,
+        z_loss_weight=tokens.z_loss_weight,
         stats=tokens.stats,
         predictions=tokens.predictions,
         cache=tokens.cache,

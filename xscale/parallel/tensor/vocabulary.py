@@ -66,12 +66,14 @@ class VocabParallelCrossEntropy:
     soft_cap: float | None = None
     """Soft cap of the logits; None: no cap."""
 
-    def __call__(self, x: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    def __call__(
+        self, x: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0
+    ) -> Tensor:
         """Return the summed loss of x [N, D] in the region, this rank's rows of the weight and targets [N].
 
         The gradient of x is this rank's part of a sum.
         """
-        terms = LossTerms(IGNORE_INDEX, self.soft_cap or 0.0, label_smoothing=label_smoothing)
+        terms = LossTerms(IGNORE_INDEX, self.soft_cap or 0.0, z_loss, label_smoothing)
         loss: Tensor = _VocabParallelLoss.apply(x, weight, targets, self, terms)  # type: ignore[no-untyped-call]
         return loss
 
