@@ -101,5 +101,5 @@ class ActivationOffload:
 
     def _side_stream(self, device: torch.device) -> Any:
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._stream
