@@ -104,7 +104,7 @@ def steps(folder: Path) -> list[GpuStep]:
         if not runs_on_gpu(operator):
             continue
         against = ("--against", "sdpa,eager" if "attention" in operator else "eager")
-        gpu_steps.append(GpuStep("ops", f"bench-{operator}", (*BENCH, operator, *against, *record), 110))
+        gpu_steps.append(GpuStep("ops", f"bench-{operator}", (*BENCH, operator, *against, *record), 105))
     parts = (PYTHON, "-m", "xscale_kernels.bench.parts")
     gpu_steps.append(GpuStep("parts", "kernel-parts", parts, 100, last_json))
     moe = (*BENCH, "moe", "--json", "--rounds", "30", "--tokens", "16384", "--width", "2048", "--hidden", "5632")

@@ -45,6 +45,7 @@ from xscale.train.distill_check import check_distillation
 from xscale.train.scored_text import check_tasks
 from xscale.train.settings import RECORDS, Settings, build_on_meta, labels_problems, records_problem
 from xscale.train.teacher_source import in_train_teacher, teacher_run
+from xscale_kernels.packed_attention.op import LIBRARIES as PACKED_LIBRARIES
 from xscale_kernels.select import unknown
 
 LISTED = 8
@@ -167,6 +168,13 @@ class Recipe(Settings):
         for operator in self.kernels.keys() - faults.keys() - set(CHOOSABLE_KERNELS):
             what = f"the implementation of '{operator}' cannot be chosen here"
             faults[operator] = (what, f"These can: {', '.join(CHOOSABLE_KERNELS)}.")
+        named = self.kernels.get("packed_attention")
+        if named in PACKED_LIBRARIES and self.parallel.compile:
+            what = f"torch.compile would compile '{named}' anew for each number of documents"
+            faults["packed_attention"] = (
+                what,
+                "Leave it out, which takes FlexAttention, or take parallel.compile=false.",
+            )
         return [Problem(f"kernels.{operator}", what, fix) for operator, (what, fix) in faults.items()]
 
     def _check_model(self) -> list[Problem]:

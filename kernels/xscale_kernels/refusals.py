@@ -66,8 +66,13 @@ def is_hopper(x: torch.Tensor) -> bool:
     return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
 
 
-INSTALL = {"fla": "pip install -e '.[fla]'", "liger_kernel": "pip install -e '.[liger]'"}
-"""Package of an extra -> the command that installs the extra."""
+INSTALL = {
+    "fla": "pip install -e '.[fla]'",
+    "liger_kernel": "pip install -e '.[liger]'",
+    "flash_attn_2_cuda": "FlashAttention-2, a wheel of the releases of flash-attention",
+    "flash_attn_interface": "FlashAttention-3, built from the folder hopper of flash-attention",
+}
+"""Package -> how it is installed."""
 
 
 @functools.lru_cache(maxsize=8)

@@ -65,6 +65,17 @@ def test_what_is_not_there_is_refused_before_the_run(tmp_path: Path) -> None:
     assert any("kernels.rmsnrm: there is no operator 'rmsnrm'" in text for text in problems), problems
 
 
+def test_flash_attn_is_refused_under_torch_compile(tmp_path: Path) -> None:
+    kernels = {"kernels": {"packed_attention": "flash_attn"}}
+    named = decode(Recipe, encode(tiny.recipe(tmp_path)) | kernels)
+    assert named.check() == []
+    compiled = decode(Recipe, encode(tiny.recipe(tmp_path)) | kernels | {"parallel": {"compile": True}})
+    assert [str(problem) for problem in compiled.check()] == [
+        "kernels.packed_attention: torch.compile would compile 'flash_attn' anew for each number of documents. "
+        "Leave it out, which takes FlexAttention, or take parallel.compile=false."
+    ]
+
+
 def test_what_may_be_named_is_what_the_code_asks_for(tmp_path: Path) -> None:
     code = "".join(file.read_text(encoding="utf-8") for file in (tiny.ROOT / "xscale").rglob("*.py"))
     assert set(re.findall(r"(?:self|head|router)\.kernel_choices\.get\(\"(\w+)\"\)", code)) == set(CHOOSABLE_KERNELS)

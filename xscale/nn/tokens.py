@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from xscale.nn.early_exit import EarlyExit
+from xscale_kernels.packed_attention import DocumentSpans, find_document_spans
 
 
 class HasPath(Protocol):
@@ -105,6 +106,10 @@ class SharedValues:
             )
             self._values[key] = value
         return self._values[key]
+
+    def get(self, key: str) -> Any:
+        """Return the value of `key`; None if nobody has computed it."""
+        return self._values.get(key)
 
     def copy(self) -> dict[str, Any]:
         """Return the values by key, as they are now."""
@@ -277,8 +282,16 @@ class Tokens:
             shared_values=SharedValues(),
         )
 
+    def found_document_spans(self) -> DocumentSpans | None:
+        """Return the spans of the documents if they were found on the CPU; None to torch.compile, which would guard
+        their number."""
+        return None if torch.compiler.is_compiling() else self.shared_values.get("document_spans")
+
     def to(self, device: torch.device) -> "Tokens":
-        """Copy to a device."""
+        """Copy to a device. The spans of documents that go to a GPU are found before, or the host would wait there."""
+        documents = self.documents
+        if documents is not None and documents.is_cpu and device.type == "cuda" and documents.numel():
+            self.shared_values.get_or_compute("document_spans", lambda: find_document_spans(documents))
         return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def map_tensors(self, function: Callable[[Tensor], Tensor], **changes: Any) -> "Tokens":

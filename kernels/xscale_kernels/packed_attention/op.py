@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from xscale_kernels import refusals
+from xscale_kernels.packed_attention.spans import DocumentSpans, find_document_spans
 from xscale_kernels.rows import wide
-from xscale_kernels.select import Implementation, choose, use_reference
+from xscale_kernels.select import Implementation, UnusableError, choose, use_reference
 
 
 def reference_forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -53,18 +54,49 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, *_: object) -> str | None:
     return reason
 
 
+def _takes_varlen(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Refuse what no kernel for sequences of any length takes, whoever made it."""
+    if any(x.dtype is not q.dtype or x.dtype not in (torch.bfloat16, torch.float16) for x in (q, k, v)):
+        return "it takes bfloat16 or float16, the same for queries, keys and values"
+    if v.shape[3] != q.shape[3]:
+        return "it takes values as wide as the keys"
+    if q.shape[3] % 8 or q.shape[3] > 256:
+        return f"it takes heads of a multiple of 8 channels up to 256, these have {q.shape[3]}"
+    return None if q.numel() else "it takes no empty tensors"
+
+
+def _flash_attn_3(q: Tensor, k: Tensor, v: Tensor, *_: object) -> str | None:
+    reason = _takes_varlen(q, k, v) or refusals.unless_library(q, "flash_attn_interface", (9, 0))
+    return reason or (None if refusals.is_hopper(q) else "FlashAttention-3 needs a GPU of compute capability 9.x")
+
+
+def _flash_attn(q: Tensor, k: Tensor, v: Tensor, *_: object) -> str | None:
+    return _takes_varlen(q, k, v) or refusals.unless_library(q, "flash_attn_2_cuda", (8, 0))
+
+
+def _torch(q: Tensor, k: Tensor, v: Tensor, *_: object) -> str | None:
+    return _takes_varlen(q, k, v) or refusals.unless_library(q, "torch.nn.attention.varlen", (8, 0))
+
+
 _HERE = "xscale_kernels.packed_attention"
+LIBRARIES = ("flash_attn_3", "flash_attn", "torch")
+"""Implementations that differentiate themselves, for a GPU."""
 IMPLEMENTATIONS = (
+    Implementation("flash_attn_3", f"{_HERE}.libraries", _flash_attn_3, prefix="flash_attn_3_"),
+    Implementation("flash_attn", f"{_HERE}.libraries", _flash_attn, prefix="flash_attn_"),
+    Implementation("torch", f"{_HERE}.libraries", _torch, prefix="torch_"),
     Implementation("cpu", f"{_HERE}.cpu", _cpu),
     Implementation("reference", f"{_HERE}.op", refusals.never, prefix="reference_"),
 )
+IN_OPERATOR = IMPLEMENTATIONS[len(LIBRARIES) :]
+"""Those that the torch.library operator runs."""
 
 
 @torch.library.custom_op("xscale::packed_attention", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor, causal: bool, implementation: str
 ) -> tuple[Tensor, Tensor]:
-    choice = choose("packed_attention", IMPLEMENTATIONS, implementation, q, k, v)
+    choice = choose("packed_attention", IN_OPERATOR, implementation, q, k, v)
     out: tuple[Tensor, Tensor] = choice.implementation.function("forward")(q, k, v, documents, causal)
     return out
 
@@ -86,7 +118,7 @@ def _back(
     causal: bool,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    choice = choose("packed_attention (backward)", IMPLEMENTATIONS, implementation, q, k, v)
+    choice = choose("packed_attention (backward)", IN_OPERATOR, implementation, q, k, v)
     gradients: tuple[Tensor, Tensor, Tensor]
     gradients = choice.implementation.function("backward")(q, k, v, out, lse, dout, documents, causal)
     return gradients
@@ -128,14 +160,33 @@ def _backward_flops(
     return 2 * _pairs(q, causal) * int(3 * q[3] + 2 * v[3])
 
 
+def library_refusals(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[str, str], ...] | None:
+    """Name and reason of each of LIBRARIES, if all refuse; None if one of them can run the call."""
+    refused = []
+    for entry in IMPLEMENTATIONS[: len(LIBRARIES)]:
+        reason = entry.refusal(False, q, k, v)
+        if reason is None:
+            return None
+        refused.append((entry.name, reason))
+    return tuple(refused)
+
+
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, *, causal: bool, implementation: str | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor,
+    *,
+    causal: bool,
+    implementation: str | None = None,
+    spans: DocumentSpans | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(K)) v, where a token sees the tokens of its own document only.
 
     q: [B, H, T, K]. k: [B, G, T, K]. v: [B, G, T, M]; H is a multiple of G, and each kv head is shared by H / G
     consecutive query heads. documents: [B, T] int, equal for the tokens of a document. causal: a token sees no later
-    ones. Returns [B, H, T, M]. Gradients reach q, k and v.
+    ones. spans: those of `documents`, for implementations that take them; None: they are found if need be, for which
+    the host waits for a GPU. Returns [B, H, T, M]. Gradients reach q, k and v.
 
     Raises ValueError for shapes that do not fit, UnusableError when the named implementation refuses.
     """
@@ -149,5 +200,16 @@ def packed_attention(
         raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} kv_heads")
     if use_reference(implementation):
         return reference_forward(q, k, v, documents, causal)[0]
+    is_library, compiling = implementation in LIBRARIES, torch.compiler.is_compiling()
+    if is_library and compiling:
+        reason = "torch.compile would compile it anew for each number of documents"
+        raise UnusableError(f"packed_attention: implementation '{implementation}' cannot run this call: {reason}")
+    if is_library or (q.is_cuda and not implementation):
+        choice = choose("packed_attention", IMPLEMENTATIONS, implementation, q, k, v)
+        if choice.implementation.name in LIBRARIES:
+            # Outside of the torch.library operator autograd takes the library's own backward.
+            attend = choice.implementation.function("attend")
+            attended: Tensor = attend(q, k, v, find_document_spans(documents) if spans is None else spans, causal)
+            return attended
     out: Tensor = _forward(q, k, v, documents, causal, implementation or "")[0]
     return out

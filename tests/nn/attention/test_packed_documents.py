@@ -6,6 +6,7 @@ tensors are on a CPU and say that they are on a GPU, so that layers decide as th
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.conformance.made import HEADS, WIDTH, dims, drawn, numbered, ready
 from xscale.core.config import decode
 from xscale.nn.attention import softmax
 from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.attention.softmax import Softmax
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.tokens import Tokens
 
@@ -95,6 +97,7 @@ PEAK = """
 import sys, torch
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.softmax import Softmax
+from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
 torch.set_num_threads(1)
 core = Softmax(Softmax.Config(), Dims(width=256, depth=1, vocabulary=9, length=8192, causal=True), 4, 64)
@@ -125,3 +128,87 @@ def test_packing_takes_little_memory() -> None:
     packed, plain = peak("packed"), peak("plain")
     assert 6 * 8 < plain < 12 * 8, "q, k, v, the output and their gradients take 8 MiB each"
     assert packed < 1.2 * plain
+
+
+def of_library(monkeypatch: pytest.MonkeyPatch, **core: Any) -> tuple[Softmax, list[Any]]:
+    """A core that believes to be on a GPU, and the implementation and spans of each call of packed_attention."""
+    calls: list[Any] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, *, causal: bool, **options: Any) -> Tensor:
+        calls.append((options["implementation"], options["spans"]))
+        return q
+
+    monkeypatch.setattr(softmax, "packed_attention", attend)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(Softmax, "_uses_flex", lambda *_: False)
+    return Softmax(Softmax.Config(**core), dims(), 4, 64), calls
+
+
+def packed_call(**changes: Any) -> tuple[Tensor, Tensor, Tensor, AttentionMask]:
+    documents = numbered(20, 31, 13)
+    mask = AttentionMask(documents.shape[1], documents.shape[1], True)
+    q, k = (torch.zeros(len(documents), heads, documents.shape[1], 64) for heads in (4, 2))
+    return q, k, k, replace(mask, query_documents=documents, key_documents=documents, **changes)
+
+
+def test_a_library_attends_packed_documents_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes first where one can run the call, and its spans are found once for all blocks."""
+    monkeypatch.setattr(softmax, "library_refusals", lambda *_: None)
+    core, calls = of_library(monkeypatch)
+    q, k, v, mask = packed_call()
+    core(q, k, v, mask)
+    core(q, k, v, mask)
+    assert [named for named, _ in calls] == [None, None]
+    assert calls[0][1] is calls[1][1]
+    assert calls[0][1].offsets[-1] == q.shape[0] * q.shape[2]
+
+
+def test_flex_attends_where_the_libraries_refuse(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    core, calls = of_library(monkeypatch)
+    with caplog.at_level("INFO", logger="xscale_kernels"):
+        core(*packed_call())
+    assert not calls
+    assert "packed_attention: flex (first usable; flash_attn_3 refused: it takes bfloat16 or float16" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("core", "changes"),
+    [
+        ({"soft_cap": 3.0}, {}),
+        ({"implementation": "dense"}, {}),
+        ({"implementation": "flex"}, {}),
+        ({}, {"dropout": 0.1}),
+        ({}, {"key_prefix": torch.zeros(1, 64, dtype=torch.bool)}),
+        ({}, {"bias": torch.zeros(1, 4, 64, 64)}),
+    ],
+)
+def test_libraries_take_documents_and_nothing_else(
+    core: dict[str, Any], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(softmax, "library_refusals", lambda *_: None)
+    built, calls = of_library(monkeypatch, **core)
+    built(*packed_call(**changes))
+    assert not calls
+
+
+def test_a_named_implementation_attends_in_auto_and_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    for implementation in ("auto", "dense"):
+        core, calls = of_library(monkeypatch, implementation=implementation)
+        core.kernel_choices = {"packed_attention": "flash_attn"}
+        core(*packed_call())
+        assert [named for named, _ in calls] == ["flash_attn"]
+
+
+def test_spans_are_found_before_documents_go_to_a_gpu() -> None:
+    tokens = Tokens.from_ids(torch.zeros_like(DOCUMENTS), DOCUMENTS)
+    assert tokens.to(torch.device("cpu")).found_document_spans() is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tokens, "map_tensors", lambda self, function: self)
+        spans = tokens.to(torch.device("cuda")).found_document_spans()
+    assert spans is not None
+    assert spans.longest == 31
+    layer = ready(Attention(decode(Attention.Config, {"heads": HEADS}), dims()))
+    q = torch.zeros(len(DOCUMENTS), HEADS, DOCUMENTS.shape[1], 8)
+    assert layer.make_mask(q, q, tokens, tokens).spans is spans

@@ -24,7 +24,8 @@ from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS
 from xscale.nn.position.distance_tables import DistanceTables
 from xscale.nn.position.position import POSITIONS, Position
-from xscale_kernels.packed_attention import packed_attention
+from xscale_kernels.packed_attention import library_refusals, packed_attention
+from xscale_kernels.select import log_choice
 
 LEAST_PACKED = 512
 """Packed sequences of more tokens are attended a block of queries at a time on a CPU; the mask of others is small."""
@@ -65,10 +66,12 @@ class Softmax(Core):
         """dense: torch's fused attention, a block of queries at a time in packed documents on a CPU, or operators that
         keep all scores where they are capped, have sinks, or a position adds to the values; flex: FlexAttention, which
         takes a bias, a bias by distance as a table, and a position's terms of the scores by distance (others are
-        refused), skips blocks of other documents, and has no gradients on a CPU; auto: on CUDA flex where documents are
-        packed, where scores have sinks, where a position adds a bias by distance, or terms of the scores that tell
-        fewer distances apart than there are keys, else dense. Dropout, decoding, cross-attention and prefixes always
-        use dense, whose mask of packed documents is [B, 1, T, T]; the ring of context parallelism has operators of its
+        refused), skips blocks of other documents, and has no gradients on a CPU; auto: on CUDA flash-attn or torch's
+        varlen_attn where only packed documents and causal order hide keys, in half precision, without a cap or sinks, and
+        outside of torch.compile; flex where documents are packed otherwise, where scores have sinks, where a position
+        adds a bias by distance, or terms of the scores that tell fewer distances apart than there are keys; else dense.
+        kernels.packed_attention names the first of these. Dropout, decoding, cross-attention and prefixes always use
+        dense, whose mask of packed documents is [B, 1, T, T]; the ring of context parallelism has operators of its
         own."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
@@ -98,6 +101,14 @@ class Softmax(Core):
         return problems
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        if self._uses_packed_kernel(q, k, v, mask):
+            assert mask.query_documents is not None
+            return packed_attention(
+                *(q, k, v, mask.query_documents),
+                causal=mask.causal,
+                implementation=self.kernel_choices.get("packed_attention"),
+                spans=mask.document_spans,
+            )
         if self._uses_flex(q, mask):
             return self._flex.attend(q, k, v, mask, KeyBlocks.of_mask(mask, q.device), self.sink_logits())
         terms, relative_bias = mask.position_terms, mask.relative_bias
@@ -137,6 +148,19 @@ class Softmax(Core):
         # torch's fused attention has no gradient of a bias on a CPU.
         return position.learns_relative_bias and self._uses_blocks(q, k, mask)
 
+    def _uses_packed_kernel(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> bool:
+        """Return whether an implementation of packed_attention for a GPU attends, in place of FlexAttention."""
+        dropout, named = mask.dropout if self.training else 0.0, "packed_attention" in self.kernel_choices
+        changes_scores = self.soft_cap is not None or self.sinks is not None
+        if self.implementation == "flex" or changes_scores or not (q.is_cuda and _is_packed(mask, dropout)):
+            return False
+        if named or self.implementation == "dense" or torch.compiler.is_compiling():
+            return named
+        refused = library_refusals(q, k, v)
+        if refused is not None:
+            log_choice("packed_attention", "flex", refused)
+        return refused is None
+
     def _uses_flex(self, q: Tensor, mask: AttentionMask) -> bool:
         dropout, terms = mask.dropout if self.training else 0.0, mask.position_terms
         if self.implementation == "dense" or dropout or mask.queries != mask.keys:
@@ -160,8 +184,8 @@ class Softmax(Core):
     def _uses_blocks(self, q: Tensor, k: Tensor, mask: AttentionMask) -> bool:
         """Return whether to attend a block of queries at a time, where relative positions have terms of the scores."""
         dropout = mask.dropout if self.training else 0.0
-        keeps_scores = self.soft_cap is not None or self.sinks is not None
-        return not keeps_scores and not dropout and mask.bias is None and uses_blocks(q, k, mask)
+        changes_scores = self.soft_cap is not None or self.sinks is not None
+        return not changes_scores and not dropout and mask.bias is None and uses_blocks(q, k, mask)
 
     def attention_weights(self, q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
         """Return the weights [B, H, T, S] of queries and keys, before dropout, in float32 at least.
@@ -185,9 +209,15 @@ class Softmax(Core):
         return 2.0 * heads * queries * keys * head_width / (2 if self.causal else 1)
 
 
-def _is_long_and_packed(q: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> bool:
-    """Return whether only documents, and causal order, hide keys of a long sequence on a CPU from itself."""
+def _is_packed(mask: AttentionMask, dropout: float) -> bool:
+    """Return whether there are packed documents, and only they, and causal order, hide keys of a sequence from it."""
     is_biased = any(bias is not None for bias in (mask.bias, mask.relative_bias, mask.position_terms))
     is_cut = mask.key_prefix is not None or mask.observed is not None or mask.query_documents is not mask.key_documents
-    is_long = mask.queries == mask.keys > LEAST_PACKED and q.device.type == "cpu"
-    return is_long and not (is_biased or is_cut or dropout) and v.shape[-1] == q.shape[-1]
+    is_packed = mask.query_documents is not None and mask.queries == mask.keys
+    return is_packed and not (is_biased or is_cut or dropout)
+
+
+def _is_long_and_packed(q: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> bool:
+    """Return whether only documents, and causal order, hide keys of a long sequence on a CPU from itself."""
+    is_long = mask.keys > LEAST_PACKED and q.device.type == "cpu" and v.shape[-1] == q.shape[-1]
+    return is_long and _is_packed(mask, dropout)

@@ -331,6 +331,7 @@ class Attention(Mixer):
                 offset=0 if self.cross or key_tokens is not tokens else k.shape[2] - q.shape[2],
                 query_documents=tokens.documents if documents else None,
                 key_documents=key_tokens.documents if documents else None,
+                spans=tokens.found_document_spans() if documents and key_tokens is tokens else None,
                 key_prefix=key_tokens.prefix,
                 observed=None if self.cross else tokens.observed,
                 dropout=0.0 if tokens.rng_seed is None else self.dropout,

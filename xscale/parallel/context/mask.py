@@ -73,6 +73,7 @@ class ShardedAttentionMask(AttentionMask):
             causal=self.causal,
             query_documents=self.query_shard.full.documents if documents else None,
             key_documents=self.key_shard.full.documents if documents else None,
+            spans=self.query_shard.full.found_document_spans() if self.query_shard is self.key_shard else None,
             key_prefix=self.key_shard.full.prefix,
             observed=self.observed,
             dropout=self.dropout,

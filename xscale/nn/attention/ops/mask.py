@@ -9,6 +9,7 @@ from torch import Tensor
 from xscale.nn.position.position import Position, PositionTerms
 from xscale.nn.tokens import Stats
 from xscale.nn.traceable_property import TraceableProperty
+from xscale_kernels.packed_attention import DocumentSpans, find_document_spans
 
 
 @dataclass
@@ -74,6 +75,8 @@ class AttentionMask:
     for a shard of a causal sequence, called by cores that carry the past as a state."""
     prior_document: Tensor | None = None
     """[B], document of the token before the shard; None without documents."""
+    spans: DocumentSpans | None = None
+    """Spans of `query_documents`, found while they were on the CPU; None: the host waits for a GPU to read them."""
     device: torch.device | None = None
     """Device of `allowed`; None: that of the documents or the bias, or the CPU without either."""
 
@@ -99,6 +102,13 @@ class AttentionMask:
             return self.bias
         terms = self.position_terms.scores(q, k)
         return terms if self.bias is None else terms + self.bias
+
+    @TraceableProperty
+    def document_spans(self) -> DocumentSpans:
+        """Spans of the queries' documents, on the device of the documents: found once for all blocks."""
+        assert self.query_documents is not None
+        spans = find_document_spans(self.query_documents) if self.spans is None else self.spans
+        return spans.to(self.query_documents.device)
 
     @TraceableProperty
     def allowed(self) -> Tensor | None:
