@@ -57,6 +57,13 @@ class ContextConfig(Config):
     in it. `xscale plan` lists these mixers."""
 
 
+class ExpertConfig(Config):
+    dispatch: Literal["all_to_all", "deepep"] = "all_to_all"
+    """How tokens reach the experts of other ranks (mesh.ep). all_to_all: a row for each expert of a token, by one
+    collective; deepep: once to each rank that has any of the token's experts, by DeepEP's kernels (DeepSeek-AI 2024),
+    which are to be installed, in bfloat16 and on GPUs of compute capability 9.0."""
+
+
 class RecomputeConfig(Config):
     every: int = Field(default=0, ge=0)
     """Activation checkpointing of every k-th block: discard its activations and recompute them in backward. 0: save
@@ -94,6 +101,8 @@ class ParallelConfig(Config):
     """Pipeline parallelism."""
     context: ContextConfig = ContextConfig()
     """Context parallelism."""
+    expert: ExpertConfig = ExpertConfig()
+    """Expert parallelism."""
     recompute: RecomputeConfig = RecomputeConfig()
     """Activation checkpointing (recompute)."""
     compile: bool = False

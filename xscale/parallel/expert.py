@@ -12,6 +12,7 @@ tokens, and M' the rows that the experts of this rank receive from all ranks:
 7. Unpermute and combine (`unpermute`): outputs [M, D], times the router's weights, summed per token -> [N, D].
 
 Steps 1, 2 and 7 are local (`xscale/nn/ffn/moe.py`); `AllToAll` below does steps 3 to 6 and calls the experts in step 5.
+With `parallel.expert.dispatch=deepep` steps 2 to 7 are those of `deepep.py`.
 """
 
 from typing import Any
@@ -27,6 +28,8 @@ from xscale.mesh.mesh import Mesh
 from xscale.nn.ffn.moe import Moe
 from xscale.nn.module import parameter_axes, substitute
 from xscale.nn.moe.permutation import Dispatch, ExpertsCall
+from xscale.parallel import deepep
+from xscale.parallel.config import ExpertConfig
 
 
 def check(model: nn.Module, ep: int, path: str) -> list[Problem]:
@@ -47,14 +50,17 @@ def check(model: nn.Module, ep: int, path: str) -> list[Problem]:
     return list(problems.values())
 
 
-def apply(model: nn.Module, mesh: Mesh) -> None:
-    """Substitute an all-to-all at the dispatch of each mixture, whose experts are sharded over ep."""
+def apply(model: nn.Module, mesh: Mesh, config: ExpertConfig) -> None:
+    """Substitute an all-to-all at the dispatch of each mixture, whose experts are sharded over ep; and DeepEP for the
+    way that dispatch is a part of, if `config` says so."""
     if mesh.degrees.ep == 1 or mesh.experts is None:
         return
     group = mesh.experts["ep"].get_group()
     for module in model.modules():
         if isinstance(module, Moe):
             substitute(module, "dispatch", AllToAll(group))
+    if config.dispatch == "deepep":
+        deepep.apply(model, group)
 
 
 class SplitRowsOverTp:

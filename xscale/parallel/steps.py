@@ -18,6 +18,7 @@ from xscale.parallel import (
     activation_checkpointing,
     batch_statistics,
     context,
+    deepep,
     expert,
     float8,
     loss_scale,
@@ -208,16 +209,21 @@ class ExpertStep(_Step):
     name = "expert"
 
     def check(self, model: nn.Module | None, settings: StepSettings) -> list[Problem]:
-        return [] if model is None else expert.check(model, settings.parallel.mesh.ep, "parallel.mesh")
+        if model is None:
+            return []
+        problems = expert.check(model, settings.parallel.mesh.ep, "parallel.mesh")
+        return problems + deepep.check(model, settings.parallel, settings.precision, "parallel")
 
     def apply(
         self, model: nn.Module, settings: StepSettings, mesh: Mesh, fill: FillParameters
     ) -> tuple[nn.Module, str | None]:
-        expert.apply(model, mesh)
+        expert.apply(model, mesh, settings.parallel.expert)
         if mesh.degrees.ep == 1:
             return model, None
-        layers = sum(isinstance(module, Moe) for module in model.modules())
-        return model, f"Applied expert parallelism ep={mesh.degrees.ep} to {layers} MoE layers"
+        layers, dispatch = sum(isinstance(module, Moe) for module in model.modules()), ""
+        if settings.parallel.expert.dispatch != "all_to_all":
+            dispatch = f", dispatch by {settings.parallel.expert.dispatch},"
+        return model, f"Applied expert parallelism ep={mesh.degrees.ep}{dispatch} to {layers} MoE layers"
 
 
 class TensorStep(_Step):

@@ -32,6 +32,7 @@ from xscale.parallel.activation_offload import ActivationOffload, HostCopy
 from xscale.parallel.context.document_runs import find_document_runs, share_document_runs
 from xscale.parallel.context.moe import GlobalRouting
 from xscale.parallel.context.sequence_sharding import TokenShard
+from xscale.parallel.deepep import ExpertsByDeepEp
 from xscale.parallel.expert import AllToAll, SplitRowsOverTp
 from xscale.parallel.plan import DTYPES, ParallelPlan
 from xscale.parallel.sharded import empty_like_local, fill_parameters, sharded_parameters, to_local
@@ -63,7 +64,10 @@ def balance_routing(model: nn.Module) -> None:
     for module in model.modules():
         if not isinstance(module, Moe):
             continue
-        dispatch, plan = module.dispatch, module.dispatch_plan
+        dispatch, plan, apply_experts = module.dispatch, module.dispatch_plan, module.apply_experts
+        if isinstance(apply_experts, ExpertsByDeepEp):
+            # Its kernels take no tensors without numbers, so the step is that of the all-to-all.
+            substitute(module, "apply_experts", apply_experts.inner)
         if isinstance(dispatch, SplitRowsOverTp) and isinstance(dispatch.dispatch, AllToAll):
             balanced = BalancedAllToAll(dispatch.dispatch.group)
             substitute(module, "dispatch", SplitRowsOverTp(balanced, dispatch.group))

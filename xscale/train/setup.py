@@ -23,7 +23,7 @@ from xscale.mesh.mesh import Mesh, init_mesh
 from xscale.objective.objective import OBJECTIVES, Objective, SpecialTokens
 from xscale.optim.optimizer.optimizer import OPTIMIZERS, LocalParameter, Optimizer
 from xscale.optim.schedule import SCHEDULES, Schedule
-from xscale.parallel import context, float8
+from xscale.parallel import context, deepep, float8
 from xscale.parallel.ema import ExponentialMovingAverage
 from xscale.parallel.engine.fsdp import FsdpEngine, optimizer_weights
 from xscale.parallel.engine.protocol import Engine
@@ -94,7 +94,8 @@ def check_machine(settings: Settings, invalid: Collection[str] = ()) -> list[Pro
         try:
             device = device_of(settings, read_rank_info())
             refused = None if "precision" in invalid else float8.unsupported_device(settings.precision, device)
-            problems += [] if refused is None else [refused]
+            dispatch = None if "parallel" in invalid else deepep.unsupported_device(settings.parallel, device)
+            problems += [problem for problem in (refused, dispatch) if problem is not None]
         except ConfigError as error:
             problems += error.problems
     problems += [] if "distill" in invalid or "model" in invalid else check_teacher_on_disk(settings)

@@ -13,7 +13,7 @@ from xscale_kernels.packed_attention.op import IMPLEMENTATIONS, packed_attention
 
 def draw(pick: Pick) -> Example:
     """Documents of any length, one or several, causal or not, with grouped heads."""
-    B, G, T, K = pick.integer(1, 2), pick.integer(1, 2), pick.integer(1, 40), pick.choice(4, 8)
+    B, G, T, K = pick.integer(1, 2), pick.integer(1, 2), pick.integer(1, 40), pick.choice(8, 16)
     H, causal = G * pick.integer(1, 2), pick.choice(False, True)
 
     def run(

@@ -75,7 +75,7 @@ class Moe(Ffn):
         """Let later tokens decide how a causal model's token is routed or whether it is dropped."""
 
     averages_tokens = True
-    seams: ClassVar[tuple[str, ...]] = ("dispatch", "dispatch_plan")
+    seams: ClassVar[tuple[str, ...]] = ("dispatch", "dispatch_plan", "apply_experts")
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
@@ -135,14 +135,20 @@ class Moe(Ffn):
             y = self._of_one_token(flat, tokens).view(x.shape)
             return y if self.shared is None else self._add_shared(x, y, self.shared(x, tokens))
         plan, aux_loss = self.dispatch_plan(x, tokens)
-        kernel = self.kernel_choices.get("permute")
-        rows = permute(flat, plan.tokens, token_rows=plan.token_rows, implementation=kernel)  # [M, D]
-        rows = self.dispatch(rows, plan.tokens_per_expert, self.experts, plan.dropout_keys)
-        y = unpermute(rows, plan.tokens, plan.weights, len(flat), token_rows=plan.token_rows, implementation=kernel)
-        y = y.view(x.shape)  # [B, T, D]
+        y = self.apply_experts(flat, plan).view(x.shape)  # [B, T, D]
         if aux_loss is not None:
             y = attach(y, aux_loss, tokens.aux_loss_weight)
         return y if self.shared is None else self._add_shared(x, y, self.shared(x, tokens))
+
+    def apply_experts(self, flat: Tensor, plan: DispatchPlan) -> Tensor:
+        """Sums [N, D] of the outputs of each token's experts, times their weights, for tokens [N, D].
+
+        A seam: DeepEP sends tokens to other ranks, where `dispatch` sends a row for each expert of a token.
+        """
+        kernel = self.kernel_choices.get("permute")
+        rows = permute(flat, plan.tokens, token_rows=plan.token_rows, implementation=kernel)  # [M, D]
+        rows = self.dispatch(rows, plan.tokens_per_expert, self.experts, plan.dropout_keys)
+        return unpermute(rows, plan.tokens, plan.weights, len(flat), token_rows=plan.token_rows, implementation=kernel)
 
     def _has_shortcut(self, flat: Tensor, tokens: Tokens) -> bool:
         """Whether `flat` is the one token of a step of generation, and nothing else acts on the path to the experts."""
