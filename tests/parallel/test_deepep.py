@@ -18,11 +18,14 @@ from tests.nn.moe.mixture import mixture
 from tests.parallel.test_expert import EXPERTS, built, passed
 from xscale.core.config import decode
 from xscale.nn.init import replace_parameters
+from xscale.nn.module import substitute
 from xscale.nn.moe.permutation import plan_dispatch
 from xscale.nn.moe.router.router import ROUTERS
 from xscale.nn.moe.routing import Routing
 from xscale.parallel import deepep
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
+from xscale.parallel.expert import AllToAll
+from xscale.planning.simulate_step import BalancedAllToAll, balance_routing
 
 TOKEN_ROUTERS = [name for name in ROUTERS.names() if ROUTERS.get(name).traits.choice == "token"]
 
@@ -201,3 +204,15 @@ def test_devices_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert deepep.unsupported_device(config, gpu) is None
     capability[0] = (8, 0)
     assert "capability 9.0" in str(deepep.unsupported_device(config, gpu))
+
+
+def test_a_simulated_step_takes_the_all_to_all() -> None:
+    """DeepEP's kernels take no tensors without numbers."""
+    moe, group = mixture(width=16), SimpleNamespace(size=lambda: 2)
+    by_rows = moe.apply_experts
+    substitute(moe, "dispatch", AllToAll(group))  # type: ignore[arg-type]
+    deepep.apply(moe, group)  # type: ignore[arg-type]
+    assert isinstance(moe.apply_experts, deepep.ExpertsByDeepEp)
+    balance_routing(moe)
+    assert moe.apply_experts == by_rows
+    assert isinstance(moe.dispatch, BalancedAllToAll)

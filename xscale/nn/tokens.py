@@ -283,9 +283,14 @@ class Tokens:
         )
 
     def found_document_spans(self) -> DocumentSpans | None:
-        """Return the spans of the documents if they were found on the CPU; None to torch.compile, which would guard
-        their number."""
-        return None if torch.compiler.is_compiling() else self.shared_values.get("document_spans")
+        """Return the spans of the documents if they were found on the CPU.
+
+        torch.compile gets None: it would compile anew for each number of documents.
+        """
+        if torch.compiler.is_compiling():
+            return None
+        spans: DocumentSpans | None = self.shared_values.get("document_spans")
+        return spans
 
     def to(self, device: torch.device) -> "Tokens":
         """Copy to a device. The spans of documents that go to a GPU are found before, or the host would wait there."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ def _torch(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, causa
     window = (-1, 0) if causal else (-1, -1)
     # torch 2.11 takes grouped queries without a word.
     takes_word = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    grouped = {"enable_gqa": True} if takes_word and q.shape[1] != k.shape[1] else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if takes_word and q.shape[1] != k.shape[1] else {}
     out = varlen_attn(q, k, v, offsets, offsets, longest, longest, window_size=window, **grouped)
     assert isinstance(out, Tensor)
     return out
