@@ -169,9 +169,9 @@ def expert_choices(plan: DispatchPlan, tokens: int, k: int) -> tuple[Tensor, Ten
         order = plan.tokens.argsort(stable=True)
         by_token = plan.tokens[order]
         counts = row.new_zeros(tokens).index_add(0, by_token, torch.ones_like(by_token))
-        place = row - (counts.cumsum(0) - counts)[by_token]
+        index = row - (counts.cumsum(0) - counts)[by_token]
         token_rows = row.new_full((tokens, k), rows)
-        token_rows[by_token, place] = order
+        token_rows[by_token, index] = order
     return F.pad(experts, (0, 1), value=-1)[token_rows], F.pad(plan.weights, (0, 1))[token_rows]
 
 
@@ -191,13 +191,13 @@ class _Dispatch(torch.autograd.Function):
             is_token_in_rank=is_sent,
             num_tokens_per_expert=per_expert,
         )
-        context.buffer, context.handle = buffer, handle
+        context.deepep_buffer, context.handle = buffer, handle
         context.mark_non_differentiable(local_experts)
         return received, local_weights, local_experts, row_counts, handle
 
     @staticmethod
     def backward(context: Any, to_received: Tensor, to_weights: Tensor, *_: Any) -> Any:
-        to_tokens, to_all_weights, _ = context.buffer.combine(
+        to_tokens, to_all_weights, _ = context.deepep_buffer.combine(
             to_received.contiguous(), context.handle, topk_weights=to_weights.contiguous()
         )
         return to_tokens, to_all_weights, None, None, None
@@ -208,10 +208,10 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, outputs: Tensor, buffer: Any, handle: Any) -> Tensor:
-        context.buffer, context.handle = buffer, handle
+        context.deepep_buffer, context.handle = buffer, handle
         combined: Tensor = buffer.combine(outputs.contiguous(), handle)[0]
         return combined
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Any:
-        return context.buffer.dispatch(gradient.contiguous(), handle=context.handle)[0], None, None
+        return context.deepep_buffer.dispatch(gradient.contiguous(), handle=context.handle)[0], None, None
