@@ -5,14 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tests.conformance.made import WIDTH, close, dims, drawn, fitting, ready, slope_fits, tokens
+from tests.conformance.made import WIDTH, close, dims, drawn, fitting, numbered, ready, slope_fits, tokens
 from tests.families import each
 from xscale.core.registry import Entry, Family
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn, FfnTraits
 from xscale.nn.linear import Linear
+from xscale.nn.tokens import Tokens
 
 LENGTH = 24
 
@@ -96,9 +98,11 @@ class Quarter(Whole):
         return super().forward(x, tokens) * (torch.arange(x.shape[-1]) % 4 == (x[..., :1] > 0))
 
 
-def registered(part: type[Ffn], *, per_token: bool = True, sparse: bool = False) -> Entry[Any]:
+def registered(part: type[Ffn], **traits: bool) -> Entry[Any]:
     family: Family[FfnTraits] = Family("ffn", FfnTraits)
-    family.register("cheat", traits=FfnTraits(per_token=per_token, sparse=sparse))(type("Cheat", (part,), {}))
+    family.register("cheat", traits=FfnTraits(**{"per_token": True, "sparse": False, **traits}))(
+        type("Cheat", (part,), {})
+    )
     return family.get("cheat")
 
 
@@ -123,3 +127,30 @@ def test_a_part_whose_tokens_depend_on_their_order_is_caught() -> None:
 
     with pytest.raises(AssertionError):
         test_each_token_by_itself_where_declared(registered(Counts))
+
+
+@each(entry for entry in FFNS if entry.traits.token_shift)
+def test_a_token_reads_the_one_before_it_in_its_document(entry: Entry[Any]) -> None:
+    """Nothing else; and in generation the cache holds what the next token reads."""
+    part, x = built(entry), drawn(2, LENGTH, WIDTH)
+    whole = part(x, tokens(LENGTH))
+    changed = torch.cat((x[:, :7], 3 * x[:, 7:8] + 1, x[:, 8:]), 1)
+    differs = (part(changed, tokens(LENGTH)) - whole).abs().amax((0, 2)) > 1e-9
+    assert differs.nonzero().flatten().tolist() == [7, 8]
+    packed = part(x, tokens(LENGTH, documents=numbered(9, 2, LENGTH - 11)))
+    apart = [part(piece, tokens(piece.shape[1])) for piece in x.split([9, 2, LENGTH - 11], 1)]
+    assert close(packed, torch.cat(apart, 1))
+    cache, around = dict[str, Any](), tokens(LENGTH)
+    for begin, end in [(0, 5), (5, 6), (6, LENGTH)]:
+        new = Tokens(around.ids[:, begin:end], around.positions[:, begin:end], cache=cache)
+        assert close(part(x[:, begin:end], new), whole[:, begin:end])
+
+
+def test_cheats_of_the_token_shift_are_caught() -> None:
+    class Shifts(Whole):
+        def forward(self, x: Tensor, tokens: Any) -> Tensor:
+            return super().forward(x + F.pad(x, (0, 0, 1, 0))[:, :-1], tokens)
+
+    for part in (Whole, Averages, Shifts):
+        with pytest.raises(AssertionError):
+            test_a_token_reads_the_one_before_it_in_its_document(registered(part, per_token=False, token_shift=True))

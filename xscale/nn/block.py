@@ -1,8 +1,7 @@
 """A Transformer layer: sublayers on the residual stream, usually a mixer and a feed-forward part, with norms."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -10,13 +9,14 @@ from torch import Tensor
 
 from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
-from xscale.nn.attention.ops.mask import ScoreEdge
 from xscale.nn.dims import Dims
+from xscale.nn.edges import BlockEdges, Edge, HandedOn
 from xscale.nn.ffn.ffn import FFNS, Ffn, Gated
-from xscale.nn.gates import GATES, Gate, GatesConfig, GateSum
+from xscale.nn.gates import Gate, GatesConfig, GateSum
 from xscale.nn.gates import check as check_gates
 from xscale.nn.mask_decoder import MaskDecoderConfig
 from xscale.nn.mixer.attention import Attention
+from xscale.nn.mixer.local_mixer import NeighbourReader
 from xscale.nn.mixer.mixer import MIXERS, Mixer, check_mixer
 from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm, Rms
@@ -25,8 +25,6 @@ from xscale.nn.residual_gain import ResidualGain, ResidualWeight
 from xscale.nn.reversible import Streams
 from xscale.nn.tokens import Tokens
 
-Scores = dict[str, Tensor]
-"""Attention scores [B, H, T, S] before mask and softmax by sublayer, and the sum of the gates [B, T] (`GATES`)."""
 NORMLESS = ("rezero", "no_norm", "none")
 """Placements without a norm."""
 ENDS_IN_NORM = ("post", "admin")
@@ -137,7 +135,7 @@ class Sublayer(Module):
         memory: Tensor | None = None,
         source: Tokens | None = None,
         residual: Tensor | None = None,
-        edge: ScoreEdge | None = None,
+        edge: Edge | None = None,
         gates: GateSum | None = None,
     ) -> Tensor:
         """[B, T, D] -> [B, T, D]: the part's output for `x`, added to `residual` [B, T, D]; None: to `x`."""
@@ -159,7 +157,7 @@ class Sublayer(Module):
         tokens: Tokens,
         memory: Tensor | None = None,
         source: Tokens | None = None,
-        edge: ScoreEdge | None = None,
+        edge: Edge | None = None,
     ) -> Tensor:
         """[B, T, D] -> [B, T, D]: the part's output for `x` in compute dtype, with norm and dropout."""
         y = self._output(self.use(x), tokens, memory, source, edge)
@@ -173,7 +171,7 @@ class Sublayer(Module):
         return x if self.placement not in ("pre", "sandwich") or self.norm is None else self.norm(x, tokens)
 
     def _output(
-        self, x: Tensor, tokens: Tokens, memory: Tensor | None, source: Tokens | None, edge: ScoreEdge | None
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None, source: Tokens | None, edge: Edge | None
     ) -> Tensor:
         """Output of the part with its norm, before dropout, [B, T, D]."""
         x, is_mixer = self.normalised_input(x, tokens), isinstance(self.part, Mixer)
@@ -186,7 +184,7 @@ class Sublayer(Module):
             y = self.alpha(y)
         return y if self.factor == 1 else self.factor * y
 
-    def mix(self, x: Tensor, tokens: Tokens, *memory_and_source: Any, edge: ScoreEdge | None) -> Tensor:
+    def mix(self, x: Tensor, tokens: Tokens, *memory_and_source: Any, edge: Edge | None) -> Tensor:
         """Run the mixer, [B, T, D] -> [B, T, D]. A seam: context parallelism gathers the sequence."""
         edges = {} if edge is None else {"edge": edge}
         return self.part(x, tokens, *memory_and_source, **edges)  # type: ignore[no-any-return]
@@ -248,10 +246,10 @@ class Block(Module):
         """Return the sublayers by name, in their order; those that blocks share belong to the stack."""
         return {name: getattr(self, name) for name in self.order}
 
-    def score_mixers(self) -> dict[str, Mixer]:
-        """Return the mixers that hand on their attention scores, by the name of their sublayer."""
+    def mixers(self) -> dict[str, Mixer]:
+        """Return the mixers by the name of their sublayer, in their order."""
         parts: dict[str, Any] = {name: sublayer.part for name, sublayer in self.sublayers().items()}
-        return {name: part for name, part in parts.items() if getattr(part, "hands_on_scores", False)}
+        return {name: part for name, part in parts.items() if isinstance(part, Mixer)}
 
     def forward(
         self,
@@ -259,9 +257,9 @@ class Block(Module):
         tokens: Tokens,
         memory: Tensor | None = None,
         source: Tokens | None = None,
-        scores: Scores | None = None,
+        handed_on: HandedOn | None = None,
     ) -> Any:
-        """Return the hidden states; with the previous block's `scores` (hidden states, this block's scores).
+        """Return the hidden states; with what the previous block has `handed_on` (hidden states, what this one does).
 
         `x` are hidden states [B, T, D], or the `Streams` of a reversible block, which returns streams.
         """
@@ -273,18 +271,14 @@ class Block(Module):
         for _ in range(self.decoder_steps - 1):
             x = self._through(self.order, x, tokens, (keys, tokens))
         memory, source = (keys, tokens) if self.decoder_steps else (memory, source)
-        edges = {} if scores is None else {name: ScoreEdge(scores.get(name)) for name in self.score_mixers()}
-        gates = GateSum(scores[GATES]) if scores and GATES in scores else None
+        edges = BlockEdges(handed_on, {} if handed_on is None else self.mixers())
         if self.parallel:
             assert self.ffn is not None
-            y = self.mixer(x, tokens, edge=edges.get("mixer"), gates=gates)
-            x = self.ffn(x, tokens, residual=y, gates=gates)
+            y = self.mixer(x, tokens, edge=edges.of("mixer"), gates=edges.gates)
+            x = self.ffn(x, tokens, residual=y, gates=edges.gates)
         else:
-            x = self._through(self.order, x, tokens, (memory, source), edges, gates)
-        if scores is None:
-            return x
-        handed_on = {name: edge.scores for name, edge in edges.items() if edge.scores is not None}
-        return x, handed_on | ({} if gates is None else {GATES: gates.total})
+            x = self._through(self.order, x, tokens, (memory, source), edges)
+        return x if handed_on is None else (x, edges.handed_on())
 
     def _through(
         self,
@@ -292,11 +286,10 @@ class Block(Module):
         x: Tensor,
         tokens: Tokens,
         memory: tuple[Tensor | None, Tokens | None] = (None, None),
-        edges: Mapping[str, ScoreEdge] = MappingProxyType({}),
-        gates: GateSum | None = None,
+        edges: BlockEdges | None = None,
     ) -> Tensor:
         """Output [B, T, D] of sublayers `names`; `memory`: the encoder's output or a mask decoder's keys."""
-        before = x
+        before, edges = x, edges or BlockEdges(None, {})
         for name in names:
             before, residual = (before, x) if name in self.parallel_sublayers else (x, None)
             sublayer: Sublayer = getattr(self, name)
@@ -308,7 +301,8 @@ class Block(Module):
                 memory_and_source = (sublayer.normalised_input(keys, key_tokens), key_tokens)
             elif self.decoder_steps or name.startswith("cross"):
                 memory_and_source = memory
-            x = sublayer(before, tokens, *memory_and_source, residual=residual, edge=edges.get(name), gates=gates)
+            edge = edges.of(name)
+            x = sublayer(before, tokens, *memory_and_source, residual=residual, edge=edge, gates=edges.gates)
         return x
 
     def _next_streams(self, streams: Streams, tokens: Tokens, memory: Tensor | None, source: Tokens | None) -> Streams:
@@ -323,15 +317,21 @@ class Block(Module):
         """first + f(second), all [B, T, D]. A seam: `first` is freed, and reconstructed in backward."""
         return first + sublayer.branch(second, *inputs)
 
-    def fill_cache(self, x: Tensor, tokens: Tokens) -> None:
+    def fill_cache(self, x: Tensor, tokens: Tokens, handed_on: HandedOn) -> HandedOn:
         """Store in `tokens.cache` what later tokens read of x [B, T, D], the states of tokens that have left the stack.
 
-        The sublayers behind the last mixer, which only this block's output would need, are not computed.
+        The sublayers behind the last that keeps anything, which only this block's output would need, are not computed.
+        Return what the block hands on.
         """
         if self.position is not None:
             x = self.position.embed(x, tokens)
-        last = max((index for index, name in enumerate(self.order) if name.startswith("mixer")), default=-1)
-        self._through(self.order[: last + 1], x, tokens)
+        edges, last = BlockEdges(handed_on, self.mixers()), -1
+        for index, name in enumerate(self.order):
+            parts = getattr(self, name).modules()
+            if name.startswith("mixer") or any(isinstance(part, NeighbourReader) for part in parts):
+                last = index
+        self._through(self.order[: last + 1], x, tokens, edges=edges)
+        return edges.handed_on()
 
 
 def _check_position(config: BlockConfig, dims: Dims, path: str) -> list[Problem]:

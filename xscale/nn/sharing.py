@@ -57,4 +57,8 @@ def check(config: Any, path: str, *, cross: bool) -> list[Problem]:
         if name.split("_")[0] != "ffn" and MIXERS.of(part).part.score_heads(part) is not None:
             what = f"the shared '{name}' hands on its scores, and is made for the first block, which reads none"
             problems.append(Problem(f"{path}.share", what, "Take share=ffn or none, or the core softmax."))
+        key = None if name.split("_")[0] == "ffn" else MIXERS.of(part).part.values_key(part)
+        if key is not None:
+            what = f"the shared '{name}' mixes values of the first block into its own, and is that of the first block"
+            problems.append(Problem(f"{path}.share", what, f"Take share=ffn or none, or mixer.{key}=null."))
     return problems

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
 from xscale.nn.attention.core import share_layer_tables
-from xscale.nn.block import ENDS_IN_NORM, NORMLESS, Block, BlockConfig, Scores, SublayerConfig
+from xscale.nn.block import ENDS_IN_NORM, NORMLESS, Block, BlockConfig, SublayerConfig
 from xscale.nn.dims import Dims
 from xscale.nn.early_exit import EarlyExit
+from xscale.nn.edges import HandedOn, read_first_values
 from xscale.nn.exits import Exits, ExitsConfig, Prediction, no_exits
 from xscale.nn.ffn.ffn import FFNS, Ffn
 from xscale.nn.gates import GATES, GateBudget
@@ -107,8 +108,8 @@ class Stack(Module):
     """[B, T, D] -> [B, T, D], with the final norm that pre-norm needs. Blocks keep their index on every layout."""
 
     seams: ClassVar[tuple[str, ...]] = (
-        "run_block", "norm", "position", "core_tables", "position_tables", "shared", "first_scores", "second_stream",
-        "output",
+        "run_block", "norm", "position", "core_tables", "position_tables", "shared", "first_handed_on",
+        "second_stream", "output",
     )  # fmt: skip
 
     def __init__(
@@ -155,8 +156,10 @@ class Stack(Module):
         if config.block.gates is not None:
             sublayers = sum(len(config.block_config(layer).listed(cross=cross)) for layer in range(config.depth))
             self.gates = GateBudget(config.block.gates, sublayers)
-        self.hands_on_scores = any(block.score_mixers() for block in self.blocks.values())  # type: ignore[operator]
-        """Whether attention scores pass from block to block, beside the hidden states."""
+        mixers = [mixer for block in self.blocks.values() for mixer in block.mixers().values()]  # type: ignore[operator]
+        self.hands_on = any(mixer.hands_on_scores or mixer.hands_on_values for mixer in mixers)
+        """Whether attention scores or values pass from block to block, beside the hidden states."""
+        read_first_values(mixers)
         self.reversible = config.block.residual == "reversible"
         """Whether blocks pass on two residual streams, and the output is their mean."""
         self.pooling = None if config.pooling is None else self._make_pooling(config.pooling, dims)
@@ -213,10 +216,10 @@ class Stack(Module):
         prediction: Prediction | None = None,
     ) -> Tensor:
         """`prediction` is what the exits predict; None: they do nothing."""
-        scores, states = self.first_scores(), [x]
+        handed_on, states = self.first_handed_on(), [x]
         memories = memory if self.mix is None or memory is None else self.mix(memory, tokens)
         if self.gates is not None:
-            tokens, scores = self.gates.start(x, tokens, scores)
+            tokens, handed_on = self.gates.start(x, tokens, handed_on)
         leaving = None if self.exits is None else self.exits.leaving(tokens)
         pondered = None if self.halting is None else self.halting.start(x)
         pooled = None if self.pooling is None else self.pooling.start(tokens)
@@ -226,14 +229,14 @@ class Stack(Module):
             if leaving is not None and tokens.target_weight is None and leaving.all_left():
                 if tokens.cache is None:
                     break
-                self._only_fill_cache(layer, x, tokens, prediction, leaving)
+                handed_on = self._only_fill_cache(layer, x, tokens, prediction, leaving, handed_on)
                 continue
             before = x
             memory = memories if self.mix is None or memories is None else memories[layer]
             if pooled is not None:
                 x, memory, source = pooled.before_block(layer, x, len(self.blocks))
                 tokens = pooled.stage_tokens
-            x, scores = self._next(layer, x, tokens, memory, source, scores)
+            x, handed_on = self._next(layer, x, tokens, memory, source, handed_on)
             if self.halting is not None and pondered is not None:
                 x, pondered = self.halting.take_step(pondered, before, x, last=layer + 1 == len(self.blocks))
             if self.exits is not None:
@@ -245,8 +248,8 @@ class Stack(Module):
         if self.halting is not None and pondered is not None:
             x = self.halting.finish(pondered, tokens).to(x.dtype)
         if self.gates is not None:
-            x = self.gates.attach_loss(x, scores[GATES], tokens)
-        x = self.output(x, scores, tokens)
+            x = self.gates.attach_loss(x, handed_on[GATES], tokens)
+        x = self.output(x, handed_on, tokens)
         return x if pooled is None or not self._repeats() else pooled.repeat(x)
 
     def _repeats(self) -> bool:
@@ -262,31 +265,38 @@ class Stack(Module):
         return token_fractions(None if self.pooling is None else self.pooling.config, len(self.blocks))
 
     def _next(
-        self, layer: int, x: Any, tokens: Tokens, memory: Tensor | None, source: Tokens | None, scores: Scores
-    ) -> tuple[Any, Scores]:
-        """Return the output of block `layer` for x [B, T, D], and the scores that it hands on."""
+        self, layer: int, x: Any, tokens: Tokens, memory: Tensor | None, source: Tokens | None, handed_on: HandedOn
+    ) -> tuple[Any, HandedOn]:
+        """Return the output of block `layer` for x [B, T, D], and what it hands on."""
         block = self._block(layer)
         if tokens.rng_seed is not None:
             # Each block's dropout is a function of (seed, step, micro-batch, block): the same on every layout, and a
             # resumed run needs no saved generator to draw what the uninterrupted run would have drawn.
             reseed(tokens.rng_seed, block.path)
         x, tokens = self._with_signal(layer, x, tokens), self._tokens_of(block, tokens)
-        if self.hands_on_scores or self.gates is not None:
-            x, scores = self.run_block(block, x, tokens, memory, source, scores)
+        if self.hands_on or self.gates is not None:
+            x, handed_on = self.run_block(block, x, tokens, memory, source, handed_on)
         else:
             x = self.run_block(block, x, tokens, memory, source)
         if tokens.stats is not None:
             tokens.stats.add_recorded()
-        return x, scores
+        return x, handed_on
 
     def _only_fill_cache(
-        self, layer: int, x: Tensor, tokens: Tokens, prediction: Prediction | None, leaving: EarlyExit
-    ) -> None:
+        self,
+        layer: int,
+        x: Tensor,
+        tokens: Tokens,
+        prediction: Prediction | None,
+        leaving: EarlyExit,
+        handed_on: HandedOn,
+    ) -> HandedOn:
         """Store what later tokens read of x [B, T, D] in block `layer` and at its exit: all tokens have left."""
         block = self._block(layer)
-        block.fill_cache(self._with_signal(layer, x, tokens), self._tokens_of(block, tokens))
+        handed_on = block.fill_cache(self._with_signal(layer, x, tokens), self._tokens_of(block, tokens), handed_on)
         if leaving.reads_left() and self.exits is not None and prediction is not None:
             self.exits.leave(layer, x, tokens, prediction, leaving)
+        return handed_on
 
     def _block(self, layer: int) -> Block:
         block = self.blocks[str(layer)]
@@ -297,8 +307,8 @@ class Stack(Module):
         """Return the hidden states x [B, T, D] with the signal of the step, which is counted from 1."""
         return x + step_signal(x, tokens, layer + 1) if self.step_signal else x
 
-    def first_scores(self) -> Scores:
-        """Attention scores for the first block: none. A seam: a pipeline stage receives those of the stage before."""
+    def first_handed_on(self) -> HandedOn:
+        """Scores and values for the first block: none. A seam: a pipeline stage receives those of the stage before."""
         return {}
 
     def second_stream(self, x: Tensor) -> Tensor:
@@ -306,9 +316,9 @@ class Stack(Module):
         stage receives that of the stage before."""
         return upcast_copy(x)
 
-    def output(self, x: Any, scores: Scores, tokens: Tokens) -> Any:
-        """Output [B, T, D] of the stack, from that of the last block. A seam: a pipeline stage also sends scores, or
-        both residual streams."""
+    def output(self, x: Any, handed_on: HandedOn, tokens: Tokens) -> Any:
+        """Output [B, T, D] of the stack, from that of the last block. A seam: a pipeline stage also sends what its last
+        block hands on, or both residual streams."""
         if self.reversible:
             x = self.use((x.first + x.second) / 2)
         return x if self.norm is None else self.norm(x, tokens)

@@ -60,6 +60,10 @@ def _check_steps(config: Any, dims: Dims, path: str) -> list[Problem]:
     if config.block.residual == "reversible" and hands_on_scores:
         what = "reversible blocks keep nothing for backward, and scores that blocks hand on would be kept"
         problems.append(Problem(f"{path}.block.residual", what, "Take sequential, or the core softmax."))
+    value_keys = [key for mixer in config.mixers() if (key := MIXERS.of(mixer).part.values_key(mixer))]
+    if config.block.residual == "reversible" and value_keys:
+        what = "reversible blocks keep nothing for backward, and values that blocks hand on would be kept"
+        problems.append(Problem(f"{path}.block.residual", what, f"Take sequential, or mixer.{value_keys[0]}=null."))
     return problems
 
 

@@ -30,8 +30,11 @@ def sigmoid(x: Tensor) -> Tensor:
     return 1 / (1 + (-x).exp())
 
 
-def literal(part: Rwkv7, x: Tensor) -> Tensor:
-    """Time mixing of one sequence [T, D]: the state as the paper has it, wkv [V, K], with row vectors."""
+def literal(part: Rwkv7, x: Tensor, first: list[Tensor] | None = None) -> Tensor:
+    """Time mixing of one sequence [T, D]: the state as the paper has it, wkv [V, K], with row vectors.
+
+    `first` are the tokens' values in the first layer, which appends its own to an empty list.
+    """
     heads, width = part.heads, part.head_width
     decay, rate, gate = part.decay_map, part.rate_map, part.gate_map
     xi, alpha, rho = part.removal, part.replacement, part.bonus
@@ -41,6 +44,13 @@ def literal(part: Rwkv7, x: Tensor) -> Tensor:
         before = x[t - 1] if t else torch.zeros_like(u)
         shifted = {name: u + (before - u) * part.get_parameter(f"mix_{name}") for name in "rdkvag"}
         r, k, v = part.r.weight @ shifted["r"], part.k.weight @ shifted["k"], part.v.weight @ shifted["v"]
+        if part.value_map is not None:
+            assert first is not None
+            of_value = part.value_map
+            nu = sigmoid(of_value.up.weight @ (of_value.down.weight @ shifted["v"]) + of_value.get_parameter("bias"))
+            v = v + (first[t] - v) * nu
+        elif first is not None:
+            first.append(v)
         d = decay.up.weight @ torch.tanh(decay.down.weight @ shifted["d"]) + decay.get_parameter("bias")
         w = (-math.exp(-0.5) * sigmoid(d)).exp()
         a = sigmoid(rate.up.weight @ (rate.down.weight @ shifted["a"]) + rate.get_parameter("bias"))

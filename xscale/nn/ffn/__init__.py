@@ -4,6 +4,7 @@ from xscale.nn.ffn import (
     ffn,
     moe,
     product_key_memory,
+    rwkv7_channel_mixing,
     sparse,
 )
 
@@ -11,5 +12,6 @@ __all__ = [
     "ffn",
     "moe",
     "product_key_memory",
+    "rwkv7_channel_mixing",
     "sparse",
 ]

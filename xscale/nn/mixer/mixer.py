@@ -60,6 +60,22 @@ class Mixer(Part):
         """Heads, over all ranks, whose scores of the previous block the output depends on; 0: on none."""
         return 0
 
+    @property
+    def hands_on_values(self) -> bool:
+        """Whether `forward` takes the keyword `edge`, a ValueEdge: the values of the first such mixer of the stack,
+        which writes them, and whose gradient is a sum over the layers."""
+        return False
+
+    def mix_first_values(self) -> None:
+        """Declare what mixes the values of the first layer into this one's: the stack calls it for all mixers that
+        hand on values, except the first."""
+        raise NotImplementedError
+
+    @classmethod
+    def values_key(cls, config: Any) -> str | None:
+        """Return the key for which a mixer of this config hands on values; None: it hands on none."""
+        return None
+
     @classmethod
     def layer_tables(cls, config: Any, dims: Dims) -> list[tuple[Any, ...]]:
         """List what determines each table that a mixer of this config shares with the other layers, its kind first."""
@@ -84,6 +100,14 @@ class Mixer(Part):
 
 
 MIXERS = Family("mixer", MixerTraits)
+
+
+@dataclass
+class ValueEdge:
+    """Values of the first layer on their way through the depth, one for all mixers of a block."""
+
+    values: Tensor | None = None
+    """[B, T, D / R] in compute dtype, of the local heads of R ranks; None: no mixer before has written any."""
 
 
 def check_mixer(config: Config, dims: Dims, path: str) -> list[Problem]:

@@ -2,11 +2,12 @@
 
     x^c_t = u_t + (u_(t-1) - u_t) mu_c  for c in r, k, v, d, a, g                 (token shift)
     r, k, v = W x,  w = exp(-e^-0.5 sigmoid(lora_d(tanh))),  a = sigmoid(lora_a),  g = lora_g(sigmoid)
+    v = v + (v_first - v) sigmoid(lora_v)  in all layers but the first, whose v is v_first
     kappa = k xi / |k xi| in each head,  k~ = k (1 + (a - 1) alpha)
     S_t = (diag(w_t) - (a_t kappa_t) kappa_t^T) S_(t-1) + k~_t v_t^T,  o_t = S_t^T r_t
     out = W_o (g * (norm(o_t) + (r_t . (rho k~_t)) v_t))
 
-lora(f) is f(x A) B, with a bias for d and a; the norm is of each head. The state of a head is K x K. Training computes
+lora(f) is f(x A) B, with a bias for d, a and v; the norm is of each head. The state of a head is K x K. Training computes
 it by chunks (`attention.ops.generalized_delta_rule`).
 """
 
@@ -27,9 +28,9 @@ from xscale.nn.attention.ops.generalized_delta_rule import GeneralizedDeltaRule
 from xscale.nn.dims import Dims
 from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.local_mixer import NeighbourReader, same_document
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits, ValueEdge
 from xscale.nn.mixer.recurrent_mixer import RecurrentMixer
+from xscale.nn.mixer.token_shift import TokenShift
 from xscale.nn.module import Module
 from xscale.nn.tokens import Tokens
 
@@ -41,7 +42,6 @@ SHIFTS = {"r": 0.2, "d": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
     "rwkv7",
     traits=MixerTraits(causal=True, bidirectional=False, cross=False, documents=True, decode=True),
     deviations=(
-        "The values of the first layer are not mixed into those of later ones.",
         "The second matrices of the low-rank maps start normal, with the deviation of the authors' orthogonal ones.",
     ),
 )
@@ -61,6 +61,9 @@ class Rwkv7(RecurrentMixer):
         """Width of the latent of the map to the in-context learning rates a."""
         gate_latent_width: int = Field(default=32, ge=1)
         """Width of the latent of the map to the output gate."""
+        value_latent_width: int | None = Field(default=32, ge=1)
+        """Width of the latent of the map to the weights by which the values of the first layer of the stack with this
+        mixer are mixed into those of the later ones; null: they are not mixed."""
         eps: float | None = Field(default=None, gt=0)
         """Added to the variance in the norm of each head; null: 1e-5 * head width, as the authors' code."""
 
@@ -85,6 +88,9 @@ class Rwkv7(RecurrentMixer):
         self.decay_map = LatentMap(width, config.decay_latent_width, Init("values", values=speeds))
         self.rate_map = LatentMap(width, config.rate_latent_width, ZEROS)
         self.gate_map = LatentMap(width, config.gate_latent_width, None)
+        self.value_latent_width = config.value_latent_width
+        self.value_map: LatentMap | None = None
+        """Map to the weights of the values of the first layer; None in that layer, or without such a mixture."""
         self.declare("removal", (width,), ("heads",), Init("constant", value=0.85), decays=False)
         self.declare("replacement", (width,), ("heads",), ONES, decays=False)
         self.declare("bonus", (width,), ("heads",), ZEROS, decays=False)
@@ -100,10 +106,30 @@ class Rwkv7(RecurrentMixer):
         what = f"heads={config.heads} does not divide width={dims.width}"
         return [Problem(f"{path}.heads", what, "Take a divisor of the width.")]
 
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    @property
+    def hands_on_values(self) -> bool:
+        return self.value_latent_width is not None
+
+    @classmethod
+    def values_key(cls, config: Any) -> str | None:
+        return None if config.value_latent_width is None else "value_latent_width"
+
+    def mix_first_values(self) -> None:
+        assert self.value_latent_width is not None
+        width = self.removal.shape[0]
+        self.value_map = LatentMap(width, self.value_latent_width, ONES)
+
+    def forward(
+        self,
+        x: Tensor,
+        tokens: Tokens,
+        memory: Tensor | None = None,
+        source: Tokens | None = None,
+        edge: ValueEdge | None = None,
+    ) -> Tensor:
         change = self.shift(x, tokens) - x
         mixed = {name: x + change * self.use(self.get_parameter(f"mix_{name}")) for name in SHIFTS}
-        r, k, v = self.r(mixed["r"]), upcast(self.k(mixed["k"])), upcast(self.v(mixed["v"]))
+        r, k, v = self.r(mixed["r"]), upcast(self.k(mixed["k"])), self._values(mixed["v"], edge)
         log_decay = -math.exp(-0.5) * upcast(self.decay_map(mixed["d"], torch.tanh)).sigmoid()
         rate = upcast(self.rate_map(mixed["a"])).sigmoid()
         gate = self.gate_map(mixed["g"], torch.sigmoid)
@@ -119,6 +145,18 @@ class Rwkv7(RecurrentMixer):
         out: Tensor = self.o(((normalised + added.transpose(1, 2).flatten(2)) * upcast(gate)).to(x.dtype))
         return out
 
+    def _values(self, x: Tensor, edge: ValueEdge | None) -> Tensor:
+        """Return v of x [B, T, D], [B, T, D / R], in float32 at least; the first layer writes its own to the edge."""
+        v = self.v(x)
+        first = None if edge is None else edge.values
+        if self.value_map is None:
+            if edge is not None and first is None:
+                edge.values = v
+            return upcast(v)
+        assert first is not None, "the first layer hands on its values"
+        weight = upcast(self.value_map(x)).sigmoid()
+        return torch.lerp(upcast(v), upcast(first), weight)
+
     def _heads(self, x: Tensor) -> Tensor:
         return self.split_heads(x, self.head_width)
 
@@ -130,26 +168,6 @@ class Rwkv7(RecurrentMixer):
         # Half of four products of pairs, two of pairs with values, the system, its outputs; four with the state.
         pairs = 4 * width / 2 + 2 * width + width + width
         return float(self.heads * queries * (chunk * pairs + 5 * width * width))
-
-
-class TokenShift(NeighbourReader):
-    """The token before each token, [B, T, D]; zeros before the first one of a document."""
-
-    left = 1
-    sharded_over_tp = False
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-
-    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
-        near, documents = self.with_neighbours(x, tokens)  # [B, 1 + T, D]
-        before = near.narrow(1, 0, x.shape[1])
-        return before if documents is None else before * same_document(documents, 1, 0)[..., :1]
-
-    @property
-    def exchanged_width(self) -> int:
-        return self.width
 
 
 class LatentMap(Module):

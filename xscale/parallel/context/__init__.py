@@ -245,8 +245,11 @@ def _refuses(style: ContextStyle, attention: Attention, config: ParallelConfig) 
 def _check_ffn(part: nn.Module, where: str) -> list[Problem]:
     assert isinstance(part, Part)
     problems = []
-    if not isinstance(part, Moe) and not FFNS.get(_kind(part)).traits.per_token:
-        can = ", ".join(FFNS.able(per_token=True))
+    if isinstance(part, Moe):
+        return []
+    traits = FFNS.get(_kind(part)).traits
+    if not (traits.per_token or traits.token_shift):
+        can = ", ".join([*FFNS.able(per_token=True), *FFNS.able(token_shift=True)])
         what = f"ffn '{_kind(part)}' mixes tokens, and each rank would have a shard of the sequence"
         problems.append(Problem(where, what, f"Take cp=1, moe, or one of these: {can}."))
     return problems

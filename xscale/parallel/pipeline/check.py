@@ -20,7 +20,7 @@ from xscale.parallel.pipeline.split import (
     stage_layout,
     stages_of_shared_params,
 )
-from xscale.parallel.pipeline.stage import scores_read
+from xscale.parallel.pipeline.stage import reads_values, scores_read
 
 
 def check(model: nn.Module, config: ParallelConfig, path: str, length: int = 0) -> list[Problem]:
@@ -57,6 +57,7 @@ def check(model: nn.Module, config: ParallelConfig, path: str, length: int = 0) 
         return problems
     stage_blocks = split(model, pipeline, count, length)
     problems += _check_handed_on_scores(model, stage_blocks, config, path, length)
+    problems += _check_handed_on_values(model, stage_blocks, path)
     problems += _check_exits(model, stage_blocks, path)
     if shared := params_shared_across_stages(model, stage_blocks):
         what = f"blocks of different stages share parameters, such as {shared[0]}"
@@ -141,6 +142,18 @@ def _check_handed_on_scores(
     chosen = [starts[number * len(starts) // (stages - 1)] for number in range(stages - 1)]
     sizes = [end - start for start, end in pairwise([0, *chosen, len(blocks)])]
     return [Problem(f"{path}.pipeline.blocks_per_stage", what, f"Take {sizes}, or {instead}.")]
+
+
+def _check_handed_on_values(model: nn.Module, stage_blocks: list[list[str]], path: str) -> list[Problem]:
+    """Check that stages can send the values of the first layer."""
+    layout = stage_layout(model)
+    assert layout is not None
+    if len(layout.stacks) == 1 or not any(
+        reads_values(model, stage_blocks, stage) for stage in range(len(stage_blocks))
+    ):
+        return []
+    what = "blocks read the values of the first layer, and stages of an encoder-decoder pass on hidden states alone"
+    return [Problem(f"{path}.mesh.pp", what, "Take pp=1, or mixer.value_latent_width=null.")]
 
 
 def _check_exits(model: nn.Module, stage_blocks: list[list[str]], path: str) -> list[Problem]:

@@ -65,7 +65,7 @@ class PipelineSpec:
     global_tokens: int = 0
     """Tokens that the model prepends to each sequence."""
     tp: int = 1
-    """Ranks among which the heads of attention scores are sharded."""
+    """Ranks among which the heads of attention scores, and of values, are sharded."""
 
     def rank_of(self, stage: int, ranks: int) -> int:
         return schedule_of(self.config).rank_of(stage, ranks)
@@ -89,6 +89,9 @@ class PipelineSpec:
                 continue
             if sent.per_token:
                 specs.append(TensorSpec((batch, self.length_of(length)), precise))
+                continue
+            if sent.values:
+                specs.append(TensorSpec((batch, length, self.width // self.tp), dtype))
                 continue
             if sent.score_heads is None:
                 shape: tuple[int, ...] = (batch, self.length_of(length), self.width)

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from xscale.nn.block import Block, Scores
+from xscale.nn.block import Block
 from xscale.nn.distillation import WidthMaps
+from xscale.nn.edges import VALUES, HandedOn
 from xscale.nn.gates import GATES
 from xscale.nn.linear import Embedding
 from xscale.nn.model.disentangled import Disentangled
@@ -25,7 +26,7 @@ from xscale.parallel.pipeline.split import params_shared_by_blocks, stage_layout
 
 @dataclass(frozen=True)
 class StageInput:
-    """A tensor that a stage receives: hidden states, or attention scores that a block hands to the next."""
+    """A tensor that a stage receives: hidden states, or scores or values that a block hands to the next."""
 
     from_source: bool = False
     """Whether the tokens of the hidden states are the source's."""
@@ -35,6 +36,8 @@ class StageInput:
     """Whether the hidden states are one of the two residual streams of reversible blocks, in float32 at least."""
     per_token: bool = False
     """Whether it is one number for each token, the sum of its gates so far, in float32 at least."""
+    values: bool = False
+    """Whether it is the values of the first layer, of the local heads."""
     sentences: bool = False
     """Whether the tokens are those of the masked sentences by themselves, for a contrastive loss, if there is one."""
 
@@ -85,18 +88,18 @@ class SendSentences(Module):
         return x, alone
 
 
-class ReceivedScores:
-    """Attention scores of the previous stage's last block, one tensor for each sublayer that reads them."""
+class ReceivedHandedOn:
+    """What the previous stage's last block hands on: scores for each sublayer that reads them, values, sums of gates."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.stubs = {name: ScoreStub() for name in names}
+        self.stubs = {name: HandedOnStub() for name in names}
 
-    def __call__(self) -> Scores:
+    def __call__(self) -> HandedOn:
         return {name: stub.received for name, stub in self.stubs.items() if stub.received is not None}
 
 
-class ScoreStub:
-    """One of these tensors, [B, H, T, S] of the next micro-batch."""
+class HandedOnStub:
+    """One of these tensors, of the next micro-batch."""
 
     received: Tensor | None = None
 
@@ -111,19 +114,20 @@ class ReceivedStream:
         return upcast_copy(self.received)
 
 
-def send_streams(x: Streams, scores: Scores, tokens: Tokens) -> tuple[Tensor, ...]:
+def send_streams(x: Streams, handed_on: HandedOn, tokens: Tokens) -> tuple[Tensor, ...]:
     """Output of a stack whose next block is in another stage and has two residual streams: both."""
     return x.first, x.second
 
 
-class SendScores:
-    """Output of a stack whose next block is in another stage and reads scores: they follow the hidden states."""
+class SendHandedOn:
+    """Output of a stack whose next block is in another stage and reads what this one's last block hands on, which
+    follows the hidden states."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
 
-    def __call__(self, x: Tensor, scores: Scores, tokens: Tokens) -> tuple[Tensor, ...]:
-        return x, *(scores[name] for name in self.names)
+    def __call__(self, x: Tensor, handed_on: HandedOn, tokens: Tokens) -> tuple[Tensor, ...]:
+        return x, *(handed_on[name] for name in self.names)
 
 
 class PassThrough(Module):
@@ -181,8 +185,8 @@ def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> Pipelin
     paths, last = blocks[index], index == len(blocks) - 1
     shared = set(stages_of_shared_params(model, blocks))
     tied = {name for name in shared if model.get_parameter(name) is model.get_submodule("head").weight}
-    received = scores_read(model, paths[0]) if index else {}
-    sent = [] if last else list(scores_read(model, blocks[index + 1][0]))
+    received = edges_read(model, blocks, index)
+    sent = [] if last else list(edges_read(model, blocks, index + 1))
     for name in layout.stacks:
         _keep_blocks(model.get_submodule(name), paths, name)
     looks_up = getattr(model, "mtp", None) is not None
@@ -206,14 +210,14 @@ def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> Pipelin
             sent += [] if last else [GATES]
             if not last:
                 substitute(stack.gates, "attach_loss", lambda x, total, tokens: x)
-        _hand_on_scores(stage, stack, received, sent)
+        _hand_on_edges(stage, stack, received, sent)
         if stack.reversible:
             _hand_on_streams(stage, stack)
         # The last input, which an evaluation lacks.
         if getattr(model, "contrast", None) is not None:
             _hand_on_sentences(stage)
     else:
-        assert not received, "only a model of one stack sends attention scores"
+        assert not received, "only a model of one stack sends attention scores or values"
         _two_stacks(stage, paths, last and bool(tied))
     return stage
 
@@ -256,22 +260,38 @@ def scores_read(model: nn.Module, block: str) -> dict[str, int]:
     """Return the number of heads whose scores of the previous block each sublayer of `block` reads, by its name."""
     module = model.get_submodule(block)
     assert isinstance(module, Block)
-    heads = {name: mixer.previous_score_heads for name, mixer in module.score_mixers().items()}
+    heads = {name: mixer.previous_score_heads for name, mixer in module.mixers().items() if mixer.hands_on_scores}
     return {name: count for name, count in heads.items() if count}
 
 
-def _hand_on_scores(stage: PipelineStage, stack: nn.Module, received: dict[str, int], sent: list[str]) -> None:
+def reads_values(model: nn.Module, blocks: list[list[str]], index: int) -> bool:
+    """Whether a block of stage `index` or of a later one reads the values of a first layer in an earlier stage."""
+
+    def hand_on(paths: list[str]) -> bool:
+        parts = [model.get_submodule(path) for path in paths]
+        return any(mixer.hands_on_values for block in parts for mixer in block.mixers().values())  # type: ignore[operator]
+
+    return any(map(hand_on, blocks[:index])) and any(map(hand_on, blocks[index:]))
+
+
+def edges_read(model: nn.Module, blocks: list[list[str]], index: int) -> dict[str, int]:
+    """Return what stage `index` receives beside hidden states, by name: the number of heads of scores, 0 for values."""
+    if index == 0:
+        return {}
+    values = {VALUES: 0} if reads_values(model, blocks, index) else {}
+    return scores_read(model, blocks[index][0]) | values
+
+
+def _hand_on_edges(stage: PipelineStage, stack: nn.Module, received: dict[str, int], sent: list[str]) -> None:
     """Receive what the stage's first block reads beside hidden states, and send what the next stage's reads."""
     if received:
-        scores = ReceivedScores(list(received))
-        substitute(stack, "first_scores", scores)
-        stage.stubs += scores.stubs.values()
-        stage.inputs += [
-            StageInput(per_token=True) if name == GATES else StageInput(score_heads=heads)
-            for name, heads in received.items()
-        ]
+        edges = ReceivedHandedOn(list(received))
+        substitute(stack, "first_handed_on", edges)
+        stage.stubs += edges.stubs.values()
+        beside = {GATES: StageInput(per_token=True), VALUES: StageInput(values=True)}
+        stage.inputs += [beside.get(name, StageInput(score_heads=heads)) for name, heads in received.items()]
     if sent:
-        substitute(stack, "output", SendScores(sent))
+        substitute(stack, "output", SendHandedOn(sent))
 
 
 def _hand_on_sentences(stage: PipelineStage) -> None:

@@ -1,0 +1,52 @@
+"""What blocks hand on to the next one beside hidden states: attention scores, sums of gates, values of the first layer.
+
+They are inputs and outputs of a block, so that recomputation and the stages of a pipeline see them, and their gradients
+pass from block to block as those of the hidden states do.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from xscale.nn.attention.ops.mask import ScoreEdge
+from xscale.nn.gates import GATES, GateSum
+from xscale.nn.mixer.mixer import Mixer, ValueEdge
+
+Edge = ScoreEdge | ValueEdge
+VALUES = "values"
+"""Key of the values of the first layer among what blocks hand on."""
+HandedOn = dict[str, Tensor]
+"""Attention scores [B, H, T, S] before mask and softmax by sublayer, the sum of the gates [B, T] (`GATES`), and the
+values of the first layer [B, T, D / R] of the local heads (`VALUES`)."""
+
+
+class BlockEdges:
+    """What a block got of the one before, and after its forward what it hands on."""
+
+    def __init__(self, handed_on: HandedOn | None, mixers: Mapping[str, Mixer]) -> None:
+        """`handed_on`: by the block before; None: no block hands on anything. `mixers`: of this one, by sublayer."""
+        received = handed_on or {}
+        self.scores = {name: ScoreEdge(received.get(name)) for name, mixer in mixers.items() if mixer.hands_on_scores}
+        self.values = ValueEdge(received.get(VALUES))
+        self.value_mixers = {name for name, mixer in mixers.items() if mixer.hands_on_values}
+        """Names of the sublayers that read or write values."""
+        self.gates = GateSum(received[GATES]) if GATES in received else None
+
+    def of(self, name: str) -> Edge | None:
+        """Return the edge of the mixer of a sublayer; None: it hands on nothing."""
+        return self.values if name in self.value_mixers else self.scores.get(name)
+
+    def handed_on(self) -> HandedOn:
+        """Return what the next block gets."""
+        after = {name: edge.scores for name, edge in self.scores.items() if edge.scores is not None}
+        if self.values.values is not None:
+            after[VALUES] = self.values.values
+        if self.gates is not None:
+            after[GATES] = self.gates.total
+        return after
+
+
+def read_first_values(mixers: Iterable[Mixer]) -> None:
+    """Have the mixers of a stack, in their order, mix the values of the first of those that hand on values into theirs."""
+    for mixer in [mixer for mixer in mixers if mixer.hands_on_values][1:]:
+        mixer.mix_first_values()
