@@ -29,6 +29,7 @@ from tests.families import each, example
 from xscale.core.registry import Entry
 from xscale.nn.attention.core import CORES
 from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.attention.ops.recurrence import Recurrence, advance_state
 from xscale.nn.module import Module, parameter_axes
 from xscale.nn.position.pairs import Pairs
 from xscale.nn.position.position import Position, PositionTerms
@@ -339,10 +340,12 @@ def test_a_sequence_can_be_spread_as_declared(entry: Entry[Any]) -> None:
 
 
 def _scans(entry: Entry[Any]) -> None:
-    """A piece gives what it gives in the whole when the states before it are added up and given to it."""
+    """A piece gives what it gives in the whole when the states before it are added up, or taken on, and given to it."""
     part, (q, k, v) = core(entry), qkv(groups=2)
     whole, outs = run(part, q, k, v), []
     left: dict[int, list[Tensor]] = {}
+    carried: list[Tensor] = []
+    sizes = set()
     for first, last in [(0, 100), (100, 101), (101, 300)]:
 
         def before(state: Tensor) -> Tensor:
@@ -351,9 +354,19 @@ def _scans(entry: Entry[Any]) -> None:
             states.append(state)
             return sum(states[:-1], torch.zeros_like(state))
 
-        some = [x[:, :, first:last] for x in (q, k, v)]
-        outs.append(run(part, *some, mask=AttentionMask(last - first, last - first, True, prior_state=before)))
+        def taken_on(recurrence: Recurrence) -> Tensor:
+            matrix, ended = recurrence.transition()
+            state = carried[-1] if carried else torch.zeros_like(ended)
+            carried.append(advance_state(matrix, state) + ended)
+            sizes.add(matrix[0, 0].numel() + ended[0, 0].numel())
+            return state
+
+        some, length = [x[:, :, first:last] for x in (q, k, v)], last - first
+        outs.append(
+            run(part, *some, mask=AttentionMask(length, length, True, prior_state=before, carried_state=taken_on))
+        )
     assert close(torch.cat(outs, 2), whole)
+    assert (sizes or {0}) == {part.transition_size}
 
 
 @each(entry for entry in CORES if not entry.traits.random)

@@ -69,12 +69,13 @@ def of_core(core: dict[str, Any]) -> dict[str, Any]:
     ("style", "core"),
     [
         ("scan", {"kind": "linear"}),
+        ("scan", {"kind": "delta", "nu": 2}),
         ("halo", {"kind": "block_sparse", "block": 2, "pattern": {"kind": "window", "window": 5}}),
         pytest.param(
             "halo", {"kind": "block_sparse", "block": 4, "pattern": {"kind": "bigbird"}}, marks=pytest.mark.long
         ),
     ],
-    ids=["scan", "halo-window", "halo-bigbird"],
+    ids=["scan", "scan-delta", "halo-window", "halo-bigbird"],
 )
 @pytest.mark.sampled(2)
 def test_a_style_of_its_own(style: str, core: dict[str, Any], pool: Pool) -> None:
@@ -267,7 +268,7 @@ def test_a_refused_style_says_what_would_work(mixer: dict[str, Any], style: str,
 def test_a_core_that_mixes_documents_refuses_them_in_pieces_too() -> None:
     assert dist.group.WORLD is not None
     around = dims()
-    attention = ready(Attention(Attention.Config(heads=4, core=CORES.get("delta").part.Config()), around))
+    attention = ready(Attention(Attention.Config(heads=4, core=CORES.get("moba").part.Config()), around))
     piece = shard_tokens(tokens(documents=numbered(100, 200)), SequenceSharding(dist.group.WORLD))
     with pytest.raises(ConfigError, match="cannot mask packed documents"):
         ShardedMaskBuilder(attention, attention.make_mask)(

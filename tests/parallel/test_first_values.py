@@ -9,7 +9,6 @@ from tests.parallel.against_one import alone, asked, same
 from tests.parallel.test_recurrent_mixers import MIXERS
 from tests.parallel.test_tensor import refused
 from xscale.parallel import context
-from xscale.train.generate import generate, incremental
 from xscale.train.settings import build_on_meta
 
 RWKV = {**MIXERS["rwkv7"], "value_latent_width": 5}

@@ -47,6 +47,9 @@ class BlockEdges:
 
 
 def read_first_values(mixers: Iterable[Mixer]) -> None:
-    """Have the mixers of a stack, in their order, mix the values of the first of those that hand on values into theirs."""
+    """Have all mixers of a stack that hand on values, except the first, mix the first one's values into theirs.
+
+    `mixers` are in their order; those that hand on no values are left alone.
+    """
     for mixer in [mixer for mixer in mixers if mixer.hands_on_values][1:]:
         mixer.mix_first_values()

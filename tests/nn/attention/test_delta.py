@@ -1,5 +1,7 @@
 """The delta rule by chunks against its recurrence, one token at a time."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,12 +23,14 @@ def test_it_is_the_recurrence(features: int, monkeypatch: pytest.MonkeyPatch) ->
         x = torch.stack(columns, -1)
         return x / (x.sum(-1, keepdim=True) + 1e-6)
 
-    def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    def reference(documents: Tensor | None, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
         strength = torch.sigmoid((k * core.gate[:, None, :8]).sum(-1) + core.gate[:, None, 8])
         fq, fk = features(q), features(k)
         state = torch.zeros(2, 4, 32, 8, dtype=q.dtype)
         first, out = k.shape[2] - q.shape[2], []
         for at in range(k.shape[2]):
+            if documents is not None and at:
+                state = state * (documents[:, at] == documents[:, at - 1])[:, None, None, None]
             old = (fk[:, :, at, :, None] * state).sum(-2)
             change = strength[:, :, at, None] * (v[:, :, at] - old)
             state = state + fk[:, :, at, :, None] * change[:, :, None]
@@ -34,5 +38,5 @@ def test_it_is_the_recurrence(features: int, monkeypatch: pytest.MonkeyPatch) ->
                 out.append((fq[:, :, at - first, :, None] * state).sum(-2))
         return torch.stack(out, 2)
 
-    for mask in masks(150, causal=True, documents=False):
-        agree(core, mask, reference)
+    for mask in masks(150, causal=True):
+        agree(core, mask, partial(reference, mask.key_documents))

@@ -121,7 +121,7 @@ def test_generation_is_the_full_forward() -> None:
 
 
 def test_tokens_that_have_left_fill_the_caches_of_later_blocks() -> None:
-    """`fill_cache` keeps what a forward keeps, also of the token shift behind the mixer, and hands on the same values."""
+    """`fill_cache` keeps what a forward keeps, with the token shift behind the mixer, and hands on the same values."""
     model, x, about = network(), drawn(2, LENGTH, WIDTH), tokens(LENGTH)
     first, second = (model.stack.blocks[name] for name in "01")
     ended = []

@@ -95,6 +95,12 @@ class Core(Part):
                 problems.append(Problem(f"{path}.{key}", what, f"Take {default}, or mixer.kind={mixer}."))
         return problems
 
+    @property
+    def transition_size(self) -> int:
+        """Numbers of a head's state and of the matrix that takes it on, which shards of a sequence send for the style
+        scan; 0: the state is a sum over the tokens, and they send it alone."""
+        return 0
+
     @classmethod
     def shares_layer_tables(cls, config: Any) -> bool:
         """Whether a core of this config has `layer_tables`."""

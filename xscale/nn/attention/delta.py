@@ -29,7 +29,8 @@ from xscale.nn.init import ZEROS
         cross=False,
         per_head=True,
         cost="T * (64 * (4 * nu + 1) * K + 6 * nu * K * K)",
-        context=("ulysses",),
+        context=("ulysses", "scan"),
+        documents=True,
         decode=True,
     ),
 )
@@ -44,7 +45,7 @@ class Delta(Core):
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)
-        self.config = config
+        self.config, self.head_width = config, head_width
         # The paper's gate reads the token's hidden state, of which the key is a linear map.
         # Its last column is a bias, so none of it decays.
         self.declare("gate", (heads, head_width + 1), ("heads", "state"), ZEROS, decays=False)
@@ -58,14 +59,20 @@ class Delta(Core):
         strength = torch.sigmoid((upcast(k) * gate[:, None, :-1]).sum(-1) + gate[:, None, -1])  # [B, H, S]
         kernel = self.kernel_choices.get("delta_rule")
         fq, fk = (self._map(upcast(x)) for x in (q, k))
-        out, _ = DeltaRule(
-            F.pad(fq, (0, 0, mask.offset, 0)), fk, upcast(v), strength, kernel=kernel
-        ).outputs_and_state()
+        rule = DeltaRule(
+            F.pad(fq, (0, 0, mask.offset, 0)), fk, upcast(v), strength, documents=mask.key_documents, kernel=kernel
+        )
+        out, _ = rule.outputs_and_state(None if mask.carried_state is None else mask.carried_state(rule))
         return out[:, :, mask.offset :].to(v.dtype)
 
     def _map(self, x: Tensor) -> Tensor:
         features = dpfp_features(x, self.config.nu)
         return features / (features.sum(-1, keepdim=True) + 1e-6)
+
+    @property
+    def transition_size(self) -> int:
+        features = 2 * self.config.nu * self.head_width
+        return features * (features + self.head_width)
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         features = 2 * self.config.nu * head_width

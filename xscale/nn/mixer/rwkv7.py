@@ -7,8 +7,8 @@
     S_t = (diag(w_t) - (a_t kappa_t) kappa_t^T) S_(t-1) + k~_t v_t^T,  o_t = S_t^T r_t
     out = W_o (g * (norm(o_t) + (r_t . (rho k~_t)) v_t))
 
-lora(f) is f(x A) B, with a bias for d, a and v; the norm is of each head. The state of a head is K x K. Training computes
-it by chunks (`attention.ops.generalized_delta_rule`).
+lora(f) is f(x A) B, with a bias for d, a and v; the norm is of each head. The state of a head is K x K. Training
+computes it by chunks (`attention.ops.generalized_delta_rule`).
 """
 
 import math

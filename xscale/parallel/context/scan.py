@@ -1,6 +1,7 @@
 """Linear attention over a sharded sequence: each rank starts from the summed states of the ranks before it.
 
-The state is of fixed size, so traffic does not grow with the sequence (Sun et al. 2024, LASP).
+A core whose state is not a sum, as that of the delta rule, starts from the state that the shards before it carry on,
+one after the other. The state is of fixed size, so traffic does not grow with the sequence (Sun et al. 2024, LASP).
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from xscale.nn.attention.rfa import Rfa
 from xscale.nn.mixer.attention import Attention
 from xscale.parallel.context.mask import ShardedAttentionMask
 from xscale.parallel.context.sequence_sharding import SequenceSharding
+from xscale.parallel.context.state_space import state_before_shard
 
 
 def unsupported_reason(attention: Attention, cp: int, tp: int) -> str | None:
@@ -28,7 +30,10 @@ def unsupported_reason(attention: Attention, cp: int, tp: int) -> str | None:
 
 
 def traffic(attention: Attention, cp: int, tp: int, length: int) -> float:
-    """Estimate the elements a rank sends in the forward of one sequence: a state per kv_head, with K features."""
+    """Estimate the elements a rank sends in the forward of one sequence: a state per kv_head, with K features, or a
+    transition per head."""
+    if size := attention.core.transition_size:
+        return attention.query_channels // attention.head_width / tp * size * (cp - 1)
     kv_heads = max(1, attention.key_channels // attention.head_width // tp)
     return kv_heads * attention.head_width * (attention.head_width + 1) * (cp - 1)
 
@@ -44,7 +49,8 @@ class Scan:
         if not isinstance(mask, ShardedAttentionMask):
             return self.core(q, k, v, mask)  # type: ignore[no-any-return]
         assert mask.query_shard is mask.key_shard, "one sequence"
-        sharding, documents = mask.sharding, mask.query_shard.full.documents
+        shard = mask.query_shard
+        sharding, documents = mask.sharding, shard.full.documents
         last, document = None, None
         if documents is not None:
             size = mask.query_shard.ids.shape[1]
@@ -58,6 +64,7 @@ class Scan:
             query_documents=mask.query_shard.documents,
             key_documents=mask.key_shard.documents,
             prior_state=lambda state: _PriorState.apply(state, last, sharding),  # type: ignore[no-untyped-call]
+            carried_state=lambda recurrence: state_before_shard(recurrence, shard),
             prior_document=document,
             device=q.device,
         )

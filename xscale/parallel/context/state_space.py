@@ -68,27 +68,36 @@ class RecurrenceScan:
         """Compute outputs [B, H, P, K] of the recurrence of this rank's shard."""
         if not isinstance(tokens, TokenShard):
             return self.inner(recurrence, tokens)
-        sharding = tokens.sharding
-        assert not sharding.balanced, "a state is passed on to the next rank"
-        matrix, ended = recurrence.transition()
-        size = matrix[0, 0].numel()
-        sent = torch.cat((matrix.flatten(2), ended.flatten(2)), 2)  # [B, H, A + E]
-        every = gather_in(sent.flatten(1)[:, None], sharding.count, sharding.group)
-        every = every.view(len(ended), sharding.count, ended.shape[1], -1)  # [B, R, H, A + E]
-        # Every rank scans all states: what it does not use has a gradient of zeros, which the others wait for.
-        state = torch.zeros_like(ended)
-        before = [state]
-        for shard, received in enumerate(every.unbind(1)[:-1]):
-            shard_matrix, shard_ended = received[..., :size].reshape(matrix.shape), received[..., size:]
-            state = advance_state(shard_matrix, before[-1]) + shard_ended.reshape(ended.shape)
-            before.append(state * self._goes_on(tokens, shard + 1, state))
-        return recurrence.outputs_and_state(torch.stack(before)[sharding.rank])[0]
+        return recurrence.outputs_and_state(state_before_shard(recurrence, tokens))[0]
 
-    def _goes_on(self, tokens: TokenShard, shard: int, like: Tensor) -> Tensor:
-        """Return 1 for each sequence whose document continues from the shard before to this one, and 0 for the others:
-        [B, 1, 1, 1]."""
-        documents, size = tokens.full.documents, tokens.ids.shape[1]
-        if documents is None:
-            return like.new_ones(len(like), 1, 1, 1)
-        first = min(shard * size, tokens.length - 1)
-        return (documents[:, first] == documents[:, first - 1]).to(like.dtype)[:, None, None, None]
+
+def state_before_shard(recurrence: Recurrence, tokens: TokenShard) -> Tensor:
+    """Return the state [B, H, F, K] before the recurrence of this rank's shard, of its first token's document.
+
+    Collective over cp: each rank sends how its shard takes a state on, `Recurrence.transition`.
+    """
+    sharding = tokens.sharding
+    assert not sharding.balanced, "a state is passed on to the next rank"
+    matrix, ended = recurrence.transition()
+    size = matrix[0, 0].numel()
+    sent = torch.cat((matrix.flatten(2), ended.flatten(2)), 2)  # [B, H, A + E]
+    every = gather_in(sent.flatten(1)[:, None], sharding.count, sharding.group)
+    every = every.view(len(ended), sharding.count, ended.shape[1], -1)  # [B, R, H, A + E]
+    # Every rank scans all states: what it does not use has a gradient of zeros, which the others wait for.
+    state = torch.zeros_like(ended)
+    before = [state]
+    for shard, received in enumerate(every.unbind(1)[:-1]):
+        shard_matrix, shard_ended = received[..., :size].reshape(matrix.shape), received[..., size:]
+        state = advance_state(shard_matrix, before[-1]) + shard_ended.reshape(ended.shape)
+        before.append(state * _continues(tokens, shard + 1, state))
+    return torch.stack(before)[sharding.rank]
+
+
+def _continues(tokens: TokenShard, shard: int, like: Tensor) -> Tensor:
+    """Return 1 for each sequence whose document continues from the shard before to this one, and 0 for the others:
+    [B, 1, 1, 1]."""
+    documents, size = tokens.full.documents, tokens.ids.shape[1]
+    if documents is None:
+        return like.new_ones(len(like), 1, 1, 1)
+    first = min(shard * size, tokens.length - 1)
+    return (documents[:, first] == documents[:, first - 1]).to(like.dtype)[:, None, None, None]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from xscale.nn.attention.ops.recurrence import Recurrence
 from xscale.nn.position.position import Position, PositionTerms
 from xscale.nn.tokens import Stats
 from xscale.nn.traceable_property import TraceableProperty
@@ -73,6 +74,9 @@ class AttentionMask:
     prior_state: Callable[[Tensor], Tensor] | None = None
     """Context parallelism: local state [B, G, F, K] of the last document's keys -> state of all earlier shards. A seam
     for a shard of a causal sequence, called by cores that carry the past as a state."""
+    carried_state: Callable[[Recurrence], Tensor] | None = None
+    """Context parallelism: the recurrence of the shard -> the state [B, H, F, K] before it, of the document of its
+    first token. A seam as `prior_state`, for cores whose state is not a sum over the shards."""
     prior_document: Tensor | None = None
     """[B], document of the token before the shard; None without documents."""
     spans: DocumentSpans | None = None
