@@ -113,8 +113,8 @@ def test_what_does_not_fit_pairs_is_refused(tmp_path: Path) -> None:
     assert "data.max_source_length: objective 'span' reads one text" in refused
     refused = problems_of(tmp_path, data={"source": {"kind": "stdlib"}})
     assert "the documents of the source 'stdlib' are texts" in refused
-    objectives = "causal, cpc, denoising, fill_in_middle, masked, masked_sentences, prefix_lm, span, span_boundary, ul2"
-    assert f"Take a source of pairs, stdlib_pairs; or an objective of {objectives}." in refused
+    objectives = "causal, cpc, denoising, fill_in_middle, masked, masked_sentences, prefix_lm, span, span_boundary"
+    assert f"Take a source of pairs, stdlib_pairs; or an objective of {objectives}, ul2, ul2_decoder." in refused
     refused = problems_of(tmp_path, data={"cross_documents": True})
     assert "data.cross_documents: 'seq2seq' hides padding as a document of its own. Take false." in refused
     refused = problems_of(tmp_path, data={"max_target_length": 33})

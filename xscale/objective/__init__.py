@@ -14,6 +14,7 @@ from xscale.objective import (
     span,
     span_boundary,
     ul2,
+    ul2_decoder,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "span",
     "span_boundary",
     "ul2",
+    "ul2_decoder",
 ]

@@ -199,6 +199,10 @@ class Objective:
         """Return the source that the model reads in generation for a text of these ids."""
         return ids
 
+    def prompt_of(self, ids: list[int]) -> list[int]:
+        """Return what a model without a source reads in generation for a prompt of these ids."""
+        return ids
+
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Summed loss over the batch's targets, in nats: a scalar of float32 or wider."""
         loss: Tensor = model(batch.tokens, batch.targets, batch.source)

@@ -1,5 +1,5 @@
 """Mixture of denoisers (Tay et al. 2022, UL2, section 3.1): one of several denoisers corrupts each sample, and the
-source begins with a token that names its mode.
+source begins with a token that names its mode. Decoders have `ul2_decoder`.
 
 Modes: R, short spans and few of them corrupted (regular); S, the end of the text, as by a prefix language model
 (sequential); X, long spans or many of them (extreme).
@@ -52,10 +52,7 @@ def _denoisers() -> tuple[DenoiserConfig, ...]:
 @OBJECTIVES.register(
     "ul2",
     traits=ObjectiveTraits(causal=True, source=True, random=True, padded=True),
-    deviations=(
-        "The tokens of the modes are the last three sentinels of the tokenizer.",
-        "It is for encoder-decoders; the paper also trains decoders.",
-    ),
+    deviations=("The tokens of the modes are the last three sentinels of the tokenizer.",),
 )
 class Ul2(Objective):
     class Config(Objective.Config):
@@ -78,13 +75,7 @@ class Ul2(Objective):
                 what = f"with {corrupted} corrupted tokens in {spans} spans source or target exceed {length} tokens"
                 fix = "Raise mean_length, take a noise_density nearer to 0.5, or lengthen the sequence."
                 problems.append(Problem(f"{path}.denoisers.{number}", what, fix))
-            if specials is not None and spans + len(MODES) > len(specials.sentinels):
-                what = (
-                    f"{spans} spans and {len(MODES)} modes need a sentinel each, and the tokenizer has "
-                    f"{len(specials.sentinels)}"
-                )
-                fix = "Lower noise_density, raise mean_length, shorten the sequence or add sentinels."
-                problems.append(Problem(f"{path}.denoisers.{number}", what, fix))
+            problems += check_sentinels(spans, specials, f"{path}.denoisers.{number}")
         return problems
 
     def mode_token(self, mode: Literal["R", "S", "X"]) -> int:
@@ -128,6 +119,14 @@ class Ul2(Objective):
             _padded(target, longest_target, -1),
             _padded(target_documents, longest_target, int(target_documents[-1])),
         )
+
+
+def check_sentinels(spans: int, specials: SpecialTokens | None, path: str) -> list[Problem]:
+    """List why the tokenizer cannot name the modes and that many spans; `specials` is None before it is known."""
+    if specials is None or spans + len(MODES) <= len(specials.sentinels):
+        return []
+    what = f"{spans} spans and {len(MODES)} modes need a sentinel each, and the tokenizer has {len(specials.sentinels)}"
+    return [Problem(path, what, "Lower noise_density, raise mean_length, shorten the sequence or add sentinels.")]
 
 
 def _padded(x: Tensor, length: int, value: int) -> Tensor:

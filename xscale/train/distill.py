@@ -59,6 +59,9 @@ class DistilledObjective(Objective):
     def source_of(self, ids: list[int]) -> list[int]:
         return self.objective.source_of(ids)
 
+    def prompt_of(self, ids: list[int]) -> list[int]:
+        return self.objective.prompt_of(ids)
+
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         if batch.tokens.target_weight is None:
             return self.objective.loss(model, batch)

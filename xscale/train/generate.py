@@ -17,10 +17,10 @@ from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.model.model import MODELS
 from xscale.nn.module import Module
 from xscale.nn.tokens import Tokens
-from xscale.objective.objective import OBJECTIVES
+from xscale.objective.objective import OBJECTIVES, Objective
 from xscale.observe import Observer, SampleReport
 from xscale.train.settings import Settings
-from xscale.train.setup import RunParts
+from xscale.train.setup import RunParts, special_tokens_of
 
 
 @torch.no_grad()
@@ -139,12 +139,17 @@ def encode_prompts(settings: Settings, tokenizer: Tokenizer) -> list[list[int]]:
     traits = MODELS.of(settings.model).traits
     if not traits.decode or traits.source:
         return []
+    specials = special_tokens_of(tokenizer)
+    objective: Objective = OBJECTIVES.build(
+        settings.objective, specials, settings.data.source_length, settings.run.seed
+    )
+    longest = settings.data.sequence_length - 1 - len(objective.prompt_of([]))
     encoded: list[list[int]] = []
     problems: list[Problem] = []
     for number, prompt in enumerate(settings.train.sample.prompts):
         try:
-            longest = settings.data.sequence_length - 1
-            encoded.append(encode_prompt(prompt, tokenizer, longest, f"train.sample.prompts.{number}"))
+            ids = encode_prompt(prompt, tokenizer, longest, f"train.sample.prompts.{number}")
+            encoded.append(objective.prompt_of(ids))
         except ConfigError as error:
             problems += error.problems
     if problems:

@@ -57,7 +57,11 @@ def generate_text(
         longest = data.source_length - 1
     elif traits.source:
         longest = window = None
+    if longest is not None and suffix is None and not traits.source:
+        longest -= len(objective.prompt_of([]))
     prompt_ids = encode_sides(prompt, suffix, tokenizer, objective, longest)
+    if suffix is None and not traits.source:
+        prompt_ids = objective.prompt_of(prompt_ids)
     ids, source = torch.tensor(prompt_ids, device=device), None
     if traits.source:
         ids, source = (torch.tensor(x, device=device) for x in ([objective.start], objective.source_of(prompt_ids)))
