@@ -1,4 +1,4 @@
-"""What blocks hand on to the next one beside hidden states: attention scores, sums of gates, values of the first layer.
+"""Edges between blocks beside the hidden states: attention scores, sums of gates, values of the first layer.
 
 They are inputs and outputs of a block, so that recomputation and the stages of a pipeline see them, and their gradients
 pass from block to block as those of the hidden states do.
@@ -21,7 +21,7 @@ values of the first layer [B, T, D / R] of the local heads (`VALUES`)."""
 
 
 class BlockEdges:
-    """What a block got of the one before, and after its forward what it hands on."""
+    """Edges of one block: tensors of the block before, and after its forward those that it hands on."""
 
     def __init__(self, handed_on: HandedOn | None, mixers: Mapping[str, Mixer]) -> None:
         """`handed_on`: by the block before; None: no block hands on anything. `mixers`: of this one, by sublayer."""

@@ -33,7 +33,7 @@ class Ul2Decoder(Ul2):
         pass
 
     @classmethod
-    def check(cls, config: Config, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
+    def check(cls, config: Ul2.Config, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
         problems = []
         for number, denoiser in enumerate(config.denoisers):
             needed = SHORTEST + added_tokens(denoiser, SHORTEST) - 1

@@ -57,11 +57,7 @@ def generate_text(
         longest = data.source_length - 1
     elif traits.source:
         longest = window = None
-    if longest is not None and suffix is None and not traits.source:
-        longest -= len(objective.prompt_of([]))
     prompt_ids = encode_sides(prompt, suffix, tokenizer, objective, longest)
-    if suffix is None and not traits.source:
-        prompt_ids = objective.prompt_of(prompt_ids)
     ids, source = torch.tensor(prompt_ids, device=device), None
     if traits.source:
         ids, source = (torch.tensor(x, device=device) for x in ([objective.start], objective.source_of(prompt_ids)))
@@ -89,12 +85,15 @@ def generate_text(
 def encode_sides(
     prompt: str, suffix: str | None, tokenizer: Tokenizer, objective: Objective, longest: int | None
 ) -> list[int]:
-    """Encode a prompt, or the text on both sides of a gap, either of which may be empty, to at most `longest` ids.
+    """Encode a prompt as the objective reads it, or the text on both sides of a gap, to at most `longest` ids.
+
+    Either side of a gap may be empty.
 
     ConfigError where that cannot be.
     """
     if suffix is None:
-        return encode_prompt(prompt, tokenizer, longest, "--prompt")
+        room = None if longest is None else longest - len(objective.prompt_of([]))
+        return objective.prompt_of(encode_prompt(prompt, tokenizer, room, "--prompt"))
     if not isinstance(objective, FillInMiddle):
         what = f"the objective '{objective.config.kind}' trains no filling in of a middle"
         raise ConfigError("--suffix", what, "Leave it out, or use a run of the objective fill_in_middle.")

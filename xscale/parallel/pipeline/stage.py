@@ -89,7 +89,7 @@ class SendSentences(Module):
 
 
 class ReceivedHandedOn:
-    """What the previous stage's last block hands on: scores of each sublayer that reads them, values, sums of gates."""
+    """Stub for what the previous stage's last block hands on: scores by sublayer, values, sums of gates."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.stubs = {name: HandedOnStub() for name in names}
