@@ -59,8 +59,8 @@ def clip_groups(names: Sequence[str], groups: Sequence[ParameterGroup], limit: f
     """
     indices = [group_of(name, groups) for name in names]
     limited = [number for number, group in enumerate(groups) if group.clip_grad_norm is not None]
-    others = tuple(member for member, index in enumerate(indices) if index not in limited)
-    clipped = [ClipGroup(OTHERS, limit, others)]
+    without_limit = tuple(member for member, index in enumerate(indices) if index not in limited)
+    clipped = [ClipGroup(OTHERS, limit, without_limit)]
     for number in limited:
         members = tuple(member for member, index in enumerate(indices) if index == number)
         clipped.append(ClipGroup(f"optimizer.groups.{number}", groups[number].clip_grad_norm, members))

@@ -238,8 +238,7 @@ class Loop:
         )
 
     def _report(self, gradients: StepGradients, lr: float, means: dict[str, Tensor], seconds: float) -> None:
-        parts, state = self.parts, self.state
-        train = parts.settings.train
+        parts, state, train = self.parts, self.state, self.parts.settings.train
         flops = parts.flops_per_sample * train.batch_size / seconds
         peak = None if parts.peak is None else parts.peak * parts.mesh.rank_info.world
         self.observer.step(
@@ -262,14 +261,14 @@ class Loop:
 
     def _statistics(self, means: dict[str, Tensor], gradients: StepGradients) -> dict[str, Statistic]:
         """Read the statistics where they are logged: the host waits for the device there."""
-        settings, step = self.parts.settings, self.state.step
-        last = settings.train.steps
-        if not self.parts.mesh.rank_info.is_rank0 or not is_due(step, settings.observe.every_steps, last):
+        settings = self.parts.settings
+        due = is_due(self.state.step, settings.observe.every_steps, settings.train.steps)
+        if not (due and self.parts.mesh.rank_info.is_rank0):
             return {}
         on_cpu = copy_to_cpu(means)
-        scalars_and_lists = {name: value.tolist() for name, value in on_cpu.items() if value.dim() < 2}
         norms = {f"{group}/grad_norm": norm for group, norm in gradients.group_norms.items()}
-        return {**scalars_and_lists, **load_balance_metrics(on_cpu), **norms}
+        values = {name: value.tolist() for name, value in on_cpu.items() if value.dim() < 2}
+        return {**values, **load_balance_metrics(on_cpu), **norms}
 
     def _log_kernels(self) -> None:
         if text := self.kernel_log.drain():

@@ -67,12 +67,12 @@ class Softmax(Core):
         keep all scores where they are capped, have sinks, or a position adds to the values; flex: FlexAttention, which
         takes a bias, a bias by distance as a table, and a position's terms of the scores by distance (others are
         refused), skips blocks of other documents, and has no gradients on a CPU; auto: on CUDA flash-attn or torch's
-        varlen_attn where only packed documents and causal order hide keys, in half precision, without a cap or sinks, and
-        outside of torch.compile; flex where documents are packed otherwise, where scores have sinks, where a position
-        adds a bias by distance, or terms of the scores that tell fewer distances apart than there are keys; else dense.
-        kernels.packed_attention names the first of these. Dropout, decoding, cross-attention and prefixes always use
-        dense, whose mask of packed documents is [B, 1, T, T]; the ring of context parallelism has operators of its
-        own."""
+        varlen_attn where only packed documents and causal order hide keys, in half precision, without a cap or sinks,
+        and outside of torch.compile; flex where documents are packed otherwise, where scores have sinks, where a
+        position adds a bias by distance, or terms of the scores that tell fewer distances apart than there are keys;
+        else dense. kernels.packed_attention names the first of these. Dropout, decoding, cross-attention and prefixes
+        always use dense, whose mask of packed documents is [B, 1, T, T]; the ring of context parallelism has operators
+        of its own."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)

@@ -1,0 +1,181 @@
+"""Checks of what in a model cannot run on a sequence sharded over cp, each with what would work."""
+
+from torch import nn
+
+import xscale.parallel.context.ulysses as ulysses
+from xscale.core.errors import Problem
+from xscale.nn.attention.core import CORES
+from xscale.nn.block import Sublayer
+from xscale.nn.boundary_head import BoundaryHead
+from xscale.nn.exits import Exits
+from xscale.nn.ffn.ffn import FFNS
+from xscale.nn.ffn.moe import Moe
+from xscale.nn.mixer.attention import Attention
+from xscale.nn.mixer.mixer import MIXERS, Mixer
+from xscale.nn.mixer.reused_attention import ReusedAttention
+from xscale.nn.model.disentangled import Disentangled
+from xscale.nn.model.embed import global_tokens_of
+from xscale.nn.module import Part
+from xscale.nn.multi_token import MultiToken
+from xscale.nn.norm import NORMS
+from xscale.nn.pooler import SentenceHead
+from xscale.nn.recurrent_depth import Halting
+from xscale.nn.sequence_pooling import SequencePooling
+from xscale.parallel.config import ParallelConfig
+from xscale.parallel.context.gathered import mixers_of
+from xscale.parallel.context.styles import modules_with_shard, style_of, sublayers_on_gathered
+from xscale.parallel.tensor.sequence import norms_between_regions
+
+
+def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
+    """Return what of a model cannot run on a sharded sequence, each with what would work."""
+    cp = config.mesh.cp
+    if cp == 1:
+        return []
+    where = f"{path}.mesh.cp"
+    problems = []
+    if isinstance(model, Disentangled):
+        problems += _check_observed(model, config, path)
+    if count := global_tokens_of(model):
+        problems += _check_global_tokens(model, count, where)
+    gathered = sublayers_on_gathered(model, config)
+    if gathered and config.tensor.sequence and config.mesh.tp > 1:
+        what = "mixers on the gathered sequence read all of it, and between blocks tp has shards of a shard"
+        fix = f"Take false, or {path}.context.gather=false with mixers that have a style."
+        problems.append(Problem(f"{path}.tensor.sequence", what, fix))
+    problems += _check_handed_on_scores(model, gathered, where)
+    has_shard = modules_with_shard(model, gathered)
+    for module in has_shard:
+        if isinstance(module, SequencePooling):
+            what = "a window may have tokens of two ranks, and shorter sequences would be sharded anew"
+            problems.append(Problem(where, what, "Take cp=1, or stack.pooling=null."))
+        if isinstance(module, Halting):
+            what = "the ponder cost is a mean over all tokens, and a rank's shard of them may end in padding"
+            problems.append(Problem(where, what, "Take cp=1, or stack.halting=null."))
+        if isinstance(module, Exits) and module.config.second_target:
+            what = "the target of the token after the next may be on another rank"
+            problems.append(Problem(where, what, "Take cp=1, or stack.exits.second_target=0."))
+        if isinstance(module, MultiToken):
+            problems.append(Problem(where, "tokens ahead may be on another rank", "Take cp=1, or model.mtp=null."))
+        if isinstance(module, Exits) and module.config.self_sampling is not None and module.config.policy is not None:
+            what = "tokens leave in training by those of a window, which other ranks may have"
+            problem = Problem(where, what, "Take cp=1, or stack.exits.self_sampling=null.")
+            problems += [problem] * bool(module.config.policy.window)
+        if isinstance(module, Attention) and module.shards_sequence:
+            problems += _check_attention(module, config, path)
+        elif isinstance(module, ReusedAttention):
+            problems += _check_reused_scores(module, config, path)
+        elif isinstance(module, Mixer) and not module.shards_sequence:
+            what = f"mixer '{_kind(module)}' mixes the full sequence, and each rank would have a shard of it"
+            can = ", ".join(entry.name for entry in MIXERS if entry.part.shards_sequence)
+            fix = f"Take cp=1, {path}.context.gather=true, or one of these mixers: {can}."
+            problems.append(Problem(where, what, fix))
+        if isinstance(module, Sublayer) and not isinstance(module.part, Mixer):
+            problems += _check_ffn(module.part, where)
+    for norm in norms_between_regions(model):
+        traits = NORMS.get(_kind(norm)).traits
+        if not (traits.per_token or traits.batch_statistics):
+            can = ", ".join(NORMS.able(per_token=True))
+            what = f"norm '{_kind(norm)}' mixes tokens, and each rank would have a shard of the sequence"
+            problems.append(Problem(where, what, f"Take cp=1, or one of these norms: {can}."))
+    return list({str(problem): problem for problem in problems}.values())
+
+
+def _check_handed_on_scores(model: nn.Module, gathered: list[Sublayer], where: str) -> list[Problem]:
+    """List why gathered mixers cannot hand their scores, of all heads, to mixers with a shard of the heads."""
+    inside = {mixer for sublayer in gathered for mixer in mixers_of(sublayer)}
+    mixers = [module for module in model.modules() if isinstance(module, Mixer) and module.hands_on_scores]
+    if not inside.intersection(mixers) or inside.issuperset(mixers):
+        return []
+    what = "attention scores pass between mixers on the gathered sequence and mixers with a shard of the heads"
+    return [Problem(where, what, "Take cp=1, or one core in all blocks.")]
+
+
+def _check_attention(attention: Attention, config: ParallelConfig, path: str) -> list[Problem]:
+    reasons_by_style = style_of(attention, config)
+    if isinstance(reasons_by_style, str):
+        return []
+    kind, cp = _kind(attention.core), config.mesh.cp
+    configured = config.context.style
+    reported = reasons_by_style if configured == "auto" else {configured: reasons_by_style[configured]}
+    what = f"a sequence cannot be sharded over cp={cp} for core '{kind}': " + "; ".join(
+        f"{style}: {reason}" for style, reason in reported.items()
+    )
+    works = [style for style, reason in reasons_by_style.items() if reason is None]
+    can = ", ".join(entry.name for entry in CORES if entry.traits.context)
+    options = [f"{path}.context.style={' or '.join(works)}"] if works else []
+    degrees = _working_degrees(attention, config)
+    options += [f"{path}.mesh.cp={' or '.join(map(str, degrees))}"] if degrees else []
+    fix = f"Take {', or '.join(options)}." if options else f"Take cp=1, {path}.context.gather=true, or one of: {can}."
+    if attention.dropout and not works:
+        fix += (
+            " Without dropout of attention weights (mixer.dropout=0) more styles work; the blocks' dropout always does."
+        )
+    return [Problem(f"{path}.context.style", what, fix)]
+
+
+def _check_global_tokens(model: nn.Module, count: int, where: str) -> list[Problem]:
+    """List the heads that find tokens of the text by their index, which the global tokens before it change."""
+    for part, key in ((BoundaryHead, "boundary_head"), (SentenceHead, "sentence_head")):
+        if any(isinstance(module, part) for module in model.modules()):
+            what = f"model.{key} finds the tokens of a shard by their index, which {count} global tokens change"
+            return [Problem(where, what, f"Take cp=1, model.{key}=null, or model.global_tokens=0.")]
+    return []
+
+
+def _check_observed(model: Disentangled, config: ParallelConfig, path: str) -> list[Problem]:
+    """Check that the decoder's self-attention, in which each token observes others of its own choice, has all keys."""
+    for module in model.decoder.modules():
+        if isinstance(module, Attention) and not module.cross and style_of(module, config) == "ring":
+            what = "each token observes others of its own choice, whose scores are computed by ulysses alone"
+            fix = f"Take {path}.context.style=ulysses, with heads that cp x tp divides, or cp=1."
+            return [Problem(f"{path}.context.style", what, fix)]
+    return []
+
+
+def _check_reused_scores(mixer: ReusedAttention, config: ParallelConfig, path: str) -> list[Problem]:
+    cp, tp = config.mesh.cp, config.mesh.tp
+    problems = []
+    if config.context.style not in ("auto", "ulysses"):
+        what = f"mixer '{_kind(mixer)}' has scores with a shard of the heads, which only ulysses makes"
+        problems.append(Problem(f"{path}.context.style", what, "Take auto or ulysses."))
+    if reason := ulysses.unsupported_reason(mixer, cp, tp):
+        degrees = [cp for cp in range(1, mixer.heads + 1) if ulysses.unsupported_reason(mixer, cp, tp) is None]
+        what = f"a sequence cannot be sharded over cp={cp} for mixer '{_kind(mixer)}': {reason}"
+        problems.append(Problem(f"{path}.mesh.cp", what, f"Take cp={' or '.join(map(str, degrees or [1]))}."))
+    return problems
+
+
+def _working_degrees(attention: Attention, config: ParallelConfig) -> list[int]:
+    """Return the degrees of cp, up to the configured one and the next above it, that the heads allow."""
+    cp = config.mesh.cp
+    working = [
+        degree
+        for degree in range(2, attention.query_channels // attention.head_width + 1)
+        if isinstance(style_of(attention, _with_cp(config, degree)), str)
+    ]
+    below, above = [degree for degree in working if degree < cp], [degree for degree in working if degree > cp]
+    return below + above[:1]
+
+
+def _with_cp(config: ParallelConfig, cp: int) -> ParallelConfig:
+    """Return the config with another degree of context parallelism."""
+    return config.model_copy(update={"mesh": config.mesh.model_copy(update={"cp": cp})})
+
+
+def _check_ffn(part: nn.Module, where: str) -> list[Problem]:
+    assert isinstance(part, Part)
+    problems = []
+    if isinstance(part, Moe):
+        return []
+    traits = FFNS.get(_kind(part)).traits
+    if not (traits.per_token or traits.token_shift):
+        can = ", ".join([*FFNS.able(per_token=True), *FFNS.able(token_shift=True)])
+        what = f"ffn '{_kind(part)}' mixes tokens, and each rank would have a shard of the sequence"
+        problems.append(Problem(where, what, f"Take cp=1, moe, or one of these: {can}."))
+    return problems
+
+
+def _kind(part: Part) -> str:
+    assert part.Config.kind is not None
+    return part.Config.kind
