@@ -12,6 +12,7 @@ from tests.train.test_resume import equal
 from tests.train.tiny import losses, metrics, recipe, run
 from xscale.checkpoint.load import load_tensors, read_state
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE
+from xscale.optim.optimizer.adamw import AdamW
 from xscale.parallel.config import LossScaleConfig
 from xscale.parallel.engine.fsdp import FsdpEngine
 from xscale.parallel.loss_scale import LossScale
@@ -101,6 +102,8 @@ def test_gradients_are_divided_by_the_scale(clip: float | None) -> None:
     updates: list[tuple[list[torch.Tensor], float]] = []
 
     class Optimizer:
+        config = AdamW.Config()
+
         def scaled_step(self, gradients: list[torch.Tensor], lr: float, scale: float) -> None:
             updates.append((gradients, scale))
 

@@ -109,7 +109,7 @@ def test_what_does_not_fit_pairs_is_refused(tmp_path: Path) -> None:
     refused = problems_of(tmp_path, objective={"kind": "span"})
     assert "data.source: the documents of the source 'pairs' are pairs of a source and a target" in refused
     assert "a target, and 'span' reads texts" in refused
-    assert "Take a source of jsonl, parquet, stdlib, text; or an objective of disco, seq2seq." in refused
+    assert "Take a source of hub, jsonl, parquet, stdlib, text; or an objective of disco, seq2seq." in refused
     assert "data.max_source_length: objective 'span' reads one text" in refused
     refused = problems_of(tmp_path, data={"source": {"kind": "stdlib"}})
     assert "the documents of the source 'stdlib' are texts" in refused
@@ -165,6 +165,7 @@ PADDING_WEIGHS_NOTHING = {
     "Exits",
     "Head",
     "LengthHead",
+    "MultiToken",
     "SentenceContrast",
     "SentenceHead",
     "StudentLosses",
