@@ -13,13 +13,12 @@ from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.class_head import ClassHead
 from xscale.nn.distillation import (
     DistillConfig,
-    FullVocabulary,
-    SoftLoss,
     StudentLosses,
     TeacherStates,
     add_width_maps,
     attention_scores,
 )
+from xscale.nn.distilled_head import FullVocabulary, SoftLoss
 from xscale.nn.init import Init, materialize
 from xscale.nn.model.model import MODELS
 from xscale.nn.module import substitute
@@ -30,10 +29,13 @@ from xscale.train.settings import Settings
 VOCABULARY, LENGTH, BATCH = 11, 5, 2
 
 
-def built(width: int, depth: int, seed: int, kind: str = "encoder", **distill: Any) -> nn.Module:
+def built(
+    width: int, depth: int, seed: int, kind: str = "encoder", more: dict[str, Any] | None = None, **distill: Any
+) -> nn.Module:
+    """`more`: further keys of the model."""
     block = {"mixer": {"kind": "attention", "heads": 2, "bias": True}, "norm": "layer", "placement": "post"}
-    data = {"model": {"kind": kind, "width": width, "position": "learned", "stack": {"depth": depth, "block": block}}}
-    settings = decode(Settings, data)
+    model_config = {"kind": kind, "width": width, "position": "learned", "stack": {"depth": depth, "block": block}}
+    settings = decode(Settings, {"model": {**model_config, **(more or {})}})
     model: nn.Module = MODELS.build(settings.model, VOCABULARY, LENGTH)
     add_width_maps(model, DistillConfig(**distill), width, 0.3)
     materialize(model, seed, dtype=torch.float64)
@@ -149,18 +151,26 @@ def literal_states(model: nn.Module, ids: Tensor) -> dict[str, Any]:
     return states
 
 
+def of_text(states: dict[str, Any], count: int) -> dict[str, Any]:
+    """The states without those of `count` global tokens, which have no logits."""
+    hidden = [x[:, count:] for x in states["hidden"]]
+    return {**states, "hidden": hidden, "scores": [scores[:, :, count:, count:] for scores in states["scores"]]}
+
+
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_each_loss_and_its_gradients(name: str) -> None:
+@pytest.mark.parametrize("counts", [(0, 0), (3, 0), (1, 2)], ids=lambda counts: f"global tokens {counts}")
+def test_each_loss_and_its_gradients(name: str, counts: tuple[int, int]) -> None:
+    """`counts` are the global tokens of student and teacher, of which nothing is learned."""
     config = DistillConfig(**WEIGHTS[name], map_width=8 if name in ("embedding", "hidden") else None)
     wide = 8 if config.map_width else 4
-    student = built(4, 2, 1, **WEIGHTS[name], map_width=config.map_width)
-    teacher = built(wide, 4, 2)
+    student = built(4, 2, 1, more={"global_tokens": counts[0]}, **WEIGHTS[name], map_width=config.map_width)
+    teacher = built(wide, 4, 2, more={"global_tokens": counts[1]})
     ids = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
     targets = ids.masked_fill(torch.rand(BATCH, LENGTH, generator=torch.Generator().manual_seed(4)) < 0.4, -100)
     count = int((targets >= 0).sum())
     with torch.no_grad():
-        theirs = literal_states(teacher, ids)
-    expected = literal(name, student, literal_states(student, ids), theirs, targets)
+        theirs = of_text(literal_states(teacher, ids), counts[1])
+    expected = literal(name, student, of_text(literal_states(student, ids), counts[0]), theirs, targets)
     wanted = torch.autograd.grad(expected, list(student.parameters()), allow_unused=True)
 
     observe_states(student, FullVocabulary())
@@ -233,6 +243,51 @@ def test_the_losses_of_labelled_examples(scores: bool) -> None:
     loss = student(replace(tokens, states=StudentLosses(config, states)), targets)
     counted = torch.autograd.grad(loss / BATCH, list(student.parameters()))
     assert not all(torch.allclose(one, other, rtol=1e-3) for one, other in zip(counted, wanted, strict=True))
+
+
+FURTHER: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "mtp": ("decoder", {"mtp": {"depth": 1}}, {}),
+    "head.sentence": ("encoder", {"sentence_head": {"classes": 2}}, {"labels": torch.tensor([1, 0])}),
+    "head.boundary": (
+        "encoder",
+        {"boundary_head": {"max_span": 2}},
+        {"boundaries": torch.tensor([0, 2]).expand(BATCH, LENGTH, 2)},
+    ),
+}
+
+
+@pytest.mark.parametrize("path", FURTHER)
+def test_losses_of_further_heads_are_of_the_objective(path: str) -> None:
+    """They have the weight of its loss, and the teacher's logits are no target of them."""
+    kind, more, fields = FURTHER[path]
+    student, teacher = built(4, 2, 1, kind, more), built(4, 4, 2, kind)
+    ids = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
+    tokens = Tokens.from_ids(ids, aux_loss_weight=1.0, target_weight=1 / ids.numel(), **fields)
+
+    def gradients(tokens: Tokens) -> list[Tensor]:
+        value = student(tokens, ids) / ids.numel()
+        got = torch.autograd.grad(value, list(student.parameters()), allow_unused=True, materialize_grads=True)
+        return list(got)
+
+    plain = gradients(tokens)
+    observe_states(student, FullVocabulary())
+    observe_states(teacher, None)
+    for hard_weight, soft_weight in ((0.3, 0.0), (0.0, 0.7)):
+        config = DistillConfig(hard_weight=hard_weight, soft_weight=soft_weight)
+        states = TeacherStates(config, (1, 3))
+        with torch.no_grad():
+            states.output_logits = teacher(replace(Tokens.from_ids(ids), states=states))
+        learned = gradients(replace(tokens, states=StudentLosses(config, states)))
+        if soft_weight:
+            # What the model's own head does not read is not trained by the soft loss.
+            names = [parameter for parameter, _ in student.named_parameters()]
+            further = [value for parameter, value in zip(names, learned, strict=True) if parameter.startswith(path)]
+            assert further
+            assert not any(value.any() for value in further)
+        else:
+            for value, full in zip(learned, plain, strict=True):
+                assert torch.allclose(value, 0.3 * full, atol=1e-14)
+    assert all(value.abs().max() > 0 for value in plain if value.numel() > 1)
 
 
 def test_two_stages() -> None:

@@ -159,8 +159,3 @@ def test_flops_count_the_modules() -> None:
 def test_what_has_no_module_is_refused(changes: dict[str, Any], sentence: str) -> None:
     asked = recipe(Path("x"), model=config(**changes), objective={"kind": "causal"})
     assert any(str(problem).startswith("model.mtp: ") and sentence in str(problem) for problem in asked.check(1))
-
-
-def test_distillation_is_refused() -> None:
-    asked = recipe(Path("x"), model=config(), objective={"kind": "causal"}, distill={"teacher": "runs/x"})
-    assert any(str(problem).startswith("model.mtp: ") for problem in asked.check(1))

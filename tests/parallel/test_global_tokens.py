@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import Pool
-from tests.parallel.against_one import alone, asked, same
+from tests.parallel.against_one import alone, same
 
 SECTIONS: dict[str, Any] = {"data": {"cross_documents": True}}
 MODEL: dict[str, Any] = {
@@ -63,12 +63,32 @@ def test_a_sharded_sequence_has_the_numbers_of_one_process(
     same(pool, alone(pool, model, **SECTIONS), ranks, model, parallel, **SECTIONS)
 
 
-def test_heads_that_find_tokens_by_index_are_refused_with_cp() -> None:
-    given = {"objective": {"kind": "span_boundary"}, "parallel": {"mesh": {"cp": 2}, **GATHER}, **SECTIONS}
-    recipe = asked({**SOFTMAX, "boundary_head": {"max_span": 10}}, given.pop("parallel"), **given)
-    assert [(problem.path, problem.what) for problem in recipe.check(2)] == [
-        (
-            "parallel.mesh.cp",
-            "model.boundary_head finds the tokens of a shard by their index, which 6 global tokens change",
-        )
-    ]
+BOUNDARIES = {"objective": {"kind": "span_boundary"}, **SECTIONS}
+SENTENCES = {
+    "objective": {"kind": "masked_sentences", "task": "three_way"},
+    "data": {"split_sentences": True, "cross_documents": True},
+}
+HEADS = [
+    ({**SOFTMAX, "boundary_head": {"max_span": 10}}, BOUNDARIES, "head.boundary/loss"),
+    ({**SOFTMAX, "sentence_head": {"classes": 3}}, SENTENCES, "head.sentence/loss"),
+]
+
+
+@pytest.mark.parametrize(("model", "sections", "statistic"), HEADS, ids=["boundary", "sentence"])
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, {"mesh": {"cp": 2}, "context": {"style": "ulysses"}}),
+        pytest.param(3, {"mesh": {"cp": 3}, "context": {"style": "ring"}}, marks=pytest.mark.long),
+        pytest.param(4, {"mesh": {"cp": 2, "tp": 2}, "tensor": {"sequence": True}}, marks=pytest.mark.long),
+        pytest.param(4, {"mesh": {"cp": 2, "pp": 2}}, marks=pytest.mark.long),
+    ],
+    ids=["ulysses", "ring", "cp2-sp2", "cp2-pp2"],
+)
+def test_heads_that_find_tokens_by_index(
+    ranks: int, layout: dict[str, Any], model: dict[str, Any], sections: dict[str, Any], statistic: str, pool: Pool
+) -> None:
+    """On 3 ranks a chunk is shorter than the global tokens, so that the first one has no token of the text."""
+    one = alone(pool, model, **sections)
+    assert statistic in one.statistics
+    same(pool, one, ranks, model, layout, **sections)

@@ -21,17 +21,19 @@ EXPERTS["expert"] = {"kind": "gated", "hidden": 24}
 PIPELINE = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}
 SEQUENCE = {"mesh": {"tp": 2}, "tensor": {"sequence": True}, "recompute": {"every": 1}}
 ZERO = {"mesh": {"dp_shard": 2}, "zero": {"stage": 3}}
+CONTEXT = {"mesh": {"cp": 2}}
+"""A ring of zig-zag shards: the tokens ahead of a chunk's last ones are on the other rank."""
 
 
 @pytest.mark.parametrize(
     ("model", "layouts"),
     [
-        (model(), [PIPELINE, SEQUENCE]),
+        (model(), [PIPELINE, SEQUENCE, CONTEXT]),
         (model(tied=False, depth=1), [PIPELINE | {"zero": {"stage": 1}}, {"mesh": {"tp": 2}}]),
         pytest.param(model(depth=1), [ZERO], marks=pytest.mark.long),
         pytest.param(
             model(tied=False, depth=1, ffn=EXPERTS),
-            [{"mesh": {"ep": 2}}, SEQUENCE, PIPELINE],
+            [{"mesh": {"ep": 2}}, SEQUENCE, PIPELINE, {**CONTEXT, "context": {"style": "ulysses"}}],
             marks=pytest.mark.long,
         ),
         pytest.param(
@@ -49,9 +51,17 @@ def test_a_layout_has_the_numbers_of_one_process(
         same(pool, expected, 2, model, layout)
 
 
-def test_layouts_without_the_tokens_ahead_are_refused() -> None:
-    (problem,) = refused(model(), 2, mesh={"cp": 2})
-    assert "may be on another rank. Take cp=1, or model.mtp=null." in problem
+@pytest.mark.long
+def test_layouts_compose(pool: Pool) -> None:
+    expected = alone(pool, model())
+    for layout in (
+        {"mesh": {"cp": 2, "tp": 2}, "tensor": {"sequence": True}},
+        {"mesh": {"cp": 2, "pp": 2}, "context": {"style": "ulysses"}},
+    ):
+        same(pool, expected, 4, model(), layout)
+
+
+def test_two_tables_of_embeddings_on_a_rank_are_refused() -> None:
     (problem,) = refused(model(tied=False), 2, mesh={"pp": 2}, pipeline={"schedule": "zbv"})
     assert "'zbv' puts two copies of embed.table.weight on one rank" in problem
     assert "or mtp: null and tied: false." in problem

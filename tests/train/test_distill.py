@@ -188,12 +188,6 @@ REFUSED: list[tuple[dict[str, Any], int, dict[str, Any], str]] = [
     ({"inner_until": 0.5}, 1, {}, "distill.inner_until: one of the two stages would train nothing"),
     ({"map_width": 8}, 1, {}, "distill.map_width: the maps are for"),
     (
-        {"attention_weight": 1.0},
-        2,
-        {"parallel": {"mesh": {"cp": 2}}, "model": {**model(), "position": {"kind": "transformer_xl"}}},
-        "parallel.mesh.cp: the scores of a position read queries and keys",
-    ),
-    (
         {"tp": 5, "zero": 3},
         15,
         {"parallel": {"mesh": {"tp": 3}}},
@@ -226,7 +220,6 @@ REFUSED: list[tuple[dict[str, Any], int, dict[str, Any], str]] = [
         {"objective": {"kind": "classify"}},
         "distill.soft_over: objective 'classify' predicts at its targets alone",
     ),
-    ({"attention_weight": 1.0}, 1, {"parallel": {"compile": True}}, "parallel.compile: a loss inside"),
     ({"train_teacher": {"train": {"batch_size": 7}}}, 1, {}, "distill.train_teacher.train.batch_size: "),
     ({"train_teacher": {"trian": {}}}, 1, {}, "distill.train_teacher.trian: "),
 ]

@@ -8,8 +8,9 @@ Losses of the student, each with its weight; z are logits, p = softmax(z / tempe
     hidden     mean square of H_S W_h - H_T, summed over the student's blocks (equation 8)
     attention  mean square of A_S - A_T, summed over the student's blocks (equation 7); A are scores before the softmax
 
-Where samples are padded, a mean over tokens is that over the text of each sequence, and then over the sequences. For a
-head of classes z are the logits of classes, and of a score the soft loss is the squared difference from the teacher's.
+The tokens are those of the text: global tokens of either model are left out. Where samples are padded, a mean over
+tokens is that over the text of each sequence, and then over the sequences. For a head of classes z are the logits of
+classes, and of a score the soft loss is the squared difference from the teacher's.
 The model's own loss is what a step reports; the other losses are in its statistics.
 """
 
@@ -26,7 +27,6 @@ from xscale.core.config import Config
 from xscale.nn.attention.ops.dense import grouped_matmul, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.auxiliary import attach
-from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.init import Init
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module, name_modules
@@ -47,7 +47,7 @@ class DistillConfig(Config):
     """Tokens of the soft loss. targets: those that have a target; all: every token, as in the authors' code of
     DistilBERT."""
     hard_weight: float = Field(default=0.5, ge=0)
-    """Weight of the objective's own loss."""
+    """Weight of the objective's own loss, with those of heads beside the model's, such as a sentence head."""
     cosine_weight: float = Field(default=0.0, ge=0)
     """Weight of the cosine loss between the outputs of the stacks."""
     embedding_weight: float = Field(default=0.0, ge=0)
@@ -110,43 +110,6 @@ def add_width_maps(model: nn.Module, config: DistillConfig, width: int, std: flo
         name_modules(model)
 
 
-@dataclass(frozen=True)
-class FullVocabulary:
-    """The logits of all tokens of the vocabulary, as one process has them."""
-
-    def own(self, logits: Tensor, count: int) -> Tensor:
-        """Return those of the logits [N, V] whose tokens this process has, [N, count]."""
-        return logits
-
-    def logsumexp(self, logits: Tensor) -> Tensor:
-        """[N, V] -> [N]."""
-        return logits.logsumexp(-1)
-
-    def total(self, sums: Tensor) -> Tensor:
-        """Sum over the shards of the vocabulary: [N] -> [N]."""
-        return sums
-
-
-class SoftLoss(torch.autograd.Function):
-    """KL(softmax(t / temperature) || softmax(z / temperature)), summed over N tokens whose logits may be sharded."""
-
-    @staticmethod
-    def forward(context: Any, z: Tensor, t: Tensor, temperature: float, vocabulary: FullVocabulary) -> Tensor:
-        """z and t, the logits [N, V] of student and teacher, in float32 or wider -> a scalar."""
-        z, t = z / temperature, t / temperature
-        log_sum, teacher_log_sum = vocabulary.logsumexp(z), vocabulary.logsumexp(t)
-        p = (t - teacher_log_sum[:, None]).exp()
-        divergence = vocabulary.total((p * (t - z)).sum(-1)) - teacher_log_sum + log_sum
-        context.save_for_backward(((z - log_sum[:, None]).exp() - p) / temperature)
-        return divergence.sum()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(context: Any, gradient: Tensor) -> Any:
-        (difference,) = context.saved_tensors
-        return gradient * difference, None, None, None
-
-
 @dataclass
 class TeacherStates:
     """States of the teacher in a forward; it collects them there, and the student's losses read them."""
@@ -178,20 +141,25 @@ class TeacherStates:
     def hidden(self, layer: int, x: Tensor, tokens: Tokens) -> Tensor:
         """Keep x [B, T, D], the output of block `layer`, -1 for the first block's input; return it."""
         if self.keeps(layer) and (self.config.embedding_weight if layer < 0 else self.config.hidden_weight):
-            self.hidden_states[layer] = x
+            self.hidden_states[layer] = x[:, tokens.global_tokens :]
         return x
 
     def attention(self, layer: int, q: Tensor, k: Tensor, mask: AttentionMask, o: Tensor, tokens: Tokens) -> Tensor:
         """Keep the scores of q and k [B, H, T, K] in block `layer`; return o [B, H, T, K]."""
         if self.keeps(layer) and self.config.attention_weight:
-            self.attention_scores[layer] = attention_scores(q, k, mask)
+            first = tokens.global_tokens
+            self.attention_scores[layer] = attention_scores(q, k, mask)[:, :, first:, first:]
         return o
 
     def output(self, x: Tensor, tokens: Tokens) -> Tensor:
         """Keep x [B, T, D], the output of the stack; return it."""
         if self.config.cosine_weight:
-            self.output_states = x
+            self.output_states = x[:, tokens.global_tokens :]
         return x
+
+    def further_loss_weight(self, tokens: Tokens) -> float:
+        """Return 1: a teacher has no loss."""
+        return 1.0
 
 
 @dataclass
@@ -229,7 +197,8 @@ class StudentLosses:
         if not self.config.attention_weight:
             return o
         taught = self.teacher.attention_scores[self.teacher.layers[layer]]
-        squares = (self.scores(q, k, mask) - taught).square().mean(1)  # [B, T, T]
+        scores = self.scores(q, k, mask)[:, :, _first_compared(tokens) :, tokens.global_tokens :]
+        squares = (scores - taught).square().mean(1)  # [B, T, T]
         loss = self._mean(squares, tokens)
         weight = self.config.attention_weight * self._stage(tokens, inner=True)
         return self._attach(o, loss, weight, tokens, _name(layer, "attention"))
@@ -244,23 +213,30 @@ class StudentLosses:
         weight = self.config.cosine_weight * self._stage(tokens, inner=False)
         return self._attach(x, loss, weight, tokens, "distillation/cosine_loss")
 
+    def further_loss_weight(self, tokens: Tokens) -> float:
+        """Return the weight of the objective's loss, where it is trained at this step."""
+        return self.config.hard_weight * self._stage(tokens, inner=False)
+
     def predict(self, hard: Tensor, soft: Callable[[], Tensor], tokens: Tokens) -> Tensor:
         """Return the value of the objective's loss `hard` with the gradient of the weighted sum of the two losses."""
         stage = self._stage(tokens, inner=False)
-        loss = hard.detach() + self.config.hard_weight * stage * (hard - hard.detach())
+        loss = hard.detach() + self.further_loss_weight(tokens) * (hard - hard.detach())
         if not self.config.soft_weight:
             return loss
         divergence = soft() * self.config.temperature**2
         if self.config.soft_over == "all":
             weight = self.config.soft_weight * stage
-            return self._attach(loss, divergence / tokens.count(), weight, tokens, "distillation/soft_loss")
+            return self._attach(loss, divergence / _text_count(tokens), weight, tokens, "distillation/soft_loss")
         if tokens.stats is not None and tokens.aux_loss_weight and tokens.target_weight is not None:
             share = tokens.target_weight / tokens.aux_loss_weight / tokens.fraction()
             tokens.stats.add("distillation/soft_loss", divergence * share)
         return loss + self.config.soft_weight * stage * (divergence - divergence.detach())
 
     def _full(self, x: Tensor, tokens: Tokens) -> Tensor:
-        return x if self.gather is None else self.gather(x, tokens)
+        """Return the states of the text, of all of a sequence that is sharded over tp. A shard over cp keeps its global
+        tokens, which `_mean` leaves out."""
+        full = x if self.gather is None else self.gather(x, tokens)
+        return full[:, _first_compared(tokens) :]
 
     def _mean(self, values: Tensor, tokens: Tokens) -> Tensor:
         """Mean of values [B, T], or [B, T, S] of pairs of tokens, over the text: a scalar.
@@ -274,11 +250,11 @@ class StudentLosses:
             counts = is_key.sum(1) ** (values.dim() - 1)
             weight = is_text if values.dim() == 2 else is_text[:, :, None] & is_key[:, None, :]
             return (values.where(weight, 0.0).flatten(1).sum(1) / counts).mean() / tokens.fraction()
-        if (real := tokens.real()) is not None:
+        if (is_text := tokens.text_of_shard()) is not None:
             if values.dim() == 3:
                 values = values.mean(-1)
             # Not a product: a token of padding has no score, and its value is no number.
-            return values.where(real, 0.0).sum() / tokens.count()
+            return values.where(is_text, 0.0).sum() / _text_count(tokens)
         return values.mean()
 
     def _stage(self, tokens: Tokens, *, inner: bool) -> float:
@@ -294,6 +270,17 @@ class StudentLosses:
         if tokens.aux_loss_weight is None:
             return x
         return attach(x, loss, weight * tokens.aux_loss_weight * tokens.fraction())
+
+
+def _first_compared(tokens: Tokens) -> int:
+    """Return the index of the first token whose states are compared: that after the global tokens, which are before the
+    text unless this is a shard."""
+    return tokens.global_tokens if tokens.text_of_shard() is None else 0
+
+
+def _text_count(tokens: Tokens) -> float:
+    """Return the tokens of the micro-batch's text times `fraction`."""
+    return tokens.count() - tokens.global_tokens * len(tokens.ids) * tokens.fraction()
 
 
 def _name(layer: int, states: str) -> str:
@@ -315,67 +302,3 @@ def attention_scores(q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
     if allowed is not None:
         scores = scores.masked_fill(~allowed.to(q.device), 0.0)
     return scores
-
-
-@dataclass(frozen=True)
-class DistilledHead:
-    """The loss of a student's head: the objective's, with the gradient of the soft loss."""
-
-    hard: Callable[..., Tensor]
-    vocabulary: FullVocabulary
-    soft_cap: float | None
-
-    def __call__(self, x: Tensor, weight: Tensor, targets: Tensor, tokens: Tokens | None = None) -> Tensor:
-        """x [N, D], this process' rows of the weight [V, D], targets [N] -> summed loss in nats, a scalar."""
-        hard = self.hard(x, weight, targets, tokens)
-        if tokens is None or not isinstance(tokens.states, StudentLosses):
-            return hard
-        taught, config = tokens.states.teacher.output_logits, tokens.states.config
-
-        def soft() -> Tensor:
-            assert taught is not None, "the soft loss reads the teacher's logits"
-            real = tokens.real()
-            every = None if real is None else real.flatten()
-            learned = every if config.soft_over == "all" else targets != IGNORE_INDEX  # [N]; None: all
-            # Without this the logits of tokens that nothing is learned from would be computed too. A GPU would have to
-            # wait for the count, and computes them.
-            on_cpu = x.device.type == "cpu"
-            kept = learned.nonzero()[:, 0] if on_cpu and learned is not None else slice(None)
-            z = upcast(F.linear(x[kept], weight))
-            if self.soft_cap is not None:
-                z = self.soft_cap * torch.tanh(z / self.soft_cap)
-            t = self.vocabulary.own(upcast(taught.flatten(0, 1)[kept]), len(weight))
-            if not on_cpu and learned is not None:
-                # Equal logits have no loss and no gradient.
-                z, t = (logits.masked_fill(~learned[:, None], 0.0) for logits in (z, t))
-            divergence: Tensor = SoftLoss.apply(z, t, config.temperature, self.vocabulary)  # type: ignore[no-untyped-call]
-            return divergence
-
-        return tokens.states.predict(hard, soft, tokens)
-
-
-@dataclass(frozen=True)
-class DistilledClassHead:
-    """The loss of a student's head of classes or of a score: the objective's, with the gradient of the soft loss."""
-
-    hard: Callable[..., Tensor]
-    scores: bool
-
-    def __call__(self, outputs: Tensor, targets: Tensor, tokens: Tokens | None = None) -> Tensor:
-        """Outputs [B, T, C] and targets [B, T] -> summed loss, a scalar."""
-        hard = self.hard(outputs, targets, tokens)
-        if tokens is None or not isinstance(tokens.states, StudentLosses):
-            return hard
-        taught, temperature = tokens.states.teacher.output_logits, tokens.states.config.temperature
-
-        def soft() -> Tensor:
-            assert taught is not None, "the soft loss reads the teacher's outputs"
-            # Equal outputs have no loss and no gradient.
-            ignored = (targets == IGNORE_INDEX).flatten()[:, None]
-            z, t = (upcast(x).flatten(0, 1).masked_fill(ignored, 0.0) for x in (outputs, taught))  # [N, C]
-            if self.scores:
-                return ((z - t) / temperature).square().sum()
-            divergence: Tensor = SoftLoss.apply(z, t, temperature, FullVocabulary())  # type: ignore[no-untyped-call]
-            return divergence
-
-        return tokens.states.predict(hard, soft, tokens)

@@ -94,7 +94,7 @@ class Exit(Module):
 class Exits(Module):
     """The exits of a stack, by the number of their block, and the weights of the losses."""
 
-    seams: ClassVar[tuple[str, ...]] = ("sum_over_sequence", "weigh_last", "second")
+    seams: ClassVar[tuple[str, ...]] = ("sum_over_sequence", "second_targets", "weigh_last", "second")
 
     def __init__(
         self, config: ExitsConfig, dims: Dims, norm: Callable[[], Norm], make_head: Callable[[], Head]
@@ -231,12 +231,15 @@ class Exits(Module):
         x = self._attach_diversity(None, x, tokens, prediction)
         if self.second is None:
             return x
-        following = F.pad(targets[:, 1:], (0, 1), value=IGNORE_INDEX)
-        # The first token of a document is no target, and behind it is nothing to predict from the document before.
-        following = following.masked_fill(targets == IGNORE_INDEX, IGNORE_INDEX)
-        loss = self.second(x, following, tokens, prediction)
+        loss = self.second(x, self.second_targets(tokens, targets), tokens, prediction)
         self._record(self.second, loss, tokens)
         return attach(x, loss, self.config.second_target * tokens.target_weight)
+
+    def second_targets(self, tokens: Tokens, targets: Tensor) -> Tensor:
+        """Return the targets [B, T] after the next ones. A seam: another rank may have them."""
+        following = F.pad(targets[:, 1:], (0, 1), value=IGNORE_INDEX)
+        # The first token of a document is no target, and behind it is nothing to predict from the document before.
+        return following.masked_fill(targets == IGNORE_INDEX, IGNORE_INDEX)
 
     def _attach_diversity(self, part: Any, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
         """Return x [B, T, D], which an exit reads, with its diversity as a loss; `part` None: the model's head."""

@@ -138,7 +138,7 @@ class Head(Module):
             # Its mean over the targets of the step is the mean of these over its micro-batches, and their shards.
             weight = tokens.target_weight / tokens.aux_loss_weight / tokens.fraction()
             tokens.stats.add(f"{boundary.path}/loss", loss.detach() * weight)
-        return attach(x, loss, tokens.target_weight)
+        return attach(x, loss, tokens.target_weight * tokens.further_loss_weight())
 
     def cross_entropy(
         self, x: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0

@@ -49,8 +49,9 @@ class LengthHead(Module):
         logits: Tensor = self.classifier(mean)
         return logits
 
-    def attach_loss(self, x: Tensor, memory: Tensor, source: Tokens) -> Tensor:
-        """Return x [B, T, D] with the loss of the lengths `source.labels` + 1 attached; without labels x itself."""
+    def attach_loss(self, x: Tensor, memory: Tensor, source: Tokens, factor: float = 1.0) -> Tensor:
+        """Return x [B, T, D] with `factor` times the loss of the lengths `source.labels` + 1 attached; without labels
+        x itself."""
         if source.labels is None or (source.aux_loss_weight is None and source.stats is None):
             return x
         logits = self(memory, source)
@@ -60,9 +61,10 @@ class LengthHead(Module):
             accuracy = (logits.argmax(-1) == source.labels).to(loss.dtype).mean()
             source.stats.add(f"{self.path}/loss", loss)
             source.stats.add(f"{self.path}/accuracy", accuracy)
-        weight = source.aux_loss_weight
+        if source.aux_loss_weight is None:
+            return x
         # Each shard of a sequence has the whole loss, and the gradients of all shards are summed.
-        return attach(x, loss, None if weight is None else self.loss_weight * weight * source.fraction())
+        return attach(x, loss, self.loss_weight * factor * source.aux_loss_weight * source.fraction())
 
     def sum_over_sequence(self, x: Tensor) -> Tensor:
         """Sum over the tokens of the source, of x [B, D], the sum over this process' tokens. A seam: a sequence that

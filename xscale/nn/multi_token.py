@@ -9,6 +9,7 @@ token i module k has read t_{i+k}, and predicts the next one. The last k tokens 
 document, have no target k + 1 tokens ahead; they pass the blocks, and routers, as the others do.
 """
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -58,7 +59,7 @@ class MtpModule(Module):
 class MultiToken(Module):
     """The modules, whose losses are attached to the output of the model's stack in training."""
 
-    seams: ClassVar[tuple[str, ...]] = ("embed_ahead",)
+    seams: ClassVar[tuple[str, ...]] = ("ahead", "embed_ahead")
 
     def __init__(self, config: MtpConfig, stack: StackConfig, dims: Dims) -> None:
         """`stack` is that of the model."""
@@ -111,13 +112,21 @@ class MultiToken(Module):
         """
         if targets is None or tokens.target_weight is None:
             return x
-        states = x
+        weight = self.weight * tokens.target_weight * tokens.further_loss_weight()
+        # A teacher has no states and logits of these modules.
+        states, tokens = x, replace(tokens, states=None)
         for name, part in self.at.items():
-            states = part(states, self.embed_ahead(table, shift_left(tokens.ids, int(name), 0)), tokens)
-            loss = head(states, targets_ahead(tokens, targets, int(name)), tokens)
+            ids, learned = self.ahead(tokens, targets, int(name))
+            states = part(states, self.embed_ahead(table, ids), tokens)
+            loss = head(states, learned, tokens)
             self._record(part, loss, tokens)
-            x = attach(x, loss, self.weight * tokens.target_weight)
+            x = attach(x, loss, weight)
         return x
+
+    def ahead(self, tokens: Tokens, targets: Tensor, places: int) -> tuple[Tensor, Tensor]:
+        """Return the ids [B, T] that stand `places` after each token, and the targets [B, T] of these. A seam: another
+        rank may have them."""
+        return shift_left(tokens.ids, places, 0), targets_ahead(tokens, targets, places)
 
     def embed_ahead(self, table: nn.Module, ids: Tensor) -> Tensor:
         """ids [B, T] -> embeddings [B, T, D]. A seam: sequence parallelism shards them along the sequence."""
@@ -128,7 +137,8 @@ class MultiToken(Module):
         """Record the mean loss of a module over the targets of the step, as a mean over its micro-batches."""
         if tokens.stats is None or tokens.aux_loss_weight is None or tokens.target_weight is None:
             return
-        weight = tokens.target_weight / tokens.aux_loss_weight
+        # The mean over shards of a sequence too, each of which has a part of the sum.
+        weight = tokens.target_weight / tokens.aux_loss_weight / tokens.fraction()
         tokens.stats.add(f"{part.path}/loss", loss.detach() * weight)
 
 

@@ -4,13 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.module import Module
 from xscale.nn.stack import Stack
-from xscale.nn.tokens import Tokens
+from xscale.nn.tokens import InnerStates, Tokens
 
 
 def attentions_of(stack: Stack) -> dict[int, Attention]:
@@ -67,4 +68,15 @@ class ObservedScores:
     def __call__(self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         """Return the heads' outputs [B, H, T, K]."""
         o = self.attend(x, tokens, q, k, v, mask)
-        return o if tokens.states is None else tokens.states.attention(self.layer, q, k, mask, o, tokens)
+        return o if tokens.states is None else _hand_on(tokens.states, self.layer, q, k, mask, o, tokens)
+
+
+@torch.compiler.disable
+def _hand_on(
+    states: InnerStates, layer: int, q: Tensor, k: Tensor, mask: AttentionMask, o: Tensor, tokens: Tokens
+) -> Tensor:
+    """Return what the states make of the heads' outputs o [B, H, T, K].
+
+    Outside of the compiled graph: the states of a teacher are other tensors in each forward.
+    """
+    return states.attention(layer, q, k, mask, o, tokens)

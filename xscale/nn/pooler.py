@@ -26,53 +26,52 @@ class SentenceHeadConfig(Config):
 
 
 class Pooler(Module):
-    """The state of a sequence's first token through a dense layer and tanh: [B, M + T, D] -> [B, D]; M are the global
-    tokens, which come before the text."""
+    """The state of a sequence's first token through a dense layer and tanh: [B, D] -> [B, D]."""
 
-    def __init__(self, dims: Dims, globals: int = 0) -> None:
+    def __init__(self, dims: Dims) -> None:
         super().__init__()
-        self.globals = globals
         self.dense = Linear(dims.width, dims.width, ("state", "width"), dims.init, bias=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.dense(x[:, self.globals]))
+    def forward(self, first: Tensor) -> Tensor:
+        return torch.tanh(self.dense(first))
 
 
 class SentenceHead(Module):
     """A pooler and a classifier, whose loss is attached to the hidden states as an auxiliary one: the mean over the
     sequences of a micro-batch, beside the loss of the tokens."""
 
-    seams: ClassVar[tuple[str, ...]] = ("sum_over_sequence", "loss_fraction")
+    seams: ClassVar[tuple[str, ...]] = ("first_state", "loss_fraction")
 
     def __init__(self, config: SentenceHeadConfig, dims: Dims, globals: int = 0) -> None:
+        """`globals`: M, the global tokens, which come before the text."""
         super().__init__()
         self.classes = config.classes
-        self.pooler = Pooler(dims, globals)
+        self.globals = globals
+        self.pooler = Pooler(dims)
         self.classifier = Linear(dims.width, config.classes, ("state", "width"), dims.init, bias=True)
         self.loss_fraction = 1.0
         """Fraction of the loss of which this rank computes the gradient. A seam: the fractions of the ranks that have
-        the same sequences add up to 1; a rank without their first tokens has 0."""
+        the same sequences add up to 1."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Hidden states [B, M + T, D] -> logits [B, C]."""
-        logits: Tensor = self.classifier(self.pooler(x))
+    def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
+        """Hidden states [B, M + T, D], and their tokens, if they may be a shard -> logits [B, C]."""
+        logits: Tensor = self.classifier(self.pooler(self.first_state(x, tokens)))
         return logits
+
+    def first_state(self, x: Tensor, tokens: Tokens | None) -> Tensor:
+        """Return the state [B, D] of the text's first token. A seam: another rank may have it."""
+        return x[:, self.globals]
 
     def attach_loss(self, x: Tensor, tokens: Tokens) -> Tensor:
         """Return x [B, M + T, D] with the loss of `tokens.labels` attached; without labels x itself."""
         if tokens.labels is None or (tokens.aux_loss_weight is None and tokens.stats is None):
             return x
-        logits = self(x)
+        logits = self(x, tokens)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(logits, tokens.labels)
         if tokens.stats is not None:
-            has_first = float(self.loss_fraction > 0)
-            accuracy = (logits.argmax(-1) == tokens.labels).to(loss.dtype).mean()
-            for name, value in (("loss", loss.detach()), ("accuracy", accuracy)):
-                tokens.stats.add(f"{self.path}/{name}", self.sum_over_sequence(value * has_first))
-        weight = None if tokens.aux_loss_weight is None else tokens.aux_loss_weight * self.loss_fraction
-        return attach(x, loss, weight)
-
-    def sum_over_sequence(self, value: Tensor) -> Tensor:
-        """Sum a value over the ranks that have shards of the same sequences. A seam: a sequence may be sharded."""
-        return value
+            tokens.stats.add(f"{self.path}/loss", loss.detach())
+            tokens.stats.add(f"{self.path}/accuracy", (logits.argmax(-1) == tokens.labels).to(loss.dtype).mean())
+        if tokens.aux_loss_weight is None:
+            return x
+        return attach(x, loss, tokens.aux_loss_weight * self.loss_fraction * tokens.further_loss_weight())

@@ -42,9 +42,11 @@ class SentenceContrast(Module):
         if tokens.stats is not None:
             tokens.stats.add(f"{self.path}/loss", loss.detach())
             tokens.stats.add(f"{self.path}/accuracy", (logits.argmax(-1) == labels).to(dtype).mean())
-        weight = tokens.aux_loss_weight
+        if tokens.aux_loss_weight is None:
+            return x
+        weight = tokens.aux_loss_weight * tokens.sentence_weight * tokens.further_loss_weight()
         # Each shard of a sequence has the whole loss, and the gradients of all shards are summed.
-        return attach(x, loss, None if weight is None else weight * tokens.sentence_weight * tokens.fraction())
+        return attach(x, loss, weight * tokens.fraction())
 
     def gather(self, alone: Tensor) -> tuple[Tensor, int]:
         """Return the states [N, D] of the sentences of all ranks, and the index of the first of this rank's. A seam:

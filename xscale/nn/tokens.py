@@ -154,6 +154,10 @@ class InnerStates(Protocol):
         """Whether block `layer` is not computed, and its output is its input."""
         ...
 
+    def further_loss_weight(self, tokens: "Tokens") -> float:
+        """Return the factor of the losses of heads beside the model's own."""
+        ...
+
 
 @dataclass(frozen=True)
 class Gating:
@@ -198,6 +202,8 @@ class Tokens:
     content: Tensor | None = None
     """[B, T, D] embeddings of the tokens, of which each self-attention of a disentangled decoder makes its keys and
     values; None: they are of the hidden states, as the queries are."""
+    global_tokens: int = 0
+    """Tokens before the text that have no ids (global tokens); a shard has those of its sequence."""
     pooled_from: int | None = None
     """Tokens of the sequence of which these are windows, in a stack that has shortened it: a difference of indices is
     no distance. None: these are the tokens."""
@@ -236,6 +242,11 @@ class Tokens:
         """Whether each token [B, T] is one of the text; None: all are. A shard of a sequence may end in padding."""
         return None
 
+    def text_of_shard(self) -> Tensor | None:
+        """Whether each token [B, P] of a shard of a sequence is of the text, and no global token or padding; None: this
+        is no shard."""
+        return None
+
     def documents_of_sequence(self) -> Tensor | None:
         """Return the documents [B, T] of all tokens of the sequences, of which these may be a shard."""
         return self.documents
@@ -244,6 +255,11 @@ class Tokens:
     def contrasts_sentences(self) -> bool:
         """Whether there are masked sentences and a contrastive loss of them, which evaluation has not."""
         return self.sentences is not None and (self.aux_loss_weight is not None or self.stats is not None)
+
+    def further_loss_weight(self) -> float:
+        """Return the factor of the losses of heads beside the model's own, which belong to the objective's loss: 1; in
+        distillation that of the objective's loss."""
+        return 1.0 if self.states is None else self.states.further_loss_weight(self)
 
     def fraction(self) -> float:
         """Part of the micro-batch that these tokens stand for: 1; the shards of n ranks: 1 / n each."""
@@ -279,6 +295,7 @@ class Tokens:
             ids=torch.cat((torch.zeros_like(places), self.ids), 1),
             positions=torch.cat((places, self.positions + count), 1),
             types=None if self.types is None else torch.cat((torch.zeros_like(places), self.types), 1),
+            global_tokens=count,
             shared_values=SharedValues(),
         )
 

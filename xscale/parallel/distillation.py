@@ -16,7 +16,8 @@ from xscale.mesh.mesh import Mesh
 from xscale.nn.attention.ops.dense import grouped_matmul, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.class_head import ClassHead
-from xscale.nn.distillation import DistilledClassHead, DistilledHead, FullVocabulary, attention_scores
+from xscale.nn.distillation import attention_scores
+from xscale.nn.distilled_head import DistilledClassHead, DistilledHead, FullVocabulary
 from xscale.nn.head import Head
 from xscale.nn.module import substitute
 from xscale.nn.observed_states import ObservedBlocks, ObservedOutput, ObservedScores, attentions_of
@@ -65,16 +66,24 @@ def scores_of_shard(q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
     """
     if not isinstance(mask, ShardedAttentionMask):
         return attention_scores(q, k, mask)
-    assert mask.pairs is None, "`check` refuses positions that read queries and keys"
-    queries, length = mask.query_shard, mask.key_shard.length
-    gathered = mask.sharding.gather(k.transpose(1, 2).flatten(2), length)  # [B, T, G * K]
-    keys = gathered.view(len(k), length, k.shape[1], k.shape[3]).transpose(1, 2)
+    keys = _gather(k, mask)  # [B, G, T, K]
+    if mask.pairs is not None:
+        # The terms of the position are of distances between indices, which are those of the full sequence.
+        full = attention_scores(_gather(q, mask), keys, mask.full(0, q.shape[1], lambda position, plain: False))
+        return mask.sharding.shard(full.transpose(1, 2)).transpose(1, 2)  # [B, H, P, T]
     scores: Tensor = upcast(grouped_matmul(q, keys.mT)) * q.shape[-1] ** -0.5
-    bias = mask.bias_of(queries.positions, mask.key_shard.full.positions)
+    bias = mask.bias_of(mask.query_shard.positions, mask.key_shard.full.positions)
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
     allowed = mask.allowed_of_shard()
     return scores if allowed is None else scores.masked_fill(~allowed.to(q.device), 0.0)
+
+
+def _gather(x: Tensor, mask: ShardedAttentionMask) -> Tensor:
+    """Gather queries or keys [B, H, P, K] of a sequence with itself to [B, H, T, K]."""
+    length = mask.key_shard.length
+    gathered = mask.sharding.gather(x.transpose(1, 2).flatten(2), length)  # [B, T, H * K]
+    return gathered.view(len(x), length, x.shape[1], x.shape[3]).transpose(1, 2)
 
 
 @dataclass(frozen=True)

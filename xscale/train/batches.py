@@ -101,4 +101,4 @@ def shard_over_cp(batch: Batch, sharding: SequenceSharding | None) -> Batch:
     source = None if batch.source is None else shard_tokens(batch.source, sharding)
     targets = sharding.shard_predicted(batch.targets, fill=IGNORE_INDEX)
     places = None if batch.places is None else sharding.shard_predicted(batch.places)
-    return Batch(shard_tokens(batch.tokens, sharding), targets, source, places=places)
+    return Batch(shard_tokens(batch.tokens, sharding, batch.targets), targets, source, places=places)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from xscale.core.errors import ConfigError
 from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.mesh.mesh import Mesh
-from xscale.nn.distillation import FullVocabulary, StudentLosses, WidthMaps
+from xscale.nn.distillation import StudentLosses, WidthMaps
+from xscale.nn.distilled_head import FullVocabulary
 from xscale.nn.head import Head
 from xscale.nn.model.model import MODELS
 from xscale.nn.stack import Stack
@@ -110,8 +111,7 @@ def distil(
         f"distill: teacher {MODELS.of(source.settings.model).summary} of {source.folder}, {_layout(settings, mesh)}"
     ]
     if config.init_from_teacher and fresh:
-        blocks = {str(taught): str(layer) for layer, taught in enumerate(layers)}
-        count = sum(teacher.copy_to(stage, blocks) for stage in stage_models(model))
+        count = sum(teacher.copy_to(stage) for stage in stage_models(model))
         lines.append(f"distill: initialised {count} parameters by the teacher's, blocks by its {list(layers)}")
     return DistilledObjective(objective, teacher, sequence_gather(mesh, settings.parallel)), lines
 

@@ -8,14 +8,14 @@ from xscale.nn.attention.softmax import Softmax
 from xscale.nn.distillation import DistillConfig
 from xscale.nn.head import Head
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.model.model import MODELS
 from xscale.nn.observed_states import attentions_of
 from xscale.nn.stack import Stack
 from xscale.objective.objective import OBJECTIVES
 from xscale.parallel.distillation import runs_equally_often, runs_in_one_stage
+from xscale.train.check_model import check_documents
 from xscale.train.settings import Settings, build_on_meta
-from xscale.train.teacher_source import TeacherSource, find_teacher, teacher_degrees, teacher_folder
+from xscale.train.teacher_source import BLOCKS, TeacherSource, find_teacher, teacher_degrees, teacher_folder
 
 PATH = "distill"
 
@@ -48,11 +48,8 @@ def check_distillation(settings: Settings, model: nn.Module | None, world: int) 
         what = "the maps are for the losses of embeddings and hidden states, which have no weight"
         problems.append(Problem(f"{PATH}.map_width", what, "Take null, or hidden_weight=1."))
     problems += _check_padding(settings, config)
-    return (
-        problems
-        + _check_layout(settings, config, world)
-        + ([] if model is None else _check_model(model, config, settings.parallel.mesh.cp))
-    )
+    problems += _check_layout(settings, config, world)
+    return problems + ([] if model is None else _check_model(model, config))
 
 
 def _check_padding(settings: Settings, config: DistillConfig) -> list[Problem]:
@@ -76,9 +73,6 @@ def _check_layout(settings: Settings, config: DistillConfig, world: int) -> list
         what = "distillation with DeepSpeed is not supported"
         problems.append(Problem("parallel.zero.engine", what, "Use parallel.zero.engine=torch."))
     problems += [] if axes.check(mesh, world) else _check_ranks(settings, config, world)
-    if settings.parallel.compile and config.attention_weight:
-        what = "a loss inside the attention would be compiled anew in every forward"
-        problems.append(Problem("parallel.compile", what, f"Take false, or {PATH}.attention_weight=0."))
     return problems
 
 
@@ -103,19 +97,13 @@ def _check_ranks(settings: Settings, config: DistillConfig, world: int) -> list[
     return [Problem("parallel.mesh.order", what, "Put pp first, or take parallel.mesh.pp=1.")]
 
 
-def _check_model(model: nn.Module, config: DistillConfig, cp: int) -> list[Problem]:
+def _check_model(model: nn.Module, config: DistillConfig) -> list[Problem]:
     """Check a student on meta."""
     stack = getattr(model, "stack", None)
     problems = []
-    if cp > 1 and (count := global_tokens_of(model)):
-        what = f"a shard of the student has other tokens than the teacher's, by the {count} global tokens before it"
-        problems.append(Problem("parallel.mesh.cp", what, "Use cp=1, with tp in its place, or model.global_tokens=0."))
     if isinstance(stack, Stack) and stack.exits is not None:
         what = "the exits have losses of their own, which know no teacher"
         problems.append(Problem("model.stack.exits", what, "Take null, or distill=null."))
-    if getattr(model, "mtp", None) is not None:
-        what = "the modules of multi-token prediction have losses of their own, which know no teacher"
-        problems.append(Problem("model.mtp", what, "Take null, or distill=null."))
     if not config.inner_weight + config.cosine_weight and not config.init_from_teacher:
         return problems
     if not isinstance(stack, Stack):
@@ -129,15 +117,7 @@ def _check_model(model: nn.Module, config: DistillConfig, cp: int) -> list[Probl
         problems.append(Problem("model.stack.pooling", what, "Take null, or the soft loss alone."))
     elif config.attention_weight:
         problems += _check_attention(stack, len(stack.blocks), "the student")
-        if cp > 1 and any(_reads_pairs(attention) for attention in attentions_of(stack).values()):
-            what = "the scores of a position read queries and keys, of which a rank would have a shard"
-            fix = f"Use cp=1, with tp in its place, another model.position, or {PATH}.attention_weight=0."
-            problems.append(Problem("parallel.mesh.cp", what, fix))
     return problems
-
-
-def _reads_pairs(attention: Attention) -> bool:
-    return attention.position is not None and attention.position.adds_scores
 
 
 def _check_attention(stack: Stack, depth: int, which: str) -> list[Problem]:
@@ -168,10 +148,23 @@ def check_teacher(settings: Settings, source: TeacherSource) -> list[Problem]:
         what = f"the teacher reads at most {longest} tokens, and data.sequence_length is {length}"
         problems.append(Problem(where, what, f"Take data.sequence_length={longest}."))
     student_model, teacher_model = build_on_meta(settings, 64), build_on_meta(source.settings, 64)
+    problems += _check_documents(settings, teacher_model)
     needs_layers = config.inner_weight or config.init_from_teacher
     return problems + (
         _check_blocks(config, student_model, teacher_model) if needs_layers or config.cosine_weight else []
     )
+
+
+def _check_documents(settings: Settings, teacher: nn.Module) -> list[Problem]:
+    """Check that the teacher masks from each other the documents of the student's samples, or their padding."""
+    pads = OBJECTIVES.of(settings.objective).traits.padded
+    if settings.data.cross_documents and not pads:
+        return []
+    also = "" if pads else ", or data.cross_documents=true"
+    return [
+        Problem(f"{PATH}.teacher", f"of the teacher, {problem.what}", f"Take another teacher{also}.")
+        for problem in check_documents(teacher, pads and settings.data.cross_documents)
+    ]
 
 
 def _check_heads(settings: Settings, teacher: Settings) -> list[Problem]:
@@ -230,10 +223,11 @@ def _check_shapes(student: nn.Module, teacher: nn.Module, layers: tuple[int, ...
     """Check that each parameter of the student is one of the teacher, of the same shape."""
     parameters = dict(teacher.named_parameters())
     for name, parameter in student.named_parameters():
-        head, within, tail = name.partition("stack.blocks.")
-        number, _, inner = tail.partition(".")
-        taught = parameters.get(f"{head}{within}{layers[int(number)]}.{inner}" if within else name)
-        if name.startswith("distillation.") or (taught is not None and taught.shape == parameter.shape):
+        number, _, inner = name.removeprefix(BLOCKS).partition(".")
+        in_stack = name.startswith(BLOCKS)
+        taught = parameters.get(f"{BLOCKS}{layers[int(number)]}.{inner}" if in_stack else name)
+        own = name.startswith("distillation.") or (name.startswith("mtp.") and taught is None)
+        if own or (taught is not None and taught.shape == parameter.shape):
             continue
         other = "has no such parameter" if taught is None else f"has {list(taught.shape)}"
         what = f"{name} of the student has the shape {list(parameter.shape)}, and the teacher {other}"

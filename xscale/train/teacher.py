@@ -1,6 +1,6 @@
 """The teacher of a distilled model: frozen, in evaluation mode, on a layout of its own."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,7 @@ from xscale.parallel.full_tensors import gather_full
 from xscale.parallel.plan import ParallelPlan
 from xscale.parallel.sharded import fill_parameters, local_shape_and_offset, shard_like, sharded_parameters
 from xscale.train.settings import Settings, build_on_meta
-from xscale.train.teacher_source import TeacherSource, teacher_degrees
+from xscale.train.teacher_source import BLOCKS, TeacherSource, teacher_degrees
 
 
 @dataclass(frozen=True)
@@ -71,31 +71,39 @@ class Teacher:
         return states
 
     @torch.no_grad()
-    def copy_to(self, student: nn.Module, blocks: Mapping[str, str]) -> int:
-        """Copy the parameters that the student has too, each of block N of the teacher to block `blocks[N]`; return
-        how many. Collective."""
+    def copy_to(self, student: nn.Module) -> int:
+        """Copy the parameters that the student has too, those of its blocks from the blocks `layers`; return how many
+        it has of them. Collective."""
         targets = {parameter.name: parameter.parameter for parameter in sharded_parameters(student)}
         count = 0
         for parameter in sharded_parameters(self.model):
-            head, marker, tail = parameter.name.partition("stack.blocks.")
-            number, _, inner = tail.partition(".")
-            name = f"{head}{marker}{blocks.get(number, '-')}.{inner}" if marker else parameter.name
+            names = self._names_in_student(parameter.name)
             full = gather_full(parameter.parameter)
-            if name in targets:
-                targets[name].copy_(shard_like(full.to(targets[name].dtype), targets[name]))
+            for target in [targets[name] for name in names if name in targets]:
+                target.copy_(shard_like(full.to(target.dtype), target))
                 count += 1
         return count
 
+    def _names_in_student(self, name: str) -> list[str]:
+        """Return the student's parameters that one of the teacher initialises: a block may teach several."""
+        # Blocks of multi-token prediction are no blocks of the stack, and keep their names.
+        if not name.startswith(BLOCKS):
+            return [name]
+        number, _, inner = name.removeprefix(BLOCKS).partition(".")
+        return [f"{BLOCKS}{layer}.{inner}" for layer, taught in enumerate(self.layers) if taught == int(number)]
+
 
 def _shard(states: TeacherStates, sharding: SequenceSharding) -> None:
-    """Slice this rank's shard from the states of all tokens [B, T, ...], and that of its queries from the scores."""
+    """Slice this rank's shard from the states of all tokens [B, T, ...], and that of its queries from the scores.
+
+    They are 0 at the student's global tokens."""
+    shard, outputs, logits = sharding.shard_predicted, states.output_states, states.output_logits
     states.attention_scores = {
-        layer: sharding.shard(scores.transpose(1, 2)).transpose(1, 2)
-        for layer, scores in states.attention_scores.items()
+        layer: shard(scores.transpose(1, 2)).transpose(1, 2) for layer, scores in states.attention_scores.items()
     }
-    states.hidden_states = {layer: sharding.shard(x) for layer, x in states.hidden_states.items()}
-    states.output_states = None if states.output_states is None else sharding.shard(states.output_states)
-    states.output_logits = None if states.output_logits is None else sharding.shard(states.output_logits)
+    states.hidden_states = {layer: shard(x) for layer, x in states.hidden_states.items()}
+    states.output_states = None if outputs is None else shard(outputs)
+    states.output_logits = None if logits is None else shard(logits)
 
 
 def _plain(tokens: Tokens) -> Tokens:

@@ -15,6 +15,9 @@ from xscale.mesh import axes
 from xscale.mesh.axes import Degrees, MeshConfig
 from xscale.train.settings import InitConfig, RunConfig, Settings
 
+BLOCKS = "stack.blocks."
+"""Names of the parameters of a stack's blocks begin with this."""
+
 
 def teacher_folder(settings: Settings) -> Path:
     """Return the folder of the teacher of a distilled run."""

@@ -1,4 +1,4 @@
-"""Labelled texts in JSON lines, CSV or TSV: a class or a score of one or two texts, or a tag for each word."""
+"""Labelled texts in JSON lines, CSV, TSV or Parquet: a class or a score of one or two texts, or a tag for each word."""
 
 import csv
 import json

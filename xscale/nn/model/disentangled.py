@@ -93,7 +93,7 @@ class Disentangled(EncoderDecoder):
         about = replace(tokens, content=content, cache=None)
         x = self.decoder(self.queries(content, tokens), about, memory, read)
         if self.length is not None and targets is not None:
-            x = self.length.attach_loss(x, memory, read)
+            x = self.length.attach_loss(x, memory, read, tokens.further_loss_weight())
         out: Tensor = self.head(x, targets, tokens)
         return out
 

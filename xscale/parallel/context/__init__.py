@@ -29,12 +29,14 @@ from xscale.nn.mixer.reused_attention import ReusedAttention
 from xscale.nn.mixer.s4 import S4
 from xscale.nn.model.embed import Embed
 from xscale.nn.module import substitute
+from xscale.nn.multi_token import MultiToken
 from xscale.nn.pooler import SentenceHead
 from xscale.nn.sentence_contrast import SentenceContrast
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.context.check import check
-from xscale.parallel.context.gathered import GatheredSequence, SequenceOfShards
+from xscale.parallel.context.gathered import GatheredSequence
 from xscale.parallel.context.global_tokens import GlobalTokensOverContext, gather_sequence
+from xscale.parallel.context.heads import AheadOfShard, FirstStateOfShards, SequenceOfShards, TargetsOfShard
 from xscale.parallel.context.mask import ShardedMaskBuilder
 from xscale.parallel.context.moe import GlobalRouting
 from xscale.parallel.context.neighbours import NeighbourExchange
@@ -95,14 +97,16 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> bool:
             substitute(module, "dispatch_plan", GlobalRouting(module.dispatch_plan))
         if isinstance(module, Exits):
             substitute(module, "sum_over_sequence", SumOverContext(mesh.context))
+            substitute(module, "second_targets", TargetsOfShard(module.second_targets))
         if isinstance(module, GateBudget):
             substitute(module, "sum_over_sequence", partial(sum_out, group=mesh.context))
         if isinstance(module, LengthHead):
             substitute(module, "sum_over_sequence", TotalOverContext(mesh.context))
+        if isinstance(module, MultiToken):
+            substitute(module, "ahead", AheadOfShard(module.ahead))
         if isinstance(module, SentenceHead):
-            substitute(module, "sum_over_sequence", SumOverContext(mesh.context))
-            # The first rank has the first tokens; the others compute the same collectives and lose nothing.
-            substitute(module, "loss_fraction", module.loss_fraction * (mesh.context.rank() == 0))
+            substitute(module, "first_state", FirstStateOfShards(module.globals, module.first_state))
+            substitute(module, "loss_fraction", module.loss_fraction / mesh.context.size())
     return True
 
 

@@ -6,7 +6,6 @@ import xscale.parallel.context.ulysses as ulysses
 from xscale.core.errors import Problem
 from xscale.nn.attention.core import CORES
 from xscale.nn.block import Sublayer
-from xscale.nn.boundary_head import BoundaryHead
 from xscale.nn.exits import Exits
 from xscale.nn.ffn.ffn import FFNS
 from xscale.nn.ffn.moe import Moe
@@ -14,11 +13,8 @@ from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.mixer.reused_attention import ReusedAttention
 from xscale.nn.model.disentangled import Disentangled
-from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.module import Part
-from xscale.nn.multi_token import MultiToken
 from xscale.nn.norm import NORMS
-from xscale.nn.pooler import SentenceHead
 from xscale.nn.recurrent_depth import Halting
 from xscale.nn.sequence_pooling import SequencePooling
 from xscale.parallel.config import ParallelConfig
@@ -36,8 +32,6 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
     problems = []
     if isinstance(model, Disentangled):
         problems += _check_observed(model, config, path)
-    if count := global_tokens_of(model):
-        problems += _check_global_tokens(model, count, where)
     gathered = sublayers_on_gathered(model, config)
     if gathered and config.tensor.sequence and config.mesh.tp > 1:
         what = "mixers on the gathered sequence read all of it, and between blocks tp has shards of a shard"
@@ -52,11 +46,6 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
         if isinstance(module, Halting):
             what = "the ponder cost is a mean over all tokens, and a rank's shard of them may end in padding"
             problems.append(Problem(where, what, "Take cp=1, or stack.halting=null."))
-        if isinstance(module, Exits) and module.config.second_target:
-            what = "the target of the token after the next may be on another rank"
-            problems.append(Problem(where, what, "Take cp=1, or stack.exits.second_target=0."))
-        if isinstance(module, MultiToken):
-            problems.append(Problem(where, "tokens ahead may be on another rank", "Take cp=1, or model.mtp=null."))
         if isinstance(module, Exits) and module.config.self_sampling is not None and module.config.policy is not None:
             what = "tokens leave in training by those of a window, which other ranks may have"
             problem = Problem(where, what, "Take cp=1, or stack.exits.self_sampling=null.")
@@ -112,15 +101,6 @@ def _check_attention(attention: Attention, config: ParallelConfig, path: str) ->
             " Without dropout of attention weights (mixer.dropout=0) more styles work; the blocks' dropout always does."
         )
     return [Problem(f"{path}.context.style", what, fix)]
-
-
-def _check_global_tokens(model: nn.Module, count: int, where: str) -> list[Problem]:
-    """List the heads that find tokens of the text by their index, which the global tokens before it change."""
-    for part, key in ((BoundaryHead, "boundary_head"), (SentenceHead, "sentence_head")):
-        if any(isinstance(module, part) for module in model.modules()):
-            what = f"model.{key} finds the tokens of a shard by their index, which {count} global tokens change"
-            return [Problem(where, what, f"Take cp=1, model.{key}=null, or model.global_tokens=0.")]
-    return []
 
 
 def _check_observed(model: Disentangled, config: ParallelConfig, path: str) -> list[Problem]:

@@ -41,21 +41,6 @@ class GatheredSequence:
         return sharding.shard(y)
 
 
-@dataclass(frozen=True)
-class SequenceOfShards:
-    """Substitute for `full_sequence` of a boundary head: the tokens around a span may be on another rank."""
-
-    inner: Callable[[Tensor, Tokens], tuple[Tensor, Tensor]]
-    """That of an unsharded sequence."""
-
-    def __call__(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Gather [B, P, D] to [B, T, D]; return it with the places of this rank's tokens [P]."""
-        if not isinstance(tokens, TokenShard):
-            return self.inner(x, tokens)
-        sharding, length = tokens.sharding, tokens.length
-        return sharding.gather(x, length), sharding.positions(length, x.device)[sharding.rank]
-
-
 def gathered_sublayers(model: nn.Module, has_style: Callable[[Mixer], bool]) -> list[Sublayer]:
     """List the sublayers whose mixer is, or is made of, a mixer without a style."""
     sublayers = [module for module in model.modules() if isinstance(module, Sublayer)]

@@ -80,6 +80,8 @@ class TokenShard(Tokens):
 
     full: Tokens
     sharding: SequenceSharding
+    targets: Tensor | None = None
+    """[B, T] targets of the full sequence, for what predicts tokens further ahead; None: not told."""
 
     @property
     def length(self) -> int:
@@ -88,8 +90,15 @@ class TokenShard(Tokens):
 
     def real(self) -> Tensor:
         """Whether each token [B, P] is one of the full sequence."""
-        places = self.sharding.positions(self.length, self.ids.device)[self.sharding.rank]
-        return (places < self.length).expand_as(self.ids)
+        return (self._places() < self.length).expand_as(self.ids)
+
+    def text_of_shard(self) -> Tensor:
+        places = self._places()
+        return ((places >= self.global_tokens) & (places < self.length)).expand_as(self.ids)
+
+    def _places(self) -> Tensor:
+        """Index [P] of each token in the full sequence."""
+        return self.sharding.positions(self.length, self.ids.device)[self.sharding.rank]
 
     def documents_of_sequence(self) -> Tensor | None:
         """Documents [B, T] of the full sequence."""
@@ -99,12 +108,15 @@ class TokenShard(Tokens):
         """Return this rank's shard of the sequence with `count` global tokens before it."""
         if not count:
             return self
-        full, sharding = self.full.with_global_tokens(count), self.sharding
+        full, sharding, boundaries = self.full.with_global_tokens(count), self.sharding, self.full.boundaries
         return replace(
             self,
             ids=sharding.shard(full.ids),
             positions=sharding.shard(full.positions),
             types=None if full.types is None else sharding.shard(full.types),
+            # A shard has global tokens up to the head, where places of the text would no longer tell where it begins.
+            boundaries=None if boundaries is None else sharding.shard_predicted(boundaries + count),
+            global_tokens=count,
             shared_values=SharedValues(),
             full=full,
         )
@@ -118,8 +130,8 @@ class TokenShard(Tokens):
         return self.full.ids.numel() * self.fraction()
 
 
-def shard_tokens(tokens: Tokens, sharding: SequenceSharding) -> TokenShard:
-    """Slice this rank's shard of the tokens."""
+def shard_tokens(tokens: Tokens, sharding: SequenceSharding, targets: Tensor | None = None) -> TokenShard:
+    """Slice this rank's shard of the tokens, whose `targets` are [B, T]."""
     return TokenShard(
         ids=sharding.shard(tokens.ids),
         positions=sharding.shard(tokens.positions),
@@ -141,4 +153,5 @@ def shard_tokens(tokens: Tokens, sharding: SequenceSharding) -> TokenShard:
         cache=tokens.cache,
         full=tokens,
         sharding=sharding,
+        targets=targets,
     )

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xscale.mesh.collectives import all_gather, sum_out
-from xscale.nn.distillation import FullVocabulary
+from xscale.nn.distilled_head import FullVocabulary
 from xscale.nn.head import IGNORE_INDEX
 from xscale.parallel.region import TensorRegion
 from xscale_kernels.cross_entropy import LossTerms
