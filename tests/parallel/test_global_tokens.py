@@ -3,9 +3,15 @@
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.distributed import Pool
+from tests.distributed import Pool, distributed
 from tests.parallel.against_one import alone, same
+from xscale.mesh.collectives import all_reduce
+from xscale.nn.tokens import Tokens
+from xscale.parallel.context.heads import FirstStateOfShards
+from xscale.parallel.context.sequence_sharding import SequenceSharding, shard_tokens
 
 SECTIONS: dict[str, Any] = {"data": {"cross_documents": True}}
 MODEL: dict[str, Any] = {
@@ -64,17 +70,8 @@ def test_a_sharded_sequence_has_the_numbers_of_one_process(
 
 
 BOUNDARIES = {"objective": {"kind": "span_boundary"}, **SECTIONS}
-SENTENCES = {
-    "objective": {"kind": "masked_sentences", "task": "three_way"},
-    "data": {"split_sentences": True, "cross_documents": True},
-}
-HEADS = [
-    ({**SOFTMAX, "boundary_head": {"max_span": 10}}, BOUNDARIES, "head.boundary/loss"),
-    ({**SOFTMAX, "sentence_head": {"classes": 3}}, SENTENCES, "head.sentence/loss"),
-]
 
 
-@pytest.mark.parametrize(("model", "sections", "statistic"), HEADS, ids=["boundary", "sentence"])
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
@@ -85,10 +82,27 @@ HEADS = [
     ],
     ids=["ulysses", "ring", "cp2-sp2", "cp2-pp2"],
 )
-def test_heads_that_find_tokens_by_index(
-    ranks: int, layout: dict[str, Any], model: dict[str, Any], sections: dict[str, Any], statistic: str, pool: Pool
-) -> None:
+def test_a_boundary_head_finds_tokens_by_index(ranks: int, layout: dict[str, Any], pool: Pool) -> None:
     """On 3 ranks a chunk is shorter than the global tokens, so that the first one has no token of the text."""
-    one = alone(pool, model, **sections)
-    assert statistic in one.statistics
-    same(pool, one, ranks, model, layout, **sections)
+    model = {**SOFTMAX, "boundary_head": {"max_span": 10}}
+    one = alone(pool, model, **BOUNDARIES)
+    assert "head.boundary/loss" in one.statistics
+    same(pool, one, ranks, model, layout, **BOUNDARIES)
+
+
+@distributed(ranks=3)
+def test_any_rank_may_have_the_first_token_of_the_text() -> None:
+    """A sentence head reads it, and each rank has a part of its loss."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 6 + 11, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(2, 4, generator=generator, dtype=torch.float64)
+    for balanced in (False, True):
+        sharding = SequenceSharding(dist.group.WORLD, balanced, global_tokens=6)
+        shard = shard_tokens(Tokens.from_ids(torch.zeros(2, 11, dtype=torch.long)), sharding).with_global_tokens(6)
+        state = FirstStateOfShards(6, lambda x, tokens: x[:, 6])(sharding.shard(x), shard)
+        assert torch.equal(state, x[:, 6])
+        (gradient,) = torch.autograd.grad((state * weight).sum() / 3, x)
+        total = all_reduce(gradient, dist.group.WORLD)
+        expected = torch.zeros_like(x)
+        expected[:, 6] = weight
+        assert torch.allclose(total, expected, atol=1e-15)

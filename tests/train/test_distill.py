@@ -220,6 +220,18 @@ REFUSED: list[tuple[dict[str, Any], int, dict[str, Any], str]] = [
         {"objective": {"kind": "classify"}},
         "distill.soft_over: objective 'classify' predicts at its targets alone",
     ),
+    (
+        {"attention_weight": 1.0},
+        3,
+        {
+            "parallel": {"mesh": {"cp": 3}, "context": {"gather": True}},
+            "model": {
+                **model(),
+                "stack": {"depth": 1, "block": {"mixer": {"kind": "attention", "heads": 4, "dropout": 0.1}}},
+            },
+        },
+        "parallel.context.gather: attention on the gathered sequence hands on no scores",
+    ),
     ({"train_teacher": {"train": {"batch_size": 7}}}, 1, {}, "distill.train_teacher.train.batch_size: "),
     ({"train_teacher": {"trian": {}}}, 1, {}, "distill.train_teacher.trian: "),
 ]

@@ -12,6 +12,8 @@ from xscale.nn.model.model import MODELS
 from xscale.nn.observed_states import attentions_of
 from xscale.nn.stack import Stack
 from xscale.objective.objective import OBJECTIVES
+from xscale.parallel.config import ParallelConfig
+from xscale.parallel.context.styles import sublayers_on_gathered
 from xscale.parallel.distillation import runs_equally_often, runs_in_one_stage
 from xscale.train.check_model import check_documents
 from xscale.train.settings import Settings, build_on_meta
@@ -49,7 +51,7 @@ def check_distillation(settings: Settings, model: nn.Module | None, world: int) 
         problems.append(Problem(f"{PATH}.map_width", what, "Take null, or hidden_weight=1."))
     problems += _check_padding(settings, config)
     problems += _check_layout(settings, config, world)
-    return problems + ([] if model is None else _check_model(model, config))
+    return problems + ([] if model is None else _check_model(model, config, settings.parallel))
 
 
 def _check_padding(settings: Settings, config: DistillConfig) -> list[Problem]:
@@ -97,7 +99,7 @@ def _check_ranks(settings: Settings, config: DistillConfig, world: int) -> list[
     return [Problem("parallel.mesh.order", what, "Put pp first, or take parallel.mesh.pp=1.")]
 
 
-def _check_model(model: nn.Module, config: DistillConfig) -> list[Problem]:
+def _check_model(model: nn.Module, config: DistillConfig, parallel: ParallelConfig) -> list[Problem]:
     """Check a student on meta."""
     stack = getattr(model, "stack", None)
     problems = []
@@ -117,6 +119,10 @@ def _check_model(model: nn.Module, config: DistillConfig) -> list[Problem]:
         problems.append(Problem("model.stack.pooling", what, "Take null, or the soft loss alone."))
     elif config.attention_weight:
         problems += _check_attention(stack, len(stack.blocks), "the student")
+        if parallel.mesh.cp > 1 and sublayers_on_gathered(stack, parallel):
+            what = "attention on the gathered sequence hands on no scores of a rank's queries"
+            fix = f"Take mixers with a style of their own (mixer.dropout=0 allows more), or {PATH}.attention_weight=0."
+            problems.append(Problem("parallel.context.gather", what, fix))
     return problems
 
 
@@ -226,8 +232,8 @@ def _check_shapes(student: nn.Module, teacher: nn.Module, layers: tuple[int, ...
         number, _, inner = name.removeprefix(BLOCKS).partition(".")
         in_stack = name.startswith(BLOCKS)
         taught = parameters.get(f"{BLOCKS}{layers[int(number)]}.{inner}" if in_stack else name)
-        own = name.startswith("distillation.") or (name.startswith("mtp.") and taught is None)
-        if own or (taught is not None and taught.shape == parameter.shape):
+        is_untaught = name.startswith("distillation.") or (name.startswith("mtp.") and taught is None)
+        if is_untaught or (taught is not None and taught.shape == parameter.shape):
             continue
         other = "has no such parameter" if taught is None else f"has {list(taught.shape)}"
         what = f"{name} of the student has the shape {list(parameter.shape)}, and the teacher {other}"

@@ -41,8 +41,8 @@ class FirstStateOfShards:
             return self.inner(x, tokens)
         sharding = tokens.sharding
         is_first = sharding.positions(tokens.length, x.device)[sharding.rank] == self.index  # [P]
-        own = x.where(is_first[:, None], 0.0).sum(1)  # [B, D]
-        return copy_in(sum_out(own, sharding.group), sharding.group)
+        state = x.where(is_first[:, None], 0.0).sum(1)  # [B, D], 0 on the other ranks
+        return copy_in(sum_out(state, sharding.group), sharding.group)
 
 
 @dataclass(frozen=True)
