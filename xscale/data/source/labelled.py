@@ -91,7 +91,7 @@ class Labelled(PairSource):
         name = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
         if name in self.config.classes:
             return int(self.config.classes.index(name))
-        what = f"the label {json.dumps(value)} is no class; data.source.classes has {', '.join(self.config.classes)}"
+        what = f"the label {json.dumps(value)} is no class of data.source.classes"
         raise bad("a label that is no class", what, nearest(str(name), self.config.classes) or "Add it to the classes.")
 
     def _score(self, value: Any, bad: Bad) -> float:
