@@ -33,8 +33,11 @@ bench_app = typer.Typer(cls=BenchGroup, help="Benchmark against a baseline in th
 )
 def bench_op(context: typer.Context) -> None:
     """OPERATOR, or ops for all: benchmark a fused operator after its tests. See `xscale bench rmsnorm --help`."""
+    from xscale.mesh.environment import silence_profiler_log
     from xscale_kernels.bench.__main__ import main as bench
 
+    # On a CPU the peak of the memory is read from torch's profiler.
+    silence_profiler_log()
     names = [] if context.info_name == "op" else [context.info_name or ""]
     raise typer.Exit(bench([*names, *context.args]))
 

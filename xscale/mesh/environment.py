@@ -42,3 +42,12 @@ def rendezvous_to_serve() -> tuple[str, int] | None:
 def set_deepspeed_accelerator(kind: str) -> None:
     """Set the device type, `cpu` or `cuda`, which DeepSpeed reads when it is first imported."""
     os.environ["DS_ACCELERATOR"] = kind
+
+
+def silence_profiler_log() -> None:
+    """Keep torch's profiler from writing to standard error that it starts and stops; a level that is set stays.
+
+    Kineto reads the level when it is first used. These lines have a level of their own above that of its errors, so
+    that none below 6 is without them; 4, its default, shows errors too.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")

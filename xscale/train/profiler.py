@@ -1,5 +1,6 @@
-"""Profiles of chosen steps of a run: a trace of each rank, the largest operators, memory on a GPU."""
+"""Profiles of chosen steps of a run: a trace of each rank, its largest operators, the slowest ranks, GPU memory."""
 
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,14 +10,18 @@ from torch.profiler import ProfilerActivity, profile
 from torch.profiler import record_function as named_range
 
 from xscale.core.atomic_write import write_atomically
+from xscale.core.errors import FaultError
 from xscale.mesh import torch_private
+from xscale.mesh.consensus import Consensus
+from xscale.mesh.environment import RankInfo, silence_profiler_log
 from xscale.observe.config import ProfileConfig
-from xscale.observe.format import percentage, quantity
+from xscale.train.profile_tables import LARGEST, RankProfile, operator_table, rank_profile, rank_table
+from xscale.train.step import PhaseTimer
 
 PROFILES = "profile"
 """Folder of a run with its profiles."""
-LARGEST = 10
-"""Operators in a table."""
+RANKS = "ranks.txt"
+"""File with the table of all ranks."""
 ALLOCATIONS = 1_000_000
 """Most allocations and frees in a memory snapshot, the newest."""
 
@@ -24,24 +29,35 @@ ALLOCATIONS = 1_000_000
 class StepProfiler:
     """Profiles the steps that the config names and writes RUN/profile/step-N, N being the first of them.
 
+    - `ranks.txt`: with several ranks, a row for each of them, the slowest first
     - `rank-R.json.gz`: the trace, for chrome://tracing, Perfetto or TensorBoard's plugin
     - `rank-R.txt`: operators by the time that they take themselves, and by FLOPs
     - `rank-R.memory.pickle`: on a GPU, each allocation of these steps, for pytorch.org/memory_viz
 
-    A profiled step is slower than others.
+    A profiled step is slower than others. A profile that cannot be written ends no run.
     """
 
     def __init__(
-        self, config: ProfileConfig | None, run: Path, rank: int, device: torch.device, message: Callable[[str], None]
+        self,
+        config: ProfileConfig | None,
+        run: Path,
+        rank_info: RankInfo,
+        timer: PhaseTimer,
+        message: Callable[[str], None],
+        beat: Callable[[str], object] = str,
     ) -> None:
-        """`message` gets the table of this rank and the name of the folder."""
-        self._config, self._rank, self._device, self._message = config, rank, device, message
+        """`message` gets the tables and the name of the folder, `beat` the name of what may take long as it begins."""
+        self._config, self._rank, self._timer, self._message, self._beat = config, rank_info.rank, timer, message, beat
         self._folder = Path() if config is None else run / PROFILES / f"step-{config.at:08d}"
         self._profile: profile | None = None
+        self._phases_before: dict[str, float] = {}
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Run step `number`, in the body, under the profiler if it is to be profiled; write after the last of them."""
+        """Run step `number`, in the body, under the profiler if it is to be profiled; write after the last of them.
+
+        Collective: the ranks exchange what they have after the last.
+        """
         config = self._config
         if config is None or not config.at <= number < config.at + config.steps:
             yield
@@ -54,50 +70,70 @@ class StepProfiler:
         with named_range(f"step {number}"):
             yield
         if number == config.at + config.steps - 1:
-            self._write(self._profile)
+            finished, self._profile = self._profile, None
+            self._write(finished, config.steps)
+
+    def close(self) -> None:
+        """Say so where the run ends before the last of the steps."""
+        if self._profile is not None:
+            self._profile.stop()
             self._profile = None
+            self._message("the run ends within the steps of observe.profile, of which no profile is written")
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self._timer.device.type == "cuda"
 
     def _start(self) -> None:
+        if self._profile is not None:  # a rollback led back to the first of them
+            self._profile.stop()
+        silence_profiler_log()
         activities = [ProfilerActivity.CPU]
-        if self._device.type == "cuda":
+        if self._on_gpu:
             activities.append(ProfilerActivity.CUDA)
             torch_private.record_memory_history(max_entries=ALLOCATIONS)
+            torch.cuda.synchronize(self._timer.device)
+        self._phases_before = self._timer.totals()
         self._profile = profile(activities=activities, profile_memory=True, with_flops=True)
         self._profile.start()
 
-    def _write(self, finished: profile) -> None:
-        assert self._config is not None
+    def _write(self, finished: profile, steps: int) -> None:
+        self._beat("profile")
         finished.stop()
+        try:
+            profiles = Consensus(doing="written").on_all(self._folder, lambda: self._write_rank(finished, steps))
+        except FaultError as error:
+            # Every rank has the same one.
+            self._message(f"the profile is not complete: {error}. Training continues")
+            return
+        where = f"profiled {steps} step(s); the traces of all ranks are in {self._folder}"
+        if self._rank == 0:
+            self._message(operator_table(finished, steps, on_gpu=self._on_gpu) + self._ranks(profiles) + where)
+
+    def _write_rank(self, finished: profile, steps: int) -> RankProfile:
+        """Write the files of this rank and return what it adds to the table of all."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        if self._device.type == "cuda":
+        if self._on_gpu:
+            torch.cuda.synchronize(self._timer.device)
             torch_private.dump_memory_snapshot(str(self._folder / f"rank-{self._rank}.memory.pickle"))
             torch_private.record_memory_history(enabled=None)
         finished.export_chrome_trace(str(self._folder / f"rank-{self._rank}.json.gz"))
-        text = operator_table(finished, self._config.steps, on_gpu=self._device.type == "cuda")
+        text = operator_table(finished, steps, on_gpu=self._on_gpu)
         write_atomically(self._folder / f"rank-{self._rank}.txt", text.encode())
-        self._message(f"{text}profiled {self._config.steps} step(s); the traces of all ranks are in {self._folder}")
+        before = self._phases_before
+        phases = {name: seconds - before.get(name, 0.0) for name, seconds in self._timer.totals().items()}
+        return rank_profile(finished, steps, self._rank, platform.node(), phases, on_gpu=self._on_gpu)
 
-
-def operator_table(finished: profile, steps: int, *, on_gpu: bool) -> str:
-    """The `LARGEST` operators by the time they take themselves, without what they call, and by FLOPs; of one step.
-
-    Times are those of the device that computes: kernels on a GPU, operators on a CPU.
-    """
-    rows = []
-    for event in finished.key_averages():
-        # On a GPU a kernel has a row of its own beside that of the operator that starts it.
-        if on_gpu and event.device_type.name != "CUDA" and not event.flops:
-            continue
-        microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        rows.append((microseconds / 1e6 / steps, event.flops / steps, event.count / steps, event.key))
-    total = sum(seconds for seconds, *_ in rows) or 1.0
-    lines = [f"{'operator':48} {'ms a step':>10} {'of all':>8} {'calls':>8} {'FLOPs':>8}"]
-    for seconds, flops, calls, name in sorted(rows, reverse=True)[:LARGEST]:
-        counted = quantity(flops) if flops else "-"
-        lines.append(f"{name[:48]:48} {1e3 * seconds:10.2f} {percentage(seconds / total):>8} {calls:8.0f} {counted:>8}")
-    counted_rows = sorted(((flops, name) for _, flops, _, name in rows if flops), reverse=True)
-    total_flops = sum(flops for flops, _ in counted_rows)
-    if total_flops:
-        lines.append(f"FLOPs of a step: {quantity(total_flops)}, of products and convolutions that the profiler counts")
-        lines += [f"{name[:48]:48} {percentage(flops / total_flops):>10}" for flops, name in counted_rows[:LARGEST]]
-    return "\n".join(lines) + "\n"
+    def _ranks(self, profiles: list[RankProfile]) -> str:
+        """Write the table of all ranks, and return its first rows as text; nothing for one process."""
+        if len(profiles) == 1:
+            return ""
+        write_atomically(self._folder / RANKS, rank_table(profiles).encode())
+        text = f"ms a step of each rank, the slowest first:\n{rank_table(profiles, LARGEST)}"
+        if len(profiles) > LARGEST:
+            text += f"{len(profiles) - LARGEST} more ranks are in {self._folder / RANKS}\n"
+        elsewhere = [entry for entry in profiles if not (self._folder / f"rank-{entry.rank}.txt").exists()]
+        if elsewhere:
+            hosts = ", ".join(dict.fromkeys(entry.host for entry in elsewhere))
+            text += f"run.dir is not shared by all nodes: the traces of {len(elsewhere)} ranks are on {hosts}\n"
+        return text

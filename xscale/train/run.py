@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -247,8 +248,9 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
     for message in resumed.messages:
         observer.message(message)
     watchdog = make_watchdog(parts, folder, stop)
-    rank, device = parts.mesh.rank_info.rank, parts.mesh.device
-    profiler = StepProfiler(settings.observe.profile, folder, rank, device, observer.message)
+    beat = partial(watchdog.heartbeat, seconds=settings.parallel.io_timeout_seconds)
+    timer, rank_info = parts.stepper.timer, parts.mesh.rank_info
+    profiler = StepProfiler(settings.observe.profile, folder, rank_info, timer, observer.message, beat)
     loop = Loop(parts, state, observer, stop, began, saves, watchdog, memory, lock, profiler)
     reason, message = "failed", ""
     baseline = None
@@ -256,6 +258,7 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
         stop.training_begins()
         with watchdog:
             cause = loop.run()
+            profiler.close()
         if cause is None:
             reason = "done"
         else:
