@@ -17,16 +17,14 @@ def load_recipe(config: str | Path | Mapping[str, Any], overrides: Sequence[str]
     `overrides` are those of the command line, such as `model.stack.depth=4`. In a mapping `use` names configs, as in a
     file. ConfigError lists every problem of the config, on the fewest ranks that its layout needs.
     """
-    from xscale.commands.recipes import recipe_named
+    from xscale.commands.recipes import config_file
     from xscale.core.compose import compose_leniently, compose_mapping
     from xscale.recipe import read_and_check
 
     if isinstance(config, Mapping):
         composed = compose_mapping(dict(config), list(overrides))
     else:
-        path = Path(config)
-        is_name = not path.suffix and len(path.parts) == 1 and not path.exists()
-        composed = compose_leniently(recipe_named(str(config)) if is_name else path, list(overrides))
+        composed = compose_leniently(config_file(config), list(overrides))
     recipe, _ = read_and_check(composed)
     return recipe
 

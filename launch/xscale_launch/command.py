@@ -27,9 +27,12 @@ def check_config(config: str, overrides: Sequence[str]) -> Path:
     """
     path = _recipe(config) or Path(config)
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.yaml")], n=3, cutoff=0.4)
-        hint = f"; did you mean {', '.join(str(path.parent / name) for name in near)}?" if near else ""
-        raise LaunchError(f"config {config} does not exist{hint}")
+        files = [file.name for file in path.parent.glob("*.yaml")]
+        near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, files, n=3)]
+        recipes = [file.stem for folder in CONFIGS for file in (folder / "run").glob("*.yaml")]
+        near += difflib.get_close_matches(path.stem, recipes, n=2)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise LaunchError(f"config {config} does not exist; {hint}`xscale list recipes` shows the recipes")
     for override in overrides:
         if "=" not in override:
             raise LaunchError(f"{override!r} is not an override: write key=value, such as train.steps=100")

@@ -88,7 +88,7 @@ def test_a_runs_layers_are_drawn(run: Run, tmp_path: Path) -> None:
         (["window", "5"], "key=value"),
         (["window", "--tokens=0"], "--tokens: must be at least 1, got 0"),
         (["window", "--out=a.jpeg"], "Use .png, .svg, .pdf."),
-        (["nowhere.yaml"], "cannot read the config"),
+        (["nowhere.yaml"], "nowhere.yaml: there is no such file"),
     ],
 )
 def test_what_cannot_be_drawn_is_said(words: list[str], said: str, run: Run) -> None:

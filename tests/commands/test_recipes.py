@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import xscale
 from tests.commands.test_catalogue import MISSING
 from xscale.cli.main import main
 from xscale.commands import list_parts, recipes
@@ -40,6 +41,51 @@ def test_a_name_stands_for_its_recipe() -> None:
         recipes.recipe_named("quikstart")
     with pytest.raises(ConfigError, match="`xscale list recipes`"):
         recipes.recipe_named("xyzzy")
+
+
+@pytest.mark.parametrize(
+    ("config", "folder", "fix"),
+    [
+        # Near: a recipe by its name, a file of the same folder, or both.
+        ("quickstart.yaml", "run", "Did you mean 'quickstart' (without .yaml)? `xscale list recipes` shows"),
+        ("configs/run/quikstart.yaml", "run", "Did you mean 'quickstart' (without .yaml)?"),
+        ("mine/experment.yaml", "run", "Did you mean mine/experiment.yaml?"),
+        ("mine/quikstart.yml", "run", "Did you mean mine/quickstart.yml or 'quickstart' (without .yaml)?"),
+        # Nothing is near.
+        ("mine/xyzzy.yaml", "run", "The YAML files of mine are experiment.yaml, quickstart.yml. `xscale list recipes`"),
+        ("xyzzy.yaml", "run", "The folder . has no YAML file. `xscale list recipes`"),
+        ("there/xyzzy.yaml", "run", "There is no folder there. `xscale list recipes`"),
+        ("experts.yml", "compare", "Did you mean 'experts' (without .yaml)? By name there are: experts."),
+        ("byts", "ladder", "configs/ladder has none of this name. Did you mean 'bytes'?"),
+    ],
+)
+def test_a_missing_file_is_refused_with_what_is_near(
+    config: str, folder: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    for name in ("experiment.yaml", "quickstart.yml"):
+        (tmp_path / "mine" / name).touch()
+    with pytest.raises(ConfigError) as refusal:
+        recipes.config_file(config, folder)
+    assert str(refusal.value).startswith(f"{config}: there is no such file")
+    assert fix in str(refusal.value)
+
+
+def test_comparisons_and_ladders_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert recipes.config_file("experts", "compare") == ROOT / "configs/compare/experts.yaml"
+    assert recipes.config_file("bytes", "ladder") == ROOT / "configs/ladder/bytes.yaml"
+    # A file of that name in the working directory comes first.
+    (tmp_path / "bytes").touch()
+    assert recipes.config_file("bytes", "ladder") == Path("bytes")
+
+
+def test_python_and_the_command_line_know_the_same_names() -> None:
+    # The name has a dot in it, which is no ending of a file.
+    assert xscale.load_recipe("switch_1.6t").model == read(ROOT / "configs/run/switch_1.6t.yaml", [])[0].model
+    with pytest.raises(ConfigError, match=r"Did you mean 'quickstart' \(without .yaml\)"):
+        xscale.load_recipe("quickstart.yaml")
 
 
 def test_list_has_each_recipe_with_its_size_and_ranks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -207,6 +207,8 @@ def test_a_name_stands_for_its_recipe() -> None:
         check_config("performer", [])
     with pytest.raises(LaunchError, match="config nothing does not exist"):
         check_config("nothing", [])
+    with pytest.raises(LaunchError, match=r"did you mean quickstart\? `xscale list recipes` shows"):
+        check_config("quikstart.yaml", [])
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,13 @@ from xscale.cli.data import data_app
 from xscale.cli.evaluate import evaluate
 from xscale.cli.generate import generate
 from xscale.cli.options import (
+    ComparisonFile,
     ConfigFile,
     Json,
+    LadderFile,
     Overrides,
     rank_from_launcher,
     read_config,
-    readable,
 )
 from xscale.core.errors import EXIT_FAULT, EXIT_USER, ConfigError, FaultError, Problem
 from xscale.core.renamed import RenamedWarning
@@ -235,9 +236,7 @@ def init(
 
 @app.command()
 def compare(
-    file: Annotated[
-        Path, typer.Argument(help="A comparison, such as configs/compare/experts.yaml.", callback=readable)
-    ],
+    file: ComparisonFile,
     overrides: Overrides = None,
     seed: Annotated[list[int] | None, typer.Option(help="Seeds, instead of those of the file.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of each variant, interleaved.")] = 20,
@@ -251,7 +250,7 @@ def compare(
 
 @app.command()
 def ladder(
-    file: Annotated[Path, typer.Argument(help="A ladder, such as configs/ladder/bytes.yaml.", callback=readable)],
+    file: LadderFile,
     overrides: Overrides = None,
     train: Annotated[bool, typer.Option(help="Train the runs that are missing; otherwise only report.")] = True,
     slurm: Annotated[

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from xscale.cli.complete import complete_override, complete_recipe, complete_run
-from xscale.commands.recipes import recipe_named
+from xscale.commands.recipes import RUNS, config_file
 from xscale.core.compose import Composed, compose, parse_file
 from xscale.core.errors import ConfigError
 
@@ -20,14 +20,26 @@ def readable(config: Path) -> Path:
 
     The name of a recipe (`xscale list recipes`) or the id of a variant (`xscale list xformers`) stands for its file.
     """
+    return _readable(config, RUNS)
+
+
+def _readable(config: Path, folder: str) -> Path:
+    """The file of configs/`folder` that has the name `config`, or that path."""
     try:
-        if config.suffix not in (".yaml", ".yml") and config.name == str(config) and not config.is_file():
-            return recipe_named(str(config))
-        parse_file(config)
+        file = config_file(config, folder)
+        parse_file(file)
     except ConfigError as error:
         error.same_on_all_ranks = True
         raise
-    return config
+    return file
+
+
+def readable_comparison(file: Path) -> Path:
+    return _readable(file, "compare")
+
+
+def readable_ladder(file: Path) -> Path:
+    return _readable(file, "ladder")
 
 
 ConfigFile = Annotated[
@@ -37,6 +49,16 @@ ConfigFile = Annotated[
         callback=readable,
         autocompletion=complete_recipe,
     ),
+]
+ComparisonFile = Annotated[
+    Path,
+    typer.Argument(
+        help="A comparison, such as configs/compare/experts.yaml, or its name: experts.", callback=readable_comparison
+    ),
+]
+LadderFile = Annotated[
+    Path,
+    typer.Argument(help="A ladder, such as configs/ladder/bytes.yaml, or its name: bytes.", callback=readable_ladder),
 ]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Config overrides: key.path=value.", autocompletion=complete_override)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
+from xscale.commands.recipes import YAML, config_file
 from xscale.core.compose import parse
 from xscale.core.config import Config, Slot, decode
 from xscale.core.errors import ConfigError
@@ -34,8 +35,8 @@ def plot(
             raise ConfigError(name, f"must be at least 1, got {value}")
     if out is not None and out.suffix not in IMAGE_SUFFIXES:
         raise ConfigError("--out", f"unknown format '{out.suffix or out.name}'", f"Use {', '.join(IMAGE_SUFFIXES)}.")
-    if pattern_or_config.endswith((".yaml", ".yml")):
-        layouts = _of_run(Path(pattern_or_config), overrides, tokens)
+    if pattern_or_config.endswith(YAML):
+        layouts = _of_run(config_file(pattern_or_config), overrides, tokens)
     else:
         layouts = _of_pattern(pattern_or_config, overrides, tokens, heads, both, layers, block)
     if out is None:

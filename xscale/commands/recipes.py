@@ -11,10 +11,15 @@ from typing import Any
 from xscale.commands import catalogue
 from xscale.commands.explain import SCHEMA, config_keys
 from xscale.core.compose import compose, configs_folder, flow_text
-from xscale.core.errors import ConfigError
+from xscale.core.errors import ConfigError, nearest
 from xscale.core.file_safety import remove_file
 from xscale.core.keys import ConfigKeys, Key, first_sentence, wrapped
 
+RUNS = "run"
+"""Folder of the configs that a user starts by their name."""
+YAML = (".yaml", ".yml")
+SHOWN_BY = {RUNS: "`xscale list recipes` shows the recipes, and `xscale init NAME` writes one to a file."}
+"""Folder of configs -> sentence on the command that lists it."""
 DEFAULT = "quickstart"
 COMMENT_WIDTH = 110
 FEW = 8
@@ -23,12 +28,57 @@ FEW = 8
 
 def run_recipes() -> dict[str, Path]:
     """Name -> file of each recipe in configs/run. Imports no torch."""
-    return {file.stem: file for file in sorted((configs_folder() / "run").glob("*.yaml"))}
+    return _shipped(RUNS)
 
 
 def recipe_names() -> list[str]:
     """The names that `xscale train NAME` takes: the recipes of runs, then the variants that have one."""
     return [*run_recipes(), *(id for id in catalogue.ids() if catalogue.recipe_file(id) is not None)]
+
+
+def config_file(config: str | Path, folder: str = RUNS) -> Path:
+    """Return the file that a user means by `config`: a path, or the name of a file of configs/`folder` without .yaml.
+
+    Of configs/run the name is a recipe's, or the id of a variant. ConfigError with what is near for a missing one.
+    Imports no torch.
+    """
+    path = Path(config)
+    if path.suffix not in YAML and path.name == str(config) and not path.is_file():
+        return recipe_named(str(config)) if folder == RUNS else _named(str(config), folder)
+    if os.path.lexists(path):
+        return path
+    files = [file.name for file in path.parent.glob("*.y*ml")]
+    names = recipe_names() if folder == RUNS else list(_shipped(folder))
+    near = [str(path.with_name(name)) for name in get_close_matches(path.name, files, n=2)]
+    near += [f"'{name}' (without .yaml)" for name in get_close_matches(path.stem, names, n=2)]
+    fix = f"Did you mean {' or '.join(near)}? " if near else f"{_listed(path.parent, files)} "
+    raise ConfigError(
+        str(path), "there is no such file", fix + SHOWN_BY.get(folder, f"By name there are: {', '.join(names)}.")
+    )
+
+
+def _listed(folder: Path, files: list[str]) -> str:
+    """A sentence with the YAML files of a folder."""
+    if not folder.is_dir():
+        return f"There is no folder {folder}."
+    if not files:
+        return f"The folder {folder} has no YAML file."
+    more = f" and {len(files) - FEW} more" if len(files) > FEW else ""
+    return f"The YAML files of {folder} are {', '.join(sorted(files)[:FEW])}{more}."
+
+
+def _shipped(folder: str) -> dict[str, Path]:
+    """Name -> file of each config in a folder of the configs that come with xscale."""
+    return {file.stem: file for file in sorted((configs_folder() / folder).glob("*.yaml"))}
+
+
+def _named(word: str, folder: str) -> Path:
+    shipped = _shipped(folder)
+    if word not in shipped:
+        raise ConfigError(
+            word, f"there is no such file, and configs/{folder} has none of this name", nearest(word, shipped)
+        )
+    return shipped[word]
 
 
 def recipe_named(word: str) -> Path:
@@ -124,7 +174,7 @@ def init(name: str, out: Path | None) -> None:
     """
     recipe = recipe_named(name)
     target = Path(f"{recipe.stem}.yaml") if out is None else out
-    if target.suffix not in (".yaml", ".yml"):
+    if target.suffix not in YAML:
         raise ConfigError("--out", f"must be a .yaml file, got {str(target)!r}", f"Give --out {target}.yaml.")
     _write_new(target, file_text(recipe))
     print(f"wrote {target}, the recipe '{recipe.stem}' with all that it uses. Edit it, then:")
