@@ -20,7 +20,7 @@ def page(results: Sequence[LadderResult], title: str) -> str:
     """The whole document."""
     parts = [f"<header><h1>{escape(title)}</h1></header>"]
     for result in results:
-        content = f"{_drawing(result)}{_constants(result)}{_predictions(result)}"
+        content = f'<div class="single">{_drawing(result)}</div>{_constants(result)}{_predictions(result)}'
         parts.append(section(f"Scaling of {result.experts}", content))
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -51,9 +51,9 @@ def _drawing(result: LadderResult) -> str:
     if predictions:
         xs = [prediction.run.flops for prediction in predictions]
         values = [prediction.predicted for prediction in predictions]
-        curves.append(Curve(xs, [value.value for value in values], "five dashed", "predicted", dots=True))
+        curves.append(Curve(xs, [value.value for value in values], "plain dashed", "predicted", dots=True))
     if reached:
-        curves.append(Curve([x for x, _ in reached], [y for _, y in reached], "five", "held out", dots=True))
+        curves.append(Curve([x for x, _ in reached], [y for _, y in reached], "plain", "held out", dots=True))
     title = "Validation loss, nats a token"
     return chart(curves, title, bands=bands, log_x=True, log=True, unit="FLOPs")
 
@@ -86,7 +86,7 @@ def _constants(result: LadderResult) -> str:
         f"<tr><td>{name}</td><td>{value.value:.4g}</td><td>{value.low:.4g} to {value.high:.4g}</td></tr>"
         for name, value in result.fit.named_constants().items()
     )
-    return f"<table><tr><th>constant</th><th>value</th><th>90 % interval</th></tr>{rows}</table>"
+    return _table("Constants of the law", "<tr><th>constant</th><th>value</th><th>90 % interval</th></tr>", rows)
 
 
 def _predictions(result: LadderResult) -> str:
@@ -99,8 +99,12 @@ def _predictions(result: LadderResult) -> str:
         f"<td>{_HOLDS[prediction.holds]}</td></tr>"
         for prediction in result.predictions
     )
-    head = "<tr><th>held out</th><th>tokens</th><th>predicted loss</th><th>reached</th><th>interval</th></tr>"
-    return f"<table>{head}{rows}</table>"
+    head = "<tr><th>size</th><th>tokens</th><th>predicted loss</th><th>reached</th><th>interval</th></tr>"
+    return _table("Predictions for the sizes that are held out", head, rows)
+
+
+def _table(title: str, head: str, rows: str) -> str:
+    return f'<h3>{title}</h3><div class="wide runs"><table>{head}{rows}</table></div>'
 
 
 def _interval(value: Interval) -> str:

@@ -29,7 +29,9 @@ from xscale.train.state import State
 def run_facts(parts: RunParts, folder: Path, state: State, resumed: int | None) -> RunFacts:
     """Collect the facts of the run before its first step, for the observers."""
     settings, device = parts.settings, parts.mesh.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    cpu = f"CPU, {threads} thread{'' if threads == 1 else 's'}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
     tokens = settings.train.batch_size * settings.sample_tokens
     # The full model: a pipeline rank has only some of its blocks.
     full_model = build_on_meta(settings, parts.corpus.tokenizer.vocabulary)

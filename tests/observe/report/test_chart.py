@@ -21,6 +21,9 @@ def test_ticks_are_round_and_inside():
 def test_a_logarithmic_axis_has_its_own_ticks():
     assert _ticks(chart([Curve([1, 2], [0.3, 9.0])], "a", log=True), "end")[:5] == ["0.5", "1", "2", "5", "10"]
     assert _ticks(chart([Curve([1, 2], [1e-3, 1e3])], "a", log=True), "end")[:4] == ["0.01", "1", "100"]
+    # Within a decade 1, 2 and 5 are too few.
+    losses = _ticks(chart([Curve([1, 2], [1.91, 2.8])], "a", log=True), "end")
+    assert losses[:5] == ["2", "2.2", "2.4", "2.6", "2.8"]
 
 
 @pytest.mark.parametrize("values", [[1.0], [2.0, 2.0, 2.0], [0.0, 0.0], [-1e-30, 1e30], [5e-324, 1e-320]])

@@ -22,7 +22,7 @@ class Curve:
     x: Sequence[float]
     y: Sequence[float]
     style: str = "one"
-    """A class of the page's style sheet: one, two, three, faint."""
+    """Classes of the page's style sheet: one to five, plain, faint; and dashed."""
     label: str = ""
     dots: bool = False
 
@@ -124,8 +124,11 @@ class _Scale:
         low, high = self.low, self.high
         if self.log:
             decades = range(math.floor(low), math.floor(high) + 1)
-            round_ones = [factor * 10.0**power for power in decades for factor in (1, 2, 5)]
-            return [value for value in round_ones if low <= math.log10(value) <= high]
+            values = [factor * 10.0**power for power in decades for factor in (1, 2, 5)]
+            values = [value for value in values if low <= math.log10(value) <= high]
+            if len(values) >= 3:
+                return values
+            low, high = 10.0**low, 10.0**high
         unit = 10.0 ** math.floor(math.log10((high - low) / 5))
         step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if (high - low) / (unit * factor) <= 6)
         return [step * index for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]

@@ -46,31 +46,34 @@ pre .prompt { color: var(--soft); }
 .figures dd { margin: 0; font-size: 1.5rem; line-height: 1.25; font-family: var(--serif); }
 .figures small { display: block; font: .8rem/1.4 var(--sans); color: var(--soft); }
 .grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 27rem), 1fr)); gap: 1.8rem 2.2rem; }
+.single { max-width: 46rem; }
 figure { margin: 0; min-width: 0; break-inside: avoid; }
 figcaption { font-weight: 600; font-size: .95rem; margin-bottom: .35rem; }
-svg { display: block; width: 100%; height: auto; }
+svg { display: block; width: 100%; height: auto; overflow: visible; }
 svg text { font: 12px var(--sans); fill: var(--soft); }
 svg .unit { font-size: 11px; }
 svg .grid { stroke: var(--rule); stroke-width: 1; }
 svg .axis { stroke: var(--soft); stroke-width: 1; }
 svg .curve { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
-svg .dashed { stroke-dasharray: 7 4; }
+svg .curve.dashed { stroke-dasharray: 7 4; }
 svg .band { fill: var(--colour); opacity: .16; }
 svg .faint { stroke-width: 1; opacity: .35; }
 svg .mark { stroke: var(--soft); stroke-width: 1.5; stroke-dasharray: 5 4; }
 svg .marked { fill: var(--ink); stroke: var(--paper); stroke-width: 4; paint-order: stroke; }
 .one, .faint { --colour: var(--one); } .two { --colour: var(--two); } .three { --colour: var(--three); }
-.four { --colour: var(--four); } .five { --colour: var(--five); }
+.four { --colour: var(--four); } .five { --colour: var(--five); } .plain { --colour: var(--ink); }
 svg .curve { stroke: var(--colour); }
 svg circle { fill: var(--paper); stroke: var(--colour); stroke-width: 2; }
 svg .hover { fill: transparent; stroke: none; }
 figure .note { margin: .2rem 0 0; }
-.key { font-weight: 400; font-size: .82rem; color: var(--soft); margin-left: .7rem; white-space: nowrap; }
+.key { font-weight: 400; font-size: .82rem; color: var(--soft); margin-right: .8rem; white-space: nowrap; }
+figcaption .key:first-of-type { margin-left: .7rem; }
 .key::before {
   content: ""; display: inline-block; width: .9rem; height: .2rem; margin-right: .35rem; vertical-align: middle;
   background: var(--colour); border-radius: 2px;
 }
 .key.faint::before { opacity: .4; }
+.key.dashed::before { background: repeating-linear-gradient(90deg, var(--colour) 0 .35rem, transparent 0 .55rem); }
 .axes > input { margin: 0 .3rem 1.2rem 0; } .axes > label { margin-right: 1.1rem; }
 .axes > div { display: none; }
 #axis-tokens:checked ~ .against-tokens, #axis-steps:checked ~ .against-steps, #axis-time:checked ~ .against-time,
@@ -102,7 +105,8 @@ table { border-collapse: collapse; font-size: .9rem; }
 th, td { text-align: left; padding: .28rem 1.4rem .28rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
 th { font-weight: 400; color: var(--soft); white-space: nowrap; }
 td.number { text-align: right; }
-.runs td { white-space: nowrap; } .runs td.number, .runs th { padding-right: 1.1rem; }
+.runs table { font-size: .86rem; }
+.runs td { white-space: nowrap; } .runs td, .runs th { padding-right: .95rem; }
 details { margin: .6rem 0; }
 summary { cursor: pointer; font-size: .92rem; color: var(--soft); }
 @media (max-width: 40rem) {
