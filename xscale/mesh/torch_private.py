@@ -79,6 +79,15 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def _parameter_groups(state: Any) -> list[Any]:
+    """Return the parameter groups of an FSDP state; torch 2.11 has one or none, under another name."""
+    attributes = vars(state)
+    if "_fsdp_param_groups" in attributes:
+        return list(attributes["_fsdp_param_groups"])
+    group = attributes["_fsdp_param_group"]
+    return [] if group is None else [group]
+
+
 def reset_sharded_parameters(model: nn.Module) -> None:
     """Tell every FSDP module that the storage of its parameters was replaced.
 
@@ -89,7 +98,7 @@ def reset_sharded_parameters(model: nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            for group in _parameter_groups(module._get_fsdp_state()):
                 for parameter in group.fsdp_params:
                     parameter.reset_sharded_param()  # type: ignore[no-untyped-call]
 
@@ -100,7 +109,7 @@ def post_backward(model: nn.Module) -> None:
 
     root = fully_shard.state(model)  # type: ignore[attr-defined]
     for state in root._state_ctx.all_states:
-        for group in state._fsdp_param_groups:
+        for group in _parameter_groups(state):
             # Called for every group: a backward to the weights may have skipped the hook that marks a group as done.
             group.post_backward()
     root._root_post_backward_final_callback()
