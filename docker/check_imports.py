@@ -25,11 +25,11 @@ MODULES = {
     "eval": ["lm_eval"],
     "fla": ["fla"],
     "liger": ["liger_kernel"],
-    "torchao": ["torchao.optim"],
+    "torchao": ["torchao.optim", "torchao.float8"],
     "wandb": ["wandb"],
     "mlflow": ["mlflow"],
     "dev": ["hatchling", "pytest", "xdist", "hypothesis", "ruff", "mypy", "pre_commit", "psutil", "triton", "mkdocs",
-            "material", "fla", "liger_kernel", "sklearn", "accelerate", "schedulefree"],
+            "material", "fla", "liger_kernel", "sklearn", "accelerate", "schedulefree", "torchao"],
     "cuda": ["apex", "amp_C", "fused_layer_norm_cuda", "triton"],
 }  # fmt: skip
 

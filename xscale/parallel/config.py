@@ -125,6 +125,10 @@ class LossScaleConfig(Config):
     """Lowest scale, a power of 2. Gradients that overflow even so are not finite: train.nonfinite applies to them."""
 
 
+Float8Scaling = Literal["tensor", "row", "mx"]
+"""Numbers that share a scale: those of a tensor, of a row, or of 32 elements of a row (MXFP8)."""
+
+
 class PrecisionConfig(Config):
     compute: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     """Dtype of activations and of parameters in use."""
@@ -133,9 +137,14 @@ class PrecisionConfig(Config):
     loss_scale: LossScaleConfig = LossScaleConfig()
     """Dynamic loss scaling, which compute=float16 has (Micikevicius et al. 2018): the loss is multiplied by a scale
     before backward, and gradients are divided by it before they are clipped."""
-    float8: Literal["tensor", "row"] | None = None
-    """Multiply linear maps, but not experts and the head, in float8 with a scale per tensor or per row; null: in
-    `compute`. Needs a GPU of compute capability 8.9 (row: 9.0). Each tp rank scales its own shard of a weight."""
+    float8: Float8Scaling | None = None
+    """Multiply linear maps, but not experts and the head, in float8 with a scale per tensor, per row, or per 32
+    elements of a row (mx: MXFP8); null: in `compute`. Needs a GPU of compute capability 8.9 (row: 9.0, mx: 10.0). Each
+    tp rank scales its own shard of a weight."""
+    float8_kernel: Literal["torch", "torchao", "emulated"] = "torch"
+    """Implementation of float8. torch: by its scaled matmul, tensor or row. torchao: its recipes tensorwise, rowwise
+    (scales are powers of two) and MXFP8; `pip install -e '.[torchao]'`. emulated: casts to float8 and multiplies in
+    float32, on any device, to see the numerics of a run before there is a GPU for it; slow."""
     float32_matmul: Literal["highest", "high", "medium"] = "highest"
     """Precision of float32 matmuls in the process (`torch.set_float32_matmul_precision`): highest is float32, high may
     use TF32 on a GPU, medium bfloat16. It is for compute=float32, routers and other modules that keep float32."""

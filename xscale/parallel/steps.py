@@ -256,11 +256,7 @@ class Float8Step(_Step):
     def apply(
         self, model: nn.Module, settings: StepSettings, mesh: Mesh, fill: FillParameters
     ) -> tuple[nn.Module, str | None]:
-        float8.apply(model, settings.precision)
-        scale = settings.precision.float8
-        if scale is None:
-            return model, None
-        return model, f"Applied float8 matmuls, a scale per {scale}, to {len(float8.float8_linears(model))} linear maps"
+        return model, float8.apply(model, settings.precision)
 
 
 class ActivationCheckpointingStep(_Step):

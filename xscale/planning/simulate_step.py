@@ -26,7 +26,7 @@ from xscale.nn.moe.permutation import DispatchPlan, ExpertsCall
 from xscale.nn.stack import Stack
 from xscale.nn.tokens import SharedValues, Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, Objective, SpecialTokens
-from xscale.parallel import context
+from xscale.parallel import context, float8
 from xscale.parallel.activation_checkpointing import CheckpointedBlocks
 from xscale.parallel.activation_offload import ActivationOffload, HostCopy
 from xscale.parallel.context.document_runs import find_document_runs, share_document_runs
@@ -167,6 +167,7 @@ def simulate_step(
         sharding = context.sequence_sharding_of(model, mesh, parallel)
         model = plan.shard(model, mesh, lambda stage: _fill(stage, plan.master, fake, tracer))
         balance_routing(model)
+        float8.take_torch_kernel(model)
         offload = substitute_offload(model)
         objective: Objective = OBJECTIVES.build(
             settings.objective, _specials(vocabulary), settings.data.source_length, settings.run.seed

@@ -136,7 +136,8 @@ def load_teacher(
         create_communicators(own_mesh)
     parallel = ParallelConfig(mesh=config, zero=ZeroConfig(stage=settings.distill.zero))
     length = source.settings.data.sequence_length
-    plan = ParallelPlan(parallel, settings.precision.model_copy(update={"float8": None}), length)
+    precision = settings.precision.model_copy(update={"float8": None, "float8_kernel": "torch"})
+    plan = ParallelPlan(parallel, precision, length)
     model = build_on_meta(source.settings, vocabulary)
     if problems := plan.check(model, info.world):
         raise ConfigError(replace(problem, path=f"distill.teacher ({problem.path})") for problem in problems)
