@@ -60,14 +60,13 @@ def unsupported_device(config: PrecisionConfig, device: torch.device) -> Problem
     scaling, kernel = config.float8, config.float8_kernel
     if scaling is None or kernel == "emulated":
         return None
-    needed = NEEDS[scaling]
-    able = [other for other, capability in NEEDS.items() if capability < needed]
+    needed, gpu = NEEDS[scaling], device.type == "cuda"
+    capability = torch.cuda.get_device_capability(device) if gpu else (0, 0)
+    able = [other for other, minimum in NEEDS.items() if minimum <= capability]
     instead = f"float8={' or '.join([*able, 'null'])}, or float8_kernel=emulated"
     fix = f"Take a GPU of compute capability {needed[0]}.{needed[1]} or newer, {instead}."
-    if device.type != "cuda":
-        what = f"a {device.type} does not support float8 matmuls"
-        return Problem("precision.float8", what, fix)
-    capability = torch.cuda.get_device_capability(device)
+    if not gpu:
+        return Problem("precision.float8", f"a {device.type} does not support float8 matmuls", fix)
     if capability < needed:
         what = f"a GPU of compute capability {capability[0]}.{capability[1]} does not support float8={scaling}"
         return Problem("precision.float8", what, fix)
