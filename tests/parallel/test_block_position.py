@@ -8,7 +8,6 @@ import torch
 from tests.distributed import Pool
 from tests.parallel.against_one import alone, asked, built, same
 from tests.parallel.models import changed
-from tests.parallel.test_tensor import refused
 from xscale.train.generate import generate, incremental
 
 MODEL: dict[str, Any] = {
@@ -28,6 +27,7 @@ MODEL: dict[str, Any] = {
 FLOATER = changed(MODEL, stack__block__position={"kind": "floater", "hidden": 8, "interval": 0.05})
 LAYOUTS: list[dict[str, Any]] = [
     {"mesh": {"tp": 2}, "recompute": {"every": 1}},
+    {"mesh": {"tp": 2}, "tensor": {"sequence": True}},
     {"mesh": {"cp": 2}},
     {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}},
     {"mesh": {"dp_shard": 2}, "zero": {"stage": 3}},
@@ -68,9 +68,3 @@ def test_two_stages_of_a_rank_cannot_share_dynamics() -> None:
         "two copies of stack.position_tables." in problem and "or another stack.block.position." in problem
         for problem in problems
     ), problems
-
-
-@pytest.mark.parametrize("model", [MODEL, FLOATER], ids=["learned", "floater"])
-def test_sequence_parallelism_is_refused(model: dict[str, Any]) -> None:
-    (problem,) = refused(model, 2, mesh={"tp": 2}, tensor={"sequence": True})
-    assert "stack.block.position reads the tokens between the blocks" in problem

@@ -32,7 +32,7 @@ class PositionTraits:
 class Position(Part):
     """Built as `Position(config, dims, heads, head_width)`; heads and head_width are 0 where it acts on the input."""
 
-    seams: ClassVar[tuple[str, ...]] = ("bias",)
+    seams: ClassVar[tuple[str, ...]] = ("bias", "embed")
     adds_bias = False
     """Whether `bias` returns a tensor: where = bias."""
     adds_scores = False
@@ -58,7 +58,10 @@ class Position(Part):
         return cls.adds_values
 
     def embed(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """[B, T, D] -> [B, T, D]: where = input."""
+        """[B, T, D] -> [B, T, D]: where = input. It reads no more of the tokens than their positions, and the cache.
+
+        A seam: sequence parallelism adds the encodings of its own tokens.
+        """
         return x
 
     def rotate(self, x: Tensor, tokens: Tokens) -> Tensor:

@@ -6,13 +6,13 @@ padding.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from xscale.core.errors import Problem
 from xscale.mesh.collectives import slice_in
-from xscale.nn.block import Sublayer
+from xscale.nn.block import Block, Sublayer
 from xscale.nn.exits import Exit
 from xscale.nn.layer_mix import LayerMix
 from xscale.nn.model.disentangled import Disentangled
@@ -21,6 +21,7 @@ from xscale.nn.module import substitute
 from xscale.nn.multi_token import MtpModule, MultiToken
 from xscale.nn.norm import NORMS, Norm
 from xscale.nn.stack import Stack
+from xscale.nn.tokens import Tokens
 from xscale.parallel.layout_invariant_random import TokensOverTensor
 from xscale.parallel.region import TensorRegion, all_reduce_replicated_grads
 
@@ -30,14 +31,12 @@ def check(model: nn.Module, path: str) -> list[Problem]:
     problems = {}
     for stack in [module for module in model.modules() if isinstance(module, Stack)]:
         decodes = any(block.decoder_steps for block in stack.blocks.values())
-        adds_position = any(block.position is not None for block in stack.blocks.values())
         reading = {
             "block.gates": stack.gates is not None,
             "halting": stack.halting is not None,
             "step_signal": stack.step_signal,
             "mask_decoder": decodes,
             "pooling": stack.pooling is not None,
-            "block.position": adds_position,
             "exits.self_sampling": stack.exits is not None and stack.exits.config.self_sampling is not None,
         }
         key = next((key for key, is_set in reading.items() if is_set), None)
@@ -81,6 +80,11 @@ def apply(model: nn.Module, region: TensorRegion) -> None:
             for gain in (module.alpha, module.omega):
                 if gain is not None:
                     all_reduce_replicated_grads(gain, region)
+        if isinstance(module, Block) and module.position is not None:
+            substitute(module.position, "embed", EmbedOwnTokens(module.position.embed, region))
+            all_reduce_replicated_grads(module.position, region)
+        if isinstance(module, Stack) and module.position_tables is not None:
+            all_reduce_replicated_grads(module.position_tables, region)
         if isinstance(module, LayerMix):
             all_reduce_replicated_grads(module, region)
         if isinstance(module, MtpModule):
@@ -89,6 +93,19 @@ def apply(model: nn.Module, region: TensorRegion) -> None:
             substitute(module, "embed_ahead", ShardAhead(module.embed_ahead, region))
     for norm in norms_between_regions(model):
         all_reduce_replicated_grads(norm, region)
+
+
+@dataclass(frozen=True)
+class EmbedOwnTokens:
+    """Adds a block's position encodings to the tokens of this rank's shard."""
+
+    inner: Callable[[Tensor, Tokens], Tensor]
+    """Adds those of all tokens, by their positions alone."""
+    region: TensorRegion
+
+    def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """x [B, T/R, D], tokens of the full sequence -> [B, T/R, D]."""
+        return self.inner(x, replace(tokens, positions=self.region.shard(tokens.positions)))
 
 
 @dataclass(frozen=True)
