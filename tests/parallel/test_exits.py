@@ -25,6 +25,8 @@ NEAR = {"criterion": "uncertainty", "threshold": 0.985, "window": 1}
 PIPELINE = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}
 SEQUENCE = {"mesh": {"tp": 2}, "tensor": {"sequence": True}, "recompute": {"every": 1}}
 
+RINGS = [{"mesh": {"cp": 2}, "context": {"style": style}} for style in ("ring", "ulysses")]
+
 
 @pytest.mark.parametrize(
     ("model", "layouts"),
@@ -32,7 +34,7 @@ SEQUENCE = {"mesh": {"tp": 2}, "tensor": {"sequence": True}, "recompute": {"ever
         (OWN, [PIPELINE, SEQUENCE, {"mesh": {"cp": 2}}, {"mesh": {"dp_shard": 2}, "zero": {"stage": 3}}]),
         (SHARED, [{"mesh": {"tp": 2}}, {"mesh": {"cp": 2}}, {"mesh": {"dp_shard": 2}, "zero": {"stage": 3}}]),
         (model("encoder", depth=4, blocks=[2], head="shared"), [PIPELINE | {"zero": {"stage": 3}}]),
-        (AHEAD, [PIPELINE, {"mesh": {"tp": 2}}, {"mesh": {"cp": 2}}, {"mesh": {"dp_shard": 2}, "zero": {"stage": 3}}]),
+        (AHEAD, [PIPELINE, {"mesh": {"tp": 2}}, *RINGS, {"mesh": {"dp_shard": 2}, "zero": {"stage": 3}}]),
         (model(self_sampling=0.5, policy=CERTAIN), [{"mesh": {"tp": 2}}, {"mesh": {"cp": 2}}]),
         pytest.param(DIVERSE, [SEQUENCE, {"mesh": {"cp": 2}}, {"zero": {"stage": 3}}], marks=pytest.mark.long),
         (model(self_sampling=0.5, policy=NEAR), [{"mesh": {"dp_shard": 2}, "zero": {"stage": 3}}]),
