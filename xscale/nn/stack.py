@@ -147,7 +147,7 @@ class Stack(Module):
         self.core_tables: Module | None = share_layer_tables(self.blocks.values())
         """The parameters that all attention cores have in common; None: none."""
         self.position_tables: Module | None = share_layer_tables(self.blocks.values(), Position)
-        """The parameters that the positions at the inputs of all blocks have in common; None: none."""
+        """The parameters that the positions of all blocks have in common, where each has others; None: none."""
         if config.linear_maps == "quaternion":
             use_quaternions(self.blocks.values())
         self.shared: nn.ModuleDict | None = share_sublayers(self.blocks.values(), config.share)

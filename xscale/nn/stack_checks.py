@@ -7,6 +7,7 @@ from xscale.nn.attention.core import CORES
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.norm import NORMS
+from xscale.nn.position.position import POSITIONS
 from xscale.nn.quaternion import check as check_quaternions
 from xscale.nn.reversible import check as check_reversible
 from xscale.nn.sequence_pooling import check as check_pooling
@@ -112,15 +113,24 @@ def _check_layer_tables(config: Any, dims: Dims, path: str) -> list[Problem]:
 
 
 def _check_shared_position(config: Any, dims: Dims, path: str) -> list[Problem]:
-    """Check that the mixers which share the table of a position part have one of the same shape."""
-    tables = set()
+    """Check that the mixers which share parameters of a position part have those of the same shape."""
+    tables, key = set(), "shared"
     mixer: Any
     for mixer in config.mixers():
         position: Any = getattr(mixer, "position", None) or dims.position
-        if hasattr(mixer, "heads") and getattr(position, "shared", False):
-            tables.add((mixer.heads, position))
+        if not hasattr(mixer, "heads") or position is None:
+            continue
+        if getattr(position, "shared", False):
+            tables.add((mixer.heads if POSITIONS.of(position).part.has_heads else None, position))
+        elif getattr(position, "shared_biases", False):
+            # Each head has vectors as wide as its keys.
+            key = "shared_biases"
+            widths = [getattr(mixer, name, None) for name in ("head_width", "shared_width")]
+            tables.add((mixer.heads, position, mixer.kind == "collaborative", *widths))
     if len(tables) < 2:
         return []
-    heads = ", ".join(str(count) for count in sorted({count for count, _ in tables}))
-    what = f"the blocks share a table of biases per head, and their mixers differ in heads or position (heads: {heads})"
-    return [Problem(f"{path}.rules", what, "Take mixers with the same heads and position, or position.shared=false.")]
+    heads = ", ".join(str(count) for count in sorted({count for count, *_ in tables if count is not None}))
+    differ = f"heads or position (heads: {heads})" if heads else "position"
+    what = f"the blocks share parameters of their position, and their mixers differ in {differ}"
+    fix = f"Take mixers with the same heads and position, or position.{key}=false."
+    return [Problem(f"{path}.rules", what, fix)]

@@ -11,6 +11,7 @@ from xscale.core.config import decode
 from xscale.core.errors import ConfigError
 from xscale.nn.position.alibi import Alibi, slopes
 from xscale.nn.position.learned import LearnableSinusoidal, Learned, Sinusoidal
+from xscale.nn.position.position import POSITIONS
 from xscale.nn.position.rope import Rope
 from xscale.nn.tokens import Tokens
 from xscale.parallel.precision import apply
@@ -109,3 +110,14 @@ def test_alibi_penalises_the_distance() -> None:
     assert bias.shape == (1, 8, 1, 7)
     assert bias[0, 0, 0].tolist() == pytest.approx([-0.5 * abs(4 - key) for key in range(7)])
     assert bias[0, 7, 0].tolist() == pytest.approx([-abs(4 - key) / 256 for key in range(7)])
+
+
+@pytest.mark.parametrize("kind", ["learned", "music_transformer", "tupe"])
+def test_a_table_shorter_than_the_sequence_is_refused(kind: str) -> None:
+    entry = POSITIONS.get(kind)
+    (problem,) = entry.part.check(decode(entry.part.Config, {"length": 16}), dims(length=24), "model.position")
+    assert str(problem) == (
+        "model.position.length: the table has 16 positions, and a sequence has 24 tokens. Take 24 or more, or null."
+    )
+    for length in (24, 30, None):
+        assert entry.part.check(decode(entry.part.Config, {"length": length}), dims(length=24), "model.position") == []

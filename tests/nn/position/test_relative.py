@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.conformance.made import dims
+from tests.conformance.made import close, dims, drawn, ready
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
 from xscale.nn.dims import Dims
 from xscale.nn.init import materialize
+from xscale.nn.position.deberta import Deberta
 from xscale.nn.position.relative import Relative
 from xscale.nn.stack import Stack, StackConfig
 from xscale.nn.tokens import Tokens
@@ -87,6 +88,23 @@ def test_mixers_with_other_heads_cannot_share_a_table() -> None:
     assert problem.path == "model.stack.rules"
     assert "position.shared=false" in problem.fix
     assert Stack.check(*stack_of([rule]), "model.stack") == []
+
+
+def test_mixers_with_other_heads_share_a_table_without_heads() -> None:
+    """DeBERTa's, which each mixer projects to heads of its own."""
+    rule = {"every": 2, "at": 1, "mixer": {"kind": "attention", "heads": 4}}
+    config = decode(StackConfig, {"depth": 2, "block": {"mixer": {"kind": "attention", "heads": 2}}, "rules": [rule]})
+    around = replace(dims(causal=False), position=Deberta.Config(shared=True))
+    assert Stack.check(config, around, "model.stack") == []
+    stack, apart = ready(Stack(config, around)), ready(Stack(config, replace(around, position=Deberta.Config())))
+    with torch.no_grad():
+        for block in apart.blocks.values():
+            block.mixer.part.position.table.copy_(stack.position.table)
+        for name, parameter in apart.named_parameters():
+            if "position" not in name:
+                parameter.copy_(stack.get_parameter(name))
+    x, tokens = drawn(1, 9, around.width), Tokens.from_ids(torch.zeros(1, 9, dtype=torch.long))
+    assert close(stack(x, tokens), apart(x, tokens))
 
 
 def test_a_distance_within_the_exact_buckets_is_refused() -> None:

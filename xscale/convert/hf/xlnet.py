@@ -29,6 +29,7 @@ def to_hf(config: Any, sizes: ModelSizes, require: Requirements) -> Data:
         return {}
     mixer, ffn = block.mixer, block.ffn
     require.one_of("model.position.base", config.position.base, 10000.0)
+    require.one_of("model.position.shared_biases", config.position.shared_biases, False)
     require.one_of("model.embedding_norm", getattr(config.embedding_norm, "kind", None), None)
     require.one_of("model.transform", config.transform, None)
     require.one_of("model.head_bias", config.head_bias, True)

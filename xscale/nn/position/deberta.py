@@ -35,6 +35,7 @@ class Deberta(Position):
     adds_scores = True
     has_tables = True
     projects = True
+    has_heads = False
     score_factor = 3**-0.5
     table: Parameter
 

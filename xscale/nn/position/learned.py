@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from xscale.core.errors import Problem
 from xscale.nn.dims import Dims
 from xscale.nn.init import ONES
-from xscale.nn.position.position import POSITIONS, Position, PositionTraits
+from xscale.nn.position.position import POSITIONS, Position, PositionTraits, check_table_length
 from xscale.nn.tokens import Tokens
 
 
@@ -26,6 +26,10 @@ class Learned(Position):
     def __init__(self, config: Config, dims: Dims, heads: int = 0, head_width: int = 0) -> None:
         super().__init__()
         self.declare("weight", (config.length or dims.length, dims.width), ("tokens", "width"), dims.init)
+
+    @classmethod
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
+        return check_table_length(config.length, dims, path)
 
     def embed(self, x: Tensor, tokens: Tokens) -> Tensor:
         return x + F.embedding(tokens.positions, self.use(self.weight))

@@ -8,10 +8,11 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.errors import Problem
 from xscale.nn.dims import Dims
 from xscale.nn.position.distance_tables import DistanceTables
 from xscale.nn.position.pairs import Pairs
-from xscale.nn.position.position import POSITIONS, Position, PositionTraits
+from xscale.nn.position.position import POSITIONS, Position, PositionTraits, check_table_length
 
 
 @POSITIONS.register(
@@ -32,6 +33,10 @@ class MusicTransformer(Position):
         # A causal model has no use for later keys.
         rows = self.length if dims.causal else 2 * self.length - 1
         self.declare("table", (heads, rows, head_width), ("heads", "state", "state"), dims.init)
+
+    @classmethod
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
+        return check_table_length(config.length, dims, path)
 
     def scores(self, q: Tensor, k: Tensor, pairs: Pairs) -> Tensor:
         embeddings = self._embeddings(pairs.distances(q.device), pairs)

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
+from xscale.core.errors import Problem
 from xscale.core.registry import Family
 from xscale.nn.dims import Dims
 from xscale.nn.module import Part
@@ -51,6 +52,8 @@ class Position(Part):
     """Whether `distance_tables` gives all of the terms of the scores and of the output."""
     shared = False
     """Whether all mixers of a stack have this part's parameters in common."""
+    has_heads = True
+    """Whether its parameters are of a number of heads, so that mixers with others cannot share them."""
 
     @classmethod
     def adds_values_of(cls, config: Any) -> bool:
@@ -154,6 +157,14 @@ def share_position(blocks: Iterable[nn.Module]) -> Position | None:
             # Not by assignment, which would register the part, and its parameters, with each mixer.
             vars(module)["position"] = owner
     return owner
+
+
+def check_table_length(length: int | None, dims: Dims, path: str) -> list[Problem]:
+    """List why the table of a position at `path` has too few rows, which its key `length` gives; None: enough."""
+    if length is None or length >= dims.length:
+        return []
+    what = f"the table has {length} positions, and a sequence has {dims.length} tokens"
+    return [Problem(f"{path}.length", what, f"Take {dims.length} or more, or null.")]
 
 
 POSITIONS = Family("position", PositionTraits)

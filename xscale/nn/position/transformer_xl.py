@@ -1,7 +1,8 @@
 """Dai et al. 2019 (Transformer-XL), section 3.3: relative positions by projected sinusoids and two learned biases.
 
 The score of query i and key j is ((q_i + u) k_j + (q_i + v) W r_ij) / sqrt(K), where r_ij is the sinusoid of i - j, W a
-projection to each head, and u and v are a vector of each head. XLNet (Yang et al. 2019) has it bidirectional.
+projection to each head, and u and v are a vector of each head: those of a layer, or of all layers, as in the paper
+(`shared_biases`). XLNet (Yang et al. 2019) has it bidirectional.
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from torch.nn import Parameter
 
 from xscale.core.errors import Problem
 from xscale.nn.dims import Dims
+from xscale.nn.module import Module
 from xscale.nn.position.distance_tables import DistanceTables
 from xscale.nn.position.pairs import Pairs
 from xscale.nn.position.position import POSITIONS, Position, PositionTraits
@@ -49,9 +51,7 @@ def _chunks(distances: Tensor) -> Iterator[slice]:
 
 
 @POSITIONS.register(
-    "transformer_xl",
-    traits=PositionTraits(where="scores", relative=True, extrapolates=True, cost="H*T*S*K"),
-    deviations=("Each layer has its own u and v; the paper's have them in common.",),
+    "transformer_xl", traits=PositionTraits(where="scores", relative=True, extrapolates=True, cost="H*T*S*K")
 )
 class TransformerXl(Position):
     adds_scores = True
@@ -63,14 +63,20 @@ class TransformerXl(Position):
     class Config(Position.Config):
         base: float = Field(default=10000.0, gt=0)
         """Ratio of the longest to the shortest wavelength, which is 2 pi."""
+        shared_biases: bool = False
+        """Whether all blocks of a stack have one u and v, as in the paper; false: each block has its own, as XLNet."""
 
     def __init__(self, config: Config, dims: Dims, heads: int = 0, head_width: int = 0) -> None:
         super().__init__()
         self.base = config.base
         width = dims.width
         self.declare("weight", (heads * head_width, width), ("heads", "width"), dims.init, linear_map=True)
-        self.declare("content_bias", (heads, head_width), ("heads", "state"), dims.init, decays=False)
-        self.declare("position_bias", (heads, head_width), ("heads", "state"), dims.init, decays=False)
+        owner: Module = self
+        self.layer_tables: Module | None = None
+        if config.shared_biases:
+            owner = self.layer_tables = Module()
+        for name in ("content_bias", "position_bias"):
+            owner.declare(name, (heads, head_width), ("heads", "state"), dims.init, decays=False)
 
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
@@ -79,9 +85,7 @@ class TransformerXl(Position):
         return []
 
     def scores(self, q: Tensor, k: Tensor, pairs: Pairs) -> Tensor:
-        u, v = (self.use(bias) for bias in (self.content_bias, self.position_bias))
-        weight = self.use(self.weight).view(*u.shape, -1)  # [H, K, D]
-        u, v, weight = (pairs.select_heads(parameter) for parameter in (u, v, weight))
+        u, v, weight = self._weights_of_heads(pairs)
         scale = q.shape[-1] ** -0.5
         sinusoids = self.sinusoids(pairs.distances(q.device), weight)  # [R, D]
         biased = (q + pairs.query_factor * v[:, None]) * scale
@@ -92,11 +96,17 @@ class TransformerXl(Position):
         return scores
 
     def distance_tables(self, q: Tensor, distances: Tensor, pairs: Pairs) -> DistanceTables:
-        u, v = (self.use(bias) for bias in (self.content_bias, self.position_bias))
-        weight = self.use(self.weight).view(*u.shape, -1)  # [H, K, D]
-        u, v, weight = (pairs.select_heads(parameter) for parameter in (u, v, weight))
+        u, v, weight = self._weights_of_heads(pairs)
         rows: Tensor = _ProjectedSinusoids.apply(weight, distances, self)  # type: ignore[no-untyped-call]
         return DistanceTables(rows, content_bias=u * pairs.query_factor, position_bias=v * pairs.query_factor)
+
+    def _weights_of_heads(self, pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
+        """u and v [H, K] and W [H, K, D] of the heads of these pairs."""
+        owner: Any = self.layer_tables or self
+        u, v = owner.use(owner.content_bias), owner.use(owner.position_bias)
+        weight = self.use(self.weight).view(*u.shape, -1)  # [H, K, D]
+        u, v, weight = (pairs.select_heads(parameter) for parameter in (u, v, weight))
+        return u, v, weight
 
     def sinusoids(self, distances: Tensor, like: Tensor) -> Tensor:
         """Sines, then cosines, of query - key: [R, D], of the dtype and width of `like` [..., D]."""

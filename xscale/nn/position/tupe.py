@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from xscale.core.errors import Problem
 from xscale.nn.dims import Dims
-from xscale.nn.position.position import POSITIONS, Position, PositionTraits
+from xscale.nn.position.position import POSITIONS, Position, PositionTraits, check_table_length
 from xscale.nn.position.relative import Relative
 
 
@@ -64,7 +64,8 @@ class Tupe(Position):
 
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
-        return Relative.check(_relative(config), dims, path) if config.relative else []
+        problems = check_table_length(config.length, dims, path)
+        return problems + (Relative.check(_relative(config), dims, path) if config.relative else [])
 
     def bias(self, queries: Tensor, keys: Tensor) -> Tensor:
         table = self.use(self.table)

@@ -67,7 +67,9 @@ class Ring:
 
 def _ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: ShardedAttentionMask, sinks: Tensor | None) -> Tensor:
     """[B, H, P, K] -> [B, H, P, K]; `sinks` [H] are logits in the denominators."""
-    parameters = PositionParameters.of(() if mask.position is None else (mask.position, *mask.projections))
+    # Parameters that all layers share belong to the stack.
+    tables = getattr(mask.position, "layer_tables", None)
+    parameters = PositionParameters.of((mask.position, tables, *mask.projections))
     ring = FlashParts.of(q, mask) or _RingTiles(mask.sharding, mask, parameters, q.dtype)
     o: Tensor = _RingAttention.apply(q, k, v, sinks, ring, *parameters.used())  # type: ignore[no-untyped-call]
     return o

@@ -83,7 +83,9 @@ def _one_copy(name: str, *, looks_up: bool) -> str:
     if ".shared." in name:
         return "Take schedule 1f1b, with one stage on each rank, or stack.share=none."
     if ".position_tables." in name:
-        return "Take schedule 1f1b, with one stage on each rank, or another stack.block.position."
+        is_bias = name.endswith((".content_bias", ".position_bias"))
+        other = "model.position.shared_biases=false" if is_bias else "another stack.block.position"
+        return f"Take schedule 1f1b, with one stage on each rank, or {other}."
     if ".core_tables." in name:
         return "Take schedule 1f1b, with one stage on each rank, or a core without tables that layers share."
     if name.startswith("distillation."):
