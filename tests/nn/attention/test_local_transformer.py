@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.conformance.made import dims
 from tests.nn.attention.literal import HEADS, WIDTH, agree, build, inputs, masks
 from xscale.nn.attention.core import Core
 from xscale.nn.attention.local_transformer import LocalTransformer
@@ -24,6 +25,9 @@ def local(core: Core, fixed: float | None, q: Tensor, k: Tensor, v: Tensor, seen
                 keys = seen[min(b, len(seen) - 1), 0, t].nonzero().flatten()
                 hidden = torch.tanh(core.hidden[h] @ q[b, h, t])
                 p = len(keys) * torch.sigmoid(core.center[h] @ hidden)
+                if core.window_from == "layer":
+                    mean = sum(k[b, h, key] for key in keys) / len(keys)
+                    hidden = torch.tanh(core.window_hidden[h] @ mean)
                 window = fixed or len(keys) * torch.sigmoid(core.window[h] @ hidden)
                 sigma = window / 2
                 gaussian = -((torch.arange(len(keys)) - p) ** 2) / (2 * sigma**2)
@@ -38,6 +42,26 @@ def test_it_is_the_papers_attention(causal: bool, fixed: float | None) -> None:
     core = build(LocalTransformer.Config(fixed_window=fixed), causal=causal)
     for mask in masks(20, causal=causal):
         agree(core, mask, lambda *x: local(core, fixed, *x))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_of_the_layer_is_predicted_from_the_mean_of_its_keys(causal: bool) -> None:
+    core = build(LocalTransformer.Config(window="layer"), causal=causal)
+    for mask in masks(20, causal=causal):
+        agree(core, mask, lambda *x: local(core, None, *x))
+    assert isinstance(core, LocalTransformer)
+    mask, (q, k, _) = AttentionMask(20, 20, False), inputs(20)
+    # Every query weighs keys by the same parabola, at a place of its own.
+    bends = core.gaussian(q, k, mask).diff(n=2)  # [B, H, T, S - 2]
+    torch.testing.assert_close(bends, bends[:, :, :1, :1].expand_as(bends))
+    assert bends[:, :, 0, 0].unique().numel() == bends[:, :, 0, 0].numel(), "each head and sample has its own"
+
+
+def test_a_window_that_is_given_is_not_predicted() -> None:
+    config = LocalTransformer.Config(window="layer", fixed_window=10.0)
+    (problem,) = LocalTransformer.check(config, dims(), "core")
+    assert str(problem).startswith("core.window: the window is given, fixed_window=10.0, so it is not predicted")
+    assert "Take query, or fixed_window=null." in str(problem)
 
 
 def test_cross_attention_looks_around_a_place_of_the_other_sequence() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.conformance.made import close, dims, drawn, numbered, ready
 from xscale.core.config import decode
+from xscale.nn.attention.evolving import Evolving
 from xscale.nn.attention.ops.mask import AttentionMask, ScoreEdge
 from xscale.nn.attention.prior_scores import PriorScores
 from xscale.nn.attention.softmax import Softmax
@@ -199,6 +200,19 @@ def test_evolving_attention_is_its_equation(kind: str) -> None:
         return mix
 
     check(model(kind, EVOLVING), kind, combine)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_evolving_attention_convolves_the_bias_of_a_position_too(causal: bool) -> None:
+    core = ready(Evolving(Evolving.Config(alpha=0.3, beta=0.4), dims(causal=causal, layer=1), HEADS, 4))
+    (q, k, v), bias = (drawn(2, HEADS, 6, 4, seed=at) for at in range(3)), drawn(1, HEADS, 6, 6, seed=4)
+    edge, seen = ScoreEdge(drawn(2, HEADS, 6, 6, seed=5)), torch.ones(6, 6).bool()
+    seen = seen.tril() if causal else seen
+    a = 0.3 * edge.previous + 0.7 * (q @ k.mT / 2 + bias)
+    wanted = 0.4 * convolved(a, core.kernel, core.kernel_bias, seen).relu() + 0.6 * a
+    out = core(q, k, v, AttentionMask(6, 6, causal, bias=bias, score_edge=edge))
+    assert close(edge.scores, wanted)
+    assert close(out, wanted.masked_fill(~seen, float("-inf")).softmax(-1) @ v)
 
 
 @pytest.mark.parametrize("core", [REAL, LAZY, EVOLVING], ids=["realformer", "lazyformer", "evolving"])

@@ -1,5 +1,6 @@
 """Collaborative attention against the paper's equation, one head at a time, its limit and its generation."""
 
+import itertools
 import math
 from typing import Any
 
@@ -7,9 +8,13 @@ import pytest
 import torch
 
 from tests.conformance.made import WIDTH, close, dims, drawn, ready, tokens
+from tests.nn.position.test_scores import EQUATIONS
+from xscale.core.config import decode
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.collaborative import Collaborative
-from xscale.nn.position.music_transformer import MusicTransformer
+from xscale.nn.position.deberta import Deberta
+from xscale.nn.position.shaw import Shaw
+from xscale.nn.tokens import Tokens
 
 LENGTH, HEADS = 12, 4
 K = WIDTH // HEADS
@@ -56,6 +61,41 @@ def test_heads_with_channels_of_their_own_are_multi_head_attention() -> None:
     assert close(part(x, tokens(LENGTH)), plain(x, tokens(LENGTH)))
 
 
+@pytest.mark.parametrize(
+    ("position", "shared_width"),
+    [
+        ({"kind": "shaw", "distance": 3, "values": False}, 12),
+        ({"kind": "music_transformer"}, 12),
+        ({"kind": "transformer_xl"}, 8),
+    ],
+)
+def test_positions_add_terms_that_read_the_weighed_queries(position: dict[str, Any], shared_width: int) -> None:
+    """The terms of the positions' own papers, of each head's queries x W_q diag(m_h) and the shared keys."""
+    settings = {"heads": HEADS, "shared_width": shared_width, "position": position}
+    config, around = decode(Collaborative.Config, settings), dims(length=LENGTH)
+    assert Collaborative.check(config, around, "mixer") == []
+    part, x = ready(Collaborative(config, around)), drawn(2, LENGTH, WIDTH).requires_grad_()
+    score = EQUATIONS[part.position.Config.kind]
+    queries, keys = x @ part.shared_q.weight.mT, x @ part.shared_k.weight.mT
+    values = (x @ part.v.weight.mT).unflatten(-1, (HEADS, K))
+    rows = []
+    for b, t, h in itertools.product(range(2), range(LENGTH), range(HEADS)):
+        q = queries[b, t] * part.mixing[h]
+        scores = [score(part, q, keys[b, s], h, s - t) / math.sqrt(K) for s in range(t + 1)]
+        rows.append(torch.stack(scores).softmax(0) @ values[b, : t + 1, h])
+    wanted = torch.stack(rows).view(2, LENGTH, -1) @ part.o.weight.mT
+    out = part(x, tokens(LENGTH))
+    assert close(out, wanted)
+    above, leaves = drawn(*out.shape, seed=3), [x, *part.parameters()]
+    for gradient, literal in zip(*(torch.autograd.grad((y * above).sum(), leaves) for y in (out, wanted)), strict=True):
+        assert close(gradient, literal)
+        assert gradient.any()
+    cache: dict[str, Any] = {}
+    for first, last in ((0, 5), (5, 6), (6, LENGTH)):
+        ids, positions = tokens(LENGTH).ids[:, first:last], torch.arange(first, last).expand(2, -1)
+        assert close(part(x[:, first:last], Tokens(ids, positions, cache=cache)), out[:, first:last])
+
+
 def test_generation_caches_the_shared_keys_once() -> None:
     part, cache = mixer(8), {}
     part(drawn(2, LENGTH, WIDTH), tokens(LENGTH, cache=cache))
@@ -66,7 +106,12 @@ def test_generation_caches_the_shared_keys_once() -> None:
 def test_bad_settings_are_refused_with_what_would_work() -> None:
     (problem,) = Collaborative.check(Collaborative.Config(heads=5), dims(), "mixer")
     assert str(problem).startswith("mixer.heads: heads=5 does not divide width=32")
-    config = Collaborative.Config(heads=4, position=MusicTransformer.Config())
+    config = Collaborative.Config(heads=4, position=Deberta.Config())
     (problem,) = Collaborative.check(config, dims(), "mixer")
-    assert "position 'music_transformer' reads the queries of each head's own projection" in str(problem)
-    assert "the mixer attention" in str(problem)
+    assert str(problem).startswith("mixer.position: position 'deberta' projects its table")
+    assert "Take the mixer attention, or one of these positions: music_transformer, shaw, " in str(problem)
+    assert "deberta" not in str(problem).split("positions: ")[1]
+    config = Collaborative.Config(heads=4, position=Shaw.Config())
+    (problem,) = Collaborative.check(config, dims(), "mixer")
+    assert str(problem).startswith("mixer.position.values: position 'shaw' adds to values")
+    assert "Take false, or the mixer attention." in str(problem)

@@ -73,6 +73,22 @@ def test_the_loss_is_the_papers(causal: bool, patterns: tuple[str, ...], documen
         assert close(after - before, extra)
 
 
+def test_the_weight_falls_linearly_to_zero() -> None:
+    part, x = mixer("previous", guidance_weight=0.6, guidance_until=0.5), drawn(2, LENGTH, WIDTH).requires_grad_()
+    leaves = [x, part.q.weight]
+
+    def added(progress: float | None) -> list[Tensor]:
+        around = replace(tokens(LENGTH), progress=progress)
+        out, plain = (part(x, replace(around, aux_loss_weight=weight)).sum() for weight in (0.25, None))
+        pairs = zip(*(torch.autograd.grad(y, leaves) for y in (out, plain)), strict=True)
+        return [after - before for after, before in pairs]
+
+    whole = torch.autograd.grad(0.25 * 0.6 * loss_of(part, ("previous",), x, tokens(LENGTH)), leaves)
+    for progress, fraction in ((None, 1.0), (0.0, 1.0), (0.125, 0.75), (0.4, 0.2), (0.5, 0.0), (0.9, 0.0)):
+        for gradient, full in zip(added(progress), whole, strict=True):
+            assert close(gradient, fraction * full)
+
+
 def test_its_outputs_are_those_of_attention() -> None:
     part, plain = mixer("previous"), ready(Attention(Attention.Config(heads=HEADS), dims(length=LENGTH)))
     x = drawn(2, LENGTH, WIDTH)

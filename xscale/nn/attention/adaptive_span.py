@@ -48,6 +48,7 @@ class SpanConfig(Config):
         bias=True,
         position_terms=True,
         documents=True,
+        prefix=True,
         decode=True,
     ),
     deviations=(

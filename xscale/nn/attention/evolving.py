@@ -3,8 +3,9 @@
     A_l = alpha S_{l-1} + (1 - alpha) Q K^T / sqrt(K),  A_0 = Q K^T / sqrt(K)
     S_l = beta ReLU(conv(A_l)) + (1 - beta) A_l,  o = softmax(S_l) V
 
-S and A [B, H, T, S] are scores before mask and softmax; the convolution is 3 x 3 over queries and keys, with the heads
-as channels. Scores that the mask hides are 0 to it. In a causal model its taps of later queries are left out.
+S and A [B, H, T, S] are scores before mask and softmax, Q K^T / sqrt(K) with what the position adds to it; the
+convolution is 3 x 3 over queries and keys, with the heads as channels. Scores that the mask hides are 0 to it. In a
+causal model its taps of later queries are left out.
 """
 
 import torch
@@ -32,6 +33,8 @@ TAPS = 3
         per_head=False,
         cost="2*T*S*K + 9*H*T*S",
         dropout=True,
+        bias=True,
+        position_terms=True,
         documents=True,
         decode=True,
         previous_scores=True,

@@ -4,19 +4,21 @@
     p_i = I sigmoid(U_p^T tanh(W_p q_i)),  D_i = I sigmoid(U_d^T tanh(W_p q_i))
 
 G is added to the scores. I is the number of keys that the query sees: those of its document, and in a causal model no
-later ones. Places j count from 0 at the start of the document.
+later ones. Places j count from 0 at the start of the document. The window D may also be one of all queries of a layer,
+given or predicted from the mean of the keys, D = I sigmoid(U_d^T tanh(W_d mean(k_j))).
 """
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.errors import Problem
 from xscale.nn.attention.core import CORES, CoreTraits
-from xscale.nn.attention.ops.dense import upcast
+from xscale.nn.attention.ops.dense import repeat_kv, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
@@ -38,11 +40,11 @@ NARROWEST = 0.01
         bias=True,
         position_terms=True,
         documents=True,
+        prefix=True,
         decode=True,
     ),
     deviations=(
-        "The paper's window of a layer, which is predicted from the mean of its keys, is not part of it.",
-        "In a causal model I counts the tokens up to the query; the paper has I of a whole sentence.",
+        "In a causal model I and the mean of the keys are of the tokens up to the query, not of a whole sentence.",
     ),
 )
 class LocalTransformer(Softmax):
@@ -50,42 +52,72 @@ class LocalTransformer(Softmax):
     hidden: Parameter
     center: Parameter
     window: Parameter
+    window_hidden: Parameter
 
     class Config(Softmax.Config):
+        window: Literal["query", "layer"] = "query"
+        """What D is predicted from. query: from each query; layer: from the mean of the keys that a query sees, so that
+        all queries of a bidirectional layer have one window, as in the paper's layer-specific windows."""
         fixed_window: float | None = Field(default=None, gt=0)
-        """D of all queries, in tokens (the paper tries 10); null: each query predicts its own."""
+        """D of all queries, in tokens (the paper tries 10); null: it is predicted."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)
-        self.fixed_window = config.fixed_window
+        self.fixed_window, self.window_from = config.fixed_window, config.window
         self.declare("hidden", (heads, head_width, head_width), ("heads", "state", "state"), dims.init)
         self.declare("center", (heads, head_width), ("heads", "state"), dims.init)
         if config.fixed_window is None:
             self.declare("window", (heads, head_width), ("heads", "state"), dims.init)
+            if config.window == "layer":
+                shape = (heads, head_width, head_width)
+                self.declare("window_hidden", shape, ("heads", "state", "state"), dims.init)
+
+    @classmethod
+    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+        problems = super().check(config, dims, path)
+        if config.fixed_window is not None and config.window == "layer":
+            what = f"the window is given, fixed_window={config.fixed_window}, so it is not predicted"
+            problems.append(Problem(f"{path}.window", what, "Take query, or fixed_window=null."))
+        return problems
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-        bias = self.gaussian(q, mask)
+        bias = self.gaussian(q, k, mask)
         bias = bias if mask.bias is None else bias + mask.bias
         return super().forward(q, k, v, replace(mask, bias=bias))
 
-    def gaussian(self, q: Tensor, mask: AttentionMask) -> Tensor:
-        """Return the bias G [B, H, T, S] of queries [B, H, T, K]."""
+    def gaussian(self, q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
+        """Return the bias G [B, H, T, S] of queries [B, H, T, K] and keys [B, G, S, K]."""
         hidden = torch.tanh(q @ self.use(self.hidden).mT)  # [B, H, T, K]
         seen: Tensor | int = mask.keys
         if mask.allowed is not None:
             seen = mask.allowed.to(q.device).sum(-1, keepdim=True)  # [B or 1, 1, T, 1]
         center = seen * torch.sigmoid(upcast(hidden @ self.use(self.center)[..., None]))  # [B, H, T, 1]
         window: Tensor | float
-        if self.fixed_window is None:
+        if self.fixed_window is not None:
+            window = self.fixed_window
+        else:
+            if self.window_from == "layer":
+                means = repeat_kv(mean_of_seen(k, mask), q.shape[1])  # [B, H, T or 1, K]
+                hidden = torch.tanh(means @ self.use(self.window_hidden).mT)
             window = seen * torch.sigmoid(upcast(hidden @ self.use(self.window)[..., None]))
             window = window.clamp(min=NARROWEST)
-        else:
-            window = self.fixed_window
         return -2 * ((key_places(mask, q.device)[:, None, None] - center) / window).square()
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
-        predicted = head_width * (head_width + (1 if self.fixed_window else 2))
-        return super().multiply_adds(queries, keys, heads, head_width) + heads * queries * predicted
+        predicted = queries * head_width * (head_width + (1 if self.fixed_window else 2))
+        if self.fixed_window is None and self.window_from == "layer":
+            predicted += queries * head_width * (head_width + keys)
+        return super().multiply_adds(queries, keys, heads, head_width) + heads * predicted
+
+
+def mean_of_seen(k: Tensor, mask: AttentionMask) -> Tensor:
+    """Return the mean of the keys [B, G, S, K] that each query sees, [B, G, T, K]; [B, G, 1, K] where it sees all."""
+    if mask.allowed is None:
+        return k.mean(2, keepdim=True)
+    allowed = upcast(mask.allowed.to(k.device, k.dtype))  # [B or 1, 1, T, S]
+    # A query that observes nothing has an output of 0, whatever its window.
+    weights = allowed / allowed.sum(-1, keepdim=True).clamp(min=1)
+    return (weights @ upcast(k)).to(k.dtype)
 
 
 def key_places(mask: AttentionMask, device: torch.device) -> Tensor:

@@ -90,10 +90,18 @@ class Collaborative(Attention):
             what = f"heads={config.heads} does not divide width={dims.width}"
             problems.append(Problem(f"{path}.heads", what, "Take a divisor of the width, or give head_width."))
         position = config.position or dims.position
-        if position is not None and not dims.cross and POSITIONS.of(position).traits.where == "scores":
+        if position is not None and not dims.cross:
             where = "model.position" if config.position is None else f"{path}.position"
-            what = f"position '{position.kind}' reads the queries of each head's own projection"
-            problems.append(Problem(where, what, "Take one that rotates or adds a bias, or the mixer attention."))
+            part = POSITIONS.of(position).part
+            if part.projects:
+                what = f"position '{position.kind}' projects its table to queries and keys of each head"
+                can = [*POSITIONS.able(where="scores"), *POSITIONS.able(where="bias")]
+                can = [name for name in can if not POSITIONS.get(name).part.projects]
+                fix = f"Take the mixer attention, or one of these positions: {', '.join(can)}."
+                problems.append(Problem(where, what, fix))
+            elif part.adds_values_of(position):
+                what = f"position '{position.kind}' adds to values, and those of a head are not as wide as its keys"
+                problems.append(Problem(f"{where}.values", what, "Take false, or the mixer attention."))
         return problems + cls.check_position(config, dims, path) + cls._check_core(config, dims, path)
 
     @property

@@ -25,7 +25,7 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "dynamic_mask",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True, prefix=True),
     deviations=(
         "Distances beyond the data's sequence length have the mask of the longest.",
         "There is no ReLU before the output projection, which the authors' code has and the paper does not.",

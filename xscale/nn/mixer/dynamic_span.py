@@ -25,7 +25,7 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "dynamic_span",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True, prefix=True),
     deviations=(
         "All scores are computed, also those that the mask hides.",
         "A bidirectional model has spans to both sides; the paper's models are causal.",

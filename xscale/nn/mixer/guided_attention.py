@@ -28,9 +28,10 @@ TokenId = Annotated[int, Field(ge=0)]
 
 @MIXERS.register(
     "guided_attention",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True, prefix=True),
     deviations=(
-        "The weight of the loss is constant; in the paper it decays during pre-training.",
+        "The weight of the loss falls linearly with the steps (guidance_until), or is constant; that the paper's decay "
+        "is linear is not verified.",
         "Rows without a token that the pattern names are left out.",
     ),
 )
@@ -44,7 +45,10 @@ class GuidedAttention(Attention):
         period_ids: tuple[TokenId, ...] = ()
         """Token ids of the periods."""
         guidance_weight: float = Field(default=1.0, ge=0)
-        """Lambda, weight of the loss."""
+        """Lambda, weight of the loss, at the beginning of a run."""
+        guidance_until: float | None = Field(default=None, gt=0, le=1)
+        """Fraction of the run's steps after which the weight is 0: it falls linearly until then, as the paper's decays
+        during pre-training. null: it is constant."""
 
     cores: ClassVar[tuple[str, ...] | None] = ("softmax",)
     shards_sequence: ClassVar[bool] = False
@@ -56,6 +60,7 @@ class GuidedAttention(Attention):
         super().__init__(config, dims)
         self.heads = config.heads
         self.patterns, self.guidance_weight = config.patterns, config.guidance_weight
+        self.guidance_until = config.guidance_until
         self.ids = {"delimiter": config.delimiter_ids, "period": config.period_ids}
 
     @classmethod
@@ -79,7 +84,8 @@ class GuidedAttention(Attention):
 
     def attend_input(self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         o = self.attend(q, k, v, mask)
-        if tokens.aux_loss_weight is None:
+        guidance_weight = self.weight_at(tokens.progress)
+        if tokens.aux_loss_weight is None or not guidance_weight:
             return o
         assert isinstance(self.core, Softmax)
         weights = self.core.attention_weights(q, k, mask)  # [B, H, T, S]
@@ -89,10 +95,16 @@ class GuidedAttention(Attention):
             for head in range(first, min(first + local, len(self.patterns)))
         ]
         # A rank's share of the loss is weighted as if it had all heads.
-        factor = self.guidance_weight * self.heads / local
+        factor = guidance_weight * self.heads / local
         # A rank without a guided head joins the others' collectives in backward.
         loss = factor * (torch.stack(distances).sum() if distances else 0.0 * weights.sum())
         return attach(o, loss, tokens.aux_loss_weight)
+
+    def weight_at(self, progress: float | None) -> float:
+        """Return lambda after the fraction `progress` of the run's steps; None: there is no run."""
+        if self.guidance_until is None or progress is None:
+            return self.guidance_weight
+        return self.guidance_weight * max(0.0, 1 - progress / self.guidance_until)
 
     def chosen(self, pattern: Pattern, tokens: Tokens, mask: AttentionMask) -> Tensor:
         """Return the keys that the pattern names for each query, of those it sees: bool [B, T, S]."""

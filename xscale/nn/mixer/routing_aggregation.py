@@ -32,7 +32,7 @@ FLOOR = 1e-6
 
 @MIXERS.register(
     "routing_aggregation",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=True, documents=True, decode=True),
+    traits=MixerTraits(causal=True, bidirectional=True, cross=True, documents=True, decode=True, prefix=True),
     deviations=("The inverse temperature lambda of EM routing is constant; Hinton et al. raise it during training.",),
 )
 class RoutingAggregation(Attention):
