@@ -100,7 +100,7 @@ def reset_sharded_parameters(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             for group in _parameter_groups(module._get_fsdp_state()):
                 for parameter in group.fsdp_params:
-                    parameter.reset_sharded_param()  # type: ignore[no-untyped-call]
+                    parameter.reset_sharded_param()
 
 
 def post_backward(model: nn.Module) -> None:

@@ -246,9 +246,9 @@ class StudentLosses:
         if self.padded and tokens.documents is not None:
             documents = tokens.documents_of_sequence()
             assert documents is not None
-            is_text, is_key = tokens.documents == 0, documents == 0  # [B, P], [B, T]
+            is_query, is_key = tokens.documents == 0, documents == 0  # [B, P], [B, T]
             counts = is_key.sum(1) ** (values.dim() - 1)
-            weight = is_text if values.dim() == 2 else is_text[:, :, None] & is_key[:, None, :]
+            weight = is_query if values.dim() == 2 else is_query[:, :, None] & is_key[:, None, :]
             return (values.where(weight, 0.0).flatten(1).sum(1) / counts).mean() / tokens.fraction()
         if (is_text := tokens.text_of_shard()) is not None:
             if values.dim() == 3:

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.eager import eager
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.module import Module
 from xscale.nn.stack import Stack
@@ -71,7 +71,7 @@ class ObservedScores:
         return o if tokens.states is None else _hand_on(tokens.states, self.layer, q, k, mask, o, tokens)
 
 
-@torch.compiler.disable
+@eager
 def _hand_on(
     states: InnerStates, layer: int, q: Tensor, k: Tensor, mask: AttentionMask, o: Tensor, tokens: Tokens
 ) -> Tensor:
