@@ -55,6 +55,8 @@ class Section(Config):
     """Bounded, or null."""
     limits: tuple[Annotated[int, pydantic.Field(ge=0, le=8)], ...] = ()
     """Each bounded."""
+    some: tuple[Annotated[int, pydantic.Field(ge=0)], ...] = pydantic.Field(default=(1,), min_length=1)
+    """At least one."""
 
 
 class Root(Config):
@@ -181,3 +183,11 @@ def test_a_config_is_frozen_and_hashable() -> None:
     with pytest.raises(pydantic.ValidationError, match="frozen"):
         config.needed = 2  # type: ignore[misc]
     assert hash(config) == hash(Root(needed=1))
+
+
+def test_a_bad_item_is_the_only_problem_of_its_list() -> None:
+    with pytest.raises(ConfigError) as caught:
+        decode(Section, {"some": [-1]})
+    assert [str(problem) for problem in caught.value.problems] == ["some.0: must be >= 0, got -1"]
+    with pytest.raises(ConfigError, match="some: tuple should have at least 1 item"):
+        decode(Section, {"some": []})

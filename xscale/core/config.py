@@ -152,11 +152,19 @@ def _problems(schema: Any, faults: Any, above: tuple[Any, ...], origin: dict[str
     problems: list[Problem] = []
     for fault in faults:
         where = above + tuple(fault["loc"])
+        if fault["type"] == "too_short" and any(_is_inside(other["loc"], fault["loc"]) for other in faults):
+            # pydantic counts the items that are right; each of the others has a problem of its own.
+            continue
         if fault["type"] == "part":
             problems += _problems(fault["ctx"]["schema"], fault["ctx"]["faults"], where, origin)
         else:
             problems.append(_problem(schema, fault, ".".join(str(part) for part in where), origin))
     return problems
+
+
+def _is_inside(loc: tuple[Any, ...], outer: tuple[Any, ...]) -> bool:
+    """Whether a fault at `loc` is one of an item of the value at `outer`."""
+    return len(loc) > len(outer) and loc[: len(outer)] == outer
 
 
 def _problem(schema: Any, fault: Any, path: str, origin: dict[str, str]) -> Problem:
