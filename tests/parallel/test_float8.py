@@ -72,7 +72,7 @@ def nearest(value: float, numbers: list[float]) -> float:
 
 
 def rounded(x: Tensor, scaling: Float8Scaling, numbers: list[float]) -> Tensor:
-    """What float8 of x [N, K] stands for: each number over its group's scale is rounded, and multiplied back."""
+    """Numbers that float8 of x [N, K] stands for: each number over its group's scale is rounded, and multiplied back."""
     width = {"tensor": x.numel(), "row": x.shape[1], "mx": 32}[scaling]
     values = x.double().flatten().tolist()
     result: list[float] = []

@@ -19,7 +19,7 @@ BLOCK = 32
 SIZE_MULTIPLES = {"tensor": 16, "row": 16, "mx": BLOCK}
 """Scaling -> what divides all sizes of a product."""
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -127, 127
-"""Of the scales of e8m0."""
+"""Exponents of the scales of e8m0."""
 
 
 def float8_product(x: Tensor, weight: Tensor, scaling: Float8Scaling, *, emulated: bool = False) -> Tensor:
