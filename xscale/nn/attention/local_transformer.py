@@ -56,8 +56,8 @@ class LocalTransformer(Softmax):
 
     class Config(Softmax.Config):
         window: Literal["query", "layer"] = "query"
-        """What D is predicted from. query: from each query; layer: from the mean of the keys that a query sees, so that
-        all queries of a bidirectional layer have one window, as in the paper's layer-specific windows."""
+        """Input of the prediction of D. query: each query; layer: the mean of the keys that a query sees, so that all
+        queries of a bidirectional layer have one window, as in the paper's layer-specific windows."""
         fixed_window: float | None = Field(default=None, gt=0)
         """D of all queries, in tokens (the paper tries 10); null: it is predicted."""
 
