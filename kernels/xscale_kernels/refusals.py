@@ -67,8 +67,8 @@ def is_hopper(x: torch.Tensor) -> bool:
 
 
 INSTALL = {
-    "fla": "pip install -e '.[fla]'",
-    "liger_kernel": "pip install -e '.[liger]'",
+    "fla": "pip install 'fla-core>=0.6,<0.7'",
+    "liger_kernel": "pip install 'liger-kernel>=0.8.5,<0.9'",
     "flash_attn_2_cuda": "FlashAttention-2, a wheel of the releases of flash-attention",
     "flash_attn_interface": "FlashAttention-3, built from the folder hopper of flash-attention",
 }

@@ -266,18 +266,19 @@ INSTALL = re.compile(r"""pip install (?:-e )?(?:'([^']+)'|"([^"]+)"|([\w.-]+))""
 
 
 def unknown_packages(root: Path) -> list[str]:
-    """Requirements that the reader is told to install, without those that are a requirement of pyproject.toml or an
-    extra of the checkout."""
+    """Requirements that the reader is told to install, without those of pyproject.toml and, in the documentation, the
+    extras of the checkout: a message also reaches who installed a wheel."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     listed = [item.partition(";")[0].strip() for item in (*project["dependencies"], *chain(*extras.values()))]
-    known = {*listed, *(re.split("[<>=]", item)[0] for item in listed), *(f".[{extra}]" for extra in extras), "."}
+    packages = {*listed, *(re.split("[<>=]", item)[0] for item in listed), "."}
+    known = {".py": packages, ".md": {*packages, *(f".[{extra}]" for extra in extras)}}
     paths = [root / file.path for file in files(root)] + sorted(root.glob("docs/**/*.md"))
     return [
         f"{path.relative_to(root)}: {match[0]}"
         for path in paths
         for match in INSTALL.finditer(path.read_text(encoding="utf-8"))
-        if next(filter(None, match.groups())) not in known
+        if next(filter(None, match.groups())) not in known[path.suffix]
     ]
 
 
@@ -285,6 +286,6 @@ def test_messages_name_packages_that_an_index_has() -> None:
     assert unknown_packages(ROOT) == []
 
 
-@pytest.mark.parametrize("name", ["'xscale[mpi]'", "mpi5py", "'torch>=99'", "-e '.[mpy]'"])
+@pytest.mark.parametrize("name", ["'xscale[mpi]'", "mpi5py", "'torch>=99'", "-e '.[mpy]'", "-e '.[hub]'"])
 def test_a_package_that_no_index_has_is_seen(tmp_path: Path, name: str) -> None:
     assert unknown_packages(plant(tmp_path, xscale__nn__a=f'x = """pip install {name}"""')) != []

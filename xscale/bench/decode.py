@@ -266,7 +266,9 @@ def bench(
     if problems := sizes.check():
         raise ConfigError(problems)
     if find_spec("transformers") is None:
-        raise ConfigError("bench decode", "the library transformers is not installed", "Run: pip install -e '.[hf]'")
+        raise ConfigError(
+            "bench decode", "the library transformers is not installed", "Run: pip install 'transformers>=5.0'"
+        )
     results = bench_decode(names or list(MODELS), sizes, dtype, rounds)
     if record is not None:
         record.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

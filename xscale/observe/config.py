@@ -48,9 +48,13 @@ class ObserveConfig(Config):
 def check(config: ObserveConfig, path: str = "observe") -> list[Problem]:
     """Problems of the config on this machine; `path` is its dotted path in the recipe."""
     problems = []
-    for name, wanted, package in (("wandb", config.wandb, "wandb"), ("mlflow", config.mlflow, "mlflow-skinny")):
+    trackers = (
+        ("wandb", config.wandb, "pip install 'wandb>=0.19'"),
+        ("mlflow", config.mlflow, "pip install 'mlflow-skinny>=3.0'"),
+    )
+    for name, wanted, command in trackers:
         if wanted and importlib.util.find_spec(name) is None:
-            fix = f"Install it with: pip install {package}, or set {path}.{name}=false."
+            fix = f"Install it with: {command}, or set {path}.{name}=false."
             problems.append(Problem(f"{path}.{name}", f"the package {name} is not installed", fix))
     return problems
 

@@ -101,7 +101,7 @@ def test_a_missing_column_a_bad_file_and_a_missing_library_are_named(
     with pytest.raises(ConfigError, match=r"another ending.*\.parquet or \.arrow"):
         source("parquet", tmp_path / "d.txt").byte_ranges()
     monkeypatch.setattr(columns, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pyarrow is not installed.*pip install -e '\.\[parquet\]'"):
+    with pytest.raises(ConfigError, match=r"pyarrow is not installed.*pip install 'pyarrow>=18'"):
         source("parquet", path).byte_ranges()
 
 

@@ -106,7 +106,7 @@ def _group_starts(opened: Any) -> list[int]:
 def _opened(file: str) -> Iterator[Any]:
     """Open a Parquet file or an Arrow stream; what pyarrow says of a bad one becomes a ConfigError that names it."""
     if find_spec("pyarrow") is None:
-        raise ConfigError(file, "the library pyarrow is not installed", "Run: pip install -e '.[parquet]'")
+        raise ConfigError(file, "the library pyarrow is not installed", "Run: pip install 'pyarrow>=18'")
     import pyarrow
     import pyarrow.parquet
 

@@ -130,7 +130,9 @@ def _rows(shard: Any, name: str) -> Iterator[dict[str, Any]]:
 
 def _require_library() -> None:
     if find_spec("datasets") is None:
-        raise ConfigError("data.source.kind", "the library datasets is not installed", "Run: pip install -e '.[hub]'")
+        raise ConfigError(
+            "data.source.kind", "the library datasets is not installed", "Run: pip install 'datasets>=4,<6'"
+        )
 
 
 def _unreadable(name: str, error: Exception) -> ConfigError:
