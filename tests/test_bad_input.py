@@ -73,6 +73,10 @@ MISTAKES = {
     "a GPU that is not there": (["run.device=cuda"], "no GPU that torch can use", "run.device=cpu"),
     "files that are not there": (["data.source={kind: text, paths: [nowhere]}"], "nowhere", ""),
     "data that is not there": (["data.prepared=nowhere"], "nowhere", ""),
+    "a value without a space before it": (
+        ["data.tokenizer={kind:byte}"],
+        "data.tokenizer.kind:byte (command line): unknown key. A value needs a space before it: {kind: byte}.",
+    ),
     "an override that is none": (["train.steps"], "an override is written key=value", "train.steps=20"),
     "a master narrower than compute": (["precision.compute=float64"], "precision.master", "master=float64"),
 }

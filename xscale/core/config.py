@@ -216,6 +216,9 @@ def _bounds(schema: Any, fault: Any) -> str:
 def _known_key(schema: Any, loc: tuple[Any, ...], is_whole: bool) -> str:
     """A sentence for an unknown key: the nearest of its section or, in a whole config, sections that have that key."""
     key, keys = str(loc[-1]), _keys(schema, loc[:-1])
+    if ":" in key:
+        # YAML takes {kind:byte} for one key without a value.
+        return f"A value needs a space before it: {{{key.replace(':', ': ', 1)}}}."
     # `lr` is not a misspelling of the section `lora`, but `train.step` is one of `train.steps`.
     sections = sorted(_paths(schema, key), key=lambda path: path.count(".")) if is_whole else []
     if not sections or (len(loc) > 1 and is_near(key, keys)):

@@ -250,11 +250,11 @@ class StudentLosses:
             counts = is_key.sum(1) ** (values.dim() - 1)
             weight = is_query if values.dim() == 2 else is_query[:, :, None] & is_key[:, None, :]
             return (values.where(weight, 0.0).flatten(1).sum(1) / counts).mean() / tokens.fraction()
-        if (is_text := tokens.text_of_shard()) is not None:
+        if (own_text := tokens.text_of_shard()) is not None:
             if values.dim() == 3:
                 values = values.mean(-1)
             # Not a product: a token of padding has no score, and its value is no number.
-            return values.where(is_text, 0.0).sum() / _text_count(tokens)
+            return values.where(own_text, 0.0).sum() / _text_count(tokens)
         return values.mean()
 
     def _stage(self, tokens: Tokens, *, inner: bool) -> float:
