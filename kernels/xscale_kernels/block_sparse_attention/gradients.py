@@ -62,7 +62,7 @@ def _query_gradient(
             key_document = tl.load(key_documents + keys, mask=keys < S, other=-2)
         score, bend = scores(
             product, queries[:, None], keys[None, :], query_document[:, None], key_document[None, :], slope,
-            T, S, scale, MASKED, CAUSAL, CAP, SLOPED, DOCUMENTS,
+            T, S, scale, MASKED, True, CAUSAL, CAP, SLOPED, DOCUMENTS,
         )  # fmt: skip
         change = tl.exp2(score - norm[:, None]) * (raised - shift[:, None]) * bend
         result += tl.dot(change.to(right.dtype), right, input_precision=PRECISION, out_dtype=ACC)
@@ -138,12 +138,13 @@ def _key_gradient(
             norm, shift = tl.load(lse + queries), tl.load(delta + queries)
         if DOCUMENTS:
             query_document = tl.load(query_documents + queries, mask=queries < T, other=-1)
-        # Keys are rows, so that the weights are the left factor of the products that follow, in registers.
+        # Keys are rows, so that the weights are the left factor of the products that follow, in registers. The ends
+        # need no mask: a key behind the end changes its own row only, and a query there has the weight 0, by its norm.
         product = tl.dot(right, tl.trans(left), input_precision=PRECISION, out_dtype=ACC)
         raised = tl.dot(values, tl.trans(gradient), input_precision=PRECISION, out_dtype=ACC)
         score, bend = scores(
             product, queries[None, :], keys[:, None], query_document[None, :], key_document[:, None], slope,
-            T, S, scale, MASKED, CAUSAL, CAP, SLOPED, DOCUMENTS,
+            T, S, scale, MASKED, False, CAUSAL, CAP, SLOPED, DOCUMENTS,
         )  # fmt: skip
         weight = tl.exp2(score - norm[None, :])
         change = weight * (raised - shift[None, :]) * bend
@@ -171,21 +172,33 @@ def _key_kernel(
     if JOBS:
         line, entry = tl.load(jobs + 4 * job), tl.load(jobs + 4 * job + 1)
         entries, slot = tl.load(jobs + 4 * job + 2), tl.load(jobs + 4 * job + 3)
+    # Registers are short: 64 bits are for products with a stride alone, and what the loops keep has 32.
     if JOBS and PER_HEAD:
-        batch, group = lane.to(tl.int64), (line // C).to(tl.int64)
+        batch, group = lane, line // C
     else:
-        batch, group = (lane // G).to(tl.int64), (lane % G).to(tl.int64)
+        batch, group = lane // G, lane % G
+    # Where the results go, in one register: a kv head of a sequence if 0 or more, else -1 - the slot among all lanes.
+    target = tl.where(slot < 0, batch * G + group, -1 - lane * slots - slot)
     key = line % C * BLOCK + part * KEYS
     keys = key + tl.arange(0, KEYS)
-    right = tile(k + batch * skb + group * skh, skt, skk, key, S, K, KEYS, BK, False, EVEN_K)
-    values = tile(v + batch * svb + group * svh, svt, svk, key, S, M, KEYS, BV, False, EVEN_V)
+    k += batch.to(tl.int64) * skb + group.to(tl.int64) * skh
+    v += batch.to(tl.int64) * svb + group.to(tl.int64) * svh
+    right = tile(k, skt, skk, key, S, K, KEYS, BK, False, EVEN_K)
+    values = tile(v, svt, svk, key, S, M, KEYS, BV, False, EVEN_V)
     key_document = tl.zeros((KEYS,), dtype=tl.int32)
     if DOCUMENTS:
-        key_document = tl.load(key_documents + batch * S + keys, mask=keys < S, other=-2)
+        key_document = tl.load(key_documents + batch.to(tl.int64) * S + keys, mask=keys < S, other=-2)
+        query_documents += batch.to(tl.int64) * T
     key_result = tl.zeros((KEYS, BK), dtype=ACC)
     value_result = tl.zeros((KEYS, BV), dtype=ACC)
+    first_head = group * (H // G)
+    q += batch.to(tl.int64) * sqb + first_head.to(tl.int64) * sqh
+    dout += batch.to(tl.int64) * sdb + first_head.to(tl.int64) * sdh
+    lse += (batch * H + first_head).to(tl.int64) * T
+    delta += (batch * H + first_head).to(tl.int64) * T
     # The query heads of a kv head are summed here in order: no atomics, so gradients are deterministic.
-    for head in range(group * (H // G), (group + 1) * (H // G)):
+    for member in range(H // G):
+        head = first_head + member
         slope = tl.load(slopes + head) if SLOPED else 0.0
         if not JOBS:
             entry, entries = tl.load(starts + head * C + line), tl.load(starts + head * C + line + 1)
@@ -193,27 +206,29 @@ def _key_kernel(
             entry, entries, blocks, key, T, S, query_ranges + 2 * batch * tl.cdiv(T, BLOCK), key_ranges + 2 * batch * C,
             CAUSAL, DOCUMENTS, BLOCK, KEYS,
         )  # fmt: skip
-        head_q, head_dout = q + batch * sqb + head * sqh, dout + batch * sdb + head * sdh
-        head_start = (batch * H + head) * T
         key_result, value_result = _key_gradient(
             full_start - first + end - after, first, full_start, after - full_start, key_result, value_result,
-            right, values, key_document, slope, head_q, head_dout, lse + head_start, delta + head_start, blocks,
-            query_documents + batch * T,
+            right, values, key_document, slope, q, dout, lse, delta, blocks, query_documents,
             sqt, sqk, sdt, sdm, keys, T, S, K, M, scale,
             True, CAUSAL, CAP, SLOPED, DOCUMENTS, PRECISION, ACC, BLOCK, STEP, BK, BV, EVEN_K, EVEN_V,
         )  # fmt: skip
         key_result, value_result = _key_gradient(
             after - full_start, full_start, full_start, 0, key_result, value_result, right, values, key_document,
-            slope, head_q, head_dout, lse + head_start, delta + head_start, blocks, query_documents + batch * T,
+            slope, q, dout, lse, delta, blocks, query_documents,
             sqt, sqk, sdt, sdm, keys, T, S, K, M, scale,
             False, CAUSAL, CAP, SLOPED, DOCUMENTS, PRECISION, ACC, BLOCK, STEP, BK, BV, EVEN_K, EVEN_V,
         )  # fmt: skip
-    if slot < 0:
-        store_tile(dk + (batch * G + group) * S * K, key_result * scale, key, S, K, KEYS, BK)
-        store_tile(dv + (batch * G + group) * S * M, value_result, key, S, M, KEYS, BV)
+        q += sqh
+        dout += sdh
+        lse += T
+        delta += T
+    if target >= 0:
+        result_rows = target.to(tl.int64) * S
+        store_tile(dk + result_rows * K, key_result * scale, key, S, K, KEYS, BK)
+        store_tile(dv + result_rows * M, value_result, key, S, M, KEYS, BV)
     else:
         # A slot holds the block's gradient of the keys, then that of the values.
-        slot_sums = sums + (lane.to(tl.int64) * slots + slot) * BLOCK * (BK + BV)
+        slot_sums = sums + (-1 - target).to(tl.int64) * BLOCK * (BK + BV)
         store_tile(slot_sums, key_result * scale, part * KEYS, BLOCK, BK, KEYS, BK)
         store_tile(slot_sums + BLOCK * BK, value_result, part * KEYS, BLOCK, BV, KEYS, BV)
 

@@ -40,7 +40,8 @@ def store_tile(x, value, first, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.c
     """Write rows first .. first + ROWS of a contiguous x [rows, columns]."""
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     at = x + tl.cast(first, tl.int64) * columns + (row[:, None] * columns + column[None, :])
-    mask = (first + row < rows)[:, None] & (column < columns)[None, :]
+    # Not first + row < rows: the compiler would keep that mask of the loads in registers until the end.
+    mask = (row < rows - first)[:, None] & (column < columns)[None, :]
     tl.store(at, value.to(x.dtype.element_ty), mask=mask)
 
 
@@ -56,12 +57,13 @@ def _squash(score, CAP: tl.constexpr):
 @triton.jit
 def scores(
     product, queries, keys, query_documents, key_documents, slope, T, S, scale,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr, DOCUMENTS: tl.constexpr,
+    MASKED: tl.constexpr, ENDS: tl.constexpr, CAUSAL: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """Scores in base 2, if MASKED with -inf where a key is hidden, and the soft cap's derivative.
 
     product: queries times keys, or its transpose. queries and keys: positions, and documents likewise, of shapes that
-    broadcast to it.
+    broadcast to it. ENDS: whether positions behind the ends of the sequences are hidden too.
     """
     bend = 1.0
     if CAP > 0:
@@ -72,13 +74,12 @@ def scores(
         score = product * (scale * 1.4426950408889634)
     if SLOPED:
         score -= (slope * 1.4426950408889634) * tl.abs(queries + (S - T) - keys).to(score.dtype)
-    if MASKED:
-        seen = (keys < S) & (queries < T)
-        if CAUSAL:
-            seen = seen & (queries + (S - T) >= keys)
-        if DOCUMENTS:
-            seen = seen & (query_documents == key_documents)
-        score = tl.where(seen, score, float("-inf"))
+    if MASKED and ENDS:
+        score = tl.where((keys < S) & (queries < T), score, float("-inf"))
+    if MASKED and CAUSAL:
+        score = tl.where(queries + (S - T) >= keys, score, float("-inf"))
+    if MASKED and DOCUMENTS:
+        score = tl.where(query_documents == key_documents, score, float("-inf"))
     return score, bend
 
 

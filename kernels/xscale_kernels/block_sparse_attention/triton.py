@@ -42,7 +42,7 @@ def _attend(
             key_document = tl.load(key_documents + keys, mask=keys < S, other=-2)
         score, _ = scores(
             product, queries[:, None], keys[None, :], query_document[:, None], key_document[None, :], slope,
-            T, S, scale, MASKED, CAUSAL, CAP, SLOPED, DOCUMENTS,
+            T, S, scale, MASKED, True, CAUSAL, CAP, SLOPED, DOCUMENTS,
         )  # fmt: skip
         higher = tl.maximum(top, tl.max(score, 1))
         base = higher
