@@ -51,7 +51,8 @@ class DataConfig(Config):
     """Tokens of the target in a sample of pairs, with the end-of-document token: shorter ones are padded, longer ones
     truncated, so that the model is not trained to end there; null: `sequence_length`."""
     validation: float = pydantic.Field(default=0.02, ge=0, lt=1)
-    """Fraction of the documents held out for validation, chosen by a hash of each document's text."""
+    """Fraction of the documents held out for validation, chosen by a hash of each document's text
+    (or of `data.source.group_field` of labelled examples)."""
     split_sentences: bool = False
     """Whether the prepared data has a sequence for each sentence of a document, for objectives on pairs of sentences;
     a sentence ends at the end of a line or at punctuation. Existing prepared data must have been written so."""

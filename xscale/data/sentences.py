@@ -16,7 +16,7 @@ from xscale.data.config import DataConfig
 from xscale.data.files import line_at
 from xscale.data.packed import ShuffledDataset
 from xscale.data.prepared import Split
-from xscale.data.source.source import SOURCES, Source, document_hash, validation_below
+from xscale.data.source.source import SOURCES, Source, validation_below
 from xscale.data.split_sentences import split_sentences
 from xscale.data.tokenizer.tokenizer import Tokenizer
 
@@ -106,7 +106,7 @@ def first_of_one_sentence(config: DataConfig, split: str) -> str | None:
     source: Source = SOURCES.build(config.source)
     with suppress(ConfigError, OSError):
         for document in islice(source.documents(), SEARCHED):
-            part = "validation" if document_hash(document.text) < validation_below(config.validation) else "train"
+            part = "validation" if document.split_hash < validation_below(config.validation) else "train"
             if part == split and len(split_sentences(document.text)) == 1:
                 file, _, offset = document.name.rpartition(":")
                 return f"{file}:{line_at(file, int(offset))}" if offset.isdigit() and file else document.name

@@ -23,7 +23,6 @@ from xscale.data.source.source import (
     Labels,
     SkippedDocuments,
     Source,
-    document_hash,
     validation_below,
 )
 from xscale.data.split_sentences import split_sentences
@@ -160,7 +159,7 @@ def _tokenise(
     least: LowestHash | None = None
     for byte_range in ranges:
         for document in source.read(byte_range):
-            rank = document_hash(document.text)
+            rank = document.split_hash
             name = "validation" if rank < below else "train"
             texts = [text for text in (document.text, document.target, document.second) if text is not None]
             if config.split_sentences and len(texts) == 1 and document.label is None:
@@ -239,6 +238,15 @@ def _check_skipped(config: DataConfig, shards: list[ShardSummary]) -> dict[str, 
     skipped = SkippedDocuments()
     for shard in shards:
         skipped.extend(shard.skipped)
+    read = sum(counts.documents for shard in shards for counts in shard.counts.values())
+    return check_skipped(config.source, skipped, read)
+
+
+def check_skipped(source: Source.Config, skipped: SkippedDocuments, read: int) -> dict[str, Any]:
+    """Return number, reasons and first lines of the documents that were skipped beside `read` good ones; empty: none.
+
+    ConfigError when they are more than the source allows.
+    """
     if not skipped.count:
         return {}
     entry = {
@@ -246,8 +254,7 @@ def _check_skipped(config: DataConfig, shards: list[ShardSummary]) -> dict[str, 
         "reasons": dict(sorted(skipped.reasons.items())),
         "first": [f"{file}:{line_at(file, offset)}: {reason}" for file, offset, reason in skipped.first],
     }
-    read = sum(counts.documents for shard in shards for counts in shard.counts.values())
-    fraction, limit = skipped.count / (read + skipped.count), getattr(config.source, "max_bad_fraction", 1.0)
+    fraction, limit = skipped.count / (read + skipped.count), getattr(source, "max_bad_fraction", 1.0)
     if fraction > limit:
         what = f"{skipped_sentence(entry)}. That is {fraction:.2%} of them, more than max_bad_fraction={limit:g} allows"
         raise ConfigError("data.source.bad", what, "Mend the corpus, or raise data.source.max_bad_fraction.")

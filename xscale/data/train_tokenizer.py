@@ -8,7 +8,7 @@ from xscale.data.config import DataConfig
 from xscale.data.parallel_map import run_in_process
 from xscale.data.prepared import prepared_folder
 from xscale.data.progress import ProgressBar
-from xscale.data.source.source import SOURCES, ByteRange, Source, document_hash, validation_below
+from xscale.data.source.source import SOURCES, ByteRange, Source, validation_below
 from xscale.data.tokenizer.tokenizer import TOKENIZERS, Tokenizer
 
 READ_FACTOR = 8
@@ -74,5 +74,5 @@ def _hashed_documents(source: Source, ranges: list[ByteRange], bar: ProgressBar)
     for byte_range in ranges:
         for document in source.read(byte_range):
             text = document.text if document.target is None else f"{document.text}\n{document.target}"
-            yield document_hash(document.text), text
+            yield document.split_hash, text
         bar.advance(byte_range.size)

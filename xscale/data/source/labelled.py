@@ -34,6 +34,10 @@ class Labelled(PairSource):
         or a text with spaces between them."""
         classes: tuple[str, ...] = ("negative", "positive")
         """Names of the classes or tags, in the order of their numbers; not read for scores."""
+        group_field: str | None = None
+        """The key or column of a text that examples of one group share, such as the original of examples that
+        `xscale data augment` wrote: a group is in one split, which the hash of that text decides; null: the hash of
+        the example's own text does."""
         longest: int = pydantic.Field(default=16 << 20, ge=1)
         """Longest allowed line, in bytes."""
 
@@ -44,7 +48,8 @@ class Labelled(PairSource):
 
         @pydantic.model_validator(mode="after")
         def _fields_and_classes(self) -> "Labelled.Config":
-            fields = [name for name in (self.text_field, self.pair_field, self.label_field) if name is not None]
+            keys = (self.text_field, self.pair_field, self.label_field, self.group_field)
+            fields = [name for name in keys if name is not None]
             if len(set(fields)) < len(fields):
                 raise ValueError(f"two of the fields are both '{max(fields, key=fields.count)}'; name different ones")
             if self.labels == "tags" and self.pair_field is not None:
@@ -54,7 +59,7 @@ class Labelled(PairSource):
             return self
 
     field_keys: ClassVar[tuple[str, ...]] = ("text_field", "label_field")
-    all_field_keys: ClassVar[tuple[str, ...]] = (*field_keys, "pair_field")
+    all_field_keys: ClassVar[tuple[str, ...]] = (*field_keys, "pair_field", "group_field")
 
     @classmethod
     def example_in(cls, folder: Path, size: int) -> Source.Config:
@@ -74,18 +79,26 @@ class Labelled(PairSource):
         names = () if config.labels == "score" else config.classes
         return Labels(config.labels, names, config.pair_field is not None)
 
+    def identity(self) -> dict[str, Any]:
+        data = super().identity()
+        # Data that was prepared before there were groups is that without them.
+        if data["group_field"] is None:
+            del data["group_field"]
+        return data
+
     def record(self, data: dict[str, Any], bad: Bad) -> Record:
+        group = None if self.config.group_field is None else self.text(data, "group_field", bad)
         if self.config.labels == "tags":
             words = self._words(data, "text_field", bad)
             tags = self._words(data, "label_field", bad)
             if len(words) != len(tags):
                 what = f"the field '{self.config.text_field}' has {len(words)} words, and there are {len(tags)} tags"
                 raise bad("another number of tags than words", what, "Give each word a tag.")
-            return " ".join(words), None, None, tuple(self._class(tag, bad) for tag in tags)
+            return " ".join(words), None, None, tuple(self._class(tag, bad) for tag in tags), group
         second = None if self.config.pair_field is None else self.text(data, "pair_field", bad)
         value = self.value(data, "label_field", bad)
         label = self._score(value, bad) if self.config.labels == "score" else self._class(value, bad)
-        return self.text(data, "text_field", bad), None, second, label
+        return self.text(data, "text_field", bad), None, second, label, group
 
     def _class(self, value: Any, bad: Bad) -> int:
         name = str(value) if isinstance(value, int) and not isinstance(value, bool) else value

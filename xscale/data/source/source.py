@@ -27,15 +27,23 @@ class Document:
     label: "int | float | tuple[int, ...] | None" = None
     """The label of labelled examples: the number of a class, a score, or the number of the tag of each word, of which
     `text` is made by single spaces; None: there is none."""
+    group: str | None = None
+    """A text that documents of one group share, such as the original of augmented examples; None: it is a group of its
+    own."""
+
+    @property
+    def split_hash(self) -> int:
+        """Hash whose value decides the split: the documents of a group, and equal documents, are in the same one."""
+        return document_hash(self.text if self.group is None else self.group)
 
 
 def document_hash(text: str) -> int:
-    """Hash a text to [0, 2**64): equal documents are always in the same split (train or validation)."""
+    """Hash a text to [0, 2**64)."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "big")
 
 
 def validation_below(fraction: float) -> int:
-    """Return the bound below which a `document_hash` means validation."""
+    """Return the bound below which a `Document.split_hash` means validation."""
     return int(fraction * 2**64)
 
 
