@@ -81,6 +81,9 @@ def test_an_imported_tokenizer_gives_the_same_ids(name: str, tmp_path: Path) -> 
     ids = ours.encode(text)
     assert ids == theirs(text, add_special_tokens=False)["input_ids"]
     assert ours.piece(ours.eos) == ENDS[name]
+    if name == "bert":
+        assert ours.bos is not None
+        assert ours.piece(ours.bos) == "[CLS]"
     assert ours.vocabulary == IDS
     if name != "bert":
         # White space is folded by T5, and nothing else by any.

@@ -334,8 +334,9 @@ def _store(source: Path, folder: Path, vocabulary: int) -> tuple[dict[str, Any],
     if ids > vocabulary:
         raise ConfigError(str(source), f"it has {ids} ids, but the embedding has {vocabulary} rows")
     section = {"kind": "huggingface", "file": str(folder / JSON), "vocabulary": vocabulary}
-    # A tokenizer without an end-of-text token may have a separator.
-    names = {"eos": hf_tokenizer.eos_token or hf_tokenizer.sep_token, "bos": hf_tokenizer.bos_token}
+    # A tokenizer without an end-of-text token may have a separator, and one without a beginning-of-text token [CLS].
+    names = {"eos": hf_tokenizer.eos_token or hf_tokenizer.sep_token}
+    names |= {"bos": hf_tokenizer.bos_token or hf_tokenizer.cls_token}
     names |= {"pad": hf_tokenizer.pad_token, "mask": hf_tokenizer.mask_token}
     section |= {key: name for key, name in names.items() if name is not None}
     tokenizer = open_tokenizer(decode(DataConfig, {"tokenizer": section}))
