@@ -58,6 +58,23 @@ def test_what_is_lossless_gives_every_text_back(entry: Entry[Any], folders: dict
 
 
 @each(TOKENIZERS)
+def test_offsets_are_the_characters_of_each_token(entry: Entry[Any], folders: dict[str, Path]) -> None:
+    tokenizer = made(entry, folders[entry.name])
+    table = tokenizer.token_bytes()
+    for text in (*TEXTS, "", "a ▁ 𝄞 ä  b"):
+        ids, offsets = tokenizer.encode_with_offsets(text)
+        assert ids == tokenizer.encode(text)
+        assert len(offsets) == len(ids)
+        assert {number for start, stop in offsets for number in range(start, stop)} == set(range(len(text)))
+        assert offsets == sorted(offsets)
+        if entry.traits.lossless:
+            assert b"".join(table[token] for token in ids) == text.encode()
+            for token, (start, stop) in zip(ids, offsets, strict=True):
+                # A token of some of a character's bytes has the full character.
+                assert table[token] in text[start:stop].encode()
+
+
+@each(TOKENIZERS)
 def test_special_ids_are_first_and_say_nothing(entry: Entry[Any], folders: dict[str, Path]) -> None:
     tokenizer = made(entry, folders[entry.name])
     names = special_tokens(len(tokenizer.sentinels))

@@ -194,6 +194,10 @@ class HuggingFace(FileTokenizer):
         ids: list[int] = self.processor.encode(text, add_special_tokens=False).ids
         return ids
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        encoding = self.processor.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
     def decode(self, tokens: Iterable[int]) -> str:
         text: str = self.processor.decode([int(token) for token in tokens], skip_special_tokens=True)
         return text

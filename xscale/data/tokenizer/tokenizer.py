@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -86,6 +87,19 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Encode `text`; special ids never occur, whatever the text contains."""
         raise NotImplementedError
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Encode `text`, and return for each token the characters [start, stop) of it that the token stands for.
+
+        Tokens of the bytes of one character all have that character. A tokenizer that is not lossless overrides this.
+        """
+        ids, table = self.encode(text), self.token_bytes()
+        characters = [index for index, character in enumerate(text) for _ in character.encode("utf-8")]
+        ends = list(accumulate((len(table[token]) for token in ids), initial=0))
+        assert ends[-1] == len(characters), "the tokens are not the text"
+        spans = [(characters[start], characters[stop - 1] + 1) for start, stop in pairwise(ends) if stop > start]
+        assert len(spans) == len(ids), "a token of no text"
+        return ids, spans
 
     def piece(self, token: int) -> str:
         """Return the readable form of a token; special tokens by name."""
