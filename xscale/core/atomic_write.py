@@ -47,8 +47,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 
+DATA_FIX = "Free space, or set another `data.folder`; finished shards are kept."
+
+
 @contextmanager
-def reporting_full_disk(path: Path) -> Iterator[None]:
+def reporting_full_disk(path: Path, fix: str = DATA_FIX) -> Iterator[None]:
     """Turn the OSError of a full or read-only disk, met while `path` is written, into a ConfigError that names it."""
     try:
         yield
@@ -57,9 +60,7 @@ def reporting_full_disk(path: Path) -> Iterator[None]:
             raise
         free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
         what = f"cannot be written ({error.strerror}; {free / 1e6:.0f} MB free)"
-        raise ConfigError(
-            str(path), what, "Free space, or set another `data.folder`; finished shards are kept."
-        ) from None
+        raise ConfigError(str(path), what, fix) from None
 
 
 class AppendFile:

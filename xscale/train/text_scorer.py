@@ -49,13 +49,24 @@ class TextRequest:
     seed: int
 
 
+def batches_of_one_length(model: nn.Module, lengths: Sequence[int], rows: int) -> Iterator[list[int]]:
+    """Yield the numbers of the rows of each forward, at most `rows` of one length [number of rows], the longest first.
+
+    So there is no padding: a model may route, sort or average the tokens of a row. Where tokens of a micro-batch
+    compete or are averaged, a forward has one row, so that no result depends on other rows.
+    """
+    size = 1 if check_padding(model) else rows
+    by_length: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        by_length.setdefault(length, []).append(index)
+    for length in sorted(by_length, reverse=True):
+        group = by_length[length]
+        yield from (group[first : first + size] for first in range(0, len(group), size))
+
+
 @dataclass(frozen=True)
 class TextScorer:
-    """Scores and writes text. All ranks of the model call it with the same requests.
-
-    A forward has rows of one length alone, without padding: a model may route, sort or average the tokens of a row.
-    Where tokens of a micro-batch compete or are averaged, it has one row, so that no score depends on other requests.
-    """
+    """Scores and writes text. All ranks of the model call it with the same requests."""
 
     model: nn.Module
     mesh: Mesh
@@ -105,13 +116,7 @@ class TextScorer:
 
     def _batches(self, rows: Sequence[list[int]]) -> Iterator[list[int]]:
         """Yield the numbers of the rows of each forward: rows of one length, the longest first."""
-        size = 1 if check_padding(self.model) else self.micro_batch
-        by_length: dict[int, list[int]] = {}
-        for index, row in enumerate(rows):
-            by_length.setdefault(len(row), []).append(index)
-        for length in sorted(by_length, reverse=True):
-            group = by_length[length]
-            yield from (group[first : first + size] for first in range(0, len(group), size))
+        return batches_of_one_length(self.model, list(map(len, rows)), self.micro_batch)
 
     def _forward(self, rows: Sequence[tuple[list[int], int]]) -> list[Score]:
         """Score the last tokens of rows of one length: the ids of each, and how many of them count."""
