@@ -231,7 +231,7 @@ def test_a_corpus_that_is_no_text(content: bytes, sentence: str, tmp_path: Path)
 
 
 def test_a_config_that_is_not_there_or_no_yaml(tmp_path: Path) -> None:
-    refused(xscale("train", "quickstrat.yaml", folder=QUICKSTART.parent), "quickstrat.yaml", "'quickstart.yaml'?")
+    refused(xscale("train", "quickstrat.yaml", folder=QUICKSTART.parent), "quickstrat.yaml", "mean quickstart.yaml or")
     (tmp_path / "broken.yaml").write_text("train: {steps: 3\nmodel: [", encoding="utf-8")
     refused(xscale("train", "broken.yaml", folder=tmp_path), "broken.yaml:", "this is not YAML")
 

@@ -9,7 +9,13 @@ import pytest
 from xscale.core.errors import ConfigError
 from xscale.data.word_vectors import WordVectors, read_word_vectors
 
-ENTRIES: dict[str, list[float]] = {"dog": [1, 0, 2], "cat": [1, 0.5, 2], "red": [-1, 3, 0], "blue": [-1.5, 2, 0.25], "it's": [0, 1, 1]}
+ENTRIES: dict[str, list[float]] = {
+    "dog": [1, 0, 2],
+    "cat": [1, 0.5, 2],
+    "red": [-1, 3, 0],
+    "blue": [-1.5, 2, 0.25],
+    "it's": [0, 1, 1],
+}
 LINES = "".join(f"{word} {' '.join(map(str, values))}\n" for word, values in ENTRIES.items())
 
 

@@ -171,7 +171,8 @@ def test_liger_says_how_it_is_installed(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     refusals._absent.cache_clear()
     monkeypatch.setattr(refusals.importlib.util, "find_spec", lambda name: None)
-    assert liger.refusal(True, gpu, *arguments) == "liger_kernel is not installed (pip install 'liger-kernel>=0.8.5,<0.9')"
+    missing = "liger_kernel is not installed (pip install 'liger-kernel>=0.8.5,<0.9')"
+    assert liger.refusal(True, gpu, *arguments) == missing
     refusals._absent.cache_clear()
     gpu.dtype = torch.float64
     assert "bfloat16, float16 or float32" in str(liger.refusal(True, gpu, *arguments))

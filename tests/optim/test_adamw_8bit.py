@@ -194,7 +194,7 @@ def test_it_is_refused_without_torchao_and_with_deepspeed(tmp_path: Path, monkey
     missing, flat = check_optimizer(settings)
     assert str(missing) == (
         "optimizer.kind: 'adamw_8bit' needs torchao, which is not installed. "
-        "Run: pip install 'torchao>=0.17', or take adamw."
+        "Run: pip install 'torchao>=0.18,<0.19', or take adamw."
     )
     assert "has blocks of rows, and DeepSpeed flattens" in str(flat)
 

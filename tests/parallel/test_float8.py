@@ -72,7 +72,7 @@ def nearest(value: float, numbers: list[float]) -> float:
 
 
 def rounded(x: Tensor, scaling: Float8Scaling, numbers: list[float]) -> Tensor:
-    """Numbers that float8 of x [N, K] stands for: each number over its group's scale is rounded, and multiplied back."""
+    """Numbers that float8 of x [N, K] stands for: each over its group's scale is rounded, and multiplied back."""
     width = {"tensor": x.numel(), "row": x.shape[1], "mx": 32}[scaling]
     values = x.double().flatten().tolist()
     result: list[float] = []
@@ -256,7 +256,7 @@ def test_a_missing_torchao_is_named_with_the_command_that_installs_it(scaling: F
         problem = float8.unsupported_device(config, torch.device("cuda", 0))
     assert problem is not None
     assert "torchao is not installed" in problem.what
-    assert "pip install -e '.[torchao]'" in problem.fix
+    assert "pip install 'torchao>=0.18,<0.19'" in problem.fix
     assert instead in problem.fix
 
 

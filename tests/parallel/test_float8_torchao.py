@@ -50,7 +50,7 @@ def test_products_and_gradients_are_those_of_the_definition(scaling: Float8Scali
 
 
 def by_power_of_two_rows(x: Tensor) -> Tensor:
-    """Numbers that float8 of x [N, K] stands for in torchao's rowwise recipe: factors are rounded down to powers of two."""
+    """Numbers that torchao's rowwise float8 of x [N, K] stands for: factors are rounded down to powers of two."""
     rows = []
     for row in x.double().tolist():
         largest, factor = max(abs(value) for value in row), 2.0**-60

@@ -25,7 +25,7 @@ MIXERS: dict[str, Section] = {
         },
     },
     "dynamic_span": {"kind": "dynamic_span", "max_span": 16, "ramp": 4.0, "span_loss_weight": 0.02},
-    "local_transformer": {"kind": "attention", "core": {"kind": "local_transformer", "window": "layer"}},
+    "local_transformer": {"kind": "attention", "core": {"kind": "local_transformer", "window_from": "layer"}},
     "persistent_memory": {"kind": "attention", "kv_heads": 2, "core": {"kind": "persistent_memory", "persistent": 5}},
     "multi_scale": {
         "kind": "attention",

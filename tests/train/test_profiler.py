@@ -161,7 +161,7 @@ def test_the_slowest_rank_is_first() -> None:
 
 
 def profiled_steps(run: Path, numbers: list[int], *, ends: bool = True) -> list[str]:
-    """What a profiler of steps 2 and 3 says about a run of the steps `numbers`."""
+    """Messages of a profiler of steps 2 and 3 about a run of the steps `numbers`."""
     messages: list[str] = []
     config = ProfileConfig(at=2, steps=2)
     profiler = StepProfiler(config, run, read_rank_info(), PhaseTimer(torch.device("cpu")), messages.append)

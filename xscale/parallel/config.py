@@ -143,8 +143,8 @@ class PrecisionConfig(Config):
     tp rank scales its own shard of a weight."""
     float8_kernel: Literal["torch", "torchao", "emulated"] = "torch"
     """Implementation of float8. torch: by its scaled matmul, tensor or row. torchao: its recipes tensorwise, rowwise
-    (scales are powers of two) and MXFP8; `pip install -e '.[torchao]'`. emulated: casts to float8 and multiplies in
-    float32, on any device, to see the numerics of a run before there is a GPU for it; slow."""
+    (scales are powers of two) and MXFP8; `pip install 'torchao>=0.18,<0.19'`. emulated: casts to float8 and
+    multiplies in float32, on any device, to see the numerics of a run before there is a GPU for it; slow."""
     float32_matmul: Literal["highest", "high", "medium"] = "highest"
     """Precision of float32 matmuls in the process (`torch.set_float32_matmul_precision`): highest is float32, high may
     use TF32 on a GPU, medium bfloat16. It is for compute=float32, routers and other modules that keep float32."""

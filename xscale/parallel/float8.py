@@ -72,7 +72,7 @@ def unsupported_device(config: PrecisionConfig, device: torch.device) -> Problem
         return Problem("precision.float8", what, fix)
     if kernel == "torchao" and importlib.util.find_spec("torchao") is None:
         other = "float8_kernel=emulated" if scaling == "mx" else "float8_kernel=torch"
-        fix = f"Run: pip install -e '.[torchao]', or take {other}."
+        fix = f"Run: pip install 'torchao>=0.18,<0.19', or take {other}."
         return Problem("precision.float8_kernel", "torchao is not installed", fix)
     return None
 

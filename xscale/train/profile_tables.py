@@ -51,7 +51,7 @@ def operator_table(finished: profile, steps: int, *, on_gpu: bool) -> str:
 
 @dataclass(frozen=True)
 class RankProfile:
-    """What one rank did in a profiled step, in seconds."""
+    """Work of one rank in a profiled step, in seconds."""
 
     rank: int
     host: str

@@ -225,6 +225,12 @@ def resume(parts: RunParts, folder: Path, memory: InMemoryCheckpoint | None) -> 
     return Resumed(state, step, [*on_disk.reasons, *messages, *changes], before if changes else None)
 
 
+def _make_profiler(parts: RunParts, folder: Path, observer: Observer, watchdog: Watchdog) -> StepProfiler:
+    beat = partial(watchdog.heartbeat, seconds=parts.settings.parallel.io_timeout_seconds)
+    config, rank_info = parts.settings.observe.profile, parts.mesh.rank_info
+    return StepProfiler(config, folder, rank_info, parts.stepper.timer, observer.message, beat)
+
+
 def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: StopSignal, began: float) -> int:
     settings, is_rank0 = parts.settings, parts.mesh.rank_info.is_rank0
     memory = make_in_memory_checkpoint(parts, folder)
@@ -248,9 +254,7 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
     for message in resumed.messages:
         observer.message(message)
     watchdog = make_watchdog(parts, folder, stop)
-    beat = partial(watchdog.heartbeat, seconds=settings.parallel.io_timeout_seconds)
-    timer, rank_info = parts.stepper.timer, parts.mesh.rank_info
-    profiler = StepProfiler(settings.observe.profile, folder, rank_info, timer, observer.message, beat)
+    profiler = _make_profiler(parts, folder, observer, watchdog)
     loop = Loop(parts, state, observer, stop, began, saves, watchdog, memory, lock, profiler)
     reason, message = "failed", ""
     baseline = None

@@ -46,7 +46,7 @@ def test_it_is_the_papers_attention(causal: bool, fixed: float | None) -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_window_of_the_layer_is_predicted_from_the_mean_of_its_keys(causal: bool) -> None:
-    core = build(LocalTransformer.Config(window="layer"), causal=causal)
+    core = build(LocalTransformer.Config(window_from="layer"), causal=causal)
     for mask in masks(20, causal=causal):
         agree(core, mask, lambda *x: local(core, None, *x))
     assert isinstance(core, LocalTransformer)
@@ -58,9 +58,9 @@ def test_a_window_of_the_layer_is_predicted_from_the_mean_of_its_keys(causal: bo
 
 
 def test_a_window_that_is_given_is_not_predicted() -> None:
-    config = LocalTransformer.Config(window="layer", fixed_window=10.0)
+    config = LocalTransformer.Config(window_from="layer", fixed_window=10.0)
     (problem,) = LocalTransformer.check(config, dims(), "core")
-    assert str(problem).startswith("core.window: the window is given, fixed_window=10.0, so it is not predicted")
+    assert str(problem).startswith("core.window_from: the window is given, fixed_window=10.0, so it is not predicted")
     assert "Take query, or fixed_window=null." in str(problem)
 
 

@@ -55,7 +55,7 @@ class LocalTransformer(Softmax):
     window_hidden: Parameter
 
     class Config(Softmax.Config):
-        window: Literal["query", "layer"] = "query"
+        window_from: Literal["query", "layer"] = "query"
         """Input of the prediction of D. query: each query; layer: the mean of the keys that a query sees, so that all
         queries of a bidirectional layer have one window, as in the paper's layer-specific windows."""
         fixed_window: float | None = Field(default=None, gt=0)
@@ -63,21 +63,21 @@ class LocalTransformer(Softmax):
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)
-        self.fixed_window, self.window_from = config.fixed_window, config.window
+        self.fixed_window, self.window_from = config.fixed_window, config.window_from
         self.declare("hidden", (heads, head_width, head_width), ("heads", "state", "state"), dims.init)
         self.declare("center", (heads, head_width), ("heads", "state"), dims.init)
         if config.fixed_window is None:
             self.declare("window", (heads, head_width), ("heads", "state"), dims.init)
-            if config.window == "layer":
+            if config.window_from == "layer":
                 shape = (heads, head_width, head_width)
                 self.declare("window_hidden", shape, ("heads", "state", "state"), dims.init)
 
     @classmethod
     def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
-        if config.fixed_window is not None and config.window == "layer":
+        if config.fixed_window is not None and config.window_from == "layer":
             what = f"the window is given, fixed_window={config.fixed_window}, so it is not predicted"
-            problems.append(Problem(f"{path}.window", what, "Take query, or fixed_window=null."))
+            problems.append(Problem(f"{path}.window_from", what, "Take query, or fixed_window=null."))
         return problems
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
