@@ -42,33 +42,55 @@ def _forward_kernel(
 
 
 @triton.jit
+def _read_row(dy, x, mean, scale, columns, mask, CENTRED: tl.constexpr, ACC: tl.constexpr, POLICY: tl.constexpr):
+    """A row of the normalised input, without weight and bias, and of the gradient of the result."""
+    unit = tl.load(x + columns, mask=mask, other=0.0, eviction_policy=POLICY).to(ACC)
+    if CENTRED:
+        unit = tl.where(mask, unit - mean, 0.0)
+    return unit * scale, tl.load(dy + columns, mask=mask, other=0.0, eviction_policy=POLICY).to(ACC)
+
+
+@triton.jit
 def _backward_kernel(
     dy, x, weight, means, scales, dx, dweights, dbiases, N, sdn, sn, D, rows,
     CENTRED: tl.constexpr, WEIGHTED: tl.constexpr, BIASED: tl.constexpr, ACC: tl.constexpr, BD: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BD)
     mask = columns < D
-    if WEIGHTED:
+    if WEIGHTED and not WIDE:
         factor = tl.load(weight + columns, mask=mask, other=0.0).to(ACC)
+    mean = 0.0
     dweight = tl.zeros((BD,), dtype=ACC)
     dbias = tl.zeros((BD,), dtype=ACC)
     for row in tl.range(program * rows, tl.minimum((program + 1) * rows, N), num_stages=STAGES):
         scale = tl.load(scales + row)
-        unit = tl.load(x + row * sn + columns, mask=mask, other=0.0).to(ACC)
         if CENTRED:
-            unit = tl.where(mask, unit - tl.load(means + row), 0.0)
-        unit *= scale
-        g = tl.load(dy + row * sdn + columns, mask=mask, other=0.0).to(ACC)
+            mean = tl.load(means + row)
+        row_dy, row_x = dy + row * sdn, x + row * sn
+        unit, g = _read_row(row_dy, row_x, mean, scale, columns, mask, CENTRED, ACC, "")
+        if WIDE and CENTRED:
+            # Beside the sums of the columns there are no registers for a row: its two sums come first, then it is read
+            # again, from the caches.
+            if WEIGHTED:
+                g *= tl.load(weight + columns, mask=mask, other=0.0).to(ACC)
+            along, across = tl.sum(g * unit, 0) / D, tl.sum(g, 0) / D
+            unit, g = _read_row(row_dy, row_x, mean, scale, columns, mask, CENTRED, ACC, "evict_first")
         if BIASED:
             dbias += g
         if WEIGHTED:
             dweight += g * unit
+            if WIDE:
+                factor = tl.load(weight + columns, mask=mask, other=0.0, eviction_policy="evict_last").to(ACC)
             g *= factor
-        out = g - unit * (tl.sum(g * unit, 0) / D)
+        if not (WIDE and CENTRED):
+            along = tl.sum(g * unit, 0) / D
+            if CENTRED:
+                across = tl.sum(g, 0) / D
+        out = g - unit * along
         if CENTRED:
-            out -= tl.sum(g, 0) / D
+            out -= across
         tl.store(dx + row * D + columns, (out * scale).to(dx.dtype.element_ty), mask=mask)
     if WEIGHTED:
         tl.store(dweights + program * D + columns, dweight, mask=mask)
@@ -128,7 +150,7 @@ class NormRows(torch.autograd.Function):
             N, dy.stride(0), x.stride(0), D, triton.cdiv(N, programs),
             CENTRED=ctx.centred, WEIGHTED=weight is not None, BIASED=ctx.bias_dtype is not None,
             ACC=tl.float64 if scales.dtype is torch.float64 else tl.float32, BD=triton.next_power_of_2(D),
-            STAGES=2 if D <= 8192 else 1, num_warps=warps(D),
+            STAGES=2 if D <= 8192 else 1, WIDE=D > 8192, num_warps=warps(D),
         )  # fmt: skip
         dweight = None if weight is None else dweights.sum(0).to(weight.dtype)
         dbias = None if ctx.bias_dtype is None else dbiases.sum(0).to(ctx.bias_dtype)

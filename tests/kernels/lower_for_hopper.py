@@ -137,7 +137,7 @@ def norms() -> None:
         x, w = draw(8, D), draw(D, dtype=torch.float32)
         at(f"rmsnorm D={D}", forward=forward, backward=backward)
         rmsnorm(x, w, 1e-6).sum().backward()
-        if D in (3072, 4096, 5120, 6144, 7168):
+        if D in (3072, 4096, 5120, 6144, 7168, 16384):
             at(f"layernorm D={D}", forward=forward, backward=backward)
             layernorm(x, w, w, 1e-6).sum().backward()
     x, w = draw(8, 7168, dtype=torch.float32), draw(7168, dtype=torch.float32)

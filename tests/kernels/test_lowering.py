@@ -12,8 +12,15 @@ pytestmark = pytest.mark.nightly
 
 
 ROOT = Path(__file__).parents[2]
-# Bytes of registers a thread may spill: the gradients of keys and values spill most, outside of their loops mostly.
-SPILL_LIMIT = 124
+# Bytes of registers that a thread may store to memory, by kernel and shape class; all others may none.
+SPILL_LIMITS = {
+    ("block_sparse_attention.gradients._key_kernel", "block_64_K=256"): 24,
+    ("grouped_gemm.triton._product_kernel", "float32"): 24,
+    ("linear_attention.triton._chunk_kernel", "K=64,_gates,_documents,_state"): 100,
+    ("linear_attention.triton._chunk_kernel", "K=128,_gates,_documents,_state"): 124,
+    ("norm_kernels._backward_kernel", "layernorm_D=16384"): 12,
+    **{("norm_kernels._forward_kernel", f"rmsnorm_D={D}"): 4 for D in (5120, 6144, 7168, 8192)},
+}
 
 
 def launched(package: Path) -> set[str]:
@@ -26,6 +33,10 @@ def launched(package: Path) -> set[str]:
                 module = ".".join(file.relative_to(package.parent).with_suffix("").parts)
                 found.add(f"{module}.{node.name}")  # type: ignore[attr-defined]
     return found
+
+
+def _words(line: str) -> dict[str, str]:
+    return dict(word.partition("=")[::2] for word in line.split()[1:])
 
 
 @pytest.mark.slow
@@ -41,10 +52,12 @@ def test_kernels_compile_for_hopper() -> None:
     )
     print(done.stdout[-8000:], done.stderr[-4000:])
     assert done.returncode == 0
-    lines = [dict(word.partition("=")[::2] for word in line.split()[1:]) for line in done.stdout.splitlines()]
+    lines = [(line.split()[0], _words(line)) for line in done.stdout.splitlines()]
     kernels = {f"xscale_kernels.{line.split()[0]}" for line in done.stdout.splitlines()}
     assert kernels == launched(ROOT / "kernels/xscale_kernels")
-    for line in lines:
-        assert int(line["spilled"]) <= SPILL_LIMIT, line
+    spilled = {(kernel, words["shape"]): int(words["spilled"]) for kernel, words in lines}
+    assert spilled.keys() >= SPILL_LIMITS.keys()
+    more = {key: spills for key, spills in spilled.items() if spills > SPILL_LIMITS.get(key, 0)}
+    assert not more, more
     # Half-precision products use Hopper's own instruction.
     assert any("_product_kernel" in line and "wgmma" in line for line in done.stdout.splitlines())
