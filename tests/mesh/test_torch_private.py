@@ -1,10 +1,14 @@
 """Private names of torch: each one exists, and none is used outside the one file that lists them."""
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 import xscale
 from xscale.mesh import torch_private
@@ -43,3 +47,28 @@ def test_that_a_use_elsewhere_is_found(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("import torch\nfrom torch.serialization import _save\nx = torch._C._is_alias_of\n")
     (tmp_path / "good.py").write_text("from torch.distributed.tensor import Shard\nname = '__all__'\n")
     assert list(used(tmp_path)) == ["bad.py"]
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor) -> Tensor:
+        context.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        x, weight = context.saved_tensors
+        return gradient @ weight.t(), x.t() @ gradient
+
+
+def test_a_node_outlives_its_graph_in_the_versions_that_are_said_to() -> None:
+    x, weight = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
+
+    def node() -> Any:
+        last = (Product.apply(x.sin(), weight) * 2).grad_fn  # type: ignore[no-untyped-call]
+        return last.next_functions[0][0]
+
+    edge = GradientEdge(node(), 0)
+    with nullcontext() if torch_private.node_outlives_graph() else pytest.raises(RuntimeError, match="_input_metadata"):
+        (gradient,) = torch.autograd.grad([edge], [weight], grad_outputs=[torch.ones(2, 2)])
+        assert torch.allclose(gradient, x.sin().t() @ torch.ones(2, 2))

@@ -7,6 +7,7 @@ xscale names a private module or function of torch. `xscale_kernels/torch_privat
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 if TYPE_CHECKING:
@@ -113,6 +114,15 @@ def post_backward(model: nn.Module) -> None:
             # Called for every group: a backward to the weights may have skipped the hook that marks a group as done.
             group.post_backward()
     root._root_post_backward_final_callback()
+
+
+def node_outlives_graph() -> bool:
+    """Whether the node of an autograd.Function can be differentiated from when nothing else of its graph is left.
+
+    stage_backward_weight needs that, after stage_backward_input has released the graph. Before torch 2.13 it raises
+    RuntimeError; that of 2.11 would also sum the gradients of a node's outputs into those of the first.
+    """
+    return bool(torch.__version__ >= (2, 13))
 
 
 def rank_operations(schedule: Any, pp: int, stages_per_rank: int, micro_batches: int) -> list[list[Any]]:

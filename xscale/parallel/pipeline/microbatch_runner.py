@@ -109,12 +109,12 @@ class MicrobatchRunner:
             for root, gradient in zip(roots, grad_outputs, strict=True)
         ]
         # Imported where used: it loads the compiler, which a check of a config can do without.
-        from xscale.mesh.torch_private import stage_backward_input
+        from xscale.mesh.torch_private import node_outlives_graph, stage_backward_input
 
         _, groups = stage_backward_input(roots, gradients, saved.inputs, stage.model.parameters())
         # A weight that is used in several places, such as a tied table, makes torch's groups overlap, which it
-        # refuses: W then starts at the outputs.
-        if all(len(group["intermediates"]) == 1 for group in groups):
+        # refuses: W then starts at the outputs, as it does with versions of torch that lose nodes of a released graph.
+        if node_outlives_graph() and all(len(group["intermediates"]) == 1 for group in groups):
             saved.groups, saved.outputs = groups, []
 
     def _backward_weights(self, stage: PipelineStage, action: Action) -> None:
