@@ -26,7 +26,7 @@ from xscale.train.load_run import LoadedRun, load_run
 ENDING = ".jsonl"
 GROUP = "original"
 """Field with the text of the original, unless the source has groups already."""
-EXAMPLES = 32
+EXAMPLES = 128
 """Examples that are augmented together, and after which the state is saved."""
 
 
