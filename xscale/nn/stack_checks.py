@@ -90,7 +90,7 @@ def _check_scores(config: Any, path: str, *, cross: bool) -> list[Problem]:
                     can = ", ".join(
                         entry.name for entry in able if entry.part.traits_of(entry.part.Config()).previous_scores
                     )
-                    fix = f"Give that block the mixer attention with one of these cores: {can}."
+                    fix = f"Give block {max(layer - 1, 0)} the mixer attention with one of these cores: {can}."
                     problems.append(Problem(f"{path} (block {layer})", what, fix))
                 elif available != heads[name]:
                     what = f"'{name}' has {heads[name]} heads and reads the scores of the {available} before it"

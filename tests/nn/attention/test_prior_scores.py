@@ -271,7 +271,9 @@ def test_what_cannot_be_handed_on_is_refused() -> None:
     assert "(block 0): 'mixer' reads the attention scores of the block before, which hands on none" in problems(
         LAZY, [{"last": 1, "mixer": reused}]
     )
-    assert "(block 1)" in problems({"kind": "softmax"}, [{"first": 1, "mixer": reused}])
+    problem = problems({"kind": "softmax"}, [{"first": 1, "mixer": reused}])
+    assert "(block 1)" in problem
+    assert "Give block 0 the mixer attention with one of these cores: evolving, prior_scores." in problem
     softmax = {"kind": "attention", "heads": HEADS}
     problem = problems(REAL, [{"first": 1, "last": 2, "mixer": softmax}])
     assert "(block 2)" in problem
