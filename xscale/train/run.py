@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -260,9 +261,8 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
     baseline = None
     try:
         stop.training_begins()
-        with watchdog:
+        with watchdog, closing(profiler):
             cause = loop.run()
-            profiler.close()
         if cause is None:
             reason = "done"
         else:
