@@ -122,7 +122,7 @@ def node_outlives_graph() -> bool:
     stage_backward_weight needs that, after stage_backward_input has released the graph. Before torch 2.13 it raises
     RuntimeError; that of 2.11 would also sum the gradients of a node's outputs into those of the first.
     """
-    return bool(torch.__version__ >= (2, 13))
+    return torch.__version__ >= "2.13"  # TorchVersion compares numbers
 
 
 def rank_operations(schedule: Any, pp: int, stages_per_rank: int, micro_batches: int) -> list[list[Any]]:
