@@ -69,6 +69,7 @@ class Dynamics(Module):
         "At a block, p is added to the block's input, which the residual connection passes on; the authors' code adds "
         "three solutions to queries, keys and values, and sinusoids to the embeddings.",
         "The encodings are solved for in each micro-batch; the authors' code keeps them for hundreds of steps.",
+        "Encodings start from drawn weights; the paper can also start them from sinusoids, on top of a trained model.",
     ),
 )
 class Floater(Position):
