@@ -53,6 +53,15 @@ def test_what_does_not_fit_is_a_problem_with_a_way_out(capsys: pytest.CaptureFix
     assert "Take " in found["problems"][0]["fix"]
 
 
+@pytest.mark.parametrize(("world", "pp", "count"), [(1, 1, 0), (2, 1, 1), (2, 2, 5)])
+def test_memory_of_communicators_is_counted(
+    capsys: pytest.CaptureFixture[str], world: int, pp: int, count: int
+) -> None:
+    """One for each group of a rank, of which pp has two more, and one each way to a neighbouring stage."""
+    found = planned(capsys, f"parallel.mesh.pp={pp}", world=world, device="h100")
+    assert found["memory_bytes"]["communicators"] == count * found["device"]["communicator"]
+
+
 def test_without_a_device_there_is_no_time(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys)
     assert found["fits"] is None
