@@ -35,6 +35,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"causal": True},
     {"causal": True, "softcap": 2.0, "documents": True},
     {"causal": False, "softcap": 2.0, "slopes": True, "documents": True},
+    {"causal": True, "documents": True, "sinks": True},
 ]
 
 
@@ -59,28 +60,37 @@ def test_cpu_path(
         rest |= {"query_documents": ids[:, S - T :], "key_documents": ids}
     if rest.pop("slopes", False):
         rest["slopes"] = torch.rand(4)
+    sinks = (torch.randn(4),) if rest.pop("sinks", False) else ()
     q, k, v = torch.randn(2, T, 4, 20), torch.randn(2, S, 2, 20), torch.randn(2, S, 2, 9)
 
     def run(name: str) -> Callable[..., torch.Tensor]:
-        return lambda *qkv: block_sparse_attention(
-            *(each.transpose(1, 2) for each in qkv), layout, implementation=name, **rest
+        return lambda q, k, v, *sinks: block_sparse_attention(
+            *(each.transpose(1, 2) for each in (q, k, v)),
+            layout,
+            implementation=name,
+            **rest,
+            sinks=sinks[0] if sinks else None,
         )
 
-    agree(run("cpu"), run("reference"), (q, k, v), dtype, bound)
+    agree(run("cpu"), run("reference"), (q, k, v, *sinks), dtype, bound)
 
 
 def test_gradcheck_registration_and_compile() -> None:
     q, k, v = (torch.randn(1, heads, 6, 2, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
     layout = layout_from_mask(torch.tensor([[[True, False], [True, True]]]), 4)
 
-    def run(*qkv: torch.Tensor) -> torch.Tensor:
-        return block_sparse_attention(*qkv, layout, causal=True)
+    sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
 
-    assert torch.autograd.gradcheck(run, (q, k, v))
-    arguments = (q, k, v, None, None, None, layout.tensors(), layout.sizes(), 0.25, True, 0.0, "")
-    torch.library.opcheck(torch.ops.xscale.block_sparse_attention.default, arguments)
-    whole = torch.compile(run, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(whole(q, k, v), run(q, k, v))
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        return block_sparse_attention(q, k, v, layout, causal=True, sinks=sinks)
+
+    for inputs in ((q, k, v), (q, k, v, sinks)):
+        assert torch.autograd.gradcheck(run, inputs)
+        sink_logits = inputs[3] if len(inputs) > 3 else None
+        arguments = (q, k, v, None, None, None, sink_logits, layout.tensors(), layout.sizes(), 0.25, True, 0.0, "")
+        torch.library.opcheck(torch.ops.xscale.block_sparse_attention.default, arguments)
+        whole = torch.compile(run, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(whole(*inputs), run(*inputs))
 
 
 def test_only_blocks_that_are_there_are_computed() -> None:
@@ -125,8 +135,30 @@ def test_alibi_and_documents() -> None:
     torch.testing.assert_close(second, expected)
 
 
+def test_sinks_are_a_column_of_the_softmax() -> None:
+    """The reference with a loop over heads and queries; the last query sees no key."""
+    q, k, v, sinks = (
+        torch.randn(*shape, dtype=torch.float64) for shape in ((1, 2, 5, 4), (1, 1, 5, 4), (1, 1, 5, 3), (2,))
+    )
+    documents = torch.tensor([[0, 0, 0, 0, 1]])
+    layout = layout_from_mask(torch.ones(1, 1, 1, dtype=torch.bool), 8)
+    out = block_sparse_attention(
+        q, k, v, layout, sinks=sinks, query_documents=documents, key_documents=documents * 0, implementation="reference"
+    )
+    for head in range(2):
+        for query in range(4):
+            weights = [torch.exp((q[0, head, query] * k[0, 0, key]).sum() / 2) for key in range(5)]
+            total = sum(weights) + sinks[head].exp()
+            expected = sum(weight * v[0, 0, key] for key, weight in enumerate(weights)) / total
+            torch.testing.assert_close(out[0, head, query], expected)
+    assert not out[:, :, 4].any()
+
+
 def test_faults_are_named() -> None:
     q = torch.zeros(1, 2, 20, 4)
+    fits = layout_from_mask(torch.ones(1, 3, 3, dtype=torch.bool), 8)
+    with pytest.raises(ValueError, match=r"a logit for each of 2 heads, got \[3\]"):
+        block_sparse_attention(q, q, q, fits, sinks=torch.zeros(3))
     layout = layout_from_mask(torch.ones(1, 2, 2, dtype=torch.bool), 8)
     with pytest.raises(ValueError, match=r"layout of \[1 or 2, 3, 3\] blocks, this one is \[1, 2, 2\]"):
         block_sparse_attention(q, q, q, layout)

@@ -42,6 +42,7 @@ def test_kinds_are_what_their_papers_say() -> None:
         "reglu": gate.clamp_min(0) * up,
         "geglu": gate * phi * up,
         "geglu_tanh": 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up,
+        "quick_geglu": gate / (1 + (-1.702 * gate).exp()) * up,
         "swiglu": gate / (1 + (-gate).exp()) * up,
     }
     assert set(expected) == set(KINDS)

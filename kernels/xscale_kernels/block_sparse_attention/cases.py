@@ -23,11 +23,12 @@ def _on(layout: BlockLayout, device: torch.device) -> BlockLayout:
 
 
 def draw(pick: Pick) -> Example:
-    """Layouts with empty rows, lengths that blocks do not divide, grouped heads, documents, ALiBi and a soft cap."""
+    """Layouts with empty rows, lengths that blocks do not divide, grouped heads, documents, ALiBi, a cap and sinks."""
     B, G, T = pick.integer(1, 2), pick.integer(1, 2), pick.integer(1, 40)
     H, S = G * pick.integer(1, 2), T + pick.choice(0, pick.integer(1, 9))
     causal, cap = pick.choice(False, True), pick.choice(None, 2.0)
     sloped, packed = pick.choice(False, True), pick.choice(False, True)
+    sunk = pick.choice(False, True)
     mask = pick.integers(5, pick.choice(1, H), -(-T // 16), -(-S // 16)) > 1
     layout = layout_from_mask(mask, 16)
 
@@ -35,15 +36,13 @@ def draw(pick: Pick) -> Example:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        *slopes_and_documents: torch.Tensor,
+        *optional: torch.Tensor,
         implementation: str | None = None,
     ) -> torch.Tensor:
-        named: dict[str, Any] = {"slopes": slopes_and_documents[0]} if sloped else {}
+        named: dict[str, Any] = {"sinks": optional[0]} if sunk else {}
+        named |= {"slopes": optional[int(sunk)]} if sloped else {}
         if packed:
-            named |= {
-                "query_documents": slopes_and_documents[-1][:, S - T :],
-                "key_documents": slopes_and_documents[-1],
-            }
+            named |= {"query_documents": optional[-1][:, S - T :], "key_documents": optional[-1]}
         return block_sparse_attention(
             q, k, v, _on(layout, q.device), causal=causal, softcap=cap, implementation=implementation, **named
         )
@@ -52,7 +51,12 @@ def draw(pick: Pick) -> Example:
     return Example(
         run=run,
         exact=lambda *tensors: run(*tensors, implementation="reference"),
-        tensors=(pick.normal(B, H, T, 8), pick.normal(B, G, S, 8), pick.normal(B, G, S, 5)),
+        tensors=(
+            pick.normal(B, H, T, 8),
+            pick.normal(B, G, S, 8),
+            pick.normal(B, G, S, 5),
+            *([pick.normal(H)] if sunk else []),
+        ),
         given=(*slopes, pick.integers(3, B, S).sort(1).values) if packed else slopes,
         slack=10.0,
         products=True,

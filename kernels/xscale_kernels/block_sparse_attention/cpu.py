@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from xscale_kernels.attention_sinks import NATURAL
 from xscale_kernels.block_sparse_attention.layout import BlockLayout
 from xscale_kernels.block_sparse_attention.op import ScoreModifier
 from xscale_kernels.rows import wide
 
 # Scores of one step: 0.5 to 1 MB of float32 was the fastest of 256 KB to 8 MB at T = 4096.
 SCORES = 2**18
+LSE_UNIT = NATURAL
+"""Unit of the log-sum-exp that `forward` returns."""
 
 
 @dataclass(frozen=True)

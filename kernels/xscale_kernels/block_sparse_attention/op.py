@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from xscale_kernels import refusals
+from xscale_kernels.attention_sinks import add_sinks, gradient_of_sinks
 from xscale_kernels.block_sparse_attention.layout import BlockLayout
 from xscale_kernels.block_sparse_attention.shared_memory import limit_of, shared_bytes, stages
 from xscale_kernels.rows import wide
@@ -47,7 +48,12 @@ def visible(q: torch.Tensor, k: torch.Tensor, layout: BlockLayout, rule: ScoreMo
 
 
 def reference_block_sparse_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: BlockLayout, rule: ScoreModifier
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: BlockLayout,
+    rule: ScoreModifier,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[B, H, T, M]; a query that sees no key gives zeros. Shapes as in `block_sparse_attention`."""
     H, G, T, S = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
@@ -64,7 +70,11 @@ def reference_block_sparse_attention(
     scores = scores.masked_fill(~seen, float("-inf"))
     # The softmax of a row of -inf is NaN; such rows get finite scores first and zero weights after.
     empty = ~seen.any(-1, keepdim=True)
-    weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(~seen, 0.0)
+    scores = scores.masked_fill(empty, 0.0)
+    if sinks is not None:
+        column = sinks.to(compute)[None, :, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, column), -1)
+    weights = scores.softmax(-1)[..., :S].masked_fill(~seen, 0.0)
     return (weights @ values).to(q.dtype)
 
 
@@ -110,6 +120,7 @@ def _forward(
     slopes: Tensor | None,
     query_documents: Tensor | None,
     key_documents: Tensor | None,
+    sinks: Tensor | None,
     lists: list[Tensor],
     numbers: list[int],
     scale: float,
@@ -122,8 +133,10 @@ def _forward(
         BlockLayout.from_parts(lists, numbers),
     )
     choice = choose("block_sparse_attention", IMPLEMENTATIONS, implementation, q, v, layout)
-    out: tuple[Tensor, Tensor] = choice.implementation.function("forward")(q, k, v, layout, rule)
-    return out
+    out: Tensor
+    lse: Tensor
+    out, lse = choice.implementation.function("forward")(q, k, v, layout, rule)
+    return (out, lse) if sinks is None else add_sinks(out, lse, sinks, choice.implementation.function("LSE_UNIT"))
 
 
 @_forward.register_fake
@@ -143,38 +156,56 @@ def _back(
     slopes: Tensor | None,
     query_documents: Tensor | None,
     key_documents: Tensor | None,
+    sinks: Tensor | None,
     lists: list[Tensor],
     numbers: list[int],
     scale: float,
     causal: bool,
     softcap: float,
     implementation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rule, layout = (
         ScoreModifier(scale, causal, softcap, slopes, query_documents, key_documents),
         BlockLayout.from_parts(lists, numbers),
     )
     choice = choose("block_sparse_attention (backward)", IMPLEMENTATIONS, implementation, q, v, layout)
-    gradients: tuple[Tensor, Tensor, Tensor]
-    gradients = choice.implementation.function("backward")(q, k, v, out, lse, dout, layout, rule)
-    return gradients
+    dq, dk, dv = choice.implementation.function("backward")(q, k, v, out, lse, dout, layout, rule)
+    if sinks is None:
+        return dq, dk, dv, lse.new_empty(0)
+    return dq, dk, dv, gradient_of_sinks(sinks, dout, out, lse, choice.implementation.function("LSE_UNIT"))
 
 
 @_back.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    slopes: Tensor | None,
+    query_documents: Tensor | None,
+    key_documents: Tensor | None,
+    sinks: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    to_sinks = lse.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), to_sinks
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, slopes, query_documents, key_documents, lists, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *output, slopes, query_documents, key_documents, *lists)
+    q, k, v, slopes, query_documents, key_documents, sinks, lists, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, *output, slopes, query_documents, key_documents, sinks, *lists)
 
 
 def _backward(ctx: Any, dout: Tensor, _: Any) -> tuple[Any, ...]:
-    q, k, v, out, lse, slopes, query_documents, key_documents, *lists = ctx.saved_tensors
-    gradients = _back(q, k, v, out, lse, dout, slopes, query_documents, key_documents, lists, *ctx.settings)
+    q, k, v, out, lse, slopes, query_documents, key_documents, sinks, *lists = ctx.saved_tensors
+    *gradients, to_sinks = _back(
+        q, k, v, out, lse, dout, slopes, query_documents, key_documents, sinks, lists, *ctx.settings
+    )
+    of_sinks = None if sinks is None else to_sinks
     # The lists are one argument, whose gradients are a list.
-    return *gradients, None, None, None, [None] * len(lists), None, None, None, None, None
+    return *gradients, None, None, None, of_sinks, [None] * len(lists), None, None, None, None, None
 
 
 _forward.register_autograd(_backward, setup_context=_keep)
@@ -182,7 +213,7 @@ _forward.register_autograd(_backward, setup_context=_keep)
 
 @register_flop_formula(torch.ops.xscale.block_sparse_attention)
 def _forward_flops(
-    q: Any, k: Any, v: Any, slopes: Any, qd: Any, kd: Any, lists: Any, numbers: Any, *_: Any, **__: Any
+    q: Any, k: Any, v: Any, slopes: Any, qd: Any, kd: Any, sinks: Any, lists: Any, numbers: Any, *_: Any, **__: Any
 ) -> int:
     block, heads = numbers[0], numbers[1]
     blocks = lists[1][0] * (1 if heads > 1 else q[1])
@@ -200,6 +231,7 @@ def _backward_flops(
     slopes: Any,
     qd: Any,
     kd: Any,
+    sinks: Any,
     lists: Any,
     numbers: Any,
     *_: Any,
@@ -238,6 +270,7 @@ def block_sparse_attention(
     slopes: Tensor | None = None,
     query_documents: Tensor | None = None,
     key_documents: Tensor | None = None,
+    sinks: Tensor | None = None,
     implementation: str | None = None,
 ) -> Tensor:
     """softmax(cap(scale * q k) - slopes * distance) v over the key blocks that each query block sees.
@@ -245,12 +278,15 @@ def block_sparse_attention(
     q: [B, H, T, K]. k: [B, G, S, K]. v: [B, G, S, M]; H is a multiple of G, and each kv head is shared by H / G
     consecutive query heads. layout: for these lengths, made once (layout_from_mask). causal: query t sees keys up to t
     + S - T, within a block too. scale: 1 / sqrt(K) when None. slopes: [H], ALiBi, no gradient. query_documents [B, T]
-    and key_documents [B, S]: int, attention is within a document. Returns [B, H, T, M]; a query that sees no key gives
-    zeros. Strided inputs are not copied. Gradients of q, k and v are deterministic.
+    and key_documents [B, S]: int, attention is within a document. sinks: [H], a logit of each head in the softmax's
+    denominator (`attention_sinks`), with a gradient. Returns [B, H, T, M]; a query that sees no key gives zeros.
+    Strided inputs are not copied. Gradients of q, k, v and sinks are deterministic.
 
     Raises ValueError for shapes that do not fit, UnusableError when the named implementation refuses.
     """
     _fits(q, k, v, layout)
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(f"sinks have a logit for each of {q.shape[1]} heads, got {[*sinks.shape]}")
     if (query_documents is None) != (key_documents is None):
         raise ValueError("give documents for both queries and keys, or for neither")
     rule = ScoreModifier(
@@ -262,7 +298,7 @@ def block_sparse_attention(
         None if key_documents is None else key_documents.to(torch.int32).contiguous(),
     )
     if implementation == "reference":
-        return reference_block_sparse_attention(q, k, v, layout, rule)
+        return reference_block_sparse_attention(q, k, v, layout, rule, sinks)
     out: Tensor = _forward(
         q,
         k,
@@ -270,6 +306,7 @@ def block_sparse_attention(
         rule.slopes,
         rule.query_documents,
         rule.key_documents,
+        sinks,
         layout.tensors(),
         layout.sizes(),
         rule.scale,

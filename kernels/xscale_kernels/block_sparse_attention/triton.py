@@ -12,12 +12,16 @@ import torch
 import triton
 import triton.language as tl
 
+from xscale_kernels.attention_sinks import BINARY
 from xscale_kernels.block_sparse_attention.gradients import backward
 from xscale_kernels.block_sparse_attention.layout import BlockLayout
 from xscale_kernels.block_sparse_attention.op import ScoreModifier
 from xscale_kernels.block_sparse_attention.tiles import optional_inputs, row_span, scores, settings, store_tile, tile
 
-__all__ = ["backward", "forward"]
+__all__ = ["LSE_UNIT", "backward", "forward"]
+
+LSE_UNIT = BINARY
+"""Unit of the log-sum-exp that `forward` returns."""
 
 
 @triton.jit

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from xscale_kernels import refusals
 from xscale_kernels.select import Implementation, choose, is_small_call, use_reference
 
-KINDS = ("glu", "bilinear", "reglu", "geglu", "geglu_tanh", "swiglu")
+KINDS = ("glu", "bilinear", "reglu", "geglu", "geglu_tanh", "quick_geglu", "swiglu")
 
 
 def activate(gate: torch.Tensor, kind: str) -> torch.Tensor:
-    """Apply the gate's activation: sigmoid, none, ReLU, GELU (exact or tanh) or SiLU."""
+    """Apply the gate's activation: sigmoid, none, ReLU, GELU (exact, by tanh or by a sigmoid) or SiLU."""
     if kind == "glu":
         return torch.sigmoid(gate)
     if kind == "bilinear":
@@ -21,6 +21,8 @@ def activate(gate: torch.Tensor, kind: str) -> torch.Tensor:
         return F.relu(gate)
     if kind == "swiglu":
         return F.silu(gate)
+    if kind == "quick_geglu":
+        return gate * torch.sigmoid(1.702 * gate)
     return F.gelu(gate, approximate="tanh" if kind == "geglu_tanh" else "none")
 
 
@@ -56,8 +58,8 @@ def gated_activation(
     """activation(gate) * up, element by element.
 
     gate, up: [..., F] of one shape and dtype; they may be the two halves of one tensor. kind: "glu" (sigmoid),
-    "bilinear" (none), "reglu", "geglu" (exact), "geglu_tanh", "swiglu". Returns their shape and dtype.
-    Gradients reach both.
+    "bilinear" (none), "reglu", "geglu" (exact), "geglu_tanh", "quick_geglu" (x sigmoid(1.702 x), Hendrycks
+    and Gimpel 2016), "swiglu". Returns their shape and dtype. Gradients reach both.
 
     Raises ValueError for an unknown kind or shapes that differ, UnusableError when the named implementation refuses.
     """

@@ -29,6 +29,10 @@ def _activation(gate, KIND: tl.constexpr):
         sigmoid = 1 / (1 + tl.exp(-gate))
         value = gate * sigmoid
         slope = sigmoid * (1 + gate * (1 - sigmoid))
+    elif KIND == "quick_geglu":
+        sigmoid = 1 / (1 + tl.exp(-1.702 * gate))
+        value = gate * sigmoid
+        slope = sigmoid * (1 + 1.702 * gate * (1 - sigmoid))
     elif KIND == "geglu":
         share = 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
         value = gate * share

@@ -18,6 +18,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"causal": True},
     {"causal": True, "softcap": 2.0, "documents": True},
     {"causal": False, "softcap": 2.0, "slopes": True, "documents": True},
+    {"causal": True, "documents": True, "sinks": True},
 ]
 CASES = [(settings, torch.float32, 2e-6, 37, 37, 4) for settings in SETTINGS]
 CASES += [(settings, torch.float32, 2e-6, 20, 50, 1) for settings in SETTINGS[1:]]
@@ -44,15 +45,20 @@ def test_forward_and_gradients(
         rest |= {"query_documents": ids[:, S - T :], "key_documents": ids}
     if rest.pop("slopes", False):
         rest["slopes"] = torch.rand(4, device=device)
+    sinks = (torch.randn(4, device=device),) if rest.pop("sinks", False) else ()
     q = torch.randn(2, T, 4, 20, device=device)
     k, v = torch.randn(2, S, 2, 20, device=device), torch.randn(2, S, 2, 9, device=device)
 
     def run(name: str) -> Callable[..., torch.Tensor]:
-        return lambda *qkv: block_sparse_attention(
-            *(each.transpose(1, 2) for each in qkv), layout, implementation=name, **rest
+        return lambda q, k, v, *sinks: block_sparse_attention(
+            *(each.transpose(1, 2) for each in (q, k, v)),
+            layout,
+            implementation=name,
+            **rest,
+            sinks=sinks[0] if sinks else None,
         )
 
-    agree(run("triton"), run("reference"), (q, k, v), dtype, bound)
+    agree(run("triton"), run("reference"), (q, k, v, *sinks), dtype, bound)
 
 
 # Of 96 tokens in blocks of 16: ends of documents at ends of blocks and within them, several in a block, one that comes

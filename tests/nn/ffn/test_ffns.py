@@ -46,6 +46,23 @@ def test_gated_is_its_formula(gate: Any, function: str) -> None:
     assert torch.allclose(part(x, tokens(5)), inner @ part.down.weight.t())
 
 
+def test_a_clamped_gated_layer_is_its_formula() -> None:
+    """gpt-oss: the gate is cut from above alone, what is gated on both sides, and 1 is added to it."""
+    config = Gated.Config(hidden=24, gate="quick_geglu", bias=True, clamp_value=0.7, linear_offset=1.0)
+    part = ready(Gated(config, dims(width=8)))
+    x = 3 * drawn(2, 5, 8)
+    expected = torch.zeros(2, 5, 24, dtype=x.dtype)
+    cut = set()
+    for b, t, unit in ((b, t, unit) for b in range(2) for t in range(5) for unit in range(24)):
+        gate = sum(x[b, t, i] * part.gate.weight[unit, i] for i in range(8)) + part.gate.bias[unit]
+        up = sum(x[b, t, i] * part.up.weight[unit, i] for i in range(8)) + part.up.bias[unit]
+        cut |= {("gate", -1 if gate < -0.7 else int(gate > 0.7)), ("up", -1 if up < -0.7 else int(up > 0.7))}
+        gate, up = min(gate, torch.tensor(0.7)), max(min(up, torch.tensor(0.7)), torch.tensor(-0.7))
+        expected[b, t, unit] = gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+    assert len(cut) == 6, "both parts lie below, within and above the bounds"
+    assert torch.allclose(part(x, tokens(5)), F.linear(expected, part.down.weight, part.down.bias))
+
+
 def test_hidden_widths_by_default() -> None:
     assert Dense(Dense.Config(), dims(width=96)).up.weight.shape == (384, 96)
     # 8/3 of 96 is 256: three matrices of it weigh what two of four times the width do.

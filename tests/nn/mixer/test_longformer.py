@@ -98,6 +98,7 @@ def test_what_global_tokens_cannot_have_is_refused() -> None:
     assert problems(shared_qk=True) == ["mixer.shared_qk"]
     assert problems(qk_norm="rms") == ["mixer.qk_norm"]
     assert problems(core={**CORE, "soft_cap": 9.0}) == ["mixer.core.soft_cap"]
+    assert problems(core={**CORE, "sinks": True}) == ["mixer.core.sinks"]
     assert problems(core={"kind": "softmax"}) == ["mixer.core"]
 
 

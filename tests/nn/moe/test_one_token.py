@@ -15,12 +15,14 @@ DENSE = {"kind": "dense", "hidden": 10, "activation": "relu"}
 EXPERTS = {
     "gated": {"kind": "gated", "hidden": 8, "gate": "geglu_tanh"},
     "gated with biases": {"kind": "gated", "hidden": 32, "bias": True},
+    "clamped": {"kind": "gated", "hidden": 32, "gate": "quick_geglu", "clamp_value": 0.2, "linear_offset": 1.0},
     "dense": {**DENSE, "bias": True},
 }
 ROUTED: dict[str, dict[str, Any]] = {name: {"router": name} for name in ROUTERS.able(choice="token")}
 CASES: dict[str, dict[str, Any]] = (
     ROUTED
     | {f"topk, {name}": {"expert": expert} for name, expert in EXPERTS.items()}
+    | {"topk, biased logits": {"router": {"kind": "topk", "logit_bias": True}}}
     | {"capacity": {"capacity_factor": 0.5}, "shared": {"shared": DENSE, "shared_combine": "gate"}}
 )
 

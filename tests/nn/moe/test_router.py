@@ -48,6 +48,21 @@ def test_topk_is_a_softmax_over_the_chosen(k: int) -> None:
         assert same(sent(routing), literal.mixtral(x.flatten(0, 1), -part.weight, k)), "the other end"
 
 
+def test_a_bias_of_the_logits_is_one_more_input() -> None:
+    """W x + b is the map of x and a 1 by W and b."""
+    x, tokens = sample()
+    part, _ = route("topk", tokens, x, logit_bias=True)
+    with torch.no_grad():
+        part.logit_bias.copy_(torch.tensor([0.5, -1.0, 2.0, 0.0]))
+    rows = x.flatten(0, 1)
+    routing = part(rows, tokens)
+    weight = torch.cat((part.weight, part.logit_bias[:, None]), 1)
+    assert same(sent(routing), literal.mixtral(torch.cat((rows, torch.ones(len(rows), 1)), 1), weight, 2))
+    assert not same(sent(routing), literal.mixtral(rows, part.weight, 2))
+    (gradient,) = torch.autograd.grad(routing.weight.square().sum(), part.logit_bias)
+    assert gradient.any()
+
+
 def test_z_loss() -> None:
     x, tokens = sample()
     part, routing = route("topk", tokens, x, z_loss_weight=0.001, aux_loss_weight=0.0)

@@ -127,6 +127,8 @@ class Architecture:
     """Whether config.json has a weight of the router's z-loss."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json with the values under which the logits are compared."""
+    quantization: tuple[str, ...] = ()
+    """Formats of quantised weights, by `quantization_config.quant_method` in config.json, that an import reads."""
     sentence_head: SentenceHeadLayout | None = None
     """Layout of the weights that `sentence_head` maps to; None: there is none."""
     class_head: Any = None
@@ -170,6 +172,12 @@ FEATURES: dict[str, Any] = {
     "block.mixer.position": None,
     "block.mixer.core.soft_cap": None,
     "block.mixer.core.sinks": False,
+    **{
+        f"block.ffn{part}.{key}": default
+        for part in ("", ".expert", ".shared")
+        for key, default in (("clamp_value", None), ("linear_offset", 0.0))
+    },
+    "block.ffn.router.logit_bias": False,
 }
 """Keys that few architectures have -> their defaults. `block` is each block of each stack."""
 

@@ -1,4 +1,7 @@
-"""Child et al. 2019 and others: softmax attention over the key blocks that a pattern shows each query block."""
+"""Child et al. 2019 and others: softmax attention over the key blocks that a pattern shows each query block.
+
+With `sinks` each head has a logit in the denominator, as in the core `softmax`.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -61,6 +64,9 @@ class BlockSparse(Core):
         """Tokens in a block, the unit of the pattern's sizes."""
         soft_cap: float | None = Field(default=None, gt=0)
         """Scores become cap * tanh(score / cap) (Gemma team 2024); null: no cap."""
+        sinks: bool = False
+        """Whether each head has a learned logit in the softmax's denominator, an attention sink (gpt-oss), which starts
+        at 0."""
         implementation: Literal["auto", "gather", "kernel", "flex"] = "auto"
         """gather: torch operators on gathered blocks, which take any bias and terms of a position; kernel: the fused
         operator, which takes ALiBi's slopes; flex: FlexAttention, which takes any bias, one by distance (ALiBi, T5's
@@ -76,6 +82,8 @@ class BlockSparse(Core):
         self.layer = dims.layer
         self.pattern: Pattern = PATTERNS.build(config.pattern)
         self._flex = FlexAttention(config.block, config.soft_cap)
+        if config.sinks:
+            self.declare_sinks(heads)
         self._layouts: dict[tuple[Grid, torch.device], BlockLayout | None] = {}
         self._plans: dict[tuple[Grid, torch.device, bool], tuple[BlockPlan, TokenMasks]] = {}
 
@@ -102,7 +110,7 @@ class BlockSparse(Core):
         if implementation == "flex":
             layouts = partial(self.pattern.masked_layouts, grid)
             blocks = self._flex.pattern_blocks(layouts, grid, q.device, packed=mask.query_documents is not None)
-            return self._flex.attend(q, k, v, mask, blocks)
+            return self._flex.attend(q, k, v, mask, blocks, self.sink_logits())
         return self._gather(q, k, v, mask, dropout)
 
     def block_layout(self, length: int, heads: int) -> Any:
@@ -188,6 +196,7 @@ class BlockSparse(Core):
             slopes=slopes,
             query_documents=mask.query_documents,
             key_documents=mask.key_documents,
+            sinks=self.sink_logits(),
         )
 
     def _gather(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
@@ -223,7 +232,8 @@ class BlockSparse(Core):
             rows = vars(tables_of(torch.arange(first, stop, device=q.device)))
             tables = [None if rows[name] is None else upcast(rows[name]) for name in NAMES]
             options = replace(options, terms=TermPlaces(first, first_query, size, block))
-        out: Tensor = gathered_attention(queries, keys, values, plan, block_mask, options, bias, tables)
+        sinks = self.sink_logits()
+        out: Tensor = gathered_attention(queries, keys, values, plan, block_mask, options, bias, tables, sinks)
         return out.flatten(2, 3)[:, :, before : before + mask.queries]  # [B, H, T, K]
 
     def _all_scores(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
@@ -243,7 +253,7 @@ class BlockSparse(Core):
         bias = mask.score_bias(q, k)
         scores = scores if bias is None else scores + bias.to(scores.dtype)
         hidden = ~seen if mask.allowed is None else ~(seen & mask.allowed.to(q.device))
-        return self.mix_values(masked_softmax(scores, hidden), v, mask)
+        return self.mix_values(masked_softmax(scores, hidden, self.sink_logits()), v, mask)
 
     @staticmethod
     def _bias_by_pair(q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor | None:

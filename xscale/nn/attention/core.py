@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
-from xscale.nn.attention.ops.dense import grouped_matmul
+from xscale.nn.attention.ops.dense import grouped_matmul, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
+from xscale.nn.init import ZEROS
 from xscale.nn.module import Axis, Module, Part
 from xscale.nn.position.position import Position
 
@@ -64,6 +66,8 @@ class Core(Part):
 
     head_period = 1
     """Heads that form a unit: parallelism gives each rank a multiple of it."""
+    sinks: Parameter | None
+    """[H], see `declare_sinks`."""
     set_by_mixer: ClassVar[tuple[str, Any, str] | None] = None
     """A key of the config, a value, and the kind of the only mixer that can hold the core with it, and sets it."""
     keeps_state: ClassVar[bool] = False
@@ -82,6 +86,7 @@ class Core(Part):
         """Heads, over all ranks, whose scores of the previous block the output depends on; 0: on none."""
         self.layer_tables: Module | None = None
         """Parameters that the cores of all layers of a stack have in common; None: none."""
+        self.register_parameter("sinks", None)
 
     @classmethod
     def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
@@ -154,6 +159,14 @@ class Core(Part):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         """Attend: q [B, H, T, K], k and v [B, G, S, K] with G dividing H -> [B, H, T, K]."""
         raise NotImplementedError
+
+    def declare_sinks(self, heads: int) -> None:
+        """Declare a logit for each head in the softmax's denominator, an attention sink, which starts at 0."""
+        self.declare("sinks", (heads,), ("heads",), ZEROS, decays=False)
+
+    def sink_logits(self) -> Tensor | None:
+        """Return the logits of the sinks [H], in float32 at least; None: the core has none."""
+        return None if self.sinks is None else upcast(self.use(self.sinks))
 
     def drop_weights(self, weights: Tensor, mask: AttentionMask) -> Tensor:
         """Apply the mask's dropout to attention weights [B, H, ...] in training."""

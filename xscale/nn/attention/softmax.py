@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import Parameter
 
 from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention.core import CORES, Core, CoreTraits
@@ -21,7 +20,6 @@ from xscale.nn.attention.ops.flex import KERNEL_BLOCK, FlexAttention, KeyBlocks
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.ops.relative_blocks import relative_attention, uses_blocks
 from xscale.nn.dims import Dims
-from xscale.nn.init import ZEROS
 from xscale.nn.position.distance_tables import DistanceTables
 from xscale.nn.position.position import POSITIONS, Position
 from xscale_kernels.packed_attention import library_refusals, packed_attention
@@ -53,8 +51,6 @@ class Softmax(Core):
     reads_bias: ClassVar[bool] = False
     """Whether the core reads the bias itself, which is then given by pair."""
 
-    sinks: Parameter | None
-
     class Config(Core.Config):
         sinks: bool = False
         """Whether each head has a learned logit in the softmax's denominator, an attention sink (gpt-oss), which starts
@@ -79,9 +75,8 @@ class Softmax(Core):
         self.soft_cap = config.soft_cap
         self.implementation = config.implementation
         self._flex = FlexAttention(KERNEL_BLOCK, config.soft_cap)
-        self.register_parameter("sinks", None)
         if config.sinks:
-            self.declare("sinks", (heads,), ("heads",), ZEROS, decays=False)
+            self.declare_sinks(heads)
 
     @classmethod
     def traits_of(cls, config: Any) -> CoreTraits:
@@ -200,10 +195,6 @@ class Softmax(Core):
             scores = scores + bias.to(scores.dtype)
         hidden = None if mask.allowed is None else ~mask.allowed.to(q.device)
         return masked_softmax(scores, hidden, self.sink_logits())
-
-    def sink_logits(self) -> Tensor | None:
-        """Return the logits of the sinks [H], in float32 at least; None: the core has none."""
-        return None if self.sinks is None else upcast(self.use(self.sinks))
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         return 2.0 * heads * queries * keys * head_width / (2 if self.causal else 1)

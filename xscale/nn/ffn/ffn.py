@@ -104,13 +104,32 @@ class NoFfn(Ffn):
         return x
 
 
-Gate = Literal["glu", "bilinear", "reglu", "geglu", "geglu_tanh", "swiglu"]
+Gate = Literal["glu", "bilinear", "reglu", "geglu", "geglu_tanh", "quick_geglu", "swiglu"]
 GATES: tuple[Gate, ...] = get_args(Gate)
 
 
 def gated_hidden(hidden: int | None, width: int) -> int:
     """F; null: 8/3 of the width rounded up to 64, so that three matrices have as many weights as two of 4 D."""
     return hidden or -(-8 * width // (3 * 64)) * 64
+
+
+@dataclass(frozen=True)
+class GateLimits:
+    """The clamp and the offset of a gated layer's hidden parts before its activation (OpenAI 2025, gpt-oss)."""
+
+    clamp_value: float | None = None
+    linear_offset: float = 0.0
+
+    @property
+    def changes(self) -> bool:
+        """Whether `apply` changes anything."""
+        return self.clamp_value is not None or self.linear_offset != 0.0
+
+    def apply(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gate [..., F] clamped from above, and the value [..., F] clamped on both sides plus the offset."""
+        if self.clamp_value is not None:
+            gate, up = gate.clamp(max=self.clamp_value), up.clamp(-self.clamp_value, self.clamp_value)
+        return gate, up + self.linear_offset if self.linear_offset else up
 
 
 @FFNS.register("gated", traits=FfnTraits(per_token=True, sparse=False))
@@ -121,21 +140,29 @@ class Gated(Ffn):
         hidden: int | None = Field(default=None, ge=1)
         """F, the width of gate and value; null: 8/3 of the model's width rounded up to 64."""
         gate: Gate = "swiglu"
-        """glu (Dauphin et al. 2017), bilinear, reglu, geglu, geglu_tanh (GELU by its tanh approximation), swiglu."""
+        """glu (Dauphin et al. 2017), bilinear, reglu, geglu, geglu_tanh (GELU by its tanh approximation), quick_geglu
+        (GELU as x sigmoid(1.702 x)), swiglu."""
         bias: bool = False
         """Whether the maps have biases."""
+        clamp_value: float | None = Field(default=None, gt=0)
+        """Clamps what enters the gate's activation to at most this, and what is gated to its negative and to itself
+        (OpenAI 2025, gpt-oss: 7); null: no clamp."""
+        linear_offset: float = Field(default=0.0, ge=0)
+        """Added to what is gated, after the clamp (gpt-oss: 1, so that the layer is act(gate) * (up + 1))."""
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
         hidden = gated_hidden(config.hidden, dims.width)
         self.kind = config.gate
+        self.limits = GateLimits(config.clamp_value, config.linear_offset)
         self.gate = Linear(dims.width, hidden, ("ffn", "width"), dims.init, bias=config.bias)
         self.up = Linear(dims.width, hidden, ("ffn", "width"), dims.init, bias=config.bias)
         self.down = Linear(hidden, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         kernel = self.kernel_choices.get("gated_activation")
-        down: Tensor = self.down(gated_activation(self.gate(x), self.up(x), self.kind, implementation=kernel))
+        gate, up = self.limits.apply(self.gate(x), self.up(x))
+        down: Tensor = self.down(gated_activation(gate, up, self.kind, implementation=kernel))
         return down
 
 

@@ -76,6 +76,9 @@ class LongformerAttention(Attention):
             if getattr(config, key) not in allowed:
                 what = "is not defined for the projections of global tokens"
                 problems.append(Problem(f"{path}.{key}", what, "Take null, or the mixer attention."))
+        if getattr(config.core, "sinks", False):
+            what = "is not defined for the softmax of global tokens"
+            problems.append(Problem(f"{path}.core.sinks", what, "Take false, or the mixer attention."))
         if getattr(config.core, "soft_cap", None) is not None:
             what = "does not apply to the scores of global tokens"
             problems.append(Problem(f"{path}.core.soft_cap", what, "Take null, or the mixer attention."))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.nn.dims import Dims
-from xscale.nn.ffn.ffn import Dense, Ffn, Gated, activation, gated_hidden
+from xscale.nn.ffn.ffn import Dense, Ffn, Gated, GateLimits, activation, gated_hidden
 from xscale.nn.init import ZEROS
 from xscale.nn.module import Axis, Module
 from xscale.nn.random import hashed_dropout
@@ -33,9 +33,11 @@ class Experts(Module):
         super().__init__()
         assert isinstance(config, Dense.Config | Gated.Config)
         width, has_gate = dims.width, isinstance(config, Gated.Config)
+        self.limits = GateLimits()
         if isinstance(config, Gated.Config):
             hidden = gated_hidden(config.hidden, width)
             self.kind = config.gate
+            self.limits = GateLimits(config.clamp_value, config.linear_offset)
         else:
             hidden = config.hidden or 4 * width
             self.kind = config.activation
@@ -85,7 +87,7 @@ class Experts(Module):
         if self.gate is None:
             return self.activation(self._grouped_linear(rows, self.up, self.up_bias, tokens_per_expert))
         kernel = self.kernel_choices.get("gated_activation")
-        if self.up_bias is None and gate_up.saves_traffic(rows, self.gate):
+        if self.up_bias is None and not self.limits.changes and gate_up.saves_traffic(rows, self.gate):
             product = self.kernel_choices.get("grouped_gemm")
             up, gate = self.use(self.up), self.use(self.gate)
             return gate_up.gate_up_hidden(
@@ -99,6 +101,7 @@ class Experts(Module):
             )
         up = self._grouped_linear(rows, self.up, self.up_bias, tokens_per_expert)
         gate = self._grouped_linear(rows, self.gate, self.gate_bias, tokens_per_expert)
+        gate, up = self.limits.apply(gate, up)
         return gated_activation(gate, up, self.kind, implementation=kernel)
 
     def of_token(self, x: Tensor, experts: list[int]) -> Tensor:
@@ -113,7 +116,8 @@ class Experts(Module):
             if gate is None:
                 hidden = self.activation(hidden)
             else:
-                hidden = activate(F.linear(x, gate[expert], gate_bias), self.kind) * hidden
+                gate_part, hidden = self.limits.apply(F.linear(x, gate[expert], gate_bias), hidden)
+                hidden = activate(gate_part, self.kind) * hidden
             outputs.append(F.linear(hidden, down[expert], down_bias))
         return torch.cat(outputs)
 
@@ -128,7 +132,7 @@ class Experts(Module):
             return grouped_plain(
                 rows, up, self.use(self.down), tokens_per_expert, self.kind, up_bias=up_bias, down_bias=down_bias
             )
-        if self.up_bias is not None or not gated.supports(rows, up, self.kind):
+        if self.up_bias is not None or self.limits.changes or not gated.supports(rows, up, self.kind):
             return None
         return grouped_gated(rows, self.use(self.gate), up, self.use(self.down), tokens_per_expert, self.kind)
 

@@ -77,10 +77,11 @@ class Halo:
         k, v = _fetch(torch.stack((k, v)), needs, end, sharding)
         if first == end:
             # This rank has only padding; it must still take part in the backward of the exchange, and a learned
-            # position must have a gradient, which the ranks reduce together.
+            # position and the sinks must have a gradient, which the ranks reduce together.
             positions = mask.query_shard.full.positions[:, :1]
             bias = mask.bias_of(positions, positions)
-            return q * 0 + (k.sum() + v.sum() + (0 if bias is None else bias.sum())) * 0
+            sinks = self.core.sink_logits()
+            return q * 0 + sum(0 if x is None else x.sum() * 0 for x in (k, v, bias, sinks))
         documents, bias, relative_bias = mask.query_shard.full.documents, None, None
         if mask.position is not None and mask.uses_relative_bias:
             relative_bias = mask.position.relative_bias

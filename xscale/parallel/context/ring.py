@@ -18,7 +18,6 @@ from xscale.mesh.collectives import RingTransfer, ring_send
 from xscale.nn.attention.core import Core
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.attention.ops.mask import AttentionMask
-from xscale.nn.attention.softmax import Softmax
 from xscale.nn.eager import eager
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.position.position import POSITIONS
@@ -27,6 +26,7 @@ from xscale.parallel.context.flash_parts import FlashParts
 from xscale.parallel.context.mask import ShardedAttentionMask
 from xscale.parallel.context.sequence_sharding import SequenceSharding
 from xscale.parallel.context.tile_terms import PositionParameters, TermGradients, TileTerms
+from xscale_kernels.attention_sinks import gradient_of_sinks
 
 TILE = 512
 """Queries of a tile."""
@@ -61,8 +61,8 @@ class Ring:
         if not isinstance(mask, ShardedAttentionMask):
             return self.core(q, k, v, mask)  # type: ignore[no-any-return]
         packed = None not in (mask.query_shard.documents, mask.key_shard.documents)
-        sinks = self.core.sink_logits() if isinstance(self.core, Softmax) else None
-        return (_packed_ring_attention if packed else _ring_attention)(q, k, v, mask, sinks)
+        attend = _packed_ring_attention if packed else _ring_attention
+        return attend(q, k, v, mask, self.core.sink_logits())
 
 
 def _ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: ShardedAttentionMask, sinks: Tensor | None) -> Tensor:
@@ -243,7 +243,7 @@ class _RingAttention(torch.autograd.Function):
         assert grads_in_flight is not None
         to_k, to_v = grads_in_flight.wait()
         of_used = (None if x is None else x.to(leaf.dtype) for x, leaf in zip(terms.sums, used, strict=True))
-        to_sinks = None if sinks is None else _gradient_of_sinks(sinks, grad_out, out, total)
+        to_sinks = None if sinks is None else gradient_of_sinks(sinks, grad_out, out, total)
         return to_q.to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype), to_sinks, None, *of_used
 
 
@@ -268,14 +268,6 @@ def _attend(
         kv = kv if next_kv is None else next_kv.wait()
     # The fused kernels read the output as it is returned.
     return out.to(q.dtype) if isinstance(ring, FlashParts) else out, total
-
-
-def _gradient_of_sinks(sinks: Tensor, grad_out: Tensor, out: Tensor, total: Tensor) -> Tensor:
-    """Return the gradient of the sinks [H] by this rank's queries: a sink has the weight exp(sink - total), and no
-    value."""
-    dot = (upcast(grad_out) * upcast(out)).sum(-1)  # [B, H, P]
-    weights = (sinks[None, :, None] - total).exp()
-    return -(weights * dot).sum((0, 2)).to(sinks.dtype)
 
 
 def _grouped(x: Tensor, kv: Tensor) -> Tensor:

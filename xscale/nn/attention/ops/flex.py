@@ -24,6 +24,7 @@ from xscale.nn.pattern.grid import Grid, TokenMask
 from xscale.nn.pattern.pattern import MaskedLayout
 from xscale.nn.position.position import POSITIONS
 from xscale_kernels import torch_private
+from xscale_kernels.attention_sinks import add_sinks
 
 KERNEL_BLOCK = 128
 """Most queries or keys of a block of the fused kernels; blocks of the block mask must be multiples of it."""
@@ -190,9 +191,8 @@ class FlexAttention:
             out: Tensor = self._function(q)(q, k, v, **options)
             return out[:, :, :length]
         out, extra = self._function(q)(q, k, v, **options, return_aux=AuxRequest(lse=True))
-        # exp(lse) / (exp(lse) + exp(sink)): the share of the keys in the denominator.
-        share = torch.sigmoid(extra.lse - sinks[None, :, None])
-        return (out * share[..., None].to(out.dtype))[:, :, :length]
+        out, _ = add_sinks(out, extra.lse, sinks)
+        return out[:, :, :length]
 
     def _function(self, q: Tensor) -> Any:
         return compiled_flex_attention() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention

@@ -19,6 +19,7 @@ from xscale.nn.attention.ops.block_plan import BlockPlan, TokenMasks, UnitChunk
 from xscale.nn.attention.ops.block_terms import BlockTerms, TermPlaces
 from xscale.nn.eager import eager
 from xscale.nn.random import hash63, hashed_dropout
+from xscale_kernels.attention_sinks import BINARY, add_sinks, gradient_of_sinks
 
 CHUNK_SCORES = 3 << 16
 """Scores of a chunk on a CPU: few enough to stay in its cache between passes over them."""
@@ -113,14 +114,15 @@ def gathered_attention(
     options: ScoreOptions,
     bias: Tensor | None = None,
     tables: Sequence[Tensor | None] = (),
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q [B, H, rows, Q, K], k and v [B, G, columns, b, K] -> [B, H, rows, Q, K]; a query that sees nothing gets zero.
 
     `bias` is added to the scores: [B or 1, H or 1, rows, Q, columns, b], or by relative position, [H, N] as in
-    `RelativeBias`. `tables` are those of `options.terms`. Not compiled: torch.compile would unroll the loop over chunks
-    into one graph.
+    `RelativeBias`. `tables` are those of `options.terms`. `sinks` [H] are logits in the denominators. Not compiled:
+    torch.compile would unroll the loop over chunks into one graph.
     """
-    out: Tensor = _Attend.apply(q, k, v, bias, plan, block_mask, options, *tables)  # type: ignore[no-untyped-call]
+    out: Tensor = _Attend.apply(q, k, v, bias, sinks, plan, block_mask, options, *tables)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -132,6 +134,7 @@ class _Attend(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         bias: Tensor | None,
+        sinks: Tensor | None,
         plan: BlockPlan,
         block_mask: InBlockMask,
         options: ScoreOptions,
@@ -154,14 +157,18 @@ class _Attend(torch.autograd.Function):
                 work.terms.add_values(mixed, chunk, kept)
             mixed.div_(total)
             out.index_copy_(0, chunk.units, mixed.to(out.dtype))
-        context.save_for_backward(q, k, v, bias, out, log_sums, *tables)
+        if sinks is not None:
+            by_head = q.shape[0], q.shape[1], -1
+            out, log_sums = add_sinks(out.view(*by_head, q.shape[-1]), log_sums.view(by_head), sinks, BINARY)
+            out, log_sums = out.view(work.q.shape), log_sums.view(work.q.shape[:2])
+        context.save_for_backward(q, k, v, bias, sinks, out, log_sums, *tables)
         context.rest = (plan, block_mask, options)
         return out.view(q.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(context: Any, gradient: Tensor) -> Any:
-        q, k, v, bias, out, log_sums, *tables = context.saved_tensors
+        q, k, v, bias, sinks, out, log_sums, *tables = context.saved_tensors
         plan, block_mask, options = context.rest
         work = _Work(q, k, v, bias, plan, block_mask, options, tables)
         gradient = gradient.reshape(work.q.shape)
@@ -197,7 +204,12 @@ class _Attend(torch.autograd.Function):
             _add_blocks(dk, chunk.keys, parts)
         # The queries were scaled to base 2.
         dk.div_(work.power)
-        of_inputs = dq.view(q.shape), dk.to(k.dtype).view(k.shape), dv.to(v.dtype).view(v.shape), dbias
+        dsinks = None
+        if sinks is not None:
+            by_head = q.shape[0], q.shape[1], -1
+            above, out = (x.view(*by_head, q.shape[-1]) for x in (gradient, out))
+            dsinks = gradient_of_sinks(sinks, above, out, log_sums.view(by_head), BINARY)
+        of_inputs = dq.view(q.shape), dk.to(k.dtype).view(k.shape), dv.to(v.dtype).view(v.shape), dbias, dsinks
         return *of_inputs, None, None, None, *(() if work.terms is None else work.terms.gradients())
 
 

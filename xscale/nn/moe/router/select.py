@@ -7,13 +7,14 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from xscale.nn.init import ZEROS
 from xscale.nn.moe.router.router import Router, RouterDims
 from xscale.nn.tokens import Tokens
 from xscale_kernels.router.op import route
 
 
 class LinearScore:
-    """Logits = W x; declares `weight` [E, D] on its router."""
+    """Logits = W x, or W x + b; declares `weight` [E, D], and `logit_bias` [E] if there is one, on its router."""
 
     class Config(Router.Config):
         precision: Literal["float32", "compute"] = "float32"
@@ -21,11 +22,15 @@ class LinearScore:
         jitter: float = Field(default=0.0, ge=0, lt=1)
         """Training multiplies the router's input by uniform noise in [1 - jitter, 1 + jitter] (Fedus et al. 2021:
         0.01)."""
+        logit_bias: bool = False
+        """Whether the logits have a learned bias for each expert, which starts at 0 (OpenAI 2025, gpt-oss)."""
 
     def __init__(self, router: Router, config: Config, dims: RouterDims) -> None:
         self.router: Any = router
         self.config = config
         router.declare("weight", (dims.experts, dims.width), ("state", "width"), dims.init)
+        if config.logit_bias:
+            router.declare("logit_bias", (dims.experts,), ("state",), ZEROS, decays=False)
 
     def logits(self, x: Tensor, tokens: Tokens) -> Tensor:
         """[N, D] -> [N, E]."""
@@ -33,7 +38,8 @@ class LinearScore:
         if self.config.jitter and self.router.draws(tokens):
             jitter = self.config.jitter
             x = x * self.router.random.uniform(x, ("tokens", "width"), low=1 - jitter, high=1 + jitter)
-        return self.linear(x, self.router.weight)
+        logits = self.linear(x, self.router.weight)
+        return logits + self.router.use(self.router.logit_bias).to(x.dtype) if self.config.logit_bias else logits
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """`x` [N, D], upcast, times a parameter of the router [E, D] -> [N, E]."""
