@@ -14,6 +14,8 @@ PUBLISHED = {
     # The weights that were released, to the parameter.
     "dense_7b": (64, 6_738_415_616, 6_738_415_616),
     "mixtral_8x7b": (64, 46_702_792_704, 12_879_925_248),
+    # 24 layers of 32 experts (796,538,880 weights and biases), attention with biases and sinks, router and two norms.
+    "gpt_oss_20b": (64, 20_914_757_184, 20_914_757_184 - 24 * 28 * 24_891_840),
     # "600B", which is 18 mixtures of 2048 experts of 2 x 1024 x 8192 (618.5B) and the rest; a token visits two.
     "gshard_600b": (2048, 619_333_738_496, 619_333_738_496 - 18 * 2046 * 2 * 1024 * 8192),
     # Table 9 says 1571B.

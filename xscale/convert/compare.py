@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from xscale.convert.hf.architecture import Architecture, ModelSizes
+from xscale.convert.hf.mxfp4 import loading_options
 from xscale.core.errors import ConfigError
 from xscale.nn.init import replace_parameters
 from xscale.nn.model.model import MODELS, Model
@@ -156,6 +157,7 @@ def load(architecture: Architecture, folder: Path, loader: str) -> tuple[Any, tu
     kind = getattr(transformers, loader)
     # Its grouped products of experts need widths of whole 16 bytes.
     options = {"dtype": torch.float32, "experts_implementation": "eager", **architecture.overrides}
+    options |= loading_options(folder)
     model, info = kind.from_pretrained(str(folder), output_loading_info=True, local_files_only=True, **options)
     faults = [
         f"{word.replace('_keys', '')}: {name}"

@@ -22,6 +22,8 @@ DUPLICATED = Transform(lambda tensors: tensors * 2, lambda tensors: tensors[:1])
 """A weight that the other library stores twice; the first copy is imported."""
 TRANSPOSED = Transform(lambda tensors: [tensors[0].t()], lambda tensors: [tensors[0].t()])
 """A weight stored as [inputs, outputs] in the other library."""
+TRANSPOSED_EXPERTS = Transform(lambda tensors: [tensors[0].mT], lambda tensors: [tensors[0].mT])
+"""Weights of experts stored as [E, inputs, outputs] in the other library."""
 CONCATENATED = Transform(lambda tensors: [torch.cat(tensors)], lambda tensors: list(tensors[0].chunk(3)))
 """Three vectors of equal length, concatenated."""
 CONCATENATED_TRANSPOSED = Transform(

@@ -49,6 +49,18 @@ def gemma(core: Any, local: Any = None, **rest: Any) -> dict[str, Any]:
     return layered(window, ffn, 3, rules, placement="sandwich", scale_embeddings=True, **outer)
 
 
+def gpt_oss(position: Any, gate: str = "quick_geglu", **changes: Any) -> dict[str, Any]:
+    """Windows in every second block, the first with one; sinks in all, and a clamp that the weights reach."""
+    expert = {**GATED, "gate": gate, "bias": True, "clamp_value": 0.5, "linear_offset": 1.0}
+    router = {"kind": "topk", "top_k": 2, "logit_bias": True}
+    moe = {"kind": "moe", "experts": 4, "router": router, "expert": expert}
+    keys = {"bias": True, "head_width": 16, **changes}
+    window = banded(6, **keys)
+    window["core"] = {**window["core"], "sinks": True}
+    rules = [{"every": 2, "at": 1, "mixer": {**GROUPED, **keys, "core": {"kind": "softmax", "sinks": True}}}]
+    return layered(window, moe, 3, rules, position=position, tied=False)
+
+
 def neox(residual: str, position: Any) -> dict[str, Any]:
     made = decoder(BIASED, {"kind": "dense", "hidden": 64, "bias": True}, "layer", position)
     made["stack"]["block"]["residual"] = residual
@@ -171,6 +183,8 @@ SECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", decoder(GROUPED, GATED, position={"kind": "rope", "fraction": 0.5})),
     "olmo2": ("olmo2", decoder({**GROUPED, **WIDE_NORM}, GATED, placement="res_post")),
     "olmoe": ("olmoe", decoder({**GROUPED, **WIDE_NORM}, MIXTURE)),
+    "gpt_oss": ("gpt_oss", gpt_oss(scaled("yarn", original_length=9, truncate=False))),
+    "gpt_oss, swiglu": ("gpt_oss", gpt_oss("rope", gate="swiglu", bias=False)),
     "gemma2": ("gemma2", gemma({"soft_cap": 2.0}, scale=12.0**-0.5, head_width=16, logit_soft_cap=4.0)),
     "gemma3": (
         "gemma3_text",

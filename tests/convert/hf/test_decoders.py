@@ -102,7 +102,15 @@ def hf_config(name: str, **changes: Any) -> dict[str, Any]:
 
 def test_a_config_comes_back_as_it_was() -> None:
     """Windows and dense layers become the rules that they were, in the order of transformers' own keys."""
-    for name in ("qwen2 with windows", "qwen3_moe with dense layers", "gemma3", "mistral with a window", "pythia"):
+    names = (
+        "qwen2 with windows",
+        "qwen3_moe with dense layers",
+        "gemma3",
+        "mistral with a window",
+        "pythia",
+        "gpt_oss",
+    )
+    for name in names:
         given = model_of(SECTIONS[name][1])
         section = model_of(model_from_hf_config(hf_config(name))[1])
         assert section.position == given.position
@@ -149,6 +157,10 @@ def test_dense_layers_are_those_of_the_library() -> None:
         ("gemma3", {"attn_logit_softcapping": 9.0}, "attn_logit_softcapping"),
         ("qwen2 with windows", {"layer_types": ["chunked_attention"] * 3}, "layer_types"),
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation"),
+        ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha"),
+        ("gpt_oss", {"layer_types": ["chunked_attention"] * 3}, "layer_types"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
     ],
 )
 def test_what_the_library_has_and_xscale_has_not_is_refused(name: str, changes: dict[str, Any], key: str) -> None:
@@ -165,6 +177,8 @@ def test_what_the_library_has_and_xscale_has_not_is_refused(name: str, changes: 
         ("gemma3", {"position": "none"}, "model.stack.rules"),
         ("mistral with a window", {"core": "softmax"}, "model.stack.rules"),
         ("qwen3", {"qk_norm_over": "heads"}, "model.stack.rules"),
+        ("gpt_oss", {"core": "softmax"}, "mixer.core.sinks"),
+        ("gpt_oss", {"bias": False}, "model.stack.rules"),
     ],
 )
 def test_layers_that_the_library_cannot_tell_apart_are_refused(name: str, rule: dict[str, Any], key: str) -> None:

@@ -98,6 +98,13 @@ def olmoe(choose: Choose) -> Config:
     return sizes(choose) | experts | {"clip_qkv": choose(None, None, None, None, None, 8.0)}
 
 
+def gpt_oss(choose: Choose) -> Config:
+    experts = {"num_local_experts": choose(3, 5), "num_experts_per_tok": choose(1, 2), "head_dim": choose(6, 12)}
+    unit = {"swiglu_alpha": choose(1.702, 1.702, 1.702, 1.702, 1.0, 1.5), "swiglu_limit": choose(0.4, 7.0)}
+    windows = {"sliding_window": choose(4, 40), "attention_bias": choose(True, False)}
+    return sizes(choose) | experts | unit | windows
+
+
 def gemma2(choose: Choose) -> Config:
     caps = {"attn_logit_softcapping": choose(None, 3.0), "final_logit_softcapping": choose(None, 4.0, 9.0)}
     scale = {"head_dim": choose(6, 10), "query_pre_attn_scalar": choose(12, 7), "sliding_window": choose(4, 40)}
@@ -206,6 +213,7 @@ OPTIONS: dict[str, Callable[[Choose], Config]] = {
     "phi3": phi3,
     "olmo2": olmo2,
     "olmoe": olmoe,
+    "gpt_oss": gpt_oss,
     "gemma2": gemma2,
     "gemma3_text": gemma3,
     "gpt_neox": gpt_neox,

@@ -49,6 +49,12 @@ MODELS_OF_THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     # Of one layer: the library's loss pools layers, so that with several it is another function.
     "mixtral": ("Mixtral", {**CAUSAL, "num_hidden_layers": 1, "num_local_experts": 4, "router_aux_loss_coef": 0.1}),
     "mixtral of two layers": ("Mixtral", {**CAUSAL, "num_local_experts": 4, "router_aux_loss_coef": 0.0}),
+    # Wide experts, whose clamp cuts some of both parts.
+    "gpt_oss": (
+        "GptOss",
+        {**CAUSAL, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 6}
+        | {"router_aux_loss_coef": 0.0, "swiglu_limit": 0.3},
+    ),
     "bert": ("Bert", {**BERT, "type_vocab_size": 2}),
     "albert": ("Albert", {**BERT, "embedding_size": 12, "type_vocab_size": 2}),
     "t5": ("T5", T5_SIZES),
@@ -77,7 +83,7 @@ def their_model(name: str) -> Any:
     with torch.no_grad():
         for path, parameter in theirs.named_parameters():
             # Routers are so decided that rounding seldom turns a token to another expert.
-            std = 0.5 if "classifier" in path else 0.1
+            std = 0.5 if "classifier" in path or "router" in path else 0.1
             parameter.normal_(mean=float(parameter.dim() == 1), std=std)
     return theirs
 
@@ -92,11 +98,13 @@ def batches(source: bool) -> list[dict[str, Tensor]]:
 
 
 def their_losses(theirs: Any, data: list[dict[str, Tensor]], aux: float) -> list[float]:
-    """A plain loop: the mean cross-entropy, the library's own auxiliary losses, AdamW, decay of matrices and tables."""
+    """A plain loop: the mean cross-entropy, the library's own auxiliary losses, AdamW, decay of matrices and tables.
+
+    The biases of stacked experts are matrices, and biases."""
     theirs.train()
     groups: dict[bool, list[Any]] = {True: [], False: []}
-    for parameter in theirs.parameters():
-        groups[parameter.dim() > 1].append(parameter)
+    for name, parameter in theirs.named_parameters():
+        groups[parameter.dim() > 1 and not name.endswith("_bias")].append(parameter)
     settings = [{"params": group, "weight_decay": DECAY * decays} for decays, group in groups.items()]
     optimizer = torch.optim.AdamW(settings, lr=LR, betas=(0.9, 0.95), eps=1e-8)
     losses = []

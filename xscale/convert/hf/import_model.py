@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from xscale.convert.compare import LogitComparison, compare_logits
 from xscale.convert.hf.architecture import Architecture, ModelSizes
 from xscale.convert.hf.class_head import body_weights, present_class_head
+from xscale.convert.hf.mxfp4 import dequantized
 from xscale.convert.hf.registry import model_from_hf_config, model_of
 from xscale.convert.mapping import WeightMapping
 from xscale.core.errors import ConfigError
@@ -96,7 +97,7 @@ def open_hf_folder(folder: Path) -> Iterator[HfFolder]:
                 fix = "Copy it again, or save it as safetensors with `save_pretrained`."
                 raise ConfigError(str(folder / name), what, fix) from None
             files |= dict.fromkeys(opened.keys(), opened)
-        yield HfFolder(folder, files)
+        yield HfFolder(folder, dequantized(files))
 
 
 def _weight_files(folder: Path) -> list[str]:

@@ -19,8 +19,10 @@ from xscale.convert.hf.distilbert import DISTILBERT
 from xscale.convert.hf.gemma import GEMMA2, GEMMA3
 from xscale.convert.hf.gpt2 import GPT2
 from xscale.convert.hf.gpt_neox import GPT_NEOX
+from xscale.convert.hf.gpt_oss import GPT_OSS
 from xscale.convert.hf.llama import LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMOE, PHI3, QWEN2, QWEN3, QWEN3_MOE
 from xscale.convert.hf.longformer import LONGFORMER
+from xscale.convert.hf.mxfp4 import quantization_method
 from xscale.convert.hf.t5 import SWITCH, T5
 from xscale.convert.hf.xlnet import XLNET
 from xscale.core.config import decode
@@ -38,6 +40,7 @@ ARCHITECTURES = (
     PHI3,
     OLMO2,
     OLMOE,
+    GPT_OSS,
     GEMMA2,
     GEMMA3,
     GPT_NEOX,
@@ -98,6 +101,10 @@ def model_from_hf_config(data: dict[str, Any]) -> tuple[Architecture, Data, Mode
     """Return the architecture of a config.json, its `model` section and sizes. ConfigError if it cannot be mapped."""
     architecture = architecture_named(str(data.get("model_type")), "config.json: model_type")
     require = Requirements("xscale")
+    method = quantization_method(data)
+    if method is not None and method not in architecture.quantization:
+        fix = "Load it with transformers, `dequantize()` it and save it with `save_pretrained`: that would map."
+        require.reject("quantization_config", f"its weights are quantised ({method})", fix)
     section = architecture.from_hf(data, require)
     if require.problems:
         raise ConfigError(
