@@ -159,7 +159,7 @@ LOCK_FILE = "lock"
 def folder_lock(folder: Path, progress: bool) -> Iterator[None]:
     """Hold the lock of the folder; with `progress`, print a line when another process has it.
 
-    Data that is refused before anything is written leaves neither the lock's file nor the folder nor those that it is
+    Data that is refused before any shard is written leaves neither the lock's file nor the folder nor those that it is
     in, if they are new.
     """
     path, had_lock = folder.resolve(), (folder / LOCK_FILE).exists()
@@ -176,6 +176,7 @@ def folder_lock(folder: Path, progress: bool) -> Iterator[None]:
         try:
             yield
         except ConfigError:
+            remove_empty_folder(folder, "shards")
             if not had_lock and os.listdir(folder) == [LOCK_FILE]:
                 lock.remove()
                 for new in new_folders:

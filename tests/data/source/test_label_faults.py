@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from xscale.core.config import decode
 from xscale.core.errors import ConfigError
+from xscale.data.config import DataConfig
+from xscale.data.prepare import prepare
 from xscale.data.source.labelled import Labelled
 
 
@@ -56,3 +59,13 @@ def test_a_label_at_fault_is_named_or_skipped(
     corpus = source(tmp_path, bad="skip", **settings)
     assert len(list(corpus.documents())) == 2
     assert corpus.skipped.count == 1
+
+
+def test_data_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
+    rows = [{"text": "two words", "label": label} for label in ("negative", "positive", "odd")]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"kind": "labelled", "paths": [str(tmp_path / "a.jsonl")]}
+    config = decode(DataConfig, {"source": source, "tokenizer": "byte", "folder": str(tmp_path / "data" / "here")})
+    with pytest.raises(ConfigError, match="is no class"):
+        prepare(config, processes=1, progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
