@@ -77,6 +77,10 @@ MISTAKES = {
         ["data.tokenizer={kind:byte}"],
         "data.tokenizer.kind:byte (command line): unknown key. A value needs a space before it: {kind: byte}.",
     ),
+    "a text that YAML takes for a mapping": (
+        ["run.dir=summarize: "],
+        "run.dir (command line): must be a text, got a mapping. Put a text with a colon in quotes: dir='\"text: \"'.",
+    ),
     "an override that is none": (["train.steps"], "an override is written key=value", "train.steps=20"),
     "a master narrower than compute": (["precision.compute=float64"], "precision.master", "master=float64"),
 }

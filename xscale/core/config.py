@@ -176,6 +176,10 @@ def _problem(schema: Any, fault: Any, path: str, origin: dict[str, str]) -> Prob
         return Problem(key_path, fault["ctx"]["what"], fault["ctx"]["fix"], fault["ctx"]["unknown_kind"])
     if fault["type"] == "missing":
         return Problem(key_path, "required key is missing")
+    if fault["type"] == "string_type" and isinstance(fault["input"], dict):
+        # YAML takes `summarize: ` for a key without a value.
+        quoted = f"{path.rpartition('.')[2]}='\"text: \"'"
+        return Problem(key_path, "must be a text, got a mapping", f"Put a text with a colon in quotes: {quoted}.")
     if fault["type"] in BOUND_SIGNS:
         what = _bounds(schema, fault)
     else:
