@@ -109,7 +109,7 @@ def test_names_of_statistics_are_gathered_once(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(dist, "all_reduce", reduce)
         means = MeanOverOwners(mesh.background)
         for _ in range(3):
-            means({"a/load": torch.ones(8, dtype=torch.float64)}, mesh.device)
+            means({"a/load": torch.ones(8, dtype=torch.float64)}, {"a/load": 2}, mesh.device)
     assert calls == {"objects": 1, "all_reduce": 3}
 
 

@@ -113,7 +113,7 @@ def trained(model: dict[str, Any], parallel: dict[str, Any], *, steps: int = STE
         ]
         gradients = stepper.step(batches, 0.01)
         found.numbers += [gradients.loss, gradients.grad_norm, float(gradients.targets)]
-        means = mean_tensors(tally.means()) if degrees.pp == 1 else over_stages(tally.means(), mesh.device)
+        means = mean_tensors(tally.means()) if degrees.pp == 1 else over_stages(*tally.copy(), mesh.device)
         # Those that a report shows; what only `settle` reads is seen in the final weights.
         found.statistics = {name: value for name, value in means.items() if value.dim() < 2}
         update_non_gradient_state(network, means, shard_like, gather_full)

@@ -30,6 +30,8 @@ ALBERT: dict[str, Any] = {
     "dropout": 0.1,
 }
 EXPERTS = model("all", MOE)
+STATE = model("ffn", {**MOE, "router": {**MOE["router"], "balance_over": "global_batch"}})
+"""A router with loads and a bias that follow the statistics of all its uses, and have no gradients."""
 BOTH = model("all", {"kind": "dense", "hidden": 24}, "encoder_decoder")
 
 
@@ -63,9 +65,10 @@ def test_a_recomputed_use_counts_once_in_the_statistics(pool: Pool) -> None:
             ],
         ),
         (EXPERTS, [{"mesh": {"ep": 2}}]),
+        (STATE, [PIPELINE, {"zero": {"stage": 3}}]),
         (BOTH, [PIPELINE]),
     ],
-    ids=["all", "mixers", "albert", "experts", "both stacks"],
+    ids=["all", "mixers", "albert", "experts", "routers with state", "both stacks"],
 )
 @pytest.mark.sampled(3)
 def test_a_layout_has_the_numbers_of_one_process(

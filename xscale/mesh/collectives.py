@@ -131,37 +131,52 @@ def mean_tensors(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class MeanOverOwners:
-    """Mean of each value (float64) over the ranks that have it, as pipeline stages have the statistics of their layers.
+    """Means of observations over the ranks that have them, as pipeline stages have the statistics of their layers.
 
-    Every rank gets every name. Names and shapes are gathered in the first call, over `group`, and stay the same.
+    Every rank gets every name. A part that several stages share is used in some more often than in others, so that an
+    observation weighs the same wherever it is made. Names and shapes are gathered in the first call, over `group`, and
+    stay the same.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._owners: dict[str, int] | None = None
-        """How many ranks have each value; None before the first call."""
+        self._shapes: dict[str, tuple[int, ...]] | None = None
+        """Shapes of the values of all ranks, by name; None before the first call."""
         self._names: frozenset[str] = frozenset()
         """Names of this rank's values."""
 
-    def __call__(self, values: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        """Collective: one all-reduce, and a gather of objects in the first call."""
+    def __call__(self, sums: dict[str, Tensor], counts: dict[str, int], device: torch.device) -> dict[str, Tensor]:
+        """Return the means of this rank's `sums` (float64) of `counts` observations and those of the others, by name.
+
+        Collective: one all-reduce, and a gather of objects in the first call.
+        """
         if not dist.is_initialized():
-            return values
-        if self._owners is None:
-            self._names = frozenset(values)
-            shapes = {name: tuple(value.shape) for name, value in values.items()}
+            return {name: total / counts[name] for name, total in sums.items()}
+        if self._shapes is None:
+            self._names = frozenset(sums)
+            shapes = {name: tuple(value.shape) for name, value in sums.items()}
             all_shapes: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size()
             dist.all_gather_object(all_shapes, shapes, group=self._group)
             self._shapes = {name: shape for rank_shapes in all_shapes for name, shape in sorted(rank_shapes.items())}
-            self._owners = {name: sum(name in rank_shapes for rank_shapes in all_shapes) for name in self._shapes}
-        assert self._names == values.keys(), f"the statistics changed: {sorted(self._names ^ values.keys())}"
-        padded = {
-            name: values[name] if name in values else torch.zeros(shape, dtype=torch.float64, device=device)
+        assert self._names == sums.keys(), f"the statistics changed: {sorted(self._names ^ sums.keys())}"
+        if not self._shapes:
+            return {}
+        zeros = {
+            name: torch.zeros(shape, dtype=torch.float64, device=device)
             for name, shape in self._shapes.items()
+            if name not in sums
         }
-        world = dist.get_world_size()
-        return {name: value * (world / self._owners[name]) for name, value in mean_tensors(padded).items()}
+        padded = [(sums | zeros)[name].flatten() for name in self._shapes]
+        observed = torch.tensor([counts.get(name, 0) for name in self._shapes], dtype=torch.float64)
+        # From pinned memory the host does not wait for the copy.
+        observed = observed.pin_memory() if device.type == "cuda" else observed
+        flat = torch.cat([*padded, observed.to(device, non_blocking=True)])
+        dist.all_reduce(flat)
+        *totals, observed = flat.split([*map(Tensor.numel, padded), len(padded)])  # type: ignore[no-untyped-call]
+        return {
+            name: total.view(shape) / count
+            for (name, shape), total, count in zip(self._shapes.items(), totals, observed, strict=True)
+        }
 
 
 class _CopyIn(torch.autograd.Function):

@@ -129,7 +129,7 @@ class Loop:
             stepper.discard()
         state.consumed += train.batch_size
         state.tokens += train.batch_size * parts.settings.sample_tokens
-        means = self._mean(tally.means())
+        means = self._mean(tally)
         if decision.action == "accept":
             update_non_gradient_state(parts.model, means, shard_like, gather_full)
             if (ema := stepper.engine.ema) is not None:
@@ -159,10 +159,10 @@ class Loop:
                 return StepDecision("lower_loss_scale", reason)
         return decide(settings.train, state.losses, loss, norm)
 
-    def _mean(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _mean(self, tally: Stats) -> dict[str, Tensor]:
         """Mean of the step's statistics over all ranks; a stage of a pipeline has those of its own layers."""
         mesh = self.parts.mesh
-        return mean_tensors(values) if mesh.degrees.pp == 1 else self.mean_over_stages(values, mesh.device)
+        return mean_tensors(tally.means()) if mesh.degrees.pp < 2 else self.mean_over_stages(*tally.copy(), mesh.device)
 
     def _samples(self, steps: int) -> Generator[Samples, None, None]:
         """Samples of this rank's micro-batches for the next `steps` steps, read ahead in the background."""

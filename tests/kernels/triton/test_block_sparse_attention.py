@@ -127,10 +127,12 @@ def test_a_wide_block_is_taken_in_steps(
     agree(run("triton"), run("reference"), qkv, dtype, bound)
 
 
-def test_registration(device: str) -> None:
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_registration(device: str, has_sinks: bool) -> None:
     q, k, v = (torch.randn(1, 2, 20, 16, device=device, requires_grad=True) for _ in range(3))
     layout = layout_from_mask(torch.ones(1, 2, 2, dtype=torch.bool, device=device), 16)
-    arguments = (q, k, v, None, None, None, layout.tensors(), layout.sizes(), 0.25, True, 0.0, "triton")
+    sinks = torch.randn(2, device=device, requires_grad=True) if has_sinks else None
+    arguments = (q, k, v, None, None, None, sinks, layout.tensors(), layout.sizes(), 0.25, True, 0.0, "triton")
     torch.library.opcheck(torch.ops.xscale.block_sparse_attention.default, arguments)
 
 

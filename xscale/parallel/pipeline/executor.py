@@ -276,7 +276,12 @@ class Pipeline(StagedModel):
     def _all_reduce_shared_grads(self) -> None:
         """Sum the gradients of parameters of which several stages have copies, in the same order on each of them."""
         shared = self.spec.stages_of_shared_params
-        parameters = [parameter for parameter in sharded_parameters(self) if parameter.name in shared]
+        # State that no gradient changes, such as a router's loads, follows statistics that all stages have.
+        parameters = [
+            parameter
+            for parameter in sharded_parameters(self)
+            if parameter.name in shared and parameter.parameter.requires_grad
+        ]
         for parameter in sorted(parameters, key=lambda parameter: parameter.name):
             name, gradient = parameter.name, parameter.gradient
             assert gradient is not None, f"{name} has no gradient on this rank"
