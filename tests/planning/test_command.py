@@ -53,6 +53,13 @@ def test_what_does_not_fit_is_a_problem_with_a_way_out(capsys: pytest.CaptureFix
     assert "Take " in found["problems"][0]["fix"]
 
 
+def test_a_pattern_of_tokens_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """Which tokens of a block are seen is read from numbers, which a simulated step has not."""
+    core = "{kind: block_sparse, block: 8, pattern: {kind: band, left: 11, right: 0}}"
+    planned_step = planned(capsys, f"model.stack.block.mixer.core={core}", device="h100")
+    assert planned_step["step_seconds"] > 0
+
+
 @pytest.mark.parametrize(("world", "pp", "count"), [(1, 1, 0), (2, 1, 1), (2, 2, 5)])
 def test_memory_of_communicators_is_counted(
     capsys: pytest.CaptureFixture[str], world: int, pp: int, count: int

@@ -19,7 +19,13 @@ from xscale.measure.op_tracer import Message, OpTracer, Peak, PhaseCost
 from xscale.mesh.axes import Degrees
 from xscale.mesh.environment import RankInfo
 from xscale.mesh.mesh import RankGroup, fake_mesh, groups_of
-from xscale.mesh.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from xscale.mesh.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    _disable_current_modes,
+)
+from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.ffn.moe import Moe
 from xscale.nn.module import substitute
 from xscale.nn.moe.permutation import DispatchPlan, ExpertsCall
@@ -143,6 +149,25 @@ def substitute_offload(model: nn.Module) -> UncountedOffload:
     return offload
 
 
+def plan_blocks_of_tokens(model: nn.Module) -> None:
+    """Have block-sparse attention read its patterns as in a run: they depend on the sizes alone, and are no tensors of
+    the step."""
+    for core in [module for module in model.modules() if isinstance(module, BlockSparse)]:
+        substitute(core, "build_plan", BuiltOutside(core.build_plan))
+
+
+@dataclass(frozen=True)
+class BuiltOutside:
+    """Substitute for `BlockSparse.build_plan`: the plan has real tensors, whatever mode the step is simulated in."""
+
+    inner: Callable[..., Any]
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Return the plan of a layout."""
+        with _disable_current_modes():
+            return self.inner(*arguments)
+
+
 class CannotSimulateError(Exception):
     """The step cannot be simulated: its sizes depend on data, or its engine needs real tensors."""
 
@@ -168,6 +193,7 @@ def simulate_step(
         model = plan.shard(model, mesh, lambda stage: _fill(stage, plan.master, fake, tracer))
         balance_routing(model)
         float8.take_torch_kernel(model)
+        plan_blocks_of_tokens(model)
         offload = substitute_offload(model)
         objective: Objective = OBJECTIVES.build(
             settings.objective, _specials(vocabulary), settings.data.source_length, settings.run.seed

@@ -5,7 +5,7 @@ With `sinks` each head has a logit in the denominator, as in the core `softmax`.
 
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -56,6 +56,7 @@ from xscale_kernels.select import choose, log_choice
 )
 class BlockSparse(Core):
     uses_relative_bias = True
+    seams: ClassVar[tuple[str, ...]] = ("build_plan",)
 
     class Config(Core.Config):
         pattern: Annotated[Pattern.Config, Slot(PATTERNS)] = Fixed.Config()
@@ -284,18 +285,21 @@ class BlockSparse(Core):
         if key not in self._plans:
             if len(self._plans) >= 8:
                 del self._plans[next(iter(self._plans))]
-            masked_layouts = self.pattern.masked_layouts(grid)
-            layout = np.logical_or.reduce([layout for layout, _ in masked_layouts])
-            token_masks: TokenMasks = ()
-            # Without any token mask, only the union of the layouts matters.
-            if any(token_mask is not None for _, token_mask in masked_layouts):
-                token_masks = tuple((torch.from_numpy(layout.copy()), mask) for layout, mask in masked_layouts)
-            if single:
-                on_device = tuple((layout.to(device), token_mask) for layout, token_mask in token_masks)
-                self._plans[key] = plan_blocks(layout, device), on_device
-            else:
-                self._plans[key] = plan_blocks(layout, device, token_masks, self.config.block, grid.first_row), ()
+            self._plans[key] = self.build_plan(grid, device, single)
         return self._plans[key]
+
+    def build_plan(self, grid: Grid, device: torch.device, single: bool) -> tuple[BlockPlan, TokenMasks]:
+        """Return what `_plan` keeps. A seam: its tiles depend on data, also where a step is simulated without any."""
+        masked_layouts = self.pattern.masked_layouts(grid)
+        layout = np.logical_or.reduce([layout for layout, _ in masked_layouts])
+        token_masks: TokenMasks = ()
+        # Without any token mask, only the union of the layouts matters.
+        if any(token_mask is not None for _, token_mask in masked_layouts):
+            token_masks = tuple((torch.from_numpy(layout.copy()), mask) for layout, mask in masked_layouts)
+        if single:
+            on_device = tuple((layout.to(device), token_mask) for layout, token_mask in token_masks)
+            return plan_blocks(layout, device), on_device
+        return plan_blocks(layout, device, token_masks, self.config.block, grid.first_row), ()
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         mask = AttentionMask(
