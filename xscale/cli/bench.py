@@ -71,6 +71,9 @@ def bench_attention(
     json: Json = False,
 ) -> None:
     """Benchmark attention cores and patterns over sequence lengths, and block-sparse against dense attention."""
+    from xscale.mesh.environment import silence_profiler_log
+
+    silence_profiler_log()
     if positions:
         from xscale.bench.positions import bench_positions
 
@@ -93,6 +96,9 @@ def bench_layers(
     json: Json = False,
 ) -> None:
     """Benchmark relative positions against plain attention, and layers against those of installed packages."""
+    from xscale.mesh.environment import silence_profiler_log
+
+    silence_profiler_log()
     from xscale.bench.layers import bench
 
     bench(only or [], width, heads, _lengths(lengths), rounds, as_json=json)
