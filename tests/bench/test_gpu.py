@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from xscale.bench.gpu import pages
-from xscale.bench.gpu.case import GpuContext
+from xscale.bench.gpu.case import GpuContext, failure_of
 from xscale.bench.gpu.jobs import JOBS, GpuJob, choose_jobs
 from xscale.bench.gpu.measure import GpuOptions, measure
+from xscale.bench.gpu.packed import document_ids, visible_pairs
 from xscale.bench.gpu.results import FILE_BYTES, FILES
 from xscale.core.errors import ConfigError
+from xscale_kernels.select import UnusableError
 
 PLANTED = replace(JOBS[3], id="J0", name="planted", module="tests.bench.planted_gpu_job", seconds=60.0)
 
@@ -125,6 +128,25 @@ def test_each_job_lists_its_cases_without_computing(tmp_path: Path, job: GpuJob)
     assert listed
     assert len({case.name for case in listed}) == len(listed)
     assert all(0 < case.seconds <= job.seconds for case in listed)
+
+
+def test_pairs_of_a_packed_batch_are_counted() -> None:
+    documents = document_ids(2, 40, 4, torch.device("cpu"))
+    pairs = (documents[:, :, None] == documents[:, None]).tril()
+    assert visible_pairs(documents) == float(pairs.sum())
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), ("out of memory", "OutOfMemoryError: CUDA out of memory")),
+        (RuntimeError("cuDNN: out of memory"), ("out of memory", "RuntimeError: cuDNN: out of memory")),
+        (UnusableError("needs a GPU"), ("refused", "UnusableError: needs a GPU")),
+        (ValueError(), ("failed", "ValueError")),
+    ],
+)
+def test_the_status_of_a_failure(error: Exception, outcome: tuple[str, str]) -> None:
+    assert failure_of(error) == outcome
 
 
 @pytest.mark.long

@@ -264,7 +264,7 @@ def _plain_side(name: str, workload: Workload, model: nn.Module, loss_of: Callab
         losses.clear()
         for batch in micro_batches:
             loss = loss_of(batch)
-            (loss / targets).backward()
+            (loss / targets).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach() / targets)
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.train.clip_grad_norm or float("inf"))
         optimizer.step()

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from xscale.bench.attention import WIDTH, core_run, multiply_adds, sdpa_sides
@@ -49,7 +50,7 @@ def _dense(context: GpuContext, T: int, report: CaseReporter) -> None:
         return flex.attend(q, k, v, mask, blocks)
 
     def by_library(name: str) -> Call:
-        documents = q.new_zeros(B, T, dtype=int)  # type: ignore[arg-type]
+        documents = torch.zeros(B, T, dtype=torch.int64, device=q.device)
         return lambda q, k, v: packed_attention(q, k, v, documents, causal=True, implementation=name)
 
     libraries = {name: by_library(name) for name in ("flash_attn_3", "flash_attn")}

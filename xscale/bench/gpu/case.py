@@ -64,13 +64,15 @@ class CaseReporter:
         """Report that a side has no figure, and free what the exception holds."""
         status, reason = failure_of(error)
         self._send({"row": {"side": side, "status": status, "reason": reason}})
-        error.__traceback__ = None
+        # Frames of the traceback hold the tensors of the call that failed.
+        error.__traceback__ = error.__context__ = error.__cause__ = None
         free_memory()
 
     def attempt(self, side: str, function: Callable[[], Value]) -> Value | None:
         """Return what `function` returns; None, and a row with the reason, if it fails or is to be skipped."""
         if not self.begin(side):
             return None
+        free_memory()
         try:
             return function()
         except Exception as error:
@@ -114,7 +116,7 @@ def failure_of(error: BaseException) -> tuple[str, str]:
 def free_memory() -> None:
     """Free the memory of objects that nothing refers to, also on the GPU."""
     gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 
 

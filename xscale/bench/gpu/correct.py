@@ -44,7 +44,9 @@ def cases(context: GpuContext) -> list[GpuCase]:
 def _run(context: GpuContext, name: str, report: CaseReporter) -> None:
     """Run the tests; report each failure at once, and the counts at the end."""
     files = [file for file in FILES[name] if (ROOT / file).exists()]
-    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu", *files]
+    # Each process would start as many compilers as there are cores.
+    pytest = ["-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu"]
+    command = ["env", "TORCHINDUCTOR_COMPILE_THREADS=1", sys.executable, *pytest, *files]
     count = min(PROCESSES, os.cpu_count() or 1)
     if find_spec("xdist") is not None and not context.toy:
         command += ["-n", str(count), "--dist", "worksteal"]
@@ -65,7 +67,9 @@ def _run(context: GpuContext, name: str, report: CaseReporter) -> None:
             report.figure(test[:160], status="failed", reason="see the log")
     status = process.wait()
     text = ", ".join(f"{number} {kind.lower()}" for kind, number in sorted(counts.items())) or "no tests"
-    good = status == 0 and counts.get("PASSED", 0) + counts.get("SKIPPED", 0) > 0
+    # Without a GPU all are skipped, which is right in a toy run only.
+    run = counts.get("PASSED", 0) + (counts.get("SKIPPED", 0) if context.toy else 0)
+    good = status == 0 and run > 0
     fields = {} if good else {"status": "failed", "reason": f"pytest ended with status {status}: {text}"}
     report.figure("tests", tests={kind.lower(): number for kind, number in counts.items()}, note=text, **fields)
 

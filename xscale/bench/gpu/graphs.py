@@ -86,7 +86,7 @@ def micro_batch(parts: RunParts) -> Callable[[], object]:
 
 def captured(call: Callable[[], object]) -> Callable[[], object]:
     """Capture the call in a CUDA graph; return its replay."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARMUP):

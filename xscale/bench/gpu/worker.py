@@ -33,8 +33,8 @@ def main() -> int:
 
     from xscale.bench.gpu.case import GpuContext
 
-    paths = {name: Path(options.pop(name)) for name in ("work", "out")}
-    context = GpuContext(**options, **paths)
+    work, out = (Path(options.pop(name)) for name in ("work", "out"))
+    context = GpuContext(**options, work=work, out=out)
     send({"ready": True})
     for line in sys.stdin:
         message = decode_json(line)
@@ -86,7 +86,7 @@ def reset_compiler() -> None:
 
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 
 
@@ -94,7 +94,8 @@ def left_bytes() -> int:
     """Bytes that are allocated on the GPU."""
     import torch
 
-    return torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.memory_allocated() if initialized else 0
 
 
 def describe(context: Any) -> dict[str, Any]:
