@@ -45,6 +45,10 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/bench/checkpoint.py: pickle.loads": "what this process has just pickled, in this process's memory",
         "xscale/mesh/flight_recorder.py: pickle.loads": "torch's record of this process, in this process's memory",
     },
+    "one reader of YAML": {
+        "launch/xscale_launch/profile.py: yaml.load": "the launcher runs without xscale, and believes its profiles",
+        "launch/xscale_launch/profile.py: yaml.BaseLoader": "as above",
+    },
     "nothing global": {
         "xscale/data/parallel_map.py: sys.modules": "a worker must not run the user's script again; set back at once",
         "xscale/cli/main.py: warnings.showwarning": "the interpreter's only way to show a warning otherwise; put back "
