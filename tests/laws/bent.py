@@ -45,10 +45,16 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/bench/checkpoint.py: pickle.loads": "what this process has just pickled, in this process's memory",
         "xscale/mesh/flight_recorder.py: pickle.loads": "torch's record of this process, in this process's memory",
     },
+    "one reader of YAML": {
+        "launch/xscale_launch/profile.py: yaml.load": "the launcher runs without xscale, and believes its profiles",
+        "launch/xscale_launch/profile.py: yaml.BaseLoader": "the launcher runs without xscale; all values are texts",
+    },
     "nothing global": {
         "xscale/data/parallel_map.py: sys.modules": "a worker must not run the user's script again; set back at once",
         "xscale/cli/main.py: warnings.showwarning": "the interpreter's only way to show a warning otherwise; put back "
         "when the command ends",
+        "xscale/cli/streams.py: sys.stdout": "None where a daemon closed it, and every print would be a traceback",
+        "xscale/cli/streams.py: sys.stderr": "None where a daemon closed it, and a warning would be a traceback",
         "xscale/mesh/environment.py: os.environ": f"{DEEPSPEED}: a variable says on what it computes",
         "xscale/parallel/engine/deepspeed/engine.py: deepspeed.ops.__compatible_ops__": f"{DEEPSPEED}: what to build",
         "xscale/parallel/steps.py: torch_private.dynamo_config.recompile_limit": "torch.compile of the oldest torch "

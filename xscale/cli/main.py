@@ -26,6 +26,7 @@ from xscale.cli.options import (
     rank_from_launcher,
     read_config,
 )
+from xscale.cli.streams import check_arguments, open_closed_streams
 from xscale.core.errors import EXIT_FAULT, EXIT_USER, ConfigError, FaultError, Problem
 from xscale.core.renamed import RenamedWarning
 
@@ -325,7 +326,9 @@ def doctor(context: typer.Context) -> None:
 
 def main() -> None:
     """Run the command line. Mistakes of the user are printed as sentences with exit status 2, without a traceback."""
+    open_closed_streams()
     try:
+        check_arguments(sys.argv[1:])
         with warnings.catch_warnings():
             warnings.showwarning = show_renamed_once(warnings.showwarning)
             if COMPLETION & set(sys.argv[1:2]):

@@ -11,6 +11,10 @@ EXIT_REQUEUE = 75
 """The run stopped on purpose and can resume: the launcher may requeue it."""
 
 
+WORD_CHARACTERS = 100
+"""Longest word that is compared with known ones: the comparison takes the square of it."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong with the user's request."""
@@ -50,6 +54,8 @@ class ConfigError(Exception):
 
 
 def _close(word: str, names: Iterable[str]) -> list[str]:
+    if len(word) > WORD_CHARACTERS:
+        return []
     return difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
 
 

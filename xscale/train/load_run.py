@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import yaml
 from torch import Tensor, nn
 
 from xscale.checkpoint.load import WEIGHTS, CheckpointReader, averages_of, load, read_some, read_state
 from xscale.checkpoint.search import find_newest
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.yaml_reader import parse
 from xscale.data.config import DataConfig
 from xscale.data.indexed import suffixed
 from xscale.data.loader import Loader
@@ -340,10 +340,6 @@ def _data_of_source(settings: Settings, source: str, tokenizer: Tokenizer, folde
         section = {"kind": "pairs", "paths": [source]}
         section |= {key: of_run[key] for key in ("source_field", "target_field") if key in of_run}
     if source.lstrip().startswith("{"):
-        try:
-            section = yaml.safe_load(source)
-        except yaml.YAMLError as error:
-            fix = "Give such as '{kind: text, paths: [a.txt]}'."
-            raise ConfigError("--data", f"this is not YAML: {error}", fix) from None
+        section = parse(source, "--data")
     changes = {"source": decode(DataConfig, {"source": section}).source, "folder": folder, "validation": 0.0}
     return data.model_copy(update=base | changes)

@@ -60,7 +60,7 @@ class Jsonl(FileSource):
             return BadDocumentError(reason, file, offset, Problem(f"{file}:{offset}", what, fix))
 
         try:
-            data = decode_json(line)
+            data = decode_json(line, any_integer=True)
         except ValueError as error:
             # One besides JSONDecodeError says of nesting or of numbers that Python refuses them.
             what = f"the line that starts at this byte is not JSON: {getattr(error, 'msg', error)}"

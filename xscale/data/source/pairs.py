@@ -129,7 +129,7 @@ class PairSource(FileSource):
         if not text.strip():
             return None
         try:
-            data = decode_json(text)
+            data = decode_json(text, any_integer=True)
         except ValueError as error:
             what = f"the line is not JSON: {getattr(error, 'msg', error)}"
             raise bad("not JSON", what, "Each line of a .jsonl file is one object.") from None
