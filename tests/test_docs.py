@@ -89,7 +89,7 @@ def shortened(command: str) -> str:
         # Its texts have labels, and length and tokenizer are those of the run that it begins with.
         text, small, words = "", "", [word for word in words if "sequence_length" not in word]
     if " ladder " in command:
-        tokens = "sed -i 's/^tokens:.*/tokens: [640, 1_280, 2_560]/' configs/ladder/bytes.yaml"
+        tokens = "sed -i 's/^tokens:.*/tokens: [640, 1280, 2560]/' configs/ladder/bytes.yaml"
         return f"{tokens} && {command}{text} {' '.join(word for word in words if 'steps' not in word)}"
     if " compare " in command:
         words = [*(word for word in words if "eval_every" not in word), "train.eval_every=1", "--seed=0", "--steps=1"]
