@@ -15,6 +15,7 @@ import yaml
 from tests.combinations import markdown as combinations
 from xscale.commands.catalogue import ids
 from xscale.commands.list_parts import markdown
+from xscale.parallel.steps import STEPS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -142,6 +143,13 @@ def test_a_command_that_is_wrong_is_seen(checkout: Path) -> None:
 
 def test_the_table_of_parts_is_the_codes() -> None:
     assert section("parts") == markdown(), "run: python -m tests.test_docs"
+
+
+def test_the_steps_of_a_plan_are_the_codes() -> None:
+    page = (ROOT / "docs/explanation/three-moves.md").read_text(encoding="utf-8")
+    match = re.search(r"<!-- steps -->\n(.*?)\.\n<!-- /steps -->", page, re.DOTALL)
+    assert match
+    assert " ".join(match[1].split()).split(", ") == [step.name for step in STEPS]
 
 
 def test_the_readme_is_short() -> None:
