@@ -6,7 +6,7 @@ method, a submodule or a callable attribute of that name, whose annotation says 
 Nothing else is replaced, and `substitute` is the only way to do it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -60,6 +60,9 @@ class Module(nn.Module):
     averages_tokens = False
     """Whether all tokens of a micro-batch compete or are averaged in it (expert capacity, auxiliary losses, running
     statistics), so that padding would count."""
+    reads_token_counts = False
+    """Whether its state follows from the counts of the token ids in the training data, which a run gives to
+    `set_token_counts` before its first step."""
     read_by_rows = False
     """Whether generation reads single rows of its matrices, which are then to be contiguous."""
     path: str
@@ -108,6 +111,15 @@ class Module(nn.Module):
         self.decays[name] = decays
         if linear_map:
             self.linear_maps.add(name)
+
+    def set_token_counts(
+        self, counts: Sequence[float], shard_like: Callable[[Tensor, Tensor], Tensor] = lambda full, parameter: full
+    ) -> None:
+        """Set the state of a module that `reads_token_counts`, from the count of each id in the training data [V].
+
+        `shard_like(full, parameter)` gives a full tensor the layout of a sharded parameter.
+        """
+        raise NotImplementedError
 
     def use(self, parameter: Tensor) -> Tensor:
         """Local shard of `parameter` in compute dtype: what forward computes with."""

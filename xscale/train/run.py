@@ -53,6 +53,7 @@ from xscale.train.setup import RunParts, check_machine, set_up
 from xscale.train.state import State
 from xscale.train.tasks import require_tasks
 from xscale.train.teacher_source import teacher_run
+from xscale.train.token_counts import init_from_token_counts
 from xscale.watchdog.crash_dumps import CrashDumps
 from xscale.watchdog.watchdog import StopSignal, Watchdog
 from xscale_kernels.select import UnusableError
@@ -239,6 +240,7 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
     state = resumed.state
     if resumed.step is None:
         tokenizer = parts.corpus.tokenizer
+        resumed.messages.extend(init_from_token_counts(parts))
         resumed.messages.extend(load_initial_weights(settings, parts.parameters, tokenizer, parts.mesh))
         resumed.messages.extend(init_residual_gains(parts))
         resumed.messages.extend(label_notes(parts.corpus))
