@@ -49,6 +49,13 @@ BENT: dict[str, dict[str, str]] = {
         "launch/xscale_launch/profile.py: yaml.load": "the launcher runs without xscale, and believes its profiles",
         "launch/xscale_launch/profile.py: yaml.BaseLoader": "the launcher runs without xscale; all values are texts",
     },
+    "text to ids": {
+        "xscale/convert/hf/tokenizer.py: encode": "the same text in two libraries: its begin is compared apart",
+        "xscale/data/augment.py: encode_with_offsets": "a masked model's input, whose begin and end `ModelInput` has",
+        "xscale/data/labels.py: encode": "the objective writes the token before the first of an example's texts",
+        "xscale/data/shards.py: encode": "sentences of a document, which an objective joins to what it reads",
+        "xscale/train/generate.py: encode": "the text behind a gap, which is in the middle of a document",
+    },
     "nothing global": {
         "xscale/data/parallel_map.py: sys.modules": "a worker must not run the user's script again; set back at once",
         "xscale/cli/main.py: warnings.showwarning": "the interpreter's only way to show a warning otherwise; put back "

@@ -162,14 +162,15 @@ def _tokenise(
             rank = document.split_hash
             name = "validation" if rank < below else "train"
             texts = [text for text in (document.text, document.target, document.second) if text is not None]
-            if config.split_sentences and len(texts) == 1 and document.label is None:
+            if document.label is not None:
+                sequences, labels = encode_labelled(document, tokenizer)
+                writers[f"{name}{LABELS}"].add(labels)
+            elif config.split_sentences and document.target is None:
+                # An objective writes its own tokens before and between sentences.
                 sequences = [tokenizer.encode(sentence) for sentence in split_sentences(document.text)]
                 sequences[-1].append(tokenizer.eos)
             else:
-                sequences = [[*tokenizer.encode(text), tokenizer.eos] for text in texts]
-            if document.label is not None:
-                sequences[:1], labels = encode_labelled(document, sequences[0], tokenizer)
-                writers[f"{name}{LABELS}"].add(labels)
+                sequences = [tokenizer.encode_document(text) for text in texts]
             size = sum(len(text.encode("utf-8")) for text in texts)
             if name == "train" and (least is None or rank < least.place):
                 least = LowestHash(rank, totals[name][0], size)

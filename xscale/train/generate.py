@@ -117,10 +117,16 @@ def incremental(model: nn.Module) -> bool:
     return True
 
 
-def encode_prompt(prompt: str, tokenizer: Tokenizer, longest: int | None, path: str) -> list[int]:
-    """Encode a prompt to at least one and at most `longest` ids; ConfigError at `path` where that cannot be."""
+def encode_prompt(
+    prompt: str, tokenizer: Tokenizer, longest: int | None, path: str, *, begins: bool = True
+) -> list[int]:
+    """Encode a prompt to at least one and at most `longest` ids; ConfigError at `path` where that cannot be.
+
+    An empty one is a prompt where the tokenizer puts a beginning-of-text token first. `begins`: whether a text begins
+    with it, which the text behind a gap does not.
+    """
     try:
-        ids = tokenizer.encode(prompt)
+        ids = tokenizer.encode_prompt(prompt) if begins else tokenizer.encode(prompt)
     except (UnicodeError, TypeError):
         raise ConfigError(path, f"the prompt {prompt!r} is not valid Unicode", "Give text in UTF-8.") from None
     if not ids:
