@@ -37,6 +37,15 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/commands/megatron.py: torch.distributed.checkpoint.filesystem": READER,
         "xscale/commands/megatron.py: torch.distributed.checkpoint.filesystem.FileSystemReader": READER,
     },
+    "weight writes": {
+        "xscale/nn/post_step.py: copy_": "this is the writer of weights itself",
+        "xscale/parallel/full_tensors.py: copy_": "this is the writer of shards itself",
+        "xscale/checkpoint/in_memory.py: copy_": "shards that the engine gave out to be loaded; "
+        "`Engine.after_load` frees what was gathered from them",
+        "xscale/commands/megatron.py: copy_": "the weights of Megatron-LM's model, in one process",
+        "xscale/parallel/precision.py: data": "another dtype of the same weights, in one process that only infers",
+        "xscale/train/generate.py: data": "another memory order of the same weights, in one process that only infers",
+    },
     "who cuts": {
         "xscale/nn/lora.py: rank": "the rank of a matrix, as the paper calls it",
         "xscale/nn/attention/transformer_ls.py: projection_rank": "the rank of a matrix, as the paper calls it",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from xscale.core import config as schema
 from xscale.core.errors import Problem
 from xscale.nn.init import Init
+from xscale.nn.post_step import WeightWriter
 from xscale.nn.random import RandomNumbers
 
 
@@ -112,12 +113,10 @@ class Module(nn.Module):
         if linear_map:
             self.linear_maps.add(name)
 
-    def set_token_counts(
-        self, counts: Sequence[float], shard_like: Callable[[Tensor, Tensor], Tensor] = lambda full, parameter: full
-    ) -> None:
+    def set_token_counts(self, counts: Sequence[float], weights: WeightWriter) -> None:
         """Set the state of a module that `reads_token_counts`, from the count of each id in the training data [V].
 
-        `shard_like(full, parameter)` gives a full tensor the layout of a sharded parameter.
+        `weights` writes the parameters that hold it.
         """
         raise NotImplementedError
 

@@ -27,9 +27,9 @@ from xscale.objective.objective import Batch
 from xscale.observe import EvalReport, Observer, StepReport
 from xscale.observe.events import Statistic
 from xscale.observe.observer import is_due
-from xscale.parallel.full_tensors import gather_full
+from xscale.parallel.full_tensors import ShardedWeightWriter
 from xscale.parallel.loss_scale import LossScale
-from xscale.parallel.sharded import StagedModel, shard_like
+from xscale.parallel.sharded import StagedModel
 from xscale.train.evaluate import Evaluation, evaluate
 from xscale.train.kernel_log import KernelSelectionLog
 from xscale.train.profiler import StepProfiler
@@ -131,7 +131,7 @@ class Loop:
         state.tokens += train.batch_size * parts.settings.sample_tokens
         means = self._mean(tally)
         if decision.action == "accept":
-            update_non_gradient_state(parts.model, means, shard_like, gather_full)
+            update_non_gradient_state(parts.model, means, ShardedWeightWriter(parts.model))
             if (ema := stepper.engine.ema) is not None:
                 ema.update()
         self.watchdog.heartbeat("report")

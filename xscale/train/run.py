@@ -241,7 +241,7 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
     if resumed.step is None:
         tokenizer = parts.corpus.tokenizer
         resumed.messages.extend(init_from_token_counts(parts))
-        resumed.messages.extend(load_initial_weights(settings, parts.parameters, tokenizer, parts.mesh))
+        resumed.messages.extend(load_initial_weights(settings, parts.model, parts.parameters, tokenizer, parts.mesh))
         resumed.messages.extend(init_residual_gains(parts))
         resumed.messages.extend(label_notes(parts.corpus))
         parts.stepper.engine.begin()

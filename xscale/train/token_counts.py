@@ -9,7 +9,7 @@ from xscale.data.token_counts import count_training_tokens
 from xscale.mesh.consensus import Consensus
 from xscale.nn.module import Module
 from xscale.observe.format import quantity
-from xscale.parallel.sharded import shard_like
+from xscale.parallel.full_tensors import ShardedWeightWriter
 from xscale.train.settings import build_on_meta
 from xscale.train.setup import RunParts
 
@@ -34,8 +34,9 @@ def init_from_token_counts(parts: RunParts) -> list[str]:
         return []
     path = Path(parts.corpus.sets[0].path)
     counts = Consensus(parts.mesh.background, "counted").on_rank0(path, lambda: count_training_tokens(parts.corpus))
+    weights = ShardedWeightWriter(parts.model)
     for module in parts_that_count(parts.model).values():
-        module.set_token_counts(counts.tolist(), shard_like)
+        module.set_token_counts(counts.tolist(), weights)
     used = int((counts > 0).sum())
     return [
         f"counted the ids of {quantity(counts.sum())} training tokens, of which {used} of {len(counts)} occur, for "

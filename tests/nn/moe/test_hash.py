@@ -7,6 +7,7 @@ import torch
 
 from tests.nn.moe.mixture import D, V, router, sample
 from xscale.nn.moe.router.router import ROUTERS, Router, RouterDims
+from xscale.nn.post_step import WeightWriter
 from xscale.nn.tokens import Tokens
 
 FUNCTIONS = ["random", "balanced", "rolled", "bigram", "previous", "position"]
@@ -16,7 +17,7 @@ def hash_router(function: str, experts: int = 4, **data: Any) -> Router:
     """With the counts of some data, if it needs them."""
     part = router("hash", experts, function=function, **data)
     if part.reads_token_counts:
-        part.set_token_counts([(7 * token) % V for token in range(V)])
+        part.set_token_counts([(7 * token) % V for token in range(V)], WeightWriter())
     return part
 
 
@@ -55,7 +56,7 @@ def test_the_counts_of_the_data_give_the_table_of_the_same_frequencies() -> None
     x, tokens = sample()
     counts = [float((5 * token) % 11) for token in range(V)]
     part, same = (router("hash", 8, function="balanced", hashes=2, **keys) for keys in ({}, {"frequencies": counts}))
-    part.set_token_counts(counts)
+    part.set_token_counts(counts, WeightWriter())
     assert torch.equal(part(x.flatten(0, 1), tokens).expert, same(x.flatten(0, 1), tokens).expert)
 
 

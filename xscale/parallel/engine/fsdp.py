@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from xscale.mesh.collectives import sum_tensor
 from xscale.optim.groups import ClipGroup, clip_factor, clip_groups
 from xscale.optim.optimizer.optimizer import LocalParameter, Optimizer
-from xscale.parallel.ema import ExponentialMovingAverage, free_gathered_weights
+from xscale.parallel.ema import ExponentialMovingAverage
+from xscale.parallel.full_tensors import ShardedWeightWriter, free_gathered_weights
 from xscale.parallel.plan import ParallelPlan
 from xscale.parallel.sharded import ShardedParameter
 from xscale_kernels.squared_norm.op import squared_norm
@@ -106,9 +107,12 @@ class FsdpEngine:
         return full_state(self.parameters, self.optimizer) | averages
 
     def after_load(self) -> None:
+        # Modules may have gathered the weights from before the load.
+        free_gathered_weights(self.model)
         self.optimizer.restore_weights()
 
     def begin(self) -> None:
+        free_gathered_weights(self.model)
         self.optimizer.adopt_weights()
         if self.ema is not None:
             self.ema.reset()
@@ -119,12 +123,10 @@ class FsdpEngine:
         if averaged is None:
             yield
             return
-        # Modules may still have gathered the weights from before the exchange.
-        free_gathered_weights(self.model)
-        with torch.no_grad():
-            for parameter, value in zip(self.trained, self.optimizer.states()[averaged], strict=True):
-                assert value is not None
-                parameter.local.copy_(value)
+        weights = ShardedWeightWriter(self.model)
+        for parameter, value in zip(self.trained, self.optimizer.states()[averaged], strict=True):
+            assert value is not None
+            weights.write_shard(parameter.parameter, value)
         try:
             yield
         finally:

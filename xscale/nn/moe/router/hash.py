@@ -18,8 +18,9 @@ from torch.nn import Parameter
 from xscale.core.errors import Problem
 from xscale.nn.init import Init
 from xscale.nn.moe.assignment import balanced_hash
-from xscale.nn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits, ShardLike, check_divides
+from xscale.nn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits, check_divides
 from xscale.nn.moe.routing import Routing
+from xscale.nn.post_step import WeightWriter
 from xscale.nn.random import hash63
 from xscale.nn.tokens import Tokens
 
@@ -68,10 +69,8 @@ class HashRouter(Router):
         seeds = range(self.config.seed, self.config.seed + self.config.hashes)
         return torch.stack([balanced_hash(frequencies, self.per_hash, seed) for seed in seeds])
 
-    @torch.no_grad()
-    def set_token_counts(self, counts: Sequence[float], shard_like: ShardLike = lambda full, parameter: full) -> None:
-        table = self._table(counts).to(self.table.device, self.table.dtype)
-        self.table.copy_(shard_like(table, self.table))
+    def set_token_counts(self, counts: Sequence[float], weights: WeightWriter) -> None:
+        weights.write(self.table, self._table(counts))
 
     @classmethod
     def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
