@@ -12,8 +12,7 @@ from xscale.mesh.collectives import broadcast_int, sum_scalars
 from xscale.nn.early_exit import EarlyExit, ExitPolicyConfig
 from xscale.nn.head import Head
 from xscale.nn.init import seed_of
-from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, Mixer
+from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.model.model import MODELS
 from xscale.nn.module import Module
 from xscale.nn.tokens import Tokens
@@ -108,13 +107,7 @@ def sample_token(logits: Tensor, temperature: float, top_k: int | None, generato
 
 def incremental(model: nn.Module) -> bool:
     """Whether every mixer decodes incrementally; otherwise each token costs a forward over the full sequence."""
-    for module in model.modules():
-        if isinstance(module, Attention):
-            if not module.core.traits.decode:
-                return False
-        elif isinstance(module, Mixer) and not MIXERS.get(str(module.Config.kind)).traits.decode:
-            return False
-    return True
+    return all(module.decodes for module in model.modules() if isinstance(module, Mixer))
 
 
 def encode_prompt(
