@@ -1,7 +1,9 @@
 """Rank information of this process: the only file outside the launcher that uses environment variables."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -51,3 +53,18 @@ def silence_profiler_log() -> None:
     that none below 6 is without them; 4, its default, shows errors too.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+
+def use_expandable_segments() -> None:
+    """Let torch's allocator grow its segments of GPU memory, so that sizes which change do not fragment it.
+
+    A choice that is set stays. torch reads the variable when it is first imported.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def extend_python_path(folders: Sequence[Path]) -> None:
+    """Let the processes that this one starts import from `folders` first."""
+    known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*map(str, folders), *known]))
