@@ -37,9 +37,7 @@ from xscale.nn.init import Init
         context=("ulysses",),
         decode=True,
     ),
-    deviations=(
-        "A block is represented by the mean of each head's keys; the paper: by the sum of the layer's input.",
-    ),
+    deviations=("A block is represented by the mean of each head's keys; the paper: by the sum of the layer's input.",),
 )
 class SinkhornCore(Core):
     first: Parameter
