@@ -4,7 +4,6 @@ import contextlib
 import copy
 import io
 import pickle
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, cast
@@ -20,7 +19,9 @@ from xscale.checkpoint.errors import DamageError
 from xscale.checkpoint.files import INDEX, TENSORS
 from xscale.checkpoint.index import FIX, UNREADABLE, read_index
 from xscale.checkpoint.planner import CheckpointPlan, LoadPlanner
+from xscale.checkpoint.torch_file import load_torch_file
 from xscale.core.file_safety import open_regular
+from xscale.core.foreign import reason
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.flat_shard import FlatShard
 from xscale.mesh.torch_private import PyTorchFileWriter, _save, _StorageInfo
@@ -104,7 +105,7 @@ def read(
             raise
         except UNREADABLE as error:
             # The index is checked and the target tensors fit it: the bytes of a box are not those of its tensor.
-            what = f"a box in {TENSORS} is not the tensor that {INDEX} describes ({str(error).partition(chr(10))[0]})"
+            what = f"a box in {TENSORS} is not the tensor that {INDEX} describes ({reason(error)})"
             raise DamageError(path, what, FIX, "unreadable") from None
 
     ranks.on_all(path, fill)
@@ -171,15 +172,7 @@ def _box_shapes(metadata: Metadata, names: set[str]) -> dict[MetadataIndex, torc
 def _read_box(file: io.BufferedReader, info: _StorageInfo, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Read a box from what `torch.save` wrote of it, and nothing else."""
     stream = _FileSlice(file, info.offset, info.length)
-    try:
-        entries = zipfile.ZipFile(stream).infolist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        raise RuntimeError(f"not an archive of torch.save: {error}") from None
-    # A few kilobytes can inflate to all of the memory.
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise RuntimeError("its archive is compressed")
-    stream.seek(0)
-    box = torch.load(cast(IO[bytes], stream), map_location="cpu", weights_only=True)
+    box = load_torch_file(cast(IO[bytes], stream))
     if not isinstance(box, Tensor):
         raise RuntimeError("it is no tensor")
     if box.dtype != dtype:

@@ -27,7 +27,7 @@ from xscale.cli.options import (
     read_config,
 )
 from xscale.cli.streams import check_arguments, open_closed_streams
-from xscale.core.errors import EXIT_FAULT, EXIT_USER, ConfigError, FaultError, Problem
+from xscale.core.errors import EXIT_FAULT, EXIT_USER, ConfigError, FaultError, NoticeWarning, Problem
 from xscale.core.renamed import RenamedWarning
 
 if TYPE_CHECKING:
@@ -369,11 +369,11 @@ def _sentence(problem: Problem) -> str:
 
 
 def show_renamed_once(show: Callable[..., None]) -> Callable[..., None]:
-    """A `warnings.showwarning` that prints each RenamedWarning once, as one line, on rank 0; others go to `show`."""
+    """A `warnings.showwarning` that prints each sentence for the user once, on rank 0; others go to `show`."""
     shown: set[str] = set()
 
     def show_warning(message: Warning | str, category: type[Warning], *location: Any, **options: Any) -> None:
-        if not issubclass(category, RenamedWarning):
+        if not issubclass(category, RenamedWarning | NoticeWarning):
             show(message, category, *location, **options)
             return
         from xscale.mesh.environment import read_rank_info

@@ -37,6 +37,10 @@ class FaultError(Exception):
     """The run cannot continue, and it is not the user's mistake: a sentence, exit status 1, no traceback."""
 
 
+class NoticeWarning(UserWarning):
+    """A sentence for the user about what a command does; the command line prints it as one line."""
+
+
 class ConfigError(Exception):
     """The user's request cannot be done; lists every problem, each with a fix."""
 

@@ -1,5 +1,6 @@
 """Text that a run's model writes after a prompt, or between a prompt and a suffix."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,16 @@ def generate_text(
     plugins: bool = False,
     exits: bool = True,
     ema: bool = False,
+    say: Callable[[str], None] | None = None,
 ) -> str:
     """Return the prompt and what the run's model writes after it; of an encoder-decoder, whose source it is, and before
     a `suffix`, the latter alone. With several beams nothing is sampled: a beam search finds the likeliest text.
 
-    `exits`: whether tokens leave by the policy of its exits, if it has one; beam search computes all blocks."""
+    `exits`: whether tokens leave by the policy of its exits, if it has one; beam search computes all blocks. `say` is
+    told which step is read."""
     loaded = load_run(folder, plugins=plugins, ema=ema)
+    if say is not None:
+        say(f"{folder}: step {loaded.step}")
     settings, tokenizer = loaded.settings, loaded.tokenizer
     traits = MODELS.of(settings.model).traits
     if not traits.decode and not OBJECTIVES.of(settings.objective).part.predicts_length:

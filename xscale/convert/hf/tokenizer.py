@@ -13,9 +13,11 @@ from xscale.core.atomic_write import write_atomically
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
 from xscale.core.file_safety import check_name, decode_json, read_regular, remove_file, remove_folder
+from xscale.core.foreign import foreign_errors, quiet_panics
 from xscale.data.config import DataConfig
 from xscale.data.prepared import open_tokenizer
 from xscale.data.stored_tokenizer import FOLDER, open_stored_tokenizer, require_fingerprint
+from xscale.data.tokenizer.file_bounds import check_bounds, check_ids, companion_ids
 from xscale.data.tokenizer.huggingface import HuggingFace
 from xscale.data.tokenizer.sentencepiece import FILE, SPACE, SentencePiece
 from xscale.data.tokenizer.template import file_with_prefix, template_of_file
@@ -324,11 +326,15 @@ def load(source: Path) -> Any:
     """Load the tokenizer in a folder with `transformers`. ConfigError when it cannot be read."""
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(str(source), local_files_only=True)
-    except Exception as error:  # the library raises exceptions of any type for a broken file
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ConfigError(str(source), f"transformers cannot read it: {reason}") from None
+    for name in (JSON, CONFIG, "vocab.json", "added_tokens.json"):
+        if not (file := source / name).is_file():
+            continue
+        with foreign_errors(file, "the file is no part of a tokenizer"):
+            # A length without an end is an integer of 31 digits in many of them.
+            content = decode_json(read_regular(file), any_integer=True)
+            check_bounds(content) if name == JSON else check_ids(companion_ids(name, content))
+    with foreign_errors(source, "transformers cannot read it"), quiet_panics():
+        return AutoTokenizer.from_pretrained(str(source), local_files_only=True, trust_remote_code=False)
 
 
 FILES = (JSON, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
@@ -345,7 +351,8 @@ def import_tokenizer(source: Path, run: Path, vocabulary: int) -> tuple[dict[str
         return None, f"tokenizer: {source} has none; {hint}"
     folder = run / FOLDER
     try:
-        section, ids = _store(source, folder, vocabulary)
+        with foreign_errors(source, "transformers cannot use its tokenizer"), quiet_panics():
+            section, ids = _store(source, folder, vocabulary)
     except ConfigError as error:
         remove_folder(folder.parent, folder.name)
         return None, f"tokenizer: not imported ({error.problems[0].what}); {hint}"

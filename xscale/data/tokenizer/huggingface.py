@@ -10,6 +10,8 @@ import pydantic
 from xscale.core.atomic_write import reporting_full_disk, write_atomically
 from xscale.core.errors import ConfigError
 from xscale.core.file_safety import decode_json, read_regular
+from xscale.core.foreign import foreign_errors, quiet_panics
+from xscale.data.tokenizer.file_bounds import check_bounds
 from xscale.data.tokenizer.template import Template, read_template, template_of_file
 from xscale.data.tokenizer.tokenizer import (
     SPECIAL_TOKENS,
@@ -89,8 +91,11 @@ def byte_letters() -> dict[str, bytes]:
 
 
 FILE = "tokenizer.json"
+PROBE = "A first text, of 3 lines:\n\tcafé 漢字 \U0001f600  </s> <0x41>\n" + 60 * "a"
+"""Text on which a tokenizer is tried when it is opened."""
 SENTINELS = ("<extra_{}>", "<extra_id_{}>")
 """Names of sentinel tokens: ours, and T5's."""
+CANNOT = "the library cannot use this tokenizer.json on a text"
 FIM = ("<fim_{}>", "<|fim_{}|>", "<fim-{}>")
 """Names of the special tokens for filling in the middle, as models of code have them."""
 
@@ -151,7 +156,8 @@ class HuggingFace(FileTokenizer):
         self.mask = self._named("mask", config.mask, names["mask"])
         self.sentinels = self._sentinels()
         self.fim = self._fim_tokens()
-        self.table = self._table(data.get("decoder"))
+        with foreign_errors(self.file, "its decoder is none that is known"):
+            self.table = self._table(data.get("decoder"))
         self.set_template(hashlib.blake2b(f"{eos} {text}".encode(), digest_size=16).hexdigest(), template.prefix)
 
     @classmethod
@@ -211,11 +217,13 @@ class HuggingFace(FileTokenizer):
         return table
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.processor.encode(text, add_special_tokens=False).ids
+        with foreign_errors(self.file, CANNOT):
+            ids: list[int] = self.processor.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        encoding = self.processor.encode(text, add_special_tokens=False)
+        with foreign_errors(self.file, CANNOT):
+            encoding = self.processor.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
@@ -226,7 +234,8 @@ class HuggingFace(FileTokenizer):
             self.processor.encode_special_tokens = True
 
     def decode(self, tokens: Iterable[int]) -> str:
-        text: str = self.processor.decode([int(token) for token in tokens], skip_special_tokens=True)
+        with foreign_errors(self.file, CANNOT):
+            text: str = self.processor.decode([int(token) for token in tokens], skip_special_tokens=True)
         return text
 
     def token_bytes(self) -> list[bytes]:
@@ -280,11 +289,13 @@ def _open(file: Path) -> tuple[Any, str]:
         raise ConfigError(str(file), what, "Run `xscale data tokenizer`, which trains it.") from None
     except UnicodeDecodeError:
         raise ConfigError(str(file), "this is not a tokenizer.json", "Give one, or leave it out.") from None
-    try:
+    what = f"this is not a tokenizer.json that tokenizers {tokenizers.__version__} reads"
+    fix = "Give one that it reads; training one needs none."
+    with foreign_errors(file, what, fix), quiet_panics():
+        check_bounds(decode_json(text))
         processor = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises no narrower kind
-        what = f"this is not a tokenizer.json that tokenizers {tokenizers.__version__} reads: {error}"
-        raise ConfigError(str(file), what, "Give one that it reads; training one needs none.") from None
+        # A regular expression that cannot be matched is found when a text is.
+        processor.encode(PROBE, add_special_tokens=False)
     # A file may ask for truncation, padding, and for text that spells a special token to become that token.
     processor.no_truncation()
     processor.no_padding()
