@@ -126,7 +126,7 @@ def sentences(folder: Path, name: str, start: str) -> list[str]:
 
 
 def outcome(folder: Path, name: str) -> dict[str, Any]:
-    """What a run leaves: rows in their order of steps, sentences about samples and BLEU, the state at its end."""
+    """Return what a run leaves: rows in order of steps, sentences about samples and BLEU, the state at its end."""
     last = folder / name / "checkpoints" / f"step-{STEPS:08d}"
     state = read_state(last)
     return {

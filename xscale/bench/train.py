@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from xscale.mesh.environment import read_rank_info
-from xscale.mesh.mesh import destroy_process_group
+from xscale.mesh.mesh import leave_process_group
 from xscale.nn.ffn.moe import Moe
 from xscale.nn.init import materialize
 from xscale.nn.tokens import Stats
@@ -58,7 +58,7 @@ def bench_train(settings: Settings, steps: int, *, dense: bool = True) -> dict[s
             sides.append(_xscale_side("xscale, dense", set_up(dense_twin(settings), read_rank_info()), batches))
         timings = time_steps(sides, steps)
     finally:
-        destroy_process_group()
+        leave_process_group()
     rows = [side.row(timings, parts.peak) for side in sides]
     ratios = {f"xscale / {other.name}": speed_ratio(timings, sides[0], other) for other in sides[1:]}
     return {"rows": rows, "tokens_per_second_ratios": ratios, "steps": steps, "device": str(parts.mesh.device)}
@@ -82,7 +82,7 @@ def training_speeds(variants: Mapping[str, Settings], steps: int) -> dict[str, T
             sides.append(_xscale_side(name, parts, collect(parts, steps + 1)))
         timings = time_steps(sides, steps)
     finally:
-        destroy_process_group()
+        leave_process_group()
     on_cpu = parts.mesh.device.type == "cpu"
     return {
         side.name: TrainingSpeed(

@@ -128,14 +128,14 @@ class Stepper:
         micro_batches: Sequence[Batch],
         loss_scale: float | None = None,
         targets: float | None = None,
-        others: Callable[[], Sequence[float]] = tuple,
+        scalars: Callable[[], Sequence[float]] = tuple,
     ) -> StepGradients:
         """Accumulate the gradients of this rank's micro-batches and reduce them over all ranks.
 
         They are those of the mean loss over all targets of the step, on every rank and micro-batch together.
         `loss_scale` multiplies the loss in backward, a power of 2 (None: 1); the loss and the norm that are returned
         are without it. `targets` is the number of targets of the step, where that is known; None: it is counted first,
-        for which the host waits once more. `others` is called behind the last backward; what it returns is summed over
+        for which the host waits once more. `scalars` is called behind the last backward; what it returns is summed over
         all ranks in the reduction of the loss.
         """
         scale = 1.0 if loss_scale is None else loss_scale
@@ -145,7 +145,7 @@ class Stepper:
         divisor = max(targets, 1.0)
         micro_batches = [_with_loss_weights(batch, 1 / divisor, scale) for batch in micro_batches]
         nats = self._forward_backward(micro_batches, divisor / scale)
-        numbers = others()
+        numbers = scalars()
         with self.timer.phase("communicate"):
             total_nats, grad_norm, sums = self.engine.reduce_gradients(nats, scale, numbers)
         norms = self.engine.group_norms()

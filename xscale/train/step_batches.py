@@ -57,10 +57,10 @@ class StepBatches:
 
     def take(self) -> tuple[StepBatch, float | None]:
         """Return the batch of the next step, and the number of its targets over all ranks, None if not known."""
-        made, targets = self._made or self._make(), self._targets
+        batch, targets = self._made or self._make(), self._targets
         self._made = self._targets = None
         self._next_step += 1
-        return made, targets
+        return batch, targets
 
     def close(self) -> None:
         """Stop reading ahead, and drop the batch that is made."""

@@ -66,21 +66,21 @@ class FsdpEngine:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def reduce_gradients(
-        self, nats: Tensor, loss_scale: float = 1.0, others: Sequence[float] = ()
+        self, nats: Tensor, loss_scale: float = 1.0, scalars: Sequence[float] = ()
     ) -> tuple[float, float, list[float]]:
         self.loss_scale = loss_scale
         self.gradients = [_gradient(parameter) for parameter in self.trained]
         squared_norms = [self._squared_norm(by_weight).to(nats) for by_weight in self.norm_weights]
         # The host reads once, all numbers: it waits here for all that the device has to do in the step.
         numbers = [torch.stack((nats / self.repeats, *squared_norms))]
-        if others:
+        if scalars:
             # From pinned memory the host does not wait for the copy.
-            copied = torch.tensor(others, dtype=nats.dtype, pin_memory=nats.is_cuda)
+            copied = torch.tensor(scalars, dtype=nats.dtype, pin_memory=nats.is_cuda)
             numbers.append(copied.to(nats.device, non_blocking=True))
         total, *sums = sum_tensor(torch.cat(numbers)).tolist()
-        squares, sums_of_others = sums[: len(squared_norms)], sums[len(squared_norms) :]
+        squares, sums_of_scalars = sums[: len(squared_norms)], sums[len(squared_norms) :]
         self.grad_norms = [_root(squared) / loss_scale for squared in squares]
-        return total, _root(sum(squares)) / loss_scale, sums_of_others
+        return total, _root(sum(squares)) / loss_scale, sums_of_scalars
 
     def group_norms(self) -> dict[str, float]:
         if len(self.clip_groups) == 1:

@@ -36,10 +36,10 @@ class Engine(Protocol):
         ...
 
     def reduce_gradients(
-        self, nats: Tensor, loss_scale: float = 1.0, others: Sequence[float] = ()
+        self, nats: Tensor, loss_scale: float = 1.0, scalars: Sequence[float] = ()
     ) -> tuple[float, float, list[float]]:
         """Reduce the step's loss and gradients over all ranks: (summed loss in nats, gradient norm before clipping,
-        sums of the `others` over all ranks). The host waits for the device here, and once.
+        sums of the `scalars` over all ranks). The host waits for the device here, and once.
 
         The gradients are those of the loss times `loss_scale`; the norm, and the update by `apply`, are of the loss.
 

@@ -143,11 +143,11 @@ class DeepSpeedEngine:
             self.engine.step()
 
     def reduce_gradients(
-        self, nats: Tensor, loss_scale: float = 1.0, others: Sequence[float] = ()
+        self, nats: Tensor, loss_scale: float = 1.0, scalars: Sequence[float] = ()
     ) -> tuple[float, float, list[float]]:
         """DeepSpeed reduced the gradients in the backward of the last micro-batch; the loss and the norm are left."""
         assert loss_scale == 1, "float16 is refused with DeepSpeed"
-        total, *sums = sum_scalars([float(nats) / self.repeats, *others], self.device)
+        total, *sums = sum_scalars([float(nats) / self.repeats, *scalars], self.device)
         return total, self.partition.gradient_norm() * self.optimizer.scale, sums
 
     def apply(self, lr: float, grad_norm: float) -> None:
