@@ -37,7 +37,9 @@ class HtmlReport(Observer):
         if facts.resumed_from is not None and (self._folder / record.RECORD_NAME).exists():
             try:
                 before = record.read_record(self._folder)
-                samples = tuple(sample for sample in before.samples if sample.step <= facts.resumed_from)
+                # A process that begins after the last step writes the samples of it again.
+                last = facts.resumed_from - (facts.resumed_from == facts.last_step)
+                samples = tuple(sample for sample in before.samples if sample.step <= last)
                 resumed = (*(step for step in before.resumed_from if step < facts.resumed_from), *resumed)
                 started = before.facts.started or started
             except ConfigError as error:

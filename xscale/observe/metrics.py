@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from xscale.observe.observer import Observer, due
 METRICS_FILE = "metrics.jsonl"
 TASKS = "tasks/"
 """Prefix of the results of tasks."""
+COLUMN_OF_WORK = {"evaluation": "eval_loss", "tasks": "tasks_seconds"}
+"""A column that only the object of such work has."""
 
 
 class Metrics(Observer):
@@ -35,7 +37,9 @@ class Metrics(Observer):
     def start(self, facts: RunFacts) -> None:
         """Open the file, without what an earlier process wrote after the step that this one resumes from."""
         self._facts = facts
-        truncate(self._path, facts.resumed_from)
+        truncate(
+            self._path, facts.resumed_from, [COLUMN_OF_WORK[name] for name in facts.repeats if name in COLUMN_OF_WORK]
+        )
         self._file = AppendFile(self._path)
 
     def step(self, report: StepReport) -> None:
@@ -120,17 +124,20 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
                 yield {key: value for key, value in item.items() if _is_numeric(key, value)}
 
 
-def truncate(path: Path, step: int | None) -> None:
-    """Keep in `path` only the objects up to `step` (None: none), by one rename.
+def truncate(path: Path, step: int | None, repeated: Collection[str] = ()) -> None:
+    """Keep in `path` only the objects up to `step` (None: none), by one rename; of `step` itself not those with one of
+    the columns `repeated`.
 
-    Steps after a checkpoint are repeated when it is resumed, and would appear twice.
+    What comes after a checkpoint is repeated when it is resumed, and would appear twice.
     """
     if not path.exists():
         return
     with open(path, encoding="utf-8", errors="replace") as lines, atomic_write(path) as kept:
         for line in lines:
             item = _parse(line)
-            if step is not None and item is not None and item["step"] <= step:
+            if step is None or item is None or item["step"] > step:
+                continue
+            if item["step"] < step or not any(column in item for column in repeated):
                 # Not json.dumps(item): the kept lines must stay byte for byte.
                 kept.write(line if line.endswith("\n") else line + "\n")
 

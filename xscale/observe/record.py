@@ -65,7 +65,7 @@ def read_record(folder: Path) -> Record:
     try:
         data = decode_json(read_regular(path))
         facts = data["facts"] | {"folder": folder, "layouts": _unpack(data["facts"]["layouts"])}
-        facts["notes"] = tuple(facts["notes"])
+        facts["notes"], facts["repeats"] = tuple(facts["notes"]), tuple(facts.get("repeats", ()))
         return Record(
             _typed(RunFacts(**facts)),
             tuple(_typed(SampleReport(**sample)) for sample in data["samples"]),

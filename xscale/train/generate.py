@@ -17,7 +17,7 @@ from xscale.nn.model.model import MODELS
 from xscale.nn.module import Module
 from xscale.nn.tokens import Tokens
 from xscale.objective.objective import OBJECTIVES, Objective
-from xscale.observe import Observer, SampleReport
+from xscale.observe import SampleReport
 from xscale.train.settings import Settings
 from xscale.train.setup import RunParts, special_tokens_of
 
@@ -158,11 +158,18 @@ def encode_prompts(settings: Settings, tokenizer: Tokenizer) -> list[list[int]]:
     return encoded
 
 
-def write_samples(parts: RunParts, observer: Observer, step: int) -> None:
-    """Generate from each prompt, where the model can. Collective; the observer of rank 0 shows the text."""
+def write_samples(parts: RunParts, step: int, on_token: Callable[[], None]) -> list[SampleReport]:
+    """Generate from each prompt, where the model can. Collective. `on_token` is called on all ranks at each token."""
     settings = parts.settings
+
+    def stops(ids: list[int]) -> bool:
+        on_token()
+        return False
+
+    samples: list[SampleReport] = []
     tokenizer, sample = parts.corpus.tokenizer, settings.train.sample
     for number, ids in enumerate(encode_prompts(settings, tokenizer)):
+        on_token()
         tokens = generate(
             parts.model,
             torch.tensor(ids, device=parts.mesh.device),
@@ -173,5 +180,7 @@ def write_samples(parts: RunParts, observer: Observer, step: int) -> None:
             seed=settings.run.seed + number,
             window=settings.data.sequence_length,
             prefix=OBJECTIVES.of(settings.objective).traits.prefix,
+            stops=stops,
         )
-        observer.sampled(SampleReport(step, sample.prompts[number], tokenizer.decode(tokens.tolist())))
+        samples.append(SampleReport(step, sample.prompts[number], tokenizer.decode(tokens.tolist())))
+    return samples

@@ -26,6 +26,8 @@ from xscale.mesh.consensus import Consensus
 from xscale.train.settings import RunConfig, Settings
 
 CONFIG, CHECKPOINTS, NAME = "config.yaml", "checkpoints", "name"
+INTERRUPTED = "interrupted"
+"""File of a run folder whose last step is saved, and whose end was cut short."""
 FIXED = (
     "model",
     "objective",
@@ -137,9 +139,21 @@ def how_to_fix(key: str) -> str:
 
 
 def finished_step(settings: Settings, folder: Path) -> int | None:
-    """The step of the run's newest checkpoint where no step is left to train, else None. Not collective."""
+    """The step of the run's newest checkpoint where nothing is left to do, else None. Not collective."""
+    if os.path.lexists(folder / INTERRUPTED):
+        return None
     newest = newest_on_this_process(folder / CHECKPOINTS)
     return newest[0] if newest is not None and newest[0] >= settings.train.steps else None
+
+
+def mark_end(folder: Path, *, interrupted: bool) -> None:
+    """Note whether a stop signal cut short what follows the last save, such as samples: then it is not finished."""
+    if interrupted:
+        write_atomically(
+            folder / INTERRUPTED, b"A stop signal came after the last step: the end of the run is repeated.\n"
+        )
+    elif os.path.lexists(folder / INTERRUPTED):
+        remove_file(folder, INTERRUPTED)
 
 
 def write_config(settings: Settings, folder: Path) -> None:
