@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 import pickle
+import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from xscale.checkpoint.errors import DamageError
 from xscale.checkpoint.files import INDEX, TENSORS
 from xscale.checkpoint.index import FIX, UNREADABLE, read_index
 from xscale.checkpoint.planner import CheckpointPlan, LoadPlanner
-from xscale.core.file_safety import open_regular
+from xscale.core.run_files import open_run_file
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.flat_shard import FlatShard
 from xscale.mesh.torch_private import PyTorchFileWriter, _save, _StorageInfo
@@ -110,6 +111,13 @@ def read(
     ranks.on_all(path, fill)
 
 
+class OutsideError(OSError):
+    """A position outside of a box, which an archive that is torn or forged names: no fault of the disk.
+
+    An OSError, as a file raises it, which readers of archives expect.
+    """
+
+
 class _FileSlice(io.RawIOBase):
     """`length` bytes of an open file from `start` on, as a file."""
 
@@ -128,7 +136,7 @@ class _FileSlice(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         if self._at < 0:
-            raise OSError("a position before the start")
+            raise OutsideError("a position before the start")
         return self._at
 
     def readinto(self, buffer: Buffer) -> int:
@@ -146,7 +154,7 @@ def _read_boxes(folder: Path, metadata: Metadata, planner: LoadPlanner, plan: Lo
         items.setdefault(metadata.storage_data[item.storage_index].relative_path, []).append(item)
     shapes = _box_shapes(metadata, {item.storage_index.fqn for item in plan.items})
     for name, of_file in items.items():
-        with open_regular(folder / name) as file:
+        with io.BufferedReader(open_run_file(folder / name)) as file:
             latest: tuple[MetadataIndex, Tensor] | None = None
             # Several shards of this rank may have a part of one box, which is read once.
             for item in sorted(of_file, key=lambda item: metadata.storage_data[item.storage_index].offset):
@@ -172,9 +180,14 @@ def _read_box(file: io.BufferedReader, info: _StorageInfo, shape: torch.Size, dt
     """Read a box from what `torch.save` wrote of it, and nothing else."""
     stream = _FileSlice(file, info.offset, info.length)
     try:
-        entries = zipfile.ZipFile(stream).infolist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        return _read_archive(stream, shape, dtype)
+    except (OutsideError, zipfile.BadZipFile, struct.error) as error:
         raise RuntimeError(f"not an archive of torch.save: {error}") from None
+
+
+def _read_archive(stream: _FileSlice, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Read the one tensor of an archive. RuntimeError where it is another, or compressed."""
+    entries = zipfile.ZipFile(stream).infolist()
     # A few kilobytes can inflate to all of the memory.
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise RuntimeError("its archive is compressed")

@@ -284,7 +284,7 @@ class Loop:
         flags = [float(self.stop.cause is not None), float(not self.lock.is_in_place())]
         stop_requested, vanished = (count > 0 for count in sum_scalars(flags, self.parts.mesh.device))
         if vanished:
-            what = f"the run folder was deleted, moved or replaced during step {self.state.step}"
+            what = f"the run folder was deleted, moved or replaced during step {self.state.step}, or another run has it"
             fix = "Move it back and start the same command again, which resumes from its newest checkpoint"
             raise FaultError(f"{self.parts.settings.run.dir}: {what}, so nothing can be saved. {fix}.")
         if stop_requested:
