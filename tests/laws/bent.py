@@ -65,6 +65,12 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/data/shards.py: encode": "sentences of a document, which an objective joins to what it reads",
         "xscale/train/generate.py: encode": "the text behind a gap, which is in the middle of a document",
     },
+    "one opener": {
+        "xscale/checkpoint/disk.py: .touch": "its own hook before each change of a disk",
+        "xscale/checkpoint/disk.py: os.open": "a folder, whose entries are flushed",
+        "xscale/checkpoint/in_memory.py: os.open": "read and write, in a folder of /dev/shm that is this user's alone",
+        "xscale/train/compile_cache.py: open_regular": "a library of torch.compile's cache, which is no run's",
+    },
     "nothing global": {
         "xscale/data/parallel_map.py: sys.modules": "a worker must not run the user's script again; set back at once",
         "xscale/cli/main.py: warnings.showwarning": "the interpreter's only way to show a warning otherwise; put back "

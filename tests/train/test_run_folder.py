@@ -1,5 +1,6 @@
 """A run folder is whole: what is in it decides what a run does with it, and it is never half of one."""
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -47,6 +48,38 @@ def test_a_folder_that_vanishes_ends_the_run(tmp_path: Path, monkeypatch: pytest
     assert not folder.exists() or not list(folder.iterdir()), "a run folder without its config, data or weights"
 
 
+def test_a_lock_that_is_deleted_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run trains on to its end."""
+    during_step(monkeypatch, 3, (tmp_path / "run" / "lock").unlink)
+    assert run(recipe(tmp_path)) == EXIT_DONE
+    assert (tmp_path / "run" / "lock").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "words"),
+    [
+        (errno.ENOSPC, FaultError, r"config\.yaml.* cannot be written: No space left on device\. Free space"),
+        (errno.EIO, FaultError, r"config\.yaml.* cannot be written: Input/output error"),
+        (errno.EPERM, ConfigError, r"run\.dir: .*config\.yaml.* cannot be written: Operation not permitted\. Let this"),
+        (errno.EROFS, ConfigError, r"run\.dir: .*config\.yaml.* cannot be written: Read-only file system"),
+    ],
+)
+def test_a_config_that_cannot_be_written_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception], words: str
+) -> None:
+    """Full at the start or at a resume, or of a file that may not be replaced."""
+
+    def refuse(self: Path, target: Path) -> Path:
+        if Path(target).name == "config.yaml":
+            raise OSError(number, os.strerror(number), str(self), None, str(target))
+        return before(self, target)
+
+    before = Path.replace
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(error, match=words):
+        run(recipe(tmp_path))
+
+
 def test_a_folder_that_vanishes_before_the_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate = RunWork.evaluate
 
@@ -75,7 +108,9 @@ def test_a_finished_run_writes_nothing(tmp_path: Path, capfd: pytest.CaptureFixt
     assert run(finished) == EXIT_DONE
     assert files_with_times(tmp_path) == before
     (line,) = capfd.readouterr().out.splitlines()
-    assert "finished at step 2, nothing to do" in line
+    assert "finished at step 2, nothing to do; train.steps above 2 trains on" in line
+    assert run(recipe(tmp_path, train={"steps": 1}, **REPORTED)) == EXIT_DONE
+    assert "train.steps above 2 trains on" in capfd.readouterr().out, "the step of the checkpoint, not of the config"
     with pytest.raises(ConfigError, match=r"contains another run: data\.sequence_length"):
         run(recipe(tmp_path, train={"steps": 2}, data={"sequence_length": 16}))
     assert run(recipe(tmp_path, train={"steps": 3})) == EXIT_DONE

@@ -286,14 +286,14 @@ def report(
     ] = None,
 ) -> None:
     """Build report.html of a run, finished or not; of several runs, one page that compares them."""
+    from xscale.core.atomic_write import reporting_full_disk
     from xscale.observe.compare_runs import build_comparison, find_runs
-    from xscale.observe.html import build_report
+    from xscale.observe.html import REPORT_FILE, build_report
 
     folders = find_runs(runs)
-    if len(folders) == 1:
-        print(build_report(folders[0], output))
-    else:
-        print(build_comparison(folders, output or Path("comparison.html")))
+    path = output or (folders[0] / REPORT_FILE if len(folders) == 1 else Path("comparison.html"))
+    with reporting_full_disk(path, "Free space, or give another file with --output."):
+        print(build_report(folders[0], path) if len(folders) == 1 else build_comparison(folders, path))
 
 
 app.command()(generate)

@@ -7,7 +7,8 @@ from typing import Any
 from xscale.core.atomic_write import write_atomically
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
-from xscale.core.file_safety import decode_json, read_regular
+from xscale.core.file_safety import decode_json
+from xscale.core.run_files import kind_of, make_run_folder, read_run_file
 from xscale.data.config import DataConfig
 from xscale.data.prepared import begin_differs, open_tokenizer
 from xscale.data.tokenizer.tokenizer import TOKENIZERS, Tokenizer
@@ -26,9 +27,9 @@ def store_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
         "fingerprint": tokenizer.fingerprint,
         "vocabulary": tokenizer.vocabulary,
     }
-    if (folder / DESCRIPTION).is_file() and _description(folder).get("fingerprint") == tokenizer.fingerprint:
+    if kind_of(folder / DESCRIPTION) is not None and _description(folder).get("fingerprint") == tokenizer.fingerprint:
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    make_run_folder(run, FOLDER)
     tokenizer.save(folder)
     # Last: a folder with a description is complete.
     write_atomically(folder / DESCRIPTION, json.dumps(description, indent=1) + "\n")
@@ -40,7 +41,7 @@ def open_stored_tokenizer(run: Path) -> Tokenizer | None:
     A run of before there was `add_bos` had no token before a text, whatever its file says, and keeps that.
     """
     folder = run / FOLDER
-    if not (folder / DESCRIPTION).is_file():
+    if kind_of(folder / DESCRIPTION) is None:
         return None
     description = _description(folder)
     fix = "Copy the folder again from where the run was trained."
@@ -109,7 +110,7 @@ def with_tokenizer(config: DataConfig, tokenizer: Tokenizer) -> DataConfig:
 
 def _description(folder: Path) -> dict[str, Any]:
     try:
-        description = decode_json(read_regular(folder / DESCRIPTION))
+        description = decode_json(read_run_file(folder / DESCRIPTION))
     except (OSError, ValueError) as error:
         what = f"the description of the tokenizer cannot be read: {error}"
         raise ConfigError(str(folder / DESCRIPTION), what, "Copy the folder again.") from None

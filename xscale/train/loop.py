@@ -300,7 +300,7 @@ class Loop:
         stops, vanished, self.ranks_that_save = counts
         self.stop.agree(stops)
         if vanished:
-            what = f"the run folder was deleted, moved or replaced during step {self.state.step}"
+            what = f"the run folder was deleted, moved or replaced during step {self.state.step}, or another run has it"
             fix = "Move it back and start the same command again, which resumes from its newest checkpoint"
             raise FaultError(f"{self.parts.settings.run.dir}: {what}, so nothing can be saved. {fix}.")
 

@@ -11,6 +11,8 @@ from torch.profiler import record_function as named_range
 
 from xscale.core.atomic_write import write_atomically
 from xscale.core.errors import FaultError
+from xscale.core.file_safety import remove_file
+from xscale.core.run_files import make_run_folder
 from xscale.mesh import torch_private
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import RankInfo, silence_profiler_log
@@ -49,7 +51,7 @@ class StepProfiler:
         """`message` gets the tables and the name of the folder, `beat` the name of what may take long as it begins."""
         self._config, self._rank, self._timer, self._message, self._beat = config, rank_info.rank, timer, message, beat
         self._run = run
-        self._folder = Path() if config is None else run / PROFILES / f"step-{config.at:08d}"
+        self._folder = run if config is None else run / PROFILES / f"step-{config.at:08d}"
         self._first = 0 if config is None else config.at
         self._profile: profile | None = None
         self._finished: profile | None = None
@@ -131,7 +133,11 @@ class StepProfiler:
 
     def _write_rank(self, finished: profile, steps: int) -> RankProfile:
         """Write the files of this rank and return what it adds to the table of all."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.parent.mkdir(exist_ok=True)
+        make_run_folder(self._folder.parent, self._folder.name)
+        for name in (f"rank-{self._rank}.memory.pickle", f"rank-{self._rank}.json.gz"):
+            # torch opens them by name, and would follow a link.
+            remove_file(self._folder, name)
         if self._on_gpu:
             torch.cuda.synchronize(self._timer.device)
             torch_private.dump_memory_snapshot(str(self._folder / f"rank-{self._rank}.memory.pickle"))

@@ -47,6 +47,7 @@ from xscale.train.run_folder import (
     read_config,
     removed_if_refused,
     run_name,
+    unwritable,
     with_defaults,
     write_config,
 )
@@ -121,7 +122,7 @@ def _train(settings: Settings, rank_info: RankInfo, stop: StopSignal, began: flo
         folder = open_folder(settings)
         if (step := finished_step(settings, folder)) is not None:
             if rank_info.is_rank0:
-                done = f"finished at step {step}, nothing to do; train.steps above {settings.train.steps} trains on"
+                done = f"finished at step {step}, nothing to do; train.steps above {step} trains on"
                 print(f"{folder}: {done}", flush=True)
             return EXIT_DONE
         parts = set_up(settings, rank_info, resumes=True)
@@ -232,6 +233,17 @@ def resume(parts: RunParts, folder: Path, memory: InMemoryCheckpoint | None) -> 
     return Resumed(state, step, [*on_disk.reasons, *messages, *changes], before if changes else None)
 
 
+def _write_begin(parts: RunParts, folder: Path, resumed: Resumed) -> None:
+    """Write what stands in the run folder before the first step. ConfigError or FaultError where that cannot be."""
+    try:
+        if resumed.step is not None and resumed.earlier_config is not None:
+            keep_config(resumed.earlier_config, folder, resumed.step)
+        write_config(parts.settings, folder)
+        store_tokenizer(parts.corpus.tokenizer, folder)
+    except OSError as error:
+        raise unwritable(folder, error) from None
+
+
 def _make_profiler(parts: RunParts, folder: Path, observer: Observer, watchdog: Watchdog) -> StepProfiler:
     beat = partial(watchdog.heartbeat, seconds=parts.settings.parallel.io_timeout_seconds)
     config, rank_info = parts.settings.observe.profile, parts.mesh.rank_info
@@ -275,11 +287,7 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
         parts.stepper.engine.begin()
     # A rank that fails above must stop the run before anything is written.
     barrier(parts.mesh.background)
-    if is_rank0:
-        if resumed.step is not None and resumed.earlier_config is not None:
-            keep_config(resumed.earlier_config, folder, resumed.step)
-        write_config(settings, folder)
-        store_tokenizer(parts.corpus.tokenizer, folder)
+    Consensus(parts.mesh.background).on_rank0(folder, lambda: _write_begin(parts, folder, resumed))
     observer: Observer = make_observers(settings.observe, folder) if is_rank0 else Observer()
     observer.start(run_facts(parts, folder, state, resumed.step))
     for message in resumed.messages:
@@ -314,4 +322,9 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
         ended, memory_used = time.time(), peak_memory(parts.mesh.device)
         end = EndReport(state.step, reason, message, baseline, best, at, ended, memory_used)  # type: ignore[arg-type]
         observer.finish(end)
-    return EXIT_DONE if reason == "done" else EXIT_REQUEUE
+    if reason != "done":
+        return EXIT_REQUEUE
+    if lacking := observer.unwritten():
+        what = f"trained to step {state.step}, whose checkpoint is saved, but {lacking} could not be written"
+        raise FaultError(f"{folder}: {what}. Check the disk; the numbers of these steps are lost")
+    return EXIT_DONE

@@ -78,6 +78,9 @@ class RunConfig(Config):
     """Keys whose values may differ from those the run was started with. With another batch size the order of samples
     stays; with another sequence length the text is split anew, and the run resumes after as many tokens, in a new
     random order."""
+    allow_links: tuple[Literal["checkpoints", "tensorboard", "profile", "wandb"], ...] = ()
+    """Folders in the run folder that may be symbolic links to folders elsewhere, such as checkpoints on a scratch file
+    system. Any other link in a run folder is refused, because the run would write where it points."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """cpu, cuda, or auto: a GPU when there is one."""
 
