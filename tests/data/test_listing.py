@@ -23,7 +23,7 @@ WAYS = {"folder": "corpus", "glob": "corpus/*.txt", "deep glob": "corpus/**/*.tx
 
 @dataclass
 class Case:
-    """What lies beside corpus/a.txt and corpus/deep/b.txt, and what each way to name the files then reads of it."""
+    """Files beside corpus/a.txt and corpus/deep/b.txt, and which of them each way to name the corpus reads."""
 
     make: Callable[[], object]
     read: dict[str, set[str]]
