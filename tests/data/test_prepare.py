@@ -226,7 +226,7 @@ def test_bad_text_stops_it_with_the_files_name(
     config = text_config(tmp_path)
     bad = tmp_path / "corpus/021.txt"
     planned = shards.plan_shards(config)
-    monkeypatch.setattr("xscale.data.prepare.plan_shards", lambda config: planned)
+    monkeypatch.setattr("xscale.data.prepare.plan_shards", lambda config, source: planned)
     if content is None:
         bad.unlink()
     else:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from xscale.data.config import DataConfig
 from xscale.data.histogram import bars, length_rows
 from xscale.data.labels import NO_TAG, decode_labels
+from xscale.data.listing import left_out_sentence
 from xscale.data.prepared import PreparedData, Split, open_prepared
 from xscale.data.source.source import Labels
 
@@ -26,6 +27,9 @@ def inspect(config: DataConfig, documents: int = 5) -> str:
     if prepared.manifest is not None:
         source = ", ".join(f"{key} {value}" for key, value in prepared.manifest.source.items())
         lines.append(f"source      {source}")
+        if prepared.manifest.read_files:
+            said = left_out_sentence(prepared.manifest.left_out)
+            lines.append(f"files       {prepared.manifest.read_files:,}" + (f"; {said}" if said else ""))
         if skipped := prepared.manifest.skipped:
             lines.append(f"skipped     {skipped['documents']} documents: {skipped['reasons']}")
     for split in (prepared.train, prepared.validation):

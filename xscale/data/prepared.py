@@ -49,6 +49,12 @@ class DatasetManifest:
     """By split: `train` and `validation`."""
     files: dict[str, str] = field(default_factory=dict)
     """SHA-256 of each file."""
+    state: dict[str, str] = field(default_factory=dict)
+    """Fields of the `CorpusState`, which detects a corpus that was edited in place; empty: it is not known."""
+    read_files: int = 0
+    """Files of the corpus that were read."""
+    left_out: dict[str, list[Any]] = field(default_factory=dict)
+    """Files of the corpus's folders and globs that were not read: reason -> number and first names."""
     skipped: dict[str, Any] = field(default_factory=dict)
     """Documents that could not be read: how many, for which reasons, and the first places; empty: none."""
     pairs: bool = False
@@ -88,6 +94,9 @@ def _check_types(manifest: DatasetManifest) -> None:
         "vocabulary": int,
         "validation": (int, float),
         "files": dict,
+        "state": dict,
+        "read_files": int,
+        "left_out": dict,
         "skipped": dict,
         "pairs": bool,
         "sentences": bool,
@@ -107,11 +116,19 @@ def _check_types(manifest: DatasetManifest) -> None:
             raise ValueError(f"the counts of {name} are none")
     if manifest.labels:
         labels_of_manifest(manifest)
+    if manifest.state and (manifest.state.keys() != {"stamp", "content"} or not _are_text([*manifest.state.values()])):
+        raise ValueError("the state of its corpus is none")
+    for entry in manifest.left_out.values():
+        if not (isinstance(entry, list) and len(entry) == 2 and type(entry[0]) is int and _are_text(entry[1])):
+            raise ValueError("the files that were left out are none")
     if skipped := manifest.skipped:
         documents, reasons, places = (skipped.get(name) for name in ("documents", "reasons", "first"))
-        are_places = isinstance(places, list) and all(isinstance(text, str) for text in places)
-        if type(documents) is not int or not isinstance(reasons, dict) or not are_places:
+        if type(documents) is not int or not isinstance(reasons, dict) or not _are_text(places):
             raise ValueError("the documents that were skipped are none")
+
+
+def _are_text(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
 def labels_of_manifest(manifest: DatasetManifest) -> Labels | None:
