@@ -7,8 +7,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from xscale.core.compose import compose, dump, parse
+from xscale.core.compose import compose, dump
 from xscale.core.errors import ConfigError
+from xscale.core.yaml_reader import parse
 
 
 def write(folder: Path, **texts: str) -> Path:
@@ -141,7 +142,8 @@ def test_a_dump_says_where_each_value_came_from(tmp_path: Path) -> None:
         ({"run__run": "a: 1"}, ["=1"], "an override is written key=value"),
         ({"run__run": "a: 1"}, ["a..b=1"], "an override is written key=value"),
         ({"run__run": "a: 1"}, ["a=[1"], "this is not YAML"),
-        ({"run__run": "a: [{b: 1}]"}, ["a.0.b=2"], "a (command line): an entry of a list cannot be set"),
+        ({"run__run": "optimizer: {groups: [{lr: 1}]}"}, ["optimizer.groups[1].lr=2"], "optimizer.groups has 1 entry"),
+        ({"run__run": "a: 1"}, ["optimizer.groups[x].lr=2"], "'groups[x]' is no part of a key"),
         ({"run__run": "use: 3"}, [], "run.yaml: use: must be a list of config names"),
         ({"run__run": "use: {a: b}"}, [], "run.yaml: use: must be a list of config names"),
         ({"run__run": "use: [1]"}, [], "run.yaml: use: must be a list of config names"),

@@ -3,7 +3,6 @@
 Precedence: schema default < `use` left to right < the file itself < the command line.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -14,56 +13,21 @@ from typing import Any
 import yaml
 
 from xscale.core.errors import ConfigError, Problem, nearest
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads floats as YAML 1.2 does, so that 1e-3 is a number, and lists duplicate keys."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.duplicates: list[Problem] = []
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-        mark = node.start_mark
-        for key in dict.fromkeys(key for key in keys if keys.count(key) > 1):
-            line, what = f"{self.name}:{mark.line + 1}", f"the key '{key}' is given twice"
-            self.duplicates.append(Problem(line, what, "Keep one of them."))
-        return super().construct_mapping(node, deep=deep)
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:float"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
-    list("-+0123456789."),
+from xscale.core.override_path import (
+    KeyPath,
+    Target,
+    is_plain,
+    nested,
+    own_list,
+    parse_path,
+    path_text,
+    set_absent,
 )
-# The first resolver that matches wins; an int must stay an int.
-for _first, _resolvers in _Loader.yaml_implicit_resolvers.items():
-    _resolvers.sort(key=lambda resolver: resolver[0] == "tag:yaml.org,2002:float")
-
-
-if yaml.__with_libyaml__:
-    from yaml._yaml import CParser
-
-    class _FastLoader(CParser, _Loader):
-        """`_Loader` on libyaml's parser, which takes a sixth of the time and explains mistakes less well."""
-
-        def __init__(self, text: str) -> None:
-            CParser.__init__(self, text)
-            yaml.constructor.SafeConstructor.__init__(self)
-            yaml.resolver.Resolver.__init__(self)
-            self.duplicates = []
-
-else:
-    _FastLoader = _Loader  # type: ignore[misc,assignment]
+from xscale.core.yaml_reader import ConfigLoader, parse
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that `_Loader` would read as a number, such as 1e-3, which YAML 1.1 leaves unquoted."""
+    """Quotes text that `ConfigLoader` would read as a number, such as 1e-3, which YAML 1.1 leaves unquoted."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -73,9 +37,11 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+_Dumper.yaml_implicit_resolvers = ConfigLoader.yaml_implicit_resolvers
 _Dumper.add_representer(str, _represent_text)
 
+SCHEMA = "recipe.schema.json"
+"""Name of the JSON schema of a recipe, among the configs."""
 COMMAND_LINE = "command line"
 """Origin of the values of overrides."""
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -99,30 +65,10 @@ class Composed:
     """Files and overrides that were left out because they cannot be read."""
     replaced: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Dotted path -> the mapping of the files that an override of its `kind`, without other keys, replaced."""
-
-
-def parse(text: str, name: str) -> Any:
-    """Parse YAML text to plain data; a ConfigError names the line, or those of all duplicate keys."""
-    try:
-        try:
-            data, duplicates = _load(_FastLoader(text), name)
-        except yaml.YAMLError:
-            data, duplicates = _load(_Loader(text), name)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f"{name}:{mark.line + 1}" if mark else name
-        raise ConfigError(line, f"this is not YAML: {getattr(error, 'problem', error)}") from None
-    if duplicates:
-        raise ConfigError(duplicates)
-    return data
-
-
-def _load(loader: _Loader, name: str) -> tuple[Any, list[Problem]]:
-    loader.name = name
-    try:
-        return loader.get_single_data(), loader.duplicates
-    finally:
-        loader.dispose()
+    from_files: dict[str, Any] = field(default_factory=dict)
+    """The config without the overrides."""
+    resolved: dict[str, list[str]] = field(default_factory=dict)
+    """Path of an override of all entries of a list, or by what a part is -> the paths of the keys that it set."""
 
 
 def parse_file(file: Path) -> dict[str, Any]:
@@ -174,6 +120,7 @@ def _compose(add: Callable[[Composed], None], overrides: list[str]) -> Composed:
     except ConfigError as error:
         composed.problems += error.problems
     has_all_files = not composed.problems
+    composed.from_files = deepcopy(composed.data)
     for override in overrides:
         try:
             _add_override(composed, override)
@@ -189,9 +136,42 @@ def _add_override(composed: Composed, override: str) -> None:
     if not separator or not path or any(not part for part in path.split(".")):
         raise ConfigError(override, "an override is written key=value", "For example train.steps=20.")
     value: Any = parse(text, f"override {override}")
-    for part in reversed(path.split(".")):
-        value = {part: value}
-    _merge(composed, composed.data, value, "", COMMAND_LINE)
+    targets = _targets(composed.data, path)
+    for target in targets:
+        for above, default in target.defaults:
+            set_absent(composed.data, above, default)
+        _set(composed, target.path, deepcopy(value))
+    segments = parse_path(path)
+    if any(None in segment.entries for segment in segments) or any(t.path[0] != segments[0].name for t in targets):
+        composed.resolved[path] = [path_text(target.path) for target in targets]
+
+
+def _targets(data: dict[str, Any], path: str) -> list[Target]:
+    """The keys that an override sets. Only one of a list, of a part or of a default needs the schema, which is long."""
+    segments = parse_path(path)
+    if is_plain(data, segments):
+        return [Target(tuple(segment.name for segment in segments))]
+    # pydantic takes a while to import, and most overrides do without.
+    from xscale.core.keys import read_keys
+    from xscale.core.overrides import resolve
+
+    return resolve(read_keys(configs_folder() / SCHEMA), data, path)
+
+
+def _set(composed: Composed, path: KeyPath, value: Any) -> None:
+    """Set the value at a path, in entries of lists too, each of which may stand in the data only once."""
+    indices = [number for number, step in enumerate(path) if isinstance(step, int)]
+    if not indices:
+        _merge(composed, composed.data, nested(path, value), "", COMMAND_LINE)
+        return
+    entries = own_list(composed.data, path[: indices[-1]])
+    index = path[indices[-1]]
+    assert isinstance(index, int)
+    # The entry as the value of a key, so that parts are replaced and values merged as anywhere.
+    below = {str(index): entries[index]}
+    prefix = ".".join(map(str, path[: indices[-1]]))
+    _merge(composed, below, {str(index): nested(path[indices[-1] + 1 :], value)}, f"{prefix}.", COMMAND_LINE)
+    entries[index] = below[str(index)]
 
 
 def _add_file(composed: Composed, file: Path, above: tuple[Path, ...]) -> None:
@@ -258,9 +238,6 @@ def _merge(composed: Composed, below: dict[str, Any], above: dict[str, Any], pat
             for leftover in list(below):
                 del below[leftover]
             _forget(composed, path.rstrip("."))
-        if isinstance(old, list) and isinstance(value, dict) and any(str(name).isdigit() for name in value):
-            what = "an entry of a list cannot be set by its index"
-            raise ConfigError(f"{key_path} ({origin})", what, f"Give the whole list: {key_path}=[...].")
         if isinstance(old, str) and isinstance(value, dict) and "kind" not in value:
             old = below[key] = {"kind": old}
         if isinstance(value, dict) and isinstance(old, dict) and value.get("kind", old.get("kind")) == old.get("kind"):
@@ -319,6 +296,10 @@ def _annotated(data: dict[str, Any], origin: dict[str, str], path: str, depth: i
             continue
         first = f"{key}: {flow_text(value)}"
         source = origin.get(key_path, next((origin[up] for up in _above(key_path) if up in origin), "default"))
+        inside = {
+            where: up.removeprefix(f"{key_path}.") for up, where in origin.items() if up.startswith(f"{key_path}.")
+        }
+        source += "".join(f"; {entry}: {where}" for where, entry in inside.items())
         lines.append(f"{'  ' * depth}{first:<{max(1, 56 - 2 * depth)}}  # {source}")
     return lines
 

@@ -14,12 +14,13 @@ from xscale.checkpoint.files import LOCK_FILE
 from xscale.checkpoint.load import read_config as read_checkpoint_config
 from xscale.checkpoint.search import newest_on_this_process
 from xscale.core.atomic_write import write_atomically
-from xscale.core.compose import dump, parse
+from xscale.core.compose import dump
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.file_lock import FileLock, LockedError
 from xscale.core.file_safety import check_name, read_regular, remove_empty_folder, remove_file, remove_folder
 from xscale.core.renamed import RenamedWarning, rename_old_keys
+from xscale.core.yaml_reader import parse
 from xscale.data.stored_tokenizer import FOLDER as TOKENIZER
 from xscale.mesh.consensus import Consensus
 from xscale.train.settings import RunConfig, Settings
