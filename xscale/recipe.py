@@ -66,7 +66,7 @@ class Recipe(Settings):
         def valid(*sections: str) -> bool:
             return not any(section in invalid for section in sections)
 
-        of_model = self._check_model() + self._check_kernels() if valid("model", "data", "kernels") else None
+        of_model = self.check_model_config() + self._check_kernels() if valid("model", "data", "kernels") else None
         problems += of_model or []
         if valid("model", "data", "objective"):
             problems += self._check_objective()
@@ -178,7 +178,7 @@ class Recipe(Settings):
             )
         return [Problem(f"kernels.{operator}", what, fix) for operator, (what, fix) in faults.items()]
 
-    def _check_model(self) -> list[Problem]:
+    def check_model_config(self) -> list[Problem]:
         entry = MODELS.of(self.model)
         problems: list[Problem] = entry.part.check(self.model, (64, self.data.sequence_length), "model")
         return problems + check_places(self.model, "model")
@@ -299,6 +299,9 @@ def dropped_values(recipe: Recipe, composed: Composed) -> list[Problem]:
 def _changed(data: Any, path: str, value: Any) -> bool:
     """Whether `data` has a key at the dotted path, with another value."""
     for name in path.split("."):
+        if isinstance(data, list) and name.isdigit() and int(name) < len(data):
+            data = data[int(name)]
+            continue
         if not isinstance(data, dict) or name not in data:
             return False
         data = data[name]
