@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from xscale.core.compose import COMMAND_LINE, Composed, compose, flow_text, leaves
+from xscale.core.compose import COMMAND_LINE, Composed, compose, leaves
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.yaml_reader import flow_text
 from xscale.data.source.source import SOURCES
 from xscale.mesh import axes
 from xscale.nn.class_head import ClassHead

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from xscale.core.compose import compose, dump, parse
+from xscale.core.compose import compose, dump
 from xscale.core.errors import ConfigError
+from xscale.core.yaml_reader import parse
 
 
 def write(folder: Path, **texts: str) -> Path:
@@ -100,7 +101,11 @@ def test_values_are_what_they_look_like(text: str, value: Any) -> None:
 
 KEYS = st.from_regex(r"key_[a-z_]{0,8}", fullmatch=True)
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec="utf-8")),
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(codec="utf-8")),
     lambda inner: (
         st.lists(inner, max_size=3) | st.dictionaries(st.from_regex(r"key_[a-z_]{0,8}", fullmatch=True), inner)
     ),

@@ -1,4 +1,4 @@
-"""Law 12: what is read runs nothing; one function decodes JSON, one removes, one opens a run's files, and no other."""
+"""Law 12: what is read runs nothing; one file each decodes JSON, reads YAML, removes, and opens a run's files."""
 
 import ast
 from collections.abc import Iterator
@@ -15,6 +15,9 @@ REMOVAL = ("xscale/core/file_safety.py", "launch/xscale_launch/files.py")
 """xscale's removal, and that of the launcher, which runs without xscale."""
 DECODER = ("xscale/core/file_safety.py", "launch/xscale_launch/typed_json.py")
 """xscale's decoder of JSON, and the launcher's: json itself raises RecursionError for nesting, which few catch."""
+YAML_READER = ("xscale/core/yaml_reader.py",)
+"""The reader of YAML: PyYAML's own loaders recurse, expand aliases without end, and read the types of YAML 1.1."""
+YAML_WRITERS = {"yaml.safe_dump"}
 UNPICKLES = {
     "pickle.load",
     "pickle.loads",
@@ -112,6 +115,21 @@ def decoders_of(file: File) -> Iterator[tuple[ast.AST, str]]:
             yield node, name
 
 
+def yaml_readers(root: Path) -> dict[str, str]:
+    others = [
+        file for file in files(root, ("xscale", "launch")) if file.path not in YAML_READER and "yaml" in file.text
+    ]
+    return {file.at(node, what): what for file in others for node, what in yaml_readers_of(file)}
+
+
+def yaml_readers_of(file: File) -> Iterator[tuple[ast.AST, str]]:
+    known = meaning(file)
+    for node in ast.walk(file.tree):
+        name = full_name(node, known) if isinstance(node, ast.Attribute | ast.Name) else ""
+        if name.startswith("yaml.") and name not in YAML_WRITERS and not name.endswith(("Error", "error")):
+            yield node, name
+
+
 def openers(root: Path) -> dict[str, str]:
     """Ways to open a file, in the packages of run folders, other than by `xscale.core.run_files`."""
     runs = [file for file in files(root) if file.path.startswith(RUN_PACKAGES)]
@@ -158,6 +176,15 @@ def test_json_is_decoded_in_one_place() -> None:
 @pytest.mark.parametrize("text", ["import json\njson.loads(text)", "from json import load as read\nread(file)"])
 def test_a_decoder_is_found(tmp_path: Path, text: str) -> None:
     assert decoders(plant(tmp_path, xscale__bad=text))
+
+
+def test_yaml_is_read_in_one_place() -> None:
+    assert unbent("one reader of YAML", yaml_readers(ROOT)) == []
+
+
+@pytest.mark.parametrize("text", ["import yaml\nyaml.safe_load(text)", "from yaml import parse\nparse(text)"])
+def test_a_reader_of_yaml_is_found(tmp_path: Path, text: str) -> None:
+    assert yaml_readers(plant(tmp_path, xscale__bad=text))
 
 
 def test_files_of_a_run_are_opened_in_one_way() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from xscale.observe import EvalReport
-from xscale.observe.metrics import Metrics, read, truncate
+from xscale.observe.metrics import Cut, Metrics, read, truncate
 
 
 def _watch(metrics, facts, reports):
@@ -105,7 +105,7 @@ def test_a_cut_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space"):
-        truncate(path, 1)
+        truncate(path, Cut(1))
     assert path.read_text() == before
 
 

@@ -15,6 +15,7 @@ from tests.train.tiny import metrics, recipe, run
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, FaultError
 from xscale.train.loop import Loop
 from xscale.train.run_folder import LISTED, differences, problems_of, read_config
+from xscale.train.run_work import RunWork
 
 
 def during_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], Any]) -> None:
@@ -80,13 +81,13 @@ def test_a_config_that_cannot_be_written_is_a_sentence(
 
 
 def test_a_folder_that_vanishes_before_the_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluate = Loop._evaluate
+    evaluate = RunWork.evaluate
 
-    def evaluate_then_remove(self: Loop) -> None:
+    def evaluate_then_remove(self: RunWork) -> None:
         evaluate(self)
         shutil.rmtree(tmp_path / "run")
 
-    monkeypatch.setattr(Loop, "_evaluate", evaluate_then_remove)
+    monkeypatch.setattr(RunWork, "evaluate", evaluate_then_remove)
     with pytest.raises(FaultError, match="Put the folder back"):
         run(recipe(tmp_path, train={"steps": 2, "batch_size": 8, "micro_batch_size": 2, "eval_every": 2}))
     assert not (tmp_path / "run").exists()

@@ -21,6 +21,8 @@ from xscale.checkpoint.errors import DamageError
 from xscale.checkpoint.files import INDEX, TENSORS
 from xscale.checkpoint.index import FIX, UNREADABLE, read_index
 from xscale.checkpoint.planner import CheckpointPlan, LoadPlanner
+from xscale.checkpoint.torch_file import load_torch_file
+from xscale.core.foreign import reason
 from xscale.core.run_files import open_run_file
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.flat_shard import FlatShard
@@ -105,7 +107,7 @@ def read(
             raise
         except UNREADABLE as error:
             # The index is checked and the target tensors fit it: the bytes of a box are not those of its tensor.
-            what = f"a box in {TENSORS} is not the tensor that {INDEX} describes ({str(error).partition(chr(10))[0]})"
+            what = f"a box in {TENSORS} is not the tensor that {INDEX} describes ({reason(error)})"
             raise DamageError(path, what, FIX, "unreadable") from None
 
     ranks.on_all(path, fill)
@@ -180,19 +182,9 @@ def _read_box(file: "io.BufferedReader[Any]", info: _StorageInfo, shape: torch.S
     """Read a box from what `torch.save` wrote of it, and nothing else."""
     stream = _FileSlice(file, info.offset, info.length)
     try:
-        return _read_archive(stream, shape, dtype)
+        box = load_torch_file(cast(IO[bytes], stream))
     except (OutsideError, zipfile.BadZipFile, struct.error) as error:
         raise RuntimeError(f"not an archive of torch.save: {error}") from None
-
-
-def _read_archive(stream: _FileSlice, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Read the one tensor of an archive. RuntimeError where it is another, or compressed."""
-    entries = zipfile.ZipFile(stream).infolist()
-    # A few kilobytes can inflate to all of the memory.
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise RuntimeError("its archive is compressed")
-    stream.seek(0)
-    box = torch.load(cast(IO[bytes], stream), map_location="cpu", weights_only=True)
     if not isinstance(box, Tensor):
         raise RuntimeError("it is no tensor")
     if box.dtype != dtype:

@@ -88,7 +88,7 @@ def show(path: Path) -> CheckpointDetails:
 
 def verify(path: Path) -> list[CheckpointRow]:
     """Verify the hash of every file of the checkpoint at `path`, or of all checkpoints of a run."""
-    if step_of(path) is not None or (path / MANIFEST).exists():
+    if is_checkpoint(path):
         return [describe(path, hashes=True)]
     rows = [describe(step_path, hashes=True) for _, step_path in reversed(visible_steps(checkpoints_folder(path)))]
     if not rows:
@@ -139,13 +139,20 @@ def checkpoints_folder(path: Path) -> Path:
     return path / CHECKPOINTS_FOLDER if (path / CHECKPOINTS_FOLDER).is_dir() else path
 
 
-def find_checkpoint(path: Path) -> Path:
-    """Return `path` or, for a run folder, its newest good checkpoint."""
-    if step_of(path) is not None or (path / MANIFEST).exists():
-        return path
-    from xscale.checkpoint.search import find_newest
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is the folder of one checkpoint, and not that of a run."""
+    return step_of(path) is not None or (path / MANIFEST).exists()
 
-    newest = find_newest(checkpoints_folder(path))
+
+def find_checkpoint(path: Path, *, step: int | None = None, strict: bool = False) -> Path:
+    """Return `path` or, for a run folder, its newest good checkpoint, or that of `step`: as `find_to_read`."""
+    if is_checkpoint(path):
+        if step is not None and step != step_of(path):
+            raise ConfigError("--step", f"{path} is one checkpoint, of another step", "Give the folder of its run.")
+        return path
+    from xscale.checkpoint.search import find_to_read
+
+    newest = find_to_read(checkpoints_folder(path), step=step, strict=strict)
     if newest.path is None:
         raise ConfigError(str(path), "there is no good checkpoint in it", "`xscale checkpoint ls` shows what there is.")
     return newest.path

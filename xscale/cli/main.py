@@ -26,7 +26,8 @@ from xscale.cli.options import (
     rank_from_launcher,
     read_config,
 )
-from xscale.core.errors import EXIT_FAULT, EXIT_USER, ConfigError, FaultError, Problem
+from xscale.cli.streams import check_arguments, open_closed_streams
+from xscale.core.errors import EXIT_FAULT, EXIT_USER, ConfigError, FaultError, NoticeWarning, Problem
 from xscale.core.renamed import RenamedWarning
 
 if TYPE_CHECKING:
@@ -325,7 +326,9 @@ def doctor(context: typer.Context) -> None:
 
 def main() -> None:
     """Run the command line. Mistakes of the user are printed as sentences with exit status 2, without a traceback."""
+    open_closed_streams()
     try:
+        check_arguments(sys.argv[1:])
         with warnings.catch_warnings():
             warnings.showwarning = show_renamed_once(warnings.showwarning)
             if COMPLETION & set(sys.argv[1:2]):
@@ -366,11 +369,11 @@ def _sentence(problem: Problem) -> str:
 
 
 def show_renamed_once(show: Callable[..., None]) -> Callable[..., None]:
-    """A `warnings.showwarning` that prints each RenamedWarning once, as one line, on rank 0; others go to `show`."""
+    """A `warnings.showwarning` that prints each sentence for the user once, on rank 0; others go to `show`."""
     shown: set[str] = set()
 
     def show_warning(message: Warning | str, category: type[Warning], *location: Any, **options: Any) -> None:
-        if not issubclass(category, RenamedWarning):
+        if not issubclass(category, RenamedWarning | NoticeWarning):
             show(message, category, *location, **options)
             return
         from xscale.mesh.environment import read_rank_info

@@ -10,10 +10,11 @@ from typing import Any
 
 from xscale.commands import catalogue
 from xscale.commands.explain import SCHEMA, config_keys
-from xscale.core.compose import compose, configs_folder, flow_text
+from xscale.core.compose import compose, configs_folder
 from xscale.core.errors import ConfigError, nearest
 from xscale.core.file_safety import remove_file
 from xscale.core.keys import ConfigKeys, Key, first_sentence, wrapped
+from xscale.core.yaml_reader import flow_text
 
 RUNS = "run"
 """Folder of the configs that a user starts by their name."""

@@ -92,7 +92,7 @@ def last_evaluation(folder: Path, steps: int) -> float | None:
     if not file.is_file():
         return None
     try:
-        for line in map(decode_json, read_run_file(file).splitlines()):
+        for line in map(decode_json, read_run_file(file, None).splitlines()):
             if line["step"] == steps and "eval_loss" in line:
                 return float("nan") if line["eval_loss"] is None else float(line["eval_loss"])
     except (OSError, ValueError, TypeError, KeyError):

@@ -10,7 +10,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Literal
 
-from xscale.core.file_safety import check_name
+from xscale.core.file_safety import FILE_BYTES, check_name
 
 Mode = Literal["rb", "wb", "ab", "xb", "a+b"]
 FLAGS: dict[Mode, int] = {
@@ -67,10 +67,21 @@ def open_run_file(path: Path, mode: Mode = "rb") -> FileIO:
         raise
 
 
-def read_run_file(path: Path) -> bytes:
-    """Read a file of a run. Errors as `open_run_file`."""
+def read_run_file(path: Path, limit: int | None = FILE_BYTES) -> bytes:
+    """Read a file of a run, of at most `limit` bytes. Errors as `open_run_file`, and where it is larger."""
     with open_run_file(path) as file:
-        return file.readall()
+        content = file.readall() if limit is None else _read_up_to(file, limit + 1)
+    if limit is not None and len(content) > limit:
+        raise OSError(errno.EFBIG, f"the file is larger than {limit} bytes", str(path))
+    return content
+
+
+def _read_up_to(file: FileIO, count: int) -> bytes:
+    """Read `count` bytes, or to the end: one `read` of a file returns at most 2 GiB."""
+    content = bytearray()
+    while len(content) < count and (part := file.read(count - len(content))):
+        content += part
+    return bytes(content)
 
 
 def make_run_folder(run: Path, *names: str) -> Path:

@@ -36,16 +36,20 @@ class HtmlReport(Observer):
 
     def start(self, facts: RunFacts) -> None:
         samples: tuple[SampleReport, ...] = ()
+        resumed = () if facts.resumed_from is None else (facts.resumed_from,)
         started = facts.started
         if facts.resumed_from is not None and kind_of(self._folder / record.RECORD_NAME) is not None:
             try:
                 before = record.read_record(self._folder)
-                samples = tuple(sample for sample in before.samples if sample.step <= facts.resumed_from)
+                # A process that begins after the last step writes the samples of it again.
+                last = facts.resumed_from - (facts.resumed_from == facts.last_step)
+                samples = tuple(sample for sample in before.samples if sample.step <= last)
+                resumed = (*(step for step in before.resumed_from if step < facts.resumed_from), *resumed)
                 started = before.facts.started or started
             except ConfigError as error:
                 # Old samples are not worth failing the run.
                 self._message(f"warning: earlier samples will not be in {REPORT_FILE}: {error}")
-        self._record = Record(replace(facts, folder=self._folder, started=started), samples)
+        self._record = Record(replace(facts, folder=self._folder, started=started), samples, resumed_from=resumed)
         self._save()
 
     def step(self, report: StepReport) -> None:

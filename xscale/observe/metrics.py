@@ -19,6 +19,8 @@ from xscale.observe.observer import Observer, due
 METRICS_FILE = "metrics.jsonl"
 TASKS = "tasks/"
 """Prefix of the results of tasks."""
+COLUMN_OF_WORK = {"evaluation": "eval_loss", "tasks": "tasks_seconds"}
+"""A column that only the object of such work has."""
 
 
 class Metrics(Observer):
@@ -41,7 +43,8 @@ class Metrics(Observer):
     def start(self, facts: RunFacts) -> None:
         """Open the file, without what an earlier process wrote after the step that this one resumes from."""
         self._facts = facts
-        self.backlog.add(Cut(facts.resumed_from), 0)
+        repeated = tuple(COLUMN_OF_WORK[name] for name in facts.repeats if name in COLUMN_OF_WORK)
+        self.backlog.add(Cut(facts.resumed_from, repeated), 0)
 
     def step(self, report: StepReport) -> None:
         assert self._facts is not None
@@ -86,7 +89,7 @@ class Metrics(Observer):
     def _perform(self, entry: "str | Cut") -> None:
         if isinstance(entry, Cut):
             self._close()
-            truncate(self._path, entry.step)
+            truncate(self._path, entry)
             return
         if self._file is None:
             self._file = AppendFile(self._path)
@@ -98,6 +101,8 @@ class Cut:
     """The removal of the objects after a step; None: of all."""
 
     step: int | None
+    repeated: tuple[str, ...] = ()
+    """Columns of work that is repeated: of `step` itself the objects with one of them are removed too."""
 
 
 def step_object(report: StepReport) -> dict[str, Any]:
@@ -144,14 +149,14 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
                 yield {key: value for key, value in item.items() if _is_numeric(key, value)}
 
 
-def truncate(path: Path, step: int | None) -> None:
-    """Keep in `path` only the objects up to `step` (None: none), by one cut or rename. Raises OSError.
+def truncate(path: Path, cut: Cut) -> None:
+    """Keep in `path` only the objects that `cut` leaves, by one cut or rename. Raises OSError.
 
-    Steps after a checkpoint are repeated when it is resumed, and would appear twice.
+    What comes after a checkpoint is repeated when it is resumed, and would appear twice.
     """
     if kind_of(path) is None:
         return
-    end = _end_of_prefix(path, step)
+    end = _end_of_prefix(path, cut)
     if end is not None:
         # What a run wrote is in the order of its steps; a cut needs no room, which a full disk has not.
         with open_run_file(path, "ab") as file:
@@ -159,17 +164,17 @@ def truncate(path: Path, step: int | None) -> None:
         return
     with BufferedReader(open_run_file(path)) as lines, atomic_write(path, "wb") as kept:
         for line in lines:
-            if _is_kept(line, step):
+            if _is_kept(line, cut):
                 # Not json.dumps(item): the kept lines must stay byte for byte.
                 kept.write(line if line.endswith(b"\n") else line + b"\n")
 
 
-def _end_of_prefix(path: Path, step: int | None) -> int | None:
+def _end_of_prefix(path: Path, cut: Cut) -> int | None:
     """Where the lines that are kept end, if they are the first of the file and whole; else None."""
     end = at = 0
     with BufferedReader(open_run_file(path)) as lines:
         for line in lines:
-            if _is_kept(line, step):
+            if _is_kept(line, cut):
                 if end != at or not line.endswith(b"\n"):
                     return None
                 end += len(line)
@@ -177,9 +182,11 @@ def _end_of_prefix(path: Path, step: int | None) -> int | None:
     return end
 
 
-def _is_kept(line: bytes, step: int | None) -> bool:
-    item = None if step is None else _parse(line.decode(errors="replace"))
-    return step is not None and item is not None and bool(item["step"] <= step)
+def _is_kept(line: bytes, cut: Cut) -> bool:
+    item = _parse(line.decode(errors="replace"))
+    if cut.step is None or item is None or item["step"] > cut.step:
+        return False
+    return bool(item["step"] < cut.step) or not any(column in item for column in cut.repeated)
 
 
 def _open_lines(path: Path) -> TextIO:

@@ -25,13 +25,14 @@ from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import RankInfo, read_rank_info
 from xscale.mesh.mesh import leaving_process_group
 from xscale.observe import EndReport, Observer, make_observers
-from xscale.train.bleu import bleu_at_end
 from xscale.train.compile_cache import remove_incomplete_libraries
 from xscale.train.evaluate import order2_baseline
-from xscale.train.generate import encode_prompts, write_samples
+from xscale.train.generate import encode_prompts
 from xscale.train.init_weights import load_initial_weights
+from xscale.train.interruptible_work import InterruptibleWork
+from xscale.train.kernel_log import KernelSelectionLog
 from xscale.train.label_baseline import label_notes
-from xscale.train.loop import Loop, state_check, state_of, with_same_tokenizer
+from xscale.train.loop import Loop
 from xscale.train.profiler import StepProfiler
 from xscale.train.residual_gains import init_residual_gains
 from xscale.train.run_facts import peak_memory, run_facts
@@ -41,6 +42,7 @@ from xscale.train.run_folder import (
     differences,
     finished_step,
     keep_config,
+    mark_end,
     open_folder,
     read_config,
     removed_if_refused,
@@ -49,12 +51,16 @@ from xscale.train.run_folder import (
     with_defaults,
     write_config,
 )
+from xscale.train.run_work import RunWork
+from xscale.train.saved_state import state_check, state_of, with_same_tokenizer
 from xscale.train.settings import Settings
 from xscale.train.setup import RunParts, check_machine, set_up
 from xscale.train.state import State
 from xscale.train.tasks import require_tasks
 from xscale.train.teacher_source import teacher_run
+from xscale.train.token_counts import init_from_token_counts
 from xscale.watchdog.crash_dumps import CrashDumps
+from xscale.watchdog.distributed_stop import DistributedStop, StopRequested
 from xscale.watchdog.watchdog import StopSignal, Watchdog
 from xscale_kernels.select import UnusableError
 
@@ -244,6 +250,29 @@ def _make_profiler(parts: RunParts, folder: Path, observer: Observer, watchdog: 
     return StepProfiler(config, folder, rank_info, parts.stepper.timer, observer.message, beat)
 
 
+def _baseline(parts: RunParts, stop: StopSignal) -> tuple[float | None, str | None]:
+    """Return the baseline of the run, None where it has none, and the signal that cut it short; on rank 0 alone."""
+
+    def leave_at_signal() -> None:
+        if stop.cause is not None:
+            raise StopRequested(stop.cause)
+
+    if not parts.settings.train.baseline or parts.validation is None or parts.corpus.labels is not None:
+        return None, None
+    try:
+        return order2_baseline(parts.corpus, leave_at_signal), None
+    except StopRequested as stopped:
+        return None, str(stopped)
+
+
+def _stopped(cause: str, loop: Loop, stop: StopSignal) -> str:
+    """Say why the run stopped, whether this saved it, and what the resumed run repeats."""
+    saved = loop.saved_step == loop.state.step and stop.cause is not None
+    when = f"; checkpoint saved after {stop.seconds:.1f} s" if saved else ""
+    repeats = f", which repeats what this cut short: {', '.join(loop.state.pending)}" if loop.state.pending else ""
+    return f"stopped by {cause}{when}. Run the same command to resume{repeats}"
+
+
 def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: StopSignal, began: float) -> int:
     settings, is_rank0 = parts.settings, parts.mesh.rank_info.is_rank0
     memory = make_in_memory_checkpoint(parts, folder)
@@ -251,7 +280,8 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
     state = resumed.state
     if resumed.step is None:
         tokenizer = parts.corpus.tokenizer
-        resumed.messages.extend(load_initial_weights(settings, parts.parameters, tokenizer, parts.mesh))
+        resumed.messages.extend(init_from_token_counts(parts))
+        resumed.messages.extend(load_initial_weights(settings, parts.model, parts.parameters, tokenizer, parts.mesh))
         resumed.messages.extend(init_residual_gains(parts))
         resumed.messages.extend(label_notes(parts.corpus))
         parts.stepper.engine.begin()
@@ -264,29 +294,24 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
         observer.message(message)
     watchdog = make_watchdog(parts, folder, stop)
     profiler = _make_profiler(parts, folder, observer, watchdog)
-    loop = Loop(parts, state, observer, stop, began, saves, watchdog, memory, lock, profiler)
+    kernel_log, all_stop = KernelSelectionLog(), DistributedStop(stop, parts.mesh.device)
+    works = RunWork(parts, state, observer, all_stop, watchdog, profiler).table()
+    work = InterruptibleWork(works, state, all_stop, parts.model, kernel_log.recording)
+    loop = Loop(parts, state, observer, all_stop, work, began, saves, watchdog, memory, lock, profiler, kernel_log)
     reason, message = "failed", ""
     baseline = None
     try:
         stop.training_begins()
         with watchdog, closing(profiler):
             cause = loop.run()
-        if cause is None:
-            reason = "done"
-        else:
-            saved = f"; checkpoint saved after {stop.seconds:.1f} s" if stop.cause else ""
-            reason, message = "stopped", f"stopped by {cause}{saved}. Run the same command to resume"
-        if memory is not None:
+        if memory is not None and (cause is None or loop.saved_step == state.step):
             memory.clear()
-        if cause is None:
-            with parts.stepper.engine.evaluation_weights():
-                write_samples(parts, observer, state.step)
-                sentence = bleu_at_end(parts)
-            if sentence is not None:
-                observer.message(sentence)
+        if cause is None and is_rank0:
             # Last, since no other rank waits for it.
-            if is_rank0 and settings.train.baseline and parts.validation is not None and parts.corpus.labels is None:
-                baseline = order2_baseline(parts.corpus)
+            baseline, cause = _baseline(parts, stop)
+        if is_rank0 and state.step == settings.train.steps:
+            mark_end(folder, interrupted=cause is not None)
+        reason, message = ("done", "") if cause is None else ("stopped", _stopped(cause, loop, stop))
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         raise

@@ -15,19 +15,22 @@ from xscale.checkpoint.files import LOCK_FILE
 from xscale.checkpoint.load import read_config as read_checkpoint_config
 from xscale.checkpoint.search import newest_on_this_process
 from xscale.core.atomic_write import write_atomically
-from xscale.core.compose import dump, parse
+from xscale.core.compose import dump
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError, FaultError, Problem
 from xscale.core.file_lock import FileLock, LockedError
 from xscale.core.file_safety import check_name, remove_empty_folder, remove_file, remove_folder
 from xscale.core.renamed import RenamedWarning, rename_old_keys
 from xscale.core.run_files import IrregularFileError, kind_of, read_run_file
+from xscale.core.yaml_reader import parse
 from xscale.data.stored_tokenizer import FOLDER as TOKENIZER
 from xscale.mesh.consensus import Consensus
 from xscale.train.run_entries import check_entries
 from xscale.train.settings import RunConfig, Settings
 
 CONFIG, CHECKPOINTS, NAME = "config.yaml", "checkpoints", "name"
+INTERRUPTED = "interrupted"
+"""File of a run folder whose last step is saved, and whose end was cut short."""
 FIXED = (
     "model",
     "objective",
@@ -153,9 +156,21 @@ def how_to_fix(key: str) -> str:
 
 
 def finished_step(settings: Settings, folder: Path) -> int | None:
-    """The step of the run's newest checkpoint where no step is left to train, else None. Not collective."""
+    """The step of the run's newest checkpoint where nothing is left to do, else None. Not collective."""
+    if os.path.lexists(folder / INTERRUPTED):
+        return None
     newest = newest_on_this_process(folder / CHECKPOINTS)
     return newest[0] if newest is not None and newest[0] >= settings.train.steps else None
+
+
+def mark_end(folder: Path, *, interrupted: bool) -> None:
+    """Note whether a stop signal cut short what follows the last save, such as samples: then it is not finished."""
+    if interrupted:
+        write_atomically(
+            folder / INTERRUPTED, b"A stop signal came after the last step: the end of the run is repeated.\n"
+        )
+    elif os.path.lexists(folder / INTERRUPTED):
+        remove_file(folder, INTERRUPTED)
 
 
 def write_config(settings: Settings, folder: Path) -> None:

@@ -10,7 +10,6 @@ After each step a centroid is updated by its queries and keys: m <- decay m + (1
 running count, which does not change its direction, and only directions are compared.
 """
 
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -25,6 +24,7 @@ from xscale.nn.attention.ops.kmeans import centroid_scores, centroid_sums, centr
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
 from xscale.nn.init import Init
+from xscale.nn.post_step import WeightWriter
 
 
 @CORES.register(
@@ -88,11 +88,10 @@ class RoutingTransformer(Core):
         return out.to(v.dtype)
 
     @torch.no_grad()
-    def update_state(self, means: dict[str, Tensor], shard_like: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def update_state(self, means: dict[str, Tensor], weights: WeightWriter) -> None:
         """Update the centroids' moving average by `centroid_sums` in `means`, averaged over the step and all ranks."""
         step = (1 - self.config.decay) * centroid_target(means[f"{self.path}/found"])
-        step = step.to(self.centroids.device, self.centroids.dtype)
-        self.centroids.mul_(self.config.decay).add_(shard_like(step, self.centroids))
+        weights.update(self.centroids, lambda old, new: self.config.decay * old + new, step)
 
     def _bidirectional(self, q: Tensor, k: Tensor, v: Tensor, centroids: Tensor) -> Tensor:
         size = -(-k.shape[2] // len(centroids[0]))

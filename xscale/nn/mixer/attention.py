@@ -258,6 +258,10 @@ class Attention(Mixer):
         return self.core(q, k, v, mask)  # type: ignore[no-any-return]
 
     @property
+    def decodes(self) -> bool:
+        return self.core.traits.decode
+
+    @property
     def hands_on_scores(self) -> bool:
         return self.core.traits.previous_scores
 

@@ -50,6 +50,12 @@ class Mixer(Part):
         raise NotImplementedError
 
     @property
+    def decodes(self) -> bool:
+        """Whether it computes new tokens from the cache of those before. The trait of a mixer covers its parts."""
+        kind = self.Config.kind
+        return kind is None or MIXERS.get(kind).traits.decode
+
+    @property
     def hands_on_scores(self) -> bool:
         """Whether `forward` takes the keyword `edge`, a ScoreEdge: the previous block's attention scores, and room for
         its own."""

@@ -22,8 +22,8 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
-from xscale.core.errors import ConfigError, Problem
-from xscale.nn.dims import Dims
+from xscale.core.errors import Problem
+from xscale.nn.dims import Dims, check_trained_length
 from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
@@ -48,13 +48,6 @@ class PositionalMixer(Mixer):
             return []
         what = f"the weights belong to {config.length} positions, and a sequence has {dims.length} tokens"
         return [Problem(f"{path}.length", what, f"Take {dims.length}, or null.")]
-
-    def check_length(self, length: int) -> None:
-        """Raise ConfigError for a sequence of more than N tokens."""
-        if length > self.length:
-            what = f"{self.path} has weights for {self.length} positions, and the sequence has {length} tokens"
-            fix = f"Take a sequence of at most {self.length} tokens, or train with data.sequence_length={length}."
-            raise ConfigError("data.sequence_length", what, fix)
 
 
 @MIXERS.register("gmlp", traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=False, decode=True))
@@ -102,7 +95,7 @@ class Gmlp(PositionalMixer):
                 tokens.cache[self.path] = ValueCache()
             gate = tokens.cache[self.path].append(gate[:, None])[:, 0]  # [B, S, F / 2]
         keys = gate.shape[1]
-        self.check_length(keys)
+        check_trained_length(self.path, keys, self.length)
         weights = self.weights(keys).narrow(0, keys - queries, queries)  # [T, S]
         bias = self.use(self.spatial_bias)[keys - queries : keys, None]
         out: Tensor = self.down(F.gelu(self.up(x)) * (weights @ gate + bias))
@@ -153,7 +146,7 @@ class MlpMixer(PositionalMixer):
 
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         length = x.shape[1]
-        self.check_length(length)
+        check_trained_length(self.path, length, self.length)
         hidden = F.gelu(self.use(self.up)[:, :length] @ x + self.use(self.up_bias)[:, None])  # [B, S', D]
         return self.use(self.down)[:length] @ hidden + self.use(self.down_bias)[:length, None]
 

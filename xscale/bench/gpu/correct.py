@@ -1,0 +1,64 @@
+"""Job J1: the tests that need a GPU, as many at a time as there are cores."""
+
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from importlib.util import find_spec
+
+from xscale.bench.gpu.case import CaseReporter, GpuCase, GpuContext
+from xscale.bench.machine import ROOT
+
+PROCESSES = 12
+FILES = {
+    "models": ("tests/gpu/test_models.py",),
+    "operators": ("tests/kernels/test_on_gpu.py", "tests/kernels/triton"),
+    "checkpoints": ("tests/checkpoint/test_async_saver.py",),
+}
+"""Every file with a test marked `gpu`: to collect the others would take half a minute in each process."""
+OUTCOME = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED)\s+(tests/\S.*)")
+FIRST_FAILURES = 40
+"""Failures that get a row."""
+
+
+def cases(context: GpuContext) -> list[GpuCase]:
+    """One case for each group of files; none with --no-tests."""
+    if not context.tests:
+        return []
+    return [GpuCase(name, partial(_run, context, name), seconds=400.0) for name in FILES]
+
+
+def _run(context: GpuContext, name: str, report: CaseReporter) -> None:
+    """Run the tests; report each failure at once, and the counts at the end."""
+    files = [file for file in FILES[name] if (ROOT / file).exists()]
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu", *files]
+    count = min(PROCESSES, os.cpu_count() or 1)
+    if find_spec("xdist") is not None and not context.toy:
+        command += ["-n", str(count), "--dist", "worksteal"]
+    if find_spec("pytest_timeout") is not None:
+        command += ["--timeout", "120"]
+    counts: dict[str, int] = {}
+    report.begin("tests")
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        print(line, end="")
+        outcome = OUTCOME.search(line) or _reversed(line)
+        if outcome is None:
+            continue
+        kind, test = outcome[1], outcome[2]
+        counts[kind] = counts.get(kind, 0) + 1
+        if kind in ("FAILED", "ERROR") and counts[kind] <= FIRST_FAILURES:
+            report.figure(test.strip()[:160], status="failed", reason="see the log")
+    status = process.wait()
+    text = ", ".join(f"{number} {kind.lower()}" for kind, number in sorted(counts.items())) or "no tests"
+    good = status == 0 and counts.get("PASSED", 0) + counts.get("SKIPPED", 0) > 0
+    fields = {} if good else {"status": "failed", "reason": f"pytest ended with status {status}: {text}"}
+    report.figure("tests", tests={kind.lower(): number for kind, number in counts.items()}, note=text, **fields)
+
+
+def _reversed(line: str) -> re.Match[str] | None:
+    """Match pytest's line without xdist: the test first, then its outcome."""
+    match = re.search(r"(tests/\S+(?:\[.*\])?) (PASSED|FAILED|ERROR|SKIPPED)", line)
+    return None if match is None else OUTCOME.search(f"{match[2]} {match[1]}")
