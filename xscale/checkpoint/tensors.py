@@ -8,7 +8,7 @@ import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -123,7 +123,7 @@ class OutsideError(OSError):
 class _FileSlice(io.RawIOBase):
     """`length` bytes of an open file from `start` on, as a file."""
 
-    def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
+    def __init__(self, file: "io.BufferedReader[Any]", start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
 
     def readable(self) -> bool:
@@ -178,7 +178,7 @@ def _box_shapes(metadata: Metadata, names: set[str]) -> dict[MetadataIndex, torc
     }
 
 
-def _read_box(file: io.BufferedReader, info: _StorageInfo, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def _read_box(file: "io.BufferedReader[Any]", info: _StorageInfo, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Read a box from what `torch.save` wrote of it, and nothing else."""
     stream = _FileSlice(file, info.offset, info.length)
     try:
