@@ -87,7 +87,7 @@ def struck_in_stage(folder: Path, name: str, **sections: Any) -> int:
 
 
 def test_the_message_that_a_stage_waits_for_is_named(tmp_path: Path, pool: Pool) -> None:
-    parallel = layout(mesh={"pp": 2}, pipeline={"schedule": "1f1b"})
+    parallel = layout(mesh={"pp": 2}, pipeline={"schedule": "1f1b"}, start_timeout_seconds=SECONDS)
     with pytest.raises(RankError):
         pool.run(struck_in_stage, 2, tmp_path, "run", parallel=parallel)
     sentence = files(tmp_path, "run")["verdict.txt"].read_text()

@@ -1,7 +1,7 @@
 """Work between the steps of a run and at its end: a stop signal interrupts it, and the resumed run repeats it."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
 from torch import nn
@@ -32,9 +32,9 @@ class InterruptibleWork:
         state: State,
         stop: DistributedStop,
         model: nn.Module,
-        around: Callable[[], AbstractContextManager[object]] = nullcontext,
+        around: Sequence[Callable[[], AbstractContextManager[object]]] = (),
     ) -> None:
-        """`around`: a context for each piece of work."""
+        """`around`: contexts of each piece of work."""
         self._works, self._state, self._stop, self._model, self._around = works, state, stop, model, around
         # The config that the run resumes with may have no work of such a name.
         state.pending = [name for name in state.pending if name in works]
@@ -50,14 +50,12 @@ class InterruptibleWork:
 
     def do(self) -> None:
         """Do what is due; with a stop signal to any rank leave at the next batch of all of them. Collective."""
-        if self._stop.cause is not None:
-            return
-        while self._state.pending:
-            with self.interruptible(), self._around():
+        while self._state.pending and self._stop.cause is None:
+            with self.interruptible(), ExitStack() as contexts:
+                for context in self._around:
+                    contexts.enter_context(context())
                 self._works[self._state.pending[0]].do()
                 self._state.pending.pop(0)
-            if self._stop.cause is not None:
-                return
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from xscale.observe.observer import is_due
 from xscale.parallel.full_tensors import ShardedWeightWriter
 from xscale.parallel.loss_scale import LossScale
 from xscale.parallel.sharded import StagedModel
+from xscale.train.garbage_collection import GarbageCollection
 from xscale.train.interruptible_work import InterruptibleWork
 from xscale.train.kernel_log import KernelSelectionLog
 from xscale.train.profiler import StepProfiler
@@ -53,6 +54,7 @@ class Loop:
     profiler: StepProfiler
     kernel_log: KernelSelectionLog
     """Kernel choices of the first step and of the work between steps."""
+    garbage: GarbageCollection
     stalls: dict[int, float] = field(default_factory=dict)
     """Seconds that the loop waited for each save in flight, by step."""
     mean_over_stages: MeanOverOwners = field(init=False)
@@ -75,7 +77,8 @@ class Loop:
         train, state = self.parts.settings.train, self.state
         first = state.step
         self.parts.stepper.timer.on_phase = self.watchdog.heartbeat
-        self.saves.on_wait = IoHeartbeat(self.watchdog, self.parts.mesh.io_progress)
+        seconds = self.parts.settings.parallel.longest_timeout_seconds
+        self.saves.on_wait = IoHeartbeat(self.watchdog, self.parts.mesh.io_progress, seconds)
         if isinstance(self.parts.model, StagedModel):
             self.parts.model.report_waits(self.watchdog.waits_for)
         if "rollback" in (train.nonfinite, train.spike.policy) and not state.step:
@@ -90,6 +93,8 @@ class Loop:
             recording = self.kernel_log.recording() if state.step == first else contextlib.nullcontext()
             with recording, self.profiler.step(state.step + 1):
                 decision = self._step()
+            self.watchdog.started()
+            self.garbage.after_step(state.step)
             self._log_kernels()
             self._report_saves()
             if decision.action == "rollback":
@@ -317,14 +322,14 @@ class Loop:
     def _save_in_memory(self, memory: InMemoryCheckpoint) -> None:
         """Copy the state into memory that outlives this process."""
         parts, state = self.parts, self.state
-        self.watchdog.heartbeat("save in memory")
+        self.watchdog.heartbeat("save in memory", seconds=parts.settings.parallel.longest_timeout_seconds)
         engine = parts.stepper.engine
         self.saves.save_in_memory(memory, state.step, engine.state_tensors(), state.encode(engine))
 
     def _save(self, *, must: bool) -> None:
         """Start a save. One that `must` succeed is waited for; of the others some may fail, up to a limit."""
         parts, state = self.parts, self.state
-        self.watchdog.heartbeat("save")
+        self.watchdog.heartbeat("save", seconds=parts.settings.parallel.longest_timeout_seconds)
         engine = parts.stepper.engine
         tensors = engine.state_tensors()
         counters, config = state.encode(engine), encode(parts.settings)

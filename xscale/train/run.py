@@ -27,6 +27,7 @@ from xscale.mesh.mesh import leaving_process_group
 from xscale.observe import EndReport, Observer, make_observers
 from xscale.train.compile_cache import remove_incomplete_libraries
 from xscale.train.evaluate import order2_baseline
+from xscale.train.garbage_collection import GarbageCollection
 from xscale.train.generate import encode_prompts
 from xscale.train.init_weights import load_initial_weights
 from xscale.train.interruptible_work import InterruptibleWork
@@ -154,7 +155,8 @@ def make_watchdog(parts: RunParts, folder: Path, stop: StopSignal) -> Watchdog:
         folder, lambda: f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
     )
     dumps = CrashDumps(folder / "faults" / attempt, rank_info.rank, rank_info.world)
-    return Watchdog(dumps, settings.parallel.timeout_seconds, stop, settings.checkpoint.deadline_seconds)
+    parallel, deadline = settings.parallel, settings.checkpoint.deadline_seconds
+    return Watchdog(dumps, parallel.timeout_seconds, stop, deadline, parallel.longest_timeout_seconds)
 
 
 def make_in_memory_checkpoint(parts: RunParts, folder: Path) -> InMemoryCheckpoint | None:
@@ -296,13 +298,16 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
     profiler = _make_profiler(parts, folder, observer, watchdog)
     kernel_log, all_stop = KernelSelectionLog(), DistributedStop(stop, parts.mesh.device)
     works = RunWork(parts, state, observer, all_stop, watchdog, profiler).table()
-    work = InterruptibleWork(works, state, all_stop, parts.model, kernel_log.recording)
-    loop = Loop(parts, state, observer, all_stop, work, began, saves, watchdog, memory, lock, profiler, kernel_log)
+    garbage = GarbageCollection(settings.train.gc_every_steps)
+    work = InterruptibleWork(works, state, all_stop, parts.model, (kernel_log.recording, garbage.automatic))
+    loop = Loop(
+        parts, state, observer, all_stop, work, began, saves, watchdog, memory, lock, profiler, kernel_log, garbage
+    )
     reason, message = "failed", ""
     baseline = None
     try:
         stop.training_begins()
-        with watchdog, closing(profiler):
+        with watchdog, closing(profiler), garbage:
             cause = loop.run()
         if memory is not None and (cause is None or loop.saved_step == state.step):
             memory.clear()

@@ -87,7 +87,10 @@ class RunWork:
         """Evaluate the model as it is. Collective."""
         parts = self.parts
         assert parts.validation is not None
-        batches = self.watchdog.heartbeats(parts.validation.evaluation(parts.eval_sequences), "evaluate")
+        seconds = parts.settings.parallel.longest_timeout_seconds
+        batches = self.watchdog.heartbeats(
+            parts.validation.evaluation(parts.eval_sequences), "evaluate", seconds=seconds
+        )
         names, stages = parts.validation.loader.class_names, parts.mesh.degrees.pp
         asking = self.stop.batches(batches)
         return evaluate(parts.model, parts.objective, asking, parts.token_bytes, stages, names)

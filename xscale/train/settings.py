@@ -162,6 +162,9 @@ class TrainConfig(Config):
     """Steps between evaluations on the validation documents; one more follows the last step. 0: no evaluations."""
     eval_sequences: int | None = pydantic.Field(default=64, ge=1)
     """Sequences of an evaluation; null: all."""
+    gc_every_steps: int = pydantic.Field(default=50, ge=0)
+    """Steps between collections of Python's cyclic garbage, by all ranks after the same step. 0: Python decides when,
+    on each rank for itself, and the other ranks wait."""
     baseline: bool = True
     """Compute bits per byte of an order-2 byte model (of the first 256 MB of text) at the end, for comparison."""
     bleu_pairs: int = pydantic.Field(default=0, ge=0)

@@ -40,8 +40,7 @@ class StepBatches:
         """Begin behind `step`, with sample `consumed`: at the start of the run, and after a rollback."""
         self.close()
         self._next_step = step + 1
-        requests = self._batches.requests(consumed, self._batch_size, self._last - step)
-        self._samples = self._batches.loader.stream(requests)
+        self._samples = self._read(consumed, self._last - step)
 
     def make_early(self) -> int:
         """Make the batch of the next step, if there is one; return the number of its targets on this rank."""
@@ -68,6 +67,10 @@ class StepBatches:
         if self._samples is not None:
             self._samples.close()
             self._samples = None
+
+    def _read(self, consumed: int, steps: int) -> Generator[Samples, None, None]:
+        """Yield the samples of this rank's micro-batches, read ahead in the background."""
+        yield from self._batches.loader.stream(self._batches.requests(consumed, self._batch_size, steps))
 
     def _make(self) -> StepBatch:
         assert self._samples is not None, "the batches have not begun"
