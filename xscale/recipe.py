@@ -35,6 +35,7 @@ from xscale.train.check_model import (
     check_exits,
     check_lora,
     check_multi_token,
+    check_padded_samples,
     check_padding,
     check_pooling,
     check_prefix,
@@ -93,7 +94,10 @@ class Recipe(Settings):
             problems += self._check_freeze(model)
         traits = OBJECTIVES.of(self.objective).traits if valid("objective") else None
         pads = traits is not None and traits.padded
-        if model is not None and (pads or not self.data.cross_documents):
+        ends_in_padding = traits is not None and traits.samples != "packed"
+        if model is not None and ends_in_padding:
+            problems += check_padded_samples(model)
+        elif model is not None and (pads or not self.data.cross_documents):
             problems += check_documents(model, pads and self.data.cross_documents)
         if model is not None and traits is not None:
             problems += check_pooling(model, traits, packed_documents=not self.data.cross_documents)
