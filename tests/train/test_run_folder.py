@@ -100,6 +100,14 @@ def files_with_times(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
 
 
+IGNORED: list[tuple[dict[str, Any], str]] = [
+    ({"train": {"steps": 2}, "optimizer": {"kind": "adamw", "lr": 0.5}}, "optimizer.lr was 0.001 and is now 0.5"),
+    ({"train": {"steps": 1}}, "train.steps was 2 and is now 1"),
+    ({"train": {"steps": 2}, "schedule": {"kind": "constant"}}, "schedule.kind was cosine and is now constant"),
+]
+"""Changes of a finished run, and what is said of them."""
+
+
 def test_a_finished_run_writes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     finished = recipe(tmp_path, train={"steps": 2}, **REPORTED)
     assert run(finished) == EXIT_DONE
@@ -113,6 +121,14 @@ def test_a_finished_run_writes_nothing(tmp_path: Path, capfd: pytest.CaptureFixt
     assert "train.steps above 2 trains on" in capfd.readouterr().out, "the step of the checkpoint, not of the config"
     with pytest.raises(ConfigError, match=r"contains another run: data\.sequence_length"):
         run(recipe(tmp_path, train={"steps": 2}, data={"sequence_length": 16}))
+    for changes, said in IGNORED:
+        with pytest.raises(ConfigError) as caught:
+            run(recipe(tmp_path, **changes))
+        assert f"finished at step 2, and would ignore that {said}" in str(caught.value)
+        assert "Give another run.dir, or train.steps above 2" in str(caught.value)
+    assert files_with_times(tmp_path) == before
+    elsewhere = {"kernels": {}, "checkpoint": {"every_steps": 7}, "train": {"steps": 2, "stop_after": 1}}
+    assert run(recipe(tmp_path, **elsewhere)) == EXIT_DONE, "what changes no result"
     assert run(recipe(tmp_path, train={"steps": 3})) == EXIT_DONE
     assert [line["step"] for line in metrics(tmp_path) if "loss" in line] == [1, 2, 3]
 

@@ -6,8 +6,8 @@ from typing import Any
 from xscale.commands.example_values import example
 from xscale.core.compose import flow_text
 from xscale.core.keys import ConfigKeys, Key
-from xscale.core.override_path import path_text
-from xscale.core.overrides import matching, parse_path
+from xscale.core.override_path import parse_path, path_text
+from xscale.core.overrides import matching
 from xscale.core.present_keys import PresentKey, kind_of, root_of, walk
 
 

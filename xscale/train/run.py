@@ -40,6 +40,7 @@ from xscale.train.run_facts import peak_memory, run_facts
 from xscale.train.run_folder import (
     CHECKPOINTS,
     changes_since,
+    check_finished,
     differences,
     finished_step,
     keep_config,
@@ -111,7 +112,8 @@ def check_and_train(settings: Settings, check: Callable[[int], list[Problem]]) -
 def _train_teacher(settings: Settings, rank_info: RankInfo, stop: StopSignal, began: float) -> int:
     """Train the teacher of a distilled run, unless that is done; return the exit status."""
     folder = Path(settings.run.dir)
-    if finished_step(settings, folder) is not None:
+    if (step := finished_step(settings, folder)) is not None:
+        check_finished(settings, folder, step)
         return EXIT_DONE
     if rank_info.is_rank0:
         print(f"xscale: training the teacher in {folder} first (distill.train_teacher)", file=sys.stderr, flush=True)
@@ -122,6 +124,7 @@ def _train(settings: Settings, rank_info: RankInfo, stop: StopSignal, began: flo
     with removed_if_refused(Path(settings.run.dir), rank_info.is_rank0):
         folder = open_folder(settings)
         if (step := finished_step(settings, folder)) is not None:
+            check_finished(settings, folder, step)
             if rank_info.is_rank0:
                 done = f"finished at step {step}, nothing to do; train.steps above {step} trains on"
                 print(f"{folder}: {done}", flush=True)

@@ -60,6 +60,17 @@ OPTIONAL = ("train.ema_decay",)
 """Keys that must not become null or cease to be null when a run resumes; another value is a change like any."""
 CHANGEABLE: tuple[str, ...] = get_args(get_args(RunConfig.model_fields["allow_changed"].annotation)[0])
 """Those that may, if run.allow_changed names them."""
+REPEATABLE = (
+    "run",
+    "parallel",
+    "kernels",
+    "checkpoint",
+    "observe",
+    "train.stop_after",
+    "train.micro_batch_size",
+    "data.workers",
+)
+"""Sections and keys whose values make no other result of a run."""
 LISTED = 8
 """How many values that differ a message lists."""
 
@@ -171,6 +182,27 @@ def mark_end(folder: Path, *, interrupted: bool) -> None:
         )
     elif os.path.lexists(folder / INTERRUPTED):
         remove_file(folder, INTERRUPTED)
+
+
+def check_finished(settings: Settings, folder: Path, step: int) -> None:
+    """Raise ConfigError where the run finished with other values than those of `settings`. Not collective.
+
+    Nothing would be trained with the new ones, and a sweep that gives all its runs one folder would seem to succeed.
+    """
+    old, new = (
+        flatten(data, "") for data in (with_defaults(read_config(folder) or encode(settings)), encode(settings))
+    )
+    keys = [key.lstrip(".") for key in dict.fromkeys((*new, *old)) if old.get(key) != new.get(key)]
+    changed = [key for key in keys if key.partition(".")[0] not in REPEATABLE and key not in REPEATABLE]
+    if not changed:
+        return
+    values = [f"{key} was {one_line(old.get(f'.{key}'))} and is now {one_line(new.get(f'.{key}'))}" for key in changed]
+    more = f" and {len(values) - LISTED} more" if len(values) > LISTED else ""
+    what = f"the run in {folder} finished at step {step}, and would ignore that {', '.join(values[:LISTED])}{more}"
+    fix = f"Give another run.dir, or train.steps above {step} to train on with the new values."
+    error = ConfigError("run.dir", what, fix)
+    error.same_on_all_ranks = True
+    raise error
 
 
 def write_config(settings: Settings, folder: Path) -> None:
