@@ -13,11 +13,23 @@ from xscale.bench.machine import ROOT
 PROCESSES = 12
 FILES = {
     "models": ("tests/gpu/test_models.py",),
+    "runs": ("tests/gpu/test_runs.py",),
     "operators": ("tests/kernels/test_on_gpu.py", "tests/kernels/triton"),
-    "checkpoints": ("tests/checkpoint/test_async_saver.py",),
+    "others": (
+        "tests/checkpoint/test_async_saver.py",
+        "tests/nn/attention/test_block_sparse_sinks.py",
+        "tests/nn/attention/test_flex.py",
+        "tests/nn/attention/test_sinks.py",
+        "tests/parallel/test_activation_offload.py",
+        "tests/parallel/test_flash_ring.py",
+    ),
 }
 """Every file with a test marked `gpu`: to collect the others would take half a minute in each process."""
-OUTCOME = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED)\s+(tests/\S.*)")
+OUTCOMES = (
+    # With xdist: [gw3] [ 12%] PASSED tests/a.py::test
+    re.compile(r"%\] (?P<kind>PASSED|FAILED|ERROR|SKIPPED) (?P<test>tests/.*\S)"),
+    re.compile(r"^(?P<test>tests/.*\S) (?P<kind>PASSED|FAILED|ERROR|SKIPPED)\b"),
+)
 FIRST_FAILURES = 40
 """Failures that get a row."""
 
@@ -44,13 +56,13 @@ def _run(context: GpuContext, name: str, report: CaseReporter) -> None:
     assert process.stdout is not None
     for line in process.stdout:
         print(line, end="")
-        outcome = OUTCOME.search(line) or _reversed(line)
+        outcome = outcome_of(line)
         if outcome is None:
             continue
-        kind, test = outcome[1], outcome[2]
+        kind, test = outcome
         counts[kind] = counts.get(kind, 0) + 1
         if kind in ("FAILED", "ERROR") and counts[kind] <= FIRST_FAILURES:
-            report.figure(test.strip()[:160], status="failed", reason="see the log")
+            report.figure(test[:160], status="failed", reason="see the log")
     status = process.wait()
     text = ", ".join(f"{number} {kind.lower()}" for kind, number in sorted(counts.items())) or "no tests"
     good = status == 0 and counts.get("PASSED", 0) + counts.get("SKIPPED", 0) > 0
@@ -58,7 +70,9 @@ def _run(context: GpuContext, name: str, report: CaseReporter) -> None:
     report.figure("tests", tests={kind.lower(): number for kind, number in counts.items()}, note=text, **fields)
 
 
-def _reversed(line: str) -> re.Match[str] | None:
-    """Match pytest's line without xdist: the test first, then its outcome."""
-    match = re.search(r"(tests/\S+(?:\[.*\])?) (PASSED|FAILED|ERROR|SKIPPED)", line)
-    return None if match is None else OUTCOME.search(f"{match[2]} {match[1]}")
+def outcome_of(line: str) -> tuple[str, str] | None:
+    """Return the outcome and the test of a line of pytest's output; None for another line."""
+    for pattern in OUTCOMES:
+        if (match := pattern.search(line)) is not None:
+            return match["kind"], match["test"]
+    return None
