@@ -45,6 +45,12 @@ class PairDataset(ShuffledDataset):
         documents[self.source_length : self.source_length + written] = TEXT
         return tokens, documents
 
+    @staticmethod
+    def full_sample(config: DataConfig, token: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return a sample without padding, of one token."""
+        tokens = np.full(config.source_length + config.target_length, token)
+        return tokens, np.full_like(tokens, TEXT)
+
     def pair(self, index: int) -> tuple[list[int], list[int]]:
         """Return the ids of source and target of sample `index`, each whole and without its end."""
         begin, middle, end = self._bounds(index)
