@@ -102,7 +102,7 @@ class Recipe(Settings):
         if model is not None and traits is not None:
             problems += check_pooling(model, traits, packed_documents=not self.data.cross_documents)
         if model is not None and traits is not None and (pads or traits.samples != "packed"):
-            problems += check_padding(model)
+            problems += check_padding(model, told=not pads)
         if model is not None and traits is not None and traits.prefix and valid("parallel"):
             problems += check_prefix(model, self.parallel)
         if model is not None and valid("objective") and isinstance(getattr(model, "head", None), ClassHead):
