@@ -41,6 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--layouts", type=int, default=60, help="how many random layouts are trained or refused")
     parser.addoption("--grammars", type=int, default=1000, help="how many hostile files each grammar draws")
     parser.addoption("--grammar-seed", type=int, default=0, help="seed of the first; those after it follow")
+    parser.addoption("--gpu-device", default="cuda", help="cpu runs the machinery of tests/gpu on a CPU")
     parser.addoption("--layout-seed", type=int, default=0, help="seed of the first; those after it follow")
 
 
@@ -67,7 +68,7 @@ def mpirun() -> str:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         sampled = item.get_closest_marker("sampled")
         # By its name, so that a change of other cases does not change which of them stay.
@@ -80,6 +81,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     import torch
 
-    if not torch.cuda.is_available():
+    if config.getoption("--gpu-device") != "cpu" and not torch.cuda.is_available():
         for item in wanting:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))

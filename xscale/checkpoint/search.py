@@ -1,6 +1,7 @@
 """Search for the newest good checkpoint; leftovers of a kill are deleted, damaged checkpoints are set aside."""
 
 import contextlib
+import os
 import warnings
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,9 @@ from xscale.checkpoint import manifest
 from xscale.checkpoint.disk import Disk
 from xscale.checkpoint.errors import DamageError, consensus
 from xscale.checkpoint.files import bad_folder, bad_folders, hidden_folders, step_folder, visible_steps
+from xscale.core.atomic_write import write_atomically
 from xscale.core.errors import ConfigError, NoticeWarning
+from xscale.core.run_files import kind_of
 from xscale.mesh.consensus import Consensus
 
 REASON = "reason.txt"
@@ -130,7 +133,9 @@ def set_aside(path: Path, damage: DamageError, ranks: Consensus) -> str:
         aside = bad_folder(path, damage.label)
         try:
             path.rename(aside)
-            (aside / REASON).write_text(f"{damage}\n", encoding="utf-8")
+            # Of a link to a checkpoint elsewhere the link is renamed, and nothing is written there.
+            if kind_of(aside) == "a folder":
+                write_atomically(aside / REASON, f"{damage}\n")
         except OSError as error:
             return f"{damage.path}: {damage.what}; passed over (it could not be set aside: {error.strerror})"
         return f"{damage.path}: {damage.what}; set aside as {aside.name}"
@@ -143,7 +148,7 @@ def repair_folder(folder: Path, disk: Disk) -> list[str]:
     reasons = []
     for step, state, path in hidden_folders(folder):
         final = step_folder(folder, step)
-        if state == "replaced" and not final.exists():
+        if state == "replaced" and not os.path.lexists(final):
             disk.rename(path, final)
             reasons.append(f"{final}: restored, because the save that was to replace it was interrupted")
             continue

@@ -13,6 +13,7 @@ from xscale.checkpoint.files import MANIFEST, bad_folders, hidden_folders, step_
 from xscale.checkpoint.load import CheckpointReader, read_config, read_state
 from xscale.checkpoint.retention import delete_excess, excess
 from xscale.core.errors import ConfigError
+from xscale.core.run_files import kind_of, read_run_file
 
 CHECKPOINTS_FOLDER = "checkpoints"
 
@@ -66,7 +67,7 @@ def ls(folder: Path) -> list[CheckpointRow]:
     ]
     for path in bad_folders(folder):
         note = path / "reason.txt"
-        reason = note.read_text(encoding="utf-8").strip() if note.is_file() else ""
+        reason = read_run_file(note).decode(errors="replace").strip() if kind_of(note) == "a file" else ""
         rows.append(CheckpointRow(path, int(path.name.split("-")[2]), "set aside", reason, _size(path)))
     return sorted(rows, key=lambda row: (row.step, row.path.name))
 
@@ -100,7 +101,10 @@ def prune(folder: Path, keep_last: int | None, keep_every: int | None, *, bad_to
 
     Returns the deleted paths, or with `dry` those that would be deleted. The newest one whose hashes are right is kept.
     """
-    folder = checkpoints_folder(folder)
+    run, folder = folder, checkpoints_folder(folder)
+    if folder != run and kind_of(folder) != "a folder":
+        what = "this is a symbolic link, and what it points to may be another run's"
+        raise ConfigError(str(folder), what, f"Give {folder} itself if you made it.")
     aside = bad_folders(folder) if bad_too else []
     if dry:
         return [path for _, path in excess(folder, keep_last, keep_every, hashes=True)] + aside

@@ -11,10 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from xscale.core.errors import ConfigError, Problem, nearest
+from xscale.core.override_path import (
+    KeyPath,
+    Target,
+    is_plain,
+    nested,
+    own_list,
+    parse_path,
+    path_text,
+    set_absent,
+)
 from xscale.core.yaml_reader import DEPTH, block_text, flow_text, parse, read_text
 
 FILES = 500
 """Most files of a config; files that each use the next one twice would else take for ever."""
+SCHEMA = "recipe.schema.json"
+"""Name of the JSON schema of a recipe, among the configs."""
 COMMAND_LINE = "command line"
 """Origin of the values of overrides."""
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -40,6 +52,10 @@ class Composed:
     """Files and overrides that were left out because they cannot be read."""
     replaced: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Dotted path -> the mapping of the files that an override of its `kind`, without other keys, replaced."""
+    from_files: dict[str, Any] = field(default_factory=dict)
+    """The config without the overrides."""
+    resolved: dict[str, list[str]] = field(default_factory=dict)
+    """Path of an override of all entries of a list, or by what a part is -> the paths of the keys that it set."""
 
 
 def parse_file(file: Path) -> dict[str, Any]:
@@ -91,6 +107,7 @@ def _compose(add: Callable[[Composed], None], overrides: list[str]) -> Composed:
     except ConfigError as error:
         composed.problems += error.problems
     has_all_files = not composed.problems
+    composed.from_files = deepcopy(composed.data)
     for override in overrides:
         try:
             _add_override(composed, override)
@@ -108,9 +125,42 @@ def _add_override(composed: Composed, override: str) -> None:
     if path.count(".") >= DEPTH:
         raise ConfigError(f"override {path[:40]}...", f"it is nested more than {DEPTH} deep")
     value: Any = parse(text, f"override {override}")
-    for part in reversed(path.split(".")):
-        value = {part: value}
-    _merge(composed, composed.data, value, "", COMMAND_LINE)
+    targets = _targets(composed.data, path)
+    for target in targets:
+        for above, default in target.defaults:
+            set_absent(composed.data, above, default)
+        _set(composed, target.path, deepcopy(value))
+    segments = parse_path(path)
+    if any(None in segment.entries for segment in segments) or any(t.path[0] != segments[0].name for t in targets):
+        composed.resolved[path] = [path_text(target.path) for target in targets]
+
+
+def _targets(data: dict[str, Any], path: str) -> list[Target]:
+    """The keys that an override sets. Only one of a list, of a part or of a default needs the schema, which is long."""
+    segments = parse_path(path)
+    if is_plain(data, segments):
+        return [Target(tuple(segment.name for segment in segments))]
+    # pydantic takes a while to import, and most overrides do without.
+    from xscale.core.keys import read_keys
+    from xscale.core.overrides import resolve
+
+    return resolve(read_keys(configs_folder() / SCHEMA), data, path)
+
+
+def _set(composed: Composed, path: KeyPath, value: Any) -> None:
+    """Set the value at a path, in entries of lists too, each of which may stand in the data only once."""
+    indices = [number for number, step in enumerate(path) if isinstance(step, int)]
+    if not indices:
+        _merge(composed, composed.data, nested(path, value), "", COMMAND_LINE)
+        return
+    entries = own_list(composed.data, path[: indices[-1]])
+    index = path[indices[-1]]
+    assert isinstance(index, int)
+    # The entry as the value of a key, so that parts are replaced and values merged as anywhere.
+    below = {str(index): entries[index]}
+    prefix = ".".join(map(str, path[: indices[-1]]))
+    _merge(composed, below, {str(index): nested(path[indices[-1] + 1 :], value)}, f"{prefix}.", COMMAND_LINE)
+    entries[index] = below[str(index)]
 
 
 def _add_file(composed: Composed, file: Path, above: tuple[Path, ...]) -> None:
@@ -179,9 +229,6 @@ def _merge(composed: Composed, below: dict[str, Any], above: dict[str, Any], pat
             # Another part does not know the keys of the old one.
             _forget(composed, path.rstrip("."), below)
             below.clear()
-        if isinstance(old, list) and isinstance(value, dict) and any(str(name).isdigit() for name in value):
-            what = "an entry of a list cannot be set by its index"
-            raise ConfigError(f"{key_path} ({origin})", what, f"Give the whole list: {key_path}=[...].")
         if isinstance(old, str) and isinstance(value, dict) and "kind" not in value:
             old = below[key] = {"kind": old}
         if isinstance(value, dict) and isinstance(old, dict) and value.get("kind", old.get("kind")) == old.get("kind"):
@@ -231,6 +278,10 @@ def _annotated(data: dict[str, Any], origin: dict[str, str], path: str, depth: i
             continue
         first = f"{key}: {flow_text(value)}"
         source = origin.get(key_path, next((origin[up] for up in _above(key_path) if up in origin), "default"))
+        inside = {
+            where: up.removeprefix(f"{key_path}.") for up, where in origin.items() if up.startswith(f"{key_path}.")
+        }
+        source += "".join(f"; {entry}: {where}" for where, entry in inside.items())
         lines.append(f"{'  ' * depth}{first:<{max(1, 56 - 2 * depth)}}  # {source}")
     return lines
 

@@ -56,6 +56,8 @@ class Config(pydantic.BaseModel):
             name = keys[name]
             if FAMILY_MARK in fields[name] and isinstance(field.default, Config):
                 fields[name]["default"] = _shortest(field.default)
+            elif isinstance(field.default, tuple) and any(isinstance(part, Config) for part in field.default):
+                fields[name]["default"] = [_shortest(part) for part in field.default]
         if cls.renamed:
             resolved[RENAMED_MARK] = dict(cls.renamed)
         return json_schema

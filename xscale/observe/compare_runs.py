@@ -22,7 +22,7 @@ from xscale.observe.report.style import STYLE
 
 SEEDS = ("run.seed",)
 """Keys in which repetitions of one config differ."""
-NAMES = ("run.dir", "run.name", "run.allow_changed")
+NAMES = ("run.dir", "run.name", "run.allow_changed", "run.allow_links")
 """Keys that say nothing about what a run computes."""
 AXES = ("tokens", "steps", "time")
 """Quantities that the curves can be drawn against; the first is shown first."""

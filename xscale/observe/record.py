@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 from xscale.core.atomic_write import atomic_write
 from xscale.core.errors import ConfigError
-from xscale.core.file_safety import decode_json, read_regular
+from xscale.core.file_safety import decode_json
+from xscale.core.run_files import kind_of, read_run_file
 from xscale.observe.events import EndReport, RunFacts, SampleReport
 from xscale.observe.metrics import finite
 
@@ -63,9 +64,9 @@ def read_record(folder: Path) -> Record:
     """Read the record of the run in `folder`, which may have been moved. Errors: ConfigError where there is none."""
     path = folder / RECORD_NAME
     try:
-        data = decode_json(read_regular(path))
+        data = decode_json(read_run_file(path))
         facts = data["facts"] | {"folder": folder, "layouts": _unpack(data["facts"]["layouts"])}
-        facts["notes"] = tuple(facts["notes"])
+        facts["notes"], facts["repeats"] = tuple(facts["notes"]), tuple(facts.get("repeats", ()))
         return Record(
             _typed(RunFacts(**facts)),
             tuple(_typed(SampleReport(**sample)) for sample in data["samples"]),
@@ -174,7 +175,7 @@ def load_history(folder: Path) -> History:
     """Read metrics.jsonl in two passes, for the count and for the numbers, never all of it in memory."""
     path = folder / METRICS_FILE
     history = History()
-    if not path.exists():
+    if kind_of(path) is None:
         return history
     count = sum(1 for item in read(path) if "loss" in item)
     size = max(1, math.ceil(count / COLUMNS))

@@ -102,10 +102,9 @@ def encode_sides(
     if not isinstance(objective, FillInMiddle):
         what = f"the objective '{objective.config.kind}' trains no filling in of a middle"
         raise ConfigError("--suffix", what, "Leave it out, or use a run of the objective fill_in_middle.")
-    sides = (("--prompt", prompt), ("--suffix", suffix))
-    ids = objective.prompt_for_middle(
-        *(encode_prompt(text, tokenizer, None, path) if text else [] for path, text in sides)
-    )
+    before = encode_prompt(prompt, tokenizer, None, "--prompt") if prompt else list(tokenizer.prefix)
+    after = encode_prompt(suffix, tokenizer, None, "--suffix", begins=False) if suffix else []
+    ids = objective.prompt_for_middle(before, after)
     if longest is not None and len(ids) > longest:
         what = (
             f"prompt and suffix have {len(ids)} tokens with their sentinels, and at most {longest} leave room for one"

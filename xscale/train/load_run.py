@@ -88,7 +88,7 @@ def load_run(
     tokenizer = open_run_tokenizer(folder, settings.data, fingerprint)
     rank_info = read_rank_info()
     degrees = axes.resolve(settings.parallel.mesh, rank_info.world)
-    mesh = init_mesh(rank_info, degrees, device_of(settings, rank_info), settings.parallel.timeout_seconds)
+    mesh = init_mesh(rank_info, degrees, device_of(settings, rank_info), settings.parallel.longest_timeout_seconds)
     length = settings.data.sequence_length if sequence_length is None else sequence_length
     require_model_for(settings, length, tokenizer.vocabulary, option)
     model = build_on_mesh(with_sequence_length(settings, length), tokenizer.vocabulary, mesh, draw_weights=False)

@@ -75,7 +75,7 @@ def test_a_block_sees_itself_and_what_was_sorted_to_it(causal: bool, cut: int | 
 
 @pytest.mark.parametrize("cut", [None, 1, 2])
 def test_ones_stay_ones_at_any_length(cut: int | None) -> None:
-    """Of a matrix that is balanced to the end, whose weights sum to 1."""
+    """The weights of a matrix that is balanced to the end sum to 1."""
     config = SinkhornCore.Config(block=BLOCK, sortcut_blocks=cut, iterations=200)
     core = build(config, causal=False, length=64, spread=0.1)
     for length in range(1, 3 * BLOCK + 1):

@@ -12,9 +12,11 @@ from xscale.core.errors import ConfigError
 from xscale.core.file_safety import decode_json, read_regular
 from xscale.core.foreign import foreign_errors, quiet_panics
 from xscale.data.tokenizer.file_bounds import check_bounds
+from xscale.data.tokenizer.template import Template, read_template, template_of_file
 from xscale.data.tokenizer.tokenizer import (
     SPECIAL_TOKENS,
     TOKENIZERS,
+    UNUSED,
     FileTokenizer,
     Tokenizer,
     TokenizerTraits,
@@ -100,8 +102,8 @@ FIM = ("<fim_{}>", "<|fim_{}|>", "<fim-{}>")
 
 @TOKENIZERS.register("huggingface", traits=TokenizerTraits(trained=True, lossless=True))
 class HuggingFace(FileTokenizer):
-    """An existing file encodes as the library does, without tokens added around a text. One that normalises texts
-    (lower case, spaces) is not lossless, and bits per byte are those of the normalised text."""
+    """An existing file encodes as the library does, with the tokens that its template puts before a text. One that
+    normalises texts (lower case, spaces) is not lossless, and bits per byte are those of the normalised text."""
 
     FILE = FILE
     COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
@@ -122,7 +124,8 @@ class HuggingFace(FileTokenizer):
         """Mask token of an existing file; null: `<mask>` if it has one."""
 
         bos: str | None = None
-        """Beginning-of-text token of an existing file, named in exports; null: `<s>` if it has one."""
+        """Beginning-of-text token of an existing file, named in exports; null: `<s>` if it has one, else the one token
+        that its template puts before a text, if any."""
 
     @classmethod
     def example(cls) -> Tokenizer.Config:
@@ -145,13 +148,30 @@ class HuggingFace(FileTokenizer):
         self.pad = eos if pad is None else pad
         unk = self._named("unk", None, names["unk"])
         self.unk = eos if unk is None else unk
+        data = decode_json(text)
+        template = self._template(data)
         self.bos = self._named("bos", config.bos, names["bos"])
+        if self.bos is None and len(template.prefix) == 1:
+            self.bos = template.prefix[0]
         self.mask = self._named("mask", config.mask, names["mask"])
         self.sentinels = self._sentinels()
         self.fim = self._fim_tokens()
-        self.fingerprint = hashlib.blake2b(f"{eos} {text}".encode(), digest_size=16).hexdigest()
         with foreign_errors(self.file, "its decoder is none that is known"):
-            self.table = self._table(decode_json(text).get("decoder"))
+            self.table = self._table(data.get("decoder"))
+        self.set_template(hashlib.blake2b(f"{eos} {text}".encode(), digest_size=16).hexdigest(), template.prefix)
+
+    @classmethod
+    def adds_bos(cls, config: Any) -> bool:
+        if config.add_bos is None and config.file:
+            return bool(template_of_file(Path(config.file)).prefix)
+        return bool(config.add_bos)
+
+    def _template(self, data: Any) -> Template:
+        try:
+            return read_template(data.get("post_processor"))
+        except (ValueError, KeyError, TypeError) as error:
+            fix = "Mend its section post_processor, or set it to null."
+            raise ConfigError(str(self.file), f"the template of a text cannot be read: {error}", fix) from None
 
     def _named(self, key: str, configured: str | None, usual: str) -> int | None:
         token: int | None = self.processor.token_to_id(configured or usual)
@@ -206,6 +226,13 @@ class HuggingFace(FileTokenizer):
             encoding = self.processor.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
+    def encode_with_special_tokens(self, text: str) -> list[int]:
+        self.processor.encode_special_tokens = False
+        try:
+            return self.encode(text)
+        finally:
+            self.processor.encode_special_tokens = True
+
     def decode(self, tokens: Iterable[int]) -> str:
         with foreign_errors(self.file, CANNOT):
             text: str = self.processor.decode([int(token) for token in tokens], skip_special_tokens=True)
@@ -215,7 +242,7 @@ class HuggingFace(FileTokenizer):
         return self.table
 
     def piece(self, token: int) -> str:
-        return self.processor.id_to_token(token) or "<unused>"
+        return self.processor.id_to_token(token) or UNUSED
 
     @classmethod
     def train(cls, config: Any, texts: Iterable[str], folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Base class and registry of attention cores: q, k, v -> o. Projections, heads and KV caches belong to the mixer."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -15,6 +15,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS
 from xscale.nn.module import Axis, Module, Part
 from xscale.nn.position.position import Position
+from xscale.nn.post_step import PostStepState
 
 ContextStyle = Literal["ring", "ulysses", "scan", "halo"]
 
@@ -61,7 +62,7 @@ class CoreTraits:
     """Has parameters without a gradient, which `update_state` moves by statistics of the step's tokens."""
 
 
-class Core(Part):
+class Core(Part, PostStepState):
     """Base class of attention cores, built as `Core(config, dims, heads, head_width)`."""
 
     head_period = 1
@@ -70,6 +71,8 @@ class Core(Part):
     """[H], see `declare_sinks`."""
     set_by_mixer: ClassVar[tuple[str, Any, str] | None] = None
     """A key of the config, a value, and the kind of the only mixer that can hold the core with it, and sets it."""
+    counts_keys: ClassVar[bool] = False
+    """Whether in a causal model too an output depends on the number of keys, so that padding counts."""
     keeps_state: ClassVar[bool] = False
     """Whether it keeps more than keys and values during generation, in `AttentionMask.cache`: queries come in order."""
     uses_relative_bias = False
@@ -99,6 +102,11 @@ class Core(Part):
                 default = type(config).model_fields[key].default
                 problems.append(Problem(f"{path}.{key}", what, f"Take {default}, or mixer.kind={mixer}."))
         return problems
+
+    @property
+    def hides_padding(self) -> bool:
+        """Whether causal order hides the padding behind a sample from its text."""
+        return self.causal and not self.counts_keys
 
     @property
     def transition_size(self) -> int:
@@ -184,12 +192,6 @@ class Core(Part):
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         """Return the multiply-adds of a forward over one sequence, all heads, as MFU counts them."""
         raise NotImplementedError
-
-    def update_state(self, means: dict[str, Tensor], shard_like: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Update parameters without a gradient by the step's statistics: `means` over micro-batches and ranks.
-
-        `shard_like(full, parameter)` shards a full tensor like a parameter; see `nn/post_step.py`.
-        """
 
     def block_layout(self, length: int, heads: int) -> Any:
         """Return the computed blocks of scores over `length` tokens, bool [H or 1, blocks, blocks]; None: all."""

@@ -28,6 +28,7 @@ from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
 from xscale.nn.mixer.synthesizer import ValueCache
+from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.norm import Layer, Norm
 from xscale.nn.tokens import Tokens
 
@@ -50,7 +51,9 @@ class PositionalMixer(Mixer):
         return [Problem(f"{path}.length", what, f"Take {dims.length}, or null.")]
 
 
-@MIXERS.register("gmlp", traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=False, decode=True))
+@MIXERS.register(
+    "gmlp", traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=False, decode=True, padding=True)
+)
 class Gmlp(PositionalMixer):
     """Liu et al. 2021 (gMLP): a linear map over the positions gates the other half of the channels."""
 
@@ -87,6 +90,7 @@ class Gmlp(PositionalMixer):
             self.declare("spatial", (self.length, self.length), ("tokens", "tokens"), start)
         self.declare("spatial_bias", (self.length,), ("tokens",), ONES, decays=False)
 
+    @without_padding
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         gate = self.normalise(self.norm, F.gelu(self.up_gate(x)))  # [B, T, F / 2]
         queries = gate.shape[1]
@@ -121,7 +125,8 @@ class Gmlp(PositionalMixer):
 
 
 @MIXERS.register(
-    "mlp_mixer", traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=False, decode=False)
+    "mlp_mixer",
+    traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True),
 )
 class MlpMixer(PositionalMixer):
     """Tolstikhin et al. 2021 (MLP-Mixer): a perceptron over the positions, the same for all channels."""
@@ -144,6 +149,7 @@ class MlpMixer(PositionalMixer):
         self.declare("down", (self.length, hidden), ("tokens", "ffn"), dims.residual_init)
         self.declare("down_bias", (self.length,), ("tokens",), ZEROS, decays=False)
 
+    @without_padding
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         length = x.shape[1]
         check_trained_length(self.path, length, self.length)
