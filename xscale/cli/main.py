@@ -93,6 +93,9 @@ def doctor(context: typer.Context) -> None:
 
 def main() -> None:
     """Run the command line. Mistakes of the user are printed as sentences with exit status 2, without a traceback."""
+    from xscale.mesh.environment import wait_passively
+
+    wait_passively()
     open_closed_streams()
     try:
         check_arguments(sys.argv[1:])

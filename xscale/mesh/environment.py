@@ -1,6 +1,7 @@
 """Rank information of this process: the only file outside the launcher that uses environment variables."""
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,3 +120,22 @@ def extend_python_path(folders: Sequence[Path]) -> None:
     """Let the processes that this one starts import from `folders` first."""
     known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*map(str, folders), *known]))
+
+
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+"""Variables that say how OpenMP's threads wait: the standard's, that of libgomp, and that of libomp and Intel's."""
+
+
+def wait_passively() -> None:
+    """Let OpenMP's waiting threads sleep, not spin, where no variable says how they wait and torch is not imported yet.
+
+    libgomp, which torch's builds for Linux use, reads the variables when torch is imported. Beside other programs its
+    threads otherwise spin on the cores that the ones they wait for need.
+    """
+    if "torch" not in sys.modules and not any(name in os.environ for name in WAITING):
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
+def waiting_policy() -> str:
+    """Return the variables that say how OpenMP's threads wait, `OMP_WAIT_POLICY=PASSIVE`; empty: they spin."""
+    return " ".join(f"{name}={os.environ[name]}" for name in WAITING if name in os.environ)
