@@ -42,8 +42,6 @@ _ROWS = 128
     ),
 )
 class Informer(Core):
-    counts_keys = True
-
     class Config(Core.Config):
         factor: int = Field(default=5, ge=1)
         """c, sampling factor: c ln T queries attend, and c ln S keys are sampled for each query; logarithms are rounded
@@ -55,6 +53,10 @@ class Informer(Core):
         super().__init__(config, dims, heads, head_width)
         self.config = config
         self.seed = config.seed + dims.layer
+
+    @property
+    def counts_keys(self) -> bool:
+        return True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         k, v = repeat_kv(k, q.shape[1]), repeat_kv(v, q.shape[1])

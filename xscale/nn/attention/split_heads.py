@@ -119,8 +119,8 @@ class SplitHeads(Core):
         return any(CORES.of(core).part.shares_qk(core) for core in config.cores)
 
     @property
-    def hides_padding(self) -> bool:
-        return all(core.hides_padding for core in self.cores if isinstance(core, Core))
+    def counts_keys(self) -> bool:
+        return any(core.counts_keys for core in self.cores if isinstance(core, Core))
 
     @property
     def traits(self) -> CoreTraits:

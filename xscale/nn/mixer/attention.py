@@ -344,7 +344,7 @@ class Attention(Mixer):
                 query_documents=tokens.documents if documents else None,
                 key_documents=key_tokens.documents if documents else None,
                 spans=tokens.found_document_spans() if documents and key_tokens is tokens else None,
-                hides_padding=documents or self.core.hides_padding,
+                hides_padding=self.core.hides_padding(documents),
                 key_padding=key_tokens.padding,
                 query_padding=tokens.padding,
                 key_prefix=key_tokens.prefix,

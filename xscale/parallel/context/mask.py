@@ -119,7 +119,7 @@ class ShardedMaskBuilder:
             keys=k.shape[2],
             causal=attention.causal,
             documents=documents,
-            hides_padding=documents or attention.core.hides_padding,
+            hides_padding=attention.core.hides_padding(documents),
             observed=None if attention.cross else tokens.full.observed,
             dropout=0.0 if tokens.rng_seed is None else attention.dropout,
             shared_qk=attention.shared_qk,

@@ -34,6 +34,9 @@ def attend_without_padding(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask
             keys=keys,
             key_padding=None,
             query_padding=None,
+            query_documents=None,
+            key_documents=None,
+            spans=None,
             observed=None if mask.observed is None else mask.observed[index, :queries, :keys],
             bias=None if mask.bias is None else mask.bias.expand(len(q), -1, -1, -1)[index, :, :queries, :keys],
             # Each call attaches losses and adds statistics.
