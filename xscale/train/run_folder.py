@@ -168,7 +168,7 @@ def how_to_fix(key: str) -> str:
 
 def finished_step(settings: Settings, folder: Path) -> int | None:
     """The step of the run's newest checkpoint where nothing is left to do, else None. Not collective."""
-    if os.path.lexists(folder / INTERRUPTED):
+    if is_interrupted(folder):
         return None
     newest = newest_on_this_process(folder / CHECKPOINTS)
     return newest[0] if newest is not None and newest[0] >= settings.train.steps else None
@@ -183,10 +183,16 @@ def mark_end(folder: Path, *, interrupted: bool) -> None:
     try:
         if interrupted:
             write_atomically(folder / INTERRUPTED, text)
-        elif os.path.lexists(folder / INTERRUPTED):
+        elif is_interrupted(folder):
             remove_file(folder, INTERRUPTED)
     except OSError as error:
         raise unwritable(folder, error) from None
+
+
+def is_interrupted(folder: Path) -> bool:
+    """Whether the end of the run was cut short. A folder of that name, or a special file, is none of ours."""
+    path = folder / INTERRUPTED
+    return path.is_symlink() or path.is_file()
 
 
 def check_finished(settings: Settings, folder: Path, step: int) -> None:

@@ -9,7 +9,7 @@ from xscale.core.errors import ConfigError
 from xscale.observe import EvalReport, Observer
 from xscale.train.bleu import bleu_at_end
 from xscale.train.evaluate import Evaluation, evaluate
-from xscale.train.generate import write_samples
+from xscale.train.generate import encode_prompts, write_samples
 from xscale.train.interruptible_work import Work
 from xscale.train.profiler import StepProfiler
 from xscale.train.setup import RunParts
@@ -36,8 +36,8 @@ class RunWork:
             "profile": Work(lambda: self.profiler.is_due(stopping=self.stop.cause is not None), self._profile),
             "evaluation": Work(self._evaluation_is_due, self.evaluate),
             "tasks": Work(self._tasks_are_due, self._evaluate_tasks),
-            "samples": Work(lambda: True, self._write_samples, at_end=True),
-            "bleu": Work(lambda: True, self._report_bleu, at_end=True),
+            "samples": Work(self._samples_are_due, self._write_samples, at_end=True),
+            "bleu": Work(self._bleu_is_due, self._report_bleu, at_end=True),
         }
 
     def _is_due(self, every: int) -> bool:
@@ -51,6 +51,12 @@ class RunWork:
     def _tasks_are_due(self) -> bool:
         tasks = self.parts.settings.train.tasks
         return bool(tasks.names) and self._is_due(tasks.every_steps)
+
+    def _samples_are_due(self) -> bool:
+        return bool(encode_prompts(self.parts.settings, self.parts.corpus.tokenizer))
+
+    def _bleu_is_due(self) -> bool:
+        return self.parts.settings.train.bleu_pairs > 0 and self.parts.corpus.validation is not None
 
     def _ask(self, phase: str) -> Callable[[], None]:
         """Return what such work calls at each batch: a heartbeat of `phase`, then StopRequested with a signal."""
