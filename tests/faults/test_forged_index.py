@@ -20,6 +20,7 @@ from tests.faults.test_hostile import TOUCHED, Evil, loaded, seal
 from xscale.checkpoint.index import check_index
 from xscale.checkpoint.load import restore
 from xscale.checkpoint.save import save
+from xscale.checkpoint.tensors import OutsideError, _FileSlice
 from xscale.core.errors import ConfigError, FaultError
 
 
@@ -275,3 +276,47 @@ def test_a_torn_archive_in_a_shard_is_damage(tmp_path: Path, seeds: range) -> No
             assert "set aside as bad-step-00000002-" in restored.reasons[0], seed
         shutil.rmtree(folder)
     assert taken[1] > len(seeds) // 3, taken
+
+
+ENDS = {
+    "a record of 64 bits before the start": b"PK\x06\x07" + bytes(16) + b"PK\x05\x06" + bytes(18),
+    "a directory before the start": b"PK\x05\x06" + bytes(8) + b"\xff" * 8 + bytes(2),
+    "an end alone": b"PK\x05\x06" + bytes(18),
+    "nothing": bytes(42),
+}
+"""Ends of archives that name positions outside of them."""
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_an_archive_without_its_beginning_is_damage(tmp_path: Path, end: str) -> None:
+    """A reader seeks in front of the box, for which a file has an error that a broken disk has too."""
+    for step in (1, 2):
+        path = save(tmp_path, step, SMALL, {"step": step}, {})
+    index = pickle.loads((path / "tensors" / ".metadata").read_bytes())
+    box = index.storage_data[MetadataIndex("model.a", torch.Size([0]))]
+    box.length = len(ENDS[end])
+    with (path / "tensors" / "__0_0.distcp").open("r+b") as shard:
+        shard.seek(box.offset)
+        shard.write(ENDS[end])
+    (path / "tensors" / ".metadata").write_bytes(pickle.dumps(index, protocol=4))
+    for name in ("tensors/.metadata", "tensors/__0_0.distcp"):
+        seal(path, name)
+    held = {name: torch.zeros_like(tensor) for name, tensor in SMALL.items()}
+    restored = restore(tmp_path, held)
+    assert restored.loaded is not None
+    assert restored.loaded.step == 1
+    assert "set aside as bad-step-00000002-unreadable" in restored.reasons[0]
+
+
+@pytest.mark.parametrize("at", [42, 43, 2**40, 2**62, 2**63, 2**70])
+def test_nothing_is_read_behind_a_box(tmp_path: Path, at: int) -> None:
+    """Not even where a file would have an error, which would be taken for the disk's."""
+    (tmp_path / "file").write_bytes(bytes(100))
+    with (tmp_path / "file").open("rb") as file:
+        box = _FileSlice(file, 10, 42)
+        assert box.seek(at) == at
+        assert box.read(8) == b""
+        assert box.seek(40) == 40
+        assert box.read(8) == bytes(2)
+        with pytest.raises(OutsideError):
+            box.seek(-43, 2)

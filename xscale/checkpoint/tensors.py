@@ -143,6 +143,9 @@ class _FileSlice(io.RawIOBase):
 
     def readinto(self, buffer: Buffer) -> int:
         view = memoryview(buffer).cast("B")[: max(self._length - self._at, 0)]
+        if not view:
+            # An offset that no file can have is an error of the system, as of a disk.
+            return 0
         self._file.seek(self._start + self._at)
         count = self._file.readinto(view)
         self._at += count
