@@ -39,6 +39,7 @@ hypothesis.settings.load_profile("house")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=8, help="how often the trainer is killed at random (default: 8)")
     parser.addoption("--layouts", type=int, default=60, help="how many random layouts are trained or refused")
+    parser.addoption("--gpu-device", default="cuda", help="cpu runs the machinery of tests/gpu on a CPU")
     help_ = "seed of the first, from which those after it follow (default: 0; of recipes' layouts another in each run)"
     parser.addoption("--layout-seed", type=int, default=None, help=help_)
 
@@ -66,7 +67,7 @@ def mpirun() -> str:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         sampled = item.get_closest_marker("sampled")
         # By its name, so that a change of other cases does not change which of them stay.
@@ -79,6 +80,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     import torch
 
-    if not torch.cuda.is_available():
+    if config.getoption("--gpu-device") != "cpu" and not torch.cuda.is_available():
         for item in wanting:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))

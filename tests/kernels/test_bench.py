@@ -112,7 +112,7 @@ def test_block_sparse_is_compared_with_masked_and_dense_attention() -> None:
     import xscale_kernels.block_sparse_attention.cases as bench
     from xscale_kernels.cases import ForwardBackward
 
-    case = bench.cases("cpu")[0]
+    case = next(bench.cases("cpu"))
     assert set(case.says) == {"eager", "sdpa"} < set(case.ways)
     outs = {}
     for name in ("cpu", "eager", "sdpa"):

@@ -2,22 +2,23 @@
 
 Each core, each pattern and each mixer without a core runs forward and backward on one sequence. FLOPs are those that
 the core reports, which the conformance suite compares with the executed ones; time is CPU time, the best of a few
-runs, on one thread. Denormals are flushed to zero: products of them are ten times as slow, so the time would depend on
-the random weights (over 32768 random tokens linformer's scores are large, and most of its attention weights are
-denormal).
+runs, on one thread, or on a GPU the median of wall times. Denormals are flushed to zero: products of them are ten times
+as slow, so the time would depend on the random weights (over 32768 random tokens linformer's scores are large, and most
+of its attention weights are denormal).
 """
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from xscale.bench.machine import one_thread
+from xscale.bench.machine import BenchDevice, one_thread
 from xscale.core.errors import ConfigError, nearest
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.core import CORES, Core
@@ -30,8 +31,16 @@ from xscale.nn.module import name_modules, parameter_axes
 from xscale.nn.pattern.pattern import PATTERNS, Pattern, pattern_density
 from xscale.nn.pattern.window import Window
 from xscale.nn.tokens import Tokens
-from xscale_kernels.bench.timing import alternate, host_clock, peak_bytes
+from xscale_kernels.bench.timing import alternate, peak_bytes
+from xscale_kernels.select import UnusableError
 
+CPU = BenchDevice()
+SDPA_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+"""Backends of torch's fused attention, by the names that it is known by."""
 LINEAR = 1.1
 """Largest exponent that counts as linear."""
 WIDTH = 64
@@ -89,7 +98,9 @@ def cases() -> Iterator[tuple[str, Any, bool]]:
             yield f"mixer {mixer.name}", mixer.part.Config(), mixer.traits.causal
 
 
-def measure_growth(name: str, config: Any, causal: bool, lengths: Sequence[int], heads: int) -> Growth:
+def measure_growth(
+    name: str, config: Any, causal: bool, lengths: Sequence[int], heads: int, on: BenchDevice = CPU
+) -> Growth:
     """Measure the exponents of one case."""
     flops = exponent(lengths, [multiply_adds(config, length, causal, heads) for length in lengths])
     if flops > LINEAR:
@@ -97,7 +108,7 @@ def measure_growth(name: str, config: Any, causal: bool, lengths: Sequence[int],
     times = []
     for length in lengths:
         run = mixer_run if is_mixer(config) else core_run
-        times.append(processor_seconds({name: run(config, length, causal, heads)})[name])
+        times.append(seconds_of({name: run(config, length, causal, heads, on)}, on)[name])
     return Growth(name, causal, flops, exponent(lengths, times), times[-1])
 
 
@@ -118,19 +129,20 @@ def multiply_adds(config: Any, length: int, causal: bool, heads: int) -> float:
     return float(weights * length + sum(part.multiply_adds(length, length) for part in parts))
 
 
-def core_run(config: Any, length: int, causal: bool, heads: int) -> Callable[[], object]:
+def core_run(config: Any, length: int, causal: bool, heads: int, on: BenchDevice = CPU) -> Callable[[], object]:
     """Return a call that runs a core forward and backward."""
-    core, mask = core_of(config, length, causal, heads), AttentionMask(length, length, causal)
-    return forward_backward(lambda q, k, v: core(q, k, v, mask), inputs(length, heads))
+    core = core_of(config, length, causal, heads, on)
+    mask = AttentionMask(length, length, causal, device=on.device)
+    return forward_backward(lambda q, k, v: core(q, k, v, mask), inputs(length, heads, on))
 
 
-def mixer_run(config: Any, length: int, causal: bool, heads: int) -> Callable[[], object]:
+def mixer_run(config: Any, length: int, causal: bool, heads: int, on: BenchDevice = CPU) -> Callable[[], object]:
     """Return a call that runs a mixer forward and backward."""
     mixer = mixer_of(config, length, causal, heads)
-    materialize(mixer, 0)
-    tokens = Tokens.from_ids(torch.zeros(1, length, dtype=torch.long))
+    materialize(mixer, 0, str(on.device), on.dtype)
+    tokens = Tokens.from_ids(torch.zeros(1, length, dtype=torch.long, device=on.device))
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, length, heads * WIDTH, generator=generator).requires_grad_()
+    x = torch.randn(1, length, heads * WIDTH, generator=generator).to(on.device, on.dtype).requires_grad_()
     return forward_backward(lambda x: mixer(x, tokens), [x])
 
 
@@ -141,18 +153,19 @@ def mixer_of(config: Any, length: int, causal: bool, heads: int) -> Mixer:
     return mixer.eval()
 
 
-def core_of(config: Any, length: int, causal: bool, heads: int) -> Core:
+def core_of(config: Any, length: int, causal: bool, heads: int, on: BenchDevice = CPU) -> Core:
     """Build the core in evaluation mode with initial weights."""
     dims = Dims(width=heads * WIDTH, depth=1, vocabulary=2, length=length, causal=causal)
     core: Core = CORES.build(config, dims, heads, WIDTH)
-    materialize(core, 0)
+    materialize(core, 0, str(on.device), on.dtype)
     return core.eval()
 
 
-def inputs(length: int, heads: int) -> list[Tensor]:
+def inputs(length: int, heads: int, on: BenchDevice = CPU) -> list[Tensor]:
     """Draw q, k and v [1, H, T, K], which require gradients."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, heads, length, WIDTH, generator=generator).requires_grad_() for _ in range(3)]
+    drawn = [torch.randn(1, heads, length, WIDTH, generator=generator) for _ in range(3)]
+    return [x.to(on.device, on.dtype).requires_grad_() for x in drawn]
 
 
 def forward_backward(attend: Callable[..., Tensor], qkv: Sequence[Tensor]) -> Callable[[], object]:
@@ -161,25 +174,26 @@ def forward_backward(attend: Callable[..., Tensor], qkv: Sequence[Tensor]) -> Ca
     return lambda: torch.autograd.grad(attend(*qkv), qkv, gradient)
 
 
-def processor_seconds(runs: dict[str, Callable[[], object]], repeats: int = 3) -> dict[str, float]:
-    """Shortest CPU time of each run; the runs alternate, after one warm-up."""
-    timings = alternate(runs, host_clock(), repeats)
-    return {name: timings.fastest(name, "processor_seconds") for name in runs}
+def seconds_of(runs: dict[str, Callable[[], object]], on: BenchDevice = CPU, repeats: int = 3) -> dict[str, float]:
+    """Seconds of each run; the runs alternate, after one warm-up."""
+    timings = alternate(runs, on.clock, repeats)
+    return {name: on.seconds(timings, name) for name in runs}
 
 
-def savings(pattern: Pattern.Config, heads: int, repeats: int = 5) -> list[Saving]:
-    """Compare a pattern with torch's fused attention, dense and under the pattern's mask, and with stored scores."""
+def savings(pattern: Pattern.Config, heads: int, repeats: int = 5, on: BenchDevice = CPU) -> list[Saving]:
+    """Compare a pattern with torch's fused attention, dense and under the pattern's mask, and with stored scores.
+
+    On a GPU each backend of torch's attention is a baseline.
+    """
     measured = []
     for causal in (False, True):
         config = BlockSparse.Config(pattern=pattern)
-        core, mask = core_of(config, DENSE, causal, heads), AttentionMask(DENSE, DENSE, causal)
-        blocks = torch.from_numpy(core.block_layout(DENSE, heads).copy())
+        core = core_of(config, DENSE, causal, heads, on)
+        mask = AttentionMask(DENSE, DENSE, causal, device=on.device)
+        blocks = torch.from_numpy(core.block_layout(DENSE, heads).copy()).to(on.device)
         attn_mask = blocks.repeat_interleave(config.block, 1).repeat_interleave(config.block, 2)
         attn_mask = attn_mask.tril() if causal else attn_mask
-        qkv = inputs(DENSE, heads)
-
-        def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool = causal) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        qkv = inputs(DENSE, heads, on)
 
         def masked(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor = attn_mask) -> Tensor:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
@@ -194,13 +208,13 @@ def savings(pattern: Pattern.Config, heads: int, repeats: int = 5) -> list[Savin
 
         implementations: dict[str, Callable[..., Tensor]] = {
             "sparse": sparse,
-            "fused": dense,
+            **sdpa_sides(SDPA_BACKENDS if on.on_gpu else (), causal),
             "fused, with the mask": masked,
             "stored scores": scores,
         }
         runs = {name: forward_backward(attend, qkv) for name, attend in implementations.items()}
-        times = processor_seconds(runs, repeats)
-        bytes_ = {name: peak_bytes(run, "cpu") for name, run in runs.items()}
+        times = seconds_of(runs, on, repeats)
+        bytes_ = {name: peak_bytes(run, on.device.type) for name, run in runs.items()}
         density = pattern_density(pattern, DENSE, causal, heads)
         measured += [
             Saving(name, causal, density, times[name] / times["sparse"], bytes_["sparse"] / bytes_[name])
@@ -216,7 +230,31 @@ def check_lengths(lengths: Sequence[int]) -> Sequence[int]:
     return lengths
 
 
-def bench(only: Sequence[str], lengths: Sequence[int], heads: int, *, as_json: bool) -> None:
+def sdpa_sides(backends: Iterable[str] = SDPA_BACKENDS, causal: bool = True) -> dict[str, Callable[..., Tensor]]:
+    """Return torch's fused attention, and the same by each named backend, as functions of q, k and v.
+
+    A backend that cannot run the call raises UnusableError with the reason that torch logs.
+    """
+
+    def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+    def by(backend: SDPBackend) -> Callable[..., Tensor]:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                try:
+                    return fused(q, k, v)
+                except RuntimeError as error:
+                    if "No viable backend" not in str(error):
+                        raise
+                    raise UnusableError(f"SDPA: {backend.name} cannot run this call") from None
+
+        return attend
+
+    return {"fused": fused, **{f"fused, {name}": by(SDPA_BACKENDS[name]) for name in backends}}
+
+
+def bench(only: Sequence[str], lengths: Sequence[int], heads: int, on: BenchDevice = CPU, *, as_json: bool) -> None:
     """Print how each case's cost scales and what a window saves; ConfigError for an unknown case."""
     known = {name: (config, causal) for name, config, causal in cases()}
     if unknown := [name for name in only if name not in known]:
@@ -225,10 +263,10 @@ def bench(only: Sequence[str], lengths: Sequence[int], heads: int, *, as_json: b
     with one_thread():
         rows = []
         for name in only or known:
-            rows.append(measure_growth(name, *known[name], lengths, heads))
+            rows.append(measure_growth(name, *known[name], lengths, heads, on))
             if not as_json:
                 print(_line(rows[-1]), flush=True)
-        saved = [] if only else savings(Window.Config(window=7), heads=4)
+        saved = [] if only else savings(Window.Config(window=7), heads=4, on=on)
     if as_json:
         print(json.dumps({"growth": list(map(asdict, rows)), "savings": list(map(asdict, saved))}, indent=2))
         return

@@ -1,15 +1,15 @@
 """Greedy decoding beside transformers, with the same weights: `xscale bench decode`.
 
 A model of transformers with random weights is saved and imported, and both sides continue one prompt with a KV cache.
-In float32 they must generate the same tokens before anything is timed. Then they generate in turns, on one thread, and
-the speed is in tokens per second of CPU time.
+In float32 they must generate the same tokens before anything is timed. Then they generate in turns: on one thread, with
+the speed in tokens per second of CPU time; or on a GPU, in tokens per second.
 """
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xscale.bench.machine import describe_machine
+from xscale.bench.machine import BenchDevice, describe_machine, one_thread
 from xscale.convert.compare import build
 from xscale.convert.hf.import_model import import_model
 from xscale.convert.hf.registry import model_of
 from xscale.core.errors import ConfigError, Problem
 from xscale.parallel import precision
 from xscale.train.generate import generate, lay_out_matrices
-from xscale_kernels.bench.timing import alternate, host_clock
+from xscale_kernels.bench.timing import Field, alternate, clock_of
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CPU = BenchDevice()
 INITIAL_STD = 0.1
 """Standard deviation of the random weights: smaller ones would repeat one token."""
 
@@ -133,17 +133,18 @@ class DecodePair:
     transformers: Any
     sizes: DecodeSizes
     encoder_decoder: bool
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def prompt(self) -> Tensor:
         """Return the ids [T] that both continue, or encode."""
         generator = torch.Generator().manual_seed(0)
-        return torch.randint(2, self.sizes.vocabulary, (self.sizes.prompt,), generator=generator)
+        return torch.randint(2, self.sizes.vocabulary, (self.sizes.prompt,), generator=generator).to(self.device)
 
     def generate_by_xscale(self) -> list[int]:
         """Generate the likeliest tokens."""
         ids, source = self.prompt(), None
         if self.encoder_decoder:
-            ids, source = torch.zeros(1, dtype=torch.int64), ids
+            ids, source = torch.zeros(1, dtype=torch.int64, device=self.device), ids
         # As `xscale generate` does.
         with torch.inference_mode():
             generated: Tensor = generate(self.xscale, ids, self.sizes.tokens, end=-1, temperature=0, source=source)
@@ -166,14 +167,14 @@ class DecodePair:
             what = f"{name}: {counts}, of which the first {equal} equal"
             raise ConfigError("bench decode", what)
 
-    def to(self, dtype: torch.dtype) -> None:
-        """Cast both models and prepare ours as `xscale generate` does; routers keep float32 in xscale."""
+    def cast(self, dtype: torch.dtype) -> None:
+        """Cast both models, and prepare ours as `xscale generate` does; routers keep float32 in xscale."""
         self.transformers.to(dtype)
         precision.cast_parameters(self.xscale, dtype, torch.float32)
         lay_out_matrices(self.xscale)
 
 
-def build_pair(name: str, sizes: DecodeSizes) -> DecodePair:
+def build_pair(name: str, sizes: DecodeSizes, device: torch.device = CPU.device) -> DecodePair:
     """Build the model of transformers with random weights, in float32, and import it."""
     import transformers
 
@@ -186,64 +187,61 @@ def build_pair(name: str, sizes: DecodeSizes) -> DecodePair:
         hf_model.save_pretrained(folder)
         imported = import_model(Path(folder))
     xscale_model = build(model_of(imported.model), imported.sizes, imported.weights)
-    return DecodePair(xscale_model, hf_model, sizes, imported.architecture.kind == "encoder_decoder")
+    encoder_decoder = imported.architecture.kind == "encoder_decoder"
+    return DecodePair(xscale_model.to(device), hf_model.to(device), sizes, encoder_decoder, device)
 
 
-def bench_decode(names: Sequence[str], sizes: DecodeSizes, dtype: str, rounds: int) -> dict[str, Any]:
-    """Return tokens per second of CPU time of both sides and their ratio for each model, as plain values."""
-    with _one_thread():
-        models = [_bench_model(name, sizes, DTYPES[dtype], rounds) for name in names]
-        machine = describe_machine(torch.device("cpu"))
+def bench_decode(names: Sequence[str], sizes: DecodeSizes, rounds: int, on: BenchDevice = CPU) -> dict[str, Any]:
+    """Return tokens per second of both sides and their ratio for each model, as plain values.
+
+    On a CPU they are tokens per second of CPU time.
+    """
+    with nullcontext() if on.on_gpu else one_thread():
+        models = [bench_model(name, sizes, rounds, on) for name in names]
+        machine = describe_machine(on.device)
+    dtype = str(on.dtype).removeprefix("torch.")
     return {"models": models, "sizes": asdict(sizes), "dtype": dtype, "rounds": rounds, **machine}
 
 
-def _bench_model(name: str, sizes: DecodeSizes, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
-    pair = build_pair(name, sizes)
+def bench_model(name: str, sizes: DecodeSizes, rounds: int, on: BenchDevice) -> dict[str, Any]:
+    """Return the speeds of one model; ConfigError if the sides generate different tokens in float32."""
+    pair = build_pair(name, sizes, on.device)
     pair.check_same_tokens(name)
-    pair.to(dtype)
+    pair.cast(on.dtype)
     sides = {"xscale": pair.generate_by_xscale, "transformers": pair.generate_by_transformers}
-    timings = alternate(sides, host_clock(), rounds, swap=True)
+    timings = alternate(sides, clock_of(on.device), rounds, swap=True)
+    field: Field = "seconds" if on.on_gpu else "processor_seconds"
     return {
         "name": name,
         "parameters": sum(parameter.numel() for parameter in pair.xscale.parameters()),
-        "tokens_per_processor_second": {
-            side: sizes.tokens / timings.median(side, "processor_seconds") for side in sides
+        "tokens_per_second" if on.on_gpu else "tokens_per_processor_second": {
+            side: sizes.tokens / timings.median(side, field) for side in sides
         },
-        "ratio": timings.ratio("transformers", "xscale", "processor_seconds"),
+        "ratio": timings.ratio("transformers", "xscale", field),
         "ratios": [
             base / seconds
             for seconds, base in zip(
-                timings.values("xscale", "processor_seconds"),
-                timings.values("transformers", "processor_seconds"),
-                strict=True,
+                timings.values("xscale", field), timings.values("transformers", field), strict=True
             )
         ],
     }
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def format_table(results: dict[str, Any]) -> str:
     """Format the results as text."""
     sizes = DecodeSizes(**results["sizes"])
+    on_gpu = any("tokens_per_second" in model for model in results["models"])
+    unit = "tokens per second" if on_gpu else "tokens per CPU second"
     lines = [
         f"{results['device']}; torch {results['torch']}, transformers {results['transformers']}, Python "
         f"{results['python']}, commit {results['commit']}, {results['date']}",
         f"{results['dtype']}, width {sizes.width}, {sizes.depth} blocks of hidden {sizes.hidden}, {sizes.heads} heads "
         f"({sizes.kv_heads} kv), vocabulary {sizes.vocabulary}, {sizes.experts} experts, top-{sizes.top_k}; prompt of "
         f"{sizes.prompt} tokens, {sizes.tokens} generated; medians of {results['rounds']} rounds in turns",
-        f"{'tokens per CPU second':<24}{'xscale':>10}{'transformers':>15}{'ratio':>8}   least to most",
+        f"{unit:<24}{'xscale':>10}{'transformers':>15}{'ratio':>8}   least to most",
     ]
     for model in results["models"]:
-        speeds = model["tokens_per_processor_second"]
+        speeds = model["tokens_per_second" if on_gpu else "tokens_per_processor_second"]
         lines.append(
             f"{model['name']:<10}{model['parameters'] / 1e6:>10.1f}M   {speeds['xscale']:>10.1f}"
             f"{speeds['transformers']:>15.1f}{model['ratio']:>7.2f}x   "
@@ -253,14 +251,12 @@ def format_table(results: dict[str, Any]) -> str:
 
 
 def bench(
-    names: Sequence[str], sizes: DecodeSizes, dtype: str, rounds: int, *, as_json: bool, record: Path | None
+    names: Sequence[str], sizes: DecodeSizes, on: BenchDevice, rounds: int, *, as_json: bool, record: Path | None
 ) -> None:
     """Run the benchmark. ConfigError for unknown names and sizes that do not fit, or if the tokens differ."""
     for name in names:
         if name not in MODELS:
             raise ConfigError("bench decode", f"there is no '{name}'", f"Take some of {', '.join(MODELS)}; none: all.")
-    if dtype not in DTYPES:
-        raise ConfigError("--dtype", f"there is no '{dtype}'", f"Take {' or '.join(DTYPES)}.")
     if rounds < 1:
         raise ConfigError("--rounds", f"must be at least 1, got {rounds}", "Take 1 or more.")
     if problems := sizes.check():
@@ -269,7 +265,7 @@ def bench(
         raise ConfigError(
             "bench decode", "the library transformers is not installed", "Run: pip install 'transformers>=5.0'"
         )
-    results = bench_decode(names or list(MODELS), sizes, dtype, rounds)
+    results = bench_decode(names or list(MODELS), sizes, rounds, on)
     if record is not None:
         record.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(results) if as_json else format_table(results), flush=True)

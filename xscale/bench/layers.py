@@ -2,7 +2,8 @@
 
 Relative positions run against plain attention: projections and torch's fused attention with a constant bias [1, H, T,
 T]. Layers of papers run against those of the packages that people install for them, where these are installed. Layers
-take turns on one thread, in training mode and float32; the time is the shortest CPU time of a few rounds.
+take turns on one thread, in training mode and float32; the time is the shortest CPU time of a few rounds. On a GPU it
+is the median of the wall times, in the precision that is asked for.
 """
 
 import importlib
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xscale.bench.machine import one_thread
+from xscale.bench.machine import BenchDevice, one_thread
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError, nearest
 from xscale.nn.dims import Dims
@@ -26,8 +27,9 @@ from xscale.nn.module import name_modules
 from xscale.nn.position.position import POSITIONS
 from xscale.nn.random import reseed
 from xscale.nn.tokens import Tokens
-from xscale_kernels.bench.timing import alternate, host_clock, peak_bytes
+from xscale_kernels.bench.timing import alternate, peak_bytes
 
+CPU = BenchDevice()
 POSITION_CASES = ("relative", "shaw", "transformer_xl", "deberta")
 """Positions that are compared with plain attention."""
 
@@ -155,33 +157,45 @@ class MixerCall(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         reseed(0, "layer")
+        if self.tokens.ids.device != x.device:
+            self.tokens = self.tokens.to(x.device)
         out: Tensor = self.mixer(x, self.tokens)
         return out
 
 
-def forward_backward(layer: Any, width: int, length: int) -> Callable[[], object]:
-    """Return a call that runs a layer forward and backward, to its input and its weights."""
+def forward_backward(layer: Any, width: int, length: int, on: BenchDevice = CPU) -> Callable[[], object]:
+    """Return a call that runs a layer forward and backward, to its input and its weights, on the device."""
+    layer.to(on.device, on.dtype)
     generator = torch.Generator().manual_seed(0)
-    x, gradient = (torch.randn(1, length, width, generator=generator) for _ in range(2))
+    x, gradient = (torch.randn(1, length, width, generator=generator).to(on.device, on.dtype) for _ in range(2))
     leaves = [x.requires_grad_(), *(weight for weight in layer.parameters() if weight.requires_grad)]
     return lambda: torch.autograd.grad(layer(x), leaves, gradient, allow_unused=True)
 
 
 def compare(
-    name: str, against: str, layers: tuple[Any, Any], width: int, length: int, causal: bool, rounds: int
+    name: str,
+    against: str,
+    layers: tuple[Any, Any],
+    width: int,
+    length: int,
+    causal: bool,
+    rounds: int,
+    on: BenchDevice = CPU,
 ) -> LayerComparison:
     """Time a layer and its baseline in turns, and measure the memory of each."""
     runs = {
-        key: forward_backward(layer, width, length) for key, layer in zip(("ours", "baseline"), layers, strict=True)
+        key: forward_backward(layer, width, length, on) for key, layer in zip(("ours", "baseline"), layers, strict=True)
     }
-    timings = alternate(runs, host_clock(), rounds)
-    seconds = {key: timings.fastest(key, "processor_seconds") for key in runs}
-    peak = {key: peak_bytes(run, "cpu") for key, run in runs.items()}
+    timings = alternate(runs, on.clock, rounds)
+    seconds = {key: on.seconds(timings, key) for key in runs}
+    peak = {key: peak_bytes(run, on.device.type) for key, run in runs.items()}
     memory = peak["ours"] / peak["baseline"]
     return LayerComparison(name, against, causal, length, seconds["ours"], seconds["baseline"], memory)
 
 
-def compare_position(kind: str, width: int, heads: int, length: int, rounds: int) -> list[LayerComparison]:
+def compare_position(
+    kind: str, width: int, heads: int, length: int, rounds: int, on: BenchDevice = CPU
+) -> list[LayerComparison]:
     """Compare a position with plain attention, causal and bidirectional where the position can be both."""
     compared = []
     for causal in (False, True):
@@ -189,11 +203,13 @@ def compare_position(kind: str, width: int, heads: int, length: int, rounds: int
         section = {"heads": heads, "position": {"kind": position.kind}}
         layer = layer_of(section, width, length, causal)
         plain = PlainAttention(width, heads, length, causal)
-        compared.append(compare(kind, "plain attention", (layer, plain), width, length, causal, rounds))
+        compared.append(compare(kind, "plain attention", (layer, plain), width, length, causal, rounds, on))
     return compared
 
 
-def compare_package(name: str, width: int, heads: int, length: int, rounds: int) -> list[LayerComparison] | str:
+def compare_package(
+    name: str, width: int, heads: int, length: int, rounds: int, on: BenchDevice = CPU
+) -> list[LayerComparison] | str:
     """Compare a layer with that of its package; where this is not installed, say so."""
     package = PACKAGES[name]
     try:
@@ -204,11 +220,20 @@ def compare_package(name: str, width: int, heads: int, length: int, rounds: int)
     for causal in package.causal:
         layer = layer_of({"heads": heads, "core": package.core}, width, length, causal)
         installed = package.build(module, width, heads, length, causal)
-        compared.append(compare(name, package.name, (layer, installed), width, length, causal, rounds))
+        compared.append(compare(name, package.name, (layer, installed), width, length, causal, rounds, on))
     return compared
 
 
-def bench(only: Sequence[str], width: int, heads: int, lengths: Sequence[int], rounds: int, *, as_json: bool) -> None:
+def bench(
+    only: Sequence[str],
+    width: int,
+    heads: int,
+    lengths: Sequence[int],
+    rounds: int,
+    on: BenchDevice = CPU,
+    *,
+    as_json: bool,
+) -> None:
     """Print how each layer compares with its baseline; ConfigError for an unknown layer."""
     known: dict[str, Callable[..., list[LayerComparison] | str]] = {
         **{kind: partial(compare_position, kind) for kind in POSITION_CASES},
@@ -222,7 +247,7 @@ def bench(only: Sequence[str], width: int, heads: int, lengths: Sequence[int], r
         rows = []
         for length in lengths:
             for name in only or known:
-                compared = known[name](width, heads, length, rounds)
+                compared = known[name](width, heads, length, rounds, on)
                 for row in [compared] if isinstance(compared, str) else compared:
                     rows.append({"skipped": row} if isinstance(row, str) else asdict(row))
                     if not as_json:

@@ -26,6 +26,18 @@ class BenchGroup(TyperGroup):
 bench_app = typer.Typer(cls=BenchGroup, help="Benchmark against a baseline in the same run.", no_args_is_help=True)
 
 
+@bench_app.callback()
+def prepare() -> None:
+    """Benchmark against a baseline in the same run."""
+    from xscale.mesh.environment import use_expandable_segments
+
+    use_expandable_segments()
+
+
+Device = Annotated[str, typer.Option(help="cpu, with CPU time on one thread, or cuda.")]
+Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
+
+
 @bench_app.command(
     "op",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
@@ -68,6 +80,8 @@ def bench_attention(
             "--positions", help="Relative positions: dense against plain attention over 2048 tokens, and block-sparse."
         ),
     ] = False,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
     json: Json = False,
 ) -> None:
     """Benchmark attention cores and patterns over sequence lengths, and block-sparse against dense attention."""
@@ -77,11 +91,14 @@ def bench_attention(
     if positions:
         from xscale.bench.positions import bench_positions
 
+        if device != "cpu":
+            raise ConfigError("--positions", "is measured on a CPU only", "Leave --device out.")
         bench_positions(only or [], _lengths(lengths), heads or 8, as_json=json)
     else:
         from xscale.bench.attention import bench
+        from xscale.bench.machine import BenchDevice
 
-        bench(only or [], _lengths(lengths), heads or 1, as_json=json)
+        bench(only or [], _lengths(lengths), heads or 1, BenchDevice.of(device, dtype), as_json=json)
 
 
 @bench_app.command("layers")
@@ -93,6 +110,8 @@ def bench_layers(
     heads: Annotated[int, typer.Option(help="Heads.", min=1)] = 8,
     lengths: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = "1024,2048",
     rounds: Annotated[int, typer.Option(help="Timed rounds.", min=1)] = 5,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
     json: Json = False,
 ) -> None:
     """Benchmark relative positions against plain attention, and layers against those of installed packages."""
@@ -100,8 +119,9 @@ def bench_layers(
 
     silence_profiler_log()
     from xscale.bench.layers import bench
+    from xscale.bench.machine import BenchDevice
 
-    bench(only or [], width, heads, _lengths(lengths), rounds, as_json=json)
+    bench(only or [], width, heads, _lengths(lengths), rounds, BenchDevice.of(device, dtype), as_json=json)
 
 
 @bench_app.command("decode")
@@ -117,17 +137,19 @@ def bench_decode(
     vocabulary: Annotated[int, typer.Option(help="Size of the vocabulary.")] = 32000,
     prompt: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 8,
     tokens: Annotated[int, typer.Option(help="Generated tokens.")] = 128,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
     rounds: Annotated[int, typer.Option(help="Timed rounds.")] = 7,
     json: Json = False,
     record: Record = None,
 ) -> None:
     """Benchmark greedy decoding against transformers with the same weights, after both generate the same tokens."""
     from xscale.bench.decode import DecodeSizes, bench
+    from xscale.bench.machine import BenchDevice
 
     hidden = hidden or 11 * width // 4
     sizes = DecodeSizes(width, hidden, depth, heads, kv_heads, experts, top_k, vocabulary, prompt, tokens)
-    bench(only or [], sizes, dtype, rounds, as_json=json, record=record)
+    bench(only or [], sizes, BenchDevice.of(device, dtype), rounds, as_json=json, record=record)
 
 
 @bench_app.command("checkpoint")
@@ -139,13 +161,22 @@ def bench_checkpoint(
     repeats: Annotated[int, typer.Option(min=1, help="Saves of each kind.")] = 5,
     device: Annotated[str, typer.Option(help="Device of the state: cpu or cuda.")] = "cpu",
     boxes: Annotated[int, typer.Option(min=0, help="Boxes of the first save's plan; 0: no plan.")] = 30_000,
+    config: Annotated[
+        Path | None, typer.Option(help="Train this run instead, and print its step times through its saves.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps of that run.")] = 60,
+    every: Annotated[int, typer.Option(help="Its steps between two saves.")] = 20,
     json: Json = False,
 ) -> None:
     """Measure how long training waits for a checkpoint: synchronous against asynchronous, with and without hashing.
 
-    And how long the ranks of a large run wait for the plan of its first save.
+    And how long the ranks of a large run wait for the plan of its first save. With --config: the trace of step times.
     """
     from dataclasses import asdict
+
+    if config is not None:
+        _bench_trace(config, steps, every, as_json=json)
+        return
 
     from xscale.bench.checkpoint import first_plan, show, show_plan, stall
 
@@ -163,21 +194,63 @@ def bench_checkpoint(
         print(show_plan(plan))
 
 
+def _bench_trace(config: Path, steps: int, every: int, *, as_json: bool) -> None:
+    from dataclasses import asdict
+    from json import dumps
+
+    from xscale.bench.checkpoint_trace import show_trace, trace_steps
+    from xscale.cli.options import readable
+
+    recipe, _ = read_config(readable(config), [])
+    if problems := recipe.check(1):
+        raise ConfigError(problems)
+    trace = trace_steps(recipe, steps, every)
+    print(dumps(asdict(trace)) if as_json else show_trace(trace, every))
+
+
+@bench_app.command("memory")
+def bench_memory(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    recompute: Annotated[bool, typer.Option("--recompute", help="With recomputation too.")] = False,
+    json: Json = False,
+) -> None:
+    """Measure the peak memory of two training steps on one device beside the prediction of `xscale plan`."""
+    from dataclasses import asdict
+    from json import dumps
+
+    from xscale.bench.memory import compare_memory, show
+
+    variants = {"as configured": [], **({"recomputation": ["parallel.recompute.every=1"]} if recompute else {})}
+    comparisons = []
+    for name, changes in variants.items():
+        recipe, _ = read_config(config, [*(overrides or []), *changes])
+        if problems := recipe.check(1):
+            raise ConfigError(problems)
+        comparisons.append((name, compare_memory(recipe)))
+    print(dumps({name: asdict(row) for name, row in comparisons}) if json else show(comparisons))
+
+
 @bench_app.command("train")
 def bench_train(
     config: ConfigFile,
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(help="Timed steps of each side.")] = 12,
+    side: Annotated[
+        list[str] | None,
+        typer.Option(help="A side, several times: xscale, 'plain PyTorch', transformers ...; default: all."),
+    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="On a GPU, write a trace of two steps of xscale here.")] = None,
     json: Json = False,
 ) -> None:
-    """Benchmark a training step against a plain PyTorch loop over the same modules (and an MoE's dense equivalent)."""
+    """Benchmark a training step against plain PyTorch, transformers, balanced routing and an MoE's dense equivalent."""
     recipe, _ = read_config(config, overrides)
     from xscale.bench.train import bench_train as run
     from xscale.bench.train import format_result
 
     if problems := recipe.check(1):
         raise ConfigError(problems)
-    result = run(recipe, steps)
+    result = run(recipe, steps, side or [], profile=profile)
     if json:
         import json as text
 
@@ -225,6 +298,28 @@ def bench_parallel(
 
     sizes = ParallelSizes(width=width, depth=depth, length=length, sequences=sequences)
     raise typer.Exit(bench(only or [], sizes, rounds, as_json=json, record=record))
+
+
+@bench_app.command("gpu")
+def bench_gpu(
+    seconds: Annotated[float, typer.Option(help="Time of the whole command.")] = 420.0,
+    out: Annotated[Path, typer.Option(help="Folder of the results: at most eight files.")] = Path("bench-gpu"),
+    only: Annotated[
+        list[str] | None, typer.Option(help="A job, such as J2 or train, several times; default: all, by worth.")
+    ] = None,
+    no_tests: Annotated[bool, typer.Option("--no-tests", help="Leave the tests out: another job ran them.")] = False,
+    device: Annotated[str, typer.Option(help="cuda, or cpu with --toy.")] = "cuda",
+    toy: Annotated[bool, typer.Option("--toy", help="Sizes of a second each, whose figures mean nothing.")] = False,
+    list_jobs: Annotated[bool, typer.Option("--list", help="Print the jobs and their seconds.")] = False,
+) -> None:
+    """Measure everything that needs one GPU, the figures that matter most first, within a time limit.
+
+    Each figure is written to OUT/results.json at once. A case that breaks, hangs or runs out of memory costs its row.
+    """
+    from xscale.bench.gpu.measure import GpuOptions, bench
+
+    options = GpuOptions(seconds, out.resolve(), device, toy, not no_tests)
+    raise typer.Exit(bench(only or [], options, list_only=list_jobs))
 
 
 @bench_app.command("links")

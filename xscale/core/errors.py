@@ -11,6 +11,10 @@ EXIT_REQUEUE = 75
 """The run stopped on purpose and can resume: the launcher may requeue it."""
 
 
+WORD_CHARACTERS = 100
+"""Longest word that is compared with known ones: the comparison takes the square of it."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong with the user's request."""
@@ -33,6 +37,10 @@ class FaultError(Exception):
     """The run cannot continue, and it is not the user's mistake: a sentence, exit status 1, no traceback."""
 
 
+class NoticeWarning(UserWarning):
+    """A sentence for the user about what a command does; the command line prints it as one line."""
+
+
 class ConfigError(Exception):
     """The user's request cannot be done; lists every problem, each with a fix."""
 
@@ -50,6 +58,8 @@ class ConfigError(Exception):
 
 
 def _close(word: str, names: Iterable[str]) -> list[str]:
+    if len(word) > WORD_CHARACTERS:
+        return []
     return difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
 
 

@@ -82,7 +82,7 @@ def require_room_behind_prefix(config: DataConfig, datasets: Sequence[PreparedDa
         prefix = data.manifest.source.get("prefix") if data.pairs and data.manifest is not None else None
         if not isinstance(prefix, str) or not prefix:
             continue
-        count = len(data.tokenizer.encode(prefix))
+        count = len(data.tokenizer.encode_prompt(prefix))
         if count <= config.source_length - 2:
             continue
         what = f"the prefix {prefix[:40]!r} has {count} tokens, and a source has {config.source_length} with its end"

@@ -124,6 +124,25 @@ def check_padding(model: nn.Module) -> list[Problem]:
     ]
 
 
+def check_padded_samples(model: nn.Module) -> list[Problem]:
+    """List the mixers for which the padding at the end of pairs and of labelled examples would be text.
+
+    Causal order hides it; so do mixers that mask documents. A core that cannot is called without it.
+    """
+    mixers = [module for module in model.modules() if isinstance(module, Mixer) and module.Config.kind is not None]
+    kinds = {str(mixer.Config.kind) for mixer in mixers}
+    shown = [
+        kind
+        for kind in sorted(kinds)
+        if not ((traits := MIXERS.get(kind).traits).documents or traits.padding or not traits.bidirectional)
+    ]
+    able = [entry.name for entry in MIXERS if entry.traits.documents or entry.traits.padding]
+    return [
+        Problem("objective", f"mixer '{kind}' cannot hide the padding of a sample", f"These can: {', '.join(able)}.")
+        for kind in shown
+    ]
+
+
 def check_prefix(model: nn.Module, config: ParallelConfig) -> list[Problem]:
     """List the parts and the layout of a causal model that hide a prefix's later tokens from its earlier ones."""
     problems = [_hides_prefix(module, config) for module in model.modules() if isinstance(module, Mixer)]

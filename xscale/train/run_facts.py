@@ -56,6 +56,7 @@ def run_facts(parts: RunParts, folder: Path, state: State, resumed: int | None) 
         host=platform.node(),
         commit=source_commit() if parts.mesh.rank_info.is_rank0 else "",
         started=time.time(),
+        repeats=tuple(state.pending),
         data=data_facts(parts.corpus, settings.train.steps * settings.train.batch_size),
     )
 

@@ -127,7 +127,7 @@ def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False) ->
         raise ConfigError(problems + (check_machine(settings, invalid=["run"]) if rank_info.is_rank0 else []))
     device = device_of(settings, rank_info)
     degrees = axes.resolve(settings.parallel.mesh, rank_info.world)
-    seconds, io_seconds = settings.parallel.timeout_seconds, settings.parallel.io_timeout_seconds
+    seconds, io_seconds = settings.parallel.longest_timeout_seconds, settings.parallel.io_timeout_seconds
     mesh = init_mesh(rank_info, degrees, device, seconds, lambda: check_same_config(settings), io_seconds)
     adopt_tokenizer(settings, mesh)
     corpus = prepare_and_open_data(settings, rank_info, *data_of_run(settings), mesh)

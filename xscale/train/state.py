@@ -42,6 +42,8 @@ class State:
     """Scale of the loss at the next step; None: the run has not begun, or the loss is not scaled."""
     loss_scale_steps: int = 0
     """Steps without an overflow since the scale last changed."""
+    pending: list[str] = field(default_factory=list)
+    """Work that is due after this step and not done, such as an evaluation that a signal cut short, by name."""
 
     RENAMED: ClassVar[dict[str, str]] = {"left_out": "skipped_samples"}
     """Old name of a field, which a checkpoint may have -> its name."""
@@ -56,7 +58,12 @@ class State:
         names = {item.name for item in fields(State)} | {"optimizer"}
         twice = len(values) != len(data)
         # Earlier versions did not write them.
-        for name, default in {"tokenizer_fingerprint": None, "loss_scale": None, "loss_scale_steps": 0}.items():
+        for name, default in (
+            ("tokenizer_fingerprint", None),
+            ("loss_scale", None),
+            ("loss_scale_steps", 0),
+            ("pending", []),
+        ):
             values.setdefault(name, default)
         if values.keys() != names or twice:
             raise ValueError(f"the state has other fields: {', '.join(sorted(values.keys() ^ names)) or 'one twice'}")
@@ -78,6 +85,8 @@ class State:
             for span in spans
         )
         _require("skipped_samples", spans, pairs)
+        pending = values["pending"]
+        _require("pending", pending, isinstance(pending, list) and all(isinstance(name, str) for name in pending))
         _require("optimizer", optimizer, isinstance(optimizer, dict) and all(map(_is_count, optimizer.values())))
         # An engine that has no optimizer yet does not know its counters.
         _require("optimizer", optimizer, not counters or optimizer.keys() == set(counters))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -37,11 +38,11 @@ def draw(pick: Pick) -> Example:
 TESTS = ("test_adamw",)
 
 
-def cases(device: str) -> list[Case]:
+def cases(device: str) -> Iterator[Case]:
     """The tensors of a small decoder; "eager" steps tensor by tensor."""
     dtypes = (torch.bfloat16, torch.float32) if device == "cuda" else (torch.float32,)
     D, depths = (2048, (2, 24)) if device == "cuda" else (256, (6,))
-    return [_case(device, D, depth, dtype) for depth in depths for dtype in dtypes]
+    yield from (_case(device, D, depth, dtype) for depth in depths for dtype in dtypes)
 
 
 def _case(device: str, D: int, depth: int, dtype: torch.dtype) -> Case:

@@ -8,16 +8,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from xscale_kernels.bench.timing import ceilings, milliseconds, peak_bytes
-from xscale_kernels.cases import Case
-from xscale_kernels.select import UnusableError, operators
+from xscale_kernels.bench.timing import ceilings, milliseconds_of, peak_bytes, time_calls
+from xscale_kernels.cases import Case, ForwardBackward
+from xscale_kernels.select import UnusableError, implementations, operators
 
 ROOT = Path(__file__).parents[3]
 
@@ -53,6 +53,10 @@ class BenchmarkRow:
     """Coordinates on the axes of the plots."""
     says: str = ""
     """The computation, where the implementation's name alone would mislead."""
+    fastest: float | None = None
+    """Shortest time, in milliseconds."""
+    tflops: float | None = None
+    """10^12 FLOP/s; None for an operator whose case counts no FLOPs."""
 
 
 def require_passing_tests(operator: str) -> None:
@@ -88,55 +92,94 @@ def _bench(operator: str) -> ModuleType:
     return importlib.import_module(f"xscale_kernels.{operator}.cases")
 
 
-def _rows(operator: str, case: Case, device: str, against: str, limits: tuple[float, float]) -> list[BenchmarkRow]:
+def with_compiled(case: Case) -> Case:
+    """Add the definition under torch.compile, "compile", where "eager" is the operator's definition."""
+    eager = case.ways.get("eager")
+    if not isinstance(eager, ForwardBackward) or "eager" in case.says:
+        return case
+    compiled = ForwardBackward(torch.compile(eager.function, dynamic=False), eager.inputs)
+    return replace(case, ways={"eager": eager, "compile": compiled, **case.ways})
+
+
+def failure(error: Exception) -> str:
+    """Format why an implementation has no time; a refusal without the operator's name."""
+    if isinstance(error, UnusableError):
+        return str(error).partition(": ")[2]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def measure_case(
+    operator: str,
+    case: Case,
+    device: str,
+    against: str,
+    limits: tuple[float, float],
+    seconds: float = 1.0,
+    begin: Callable[[str], bool] = lambda way: True,
+) -> list[BenchmarkRow]:
+    """Time every implementation of one case, forward and backward.
+
+    against: the baseline. limits: FLOP/s and bytes/s of the device. seconds: about the time of each implementation.
+    begin: called before an implementation runs first; if it returns False, this one is left out. An implementation
+    that refuses, fails or runs out of memory costs its own row.
+    """
     usable: dict[str, Callable[[], object]] = {}
     memory: dict[str, float] = {}
-    refused: dict[str, str] = {}
+    failures: dict[str, str] = {}
     for name, way in case.ways.items():
+        if not begin(name):
+            continue
         try:
+            # Before the memory is measured: compilers and autotuning allocate too.
+            way()
             memory[name] = peak_bytes(way, device) / 2**20
             usable[name] = way
-        except UnusableError as reason:
-            refused[name] = str(reason).partition(": ")[2]
-    times = milliseconds(usable, device)
+        except Exception as error:
+            failures[name] = failure(error)
+            error.__traceback__ = None
+    timings = time_calls(usable, device, seconds)
+    times = {name: milliseconds_of(timings, name, device) for name in usable}
     bound = max(case.flops / limits[0], case.bytes / limits[1]) * 1e3
     base = times.get(against)
-    return [
-        BenchmarkRow(
-            operator,
-            case.label,
-            name,
-            times[name],
-            against,
-            base and base / times[name],
-            memory[name],
-            bound / times[name] if bound else None,
-            at=case.at,
-            says=case.says.get(name, ""),
+    rows = []
+    for name in case.ways:
+        if name in times:
+            says, rate = case.says.get(name, ""), bound / times[name] if bound else None
+            speedup = base and base / times[name]
+            row = BenchmarkRow(operator, case.label, name, times[name], against, speedup, memory[name], rate)
+            tflops, fastest = case.flops / times[name] / 1e9 or None, timings.fastest(name) * 1e3
+            rows.append(replace(row, at=case.at, says=says, tflops=tflops, fastest=fastest))
+        elif name in failures:
+            row = BenchmarkRow(operator, case.label, name, None, against, None, None, None, failures[name], case.at)
+            rows.append(row)
+    return rows
+
+
+def check_baselines(operator: str, against: Sequence[str]) -> None:
+    """Raise ValueError for a baseline that the operator has not."""
+    names = {entry.name for entry in implementations(operator)} | BASELINES
+    if unknown := [name for name in against if name not in names]:
+        raise ValueError(
+            f"{operator} is not measured against '{unknown[0]}'; there are: {', '.join(sorted(names - {'reference'}))}"
         )
-        if name in times
-        else BenchmarkRow(operator, case.label, name, None, against, None, None, None, refused[name], case.at)
-        for name in case.ways
-    ]
 
 
 def run(operator: str, device: str = "cpu", against: Sequence[str] = ("eager",)) -> list[BenchmarkRow]:
     """Time every implementation in every case of `operator`, forward and backward, after its tests.
 
-    against: baselines; speed-ups are over the first, or over "eager" in cases that lack it.
+    against: baselines; speed-ups are over the first, or over "eager" in cases that lack it. On a GPU the definition
+    under torch.compile runs too.
     Raises FailedTestsError if the tests fail, ValueError for an unknown operator or baseline.
     """
     bench = _bench(operator)
-    cases: list[Case] = bench.cases(device)
-    ways = {name for case in cases for name in case.ways} | BASELINES
-    if wrong := [name for name in against if name not in ways]:
-        raise ValueError(f"{operator} is not measured against '{wrong[0]}'; there are: {', '.join(sorted(ways))}")
+    check_baselines(operator, against)
     require_passing_tests(operator)
     limits = ceilings(device, torch.bfloat16 if device == "cuda" else torch.float32)
     rows: list[BenchmarkRow] = []
-    for case in cases:
+    # One case after another is made, so that only one has memory.
+    for case in bench.cases(device):
         base = next((name for name in against if name in case.ways), "eager")
-        rows += _rows(operator, case, device, base, limits)
+        rows += measure_case(operator, with_compiled(case) if device == "cuda" else case, device, base, limits)
     return rows
 
 
@@ -169,12 +212,18 @@ def version(package: str) -> str | None:
         return None
 
 
+def commit() -> str:
+    """Commit of the checkout; empty without git or without a repository."""
+    try:
+        command = ["git", "rev-parse", "HEAD"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
+
+
 def record(rows: Sequence[BenchmarkRow], device: str, folder: Path = ROOT / "kernels/results") -> Path:
     """Write the rows with device, versions, commit and date to JSON; return the file."""
     name = name_of(device)
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
     date = datetime.datetime.now(tz=datetime.UTC).strftime("%Y-%m-%d")
     contents = {
         "device": name,
@@ -183,7 +232,7 @@ def record(rows: Sequence[BenchmarkRow], device: str, folder: Path = ROOT / "ker
         "triton": version("triton"),
         "cuda": torch.version.cuda,
         "python": sys.version.split()[0],
-        "commit": commit,
+        "commit": commit(),
         "date": date,
         "rows": [asdict(row) for row in rows],
     }

@@ -120,15 +120,12 @@ def clock_of(device: torch.device) -> Callable[[Callable[[], object]], Sample]:
     return host_clock(lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else host_clock()
 
 
-def milliseconds(
-    implementations: Mapping[str, Callable[[], object]], device: str, seconds: float = 1.0
-) -> dict[str, float]:
-    """Time of one call of each implementation in milliseconds.
+def time_calls(implementations: Mapping[str, Callable[[], object]], device: str, seconds: float = 1.0) -> Timings:
+    """Time calls of each implementation.
 
-    The implementations alternate for about `seconds` each, five rounds at least, after two for warm-up. On CUDA it is
-    the median; on a CPU the shortest, since everything else on the machine can only lengthen a call.
+    The implementations alternate for about `seconds` each, five rounds at least, after two for warm-up.
     """
-    timings = alternate(
+    return alternate(
         implementations,
         cuda_clock if device == "cuda" else host_clock(),
         rounds=200,
@@ -136,8 +133,19 @@ def milliseconds(
         budget_seconds=seconds * len(implementations),
         minimum_rounds=5,
     )
-    reduce = timings.median if device == "cuda" else timings.fastest
-    return {name: reduce(name) * 1e3 for name in implementations}
+
+
+def milliseconds_of(timings: Timings, name: str, device: str) -> float:
+    """Milliseconds of one call: on CUDA the median; on a CPU the shortest, since other programs only lengthen it."""
+    return (timings.median if device == "cuda" else timings.fastest)(name) * 1e3
+
+
+def milliseconds(
+    implementations: Mapping[str, Callable[[], object]], device: str, seconds: float = 1.0
+) -> dict[str, float]:
+    """Time of one call of each implementation in milliseconds, as `time_calls` and `milliseconds_of` have it."""
+    timings = time_calls(implementations, device, seconds)
+    return {name: milliseconds_of(timings, name, device) for name in implementations}
 
 
 def peak_bytes(function: Callable[[], object], device: str) -> int:

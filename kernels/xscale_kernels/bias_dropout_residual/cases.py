@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from xscale_kernels.bias_dropout_residual.op import (
@@ -26,11 +28,10 @@ def draw(pick: Pick) -> Example:
 TESTS = ("test_pointwise",)
 
 
-def cases(device: str) -> list[Case]:
+def cases(device: str) -> Iterator[Case]:
     """The residual addition of one sublayer, with and without dropout."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     N, D = (16384, 4096) if device == "cuda" else (4096, 512)
-    benchmark_cases = []
     for p in (0.0, 0.1):
         x, residual = (torch.randn(N, D, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
         bias = torch.randn(D, device=device, dtype=dtype, requires_grad=True)
@@ -41,7 +42,4 @@ def cases(device: str) -> list[Case]:
             (x, residual, bias),
         )
         moved = 3.0 if p == 0 else 5.0
-        benchmark_cases.append(
-            Case(f"p={p} {N} x {D} {dtype}", ways, bytes=moved * x.numel() * x.element_size(), at={"dropout": p})
-        )
-    return benchmark_cases
+        yield Case(f"p={p} {N} x {D} {dtype}", ways, bytes=moved * x.numel() * x.element_size(), at={"dropout": p})

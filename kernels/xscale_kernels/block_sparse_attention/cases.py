@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -108,12 +109,11 @@ def shown(layout: BlockLayout, T: int) -> torch.Tensor:
     return blocks[:, :T, :T].tril()
 
 
-def cases(device: str) -> list[Case]:
+def cases(device: str) -> Iterator[Case]:
     """Causal windows of growing sequences, against torch's fused attention with the pattern as a mask and without."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     B, H, K = (1, 32, 128) if device == "cuda" else (1, 4, 64)
     cuda, cpu = ((4096, 64), (32768, 64), (32768, 128), (65536, 64)), ((1024, 64), (4096, 64))
-    benchmark_cases = []
     for T, block in cuda if device == "cuda" else cpu:
         layout = layout_from_mask(window(T // block, 512 // block).to(device), block)
         qkv = tuple(torch.randn(B, H, T, K, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
@@ -134,5 +134,4 @@ def cases(device: str) -> list[Case]:
         density = layout.density(causal=True)
         label = f"B={B} H={H} T={T} K={K} block={block} density={density:.3f} {dtype}"
         at = {"length": T, "density": density}
-        benchmark_cases.append(Case(label, ways, flops=14.0 * B * H * pairs * K, at=at, says=SAYS))
-    return benchmark_cases
+        yield Case(label, ways, flops=14.0 * B * H * pairs * K, at=at, says=SAYS)

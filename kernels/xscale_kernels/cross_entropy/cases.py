@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -48,10 +49,9 @@ def draw(pick: Pick) -> Example:
 TESTS = ("test_cross_entropy",)
 
 
-def cases(device: str) -> list[Case]:
+def cases(device: str) -> Iterator[Case]:
     """Logits of usual vocabularies."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    benchmark_cases = []
     for N, V in ((8192, 32768), (8192, 131072)) if device == "cuda" else ((2048, 8192), (512, 32768)):
         logits = torch.randn(N, V, device=device, dtype=dtype, requires_grad=True)
         targets = torch.randint(0, V, (N,), device=device)
@@ -62,7 +62,6 @@ def cases(device: str) -> list[Case]:
             (logits, targets),
         )
         ways["F"] = ForwardBackward(lambda x, t: F.cross_entropy(x.float(), t, reduction="none"), (logits, targets))
-        benchmark_cases.append(
-            Case(f"N={N} V={V} {dtype}", ways, bytes=3.0 * logits.numel() * logits.element_size(), at={"vocabulary": V})
+        yield Case(
+            f"N={N} V={V} {dtype}", ways, bytes=3.0 * logits.numel() * logits.element_size(), at={"vocabulary": V}
         )
-    return benchmark_cases

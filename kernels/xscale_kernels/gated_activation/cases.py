@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from xscale_kernels.cases import Case, Example, Pick, forward_backward
@@ -23,11 +25,10 @@ def draw(pick: Pick) -> Example:
 TESTS = ("test_pointwise",)
 
 
-def cases(device: str) -> list[Case]:
+def cases(device: str) -> Iterator[Case]:
     """The hidden layer of one feed-forward."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     N, F = (16384, 11008) if device == "cuda" else (4096, 1376)
-    benchmark_cases = []
     for kind in ("swiglu", "geglu"):
         gate, up = (torch.randn(N, F, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
         ways = forward_backward(
@@ -37,5 +38,4 @@ def cases(device: str) -> list[Case]:
             (gate, up),
         )
         # Forward reads two and writes one; backward reads three and writes two.
-        benchmark_cases.append(Case(f"{kind} {N} x {F} {dtype}", ways, bytes=8.0 * gate.numel() * gate.element_size()))
-    return benchmark_cases
+        yield Case(f"{kind} {N} x {F} {dtype}", ways, bytes=8.0 * gate.numel() * gate.element_size())

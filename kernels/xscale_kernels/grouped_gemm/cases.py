@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from xscale_kernels.cases import Case, Example, Pick, forward_backward
@@ -25,14 +27,13 @@ def draw(pick: Pick) -> Example:
 TESTS = ("test_grouped_gemm",)
 
 
-def cases(device: str) -> list[Case]:
+def cases(device: str) -> Iterator[Case]:
     """Few large experts and many small ones, with unbalanced loads; "eager" is F.linear in a loop."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     cuda, cpu = (
         ((32768, 4096, 14336, 8), (32768, 4096, 14336, 8), (65536, 2048, 1408, 64)),
         ((64, 32, 64, 4), (2048, 256, 512, 8), (4096, 256, 256, 64)),
     )
-    benchmark_cases = []
     for number, (M, D, F, E) in enumerate(cuda if device == "cuda" else cpu):
         x = torch.randn(M, D, device=device, dtype=dtype, requires_grad=True)
         weights = (torch.randn(E, F, D, device=device, dtype=dtype) * D**-0.5).requires_grad_()
@@ -47,5 +48,4 @@ def cases(device: str) -> list[Case]:
             (x, weights, counts.to(device)),
         )
         label = f"M={M} D={D} F={F} E={E} counts {int(counts.min())} to {int(counts.max())} {dtype}"
-        benchmark_cases.append(Case(label, ways, flops=6.0 * M * D * F, at={"experts": E}))
-    return benchmark_cases
+        yield Case(label, ways, flops=6.0 * M * D * F, at={"experts": E})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from xscale_kernels.cases import Case, Example, Pick, forward_backward
@@ -23,10 +25,9 @@ def draw(pick: Pick) -> Example:
 TESTS = ("test_norms",)
 
 
-def cases(device: str) -> list[Case]:
+def cases(device: str) -> Iterator[Case]:
     """Rows of usual widths, in the precision that the device trains in."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    benchmark_cases = []
     cuda, cpu = [(16384, D) for D in (2560, 4096, 5120, 8192)], [(4096, 512), (4096, 2048)]
     for N, D in cuda if device == "cuda" else cpu:
         x = torch.randn(N, D, device=device, dtype=dtype, requires_grad=True)
@@ -37,7 +38,4 @@ def cases(device: str) -> list[Case]:
             IMPLEMENTATIONS,
             (x, w, b),
         )
-        benchmark_cases.append(
-            Case(f"{N} x {D} {dtype}", ways, bytes=5.0 * x.numel() * x.element_size(), at={"width": D})
-        )
-    return benchmark_cases
+        yield Case(f"{N} x {D} {dtype}", ways, bytes=5.0 * x.numel() * x.element_size(), at={"width": D})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -59,12 +60,11 @@ def _plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) ->
     return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")
 
 
-def cases(device: str) -> list[Case]:
+def cases(device: str) -> Iterator[Case]:
     """The output projection and loss of a model; "eager" makes all logits; "none" computes them twice."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     cuda = (8192, 32768, 2048), (8192, 131072, 4096)
     cpu = ((256, 512, 64), (2048, 8192, 256), (1024, 32768, 128), (1024, 131072, 64))
-    benchmark_cases = []
     for N, V, D in cuda if device == "cuda" else cpu:
         hidden = torch.randn(N, D, device=device, dtype=dtype, requires_grad=True)
         weight = (torch.randn(V, D, device=device, dtype=dtype) * 0.02).requires_grad_()
@@ -80,5 +80,4 @@ def cases(device: str) -> list[Case]:
         for chunk in (512, 2048, 4096) if device == "cuda" else ():
             # Fewer tokens make smaller products, more take more memory.
             ways[f"chunk {chunk}"] = ForwardBackward(partial(linear_cross_entropy, chunk=chunk), inputs)
-        benchmark_cases.append(Case(f"N={N} V={V} D={D} {dtype}", ways, flops=6.0 * N * V * D, at={"vocabulary": V}))
-    return benchmark_cases
+        yield Case(f"N={N} V={V} D={D} {dtype}", ways, flops=6.0 * N * V * D, at={"vocabulary": V})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -38,11 +39,10 @@ SAYS = {
 }
 
 
-def cases(device: str) -> list[Case]:
+def cases(device: str) -> Iterator[Case]:
     """Causal sequences of growing length, each of eight documents."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     B, H, K = (1, 32, 128) if device == "cuda" else (1, 4, 64)
-    benchmark_cases = []
     for T in (4096, 16384) if device == "cuda" else (1024, 4096, 8192):
         documents = (torch.arange(T, device=device) * 8 // T)[None]
         qkv = tuple(torch.randn(B, H, T, K, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
@@ -57,5 +57,4 @@ def cases(device: str) -> list[Case]:
         )
         ways["sdpa"] = ForwardBackward(partial(F.scaled_dot_product_attention, is_causal=True), qkv)
         flops = 14.0 * B * H * K * T * T / 16
-        benchmark_cases.append(Case(f"B={B} H={H} T={T} K={K} {dtype}", ways, flops=flops, at={"length": T}, says=SAYS))
-    return benchmark_cases
+        yield Case(f"B={B} H={H} T={T} K={K} {dtype}", ways, flops=flops, at={"length": T}, says=SAYS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from xscale_kernels.cases import Case, Example, Pick, forward_backward
@@ -33,11 +35,10 @@ def draw(pick: Pick) -> Example:
 TESTS = ("test_permute",)
 
 
-def cases(device: str) -> list[Case]:
+def cases(device: str) -> Iterator[Case]:
     """Tokens to their experts and back, weighted."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     cuda, cpu = ((32768, 4096, 2), (32768, 2048, 8)), ((4096, 512, 2), (2048, 256, 8))
-    benchmark_cases = []
     for N, D, k in cuda if device == "cuda" else cpu:
         x = torch.randn(N, D, device=device, dtype=dtype, requires_grad=True)
         tokens = torch.arange(N).repeat(k)[torch.randperm(N * k)].to(device)
@@ -51,12 +52,9 @@ def cases(device: str) -> list[Case]:
             (x, tokens, weights),
         )
         # Rows once in, k times out, k times in, once out; the backward reads the k copies twice and writes them once.
-        benchmark_cases.append(
-            Case(
-                f"N={N} D={D} k={k} {dtype}",
-                ways,
-                bytes=(4.0 + 6 * k) * x.numel() * x.element_size(),
-                at={"choices": k},
-            )
+        yield Case(
+            f"N={N} D={D} k={k} {dtype}",
+            ways,
+            bytes=(4.0 + 6 * k) * x.numel() * x.element_size(),
+            at={"choices": k},
         )
-    return benchmark_cases

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from xscale_kernels.cases import Case, Example, Pick, forward_backward
@@ -24,12 +26,11 @@ def draw(pick: Pick) -> Example:
 TESTS = ("test_pointwise",)
 
 
-def cases(device: str) -> list[Case]:
+def cases(device: str) -> Iterator[Case]:
     """Queries of one layer, with half-split and interleaved pairs."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     B, T, H, K = (8, 4096, 32, 128) if device == "cuda" else (4, 1024, 8, 64)
     phase = torch.randn(T, K // 2, device=device)
-    benchmark_cases = []
     for interleaved in (False, True):
         x = torch.randn(B, T, H, K, device=device, dtype=dtype, requires_grad=True)
         ways = forward_backward(
@@ -41,5 +42,4 @@ def cases(device: str) -> list[Case]:
             (x,),
         )
         label = f"{B} x {T} x {H} x {K} {dtype} {'interleaved' if interleaved else 'half-split'}"
-        benchmark_cases.append(Case(label, ways, bytes=4.0 * x.numel() * x.element_size()))
-    return benchmark_cases
+        yield Case(label, ways, bytes=4.0 * x.numel() * x.element_size())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,10 +46,9 @@ def _flattened(scores: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return scores.sum(0).sum() + weights.square().sum()
 
 
-def cases(device: str) -> list[Case]:
+def cases(device: str) -> Iterator[Case]:
     """Few and many experts; the scalar loss uses both scores and weights."""
     N = 65536 if device == "cuda" else 8192
-    benchmark_cases = []
     for E, k in ((8, 2), (64, 8), (256, 8)):
         logits = torch.randn(N, E, device=device, requires_grad=True)
         ways = forward_backward(
@@ -57,5 +57,4 @@ def cases(device: str) -> list[Case]:
             IMPLEMENTATIONS,
             (logits,),
         )
-        benchmark_cases.append(Case(f"N={N} E={E} k={k}", ways, bytes=5.0 * logits.numel() * 4, at={"experts": E}))
-    return benchmark_cases
+        yield Case(f"N={N} E={E} k={k}", ways, bytes=5.0 * logits.numel() * 4, at={"experts": E})

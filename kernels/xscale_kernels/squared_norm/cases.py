@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -27,7 +28,7 @@ def draw(pick: Pick) -> Example:
 TESTS = ("test_squared_norm",)
 
 
-def cases(device: str) -> list[Case]:
+def cases(device: str) -> Iterator[Case]:
     """The gradients of a small decoder."""
     D, depth = (2048, 24) if device == "cuda" else (256, 6)
     shapes = [shape for _ in range(depth) for shape in ((D,), (3 * D, D), (D, D), (D,), (8 * D, D), (D, 4 * D))]
@@ -35,4 +36,4 @@ def cases(device: str) -> list[Case]:
     names = {"eager": "reference"} | {entry.name: entry.name for entry in IMPLEMENTATIONS if entry.name != "reference"}
     ways = {way: partial(squared_norm, tensors, implementation=name) for way, name in names.items()}
     size = sum(tensor.numel() for tensor in tensors)
-    return [Case(f"{len(tensors)} tensors, {size / 1e6:.1f}M float32", ways, bytes=4.0 * size)]
+    yield Case(f"{len(tensors)} tensors, {size / 1e6:.1f}M float32", ways, bytes=4.0 * size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from xscale_kernels.cases import Case, Example, Pick
@@ -69,10 +71,9 @@ def draw(pick: Pick) -> Example:
 TESTS = ()
 
 
-def cases(device: str) -> list[Case]:
+def cases(device: str) -> Iterator[Case]:
     """Statistics and gradients; "eager" is the definition, with all local logits."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    benchmark_cases = []
     for N, V, D in ((8192, 32768, 4096),) if device == "cuda" else ((1024, 8192, 256), (1024, 32768, 128)):
         hidden, weight = (torch.randn(size, D, device=device).to(dtype) for size in (N, V))
         targets, seed = torch.randint(0, 4 * V, (N,), device=device), torch.ones(N, device=device)
@@ -96,5 +97,4 @@ def cases(device: str) -> list[Case]:
         }
         ways = {way: (lambda name=name, both=both: both(name)) for way, name in names.items()}
         # The logits are computed twice: each token's normaliser is known only after the all-reduce.
-        benchmark_cases.append(Case(f"N={N} V={V} D={D} {dtype}", ways, flops=8.0 * N * V * D, at={"vocabulary": V}))
-    return benchmark_cases
+        yield Case(f"N={N} V={V} D={D} {dtype}", ways, flops=8.0 * N * V * D, at={"vocabulary": V})

@@ -10,9 +10,13 @@ import pydantic
 from xscale.core.atomic_write import reporting_full_disk, write_atomically
 from xscale.core.errors import ConfigError
 from xscale.core.file_safety import decode_json, read_regular
+from xscale.core.foreign import foreign_errors, quiet_panics
+from xscale.data.tokenizer.file_bounds import check_bounds
+from xscale.data.tokenizer.template import Template, read_template, template_of_file
 from xscale.data.tokenizer.tokenizer import (
     SPECIAL_TOKENS,
     TOKENIZERS,
+    UNUSED,
     FileTokenizer,
     Tokenizer,
     TokenizerTraits,
@@ -87,16 +91,19 @@ def byte_letters() -> dict[str, bytes]:
 
 
 FILE = "tokenizer.json"
+PROBE = "A first text, of 3 lines:\n\tcafé 漢字 \U0001f600  </s> <0x41>\n" + 60 * "a"
+"""Text on which a tokenizer is tried when it is opened."""
 SENTINELS = ("<extra_{}>", "<extra_id_{}>")
 """Names of sentinel tokens: ours, and T5's."""
+CANNOT = "the library cannot use this tokenizer.json on a text"
 FIM = ("<fim_{}>", "<|fim_{}|>", "<fim-{}>")
 """Names of the special tokens for filling in the middle, as models of code have them."""
 
 
 @TOKENIZERS.register("huggingface", traits=TokenizerTraits(trained=True, lossless=True))
 class HuggingFace(FileTokenizer):
-    """An existing file encodes as the library does, without tokens added around a text. One that normalises texts
-    (lower case, spaces) is not lossless, and bits per byte are those of the normalised text."""
+    """An existing file encodes as the library does, with the tokens that its template puts before a text. One that
+    normalises texts (lower case, spaces) is not lossless, and bits per byte are those of the normalised text."""
 
     FILE = FILE
     COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
@@ -117,7 +124,8 @@ class HuggingFace(FileTokenizer):
         """Mask token of an existing file; null: `<mask>` if it has one."""
 
         bos: str | None = None
-        """Beginning-of-text token of an existing file, named in exports; null: `<s>` if it has one."""
+        """Beginning-of-text token of an existing file, named in exports; null: `<s>` if it has one, else the one token
+        that its template puts before a text, if any."""
 
     @classmethod
     def example(cls) -> Tokenizer.Config:
@@ -140,12 +148,30 @@ class HuggingFace(FileTokenizer):
         self.pad = eos if pad is None else pad
         unk = self._named("unk", None, names["unk"])
         self.unk = eos if unk is None else unk
+        data = decode_json(text)
+        template = self._template(data)
         self.bos = self._named("bos", config.bos, names["bos"])
+        if self.bos is None and len(template.prefix) == 1:
+            self.bos = template.prefix[0]
         self.mask = self._named("mask", config.mask, names["mask"])
         self.sentinels = self._sentinels()
         self.fim = self._fim_tokens()
-        self.fingerprint = hashlib.blake2b(f"{eos} {text}".encode(), digest_size=16).hexdigest()
-        self.table = self._table(decode_json(text).get("decoder"))
+        with foreign_errors(self.file, "its decoder is none that is known"):
+            self.table = self._table(data.get("decoder"))
+        self.set_template(hashlib.blake2b(f"{eos} {text}".encode(), digest_size=16).hexdigest(), template.prefix)
+
+    @classmethod
+    def adds_bos(cls, config: Any) -> bool:
+        if config.add_bos is None and config.file:
+            return bool(template_of_file(Path(config.file)).prefix)
+        return bool(config.add_bos)
+
+    def _template(self, data: Any) -> Template:
+        try:
+            return read_template(data.get("post_processor"))
+        except (ValueError, KeyError, TypeError) as error:
+            fix = "Mend its section post_processor, or set it to null."
+            raise ConfigError(str(self.file), f"the template of a text cannot be read: {error}", fix) from None
 
     def _named(self, key: str, configured: str | None, usual: str) -> int | None:
         token: int | None = self.processor.token_to_id(configured or usual)
@@ -191,22 +217,32 @@ class HuggingFace(FileTokenizer):
         return table
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.processor.encode(text, add_special_tokens=False).ids
+        with foreign_errors(self.file, CANNOT):
+            ids: list[int] = self.processor.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        encoding = self.processor.encode(text, add_special_tokens=False)
+        with foreign_errors(self.file, CANNOT):
+            encoding = self.processor.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
+    def encode_with_special_tokens(self, text: str) -> list[int]:
+        self.processor.encode_special_tokens = False
+        try:
+            return self.encode(text)
+        finally:
+            self.processor.encode_special_tokens = True
+
     def decode(self, tokens: Iterable[int]) -> str:
-        text: str = self.processor.decode([int(token) for token in tokens], skip_special_tokens=True)
+        with foreign_errors(self.file, CANNOT):
+            text: str = self.processor.decode([int(token) for token in tokens], skip_special_tokens=True)
         return text
 
     def token_bytes(self) -> list[bytes]:
         return self.table
 
     def piece(self, token: int) -> str:
-        return self.processor.id_to_token(token) or "<unused>"
+        return self.processor.id_to_token(token) or UNUSED
 
     @classmethod
     def train(cls, config: Any, texts: Iterable[str], folder: Path) -> None:
@@ -253,11 +289,13 @@ def _open(file: Path) -> tuple[Any, str]:
         raise ConfigError(str(file), what, "Run `xscale data tokenizer`, which trains it.") from None
     except UnicodeDecodeError:
         raise ConfigError(str(file), "this is not a tokenizer.json", "Give one, or leave it out.") from None
-    try:
+    what = f"this is not a tokenizer.json that tokenizers {tokenizers.__version__} reads"
+    fix = "Give one that it reads; training one needs none."
+    with foreign_errors(file, what, fix), quiet_panics():
+        check_bounds(decode_json(text))
         processor = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises no narrower kind
-        what = f"this is not a tokenizer.json that tokenizers {tokenizers.__version__} reads: {error}"
-        raise ConfigError(str(file), what, "Give one that it reads; training one needs none.") from None
+        # A regular expression that cannot be matched is found when a text is.
+        processor.encode(PROBE, add_special_tokens=False)
     # A file may ask for truncation, padding, and for text that spells a special token to become that token.
     processor.no_truncation()
     processor.no_padding()

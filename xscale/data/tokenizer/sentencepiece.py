@@ -58,7 +58,6 @@ class SentencePiece(FileTokenizer):
             self.processor.LoadFromSerializedProto(proto)
         except (RuntimeError, ValueError):
             raise ConfigError(str(file), "this is not a SentencePiece model", "Train it again.") from None
-        self.fingerprint = hashlib.blake2b(proto, digest_size=16).hexdigest()
         self.vocabulary = self.processor.GetPieceSize()
         try:
             self._check_specials(file)
@@ -66,6 +65,7 @@ class SentencePiece(FileTokenizer):
         except ValueError as error:
             what = f"this is not a SentencePiece model: a piece is not text ({error})"
             raise ConfigError(str(file), what, "Train it again.") from None
+        self.set_template(hashlib.blake2b(proto, digest_size=16).hexdigest())
 
     def _check_specials(self, file: Path) -> None:
         for token, name in enumerate(special_tokens(self.config.sentinels)):

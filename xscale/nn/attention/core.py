@@ -71,6 +71,8 @@ class Core(Part, PostStepState):
     """[H], see `declare_sinks`."""
     set_by_mixer: ClassVar[tuple[str, Any, str] | None] = None
     """A key of the config, a value, and the kind of the only mixer that can hold the core with it, and sets it."""
+    counts_keys: ClassVar[bool] = False
+    """Whether in a causal model too an output depends on the number of keys, so that padding counts."""
     keeps_state: ClassVar[bool] = False
     """Whether it keeps more than keys and values during generation, in `AttentionMask.cache`: queries come in order."""
     uses_relative_bias = False
@@ -100,6 +102,11 @@ class Core(Part, PostStepState):
                 default = type(config).model_fields[key].default
                 problems.append(Problem(f"{path}.{key}", what, f"Take {default}, or mixer.kind={mixer}."))
         return problems
+
+    @property
+    def hides_padding(self) -> bool:
+        """Whether causal order hides the padding behind a sample from its text."""
+        return self.causal and not self.counts_keys
 
     @property
     def transition_size(self) -> int:

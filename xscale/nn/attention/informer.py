@@ -42,6 +42,8 @@ _ROWS = 128
     ),
 )
 class Informer(Core):
+    counts_keys = True
+
     class Config(Core.Config):
         factor: int = Field(default=5, ge=1)
         """c, sampling factor: c ln T queries attend, and c ln S keys are sampled for each query; logarithms are rounded

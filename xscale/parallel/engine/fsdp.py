@@ -1,7 +1,7 @@
 """FSDP engine: torch's `fully_shard` stores parameters and gradients as DTensors; our optimizers update the shards."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -66,14 +66,22 @@ class FsdpEngine:
     def backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def reduce_gradients(self, nats: Tensor, loss_scale: float = 1.0) -> tuple[float, float]:
+    def reduce_gradients(
+        self, nats: Tensor, loss_scale: float = 1.0, scalars: Sequence[float] = ()
+    ) -> tuple[float, float, list[float]]:
         self.loss_scale = loss_scale
         self.gradients = [_gradient(parameter) for parameter in self.trained]
         squared_norms = [self._squared_norm(by_weight).to(nats) for by_weight in self.norm_weights]
         # The host reads once, all numbers: it waits here for all that the device has to do in the step.
-        total, *squares = sum_tensor(torch.stack((nats / self.repeats, *squared_norms))).tolist()
+        numbers = [torch.stack((nats / self.repeats, *squared_norms))]
+        if scalars:
+            # From pinned memory the host does not wait for the copy.
+            copied = torch.tensor(scalars, dtype=nats.dtype, pin_memory=nats.is_cuda)
+            numbers.append(copied.to(nats.device, non_blocking=True))
+        total, *sums = sum_tensor(torch.cat(numbers)).tolist()
+        squares, sums_of_scalars = sums[: len(squared_norms)], sums[len(squared_norms) :]
         self.grad_norms = [_root(squared) / loss_scale for squared in squares]
-        return total, _root(sum(squares)) / loss_scale
+        return total, _root(sum(squares)) / loss_scale, sums_of_scalars
 
     def group_norms(self) -> dict[str, float]:
         if len(self.clip_groups) == 1:

@@ -39,6 +39,11 @@ class AttentionMask:
     """[B, T]; a query sees the keys of its own document only."""
     key_documents: Tensor | None = None
     """[B, S]."""
+    key_padding: Tensor | None = None
+    """[B, S], whether each key is of the padding at the end of its sample, where the core keeps no documents apart: it
+    is called without it. None: there is none, or documents or causal order hide it."""
+    query_padding: Tensor | None = None
+    """[B, T] likewise, where the queries are of the same samples; None: there is none, or they are of others."""
     key_prefix: Tensor | None = None
     """[B, S], whether each key is of its document's prefix, which earlier queries see too, for cores with the trait
     `prefix`; None: there is no prefix."""
@@ -106,6 +111,13 @@ class AttentionMask:
             return self.bias
         terms = self.position_terms.scores(q, k)
         return terms if self.bias is None else terms + self.bias
+
+    @TraceableProperty
+    def key_lengths(self) -> list[int]:
+        """Keys of each sample without its padding: read once for all blocks."""
+        assert self.key_padding is not None
+        lengths: list[int] = (~self.key_padding).sum(1).tolist()
+        return lengths
 
     @TraceableProperty
     def document_spans(self) -> DocumentSpans:

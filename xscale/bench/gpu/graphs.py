@@ -1,0 +1,98 @@
+"""Job J10: forward and backward of a micro-batch: eager, compiled, and as a CUDA graph."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from xscale.bench.gpu.case import CaseReporter, GpuCase, GpuContext
+from xscale.bench.gpu.recipes import training_recipe
+from xscale.bench.gpu.training import ONE_DOCUMENT
+from xscale.bench.train_sides import collect
+from xscale.core.errors import ConfigError
+from xscale.mesh.environment import read_rank_info
+from xscale.mesh.mesh import leave_process_group
+from xscale.train.setup import RunParts, set_up
+from xscale_kernels.bench.timing import milliseconds_of, time_calls
+
+MODELS: Mapping[str, tuple[str, ...]] = {
+    "dense 1.3B, 4 x 4096 tokens": ("train.batch_size=4",),
+    "dense 12 x 768, 1 x 1024 tokens": (
+        "model.width=768",
+        "model.stack.depth=12",
+        "model.stack.block.mixer.heads=12",
+        "model.stack.block.ffn.hidden=2048",
+        "data.sequence_length=1024",
+        "train.batch_size=1",
+        "train.micro_batch_size=1",
+    ),
+}
+WARMUP = 3
+
+
+def cases(context: GpuContext) -> list[GpuCase]:
+    """One case for each model."""
+    return [GpuCase(name, partial(_run, context, name), seconds=100.0) for name in MODELS]
+
+
+def _run(context: GpuContext, name: str, report: CaseReporter) -> None:
+    sides = {
+        "eager": (False, False),
+        "compiled": (True, False),
+        "eager, CUDA graph": (False, True),
+        "compiled, CUDA graph": (True, True),
+    }
+    for side, (compiled, graph) in sides.items():
+        report.measure(side, partial(_measure, context, MODELS[name], compiled, graph))
+
+
+def _measure(context: GpuContext, overrides: Sequence[str], compiled: bool, graph: bool) -> Mapping[str, Any]:
+    if context.device == "cpu" and (compiled or graph):
+        raise ConfigError("bench gpu", "graphs need a GPU")
+    recipe = training_recipe(
+        context, "dense_1b", [*overrides, ONE_DOCUMENT, f"parallel.compile={str(compiled).lower()}"]
+    )
+    try:
+        call = micro_batch(set_up(recipe, read_rank_info()))
+        if graph:
+            call = captured(call)
+        timings = time_calls({"": call}, context.device, context.size(1.0, 0.0))
+    finally:
+        leave_process_group()
+    milliseconds = milliseconds_of(timings, "", context.device)
+    tokens = recipe.train.micro_batch_size * recipe.sample_tokens
+    fastest = timings.fastest("") * 1e3
+    return {
+        "milliseconds": milliseconds,
+        "fastest_milliseconds": fastest,
+        "tokens_per_second": tokens / milliseconds * 1e3,
+    }
+
+
+def micro_batch(parts: RunParts) -> Callable[[], object]:
+    """Return a call that runs forward and backward of the first micro-batch; gradients are overwritten, not added."""
+    batch = collect(parts, 1)[0][0].to(parts.mesh.device)
+    parts.model.train()
+    parameters = list(parts.model.parameters())
+
+    def run() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        parts.model(batch.tokens, batch.targets, batch.source).sum().backward()
+
+    return run
+
+
+def captured(call: Callable[[], object]) -> Callable[[], object]:
+    """Capture the call in a CUDA graph; return its replay."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARMUP):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
