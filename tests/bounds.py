@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FrameType
 
 GIGABYTE = 1 << 30
-HANG_SECONDS = 30
+HANG_SECONDS = 20
 """Ends a hang: the processor's time of this process alone, so that a busy machine does not count."""
 
 

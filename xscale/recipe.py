@@ -12,6 +12,7 @@ from torch import nn
 from xscale.core.compose import COMMAND_LINE, Composed, compose, leaves
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.foreign import foreign_errors
 from xscale.core.yaml_reader import flow_text
 from xscale.data.source.source import SOURCES
 from xscale.mesh import axes
@@ -102,7 +103,7 @@ class Recipe(Settings):
         if model is not None and traits is not None:
             problems += check_pooling(model, traits, packed_documents=not self.data.cross_documents)
         if model is not None and traits is not None and (pads or traits.samples != "packed"):
-            problems += check_padding(model)
+            problems += check_padding(model, told=not pads)
         if model is not None and traits is not None and traits.prefix and valid("parallel"):
             problems += check_prefix(model, self.parallel)
         if model is not None and valid("objective") and isinstance(getattr(model, "head", None), ClassHead):
@@ -334,7 +335,11 @@ def read_and_check(
         problems += error.problems
         invalid = frozenset(re.split(r"[. ]", problem.path)[0] for problem in error.problems)
         valid = {key: value for key, value in composed.data.items() if key not in invalid}
-        recipe = decode(Recipe, valid, composed.origin)
+        try:
+            recipe = decode(Recipe, valid, composed.origin)
+        except ConfigError:
+            # There are more problems than are listed, so that some of the other sections have one too.
+            raise ConfigError(problems) from None
     if world is None:
         world = axes.min_world_size(recipe.parallel.mesh)
     problems += recipe.check(world, invalid)
@@ -349,9 +354,10 @@ def _import_plugins(data: dict[str, Any]) -> list[Problem]:
     problems = []
     for plugin in _plugins(data):
         try:
-            importlib.import_module(plugin)
-        except ImportError as error:
-            problems.append(Problem("plugins", f"'{plugin}' cannot be imported: {error}", "Is it installed?"))
+            with foreign_errors("plugins", f"'{plugin}' cannot be imported", "Is it installed?"):
+                importlib.import_module(plugin)
+        except ConfigError as error:
+            problems += error.problems
     return problems
 
 

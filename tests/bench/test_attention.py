@@ -4,12 +4,25 @@ import json
 from collections.abc import Callable
 
 import pytest
+import torch
 
-from xscale.bench.attention import cases, exponent, measure_growth, multiply_adds, savings
+from xscale.bench.attention import (
+    cases,
+    core_run,
+    exponent,
+    inputs,
+    measure_growth,
+    multiply_adds,
+    savings,
+    sdpa_sides,
+)
+from xscale.bench.machine import BenchDevice
 from xscale.bench.positions import RELATIVE_POSITIONS, WINDOW, measure_position_growth, measure_positions
 from xscale.cli.main import main
+from xscale.core.errors import ConfigError
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.pattern.window import Window
+from xscale_kernels.select import UnusableError
 
 Run = Callable[..., str]
 
@@ -145,3 +158,28 @@ def test_memory_of_a_position_grows_no_faster_than_the_length(kind: str) -> None
 
 def test_an_unknown_position_has_the_nearest_one(run: Run) -> None:
     assert "Did you mean 'shaw'?" in run("--positions", "shew", status=2)
+
+
+def test_the_backend_of_torchs_attention_is_named() -> None:
+    """Each side gives the same; a backend that cannot run on a CPU refuses by its name."""
+    sides = sdpa_sides()
+    assert list(sides) == ["fused", "fused, flash", "fused, cudnn", "fused, efficient"]
+    q, k, v = (x.detach() for x in inputs(64, 2))
+    assert torch.equal(sides["fused, flash"](q, k, v), sides["fused"](q, k, v))
+    with pytest.raises(UnusableError, match="CUDNN_ATTENTION cannot run this call"):
+        sides["fused, cudnn"](q, k, v)
+
+
+def test_a_device_is_refused_with_the_reason() -> None:
+    assert BenchDevice.of("cpu", "bfloat16").dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match="must be cpu or cuda, got 'tpu'"):
+        BenchDevice.of("tpu", "float32")
+    with pytest.raises(ConfigError, match="there is no 'int8'"):
+        BenchDevice.of("cpu", "int8")
+
+
+def test_cores_run_in_bfloat16_on_their_device() -> None:
+    config = {name: config for name, config, _ in cases()}["linear"]
+    run = core_run(config, 64, True, 1, BenchDevice.of("cpu", "bfloat16"))
+    gradients = run()
+    assert all(gradient.dtype == torch.bfloat16 for gradient in gradients)  # type: ignore[attr-defined]

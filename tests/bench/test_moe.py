@@ -77,7 +77,11 @@ def test_processes_time_the_all_to_all(pool: Pool, ranks: int) -> None:
     assert [one["first"] for one in everyone] == [True, False]
     (found,) = everyone[0]["sizes"]
     assert set(found["phases"]) == set(PHASES)
-    assert set(found["speed"]) == {"dense of equal active FLOPs"}
+    assert set(found["speed"]) == {"dense of equal active FLOPs", "xscale, balanced routing"}
+    # Of the busiest rank: round-robin sends each as many rows.
+    assert found["overload"]["xscale, balanced routing"] == pytest.approx(1.0, abs=0.02)
+    assert found["overload"]["xscale"] >= 1.0
+    assert everyone[1]["sizes"][0]["overload"] == found["overload"]
 
 
 @pytest.mark.parametrize(

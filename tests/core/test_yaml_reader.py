@@ -147,7 +147,7 @@ class Section(Config):
         ({"flag": "yes"}, "flag: must be a valid boolean, got 'yes'. YAML 1.2 has true and false alone."),
         ({"count": "12:30"}, "count: must be a valid integer, got '12:30'"),
         ({"name": "x"}, ""),
-        ({"na\x1b[2Jme\n": 1}, "na\\x1b[2Jme\\n: unknown key."),
+        ({"na\x1b[2Jme\n": 1}, "na\\x1b[2Jme: unknown key."),
         ({"n" * 100_000: 1}, "...: unknown key."),
         ({"count": "9" * 100_000}, "..."),
     ],

@@ -107,6 +107,35 @@ def test_rows_and_the_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert len(recorded["commit"]) == 40
 
 
+def test_an_implementation_that_breaks_costs_its_own_row() -> None:
+    def breaks() -> object:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    begun: list[str] = []
+    ways = {"eager": lambda: torch.ones(3), "broken": breaks, "skipped": breaks, "fast": lambda: torch.ones(3)}
+    case = Case("x", ways, flops=1e9)
+
+    def begin(way: str) -> bool:
+        begun.append(way)
+        return way != "skipped"
+
+    rows = {row.way: row for row in report.measure_case("rope", case, "cpu", "eager", (1e9, 1e9), 0.0, begin)}
+    assert begun == list(ways)
+    assert list(rows) == ["eager", "broken", "fast"]
+    assert rows["broken"].refused == "OutOfMemoryError: CUDA out of memory"
+    assert rows["fast"].speedup is not None
+    assert rows["fast"].fastest is not None
+    assert rows["fast"].tflops == pytest.approx(1.0 / rows["fast"].milliseconds)  # type: ignore[operator]
+
+
+def test_the_definition_is_compiled_where_it_is_one() -> None:
+    import xscale_kernels.linear_attention.cases as against_softmax
+    import xscale_kernels.rmsnorm.cases as definition
+
+    assert list(report.with_compiled(next(definition.cases("cpu"))).ways)[:2] == ["eager", "compile"]
+    assert "compile" not in report.with_compiled(next(against_softmax.cases("cpu"))).ways
+
+
 def test_block_sparse_is_compared_with_masked_and_dense_attention() -> None:
     """`eager` computes the same result by torch's fused attention, `sdpa` a dense one; the table names both."""
     import xscale_kernels.block_sparse_attention.cases as bench

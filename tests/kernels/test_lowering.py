@@ -4,6 +4,7 @@ import ast
 import platform
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ pytestmark = pytest.mark.nightly
 
 
 ROOT = Path(__file__).parents[2]
-# Bytes of registers that a thread may store to memory, by kernel and shape class; all others may none.
+# Bytes of registers that a thread may store to memory, by kernel and shape class; all others may none. Versions of
+# Triton assign registers differently: these are 3.7.1's, and behind them what 3.6 needs beyond them.
 SPILL_LIMITS = {
     ("block_sparse_attention.gradients._key_kernel", "block_64_K=256"): 24,
     ("grouped_gemm.triton._product_kernel", "float32"): 24,
@@ -21,6 +23,24 @@ SPILL_LIMITS = {
     ("norm_kernels._backward_kernel", "layernorm_D=16384"): 12,
     **{("norm_kernels._forward_kernel", f"rmsnorm_D={D}"): 4 for D in (5120, 6144, 7168, 8192)},
 }
+SPILL_LIMITS_3_6 = {
+    ("block_sparse_attention.gradients._key_kernel", "block_64_K=128"): 16,
+    ("block_sparse_attention.gradients._key_kernel", "split_columns,_block_64_K=128"): 16,
+    ("linear_attention.triton._chunk_kernel", "K=128,_gates,_documents,_state"): 160,
+}
+
+
+def spill_limits(version: str) -> dict[tuple[str, str], int]:
+    """The limits for a version of Triton."""
+    older = tuple(int(number) for number in version.split(".")[:2]) < (3, 7)
+    return SPILL_LIMITS | (SPILL_LIMITS_3_6 if older else {})
+
+
+def test_an_older_triton_may_spill_more() -> None:
+    older, newer = spill_limits("3.6.0"), spill_limits("3.7.1")
+    assert newer == SPILL_LIMITS
+    assert older.keys() == newer.keys() | SPILL_LIMITS_3_6.keys()
+    assert all(older[key] >= limit for key, limit in newer.items())
 
 
 def launched(package: Path) -> set[str]:
@@ -56,8 +76,9 @@ def test_kernels_compile_for_hopper() -> None:
     kernels = {f"xscale_kernels.{line.split()[0]}" for line in done.stdout.splitlines()}
     assert kernels == launched(ROOT / "kernels/xscale_kernels")
     spilled = {(kernel, words["shape"]): int(words["spilled"]) for kernel, words in lines}
-    assert spilled.keys() >= SPILL_LIMITS.keys()
-    more = {key: spills for key, spills in spilled.items() if spills > SPILL_LIMITS.get(key, 0)}
+    limits = spill_limits(metadata.version("triton"))
+    assert spilled.keys() >= limits.keys()
+    more = {key: spills for key, spills in spilled.items() if spills > limits.get(key, 0)}
     assert not more, more
     # Half-precision products use Hopper's own instruction.
     assert any("_product_kernel" in line and "wgmma" in line for line in done.stdout.splitlines())

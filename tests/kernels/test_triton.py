@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.kernels.triton.conftest import interpreter_problem
+
 FOLDER = Path(__file__).parent / "triton"
 FILES = sorted(path.stem for path in FOLDER.glob("test_*.py"))
 pytestmark = pytest.mark.long
@@ -35,3 +37,14 @@ def test_in_the_interpreter(report: ElementTree.Element, file: str) -> None:
         if skipped is not None and "is not installed" in skipped.get("message", ""):
             pytest.skip(skipped.get("message", ""))
         assert skipped is None, f"{case.get('name')} was skipped"
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "problem"),
+    [("3.6.0", "2.4.6", False), ("3.6.0", "2.5.2", True), ("3.7.1", "2.5.2", False), ("3.6.0", "3.0.0", True)],
+)
+def test_a_numpy_that_the_interpreter_cannot_take_is_named(triton: str, numpy: str, problem: bool) -> None:
+    text = interpreter_problem(triton, numpy)
+    assert (text is not None) == problem
+    if text is not None:
+        assert text.endswith(f"needs numpy < 2.5, and numpy {numpy} is installed")

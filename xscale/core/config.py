@@ -13,7 +13,7 @@ import pydantic
 from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from xscale.core.errors import ConfigError, Problem, is_near, nearest
+from xscale.core.errors import ConfigError, Problem, is_near, nearest, plain
 from xscale.core.renamed import rename_old_keys
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def _problems(schema: Any, faults: Any, above: tuple[Any, ...], origin: dict[str
     problems: list[Problem] = []
     for number, fault in enumerate(faults):
         if len(problems) >= PROBLEMS_LISTED:
-            return [*problems, Problem(_shown(".".join(map(str, above))), f"{len(faults) - number} more problems")]
+            return [*problems, Problem(".".join(map(str, above)), f"{len(faults) - number} more problems")]
         where = above + tuple(fault["loc"])
         if fault["type"] == "too_short" and any(_is_inside(other["loc"], fault["loc"]) for other in faults):
             # pydantic counts the items that are right; each of the others has a problem of its own.
@@ -171,19 +171,13 @@ def _problems(schema: Any, faults: Any, above: tuple[Any, ...], origin: dict[str
     return problems
 
 
-def _shown(text: str) -> str:
-    """Return a text of a config as it stands in a message: on one line, and not longer than one is read."""
-    plain = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[: VALUE_CHARACTERS + 1])
-    return plain if len(text) <= VALUE_CHARACTERS else f"{plain[:VALUE_CHARACTERS]}..."
-
-
 def _is_inside(loc: tuple[Any, ...], outer: tuple[Any, ...]) -> bool:
     """Whether a fault at `loc` is one of an item of the value at `outer`."""
     return len(loc) > len(outer) and loc[: len(outer)] == outer
 
 
 def _problem(schema: Any, fault: Any, path: str, origin: dict[str, str]) -> Problem:
-    key_path = f"{_shown(path)} ({origin[path]})" if path in origin else _shown(path)
+    key_path = f"{plain(path, VALUE_CHARACTERS)} ({origin[path]})" if path in origin else plain(path, VALUE_CHARACTERS)
     if fault["type"] == "extra_forbidden":
         is_whole = path == ".".join(str(part) for part in fault["loc"])
         return Problem(key_path, "unknown key", _known_key(schema, fault["loc"], is_whole))
@@ -201,7 +195,7 @@ def _problem(schema: Any, fault: Any, path: str, origin: dict[str, str]) -> Prob
         what = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
         what = what[0].lower() + what[1:]
     value = fault["input"]
-    got = "" if isinstance(value, dict | pydantic.BaseModel) else f", got {_shown(repr(value))}"
+    got = "" if isinstance(value, dict | pydantic.BaseModel) else f", got {plain(repr(value), VALUE_CHARACTERS)}"
     return Problem(key_path, what + got, _other_spelling(fault["type"], value))
 
 

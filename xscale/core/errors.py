@@ -15,6 +15,21 @@ WORD_CHARACTERS = 100
 """Longest word that is compared with known ones: the comparison takes the square of it."""
 
 
+SENTENCE_CHARACTERS = 2000
+"""Longest part of a message: it may quote what a file holds."""
+
+
+def plain(text: str, limit: int = SENTENCE_CHARACTERS) -> str:
+    """Return `text` on one line, cut after `limit` characters, and control characters escaped.
+
+    What a message quotes may be from anyone: a terminal would carry out its escapes.
+    """
+    cut = text[: limit + 1]
+    if not cut.isprintable():
+        cut = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in " ".join(cut.splitlines()))
+    return cut if len(text) <= limit else f"{cut[:limit]}..."
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong with the user's request."""
@@ -29,8 +44,9 @@ class Problem:
     """The name that is no part of the family: another family may have it."""
 
     def __str__(self) -> str:
-        text = f"{self.path}: {self.what}" if self.path else self.what
-        return f"{text}. {self.fix}" if self.fix else text
+        path, what, fix = plain(self.path), plain(self.what), plain(self.fix)
+        text = f"{path}: {what}" if path else what
+        return f"{text}. {fix}" if fix else text
 
 
 class FaultError(Exception):

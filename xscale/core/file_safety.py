@@ -64,10 +64,10 @@ def open_regular(path: Path, *, follow: bool = True) -> io.BufferedReader:
 def read_regular(path: Path, limit: int | None = FILE_BYTES) -> bytes:
     """Read a regular file of at most `limit` bytes. OSError as `open_regular`, and where it is larger."""
     with open_regular(path) as file:
-        content = file.read(-1 if limit is None else limit + 1)
-    if limit is not None and len(content) > limit:
-        raise OSError(errno.EFBIG, f"the file is larger than {limit} bytes", str(path))
-    return content
+        # Not read(limit), which would take that much memory for a file of any size.
+        if limit is not None and os.fstat(file.fileno()).st_size > limit:
+            raise OSError(errno.EFBIG, f"the file is larger than {limit} bytes", str(path))
+        return file.read()
 
 
 def decode_json(content: bytes | str, *, unique: bool = False, any_integer: bool = False) -> Any:
@@ -100,8 +100,11 @@ def _integer_of_64_bits(digits: str) -> int:
 
 def _check_depth(content: bytes | str, data: Any) -> None:
     """Raise ValueError where lists and objects are nested more than `JSON_DEPTH` deep: who walks them would recurse."""
-    brackets = (b"[", b"{") if isinstance(content, bytes) else ("[", "{")
-    if sum(content.count(bracket) for bracket in brackets) <= JSON_DEPTH:  # type: ignore[arg-type]
+    if isinstance(content, bytes):
+        brackets = content.count(b"[") + content.count(b"{")
+    else:
+        brackets = content.count("[") + content.count("{")
+    if brackets <= JSON_DEPTH:
         return
     level, depth = [data], 0
     while level := [item for item in level if isinstance(item, dict | list)]:

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from xscale.core.errors import ConfigError
+from xscale.core.errors import ConfigError, plain
 
 REASON_CHARACTERS = 300
 """Longest reason that is shown."""
@@ -21,7 +21,7 @@ def reason(error: BaseException) -> str:
     """Return why a library refused a file, as a clause on one line; of torch's unpickler, which name was refused."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     if name := REFUSED_GLOBAL.search(text):
-        return f"it names {_plain(name[1])}, which no file of tensors does, and which could run code"
+        return f"it names {plain(name[1], REASON_CHARACTERS)}, which no file of tensors does, and which could run code"
     if operation := REFUSED_OPERATION.search(text):
         return f"it has an operation of pickle (number {operation[1]}) that no file of tensors has"
     if isinstance(error, MemoryError):
@@ -34,17 +34,12 @@ def reason(error: BaseException) -> str:
         return "it holds something else than tensors"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if isinstance(error, KeyError):
-        return f"it has no key {_plain(text)}"
+        return f"it has no key {plain(text, REASON_CHARACTERS)}"
     # A line with a colon at its end is the heading of the next one.
     count = 2 if lines and lines[0].endswith(":") else 1
     sentences = [part for line in [" ".join(lines[:count])] for part in re.split(r"(?<=[.!?]) ", line)]
     kept = [sentences[0], *(part for part in sentences[1:] if not ADVICE.search(part))] if sentences else []
-    return _plain(" ".join(kept).rstrip(".")) or type(error).__name__
-
-
-def _plain(text: str) -> str:
-    plain = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:REASON_CHARACTERS])
-    return plain if len(text) <= REASON_CHARACTERS else f"{plain}..."
+    return plain(" ".join(kept).rstrip("."), REASON_CHARACTERS) or type(error).__name__
 
 
 def is_panic(error: BaseException) -> bool:

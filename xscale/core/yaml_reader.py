@@ -7,11 +7,11 @@ YAML 1.2. `<<` merges mappings, as in YAML 1.1. There are no other types.
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
-from xscale.core.errors import ConfigError, Problem
+from xscale.core.errors import ConfigError, Problem, plain
 from xscale.core.file_safety import open_regular
 
 TEXT_BYTES = 4 << 20
@@ -46,7 +46,7 @@ class _Loader(yaml.SafeLoader):
     """Makes plain data of YAML text, and lists duplicate keys."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-    yaml_constructors: dict[Any, Any] = {}
+    yaml_constructors: ClassVar[dict[Any, Any]] = {}
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -166,13 +166,13 @@ def _check_bounds(text: str, name: str, loader_class: type[_Loader]) -> None:
 
     The composer recurses, in C too: what is nested too deeply would end the process.
     """
-    sizes: dict[str, int] = {}
+    sizes: dict[str | None, int] = {}
     opened: list[tuple[str | None, int]] = []  # anchor, nodes before it
     nodes = 0
     for event in yaml.parse(text, Loader=loader_class):
         if isinstance(event, yaml.AliasEvent):
             if any(anchor == event.anchor for anchor, _ in opened):
-                raise _refused(event, name, f"the alias '{_shown(event.anchor)}' is inside its own value")
+                raise _refused(event, name, f"the alias '{plain(str(event.anchor), 20)}' is inside its own value")
             nodes += sizes.get(event.anchor, 1)
         elif isinstance(event, yaml.ScalarEvent):
             nodes += 1
@@ -191,12 +191,9 @@ def _check_bounds(text: str, name: str, loader_class: type[_Loader]) -> None:
             raise _refused(event, name, f"it has more than {NODES} values, aliases counted as what they stand for")
 
 
-def _shown(anchor: str) -> str:
-    return anchor[:20]
-
-
 def _refused(event: yaml.Event, name: str, what: str) -> ConfigError:
-    return ConfigError(f"{name}:{event.start_mark.line + 1}", what)
+    line = "" if event.start_mark is None else f":{event.start_mark.line + 1}"
+    return ConfigError(f"{name}{line}", what)
 
 
 class _Dumper(yaml.SafeDumper):

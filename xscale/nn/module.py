@@ -61,6 +61,8 @@ class Module(nn.Module):
     averages_tokens = False
     """Whether all tokens of a micro-batch compete or are averaged in it (expert capacity, auxiliary losses, running
     statistics), so that padding would count."""
+    averages_text = False
+    """Whether it leaves padding out where `Tokens.padding` tells it, if it `averages_tokens`."""
     reads_token_counts = False
     """Whether its state follows from the counts of the token ids in the training data, which a run gives to
     `set_token_counts` before its first step."""

@@ -174,6 +174,7 @@ class BatchStatisticsNorm(Norm):
     seams: ClassVar[tuple[str, ...]] = ("sum_over_batch",)
     keeps_precision = True
     averages_tokens = True
+    averages_text = True
     weight: Parameter
     bias: Parameter
 

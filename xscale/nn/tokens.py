@@ -181,8 +181,8 @@ class Tokens:
     documents: Tensor | None = None
     """[B, T] index of each token's document; attention stays within a document. None: one document per row."""
     padding: Tensor | None = None
-    """[B, T], whether each token is of the padding behind its sample, in `documents` one of its own. None: there is none, or
-    it is among packed documents."""
+    """[B, T], whether each token is of the padding behind a sample, a document of its own; None: none is, or it is
+    among packed documents."""
     types: Tensor | None = None
     """[B, T] type of each token (its segment, Devlin et al. 2019); None: every token has the first type."""
     labels: Tensor | None = None

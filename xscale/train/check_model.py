@@ -107,12 +107,12 @@ def check_pooling(model: nn.Module, traits: ObjectiveTraits, *, packed_documents
     return problems
 
 
-def check_padding(model: nn.Module) -> list[Problem]:
-    """List the parts for which the padding of pairs and of labelled examples would count."""
+def check_padding(model: nn.Module, told: bool = False) -> list[Problem]:
+    """List the parts for which padding would count; `told`: `Tokens.padding` tells it from text."""
     paths: dict[str, str] = {}
     for path, module in model.named_modules():
-        averages = isinstance(module, Module) and module.averages_tokens
-        if averages or (isinstance(module, Core) and module.traits.running_stats):
+        averages = isinstance(module, Module) and module.averages_tokens and not (told and module.averages_text)
+        if averages or (not told and isinstance(module, Core) and module.traits.running_stats):
             paths.setdefault(type(module).__name__, path)
     return [
         Problem(

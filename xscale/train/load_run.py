@@ -17,6 +17,7 @@ from xscale.checkpoint.load import WEIGHTS, CheckpointReader, averages_of, load,
 from xscale.checkpoint.search import find_to_read
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.foreign import foreign_errors
 from xscale.core.yaml_reader import parse
 from xscale.data.config import DataConfig
 from xscale.data.indexed import suffixed
@@ -160,10 +161,8 @@ def plugins_of(config: dict[str, Any], where: Path, *, imported: bool) -> Iterat
 def import_plugins(names: list[str]) -> None:
     """Import modules that may register parts. ConfigError for one that cannot be imported."""
     for name in names:
-        try:
+        with foreign_errors("plugins", f"'{name}' cannot be imported", "Is it installed?"):
             importlib.import_module(name)
-        except ImportError as error:
-            raise ConfigError("plugins", f"'{name}' cannot be imported: {error}", "Is it installed?") from None
 
 
 def single_process(settings: AnySettings) -> AnySettings:

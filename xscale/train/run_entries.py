@@ -17,6 +17,7 @@ FILES = (
     "report.html",
     "wandb_id",
     "mlflow_id",
+    "interrupted",
 )
 """Files of a run folder; config.step-N.yaml are others."""
 KEPT_CONFIGS = "config.step-*.yaml"

@@ -175,13 +175,18 @@ def finished_step(settings: Settings, folder: Path) -> int | None:
 
 
 def mark_end(folder: Path, *, interrupted: bool) -> None:
-    """Note whether a stop signal cut short what follows the last save, such as samples: then it is not finished."""
-    if interrupted:
-        write_atomically(
-            folder / INTERRUPTED, b"A stop signal came after the last step: the end of the run is repeated.\n"
-        )
-    elif os.path.lexists(folder / INTERRUPTED):
-        remove_file(folder, INTERRUPTED)
+    """Note whether a stop signal cut short what follows the last save, such as samples: then it is not finished.
+
+    ConfigError or FaultError where that cannot be written: another start would take the run for finished.
+    """
+    text = b"A stop signal came after the last step: the end of the run is repeated.\n"
+    try:
+        if interrupted:
+            write_atomically(folder / INTERRUPTED, text)
+        elif os.path.lexists(folder / INTERRUPTED):
+            remove_file(folder, INTERRUPTED)
+    except OSError as error:
+        raise unwritable(folder, error) from None
 
 
 def check_finished(settings: Settings, folder: Path, step: int) -> None:

@@ -85,8 +85,7 @@ class State:
             for span in spans
         )
         _require("skipped_samples", spans, pairs)
-        pending = values["pending"]
-        _require("pending", pending, isinstance(pending, list) and all(isinstance(name, str) for name in pending))
+        _require("pending", values["pending"], _are_names(values["pending"]))
         _require("optimizer", optimizer, isinstance(optimizer, dict) and all(map(_is_count, optimizer.values())))
         # An engine that has no optimizer yet does not know its counters.
         _require("optimizer", optimizer, not counters or optimizer.keys() == set(counters))
@@ -118,6 +117,10 @@ class State:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _is_number(value: Any) -> bool:

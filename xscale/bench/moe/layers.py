@@ -70,9 +70,9 @@ class TimedLayer:
     """Name of the layer whose outputs it must match; empty: none."""
 
 
-def topk_moe(sizes: LayerSizes, device: torch.device, dtype: torch.dtype) -> Moe:
-    """Mixtral's layer: the router `topk` over gated experts."""
-    router = {"kind": "topk", "top_k": sizes.top_k}
+def topk_moe(sizes: LayerSizes, device: torch.device, dtype: torch.dtype, router_kind: str = "topk") -> Moe:
+    """Mixtral's layer: the router `topk` over gated experts; with `round_robin` each expert gets as many tokens."""
+    router = {"kind": router_kind, "top_k": sizes.top_k}
     expert = {"kind": "gated", "hidden": sizes.inner}
     moe = _build({"kind": "moe", "experts": sizes.experts, "router": router, "expert": expert}, sizes, device, dtype)
     assert isinstance(moe, Moe)

@@ -26,6 +26,7 @@ from xscale.bench.moe.layers import (
 from xscale.bench.torchrun import relaunch_under_torchrun, report_from_rank0
 from xscale.core.errors import EXIT_DONE, ConfigError
 from xscale.mesh import axes
+from xscale.mesh.collectives import sum_scalars
 from xscale.mesh.environment import read_rank_info
 from xscale.mesh.mesh import init_mesh, leave_process_group
 from xscale.nn.ffn.moe import Moe
@@ -36,6 +37,7 @@ from xscale.parallel.expert import AllToAll
 from xscale_kernels.bench.timing import alternate, clock_of
 from xscale_kernels.permute.op import permute, unpermute
 
+BALANCED = "xscale, balanced routing"
 PHASES = ("route", "permute", "all-to-all", "GEMM", "unpermute")
 
 
@@ -117,7 +119,11 @@ def _bench_width(sizes: LayerSizes, rounds: int, device: torch.device, group: An
         layers += transformers_mixtral(moe, sizes)
     else:
         _shard_experts(moe, group)
-    layers.insert(0, TimedLayer("xscale", as_function(moe, sizes, device), list(moe.parameters())))
+    balanced = topk_moe(sizes, device, dtype, "round_robin")
+    if group is not None:
+        _shard_experts(balanced, group)
+    balanced_layer = TimedLayer(BALANCED, as_function(balanced, sizes, device), list(balanced.parameters()))
+    layers = [TimedLayer("xscale", as_function(moe, sizes, device), list(moe.parameters())), balanced_layer, *layers]
     if group is None:
         switch = switch_moe(sizes, device, dtype)
         if rivals := transformers_switch(switch, sizes):
@@ -133,7 +139,22 @@ def _bench_width(sizes: LayerSizes, rounds: int, device: torch.device, group: An
         for name in times
         if name not in ("xscale", "xscale, switch")
     }
-    return {**asdict(sizes), "hidden": sizes.inner, "milliseconds": times, "phases": split, "speed": ratios}
+    overload = {"xscale": overload_factor(moe, x, group), BALANCED: overload_factor(balanced, x, group)}
+    sections = {"milliseconds": times, "phases": split, "speed": ratios, "overload": overload}
+    return {**asdict(sizes), "hidden": sizes.inner, **sections}
+
+
+def overload_factor(moe: Moe, x: Tensor, group: Any) -> float:
+    """Rows of the busiest rank over the mean over ranks; on one rank those of the busiest expert. Collective.
+
+    The slowest rank sets the time of a layer, so that its step takes this factor longer than with balanced routing.
+    """
+    tokens = Tokens.from_ids(torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device))
+    with torch.no_grad():
+        counts = moe.dispatch_plan(x, tokens)[0].tokens_per_expert.double()
+    if group is not None:
+        counts = torch.tensor(sum_scalars(counts.tolist(), x.device)).view(group.size(), -1).sum(1)
+    return float(counts.max() / counts.mean())
 
 
 def _shard_experts(moe: Moe, group: Any) -> None:
@@ -192,7 +213,10 @@ def format_table(results: dict[str, Any]) -> str:
             ratio = layer["speed"].get(name)
             rival = "xscale, switch" if name == "transformers Switch" else "xscale"
             comparison = "" if ratio is None else f"   {rival} runs at {ratio:.2f}x of its speed"
-            lines.append(f"  {name:<34}{milliseconds:9.2f} ms{comparison}")
+            factor = layer["overload"].get(name)
+            busiest = "rank" if results["processes"] > 1 else "expert"
+            load = "" if factor is None else f"   busiest {busiest} {factor:.2f}x of the mean"
+            lines.append(f"  {name:<34}{milliseconds:9.2f} ms{comparison}{load}")
         total = sum(layer["phases"].values())
         parts = "   ".join(f"{name} {value:.2f} ({value / total:.0%})" for name, value in layer["phases"].items())
         lines.append(f"  phases, each by itself, ms: {parts}")

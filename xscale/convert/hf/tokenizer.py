@@ -45,6 +45,8 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> list[str]:
     if isinstance(tokenizer, SentencePiece):
         (folder / FILE).write_bytes(tokenizer.processor.serialized_model_proto())
         section["file"] = FILE
+        if tokenizer.is_foreign:
+            return _copy_sentencepiece(tokenizer, section, folder)
         exported = _sentencepiece(tokenizer)
     elif config.kind == "byte":
         exported = _bytes(tokenizer)
@@ -65,6 +67,18 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> list[str]:
         f"tokenizer: {same} random texts become the same ids{tied}; texts that contain a token's name, like </s> or "
         "<0x41>, or U+2581, may differ"
     ]
+
+
+def _copy_sentencepiece(tokenizer: SentencePiece, section: dict[str, Any], folder: Path) -> list[str]:
+    """Write what `transformers` needs beside a model that was trained elsewhere, which it converts as it loads it."""
+    named = {"pad": tokenizer.pad, "bos": tokenizer.bos, "eos": tokenizer.eos, "unk": tokenizer.unk}
+    settings: dict[str, Any] = {
+        f"{key}_token": tokenizer.piece(token) for key, token in named.items() if token is not None
+    }
+    settings |= {"add_bos_token": bool(tokenizer.prefix), "add_eos_token": False}
+    (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / XSCALE_TOKENIZER_FILE).write_text(json.dumps(section, indent=2) + "\n", encoding="utf-8")
+    return [f"tokenizer: the run's own {FILE}; transformers converts it by the class of the model"]
 
 
 def _begin(tokenizer: Tokenizer) -> list[tuple[str, int]]:
@@ -93,7 +107,8 @@ def _copy_huggingface(tokenizer: HuggingFace, section: dict[str, Any], folder: P
             settings = decode_json(files[CONFIG]) | {"add_bos_token": bool(tokenizer.prefix)}
             files[CONFIG] = json.dumps(settings, indent=2).encode() + b"\n"
     if CONFIG not in files:
-        named = {"pad": tokenizer.pad, "bos": tokenizer.bos, "eos": tokenizer.eos, "unk": tokenizer.unk}
+        named = {"pad": tokenizer.pad, "bos": tokenizer.bos, "eos": tokenizer.eos}
+        named["unk"] = None if tokenizer.unk == tokenizer.eos else tokenizer.unk
         named["mask"] = tokenizer.mask
         names = {f"{key}_token": tokenizer.piece(token) for key, token in named.items() if token is not None}
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -24,6 +24,10 @@ SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")
 """The first ids of tokenizers trained here, in this order; the sentinels `<extra_0>`, `<extra_1>`, ... follow."""
 
 
+DEFAULT_VOCABULARY = 8192
+"""Ids of a tokenizer that is trained here, if the config does not say."""
+SENTINELS = ("<extra_{}>", "<extra_id_{}>")
+"""Names of sentinel tokens: ours, and T5's."""
 UNUSED = "<unused>"
 """Readable form of an id that is no token."""
 
@@ -114,6 +118,11 @@ class Tokenizer:
         if data["add_eos"]:
             del data["add_eos"]
         return data
+
+    @classmethod
+    def planned_vocabulary(cls, config: Any) -> int | None:
+        """Return the number of ids that a tokenizer of this config will have; None: the config does not say."""
+        return getattr(config, "vocabulary", None)
 
     @classmethod
     def adds_bos(cls, config: Any) -> bool:
@@ -225,6 +234,12 @@ class FileTokenizer(Tokenizer):
         """The file that it is read from."""
 
     @classmethod
+    def planned_vocabulary(cls, config: Any) -> int | None:
+        if config.file and Path(config.file).is_file():
+            return cls(config, Path(config.file).parent).vocabulary
+        return config.vocabulary or DEFAULT_VOCABULARY
+
+    @classmethod
     def missing(cls, config: Any, folder: Path) -> bool:
         return not config.file and not (folder / cls.FILE).exists()
 
@@ -242,6 +257,21 @@ class FileTokenizer(Tokenizer):
     @classmethod
     def sample_bytes(cls, config: Any) -> int:
         return 0 if config.file else int(config.sample_bytes)
+
+
+def sentinel_ids(id_of: Callable[[str], int | None]) -> range:
+    """Return the ids of the sentinels if they are consecutive, ascending or descending; else an empty range.
+
+    `id_of`: the id of a token, None if there is none of that name.
+    """
+    for pattern in SENTINELS:
+        ids: list[int] = []
+        while (token := id_of(pattern.format(len(ids)))) is not None:
+            ids.append(token)
+        step = -1 if len(ids) > 1 and ids[1] < ids[0] else 1
+        if ids and ids == list(span := range(ids[0], ids[0] + step * len(ids), step)):
+            return span
+    return range(0)
 
 
 def special_tokens(sentinels: int) -> list[str]:

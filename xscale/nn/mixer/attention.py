@@ -256,7 +256,7 @@ class Attention(Mixer):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         """Run the core: q [B, H, T, K], k and v [B, G, S, K] -> [B, H, T, K]. A seam: context parallelism."""
-        if mask.key_padding is not None:
+        if mask.key_padding is not None and not mask.hides_padding:
             return attend_without_padding(self.core, q, k, v, mask)
         return self.core(q, k, v, mask)  # type: ignore[no-any-return]
 
@@ -344,8 +344,9 @@ class Attention(Mixer):
                 query_documents=tokens.documents if documents else None,
                 key_documents=key_tokens.documents if documents else None,
                 spans=tokens.found_document_spans() if documents and key_tokens is tokens else None,
-                key_padding=None if documents or self.core.hides_padding else key_tokens.padding,
-                query_padding=key_tokens.padding if key_tokens is tokens else None,
+                hides_padding=documents or self.core.hides_padding,
+                key_padding=key_tokens.padding,
+                query_padding=tokens.padding,
                 key_prefix=key_tokens.prefix,
                 observed=None if self.cross else tokens.observed,
                 dropout=0.0 if tokens.rng_seed is None else self.dropout,

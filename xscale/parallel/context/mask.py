@@ -24,8 +24,6 @@ class ShardedAttentionMask(AttentionMask):
     """Tokens of the keys."""
     documents: bool = False
     """Whether documents are masked from each other."""
-    hides_padding: bool = False
-    """Whether causal order hides the padding behind a sample."""
     position: Position | None = None
     """Position encoding that biases the scores; None: no bias."""
     pairs: Pairs | None = None
@@ -80,8 +78,9 @@ class ShardedAttentionMask(AttentionMask):
             spans=self.query_shard.full.found_document_spans()
             if documents and self.query_shard is self.key_shard
             else None,
-            key_padding=None if documents or self.hides_padding else self.key_shard.full.padding,
-            query_padding=self.query_shard.full.padding if self.query_shard is self.key_shard else None,
+            hides_padding=self.hides_padding,
+            key_padding=self.key_shard.full.padding,
+            query_padding=self.query_shard.full.padding,
             key_prefix=self.key_shard.full.prefix,
             observed=self.observed,
             dropout=self.dropout,
@@ -120,7 +119,7 @@ class ShardedMaskBuilder:
             keys=k.shape[2],
             causal=attention.causal,
             documents=documents,
-            hides_padding=attention.core.hides_padding,
+            hides_padding=documents or attention.core.hides_padding,
             observed=None if attention.cross else tokens.full.observed,
             dropout=0.0 if tokens.rng_seed is None else attention.dropout,
             shared_qk=attention.shared_qk,

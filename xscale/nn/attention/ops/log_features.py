@@ -21,19 +21,27 @@ def log_feature_attention(
 
     Features q [B, H, T, F], all above 0, log features l [B, G, S, F], values v [B, G, S, K] -> [B, H, T, K].
     """
-    values = F.pad(upcast(v), (0, 1), value=1.0)
+    sums, _ = log_feature_sums(q, log_k, F.pad(upcast(v), (0, 1), value=1.0), mask, kernel=kernel)
+    return (sums[..., :-1] / sums[..., -1:]).to(v.dtype)
+
+
+def log_feature_sums(
+    q: Tensor, log_k: Tensor, v: Tensor, mask: AttentionMask, *, kernel: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """sum_j (q_i . exp(l_j - m_i)) v_j over the allowed keys [B, H, T, K], and the maxima m at all keys [B, G, S or 1].
+
+    Arguments as in `log_feature_attention`; m is constant or rises along a document.
+    """
     highest = log_k.detach().amax(-1)  # [B, G, S]
     if mask.causal:
-        sums = _causal_sums(q, log_k, values, highest, mask, kernel)
-    else:
-        highest = _document_maximum(highest, mask.key_documents)
-        sums = linear_sums(q, (log_k - highest[..., None]).exp(), values, mask, kernel=kernel)
-    return (sums[..., :-1] / sums[..., -1:]).to(v.dtype)
+        return _causal_sums(q, log_k, v, highest, mask, kernel)
+    highest = _document_maximum(highest, mask.key_documents)
+    return linear_sums(q, (log_k - highest[..., None]).exp(), v, mask, kernel=kernel), highest
 
 
 def _causal_sums(
     q: Tensor, log_k: Tensor, v: Tensor, highest: Tensor, mask: AttentionMask, kernel: str | None
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     heads, documents = q.shape[1], mask.key_documents
     running = _running_maximum(highest, documents)  # [B, G, S]
     before = running[..., :1]
@@ -51,14 +59,16 @@ def _causal_sums(
         before = torch.where(largest > 0, largest.log(), before.double())
         state = (state * (-before[..., None]).exp()).to(v.dtype)
         before = before.to(running.dtype)
-        first = documents is None or documents == documents[:, :1]
         above = torch.maximum(running, before)
-        running = above if documents is None else torch.where(first[:, None], above, running)
+        if documents is not None:
+            above = torch.where((documents == documents[:, :1])[:, None], above, running)
+        running = above
     fade = torch.cat((before, running[..., :-1]), -1) - running
     if documents is not None:
         # The maximum of a document begins anew, and its first token gets no state.
         fade = fade.clamp(max=0.0)
-    keys, values, fade = (repeat_kv(x, heads) for x in ((log_k - running[..., None]).exp(), v, fade))
+    relative = (log_k - running[..., None]).exp()
+    keys, values, fade = (repeat_kv(x, heads) for x in (relative, v, fade))
     state = None if state is None else repeat_kv(state, heads)
     # Cached tokens have no query here: pad the queries and scan from the start.
     rows = F.pad(q, (0, 0, mask.offset, 0))
@@ -66,7 +76,7 @@ def _causal_sums(
     sums, _ = scan(
         rows, keys, values, log_decay=fade, documents=documents, state=state, chunk=chunk, implementation=kernel
     )
-    return sums[:, :, mask.offset :]
+    return sums[:, :, mask.offset :], running
 
 
 def _running_maximum(x: Tensor, documents: Tensor | None) -> Tensor:
