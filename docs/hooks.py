@@ -58,6 +58,11 @@ def config_page() -> str:
         "--print-config` the resolved values and where each came from. A key that takes a *part* is chosen by `kind`; "
         "the keys of each part are listed under [Parts](parts.md).",
         "",
+        "An override sets a key by its path, `train.steps=20`; that of an entry of a list by its index, "
+        "`model.stack.rules[0].every=2`, or of all entries that have it, `model.stack.rules[*].every=2`; and that of "
+        "every part of a kind by the kind, `moe.capacity_factor=2.0`. `xscale explain KEY RECIPE` prints where a "
+        "recipe has the key.",
+        "",
     ]
     for section in keys.children(keys.root):
         family = keys.family(section)

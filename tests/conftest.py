@@ -39,8 +39,11 @@ hypothesis.settings.load_profile("house")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=8, help="how often the trainer is killed at random (default: 8)")
     parser.addoption("--layouts", type=int, default=60, help="how many random layouts are trained or refused")
+    parser.addoption("--grammars", type=int, default=1000, help="how many hostile files each grammar draws")
+    parser.addoption("--grammar-seed", type=int, default=0, help="seed of the first; those after it follow")
     parser.addoption("--gpu-device", default="cuda", help="cpu runs the machinery of tests/gpu on a CPU")
-    parser.addoption("--layout-seed", type=int, default=0, help="seed of the first; those after it follow")
+    help_ = "seed of the first, from which those after it follow (default: 0; of recipes' layouts another in each run)"
+    parser.addoption("--layout-seed", type=int, default=None, help=help_)
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ import yaml
 from tests.combinations import markdown as combinations
 from xscale.commands.catalogue import ids
 from xscale.commands.list_parts import markdown
+from xscale.parallel.steps import STEPS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -89,7 +90,7 @@ def shortened(command: str) -> str:
         # Its texts have labels, and length and tokenizer are those of the run that it begins with.
         text, small, words = "", "", [word for word in words if "sequence_length" not in word]
     if " ladder " in command:
-        tokens = "sed -i 's/^tokens:.*/tokens: [640, 1_280, 2_560]/' configs/ladder/bytes.yaml"
+        tokens = "sed -i 's/^tokens:.*/tokens: [640, 1280, 2560]/' configs/ladder/bytes.yaml"
         return f"{tokens} && {command}{text} {' '.join(word for word in words if 'steps' not in word)}"
     if " compare " in command:
         words = [*(word for word in words if "eval_every" not in word), "train.eval_every=1", "--seed=0", "--steps=1"]
@@ -142,6 +143,13 @@ def test_a_command_that_is_wrong_is_seen(checkout: Path) -> None:
 
 def test_the_table_of_parts_is_the_codes() -> None:
     assert section("parts") == markdown(), "run: python -m tests.test_docs"
+
+
+def test_the_steps_of_a_plan_are_the_codes() -> None:
+    page = (ROOT / "docs/explanation/three-moves.md").read_text(encoding="utf-8")
+    match = re.search(r"<!-- steps -->\n(.*?)\.\n<!-- /steps -->", page, re.DOTALL)
+    assert match
+    assert " ".join(match[1].split()).split(", ") == [step.name for step in STEPS]
 
 
 def test_the_readme_is_short() -> None:

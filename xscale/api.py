@@ -17,6 +17,7 @@ def load_recipe(config: str | Path | Mapping[str, Any], overrides: Sequence[str]
     `overrides` are those of the command line, such as `model.stack.depth=4`. In a mapping `use` names configs, as in a
     file. ConfigError lists every problem of the config, on the fewest ranks that its layout needs.
     """
+    _before_torch()
     from xscale.commands.recipes import config_file
     from xscale.core.compose import compose_leniently, compose_mapping
     from xscale.recipe import read_and_check
@@ -35,6 +36,7 @@ def build_model(recipe: Recipe, vocabulary: int | None = None) -> TextModel:
     They are those that a run of the recipe begins with, on every layout. `vocabulary`: the number of token ids; None:
     that of the recipe's tokenizer config.
     """
+    _before_torch()
     from xscale.text_model import TextModel
 
     return TextModel.built(recipe, vocabulary)
@@ -46,6 +48,7 @@ def load_model(folder: str | Path, *, plugins: bool = False) -> TextModel:
     The checkpoint may be of any layout. `plugins`: import the modules that the run's config names. ConfigError where
     there is no run or no checkpoint.
     """
+    _before_torch()
     from xscale.text_model import TextModel
 
     return TextModel.loaded(Path(folder), plugins=plugins)
@@ -57,6 +60,14 @@ def train(recipe: Recipe) -> int:
     Returns the exit status: 0 done, 75 stopped on purpose and resumable. ConfigError lists what this machine lacks. A
     script may call it without a main guard.
     """
+    _before_torch()
     from xscale.train.run import check_and_train
 
     return check_and_train(recipe, recipe.check)
+
+
+def _before_torch() -> None:
+    """Set what torch's libraries read when they are loaded; nothing where the caller has imported torch."""
+    from xscale.mesh.environment import wait_passively
+
+    wait_passively()

@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from xscale.core.compose import COMMAND_LINE, Composed, compose, flow_text, leaves
+from xscale.core.compose import COMMAND_LINE, Composed, compose, leaves
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.foreign import foreign_errors
+from xscale.core.yaml_reader import flow_text
 from xscale.data.source.source import SOURCES
 from xscale.mesh import axes
 from xscale.nn.class_head import ClassHead
@@ -34,6 +36,7 @@ from xscale.train.check_model import (
     check_exits,
     check_lora,
     check_multi_token,
+    check_padded_samples,
     check_padding,
     check_pooling,
     check_prefix,
@@ -65,7 +68,7 @@ class Recipe(Settings):
         def valid(*sections: str) -> bool:
             return not any(section in invalid for section in sections)
 
-        of_model = self._check_model() + self._check_kernels() if valid("model", "data", "kernels") else None
+        of_model = self.check_model_config() + self._check_kernels() if valid("model", "data", "kernels") else None
         problems += of_model or []
         if valid("model", "data", "objective"):
             problems += self._check_objective()
@@ -92,12 +95,15 @@ class Recipe(Settings):
             problems += self._check_freeze(model)
         traits = OBJECTIVES.of(self.objective).traits if valid("objective") else None
         pads = traits is not None and traits.padded
-        if model is not None and (pads or not self.data.cross_documents):
+        ends_in_padding = traits is not None and traits.samples != "packed"
+        if model is not None and ends_in_padding:
+            problems += check_padded_samples(model)
+        elif model is not None and (pads or not self.data.cross_documents):
             problems += check_documents(model, pads and self.data.cross_documents)
         if model is not None and traits is not None:
             problems += check_pooling(model, traits, packed_documents=not self.data.cross_documents)
         if model is not None and traits is not None and (pads or traits.samples != "packed"):
-            problems += check_padding(model)
+            problems += check_padding(model, told=not pads)
         if model is not None and traits is not None and traits.prefix and valid("parallel"):
             problems += check_prefix(model, self.parallel)
         if model is not None and valid("objective") and isinstance(getattr(model, "head", None), ClassHead):
@@ -177,7 +183,7 @@ class Recipe(Settings):
             )
         return [Problem(f"kernels.{operator}", what, fix) for operator, (what, fix) in faults.items()]
 
-    def _check_model(self) -> list[Problem]:
+    def check_model_config(self) -> list[Problem]:
         entry = MODELS.of(self.model)
         problems: list[Problem] = entry.part.check(self.model, (64, self.data.sequence_length), "model")
         return problems + check_places(self.model, "model")
@@ -298,6 +304,9 @@ def dropped_values(recipe: Recipe, composed: Composed) -> list[Problem]:
 def _changed(data: Any, path: str, value: Any) -> bool:
     """Whether `data` has a key at the dotted path, with another value."""
     for name in path.split("."):
+        if isinstance(data, list) and name.isdigit() and int(name) < len(data):
+            data = data[int(name)]
+            continue
         if not isinstance(data, dict) or name not in data:
             return False
         data = data[name]
@@ -326,7 +335,11 @@ def read_and_check(
         problems += error.problems
         invalid = frozenset(re.split(r"[. ]", problem.path)[0] for problem in error.problems)
         valid = {key: value for key, value in composed.data.items() if key not in invalid}
-        recipe = decode(Recipe, valid, composed.origin)
+        try:
+            recipe = decode(Recipe, valid, composed.origin)
+        except ConfigError:
+            # There are more problems than are listed, so that some of the other sections have one too.
+            raise ConfigError(problems) from None
     if world is None:
         world = axes.min_world_size(recipe.parallel.mesh)
     problems += recipe.check(world, invalid)
@@ -341,9 +354,10 @@ def _import_plugins(data: dict[str, Any]) -> list[Problem]:
     problems = []
     for plugin in _plugins(data):
         try:
-            importlib.import_module(plugin)
-        except ImportError as error:
-            problems.append(Problem("plugins", f"'{plugin}' cannot be imported: {error}", "Is it installed?"))
+            with foreign_errors("plugins", f"'{plugin}' cannot be imported", "Is it installed?"):
+                importlib.import_module(plugin)
+        except ConfigError as error:
+            problems += error.problems
     return problems
 
 

@@ -68,15 +68,23 @@ def port_of_job(job_id: int, restart: int = 0) -> int:
     return PORT_BASE + 2 * (job_id + PORT_STRIDE * restart) % PORT_SPAN
 
 
-def integer(variables: Mapping[str, str], name: str) -> int:
-    """Read a variable as an integer; raise `LaunchError` when it is missing or not an integer."""
+def integer(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Read a variable as an integer; raise `LaunchError` when it is not an integer, or missing without a default."""
     text = variables.get(name, "")
+    if not text and default is not None:
+        return default
     try:
         return int(text)
     except ValueError:
         raise LaunchError(
             f"{name} is {text!r}, expected an integer: was this process started by srun or mpirun?"
         ) from None
+
+
+def check_rank(name: str, rank: int, of: str, count: int) -> None:
+    """Raise `LaunchError` unless `rank`, the variable `name`, is one of `count` ranks, the variable `of`."""
+    if not 0 <= rank < count:
+        raise LaunchError(f"{name} is {rank}, but {of} is {count}: start the command with srun or mpirun itself")
 
 
 def slurm_head_node(variables: Mapping[str, str]) -> str:
@@ -94,8 +102,11 @@ def slurm_ranks(variables: Mapping[str, str], processes: int) -> list[RankEnv]:
     """
     task, tasks = integer(variables, "SLURM_PROCID"), integer(variables, "SLURM_NTASKS")
     head = variables.get("MASTER_ADDR") or slurm_head_node(variables)
-    job, restart = integer(variables, "SLURM_JOB_ID"), int(variables.get("SLURM_RESTART_COUNT", "0"))
-    port = int(variables.get("MASTER_PORT") or port_of_job(job, restart))
+    job, restart = integer(variables, "SLURM_JOB_ID"), integer(variables, "SLURM_RESTART_COUNT", 0)
+    port = integer(variables, "MASTER_PORT", port_of_job(job, restart))
+    check_rank("SLURM_PROCID", task, "SLURM_NTASKS", tasks)
+    if not 0 < port < 2**16:
+        raise LaunchError(f"MASTER_PORT is {port}, which is no port: leave it out, and it is derived from the job")
     if processes > 1 or tasks == integer(variables, "SLURM_NNODES"):
         local = range(processes)
         return [RankEnv(task * processes + r, tasks * processes, r, processes, head, port) for r in local]
@@ -109,8 +120,10 @@ def tasks_on_node(variables: Mapping[str, str]) -> int:
     counts: list[int] = []
     for part in text.split(","):
         count, _, times = part.partition("(x")
+        if not count.isdecimal() or not (times.rstrip(")") or "1").isdecimal():
+            raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE is {text!r}, expected counts such as 2(x3),1")
         counts += [int(count)] * int(times.rstrip(")") or 1)
-    return counts[min(int(variables.get("SLURM_NODEID", "0")), len(counts) - 1)]
+    return counts[min(max(integer(variables, "SLURM_NODEID", 0), 0), len(counts) - 1)]
 
 
 def mpi_ranks(variables: Mapping[str, str]) -> tuple[int, int, int, int] | None:
@@ -121,9 +134,11 @@ def mpi_ranks(variables: Mapping[str, str]) -> tuple[int, int, int, int] | None:
     if "OMPI_COMM_WORLD_RANK" in variables:
         names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
         rank, size, local_rank, local_size = (integer(variables, f"OMPI_COMM_WORLD_{name}") for name in names)
+        check_rank("OMPI_COMM_WORLD_RANK", rank, "OMPI_COMM_WORLD_SIZE", size)
         return rank, size, local_rank, local_size
     if "PMI_RANK" in variables:
-        local_rank = int(variables.get("MPI_LOCALRANKID", "-1"))
-        local_size = int(variables.get("MPI_LOCALNRANKS", "-1"))
-        return integer(variables, "PMI_RANK"), integer(variables, "PMI_SIZE"), local_rank, local_size
+        local_rank, local_size = integer(variables, "MPI_LOCALRANKID", -1), integer(variables, "MPI_LOCALNRANKS", -1)
+        rank, size = integer(variables, "PMI_RANK"), integer(variables, "PMI_SIZE")
+        check_rank("PMI_RANK", rank, "PMI_SIZE", size)
+        return rank, size, local_rank, local_size
     return None

@@ -26,7 +26,7 @@ from typing import Any
 from xscale_launch import devices, links, mpi_preflight, status
 from xscale_launch.agent import PREFLIGHT_FAILED, say
 from xscale_launch.devices import free_port
-from xscale_launch.env import RankEnv, environment, mpi_ranks, remove_variables, set_variables, slurm_ranks
+from xscale_launch.env import RankEnv, environment, integer, mpi_ranks, remove_variables, set_variables, slurm_ranks
 from xscale_launch.gpu_env import cpus_near_gpu
 from xscale_launch.local import worker_environment
 from xscale_launch.status import LaunchError
@@ -180,9 +180,9 @@ def set_rank_env() -> None:
 
 def rank_from_launcher(variables: Mapping[str, str]) -> RankEnv | None:
     """Return this process's rank from MPI, else from the Slurm step; None for a single process."""
-    tasks = int(variables.get("SLURM_STEP_NUM_TASKS", "1"))
+    tasks = integer(variables, "SLURM_STEP_NUM_TASKS", 1)
     if any(name in variables for name in STARTED_BY_MPI):
-        size = int(variables.get("OMPI_COMM_WORLD_SIZE") or variables.get("PMI_SIZE") or tasks)
+        size = integer(variables, "OMPI_COMM_WORLD_SIZE", integer(variables, "PMI_SIZE", tasks))
         rank_env = rank_from_mpi() if size > 1 else None
         if rank_env is not None and rank_env.world_size == size:
             return rank_env

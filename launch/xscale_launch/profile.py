@@ -90,7 +90,7 @@ class Profile:
     start: str = "node"
     """`node`: one Slurm task per node starts the workers; `torchrun`: with torchrun; `task`: one task per worker."""
     signal_seconds: int = 120
-    """Seconds before the time limit at which the workers are signalled to save."""
+    """Seconds before the time limit at which the workers are signalled to save; a save gets 20 s less than that."""
     requeue: bool = True
     """Requeue the job when it stopped on purpose, crashed, was preempted or lost a node."""
     crash_limit: int = 3

@@ -1,6 +1,7 @@
 """The newest good checkpoint is found by itself; bad ones are set aside with their reason."""
 
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from xscale.checkpoint.files import hidden_folder
 from xscale.checkpoint.load import load, restore
 from xscale.checkpoint.retention import excess
 from xscale.checkpoint.save import save
-from xscale.checkpoint.search import find_newest
+from xscale.checkpoint.search import OlderCheckpointWarning, find_newest, find_to_read
 from xscale.checkpoint.tools import ls
 from xscale.core.errors import ConfigError
 
@@ -46,6 +47,20 @@ def test_a_missing_file_and_a_short_one(tmp_path: Path) -> None:
 
 def data_size(folder: Path) -> int:
     return (folder / "bad-step-00000002-size" / "tensors" / "__0_0.distcp").stat().st_size
+
+
+def test_a_step_that_was_set_aside_is_said_until_a_newer_one_is_there(tmp_path: Path) -> None:
+    run(tmp_path)
+    (tmp_path / "step-00000003" / "state.json").unlink()
+    find_newest(tmp_path, repair=True)
+    with pytest.warns(OlderCheckpointWarning, match=r"step 3 was set aside \(missing\); step 2 is read instead"):
+        assert find_to_read(tmp_path).step == 2
+    with pytest.raises(ConfigError, match="step 3 was set aside"):
+        find_to_read(tmp_path, strict=True)
+    save(tmp_path, 4, {"a": torch.zeros(64)}, {}, {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find_to_read(tmp_path, strict=True).step == 4
 
 
 def test_a_changed_byte_is_seen_on_load(tmp_path: Path) -> None:

@@ -61,6 +61,21 @@ def test_the_keys_are_those_of_the_kinds_that_are_chosen() -> None:
     assert overrides("optimizer.", "data.source=[", config="quickstart"), "so has one with an override that is none"
 
 
+def test_entries_of_lists_and_parts_by_what_they_are_are_offered() -> None:
+    assert overrides("model.stack.ru") == ["model.stack.rules=", "model.stack.rules[0]."]
+    assert "model.stack.rules[0].every=" in overrides("model.stack.rules["), "the only entry is entered at once"
+    assert overrides("model.stack.rules[0].ffn.cap")[0] == "model.stack.rules[0].ffn.capacity_factor="
+    assert overrides("model.stack.rules[0].ffn.router.kind=sw") == ["model.stack.rules[0].ffn.router.kind=switch"]
+    assert {"model.", "moe."} <= set(overrides("mo"))
+    assert overrides("moe.router") == ["moe.router=", "moe.router."]
+    assert overrides("moe.router.kind=s") == ["moe.router.kind=sinkhorn", "moe.router.kind=switch"]
+    assert overrides("moe.drop_policy=") == [
+        f"moe.drop_policy={name}" for name in ("position", "choice", "probability", "priority")
+    ]
+    two = "model.stack.rules=[{every: 2}, {every: 3}]"
+    assert "model.stack.rules[*]." in overrides("model.stack.ru", two)
+
+
 def test_bash_splits_words_at_the_equals_sign() -> None:
     assert overrides("", "optimizer.kind") == OPTIMIZERS.names()
     assert overrides("l", "optimizer.kind", "=") == ["lion"]

@@ -15,9 +15,9 @@ from tests.conformance.made import ready
 from xscale.cli.main import main
 from xscale.commands import catalogue, list_parts
 from xscale.core import compose
-from xscale.core.compose import parse
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
+from xscale.core.yaml_reader import parse
 from xscale.nn.model.model import MODELS
 from xscale.nn.tokens import Tokens
 from xscale.recipe import Recipe, read

@@ -1,18 +1,24 @@
 """`xscale explain`: each key as the code defines it, an override that works, sections, kinds, and nearest keys."""
 
 import json
+import shlex
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from xscale.cli.main import main
-from xscale.commands.explain import config_keys, explain, override_of
-from xscale.core.compose import compose, dump
+from xscale.commands.example_values import example_of
+from xscale.commands.explain import config_keys, explain
+from xscale.commands.explain_override import location_word, override_of
+from xscale.commands.recipes import config_file
+from xscale.core.compose import compose, compose_mapping, flow_text
 from xscale.core.config import Config, decode, encode, sentences
-from xscale.core.keys import Key
+from xscale.core.keys import FAMILY, ConfigKeys, Key, choices, type_text
+from xscale.core.override_path import path_text
+from xscale.core.present_keys import root_of, walk
+from xscale.core.yaml_reader import parse
 from xscale.nn.ffn.moe import Moe
 from xscale.optim.optimizer.lion import Lion
 from xscale.recipe import Recipe
@@ -34,7 +40,7 @@ def test_a_key_is_explained_as_its_config_class_defines_it(capsys: pytest.Captur
     assert " ".join(sentences(Moe.Config)["capacity_factor"].split()) in " ".join(text.split())
     assert "default: null\n" in text
     assert "parts with this key: ffn moe (in model decoder, encoder)\n" in text
-    assert "override: model.stack.block.ffn.kind=moe model.stack.block.ffn.capacity_factor=VALUE\n" in text
+    assert "override: moe.capacity_factor=1.0\n" in text
     assert "model.encoder.block.ffn.capacity_factor" in text
     assert "router" not in text, "that is a key of another part, below the mixture's"
 
@@ -95,10 +101,10 @@ def test_a_name_of_many_keys_lists_them_with_their_parts(capsys: pytest.CaptureF
     assert "[mixer attention" in text
 
 
-def test_an_entry_of_a_list_is_set_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_entry_of_a_list_has_an_override(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "model.stack.rules.every")
     assert text.startswith("model.stack.rules[].every: int >= 1\n")
-    assert "override: the whole list: model.stack.rules='[...]'\n" in text
+    assert "override: 'model.stack.rules[*].every=1'\n" in text
 
 
 def test_the_defaults_are_those_of_the_config_classes() -> None:
@@ -125,35 +131,162 @@ def test_the_defaults_are_those_of_the_config_classes() -> None:
     assert checked > 50
 
 
-def has_required(path: str) -> bool:
-    """Whether an optional section has keys without a default: it is given as a whole."""
-    above = path.rpartition(".")[0]
-    return bool(above) and any(
-        key.type == "section or null" and not all(child.has_default for child in config_keys().children(key))
-        for key in config_keys().at(above)
-    )
+BESIDE: dict[str, dict[str, Any]] = {
+    "data.blend_rates": {"data": {"blend": [{"prepared": "a"}]}},
+    "data.blend_limit": {"data": {"blend": [{"prepared": "a"}], "blend_rates": "samples"}},
+    "data.source.separator": {"data": {"source": {"kind": "text", "document": "separator", "separator": "x"}}},
+    "data.blend_temperature": {"data": {"blend": [{"prepared": "a"}]}},
+}
+"""Key -> what a config must have beside it."""
+
+
+def another(keys: ConfigKeys, node: Any, value: Any) -> Any:
+    """A value of the key's type that is not `value`."""
+    if value is not None and "null" in type_text(node):
+        return None
+    kinds = [kind for branch in (node, *node.get("anyOf", ())) for kind in family_kinds(keys, branch)]
+    if values := [*(parse(choice, "choice") for choice in choices(node)), *kinds]:
+        return next(other for other in values if other != value)
+    if isinstance(value, list):
+        items = node.get("prefixItems", [node.get("items")])
+        if not value or isinstance(value[0], dict):
+            return [*value, value[-1]] if "at least" in type_text(node) else []
+        return [another(keys, items[0] or node["anyOf"][0]["items"], value[0]), *value[1:]]
+    if isinstance(value, str):
+        return f"{value}x"
+    if isinstance(value, dict):
+        return {"rmsnorm": "torch"}
+    step = node.get("multipleOf", 1) if isinstance(value, int) else 0.015625
+    high = node.get("maximum", node.get("exclusiveMaximum"))
+    return value - step if high is not None and value + step >= high else value + step
+
+
+def family_kinds(keys: ConfigKeys, node: Any) -> list[str]:
+    reference = node.get("$ref", "")
+    return list(keys.parts(reference.removeprefix(FAMILY))) if reference.startswith(FAMILY) else []
+
+
+def recipe_with(keys: ConfigKeys, key: Key, value: Any) -> dict[str, Any]:
+    """The smallest config that has the key, of the first part that has it, with a value."""
+    kinds = {need.slot: need.kinds[0] for need in key.needs}
+    data: dict[str, Any] = {}
+    level, path = data, ""
+    *above, last = key.path.split(".")
+    for segment in above:
+        path = f"{path}.{segment}".lstrip(".")
+        inside: dict[str, Any] = {"kind": kinds[path]} if path in kinds else {}
+        section = next((key for key in keys.at(path) if key.path == path), None)
+        if path not in kinds and section is not None:
+            inside = example_of(keys, {"$ref": reference}) if (reference := section_of(section.node)) else {}
+        level[segment.removesuffix("[]")] = [inside] if segment.endswith("[]") else inside
+        level = inside
+    level[last.removesuffix("[]")] = value
+    return data
+
+
+def section_of(node: Any) -> str:
+    """The section that a key, or an entry of its list, is."""
+    if "$ref" in node:
+        return "" if node["$ref"].startswith(FAMILY) else str(node["$ref"])
+    inner = [*node.get("anyOf", ()), *([node["items"]] if isinstance(node.get("items"), dict) else [])]
+    return next(filter(None, map(section_of, inner)), "")
+
+
+def differences(before: Any, now: Any, path: str = "") -> list[str]:
+    if isinstance(before, dict) and isinstance(now, dict) and before.keys() == now.keys():
+        return [line for name in before for line in differences(before[name], now[name], f"{path}.{name}".lstrip("."))]
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        return [
+            line for n, pair in enumerate(zip(before, now, strict=True)) for line in differences(*pair, f"{path}[{n}]")
+        ]
+    return [] if before == now else [path]
+
+
+def check_printed_override(keys: ConfigKeys, key: Key) -> str | None:
+    """Type the override that `explain` prints in a recipe with another value; None, or what it did wrong."""
+    printed = override_of(keys, key)
+    (typed,) = shlex.split(printed)
+    value = parse(typed.partition("=")[2], "printed")
+    data = recipe_with(keys, key, another(keys, key.node, value))
+    for name, more in BESIDE.get(key.path, {}).items():
+        data[name] |= more
+    before = encode(decode(Recipe, compose_mapping(data, []).data))
+    now = encode(decode(Recipe, compose_mapping(data, [typed]).data))
+    changed = differences(before, now)
+    same = [path_text(other.path) for other in walk(keys, root_of(keys, now)) if other.key.node == key.node]
+    if any(not path.startswith(tuple(same)) for path in changed) or not changed:
+        return f"{printed} of {key.path} changes {changed}"
+    return None
+
+
+def leaf_keys(keys: ConfigKeys) -> list[Key]:
+    """Each key that is no section, once for each part or section that has it."""
+    seen: dict[int, Key] = {}
+    for key in keys.all:
+        if keys.family(key) is not None or key.path.endswith("[]") or not keys.children(key):
+            seen.setdefault(id(key.node), key)
+    return list(seen.values())
+
+
+@pytest.mark.parametrize(
+    "every", [pytest.param(32, id="one in thirty"), pytest.param(1, id="all", marks=pytest.mark.long)]
+)
+def test_an_override_that_is_printed_sets_its_key_alone(every: int) -> None:
+    keys = config_keys()
+    checked = leaf_keys(keys)[::every]
+    wrong = [fault for key in checked if (fault := check_printed_override(keys, key)) is not None]
+    assert wrong == []
+    assert len(checked) > 700 / every
 
 
 @pytest.mark.long
-def test_an_override_that_is_printed_sets_its_key(tmp_path: Path) -> None:
-    keys = config_keys()
-    (tmp_path / "run.yaml").write_text(dump(encode(Recipe())), encoding="utf-8")
-    seen: dict[int, Key] = {}
-    for key in keys.all:
-        if "[]" not in key.path:
-            seen.setdefault(id(key.node), key)
+@pytest.mark.parametrize("recipe", ["quickstart", "mixtral_8x7b", "t5_span"])
+def test_an_override_that_is_printed_of_a_recipe_sets_the_key_there_alone(recipe: str) -> None:
+    keys, file = config_keys(), config_file(recipe)
+    data = compose(file, []).data
+    before = encode(decode(Recipe, data))
     checked = 0
-    for key in list(seen.values())[::4]:
-        words = override_of(keys, key)
-        if "VALUE" in words or has_required(key.path):
+    for place in walk(keys, root_of(keys, data)):
+        if keys.children(place.key) or place.path[0] == "about" or place.value in (None, ""):
             continue
-        value: Any = decode(Recipe, compose(tmp_path / "run.yaml", words.split()).data)
-        for name in key.path.split("."):
-            value = getattr(value, name)
-        default = key.node["default"]
-        assert (value.kind if isinstance(value, Config) else value) == default, words
+        (typed,) = shlex.split(location_word(keys, place))
+        path, _, text = typed.partition("=")
+        value = parse(text, "printed")
+        assert differences(before, encode(decode(Recipe, compose(file, [typed]).data))) == [], typed
+        if isinstance(value, list | dict) or isinstance(place.path[-1], int) or place.key.path in BESIDE:
+            continue
+        other = another(keys, place.key.node, value)
+        changed = encode(decode(Recipe, compose(file, [f"{path}={flow_text(other)}"]).data))
+        same = path_text(place.path)
+        assert all(line == same or line.startswith(f"{same}.") for line in differences(before, changed)), typed
+        assert changed != before, typed
         checked += 1
-    assert checked > 80
+    assert checked > 60
+
+
+def test_where_a_recipe_has_a_key_is_printed_with_its_value(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = compose(config_file("quickstart"), [])
+
+    def lines(query: str) -> list[str]:
+        explain(query, recipe, "quickstart")
+        return capsys.readouterr().out.partition("in quickstart:\n")[2].splitlines()
+
+    assert lines("moe.capacity_factor") == ["  'model.stack.rules[0].ffn.capacity_factor=1.25'"]
+    assert lines("model.stack.block.ffn.capacity_factor") == lines("moe.capacity_factor"), "there is none at the path"
+    assert lines("attention.kv_heads") == [
+        "  model.stack.block.mixer.kv_heads=2",
+        "  'model.stack.rules[0].mixer.kv_heads=2'",
+        "  all of them: attention.kv_heads=2",
+    ]
+    assert lines("optimizer.lr") == ["  optimizer.lr=0.002"]
+    assert lines("router.kind") == ["  'model.stack.rules[0].ffn.router.kind=switch'"]
+    assert "  train.spike.policy=none" in lines("train.spike")
+    assert lines("moe")[0] == "  'model.stack.rules[0].ffn.kind=moe'"
+    explain("nsa.window", recipe, "quickstart")
+    assert capsys.readouterr().out.endswith("quickstart has no such key.\n")
+    explain("moe.experts", recipe, "quickstart", as_json=True)
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert entry["in_recipe"] == [{"key": "model.stack.rules[0].ffn.experts", "value": 8}]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from tests.core.fits import fits
 from xscale.commands.json_schema import text
-from xscale.core.compose import parse
+from xscale.core.yaml_reader import parse
 
 ROOT = Path(__file__).parents[2]
 # A comparison is no part of a run: tests/commands/test_compare.py reads those.

@@ -112,13 +112,21 @@ def test_the_file_that_init_writes_is_the_recipe(
     assert os.listdir() == [f"{name}.yaml"]
     written, composed = read(Path(f"{name}.yaml"), [])
     original, _ = read(recipes.recipe_named(name), [])
-    assert encode(written) | {"about": None} == encode(original) | {"about": None}
+    unlike = {"about": None, "run": None}
+    assert encode(written) | unlike == encode(original) | unlike
+    assert encode(written.run) == encode(original.run) | {"dir": f"runs/{name}"}
     assert len(composed.files) == 1, "it uses no other file"
     lines = Path(f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     schema = re.fullmatch(r"# yaml-language-server: \$schema=file://(\S+)", lines[0])
     assert schema is not None
     assert Path(schema[1]) == ROOT / "configs/recipe.schema.json"
     assert f"xscale train {name}.yaml" in capsys.readouterr().out
+
+
+def test_init_gives_the_file_a_run_of_its_name(tmp_path: Path) -> None:
+    recipes.init("quickstart", tmp_path / "my_first.yaml")
+    written, _ = read(tmp_path / "my_first.yaml", [])
+    assert written.run.dir == "runs/my_first", "runs/quickstart may have a run, which would be resumed"
 
 
 def test_every_key_has_its_sentence(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from tests.families import each
 from xscale.core.registry import Entry, Family
 from xscale.nn.init import draw
 from xscale.nn.norm import NORMS, Norm, NormTraits
+from xscale.nn.post_step import WeightWriter
 from xscale.nn.tokens import Stats, Tokens
 
 
@@ -62,7 +63,7 @@ def test_evaluation_follows_the_tokens_of_training_where_declared(entry: Entry[A
     norm.train()
     tokens = Tokens.from_ids(torch.zeros(2, 7, dtype=torch.long), stats=stats, aux_loss_weight=1.0)
     norm(seen.requires_grad_(), tokens).square().sum().backward()
-    norm.update_state(stats.means(), lambda value, parameter: value)
+    norm.update_state(stats.means(), WeightWriter())
     norm.eval()
     assert close(norm(x), before) != entry.traits.batch_statistics
 

@@ -48,6 +48,17 @@ def test_a_longer_sequence_changes_nothing_for_the_shorter(entry: Entry[Any]) ->
     assert (layout(part, blocks=21, first_row=20, row_count=1) == whole[:, 20:21, :21]).all()
 
 
+@each(entry for entry in PATTERNS if entry.traits.bidirectional)
+def test_it_counts_blocks_only_where_declared(entry: Entry[Any]) -> None:
+    part = built(entry, False)
+    whole = layout(part, causal=False)
+    same = all(
+        (layout(part, causal=False, blocks=blocks) == whole[:, :blocks, :blocks]).all() for blocks in range(1, 20)
+    )
+    assert same != entry.traits.counts_blocks
+    assert part.counts_blocks == entry.traits.counts_blocks
+
+
 def by_token(part: Pattern, **changes: Any) -> Layout:
     """Which token sees which, order aside: [H or 1, T, T]."""
     grid = Grid(**{"blocks": BLOCKS, "heads": HEADS, "causal": True, "block": BLOCK, **changes})

@@ -40,3 +40,21 @@ def test_text_and_bytes(tmp_path: Path) -> None:
     write_atomically(tmp_path / "bytes", b"\x00")
     assert (tmp_path / "text").read_bytes() == "ä".encode()
     assert (tmp_path / "bytes").read_bytes() == b"\x00"
+
+
+def test_the_error_of_the_removal_does_not_hide_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a disk that cannot be written both fail."""
+    removals = [None, OSError("the removal")]
+
+    def remove(*_: object) -> None:
+        if (error := removals.pop(0)) is not None:
+            raise error
+
+    def refuse(*_: object) -> None:
+        raise OSError("the first")
+
+    monkeypatch.setattr("xscale.core.atomic_write.remove_file", remove)
+    monkeypatch.setattr("os.fsync", refuse)
+    with pytest.raises(OSError, match="the first"):
+        write_atomically(tmp_path / "file", b"new")
+    assert removals == []

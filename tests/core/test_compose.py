@@ -7,8 +7,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from xscale.core.compose import compose, dump, parse
+from xscale.core.compose import compose, dump
 from xscale.core.errors import ConfigError
+from xscale.core.yaml_reader import parse
 
 
 def write(folder: Path, **texts: str) -> Path:
@@ -100,7 +101,11 @@ def test_values_are_what_they_look_like(text: str, value: Any) -> None:
 
 KEYS = st.from_regex(r"key_[a-z_]{0,8}", fullmatch=True)
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec="utf-8")),
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(codec="utf-8")),
     lambda inner: (
         st.lists(inner, max_size=3) | st.dictionaries(st.from_regex(r"key_[a-z_]{0,8}", fullmatch=True), inner)
     ),
@@ -141,7 +146,8 @@ def test_a_dump_says_where_each_value_came_from(tmp_path: Path) -> None:
         ({"run__run": "a: 1"}, ["=1"], "an override is written key=value"),
         ({"run__run": "a: 1"}, ["a..b=1"], "an override is written key=value"),
         ({"run__run": "a: 1"}, ["a=[1"], "this is not YAML"),
-        ({"run__run": "a: [{b: 1}]"}, ["a.0.b=2"], "a (command line): an entry of a list cannot be set"),
+        ({"run__run": "optimizer: {groups: [{lr: 1}]}"}, ["optimizer.groups[1].lr=2"], "optimizer.groups has 1 entry"),
+        ({"run__run": "a: 1"}, ["optimizer.groups[x].lr=2"], "'groups[x]' is no part of a key"),
         ({"run__run": "use: 3"}, [], "run.yaml: use: must be a list of config names"),
         ({"run__run": "use: {a: b}"}, [], "run.yaml: use: must be a list of config names"),
         ({"run__run": "use: [1]"}, [], "run.yaml: use: must be a list of config names"),

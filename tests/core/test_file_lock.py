@@ -1,6 +1,7 @@
 """File locks: one process has it, the others are told which; it ends with the process."""
 
 import fcntl
+import io
 import os
 import shutil
 import signal
@@ -88,3 +89,65 @@ def test_a_lock_on_a_removed_file_is_none(tmp_path: Path, monkeypatch: pytest.Mo
     assert path.exists()
     lock.remove()
     assert not path.exists()
+
+
+def test_a_lock_deleted_from_its_folder_is_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "lock"
+    with FileLock(path) as lock:
+        lock.acquire()
+        path.unlink()
+        assert lock.is_in_place()
+        # Not read here: a process that closes a file gives up its record locks on it.
+        command = [sys.executable, "-c", HOLDER, str(path)]
+        other = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        assert f"LockedError: process {os.getpid()} on " in other.stderr
+        path.unlink()
+        path.write_text("", encoding="utf-8")
+        assert lock.is_in_place(), "a file that nobody has locked is taken"
+
+
+def test_a_lock_is_lost_with_its_folder_and_to_another_process(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "lock"
+    lock = FileLock(path)
+    lock.acquire()
+    path.unlink()
+    process = holder(path)
+    try:
+        assert not lock.is_in_place()
+    finally:
+        process.kill()
+        process.wait()
+    assert lock.is_in_place(), "the other one has ended"
+    shutil.rmtree(path.parent)
+    assert not lock.is_in_place()
+    path.parent.mkdir()
+    assert not lock.is_in_place(), "another folder"
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_lock_that_cannot_be_made_again_now_is_an_error_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run" / "lock"
+    lock = FileLock(path)
+    lock.acquire()
+    path.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr("xscale.core.file_lock.open_run_file", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+        with pytest.raises(OSError, match="full"):
+            lock.is_in_place()
+    assert lock.is_in_place()
+    assert path.exists()
+
+
+def test_a_lock_holds_without_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk has room for a name, and for no content."""
+
+    class Full(io.FileIO):
+        def write(self, _: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("xscale.core.run_files.FileIO", Full)
+    lock = FileLock(tmp_path / "lock")
+    lock.acquire()
+    assert lock.is_in_place()

@@ -186,7 +186,8 @@ def test_the_command_line_prints_each_once(capsys: pytest.CaptureFixture[str], m
     show("plain", UserWarning, "file.py", 1)
     assert capsys.readouterr().err == "xscale: warning: a is now called b\n"
     assert len(others) == 1
-    monkeypatch.setenv("RANK", "1")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     show_renamed_once(print)(RenamedWarning("a is now called b"), RenamedWarning, "file.py", 1)
     assert capsys.readouterr() == ("", "")
 

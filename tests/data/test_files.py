@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from xscale.core.errors import ConfigError
 from xscale.data import files
+from xscale.data.listing import find_files
 from xscale.data.source.source import ByteRange
 
 
@@ -29,9 +30,9 @@ def write(folder: Path, **texts: str) -> list[Path]:
 def test_files_folders_and_globs_each_once_in_order(tmp_path: Path) -> None:
     write(tmp_path, a="1", deep__b="2", deep__deeper__c="3", deep__x="4")
     (tmp_path / "deep/.hidden").write_text("5")
-    whole = files.find_files((str(tmp_path / "deep"), str(tmp_path / "a"), str(tmp_path / "**/c")), (), "p")
+    whole = find_files((str(tmp_path / "deep"), str(tmp_path / "a"), str(tmp_path / "**/c")), (), "p")
     assert [one.name for one in whole] == ["b", "c", "x", "a"]
-    assert [one.name for one in files.find_files((str(tmp_path / "deep"),), ("x", "b"), "p")] == ["b", "x"]
+    assert [one.name for one in find_files((str(tmp_path / "deep"),), ("x", "b"), "p")] == ["b", "x"]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def test_what_names_no_file_is_refused(
     monkeypatch.chdir(tmp_path)
     Path(".empty").mkdir()
     with pytest.raises(ConfigError, match=f"p: .*{what}"):
-        files.find_files(patterns, (), "p")
+        find_files(patterns, (), "p")
 
 
 def test_empty_files_are_no_corpus(tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ from xscale.core.errors import ConfigError
 from xscale.data import files, shards
 from xscale.data.config import BlendItem, DataConfig
 from xscale.data.indexed import IndexedDataset
+from xscale.data.inspect import inspect
 from xscale.data.loader import open_corpus
 from xscale.data.pairs import PairDataset
 from xscale.data.prepare import prepare
-from xscale.data.prepared import MANIFEST, inspect, prepared_folder
+from xscale.data.prepared import MANIFEST, prepared_folder
 from xscale.data.source.pairs import PairSource
 from xscale.data.tokenizer.byte import Byte
 

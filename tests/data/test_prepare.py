@@ -19,8 +19,9 @@ from xscale.core.errors import ConfigError
 from xscale.data import shards
 from xscale.data.config import DataConfig
 from xscale.data.indexed import IndexedDataset
+from xscale.data.inspect import inspect
 from xscale.data.prepare import prepare
-from xscale.data.prepared import MANIFEST, DatasetManifest, PreparedData, inspect, open_prepared, prepared_folder
+from xscale.data.prepared import MANIFEST, DatasetManifest, PreparedData, open_prepared, prepared_folder
 from xscale.data.source.source import document_hash, validation_below
 from xscale.data.source.text import Text
 from xscale.data.tokenizer.byte import Byte
@@ -225,7 +226,7 @@ def test_bad_text_stops_it_with_the_files_name(
     config = text_config(tmp_path)
     bad = tmp_path / "corpus/021.txt"
     planned = shards.plan_shards(config)
-    monkeypatch.setattr("xscale.data.prepare.plan_shards", lambda config: planned)
+    monkeypatch.setattr("xscale.data.prepare.plan_shards", lambda config, source: planned)
     if content is None:
         bad.unlink()
     else:

@@ -18,8 +18,8 @@ from xscale.core.config import encode
 from xscale.core.errors import ConfigError, FaultError
 from xscale.mesh.environment import read_rank_info
 from xscale.mesh.mesh import destroy_process_group
-from xscale.train.loop import state_check
 from xscale.train.run_folder import CHANGEABLE, FIXED, changes_since, with_defaults
+from xscale.train.saved_state import state_check
 from xscale.train.setup import RunParts, set_up
 from xscale.train.state import State
 

@@ -3,6 +3,8 @@
 import io
 import os
 import pickle
+import random
+import shutil
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +19,8 @@ from tests.faults.dying import save_step, tensors
 from tests.faults.test_hostile import TOUCHED, Evil, loaded, seal
 from xscale.checkpoint.index import check_index
 from xscale.checkpoint.load import restore
+from xscale.checkpoint.save import save
+from xscale.checkpoint.tensors import OutsideError, _FileSlice
 from xscale.core.errors import ConfigError, FaultError
 
 
@@ -222,3 +226,97 @@ def test_a_compressed_tensor_is_never_inflated(tmp_path: Path) -> None:
     restored = restore(tmp_path, {name: torch.zeros_like(tensor) for name, tensor in tensors(0).items()})
     assert restored.loaded is not None
     assert restored.loaded.step == 1
+
+
+SMALL = {"model.a": torch.arange(5.0), "model.b": torch.ones(2, 3)}
+RECORDS = (b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07")
+"""First bytes of the records of an archive."""
+
+
+def torn(content: bytes, draw: random.Random) -> bytes:
+    """`content`, as long, with bytes of the archives in it cut off, moved, or set in a record of theirs."""
+    change = draw.choice(("end", "hole", "record", "shift"))
+    at = draw.randrange(len(content))
+    if change == "end":
+        return content[:at].ljust(len(content), b"\0")
+    if change == "hole":
+        length = min(draw.randrange(1, 200), len(content) - at)
+        return content[:at] + bytes(length) + content[at + length :]
+    if change == "shift":
+        moved = draw.randrange(1, 60)
+        return (content[:at] + bytes(moved) + content[at:])[: len(content)]
+    starts = [start for start in range(len(content)) if content.startswith(RECORDS, start)]
+    at = min(draw.choice(starts) + draw.randrange(4, 56), len(content) - 1)
+    return content[:at] + bytes([draw.choice((0, 1, 0x7F, 0xFF, content[at] ^ 1))]) + content[at + 1 :]
+
+
+@pytest.mark.parametrize("seeds", [range(150), pytest.param(range(150, 3000), marks=pytest.mark.nightly)], ids=len)
+def test_a_torn_archive_in_a_shard_is_damage(tmp_path: Path, seeds: range) -> None:
+    """With hashes that fit, as of a forged one: the checkpoint before it is taken, and no disk is blamed."""
+    whole = tmp_path / "whole"
+    for step in (1, 2):
+        save(whole, step, SMALL, {"step": step}, {})
+    file = "step-00000002/tensors/__0_0.distcp"
+    content = (whole / file).read_bytes()
+    taken = dict.fromkeys((1, 2), 0)
+    for seed in seeds:
+        folder = tmp_path / "folder"
+        shutil.copytree(whole, folder)
+        (folder / file).write_bytes(torn(content, random.Random(seed)))
+        seal(folder / "step-00000002", "tensors/__0_0.distcp")
+        held = {name: torch.zeros_like(tensor) for name, tensor in SMALL.items()}
+        try:
+            restored = restore(folder, held)
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}") from error
+        assert restored.loaded is not None, seed
+        taken[restored.loaded.step] += 1
+        if restored.loaded.step == 1:
+            assert all(torch.equal(held[name], tensor) for name, tensor in SMALL.items()), seed
+            assert "set aside as bad-step-00000002-" in restored.reasons[0], seed
+        shutil.rmtree(folder)
+    assert taken[1] > len(seeds) // 3, taken
+
+
+ENDS = {
+    "a record of 64 bits before the start": b"PK\x06\x07" + bytes(16) + b"PK\x05\x06" + bytes(18),
+    "a directory before the start": b"PK\x05\x06" + bytes(8) + b"\xff" * 8 + bytes(2),
+    "an end alone": b"PK\x05\x06" + bytes(18),
+    "nothing": bytes(42),
+}
+"""Ends of archives that name positions outside of them."""
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_an_archive_without_its_beginning_is_damage(tmp_path: Path, end: str) -> None:
+    """A reader seeks in front of the box, for which a file has an error that a broken disk has too."""
+    for step in (1, 2):
+        path = save(tmp_path, step, SMALL, {"step": step}, {})
+    index = pickle.loads((path / "tensors" / ".metadata").read_bytes())
+    box = index.storage_data[MetadataIndex("model.a", torch.Size([0]))]
+    box.length = len(ENDS[end])
+    with (path / "tensors" / "__0_0.distcp").open("r+b") as shard:
+        shard.seek(box.offset)
+        shard.write(ENDS[end])
+    (path / "tensors" / ".metadata").write_bytes(pickle.dumps(index, protocol=4))
+    for name in ("tensors/.metadata", "tensors/__0_0.distcp"):
+        seal(path, name)
+    held = {name: torch.zeros_like(tensor) for name, tensor in SMALL.items()}
+    restored = restore(tmp_path, held)
+    assert restored.loaded is not None
+    assert restored.loaded.step == 1
+    assert "set aside as bad-step-00000002-unreadable" in restored.reasons[0]
+
+
+@pytest.mark.parametrize("at", [42, 43, 2**40, 2**62, 2**63, 2**70])
+def test_nothing_is_read_behind_a_box(tmp_path: Path, at: int) -> None:
+    """Not even where a file would have an error, which would be taken for the disk's."""
+    (tmp_path / "file").write_bytes(bytes(100))
+    with (tmp_path / "file").open("rb") as file:
+        box = _FileSlice(file, 10, 42)
+        assert box.seek(at) == at
+        assert box.read(8) == b""
+        assert box.seek(40) == 40
+        assert box.read(8) == bytes(2)
+        with pytest.raises(OutsideError):
+            box.seek(-43, 2)

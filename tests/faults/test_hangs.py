@@ -19,7 +19,7 @@ from xscale.core.config import encode
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from xscale.mesh.environment import read_rank_info
 from xscale.parallel.pipeline.microbatch_runner import MicrobatchRunner
-from xscale.train.loop import Loop
+from xscale.train.step_batches import StepBatches
 
 Count = Callable[[int, str], None]
 STEP = 3
@@ -34,20 +34,20 @@ AFTER_SECONDS = 120.0
 
 def struck(folder: Path, name: str, how: str, rank: int, **sections: Any) -> int:
     """A run in which something happens to `rank` when it has step STEP's micro-batches."""
-    before = Loop._micro_batches
+    before = StepBatches.take
 
-    def batches(self: Loop, *given: Any) -> Any:
-        found = before(self, *given)
-        if self.state.step == STEP and read_rank_info().rank == rank:
+    def batches(self: StepBatches) -> Any:
+        found = before(self)
+        if found[0].step == STEP and read_rank_info().rank == rank:
             (folder / f"{name}.struck").write_text(str(time.time()))
             strike(how)
         return found
 
-    Loop._micro_batches = batches  # type: ignore[method-assign,assignment]
+    StepBatches.take = batches  # type: ignore[method-assign]
     try:
         return run(recipe(folder, name, **sections))
     finally:
-        Loop._micro_batches = before  # type: ignore[method-assign]
+        StepBatches.take = before  # type: ignore[method-assign]
 
 
 def strike(how: str) -> None:
@@ -87,7 +87,7 @@ def struck_in_stage(folder: Path, name: str, **sections: Any) -> int:
 
 
 def test_the_message_that_a_stage_waits_for_is_named(tmp_path: Path, pool: Pool) -> None:
-    parallel = layout(mesh={"pp": 2}, pipeline={"schedule": "1f1b"})
+    parallel = layout(mesh={"pp": 2}, pipeline={"schedule": "1f1b"}, start_timeout_seconds=SECONDS)
     with pytest.raises(RankError):
         pool.run(struck_in_stage, 2, tmp_path, "run", parallel=parallel)
     sentence = files(tmp_path, "run")["verdict.txt"].read_text()

@@ -1,4 +1,4 @@
-"""The recipes of configs/run, made small enough to train for a few steps in a test."""
+"""The recipes of configs/run and configs/xformer, made small enough to train for a few steps in a test."""
 
 import json
 from pathlib import Path
@@ -10,6 +10,7 @@ from xscale.recipe import Recipe, read
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs/run").glob("*.yaml"))
+VARIANTS = sorted((ROOT / "configs/xformer").glob("*.yaml"))
 STEPS = 3
 LIMITS = {
     "width": 32,
@@ -37,6 +38,8 @@ def small(recipe: Path, folder: Path) -> Recipe:
         "validation": 0.2,
         "workers": 1,
     }
+    longest = data["data"].get("max_source_length")
+    data["data"]["max_source_length"] = longest and min(longest, data["data"]["sequence_length"])
     sizes = {"steps": STEPS, "batch_size": 4, "micro_batch_size": 2, "eval_every": 0, "baseline": False}
     data["train"] |= {**sizes, "bleu_pairs": 0, "sample": {"prompts": []}}
     if data["distill"] is not None:
@@ -78,7 +81,9 @@ def _labelled(corpus: Path, folder: Path, classes: int) -> dict[str, Any]:
 def shrunk(value: Any) -> Any:
     """Part of a recipe with sizes of at most LIMITS."""
     if isinstance(value, dict):
-        return {key: _limited(key, item) for key, item in value.items()}
+        # A stack that pools between blocks names them by number.
+        kept = ("depth",) if value.get("pooling") else ()
+        return {key: item if key in kept else _limited(key, item) for key, item in value.items()}
     return [shrunk(item) for item in value] if isinstance(value, list | tuple) else value
 
 

@@ -37,6 +37,15 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/commands/megatron.py: torch.distributed.checkpoint.filesystem": READER,
         "xscale/commands/megatron.py: torch.distributed.checkpoint.filesystem.FileSystemReader": READER,
     },
+    "weight writes": {
+        "xscale/nn/post_step.py: copy_": "this is the writer of weights itself",
+        "xscale/parallel/full_tensors.py: copy_": "this is the writer of shards itself",
+        "xscale/checkpoint/in_memory.py: copy_": "shards that the engine gave out to be loaded; "
+        "`Engine.after_load` frees what was gathered from them",
+        "xscale/commands/megatron.py: copy_": "the weights of Megatron-LM's model, in one process",
+        "xscale/parallel/precision.py: data": "another dtype of the same weights, in one process that only infers",
+        "xscale/train/generate.py: data": "another memory order of the same weights, in one process that only infers",
+    },
     "who cuts": {
         "xscale/nn/lora.py: rank": "the rank of a matrix, as the paper calls it",
         "xscale/nn/attention/transformer_ls.py: projection_rank": "the rank of a matrix, as the paper calls it",
@@ -45,10 +54,29 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/bench/checkpoint.py: pickle.loads": "what this process has just pickled, in this process's memory",
         "xscale/mesh/flight_recorder.py: pickle.loads": "torch's record of this process, in this process's memory",
     },
+    "one reader of YAML": {
+        "launch/xscale_launch/profile.py: yaml.load": "the launcher runs without xscale, and believes its profiles",
+        "launch/xscale_launch/profile.py: yaml.BaseLoader": "the launcher runs without xscale; all values are texts",
+    },
+    "text to ids": {
+        "xscale/convert/hf/tokenizer.py: encode": "the same text in two libraries: its begin is compared apart",
+        "xscale/data/augment.py: encode_with_offsets": "a masked model's input, whose begin and end `ModelInput` has",
+        "xscale/data/labels.py: encode": "the objective writes the token before the first of an example's texts",
+        "xscale/data/shards.py: encode": "sentences of a document, which an objective joins to what it reads",
+        "xscale/train/generate.py: encode": "the text behind a gap, which is in the middle of a document",
+    },
+    "one opener": {
+        "xscale/checkpoint/disk.py: .touch": "its own hook before each change of a disk",
+        "xscale/checkpoint/disk.py: os.open": "a folder, whose entries are flushed",
+        "xscale/checkpoint/in_memory.py: os.open": "read and write, in a folder of /dev/shm that is this user's alone",
+        "xscale/train/compile_cache.py: open_regular": "a library of torch.compile's cache, which is no run's",
+    },
     "nothing global": {
         "xscale/data/parallel_map.py: sys.modules": "a worker must not run the user's script again; set back at once",
         "xscale/cli/main.py: warnings.showwarning": "the interpreter's only way to show a warning otherwise; put back "
         "when the command ends",
+        "xscale/cli/streams.py: sys.stdout": "None where a daemon closed it, and every print would be a traceback",
+        "xscale/cli/streams.py: sys.stderr": "None where a daemon closed it, and a warning would be a traceback",
         "xscale/mesh/environment.py: os.environ": f"{DEEPSPEED}: a variable says on what it computes",
         "xscale/parallel/engine/deepspeed/engine.py: deepspeed.ops.__compatible_ops__": f"{DEEPSPEED}: what to build",
         "xscale/parallel/steps.py: torch_private.dynamo_config.recompile_limit": "torch.compile of the oldest torch "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import xscale
 from tests.families import each, entries
@@ -16,6 +17,7 @@ from xscale.core import config as core_config
 from xscale.core.config import Config, sentences
 from xscale.core.registry import Entry
 
+ROOT = Path(__file__).parents[2]
 HEAVY = (
     "torch numpy sentencepiece matplotlib tensorboard transformers deepspeed megatron mpi4py wandb triton safetensors "
     "fla liger_kernel"
@@ -47,6 +49,26 @@ def test_a_part_is_in_a_file_of_its_name_or_in_one_that_names_it(entry: Entry[An
 def test_a_part_says_in_a_sentence_what_it_is(entry: Entry[Any]) -> None:
     assert len(entry.summary.split()) >= 4
     assert entry.summary.endswith((".", "?", "!"))
+
+
+NO_CONFIG = {"round_robin": "balances the load of a benchmark by force, which no run wants"}
+"""Parts that no config uses, with the reason."""
+
+
+def values(data: Any) -> set[str]:
+    """All texts in parsed YAML."""
+    if isinstance(data, dict):
+        return set().union(*map(values, data.values()))
+    if isinstance(data, list):
+        return set().union(*map(values, data))
+    return {data} if isinstance(data, str) else set()
+
+
+def test_a_config_uses_each_part() -> None:
+    """So that a user finds it in a file that loads, and the sweep over all configs trains it."""
+    used = values([yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ROOT / "configs").rglob("*.yaml")])
+    unused = {entry.name for entry in entries() if entry.name not in used}
+    assert unused == set(NO_CONFIG)
 
 
 def silent(config: type[Config]) -> list[str]:

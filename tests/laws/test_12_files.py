@@ -1,4 +1,4 @@
-"""Law 12: what is read runs nothing, one function decodes JSON and one removes: none of it but in these files."""
+"""Law 12: what is read runs nothing; one file each decodes JSON, reads YAML, removes, and opens a run's files."""
 
 import ast
 from collections.abc import Iterator
@@ -15,6 +15,9 @@ REMOVAL = ("xscale/core/file_safety.py", "launch/xscale_launch/files.py")
 """xscale's removal, and that of the launcher, which runs without xscale."""
 DECODER = ("xscale/core/file_safety.py", "launch/xscale_launch/typed_json.py")
 """xscale's decoder of JSON, and the launcher's: json itself raises RecursionError for nesting, which few catch."""
+YAML_READER = ("xscale/core/yaml_reader.py",)
+"""The reader of YAML: PyYAML's own loaders recurse, expand aliases without end, and read the types of YAML 1.1."""
+YAML_WRITERS = {"yaml.safe_dump"}
 UNPICKLES = {
     "pickle.load",
     "pickle.loads",
@@ -32,6 +35,21 @@ UNPICKLES = {
 """Calls that run what a file names, or would for some argument; YAML by `yaml.safe_load` or a safe loader alone."""
 UNPICKLING_MODULES = {"marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle", "cPickle", "_pickle"}
 SAFE_LOADERS = {"yaml.SafeLoader", "yaml.CSafeLoader", "yaml.BaseLoader", "yaml.CBaseLoader"}
+RUN_PACKAGES = (
+    "xscale/checkpoint/",
+    "xscale/observe/",
+    "xscale/train/",
+    "xscale/watchdog/",
+    "xscale/core/atomic_write.py",
+    "xscale/core/file_lock.py",
+    "xscale/commands/train_runs.py",
+    "xscale/data/stored_tokenizer.py",
+)
+"""Code that reads and writes run folders: by `xscale.core.run_files`, which follows no link and waits for no FIFO."""
+OPENS = {"open", "io.open", "io.FileIO", "os.open", "os.fdopen", "os.mkfifo", "gzip.open", "codecs.open"}
+OPENING_METHODS = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "touch"}
+FOLLOWING = {"open_regular", "read_regular"}
+"""Functions for the files that a user names, which may be links."""
 REMOVES = {"shutil.rmtree", "os.remove", "os.unlink", "os.rmdir", "os.removedirs"}
 REMOVING_METHODS = {"unlink", "rmdir", "rmtree"}
 
@@ -97,6 +115,42 @@ def decoders_of(file: File) -> Iterator[tuple[ast.AST, str]]:
             yield node, name
 
 
+def yaml_readers(root: Path) -> dict[str, str]:
+    others = [
+        file for file in files(root, ("xscale", "launch")) if file.path not in YAML_READER and "yaml" in file.text
+    ]
+    return {file.at(node, what): what for file in others for node, what in yaml_readers_of(file)}
+
+
+def yaml_readers_of(file: File) -> Iterator[tuple[ast.AST, str]]:
+    known = meaning(file)
+    for node in ast.walk(file.tree):
+        name = full_name(node, known) if isinstance(node, ast.Attribute | ast.Name) else ""
+        if name.startswith("yaml.") and name not in YAML_WRITERS and not name.endswith(("Error", "error")):
+            yield node, name
+
+
+def openers(root: Path) -> dict[str, str]:
+    """Ways to open a file, in the packages of run folders, other than by `xscale.core.run_files`."""
+    runs = [file for file in files(root) if file.path.startswith(RUN_PACKAGES)]
+    return {file.at(node, what): what for file in runs for node, what in openers_of(file)}
+
+
+def openers_of(file: File) -> Iterator[tuple[ast.AST, str]]:
+    known = meaning(file)
+    for node in ast.walk(file.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = full_name(node.func, known)
+        method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        if name in OPENS:
+            yield node, name
+        elif method in OPENING_METHODS:
+            yield node, f".{method}"
+        elif name.rpartition(".")[2] in FOLLOWING:
+            yield node, name.rpartition(".")[2]
+
+
 def removals(root: Path) -> dict[str, str]:
     others = [file for file in files(root) if file.path not in REMOVAL]
     return {file.at(node, what): what for file in others for node, what in removals_of(file)}
@@ -122,6 +176,38 @@ def test_json_is_decoded_in_one_place() -> None:
 @pytest.mark.parametrize("text", ["import json\njson.loads(text)", "from json import load as read\nread(file)"])
 def test_a_decoder_is_found(tmp_path: Path, text: str) -> None:
     assert decoders(plant(tmp_path, xscale__bad=text))
+
+
+def test_yaml_is_read_in_one_place() -> None:
+    assert unbent("one reader of YAML", yaml_readers(ROOT)) == []
+
+
+@pytest.mark.parametrize("text", ["import yaml\nyaml.safe_load(text)", "from yaml import parse\nparse(text)"])
+def test_a_reader_of_yaml_is_found(tmp_path: Path, text: str) -> None:
+    assert yaml_readers(plant(tmp_path, xscale__bad=text))
+
+
+def test_files_of_a_run_are_opened_in_one_way() -> None:
+    assert unbent("one opener", openers(ROOT)) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "open('a')",
+        "path.open('w')",
+        "path.read_text()",
+        "path.write_bytes(b'')",
+        "path.touch()",
+        "import os\nos.open('a', 0)",
+        "from io import FileIO\nFileIO('a')",
+        "from xscale.core.file_safety import read_regular\nread_regular(path)",
+        "from xscale.core import file_safety\nfile_safety.open_regular(path)",
+    ],
+)
+def test_an_opener_is_found(tmp_path: Path, text: str) -> None:
+    assert openers(plant(tmp_path, xscale__observe__bad=text))
+    assert not openers(plant(tmp_path / "elsewhere", xscale__convert__bad=text))
 
 
 def test_files_are_removed_in_one_place() -> None:

@@ -15,6 +15,7 @@ from xscale.bench.compare import Comparison
 from xscale.core import compose
 from xscale.core.config import Config, Slot, decode, encode
 from xscale.core.registry import Entry
+from xscale.core.yaml_reader import parse
 from xscale.mesh.axes import min_world_size
 from xscale.recipe import Recipe, read
 
@@ -39,7 +40,7 @@ def returns(config: Config) -> None:
     """Assert that `config` survives encoding, JSON and YAML."""
     data = encode(config)
     assert only_data(data), data
-    for again in (data, json.loads(json.dumps(data)), compose.parse(compose.dump(data), "dumped")):
+    for again in (data, json.loads(json.dumps(data)), parse(compose.dump(data), "dumped")):
         assert decode(type(config), again) == config
 
 

@@ -11,6 +11,17 @@ from xscale.measure.device import DEVICES, peak_flops
 from xscale.planning.plan import Hardware
 
 
+@pytest.mark.parametrize("waiting", [0.0, 9.0])
+def test_the_peak_of_a_cpu_is_that_of_an_idle_machine(monkeypatch: pytest.MonkeyPatch, waiting: float) -> None:
+    """A matmul takes a second on each core, and `waiting` more for cores that other programs use."""
+    passed = iter(range(1000))
+    threads = torch.get_num_threads()
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(passed)) * (1 + waiting))
+    on_cores = iter(range(1000))
+    monkeypatch.setattr("time.process_time", lambda: float(next(on_cores)) * threads)
+    assert peak_flops(torch.device("cpu"), torch.float32) == pytest.approx(2 * 512**3)
+
+
 @pytest.mark.parametrize(("precision", "factor"), [("highest", 15), ("high", 2)])
 def test_the_peak_of_float32_follows_its_precision(
     monkeypatch: pytest.MonkeyPatch, precision: str, factor: int

@@ -49,6 +49,28 @@ def test_against_what_torch_counts(kind: str, tied: bool) -> None:
     assert training_flops(model, T, T) + masked == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_only_matrices_are_multiplied(norm: str) -> None:
+    """A literal count: 6 for each element of a matrix and token, 12 T D for scores and values of half of the pairs."""
+    D, hidden, depth = 32, 48, 2
+    block = {"mixer": {"kind": "attention", "heads": 4, "kv_heads": 2, "bias": True, "qk_norm": {"kind": norm}}}
+    block |= {"ffn": {"kind": "gated", "hidden": hidden, "bias": True}, "norm": {"kind": norm}}
+    model = model_of({"kind": "decoder", "width": D, "position": "none", "stack": {"depth": depth, "block": block}})
+    matrices = depth * (D * D + 2 * D * D // 2 + D * D + 3 * D * hidden) + V * D
+    assert size(model).multiplied == matrices
+    assert training_flops(model, T) == 6 * T * matrices + depth * 6 * T * T * D
+
+
+def test_biases_of_experts_are_not_multiplied() -> None:
+    def multiplied(**bias: bool) -> int:
+        experts = {**EXPERTS, "expert": {**EXPERTS["expert"], **bias}}
+        return size(
+            model_of({"kind": "decoder", "width": 32, "stack": {"depth": 1, "block": {**BLOCK, "ffn": experts}}})
+        ).multiplied
+
+    assert multiplied(bias=True) == multiplied(bias=False)
+
+
 def test_experts_count_by_the_share_that_a_token_visits() -> None:
     stack = {"depth": 1, "block": {**BLOCK, "ffn": EXPERTS}}
     model = model_of({"kind": "decoder", "width": 32, "stack": stack})

@@ -10,6 +10,7 @@ from tests.conformance.made import drawn
 from xscale.nn.init import materialize
 from xscale.nn.module import name_modules
 from xscale.nn.norm import NORMS, Norm
+from xscale.nn.post_step import WeightWriter
 from xscale.nn.tokens import Stats, Tokens
 
 WIDTH, STEPS = 5, 4
@@ -44,7 +45,7 @@ def trained(norm: Norm, parts: list[Tensor], weights: list[Tensor]) -> list[Tens
         ((weight * norm(x, tokens)).sum() / (len(parts) * x.shape[0] * x.shape[1])).backward()
         assert x.grad is not None
         gradients.append(x.grad)
-    norm.update_state(stats.means(), lambda value, parameter: value)
+    norm.update_state(stats.means(), WeightWriter())
     return gradients
 
 

@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from tests.nn.moe.mixture import D, mixture, sample
-from xscale.nn.post_step import update_non_gradient_state
+from xscale.nn.post_step import WeightWriter, update_non_gradient_state
 from xscale.nn.tokens import Stats
 
 
@@ -25,12 +26,19 @@ def test_bias_evens_a_skewed_load() -> None:
     assert spread[-1] < 0.3 * spread[0]
 
 
+class Doubling(WeightWriter):
+    """A layout that shows in what is written."""
+
+    def shard_like(self, full: Tensor, parameter: Tensor) -> Tensor:
+        return 2 * full
+
+
 def test_direction_and_size() -> None:
     moe = mixture(router={"kind": "topk", "bias_update_rate": 0.5})
     moe.path, moe.router.path = "moe", "moe.router"
     update_non_gradient_state(moe, {"moe/load": torch.tensor([0.7, 0.1, 0.1, 0.1])})
     assert moe.router.bias.tolist() == [-0.5, 0.5, 0.5, 0.5]
-    update_non_gradient_state(moe, {"moe/load": torch.tensor([0.7, 0.1, 0.1, 0.1])}, lambda step, bias: 2 * step)
+    update_non_gradient_state(moe, {"moe/load": torch.tensor([0.7, 0.1, 0.1, 0.1])}, Doubling())
     assert moe.router.bias.tolist() == [-1.5, 1.5, 1.5, 1.5]
 
 

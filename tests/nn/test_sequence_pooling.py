@@ -202,19 +202,16 @@ def test_pairs_by_position_are_pairs_by_index_where_nothing_was_shortened(name: 
 
 
 @pytest.mark.parametrize(
-    ("pooling", "vectors"),
-    [
-        ({"before": [1, 2], "decoder_blocks": 1, "separate_first": False}, HEADS * (16 + 8 + 4 + 16)),
-        ({**DISTILL, "before": [1, 2]}, HEADS * (16 + 8 + 4 + 4) + WIDTH * (16 + 8)),
-    ],
+    "pooling",
+    [{"before": [1, 2], "decoder_blocks": 1, "separate_first": False}, {**DISTILL, "before": [1, 2]}],
+    ids=["a decoder", "distilling"],
 )
-def test_flops_are_those_of_shorter_sequences(pooling: Any, vectors: int) -> None:
-    """`vectors`: entmax's alphas and the biases of the convolutions, which are counted as if they were multiplied."""
+def test_flops_are_those_of_shorter_sequences(pooling: Any) -> None:
     block = {"placement": "no_norm", "ffn": {"kind": "dense", "hidden": HIDDEN}}
     model = built(pooling, mixer={"core": "entmax", "bias": False}, block=block)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(Tokens.from_ids(ids(16)[:1]))
-    assert training_flops(model, 16) - 6 * vectors == 3 * counter.get_total_flops()
+    assert training_flops(model, 16) == 3 * counter.get_total_flops()
 
 
 def test_what_cannot_be_shortened_is_refused_with_what_would_work() -> None:

@@ -1,7 +1,10 @@
 """A run that never was: facts and reports with experts and layouts, for observers to see."""
 
 import math
+import resource
+import signal
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +85,21 @@ def run(step: Callable[..., StepReport]) -> Callable[..., Iterator[StepReport | 
                 yield EvalReport(number, loss, math.exp(loss), loss / math.log(2) / 3, 1.5)
 
     return make
+
+
+@pytest.fixture
+def limited_files() -> Iterator[Callable[[int], AbstractContextManager[None]]]:
+    """`with limited_files(size)`: no file of this process can grow beyond so many bytes, as on a full disk."""
+
+    @contextmanager
+    def limit(size: int) -> Iterator[None]:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield limit
+    signal.signal(signal.SIGXFSZ, handler)

@@ -82,6 +82,28 @@ def test_time_goes_on_over_a_restart(write: Write) -> None:
     assert restarted.evaluated("eval_loss", "time")[0] == pytest.approx([5, 10, 15, 20])
 
 
+LIVES = {
+    # First and last step of each process, and the seconds that its first logged step has.
+    "a quick restart": (((1, 4, 1.0), (5, 8, 1.0)), [1, 2, 3, 4, 5, 6, 7, 8]),
+    "a restart that is slow to its first step": (((1, 2, 1.0), (3, 4, 30.0)), [1, 2, 32, 33]),
+    "three processes, the last one slow": (((1, 3, 1.0), (4, 4, 2.0), (5, 6, 9.0)), [1, 2, 3, 5, 14, 15]),
+    "the first process resumed": (((11, 12, 5.0), (13, 13, 8.0)), [5, 6, 14]),
+}
+
+
+@pytest.mark.parametrize("name", LIVES)
+def test_time_is_summed_over_the_processes_of_a_run(tmp_path: Path, facts: Any, step: Any, name: str) -> None:
+    lives, wanted = LIVES[name]
+    for first, last, slow in lives:
+        observers = [Metrics(tmp_path), HtmlReport(tmp_path, print)]
+        for observer in observers:
+            observer.start(facts(folder=tmp_path, resumed_from=None if first == 1 else first - 1))
+            for number in range(first, last + 1):
+                observer.step(step(number, seconds=slow + number - first))
+            observer.finish(EndReport(last, "done"))
+    assert loaded(tmp_path).seconds == pytest.approx(wanted)
+
+
 def test_curves_are_averaged_where_all_of_them_are() -> None:
     places, low, mean, high = average([([0, 10], [0, 10]), ([0, 5, 20], [2, 12, 27])])
     assert places == [0, 5, 10]

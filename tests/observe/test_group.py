@@ -1,10 +1,13 @@
-"""An observer that cannot write is dismissed with a warning that nobody can miss; the run goes on."""
+"""An observer that cannot write keeps what it has, or is dismissed, with a warning that nobody can miss."""
 
 import io
+import math
 
 import pytest
 
 from xscale.observe import EndReport, EvalReport, Observer, ObserverGroup, SampleReport
+from xscale.observe import backlog as backlogs
+from xscale.observe.backlog import Backlog
 from xscale.observe.progress import Progress
 
 
@@ -124,3 +127,77 @@ def test_one_that_breaks_at_the_very_end_is_heard_of(facts, step):
 def test_a_fault_of_ours_is_not_swallowed(facts, step):
     with pytest.raises(ZeroDivisionError):
         _run(ObserverGroup([Broken(ZeroDivisionError())]), facts, step)
+
+
+class Writer(Diary):
+    """Writes steps through a backlog; the calls of its disk that are in `refused` fail."""
+
+    def __init__(self, refused=()):
+        super().__init__()
+        self.refused, self.calls, self.written = set(refused), 0, []
+        self.backlog = Backlog("rows", self.write)
+
+    def write(self, entry):
+        self.calls += 1
+        if self.calls in self.refused:
+            raise OSError(28, "No space left on device")
+        self.written.append(entry)
+
+    def step(self, report):
+        self.backlog.add(report.step, 100)
+
+    def finish(self, report):
+        self.backlog.flush()
+
+
+FULL = "([Errno 28] No space left on device)"
+BEGINS = f"warning: rows cannot be written {FULL}; what is new is kept in memory, and tried again"
+
+
+@pytest.mark.parametrize(
+    ("refused", "written", "messages"),
+    [
+        pytest.param((), 12, [], id="nothing is refused"),
+        pytest.param((4,), 12, [BEGINS, "rows is written again, and nothing is missing"], id="one second"),
+        pytest.param((4, 5, 6), 12, [BEGINS, "rows is written again, and nothing is missing"], id="an episode"),
+        pytest.param(
+            (2, 8), 12, [BEGINS, "rows is written again, and nothing is missing"] * 2, id="two episodes, two warnings"
+        ),
+        pytest.param(range(5, 99), 4, [BEGINS], id="to the end"),
+    ],
+)
+def test_what_a_full_disk_refuses_is_written_later(facts, step, refused, written, messages):
+    writer, diary, shouted = Writer(refused), Diary(), io.StringIO()
+    audience = ObserverGroup([diary, writer], shouted)
+    audience.start(facts())
+    for number in range(1, 13):
+        audience.step(step(number))
+    audience.finish(END)
+    assert writer.written == list(range(1, written + 1)), "in order, and each once"
+    said = [item for item in diary.heard if isinstance(item, str) and "rows" in item]
+    lost = f"warning: {12 - written} entries of rows could not be written {FULL}"
+    assert said == messages + ([lost] if written < 12 else [])
+    assert audience.unwritten() == ("" if written == 12 else f"{12 - written} entries of rows")
+    assert (lost in shouted.getvalue()) == (written < 12)
+
+
+def test_what_is_kept_is_bounded_and_the_rest_counted(facts, step, monkeypatch):
+    monkeypatch.setattr(backlogs, "LIMIT_BYTES", 1000)
+    writer, diary = Writer(range(1, 9)), Diary()
+    audience = ObserverGroup([diary, writer], io.StringIO())
+    audience.start(facts())
+    for number in range(1, 600):
+        audience.step(step(number))
+    assert writer.written[:10] == list(range(1, 11)), "the oldest are kept"
+    assert writer.backlog.dropped == 599 - len(writer.written) > 0
+    assert f"rows is written again; {writer.backlog.dropped} entries of rows could not be kept" in diary.heard
+    assert audience.unwritten() == f"{writer.backlog.dropped} entries of rows"
+
+
+def test_attempts_become_rarer(facts, step):
+    """One that takes a minute, of a server that does not answer, must not be made at each of 100,000 steps."""
+    writer = Writer(range(1, 1000))
+    writer.backlog = Backlog("rows", writer.write, longest_pause=1 << 30)
+    for number in range(10_000):
+        writer.step(step(number))
+    assert writer.calls <= 2 * math.log2(10_000)

@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from xscale.observe import EndReport, EvalReport, SampleReport
 from xscale.observe.log import Log
 
@@ -49,7 +47,14 @@ def test_a_message_after_the_end_is_still_written(tmp_path, facts):
     assert "warning: late" in (tmp_path / "log.txt").read_text()
 
 
-def test_a_full_disk_raises(tmp_path):
-    (tmp_path / "log.txt").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space"):
-        Log(tmp_path).message("a")
+def test_a_full_disk_loses_no_entry(tmp_path, facts, limited_files):
+    """The start too, which writes several, loses none."""
+    log = Log(tmp_path)
+    with limited_files(0):
+        log.start(facts())
+        assert log.backlog.missing == 5
+        assert "too large" in str(log.backlog.error)
+    log.finish(EndReport(1, "done"))
+    assert log.backlog.missing == 0
+    text = (tmp_path / "log.txt").read_text()
+    assert text.index("starting") < text.index("config:") < text.index("done at step 1")

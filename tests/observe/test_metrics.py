@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from xscale.observe import EvalReport
-from xscale.observe.metrics import Metrics, read, truncate
+from xscale.observe.metrics import Cut, Metrics, read, truncate
 
 
 def _watch(metrics, facts, reports):
@@ -97,15 +97,16 @@ def test_a_run_that_begins_again_begins_the_file_again(tmp_path, facts, run):
 
 def test_a_cut_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 1.0}\n')
+    before = '{"step": 1, "loss": 1.0}\n{"step": 2, "lo\n{"step": 1, "eval_loss": 1.0}\n'
+    path.write_text(before)
 
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space"):
-        truncate(path, 1)
-    assert [item["step"] for item in read(path)] == [1, 2]
+        truncate(path, Cut(1))
+    assert path.read_text() == before
 
 
 def test_a_statistic_cannot_take_the_place_of_a_column(tmp_path, facts, step):

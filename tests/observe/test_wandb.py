@@ -79,12 +79,31 @@ def test_tasks(fake, facts, tmp_path):
     assert fake.rows == [(3, {"tasks/hellaswag/acc": 0.25})]
 
 
-def test_a_lost_network_ends_the_observer_and_not_the_run(fake, facts, step, tmp_path, capsys):
+def test_a_lost_network_loses_no_number(fake, facts, step, tmp_path, capsys):
     audience = ObserverGroup([Wandb(tmp_path, "lab")])
     audience.start(facts())
     fake.fail = True
     audience.step(step(1))
-    assert "network is unreachable" in capsys.readouterr().err
+    audience.step(step(2))
+    assert "warning: Wandb cannot be written (Weights & Biases: network is unreachable)" in capsys.readouterr().err
+    assert audience.unwritten() == "2 entries of Wandb"
+    fake.fail = False
+    audience.step(step(3))
+    assert [number for number, _ in fake.rows] == [1, 2, 3]
+    assert "Wandb is written again, and nothing is missing" in capsys.readouterr().err
+
+
+def test_a_service_that_does_not_answer_at_the_start_is_asked_again(fake, facts, step, tmp_path, capsys):
+    audience, init = ObserverGroup([Wandb(tmp_path, "lab")]), fake.init
+    fake.init = lambda **_: (_ for _ in ()).throw(fake.Error("no answer"))
+    audience.start(facts())
+    assert "no answer" in capsys.readouterr().err
+    audience.step(step(1))
+    fake.init = init
+    audience.step(step(2))
+    audience.finish(EndReport(2, "done"))
+    assert [number for number, _ in fake.rows] == [1, 2]
+    assert fake.code == 0
 
 
 def test_a_missing_package_is_refused_with_what_would_work(tmp_path, monkeypatch):

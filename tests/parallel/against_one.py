@@ -26,9 +26,9 @@ from xscale.objective.objective import OBJECTIVES, Batch, Objective, SpecialToke
 from xscale.optim.optimizer.optimizer import Optimizer
 from xscale.parallel import context
 from xscale.parallel.engine.fsdp import FsdpEngine
-from xscale.parallel.full_tensors import gather_full
+from xscale.parallel.full_tensors import ShardedWeightWriter
 from xscale.parallel.plan import ParallelPlan
-from xscale.parallel.sharded import ShardedParameter, local_shape_and_offset, shard_like, sharded_parameters
+from xscale.parallel.sharded import ShardedParameter, local_shape_and_offset, sharded_parameters
 from xscale.recipe import Recipe
 from xscale.train.batches import shard_over_cp
 from xscale.train.evaluate import evaluate
@@ -116,7 +116,7 @@ def trained(model: dict[str, Any], parallel: dict[str, Any], *, steps: int = STE
         means = mean_tensors(tally.means()) if degrees.pp == 1 else over_stages(*tally.copy(), mesh.device)
         # Those that a report shows; what only `settle` reads is seen in the final weights.
         found.statistics = {name: value for name, value in means.items() if value.dim() < 2}
-        update_non_gradient_state(network, means, shard_like, gather_full)
+        update_non_gradient_state(network, means, ShardedWeightWriter(network))
     found.gradients = {rest.name: (_at(rest), given) for rest, given in zip(rests, optimizer.first, strict=True)}
     held_out = [
         (shard_over_cp(held_out_batch(objective, micro, steps, number, apart), spread), True)

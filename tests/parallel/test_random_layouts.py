@@ -96,7 +96,7 @@ class RandomRun:
 class Draw:
     """The random choices of one seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int | str) -> None:
         self.random = Random(f"layout {seed}")
         self.lenient = self.maybe(0.1)
         """Whether parts are chosen without a look at what they can, so that `check` has something to refuse."""
@@ -129,6 +129,12 @@ class Draw:
             "clip_grad_norm": self.of(0.5, None),
         }
         return RandomRun(seed, ranks + self.maybe(0.02), model, parallel, {"data": data, "train": train})
+
+    def layout(self, *, mixture: bool) -> tuple[int, Section]:
+        """Ranks and the section `parallel`, for a model that is given."""
+        ranks = self.of(2, 2, 2, 3, 4, 4)
+        self.degrees, self.lenient = self.axes(ranks), False
+        return ranks, self.parallel(self.pipeline(self.degrees["pp"]), mixture=mixture)
 
     def axes(self, ranks: int) -> dict[str, int]:
         """Degrees of the axes whose product is `ranks`."""
@@ -350,7 +356,7 @@ WITH_THE_LONG_TESTS = 20
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "layout_seed" in metafunc.fixturenames:
-        first, count = (metafunc.config.getoption(name) for name in ("--layout-seed", "--layouts"))
+        count, first = metafunc.config.getoption("--layouts"), metafunc.config.getoption("--layout-seed") or 0
         seeds = [
             pytest.param(first + index, marks=[] if index < WITH_THE_LONG_TESTS else [pytest.mark.nightly])
             for index in range(count)

@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from xscale.cli.main import plan
+from xscale.cli.plan import plan
 from xscale.commands.plan import PICTURES, check, hardware, members, run
 from xscale.core.errors import ConfigError
 

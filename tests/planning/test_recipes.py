@@ -1,12 +1,15 @@
-"""The recipes of published models: their parameters as the papers and their published weights count them."""
+"""Recipes: parameters of published models as the papers and their weights count them, and a plan of each one."""
 
 from pathlib import Path
 
 import pytest
 
+from tests.golden.shrink import RECIPES, VARIANTS, small
 from xscale.measure.flops import size
 from xscale.mesh import axes
+from xscale.mesh.axes import Degrees
 from xscale.planning import vocabulary_of
+from xscale.planning.simulate_step import simulate_step
 from xscale.recipe import read
 from xscale.train.settings import build_on_meta
 
@@ -42,3 +45,20 @@ def test_the_fewest_ranks_that_make_a_mesh_pass_its_check_and_fewer_do_not(mesh:
     assert axes.min_world_size(config) == world
     assert not axes.check(config, world)
     assert all(axes.check(config, fewer) for fewer in range(1, world))
+
+
+PLANS = ("classify", "finetune_classify", "tinybert_task", "bert", "structbert", "nsp-objective", "base-layers")
+"""Recipes whose samples or routers had no form in a plan; the others are planned with the long tests."""
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, id=f"{file.parent.name}-{file.stem}", marks=[] if file.stem in PLANS else [pytest.mark.long])
+        for file in [*RECIPES, *VARIANTS]
+    ],
+)
+def test_a_small_recipe_is_simulated(file: Path, tmp_path: Path) -> None:
+    step = simulate_step(small(file, tmp_path), Degrees(), rank=0, micro_batches=1, vocabulary=300)
+    assert step.costs["forward"].flops > 0
+    assert step.costs["backward"].flops > 0

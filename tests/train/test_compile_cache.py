@@ -1,5 +1,6 @@
 """A library that a killed compilation left in torch.compile's cache is compiled again, wherever it ends."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from tests.train.tiny import recipe, run
-from xscale.core.errors import FaultError
+from xscale.core.errors import ConfigError, FaultError
 from xscale.train import compile_cache
 from xscale.train import run as training
 from xscale.train.compile_cache import ELF_HEADER, SETTLED_SECONDS, remove_incomplete_libraries
@@ -69,6 +70,29 @@ def test_a_library_that_cannot_be_removed_is_named(cache: Path, monkeypatch: pyt
     monkeypatch.setattr(compile_cache, "remove_file", refuse)
     with pytest.raises(FaultError, match=rf"{file}.*incomplete.*Permission denied.*remove {cache}"):
         remove_incomplete_libraries()
+
+
+@pytest.mark.parametrize("what", ["a file", "below a file", "a broken link"])
+def test_a_cache_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    # torch's compiler cannot be imported where it cannot make the folder, and not again in that process.
+    importlib.import_module("torch._inductor.runtime.cache_dir_utils")
+    path = tmp_path / "cache"
+    path.symlink_to("gone/gone") if what == "a broken link" else path.write_text("")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(path / "below" if what == "below a file" else path))
+    with pytest.raises(
+        ConfigError, match=r"parallel\.compile: the cache of .* cannot be used: .*TORCHINDUCTOR_CACHE_DIR"
+    ):
+        remove_incomplete_libraries()
+
+
+@pytest.mark.long
+def test_a_cache_that_cannot_be_used_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("")
+    variables = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "xscale", "train", "quickstart", f"run.dir={tmp_path}", "parallel.compile=true"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=600)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "cannot be used" in done.stderr
 
 
 @pytest.mark.parametrize("compiles", [False, True])

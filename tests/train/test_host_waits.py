@@ -11,17 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import Pool
-from tests.train.tiny import recipe
+from tests.train.tiny import recipe, run
 from xscale.mesh.environment import read_rank_info
 from xscale.nn.ffn.moe import Moe
 from xscale.nn.moe.statistics import copy_to_cpu, load_balance_metrics
 from xscale.nn.tokens import Stats
 from xscale.train.evaluate import evaluate
+from xscale.train.loop import Loop
 from xscale.train.setup import set_up
 from xscale.train.step import Stepper
 
@@ -147,3 +149,38 @@ def test_a_dispatch_over_ranks_waits_once(tmp_path: Path, pool: Pool, name: str)
     deep = pool.run(waits_of_a_step, 2, tmp_path, 3, FFNS[name], **sections)
     for of_one_layer, of_three in zip(shallow, deep, strict=True):
         assert of_three - of_one_layer == Counter({"tolist": 2 * 2, "_local_scalar_dense": 2 * 4})
+
+
+def waits_of_the_loop(folder: Path) -> list[tuple[int, int]]:
+    """All-reduces of the world by the trainer, and waits of the host, in each step of a run on this rank."""
+    counts, per_step = Counter[str](), list[tuple[int, int]]()
+    step, all_reduce = Loop._step, dist.all_reduce
+
+    def reduce(*given: Any, **named: Any) -> Any:
+        counts["all_reduce"] += 1
+        return all_reduce(*given, **named)
+
+    def record(name: str) -> None:
+        counts["waits"] += 1
+
+    def counted_step(self: Loop) -> Any:
+        counts.clear()
+        decision = step(self)
+        per_step.append((counts["all_reduce"], counts["waits"]))
+        return decision
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", reduce)
+        patch.setattr(Loop, "_step", counted_step)
+        train = {"steps": 4, "batch_size": 4, "micro_batch_size": 2, "eval_every": 0}
+        observe = {"progress": False, "tensorboard": False, "report": False, "every_steps": 100}
+        with ListsRead(record):
+            run(recipe(folder, "run", model=model(1, FFNS["dense"]), train=train, observe=observe))
+    return per_step
+
+
+def test_a_step_of_the_loop_reduces_and_waits_once(tmp_path: Path, pool: Pool) -> None:
+    """The first counts its targets in a reduction of its own; those of each later step ride in the one before."""
+    for first, *later in pool.run(waits_of_the_loop, 2, tmp_path):
+        assert first == (2, 2)
+        assert later == [(1, 1)] * 3

@@ -168,6 +168,8 @@ def profiled_steps(run: Path, numbers: list[int], *, ends: bool = True) -> list[
     for number in numbers:
         with profiler.step(number):
             torch.ones(64, 64) @ torch.ones(64, 64)
+        if profiler.is_due(stopping=False):
+            profiler.write_or_repeat(number + 1)
     if ends:
         profiler.close()
     return messages

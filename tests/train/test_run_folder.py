@@ -1,5 +1,6 @@
 """A run folder is whole: what is in it decides what a run does with it, and it is never half of one."""
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from tests.train.tiny import metrics, recipe, run
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, FaultError
 from xscale.train.loop import Loop
 from xscale.train.run_folder import LISTED, differences, problems_of, read_config
+from xscale.train.run_work import RunWork
 
 
 def during_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], Any]) -> None:
@@ -46,14 +48,46 @@ def test_a_folder_that_vanishes_ends_the_run(tmp_path: Path, monkeypatch: pytest
     assert not folder.exists() or not list(folder.iterdir()), "a run folder without its config, data or weights"
 
 
-def test_a_folder_that_vanishes_before_the_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluate = Loop._evaluate
+def test_a_lock_that_is_deleted_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run trains on to its end."""
+    during_step(monkeypatch, 3, (tmp_path / "run" / "lock").unlink)
+    assert run(recipe(tmp_path)) == EXIT_DONE
+    assert (tmp_path / "run" / "lock").exists()
 
-    def evaluate_then_remove(self: Loop) -> None:
+
+@pytest.mark.parametrize(
+    ("number", "error", "words"),
+    [
+        (errno.ENOSPC, FaultError, r"config\.yaml.* cannot be written: No space left on device\. Free space"),
+        (errno.EIO, FaultError, r"config\.yaml.* cannot be written: Input/output error"),
+        (errno.EPERM, ConfigError, r"run\.dir: .*config\.yaml.* cannot be written: Operation not permitted\. Let this"),
+        (errno.EROFS, ConfigError, r"run\.dir: .*config\.yaml.* cannot be written: Read-only file system"),
+    ],
+)
+def test_a_config_that_cannot_be_written_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception], words: str
+) -> None:
+    """Full at the start or at a resume, or of a file that may not be replaced."""
+
+    def refuse(self: Path, target: Path) -> Path:
+        if Path(target).name == "config.yaml":
+            raise OSError(number, os.strerror(number), str(self), None, str(target))
+        return before(self, target)
+
+    before = Path.replace
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(error, match=words):
+        run(recipe(tmp_path))
+
+
+def test_a_folder_that_vanishes_before_the_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate = RunWork.evaluate
+
+    def evaluate_then_remove(self: RunWork) -> None:
         evaluate(self)
         shutil.rmtree(tmp_path / "run")
 
-    monkeypatch.setattr(Loop, "_evaluate", evaluate_then_remove)
+    monkeypatch.setattr(RunWork, "evaluate", evaluate_then_remove)
     with pytest.raises(FaultError, match="Put the folder back"):
         run(recipe(tmp_path, train={"steps": 2, "batch_size": 8, "micro_batch_size": 2, "eval_every": 2}))
     assert not (tmp_path / "run").exists()
@@ -66,6 +100,14 @@ def files_with_times(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
 
 
+IGNORED: list[tuple[dict[str, Any], str]] = [
+    ({"train": {"steps": 2}, "optimizer": {"kind": "adamw", "lr": 0.5}}, "optimizer.lr was 0.001 and is now 0.5"),
+    ({"train": {"steps": 1}}, "train.steps was 2 and is now 1"),
+    ({"train": {"steps": 2}, "schedule": {"kind": "constant"}}, "schedule.kind was cosine and is now constant"),
+]
+"""Changes of a finished run, and what is said of them."""
+
+
 def test_a_finished_run_writes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     finished = recipe(tmp_path, train={"steps": 2}, **REPORTED)
     assert run(finished) == EXIT_DONE
@@ -74,9 +116,19 @@ def test_a_finished_run_writes_nothing(tmp_path: Path, capfd: pytest.CaptureFixt
     assert run(finished) == EXIT_DONE
     assert files_with_times(tmp_path) == before
     (line,) = capfd.readouterr().out.splitlines()
-    assert "finished at step 2, nothing to do" in line
+    assert "finished at step 2, nothing to do; train.steps above 2 trains on" in line
+    with pytest.raises(ConfigError, match=r"finished at step 2, and would ignore that train\.steps was 2 and is now 1"):
+        run(recipe(tmp_path, train={"steps": 1}, **REPORTED))
     with pytest.raises(ConfigError, match=r"contains another run: data\.sequence_length"):
         run(recipe(tmp_path, train={"steps": 2}, data={"sequence_length": 16}))
+    for changes, said in IGNORED:
+        with pytest.raises(ConfigError) as caught:
+            run(recipe(tmp_path, **changes))
+        assert f"finished at step 2, and would ignore that {said}" in str(caught.value)
+        assert "Give another run.dir, or train.steps above 2" in str(caught.value)
+    assert files_with_times(tmp_path) == before
+    elsewhere = {"kernels": {}, "checkpoint": {"every_steps": 7}, "train": {"steps": 2, "stop_after": 1}}
+    assert run(recipe(tmp_path, **elsewhere)) == EXIT_DONE, "what changes no result"
     assert run(recipe(tmp_path, train={"steps": 3})) == EXIT_DONE
     assert [line["step"] for line in metrics(tmp_path) if "loss" in line] == [1, 2, 3]
 

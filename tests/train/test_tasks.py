@@ -16,7 +16,7 @@ from tests.train.tiny import MIXTURE, metrics, recipe, run
 from xscale.checkpoint.load import load_tensors
 from xscale.core.errors import EXIT_DONE, ConfigError
 from xscale.observe.events import TaskReport
-from xscale.train import loop
+from xscale.train import run_work
 from xscale.train.load_run import load_run
 from xscale.train.setup import RunParts
 from xscale.train.tasks import lm_eval_model_of_run
@@ -264,7 +264,7 @@ def test_tasks_read_the_weights_that_an_optimizer_averages(
         weights[step] = {f"model.{name}": value.detach().clone() for name, value in parts.model.named_parameters()}
         return TaskReport(step, {}, 0.0)
 
-    monkeypatch.setattr(loop, "report_tasks", noted)
+    monkeypatch.setattr(run_work, "report_tasks", noted)
     averaging = {"optimizer": {"kind": "schedule_free_adamw", "lr": 0.01}, "schedule": {"kind": "constant"}}
     assert with_tasks(tmp_path, "run", tasks, **averaging) == EXIT_DONE
     saved = load_tensors(tmp_path / "run" / "checkpoints" / "step-00000003")

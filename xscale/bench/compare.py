@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import pydantic
 
 from xscale.bench.train import TrainingSpeed
-from xscale.core.compose import parse
 from xscale.core.config import Config, decode
 from xscale.core.errors import ConfigError, FaultError, nearest
+from xscale.core.yaml_reader import parse
 from xscale.observe.metrics import METRICS_FILE, read
 
 

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from xscale.bench.scaling_fit import DegenerateFitError, Interval, RunPoint, ScalingFit, fit_scaling_law
-from xscale.core.compose import parse
 from xscale.core.config import Config, decode
 from xscale.core.errors import ConfigError, Problem, nearest
+from xscale.core.yaml_reader import parse
 
 
 class Ladder(Config):

@@ -10,7 +10,7 @@ from xscale.bench.train_sides import collect
 from xscale.core.errors import ConfigError
 from xscale.measure.device import DEVICES
 from xscale.mesh.environment import read_rank_info
-from xscale.mesh.mesh import destroy_process_group
+from xscale.mesh.mesh import leave_process_group
 from xscale.planning.plan import Hardware, plan
 from xscale.train.settings import Settings
 from xscale.train.setup import device_of, set_up
@@ -82,7 +82,7 @@ def _train(settings: Settings) -> None:
             torch.cuda.synchronize(parts.mesh.device)
         del parts
     finally:
-        destroy_process_group()
+        leave_process_group()
         gc.collect()
 
 

@@ -13,7 +13,7 @@ import torch
 from xscale.bench.train_sides import XSCALE, SideBuilder, TrainingSide, training_sides, xscale_side
 from xscale.core.errors import ConfigError, nearest
 from xscale.mesh.environment import read_rank_info
-from xscale.mesh.mesh import destroy_process_group
+from xscale.mesh.mesh import leave_process_group
 from xscale.train.settings import Settings
 from xscale.train.setup import device_of
 from xscale_kernels.bench.timing import Timings, alternate, host_clock
@@ -56,7 +56,7 @@ def _time_in_turns(builders: Mapping[str, SideBuilder], steps: int, device: torc
                 rows.append({"name": name, "reason": str(error)})
         timings = time_steps(sides, steps)
     finally:
-        destroy_process_group()
+        leave_process_group()
     rows = [side.row(timings) for side in sides] + rows
     first, *baselines = sides
     ratios = {f"{first.name} / {other.name}": speed_ratio(timings, first, other) for other in baselines}
@@ -84,7 +84,7 @@ def measure_side(build: SideBuilder, steps: int, profile: Path | None = None) ->
         return side.row(timings) | {"megabytes": peak}
     finally:
         del side
-        destroy_process_group()
+        leave_process_group()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -117,7 +117,7 @@ def training_speeds(variants: Mapping[str, Settings], steps: int) -> dict[str, T
             sides.append(xscale_side(name, settings, steps + 1))
         timings = time_steps(sides, steps)
     finally:
-        destroy_process_group()
+        leave_process_group()
     on_cpu = all(device_of(settings, read_rank_info()).type == "cpu" for settings in variants.values())
     return {
         side.name: TrainingSpeed(

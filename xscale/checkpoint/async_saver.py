@@ -117,15 +117,17 @@ class AsyncSaver:
         *,
         required: bool = False,
         copy_in_background: bool = False,
+        in_flight: bool | None = None,
     ) -> SaveStarted:
         """Copy the state, start to write it in the background, and return. Arguments as in `save.save`.
 
         With `copy_in_background` the copy is made in the background too: the caller must call `wait_copied` before any
         of the tensors changes, in training before the next optimizer step. A `required` save, such as the last one of a
-        run, is never skipped. CheckpointError when more than `failure_limit` consecutive saves failed.
+        run, is never skipped. `in_flight`: whether `is_writing` was true on any rank a moment ago, the same on all of
+        them; None: they are asked. CheckpointError when more than `failure_limit` consecutive saves failed.
         """
         start = time.perf_counter()
-        if self._when_busy == "skip" and not required and self._in_flight():
+        if self._when_busy == "skip" and not required and (self._in_flight() if in_flight is None else in_flight):
             return SaveStarted(step, True, time.perf_counter() - start, 0.0)
         self.wait()
         copy_start = time.perf_counter()
@@ -214,15 +216,24 @@ class AsyncSaver:
             sys.stderr.flush()
         self._join(ABANDON_SECONDS)
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank still writes a save to disk."""
+        return self._thread is not None and self._thread.is_alive() and not self._in_memory
+
     def _in_flight(self) -> bool:
-        """Whether any rank still writes to disk; asked over the default group, as the threads may use the other."""
-        is_writing = self._thread is not None and self._thread.is_alive() and not self._in_memory
-        return is_writing if self._ranks.is_single_process else sum_scalars([is_writing], self._device)[0] > 0
+        """Whether any rank still writes to disk."""
+        return self._is_true_of_any(self.is_writing)
+
+    def _is_true_of_any(self, fact: bool) -> bool:
+        """Ask all ranks over the default group, where it is one small all-reduce; the threads may use the other."""
+        return fact if self._ranks.is_single_process else sum_scalars([float(fact)], self._device)[0] > 0
 
     def _plan_for(self, shards: dict[str, Box | FlatShard], path: Path) -> CheckpointPlan:
         """Return the plan of the previous save unless the layout of some rank changed."""
-        same = self._plan is not None and self._plan.outline == outline(shards)
-        if self._plan is None or not all(self._ranks.on_all(path, lambda: same)):
+        changed = self._plan is None or self._plan.outline != outline(shards)
+        # The first plan is made by all ranks at the same save.
+        if self._plan is None or self._is_true_of_any(changed):
             self._plan = plan_save(shards, path, self._ranks)
         return self._plan
 

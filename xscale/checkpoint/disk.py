@@ -20,7 +20,8 @@ import xxhash
 from typing_extensions import Buffer
 
 from xscale.core.errors import ConfigError
-from xscale.core.file_safety import open_regular, remove_folder
+from xscale.core.file_safety import remove_folder
+from xscale.core.run_files import open_run_file
 
 BLOCK = 1 << 20
 SMALL_WRITE_BYTES = 1 << 16
@@ -60,7 +61,7 @@ def hash_file(path: Path, name: str = HASH) -> Digest:
     """Read a file and return its digest."""
     hashing, size = new_hash(name), 0
     block = bytearray(BLOCK)
-    with open_regular(path) as file:
+    with io.BufferedReader(open_run_file(path)) as file:
         while count := file.readinto(block):
             hashing.update(memoryview(block)[:count])
             size += count
@@ -85,7 +86,7 @@ class HashingFile(io.RawIOBase):
     """File opened for writing that hashes what is written."""
 
     def __init__(self, path: Path, disk: "Disk") -> None:
-        self._file = path.open("wb", buffering=0)
+        self._file = open_run_file(path, "wb")
         self._disk = disk
         self._path = path
         self._small = bytearray()

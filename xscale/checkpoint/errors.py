@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from xscale.core.errors import FaultError
+from xscale.core.errors import FaultError, plain
 from xscale.mesh.consensus import Consensus
 
 KEEP_LESS = "keep fewer checkpoints (checkpoint.keep_last) or give another run.dir."
@@ -25,8 +25,8 @@ class CheckpointError(FaultError):
     """A checkpoint could not be written or read; every rank raises the same error."""
 
     def __init__(self, path: object, what: str, fix: str = "") -> None:
-        self.path, self.what, self.fix = str(path), what, fix
-        super().__init__(f"{path}: {what}. {fix}".rstrip() if fix else f"{path}: {what}")
+        self.path, self.what, self.fix = str(path), plain(what), fix
+        super().__init__(f"{path}: {self.what}. {fix}".rstrip() if fix else f"{path}: {self.what}")
 
     def __reduce__(self) -> tuple[type, tuple[str, ...]]:
         return type(self), (self.path, self.what, self.fix)

@@ -1,6 +1,7 @@
 """Names of the folders and files of checkpoints, and the lock of a run folder: one run at a time."""
 
 import contextlib
+import os
 import re
 from pathlib import Path
 from types import TracebackType
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from xscale.checkpoint.errors import consensus
 from xscale.core.errors import ConfigError
 from xscale.core.file_lock import FileLock, LockedError
+from xscale.core.run_files import IrregularFileError
 
 FORMAT = 2
 """Version of the layout below; it changes when an older xscale could not read a newer checkpoint."""
@@ -71,7 +73,7 @@ def bad_folder(path: Path, label: str) -> Path:
     """Return an unused name for a damaged checkpoint."""
     unused = path.with_name(f"bad-{path.name}-{label}")
     count = 2
-    while unused.exists():
+    while os.path.lexists(unused):
         unused = path.with_name(f"bad-{path.name}-{label}-{count}")
         count += 1
     return unused
@@ -98,9 +100,15 @@ class RunLock:
         except LockedError as error:
             what = "another run is using this folder" + (f" ({error})" if str(error) else "")
             raise ConfigError(str(folder), what, "Wait for it to end, stop it, or give another run.dir.") from None
+        except IrregularFileError as error:
+            what = f"{error.strerror}, so no run is started here"
+            raise ConfigError(str(folder / LOCK_FILE), what, "Remove it, or give another run.dir.") from None
 
     def is_in_place(self) -> bool:
-        """Whether the run folder is still the one that was locked; true on ranks without the lock. Not collective."""
+        """Whether the run folder is still the one that was locked; true on ranks without the lock. Not collective.
+
+        A lock that was deleted from the folder is made again.
+        """
         # A network file system that does not answer is no deleted folder.
         with contextlib.suppress(OSError):
             return self._lock.is_in_place()

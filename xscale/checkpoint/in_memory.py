@@ -22,15 +22,8 @@ from torch import Tensor
 from xscale.checkpoint.disk import HASH, hash_file, new_hash
 from xscale.checkpoint.planner import Box, copy_box, local_shards, outline
 from xscale.core.atomic_write import write_atomically
-from xscale.core.file_safety import (
-    check_private_folder,
-    decode_json,
-    make_private_folder,
-    open_regular,
-    read_regular,
-    remove_file,
-    remove_folder,
-)
+from xscale.core.file_safety import check_private_folder, decode_json, make_private_folder, remove_file, remove_folder
+from xscale.core.run_files import open_run_file, read_run_file
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.flat_shard import FlatShard
 
@@ -242,7 +235,7 @@ class InMemoryCheckpoint:
         file = self._file(owner)
         for chunk in _chunks(self._buffer(file, int(sizes[0]))):
             dist.recv(chunk, group=group, group_src=holder)
-        file.with_suffix(".json").write_bytes(bytes(incoming_text.tolist()))
+        write_atomically(file.with_suffix(".json"), bytes(incoming_text.tolist()))
 
     def _files(self) -> list[tuple[Path, ShardHeader]]:
         """List the complete files on this machine, of any rank."""
@@ -255,8 +248,8 @@ class InMemoryCheckpoint:
         for path in sorted(self.folder.glob("*.json")):
             file = path.with_suffix(".bytes")
             try:
-                header = _decode_header(read_regular(path))
-                with open_regular(file, follow=False) as stream:
+                header = _decode_header(read_run_file(path))
+                with open_run_file(file) as stream:
                     size = os.fstat(stream.fileno()).st_size
             except (OSError, ValueError):
                 # Written by another version, or incomplete: treated as missing.

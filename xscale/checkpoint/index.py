@@ -25,10 +25,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from xscale.checkpoint.errors import DamageError
 from xscale.checkpoint.files import INDEX, TENSORS
-from xscale.core.file_safety import check_relative, read_regular
+from xscale.core.file_safety import check_relative
+from xscale.core.run_files import read_run_file
 from xscale.mesh.torch_private import _StorageInfo
 
 FIX = "Use another checkpoint, or copy this one again from an intact copy."
+INDEX_BYTES = 4 << 30
+"""Largest index: of tens of thousands of ranks."""
 DCP = "torch.distributed.checkpoint"
 ALLOWED_GLOBALS = {
     f"{DCP}.metadata": (
@@ -151,7 +154,7 @@ def read_index(path: Path, sizes: Mapping[str, int] | None = None) -> Metadata:
     """
     name = f"{TENSORS}/{INDEX}"
     try:
-        metadata = decode_index(read_regular(path / name))
+        metadata = decode_index(read_run_file(path / name, INDEX_BYTES))
         if sizes is not None:
             check_index(metadata, sizes)
     except FileNotFoundError:

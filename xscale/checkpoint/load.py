@@ -16,7 +16,8 @@ from xscale.checkpoint.files import CONFIG, MANIFEST, STATE, bad_folders
 from xscale.checkpoint.index import TensorEntry, read_index, tensor_entries
 from xscale.checkpoint.search import find_newest, set_aside
 from xscale.core.errors import ConfigError
-from xscale.core.file_safety import decode_json, read_regular
+from xscale.core.file_safety import decode_json
+from xscale.core.run_files import read_run_file
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.flat_shard import FlatShard
 
@@ -200,7 +201,7 @@ def open_manifest(path: Path) -> manifest.CheckpointManifest:
 def _json(path: Path, name: str) -> dict[str, Any]:
     open_manifest(path)
     try:
-        data = decode_json(read_regular(path / name), unique=True)
+        data = decode_json(read_run_file(path / name), unique=True)
     except (OSError, ValueError) as error:
         raise DamageError(path, f"{name} cannot be read: {error}", "Use another checkpoint.", "unreadable") from None
     if not isinstance(data, dict):

@@ -12,7 +12,8 @@ from xscale.checkpoint.disk import Digest, Disk
 from xscale.checkpoint.errors import DamageError
 from xscale.checkpoint.files import CONFIG, FORMAT, FORMATS, INDEX, MANIFEST, SEAL, STATE, TENSORS, step_of
 from xscale.core.errors import ConfigError
-from xscale.core.file_safety import check_relative, decode_json, is_regular, read_regular
+from xscale.core.file_safety import check_relative, decode_json
+from xscale.core.run_files import kind_of, read_run_file
 
 FIX = "Use another checkpoint, or copy this one again from an intact copy."
 
@@ -54,7 +55,7 @@ def read(path: Path) -> CheckpointManifest:
     unknown version wrote it.
     """
     try:
-        text, seal = read_regular(path / MANIFEST), read_regular(path / SEAL)
+        text, seal = read_run_file(path / MANIFEST), read_run_file(path / SEAL)
     except OSError as error:
         what = f"its {MANIFEST} or {SEAL} cannot be read: {error.strerror}"
         raise DamageError(path, what, FIX, "manifest") from None
@@ -115,11 +116,11 @@ def check_sizes(path: Path, manifest: CheckpointManifest) -> None:
     for name, digest in manifest.files.items():
         file = path / name
         try:
-            size = file.stat().st_size
+            size, kind = file.lstat().st_size, kind_of(file)
         except OSError:
             raise DamageError(path, f"the file {name} is missing", FIX, "missing") from None
-        if not is_regular(file):
-            raise DamageError(path, f"{name} is not a regular file", FIX, "missing")
+        if kind != "a file":
+            raise DamageError(path, f"{name} is {kind}, not a file", FIX, "missing")
         if size != digest.size:
             what = f"the file {name} has {size} bytes and was written with {digest.size}"
             raise DamageError(path, what, FIX, "size")

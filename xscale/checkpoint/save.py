@@ -1,6 +1,7 @@
 """Saving: files are written in a hidden folder, hashed and flushed, and then made visible by one rename."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -121,7 +122,7 @@ def _publish(final: Path, hidden: Path, files: dict[str, Digest], snapshot: Snap
     manifest.write(hidden, CheckpointManifest(snapshot.step, files, world, written_by), disk)
     disk.sync(hidden / TENSORS)
     disk.sync(hidden)
-    if final.exists():
+    if os.path.lexists(final):
         # A checkpoint of the same step from before a rollback. After a kill between the renames, `repair_folder`
         # restores it.
         replaced = hidden_folder(final.parent, snapshot.step, "replaced")

@@ -1,6 +1,8 @@
 """Search for the newest good checkpoint; leftovers of a kill are deleted, damaged checkpoints are set aside."""
 
 import contextlib
+import os
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,11 +12,15 @@ import torch.distributed as dist
 from xscale.checkpoint import manifest
 from xscale.checkpoint.disk import Disk
 from xscale.checkpoint.errors import DamageError, consensus
-from xscale.checkpoint.files import bad_folder, hidden_folders, step_folder, visible_steps
-from xscale.core.errors import ConfigError
+from xscale.checkpoint.files import bad_folder, bad_folders, hidden_folders, step_folder, visible_steps
+from xscale.core.atomic_write import write_atomically
+from xscale.core.errors import ConfigError, NoticeWarning
+from xscale.core.run_files import kind_of
 from xscale.mesh.consensus import Consensus
 
 REASON = "reason.txt"
+STEPS_LISTED = 8
+"""Steps that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,51 @@ def find_newest(
     return SearchResult(None, None, tuple(reasons))
 
 
+class OlderCheckpointWarning(NoticeWarning):
+    """A command reads an older checkpoint, because the newest one is damaged."""
+
+
+def find_to_read(folder: Path, *, step: int | None = None, strict: bool = False) -> SearchResult:
+    """Find the checkpoint that a command reads, which does not own the run: the newest good one, or that of `step`.
+
+    An OlderCheckpointWarning says which step is passed over, why, and which is read. ConfigError instead with `strict`,
+    and where the checkpoint of `step` is damaged or missing. Not collective.
+    """
+    if step is not None:
+        return SearchResult(_checkpoint_of_step(folder, step), step)
+    newest = find_newest(folder)
+    if newest.path is None:
+        return newest
+    damaged = [(passed, reason) for passed, reason in _set_aside(folder) if passed > (newest.step or 0)]
+    reasons = [*newest.reasons, *(f"step {passed} was set aside ({reason})" for passed, reason in damaged)]
+    if reasons:
+        what = f"the newest checkpoint is damaged: {'; '.join(reasons)}"
+        if strict:
+            raise ConfigError(str(folder), what, f"Without --strict, step {newest.step} is read.")
+        warnings.warn(f"{what}; step {newest.step} is read instead", OlderCheckpointWarning, stacklevel=3)
+    return newest
+
+
+def _checkpoint_of_step(folder: Path, step: int) -> Path:
+    """The checkpoint of a step; ConfigError where there is none, or its files are not those that were written."""
+    known = dict(visible_steps(folder))
+    if step not in known:
+        steps = ", ".join(map(str, sorted(known, reverse=True)[:STEPS_LISTED])) or "none"
+        raise ConfigError("--step", f"{folder} has no checkpoint of step {step}", f"It has: {steps}.")
+    try:
+        _manifest_with_sizes(known[step])
+    except DamageError as damage:
+        fix = "Give another step: `xscale checkpoint ls` shows which are good."
+        raise ConfigError("--step", f"the checkpoint of step {step} is damaged: {damage.what}", fix) from None
+    return known[step]
+
+
+def _set_aside(folder: Path) -> list[tuple[int, str]]:
+    """(step, why) of the checkpoints that were found damaged and renamed."""
+    names = [path.name.removeprefix("bad-").split("-") for path in bad_folders(folder)]
+    return [(int(number), why) for _, number, why, *_ in names]
+
+
 def newest_on_this_process(folder: Path) -> tuple[int, Path] | None:
     """(step, path) of the newest checkpoint whose files exist with the right sizes; None: there is none.
 
@@ -82,7 +133,9 @@ def set_aside(path: Path, damage: DamageError, ranks: Consensus) -> str:
         aside = bad_folder(path, damage.label)
         try:
             path.rename(aside)
-            (aside / REASON).write_text(f"{damage}\n", encoding="utf-8")
+            # Of a link to a checkpoint elsewhere the link is renamed, and nothing is written there.
+            if kind_of(aside) == "a folder":
+                write_atomically(aside / REASON, f"{damage}\n")
         except OSError as error:
             return f"{damage.path}: {damage.what}; passed over (it could not be set aside: {error.strerror})"
         return f"{damage.path}: {damage.what}; set aside as {aside.name}"
@@ -95,7 +148,7 @@ def repair_folder(folder: Path, disk: Disk) -> list[str]:
     reasons = []
     for step, state, path in hidden_folders(folder):
         final = step_folder(folder, step)
-        if state == "replaced" and not final.exists():
+        if state == "replaced" and not os.path.lexists(final):
             disk.rename(path, final)
             reasons.append(f"{final}: restored, because the save that was to replace it was interrupted")
             continue

@@ -4,10 +4,11 @@ import contextlib
 import copy
 import io
 import pickle
+import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +21,9 @@ from xscale.checkpoint.errors import DamageError
 from xscale.checkpoint.files import INDEX, TENSORS
 from xscale.checkpoint.index import FIX, UNREADABLE, read_index
 from xscale.checkpoint.planner import CheckpointPlan, LoadPlanner
-from xscale.core.file_safety import open_regular
+from xscale.checkpoint.torch_file import load_torch_file
+from xscale.core.foreign import reason
+from xscale.core.run_files import open_run_file
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.flat_shard import FlatShard
 from xscale.mesh.torch_private import PyTorchFileWriter, _save, _StorageInfo
@@ -104,16 +107,23 @@ def read(
             raise
         except UNREADABLE as error:
             # The index is checked and the target tensors fit it: the bytes of a box are not those of its tensor.
-            what = f"a box in {TENSORS} is not the tensor that {INDEX} describes ({str(error).partition(chr(10))[0]})"
+            what = f"a box in {TENSORS} is not the tensor that {INDEX} describes ({reason(error)})"
             raise DamageError(path, what, FIX, "unreadable") from None
 
     ranks.on_all(path, fill)
 
 
+class OutsideError(OSError):
+    """A position outside of a box, which an archive that is torn or forged names: no fault of the disk.
+
+    An OSError, as a file raises it, which readers of archives expect.
+    """
+
+
 class _FileSlice(io.RawIOBase):
     """`length` bytes of an open file from `start` on, as a file."""
 
-    def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
+    def __init__(self, file: "io.BufferedReader[Any]", start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
 
     def readable(self) -> bool:
@@ -128,11 +138,14 @@ class _FileSlice(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         if self._at < 0:
-            raise OSError("a position before the start")
+            raise OutsideError("a position before the start")
         return self._at
 
     def readinto(self, buffer: Buffer) -> int:
         view = memoryview(buffer).cast("B")[: max(self._length - self._at, 0)]
+        if not view:
+            # An offset that no file can have is an error of the system, as of a disk.
+            return 0
         self._file.seek(self._start + self._at)
         count = self._file.readinto(view)
         self._at += count
@@ -146,7 +159,7 @@ def _read_boxes(folder: Path, metadata: Metadata, planner: LoadPlanner, plan: Lo
         items.setdefault(metadata.storage_data[item.storage_index].relative_path, []).append(item)
     shapes = _box_shapes(metadata, {item.storage_index.fqn for item in plan.items})
     for name, of_file in items.items():
-        with open_regular(folder / name) as file:
+        with io.BufferedReader(open_run_file(folder / name)) as file:
             latest: tuple[MetadataIndex, Tensor] | None = None
             # Several shards of this rank may have a part of one box, which is read once.
             for item in sorted(of_file, key=lambda item: metadata.storage_data[item.storage_index].offset):
@@ -168,18 +181,13 @@ def _box_shapes(metadata: Metadata, names: set[str]) -> dict[MetadataIndex, torc
     }
 
 
-def _read_box(file: io.BufferedReader, info: _StorageInfo, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def _read_box(file: "io.BufferedReader[Any]", info: _StorageInfo, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Read a box from what `torch.save` wrote of it, and nothing else."""
     stream = _FileSlice(file, info.offset, info.length)
     try:
-        entries = zipfile.ZipFile(stream).infolist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        box = load_torch_file(cast(IO[bytes], stream))
+    except (OutsideError, zipfile.BadZipFile, struct.error) as error:
         raise RuntimeError(f"not an archive of torch.save: {error}") from None
-    # A few kilobytes can inflate to all of the memory.
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise RuntimeError("its archive is compressed")
-    stream.seek(0)
-    box = torch.load(cast(IO[bytes], stream), map_location="cpu", weights_only=True)
     if not isinstance(box, Tensor):
         raise RuntimeError("it is no tensor")
     if box.dtype != dtype:

@@ -13,6 +13,7 @@ from xscale.checkpoint.files import MANIFEST, bad_folders, hidden_folders, step_
 from xscale.checkpoint.load import CheckpointReader, read_config, read_state
 from xscale.checkpoint.retention import delete_excess, excess
 from xscale.core.errors import ConfigError
+from xscale.core.run_files import kind_of, read_run_file
 
 CHECKPOINTS_FOLDER = "checkpoints"
 
@@ -66,7 +67,7 @@ def ls(folder: Path) -> list[CheckpointRow]:
     ]
     for path in bad_folders(folder):
         note = path / "reason.txt"
-        reason = note.read_text(encoding="utf-8").strip() if note.is_file() else ""
+        reason = read_run_file(note).decode(errors="replace").strip() if kind_of(note) == "a file" else ""
         rows.append(CheckpointRow(path, int(path.name.split("-")[2]), "set aside", reason, _size(path)))
     return sorted(rows, key=lambda row: (row.step, row.path.name))
 
@@ -87,7 +88,7 @@ def show(path: Path) -> CheckpointDetails:
 
 def verify(path: Path) -> list[CheckpointRow]:
     """Verify the hash of every file of the checkpoint at `path`, or of all checkpoints of a run."""
-    if step_of(path) is not None or (path / MANIFEST).exists():
+    if is_checkpoint(path):
         return [describe(path, hashes=True)]
     rows = [describe(step_path, hashes=True) for _, step_path in reversed(visible_steps(checkpoints_folder(path)))]
     if not rows:
@@ -100,7 +101,10 @@ def prune(folder: Path, keep_last: int | None, keep_every: int | None, *, bad_to
 
     Returns the deleted paths, or with `dry` those that would be deleted. The newest one whose hashes are right is kept.
     """
-    folder = checkpoints_folder(folder)
+    run, folder = folder, checkpoints_folder(folder)
+    if folder != run and kind_of(folder) != "a folder":
+        what = "this is a symbolic link, and what it points to may be another run's"
+        raise ConfigError(str(folder), what, f"Give {folder} itself if you made it.")
     aside = bad_folders(folder) if bad_too else []
     if dry:
         return [path for _, path in excess(folder, keep_last, keep_every, hashes=True)] + aside
@@ -135,13 +139,20 @@ def checkpoints_folder(path: Path) -> Path:
     return path / CHECKPOINTS_FOLDER if (path / CHECKPOINTS_FOLDER).is_dir() else path
 
 
-def find_checkpoint(path: Path) -> Path:
-    """Return `path` or, for a run folder, its newest good checkpoint."""
-    if step_of(path) is not None or (path / MANIFEST).exists():
-        return path
-    from xscale.checkpoint.search import find_newest
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is the folder of one checkpoint, and not that of a run."""
+    return step_of(path) is not None or (path / MANIFEST).exists()
 
-    newest = find_newest(checkpoints_folder(path))
+
+def find_checkpoint(path: Path, *, step: int | None = None, strict: bool = False) -> Path:
+    """Return `path` or, for a run folder, its newest good checkpoint, or that of `step`: as `find_to_read`."""
+    if is_checkpoint(path):
+        if step is not None and step != step_of(path):
+            raise ConfigError("--step", f"{path} is one checkpoint, of another step", "Give the folder of its run.")
+        return path
+    from xscale.checkpoint.search import find_to_read
+
+    newest = find_to_read(checkpoints_folder(path), step=step, strict=strict)
     if newest.path is None:
         raise ConfigError(str(path), "there is no good checkpoint in it", "`xscale checkpoint ls` shows what there is.")
     return newest.path

@@ -6,7 +6,18 @@ from typing import Annotated
 import typer
 
 from xscale.cli.complete import complete_run
-from xscale.cli.options import CheckpointFolder, Ema, Json, Overrides, Plugins, TensorPrefix, checkpoints_in
+from xscale.cli.options import (
+    CheckpointFolder,
+    Ema,
+    Json,
+    Overrides,
+    Plugins,
+    Step,
+    Strict,
+    TensorPrefix,
+    checkpoint_to_read,
+    checkpoints_in,
+)
 
 checkpoint_app = typer.Typer(
     help="Inspect, verify, compare, prune, export and import checkpoints.", no_args_is_help=True
@@ -26,11 +37,14 @@ def checkpoint_ls(run: CheckpointFolder, json: Json = False) -> None:
 
 
 @checkpoint_app.command("show")
-def checkpoint_show(path: CheckpointFolder, only: TensorPrefix = "", json: Json = False) -> None:
+def checkpoint_show(
+    path: CheckpointFolder, only: TensorPrefix = "", json: Json = False, step: Step = None, strict: Strict = False
+) -> None:
     """Show step, trainer state and tensors of a checkpoint, or of the newest checkpoint of a run."""
     from xscale.commands.checkpoint import show
 
-    raise typer.Exit(show(checkpoints_in(path), only=only, as_json=json))
+    path = checkpoint_to_read(checkpoints_in(path), step, strict)
+    raise typer.Exit(show(path, only=only, as_json=json))
 
 
 @checkpoint_app.command("verify")
@@ -70,11 +84,13 @@ def checkpoint_consolidate(
     path: CheckpointFolder,
     out: Annotated[Path, typer.Argument(help="A .safetensors file.")],
     only: TensorPrefix = "model.",
+    step: Step = None,
+    strict: Strict = False,
 ) -> None:
     """Merge the sharded weights of a checkpoint, or its other tensors, into one safetensors file without the prefix."""
     from xscale.commands.checkpoint import consolidate
 
-    raise typer.Exit(consolidate(checkpoints_in(path), out, only=only))
+    raise typer.Exit(consolidate(checkpoint_to_read(checkpoints_in(path), step, strict), out, only=only))
 
 
 @checkpoint_app.command("export")
@@ -86,6 +102,8 @@ def checkpoint_export(
     bar: Tolerance = 1e-5,
     ema: Ema = False,
     plugins: Plugins = False,
+    step: Step = None,
+    strict: Strict = False,
 ) -> None:
     """Export a checkpoint to the format of another library.
 
@@ -93,7 +111,8 @@ def checkpoint_export(
     """
     from xscale.commands.convert import export_checkpoint
 
-    raise typer.Exit(export_checkpoint(checkpoints_in(path), out, to, architecture, bar, plugins=plugins, ema=ema))
+    path = checkpoint_to_read(checkpoints_in(path), step, strict)
+    raise typer.Exit(export_checkpoint(path, out, to, architecture, bar, plugins=plugins, ema=ema))
 
 
 @checkpoint_app.command("import")

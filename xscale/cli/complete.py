@@ -11,7 +11,9 @@ from xscale.commands.explain import config_keys
 from xscale.commands.recipes import recipe_named, recipe_names
 from xscale.core.compose import Composed, compose_leniently
 from xscale.core.errors import ConfigError
-from xscale.core.keys import ConfigKeys, Key, choices, first_sentence, value_text
+from xscale.core.keys import ConfigKeys, choices, first_sentence, value_text
+from xscale.core.overrides import below_path
+from xscale.core.present_keys import PresentKey, root_of, walk
 
 Candidates = list[tuple[str, str]]
 """Words that the shell offers, each with its help."""
@@ -38,32 +40,33 @@ def complete_part_or_recipe(incomplete: str) -> Candidates:
 def complete_key(incomplete: str) -> Candidates:
     """Offer the config keys that begin so, one level at a time."""
     keys = config_keys()
-    return _level(keys, incomplete, lambda key: list(keys.children(key)), end="")
+    return _level(keys, incomplete)
 
 
 def complete_override(context: typer.Context, incomplete: str) -> Candidates:
-    """Offer `key=` and `key=value`, with the keys of the parts that the config and earlier overrides choose."""
+    """Offer `key=` and `key=value`, with the keys of the parts that the config and earlier overrides choose.
+
+    An entry of a list is offered by its index, and a part also by what it is: `moe.`.
+    """
     keys = config_keys()
     earlier = [str(word) for word in context.params.get("overrides") or ()]
-    composed = _composed(str(context.params.get("config") or ""), earlier)
-
-    def children(key: Key) -> list[Key]:
-        family = keys.family(key)
-        kind = None if family is None else _kind_at(composed.data, key)
-        return keys.children(key, kind if family is not None and kind in keys.parts(family) else None)
-
+    data = _composed(str(context.params.get("config") or context.params.get("recipe") or ""), earlier).data
     # Bash splits words at `=`: then the key is the word before, and its value alone is completed.
     split = earlier[-2:-1] if earlier[-1:] == ["="] else [word for word in earlier[-1:] if "=" not in word]
-    if split:
-        return [(value, "") for value in _values(keys, split[0], children) if value.startswith(incomplete)]
-    path, separator, begun = incomplete.partition("=")
-    if separator:
-        return [(f"{path}={value}", "") for value in _values(keys, path, children) if value.startswith(begun)]
-    candidates = _level(keys, incomplete, children, end="=")
-    if len(candidates) == 1 and candidates[0][0].endswith("="):
-        # With a second candidate the shell adds no space after the equals sign.
-        word, text = candidates[0]
-        candidates += [(f"{word}{value}", text) for value in _values(keys, word[:-1], children) or ["null"]]
+    try:
+        if split:
+            return [(value, "") for value in _values(keys, data, split[0]) if value.startswith(incomplete)]
+        path, separator, begun = incomplete.partition("=")
+        if separator:
+            return [(f"{path}={value}", "") for value in _values(keys, data, path) if value.startswith(begun)]
+        candidates = _overrides(keys, data, incomplete)
+        if len(candidates) == 1 and candidates[0][0].endswith("="):
+            # With a second candidate the shell adds no space after the equals sign.
+            word, text = candidates[0]
+            candidates += [(f"{word}{value}", text) for value in _values(keys, data, word[:-1]) or ["null"]]
+    except ConfigError:
+        # A word that is no key yet, such as one with half an index.
+        return []
     return candidates
 
 
@@ -73,39 +76,71 @@ def complete_run(incomplete: str) -> Candidates:
     return [(run, "") for run in sorted(_runs(head)) if run.startswith(incomplete)]
 
 
-def _level(keys: ConfigKeys, incomplete: str, children: Any, end: str) -> Candidates:
-    """The keys that begin so: a section or slot ends in a dot; a slot, and any other key, also in `end`."""
+def _level(keys: ConfigKeys, incomplete: str) -> Candidates:
+    """The keys that begin so, of every kind of part: a section or slot also ends in a dot."""
     *above, begun = incomplete.split(".")
     sections = [keys.root]
     for name in above:
-        sections = [child for section in sections for child in children(section) if child.name == name]
+        sections = [child for section in sections for child in keys.children(section) if child.name == name]
     candidates: dict[str, str] = {}
-    for child in (child for section in sections for child in children(section) if child.name.startswith(begun)):
+    for child in (child for section in sections for child in keys.children(section) if child.name.startswith(begun)):
         path, text = ".".join([*above, child.name]), first_sentence(child.sentence)
-        below = bool(children(child)) and "[]" not in child.path
-        if not below or keys.family(child):
-            candidates.setdefault(f"{path}{end}", text)
-        if below:
+        has_below = bool(keys.children(child))
+        if not has_below or keys.family(child):
+            candidates.setdefault(path, text)
+        if has_below:
             candidates.setdefault(f"{path}.", text)
-    if end and any(keys.family(section) for section in sections) and "kind".startswith(begun):
-        candidates[".".join([*above, "kind="])] = "The part that fills this place."
-    if len(candidates) == 1 and next(iter(candidates)).endswith("."):
-        return _level(keys, next(iter(candidates)), children, end)
+    if len(candidates) == 1 and (only := next(iter(candidates))).endswith("."):
+        return _level(keys, only)
     return list(candidates.items())
 
 
-def _values(keys: ConfigKeys, path: str, children: Any) -> list[str]:
+def _overrides(keys: ConfigKeys, data: dict[str, Any], incomplete: str) -> Candidates:
+    """The next words of a path: `key=`, `section.`, `list[0].`."""
+    above, dot, begun = incomplete.rpartition(".")
+    head = f"{above}{dot}"
+    present = below_path(keys, data, above)
+    candidates = {
+        f"{head}{child.key.name}{end}": first_sentence(child.key.sentence)
+        for child in present
+        for end in _ends(keys, child)
+        if f"{child.key.name}{end}".startswith(begun)
+    }
+    if any(word.is_kind for child in present for word in child.words[-2:-1]) and "kind".startswith(begun):
+        candidates[f"{head}kind="] = "The part that fills this place."
+    if not above and begun:
+        words = {word for key in walk(keys, root_of(keys, data)) for word in key.words if word.is_kind}
+        kinds = sorted({name for word in words for name in word.names if name.startswith(begun)})
+        candidates |= {f"{kind}.": "Every part of this kind." for kind in kinds}
+    if len(candidates) == 1 and (only := next(iter(candidates))).endswith("."):
+        return _overrides(keys, data, only)
+    return list(candidates.items())
+
+
+def _ends(keys: ConfigKeys, key: PresentKey) -> list[str]:
+    """The signs that may follow the key's name: of a list, each index and the star of all of several entries."""
+    has_below = bool(keys.children(key.key))
+    if not isinstance(key.value, list | tuple):
+        return ["="] * (not has_below or keys.family(key.key) is not None) + ["."] * has_below
+    entries = [*range(len(key.value)), *(["*"] if len(key.value) > 1 else [])]
+    return ["=", *(f"[{entry}]{'.' if has_below else '='}" for entry in entries)]
+
+
+def _values(keys: ConfigKeys, data: dict[str, Any], path: str) -> list[str]:
     """Values that a key may take: kinds, choices, or its default as an example."""
-    sections = [keys.root]
-    *above, last = path.split(".")
-    for name in above:
-        sections = [child for section in sections for child in children(section) if child.name == name]
-    slots = [section for section in sections if keys.family(section)] if last == "kind" else []
-    matching = slots or [child for section in sections for child in children(section) if child.name == last]
+    above, _, last = path.rpartition(".")
+    name = last.partition("[")[0]
+    if last == "kind":
+        # A slot is known by its parent, a part by what it is.
+        head, _, slot = above.rpartition(".")
+        matching = [key for key in below_path(keys, data, head) if key.key.name == slot.partition("[")[0]]
+    else:
+        matching = [key for key in below_path(keys, data, above) if key.key.name == name]
     values: list[str] = []
-    for key in matching:
+    for present in matching:
+        key = present.key
         family = keys.family(key)
-        if family is not None and "[]" not in key.path:
+        if family is not None and (last == "kind" or "[]" not in key.path.rpartition(".")[2]):
             values += keys.parts(family)
         values += choices(key.node)
         default = key.node.get("default")
@@ -121,16 +156,6 @@ def _composed(config: str, overrides: list[str]) -> Composed:
         return compose_leniently(file, [word for word in overrides if "=" in word.strip("=")])
     except ConfigError:
         return Composed()
-
-
-def _kind_at(data: Any, slot: Key) -> str | None:
-    """The kind that the data has at a slot, else the slot's default."""
-    for name in slot.path.split("."):
-        data = data.get(name.removesuffix("[]")) if isinstance(data, dict) else None
-    kind = data.get("kind") if isinstance(data, dict) else data
-    default = slot.node.get("default")
-    chosen = kind or (default.get("kind") if isinstance(default, dict) else default)
-    return chosen if isinstance(chosen, str) else None
 
 
 def _runs(folder: Path) -> Iterator[str]:

@@ -56,7 +56,7 @@ def data_inspect(
     documents: Annotated[int, typer.Option(help="Number of documents to show.")] = 5,
 ) -> None:
     """Show documents, their lengths and decoded samples of prepared data."""
-    from xscale.data.prepared import inspect
+    from xscale.data.inspect import inspect
 
     print(inspect(data_config(config, overrides), documents))
 

@@ -8,7 +8,18 @@ from typing import Annotated, Literal
 
 import typer
 
-from xscale.cli.options import Ema, Json, LengthPenalty, PenaltyForm, Plugins, RunFolder, rank_from_launcher
+from xscale.cli.options import (
+    Ema,
+    Json,
+    LengthPenalty,
+    PenaltyForm,
+    Plugins,
+    RunFolder,
+    Step,
+    Strict,
+    checkpoint_to_read,
+    rank_from_launcher,
+)
 from xscale.core.errors import ConfigError, Problem
 
 Sequences = Annotated[int, typer.Option(help="Number of validation sequences, or of windows; 0: all.")]
@@ -62,6 +73,8 @@ def evaluate(
     ema: Ema = False,
     as_json: Json = False,
     plugins: Plugins = False,
+    step: Step = None,
+    strict: Strict = False,
 ) -> None:
     """Evaluate a run's newest checkpoint on its validation documents, or on other text.
 
@@ -82,6 +95,7 @@ def evaluate(
     of_tasks = {"--shots": shots, "--limit": limit, "--task-folder": task_folder}
     _refuse_without("--tasks", "it is for tasks of lm_eval", of_tasks, tasks is not None)
     count = sequences or None
+    run = checkpoint_to_read(run, step, strict)
     if bleu:
         _evaluate_bleu(run, count, beams, length_penalty, penalty_form, data, plugins)
     elif exits:
@@ -194,6 +208,7 @@ def _evaluate_exits(
     if as_json:
         print(json.dumps(points))
         return
+    print(f"step {points[0]['step']}")
     print(f"{'threshold':>12}{'blocks':>10}{'loss':>10}{'accuracy':>10}")
     for point in points:
         threshold = "none" if point["threshold"] is None else f"{point['threshold']:.4g}"
@@ -211,6 +226,7 @@ def _evaluate_budgets(run: Path, sequences: int | None, data: str | None, plugin
     if as_json:
         print(json.dumps(points))
         return
+    print(f"step {points[0]['step']}")
     print(f"{'budget':>8}{'computed':>10}{'loss':>10}{'accuracy':>10}")
     for point in points:
         share, accuracy = f"{point['computed']:.2%}", f"{point['accuracy']:.2%}"

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from xscale.cli.options import Ema, LengthPenalty, PenaltyForm, Plugins, RunFolder
+from xscale.cli.options import Ema, LengthPenalty, PenaltyForm, Plugins, RunFolder, Step, Strict, checkpoint_to_read
 from xscale.core.errors import ConfigError, Problem
 
 
@@ -32,10 +32,13 @@ def generate(
     ] = True,
     ema: Ema = False,
     plugins: Plugins = False,
+    step: Step = None,
+    strict: Strict = False,
 ) -> None:
     """Generate text with the newest checkpoint of a run; needs only the run folder.
 
-    An encoder-decoder reads the prompt as its source, and what it writes is printed alone.
+    The step that is read is printed on stderr. An encoder-decoder reads the prompt as its source, and what it writes is
+    printed alone.
     """
     from xscale.train.generate_text import generate_text
 
@@ -48,7 +51,7 @@ def generate(
             raise ConfigError(option, "it is that of beam search", "Leave it out, or give --beams 4.")
     print(
         generate_text(
-            run,
+            checkpoint_to_read(run, step, strict),
             sys.stdin.read() if prompt == "-" else prompt,
             tokens,
             0.8 if temperature is None else temperature,
@@ -61,5 +64,6 @@ def generate(
             exits=exits,
             ema=ema,
             plugins=plugins,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
         )
     )

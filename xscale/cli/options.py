@@ -88,6 +88,19 @@ def checkpoints_in(path: Path) -> Path:
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
+Step = Annotated[int | None, typer.Option("--step", min=0, help="Read the checkpoint of this step; default: newest.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Refuse where the newest checkpoint is damaged.")]
+
+
+def checkpoint_to_read(run: Path, step: int | None, strict: bool) -> Path:
+    """Return the checkpoint of `run` that the options choose; without them `run`, whose newest good one is read."""
+    if step is None and not strict:
+        return run
+    from xscale.checkpoint.tools import find_checkpoint
+
+    return find_checkpoint(checkpoints_in(run), step=step, strict=strict)
+
+
 def read_config(config: Path, overrides: list[str] | None) -> tuple["Recipe", Composed]:
     """Compose and validate a config; one that cannot be read is refused before torch is imported."""
     composed = compose(config, overrides or [])

@@ -8,9 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from xscale.core.compose import configs_folder, parse
+from xscale.core.compose import configs_folder
 from xscale.core.config import Config, Slot, decode
 from xscale.core.errors import ConfigError, nearest
+from xscale.core.yaml_reader import parse
 
 if TYPE_CHECKING:
     from xscale.recipe import Recipe

@@ -115,9 +115,12 @@ def prune(
 def consolidate(path: Path, out: Path, *, only: str = "model.", keep_prefix: bool = False, say: Say = print) -> int:
     """Merge the shards of a checkpoint into one safetensors file."""
     from xscale.checkpoint import consolidate as consolidation
+    from xscale.checkpoint import manifest
+    from xscale.checkpoint.tools import find_checkpoint
 
+    path = find_checkpoint(path)
     digest = consolidation.consolidate(path, out, only=only, keep_prefix=keep_prefix)
-    say(f"{out}: {format_bytes(digest.size)}, SHA-256 {digest.value}")
+    say(f"{out}: step {manifest.read(path).step}, {format_bytes(digest.size)}, SHA-256 {digest.value}")
     return EXIT_DONE
 
 

@@ -11,6 +11,7 @@ from xscale.commands.train_runs import NamedRun, check_unchanged, read_named, tr
 from xscale.core.errors import EXIT_DONE, ConfigError
 from xscale.measure.flops import size
 from xscale.observe.events import versions
+from xscale.planning import vocabulary_of
 from xscale.recipe import Recipe
 from xscale.train.settings import build_on_meta
 
@@ -68,7 +69,6 @@ def _variant_results(
     }
     sizes: dict[str, Any] = {}
     for name, recipe in recipes.items():
-        vocabulary = getattr(recipe.data.tokenizer, "vocabulary", 256)
-        counted = size(build_on_meta(recipe, vocabulary))
+        counted = size(build_on_meta(recipe, vocabulary_of(recipe)))
         sizes[name] = (counted.parameters, counted.active)
     return variant_results(curves, comparison.reference, measured, sizes)

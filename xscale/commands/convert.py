@@ -38,12 +38,14 @@ def export_checkpoint(
     if ema and to == UNIVERSAL:
         what = f"'{to}' has the states of the optimizer, which are those of the weights"
         raise ConfigError("--ema", what, f"Omit it, or use --to {HF} or --to {MEGATRON}.")
+    from xscale.checkpoint import manifest
     from xscale.checkpoint.load import read_config
     from xscale.checkpoint.tools import find_checkpoint
     from xscale.train.load_run import plugins_of
 
     path = find_checkpoint(path)
     config = read_config(path)
+    print(f"{path}: step {manifest.read(path).step}")
     if config.get("lora") is not None:
         fix = "Merge it with `xscale checkpoint merge-lora RUN MERGED`, and export MERGED."
         raise ConfigError(str(path), "the formats of export have no place for LoRA", fix)

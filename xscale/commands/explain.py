@@ -2,38 +2,35 @@
 
 import json
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
-from xscale.core.compose import configs_folder
+from xscale.commands.explain_override import has_default_kinds, location_word, locations_in, override_of, word, words_of
+from xscale.core.compose import SCHEMA, Composed, configs_folder
 from xscale.core.errors import ConfigError
 from xscale.core.keys import ConfigKeys, Key, first_sentence, read_keys, value_text, wrapped
+from xscale.core.override_path import path_text
+from xscale.core.overrides import find_present
+from xscale.core.present_keys import PresentKey, below, kind_of, root_of, walk
 
-SCHEMA = "recipe.schema.json"
 SECTION = "its keys' defaults"
 FULL = 2
 """At most so many paths of one name are explained in full; more are listed."""
 
 
-@cache
 def config_keys() -> ConfigKeys:
     """Return every key of a recipe, from the JSON schema that comes with xscale."""
     return read_keys(configs_folder() / SCHEMA)
 
 
-def explain(query: str | None, *, as_json: bool = False) -> None:
+def explain(query: str | None, recipe: Composed | None = None, name: str = "", *, as_json: bool = False) -> None:
     """Print what `query` names: a key, a section, a part's kind; all sections if it is None.
 
-    ConfigError with the nearest keys for an unknown one.
+    With a recipe, called `name`, also where it has the key, and its value there. ConfigError with the nearest keys for
+    an unknown one.
     """
     keys = config_keys()
     if query is None:
-        entries = [[child] for child in keys.children(keys.root)]
-        if as_json:
-            print(json.dumps([_entry(keys, group) for group in entries], indent=2))
-        else:
-            print("Sections of a config; `xscale explain SECTION` lists the keys of one:")
-            print("\n".join(_lines(keys, keys.root)))
+        _print_sections(keys, as_json=as_json)
         return
     groups = keys.find(query)
     parts = [] if groups else keys.find_part(query)
@@ -43,18 +40,94 @@ def explain(query: str | None, *, as_json: bool = False) -> None:
         raise ConfigError(query, "there is no such config key", fix)
     if as_json:
         parts_json = [{"slot": key.path, "kind": kind, **_part_entry(keys, key, kind)} for key, kind in parts]
-        print(json.dumps([_entry(keys, group) for group in groups] or parts_json, indent=2))
-    elif parts:
+        entries = [_entry(keys, group) for group in groups] or parts_json
+        if recipe is not None:
+            entries = [
+                {**entry, "in_recipe": _locations_entry(keys, recipe, query, groups, parts)} for entry in entries
+            ]
+        print(json.dumps(entries, indent=2))
+        return
+    if parts:
         print("\n\n".join("\n".join(_part_lines(keys, key, kind)) for key, kind in parts))
     else:
-        paths: dict[str, list[list[Key]]] = {}
-        for group in groups:
-            paths.setdefault(group[0].path, []).append(group)
-        if len(paths) > FULL:
-            print(f"{len(groups)} keys are called so; give more of the path, or a kind, as in {_hint(groups)}:")
-            print("\n".join(f"  {_headline(keys, group[0])}{_parts_of(group[0])}" for group in groups))
-        else:
-            print("\n\n".join("\n".join(_path_lines(keys, alternatives)) for alternatives in paths.values()))
+        _print_keys(keys, groups)
+    if recipe is not None:
+        print("\n".join(_recipe_lines(keys, recipe.data, query, groups, parts, name)))
+
+
+def _print_sections(keys: ConfigKeys, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([_entry(keys, [child]) for child in keys.children(keys.root)], indent=2))
+        return
+    print("Sections of a config; `xscale explain SECTION` lists the keys of one:")
+    print("\n".join(_lines(keys, keys.root)))
+
+
+def _print_keys(keys: ConfigKeys, groups: list[list[Key]]) -> None:
+    """Print keys in full; a line on each if they stand at many paths."""
+    paths: dict[str, list[list[Key]]] = {}
+    for group in groups:
+        paths.setdefault(group[0].path, []).append(group)
+    if len(paths) > FULL:
+        print(f"{len(groups)} keys are called so; give more of the path, or a kind, as in {_hint(groups)}:")
+        print("\n".join(f"  {_headline(keys, group[0])}{_parts_of(group[0])}" for group in groups))
+    else:
+        print("\n\n".join("\n".join(_path_lines(keys, alternatives)) for alternatives in paths.values()))
+
+
+def _locations(
+    keys: ConfigKeys, data: dict[str, Any], query: str, groups: list[list[Key]], parts: list[tuple[Key, str]]
+) -> list[PresentKey]:
+    """Where the recipe has the keys, or parts of the kinds."""
+    if groups:
+        return locations_in(keys, data, query, groups)
+    kinds = {(keys.family(slot), kind) for slot, kind in parts}
+    return [key for key in walk(keys, root_of(keys, data)) if (keys.family(key.key), kind_of(key)) in kinds]
+
+
+def _recipe_lines(
+    keys: ConfigKeys,
+    data: dict[str, Any],
+    query: str,
+    groups: list[list[Key]],
+    parts: list[tuple[Key, str]],
+    name: str,
+) -> Iterator[str]:
+    """Lines on where the recipe has the key, each as the override that sets the value that it has there."""
+    locations = _locations(keys, data, query, groups, parts)
+    if not locations:
+        yield f"{name} has no such {'key' if groups else 'part'}."
+        return
+    yield f"in {name}:"
+    for location in locations:
+        leaves = [location]
+        if keys.family(location.key) is None and isinstance(location.value, dict) and keys.children(location.key):
+            leaves = [child for child in below(keys, location) if not keys.children(child.key)]
+        elif parts:
+            leaves += [child for child in below(keys, location) if child.given and not keys.children(child.key)]
+        yield from (f"  {location_word(keys, leaf)}" for leaf in leaves)
+    words = words_of(keys, locations[0].key)
+    if len(locations) > 1 and groups and words is not None:
+        try:
+            named = find_present(keys, data, words)
+            is_all = [key.path for key in named] == [key.path for key in locations]
+        except ConfigError:
+            # The words mean more than these.
+            is_all = False
+        if is_all:
+            yield f"  all of them: {word(words, locations[0].value)}"
+
+
+def _locations_entry(
+    keys: ConfigKeys, recipe: Composed, query: str, groups: list[list[Key]], parts: list[tuple[Key, str]]
+) -> list[dict[str, Any]]:
+    locations = _locations(keys, recipe.data, query, groups, parts)
+    return [{"key": path_text(location.path), "value": location.value} for location in locations]
+
+
+def _of_its_key(keys: ConfigKeys, key: Key) -> str:
+    is_section = keys.family(key) is None and not key.path.endswith("[]") and keys.children(key)
+    return " of one of its keys" if is_section else ""
 
 
 def _hint(groups: list[list[Key]]) -> str:
@@ -68,7 +141,7 @@ def _parts_of(key: Key) -> str:
 
 def _path_lines(keys: ConfigKeys, alternatives: list[list[Key]]) -> Iterator[str]:
     """Lines on the keys that parts define under one path: in full on that of the defaults, else on the first."""
-    first = min(alternatives, key=lambda group: "kind=" in override_of(keys, group[0]))
+    first = min(alternatives, key=lambda group: not has_default_kinds(keys, group[0]))
     yield from _key_lines(keys, first)
     # A part is in several groups where several mixers hold it.
     lines = {f"{_parts_of(first[0])}: {_about(keys, first[0])}"}
@@ -87,7 +160,7 @@ def _key_lines(keys: ConfigKeys, group: list[Key]) -> Iterator[str]:
     yield f"  default: {default_text(keys, key)}"
     if key.needs:
         yield f"  {_owner(key)}"
-    yield f"  override: {override_of(keys, key)}"
+    yield f"  override{_of_its_key(keys, key)}: {override_of(keys, key)}"
     if key.old_names:
         yield f"  old name, read for one version: {', '.join(key.old_names)}"
     if len(group) > 1:
@@ -146,28 +219,6 @@ def _owner(key: Key) -> str:
     """The kinds that have the key, with those of the slots above, such as `ffn moe (in model decoder)`."""
     clauses = [f"{need.family} {', '.join(need.kinds)}" for need in key.needs]
     return f"parts with this key: {clauses[-1]}" + (f" (in {'; '.join(clauses[:-1])})" if clauses[:-1] else "")
-
-
-def override_of(keys: ConfigKeys, key: Key) -> str:
-    """Return the words of a command line that set the key, and the kinds above it where they are not the default.
-
-    `VALUE` stands for a value if the default is null. Entries of lists have no override of their own.
-    """
-    if "[]" in key.path:
-        head = key.path.partition("[]")[0]
-        return f"the whole list: {head}='[...]'"
-    if keys.family(key) is None and keys.children(key):
-        return f"a key of it: {keys.children(key)[0].path}=VALUE"
-    chosen: list[str] = []
-    for depth, need in enumerate(key.needs):
-        slots = [slot for slot in keys.at(need.slot) if slot.needs == key.needs[:depth]]
-        defaults = [kind for slot in slots if (kind := _default_kind(slot)) in need.kinds]
-        # Another kind has none of the parts that the config gave the default one.
-        if chosen or not defaults:
-            chosen.append(f"{need.slot}.kind={(defaults or need.kinds)[0]}")
-    value = key.node.get("default")
-    example = value_text(value) if isinstance(value, str | int | float) and value != "" else "VALUE"
-    return " ".join([*chosen, f"{key.path}={example}"])
 
 
 def _default_kind(key: Key) -> str | None:

@@ -14,7 +14,7 @@ from xscale.data.prepared import open_tokenizer
 from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.objective.objective import OBJECTIVES
 from xscale.recipe import Recipe, read
-from xscale.train.init_run import create_run, model_from_weights, require_no_run
+from xscale.train.init_run import create_run, model_from_weights, removed_on_failure, require_no_run
 from xscale.train.settings import Settings
 
 OBJECTIVE = {"decoder": "causal", "encoder": "masked", "encoder_decoder": "span"}
@@ -55,10 +55,11 @@ def import_run(
     if not compared.within(tolerance):
         say(f"{run}: not written, because the logits of the two implementations differ")
         return EXIT_FAULT
-    settings, tokenizer = _settings(converted, source, run, config, base, say)
-    model = model_from_weights(settings, converted.sizes.vocabulary, converted.weights)
-    keep_special_ids(source, converted.config, tokenizer, run)
-    path = create_run(settings, model, run, tokenizer=tokenizer)
+    with removed_on_failure(run):
+        settings, tokenizer = _settings(converted, source, run, config, base, say)
+        model = model_from_weights(settings, converted.sizes.vocabulary, converted.weights)
+        keep_special_ids(source, converted.config, tokenizer, run)
+        path = create_run(settings, model, run, tokenizer=tokenizer)
     say(f"{path}: written; `xscale train {run}/config.yaml` resumes from it")
     return EXIT_DONE
 

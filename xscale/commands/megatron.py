@@ -29,6 +29,7 @@ from xscale.convert.hf.tokenizer import tokenizer_of
 from xscale.convert.megatron import LIBRARY, GPTModelArguments, gpt_model_arguments, weights
 from xscale.core.errors import EXIT_DONE, EXIT_FAULT, ConfigError, Problem
 from xscale.core.file_safety import decode_json, is_regular, read_regular, remove_folder
+from xscale.core.foreign import reason
 from xscale.data.stored_tokenizer import store_tokenizer
 from xscale.mesh.mesh import single_process_group
 from xscale.recipe import read
@@ -334,8 +335,7 @@ def _guarded(folder: Path, action: Callable[[], Any]) -> Any:
         with nothing_executed(folder):
             return action()
     except (CheckpointingException, OSError, *UNREADABLE) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ConfigError(str(folder), f"the folder cannot be read: {reason}", FORMAT_FIX) from None
+        raise ConfigError(str(folder), f"the folder cannot be read: {reason(error)}", FORMAT_FIX) from None
 
 
 def _check(source: Path, held: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> None:

@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xscale.commands.override_notes import say_at_start
 from xscale.core.compose import Composed, compose_leniently, dump
 from xscale.core.config import encode
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.file_safety import decode_json
 from xscale.mesh import axes
-from xscale.recipe import Recipe, dropped_values, read, read_and_check
+from xscale.recipe import Recipe, read, read_and_check
 
 if TYPE_CHECKING:
     from xscale.planning import Hardware
@@ -141,8 +142,7 @@ def check(config: Path, overrides: list[str], world: int | None, *, as_json: boo
 def _checked(config: Path, overrides: list[str], world: int | None) -> tuple[Recipe, Composed, int]:
     composed = compose_leniently(config, overrides)
     recipe, world = read_and_check(composed, world)
-    for problem in [*dropped_values(recipe, composed), *recipe.warnings()]:
-        print(f"xscale: warning: {problem}", file=sys.stderr, flush=True)
+    say_at_start(recipe, composed)
     return recipe, composed, world
 
 

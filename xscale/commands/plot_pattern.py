@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 from xscale.commands.recipes import YAML, config_file
-from xscale.core.compose import parse
 from xscale.core.config import Config, Slot, decode
 from xscale.core.errors import ConfigError
+from xscale.core.yaml_reader import parse
 from xscale.nn.pattern.pattern import PATTERNS, Layout, Pattern, pattern_layout
 from xscale.observe.report.layout_text import caption, distinct_heads, save, text
 

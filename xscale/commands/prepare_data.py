@@ -19,7 +19,7 @@ def prepare(config: DataConfig, rank_info: RankInfo) -> PreparedData:
     if rank_info.is_single_process:
         return prepare_in_one_process(config)
     from xscale.mesh.consensus import Consensus, RankError
-    from xscale.mesh.mesh import destroy_process_group, init_process_group
+    from xscale.mesh.mesh import init_process_group, leave_process_group
 
     init_process_group(rank_info, "gloo", TIMEOUT)
     ranks, folder = Consensus(doing="prepared"), Path(config.folder)
@@ -28,4 +28,4 @@ def prepare(config: DataConfig, rank_info: RankInfo) -> PreparedData:
     except RankError as error:
         raise FaultError(f"{error}. Run the same command to resume from the finished shards.") from None
     finally:
-        destroy_process_group()
+        leave_process_group()

@@ -10,10 +10,11 @@ from typing import Any
 
 from xscale.commands import catalogue
 from xscale.commands.explain import SCHEMA, config_keys
-from xscale.core.compose import compose, configs_folder, flow_text
+from xscale.core.compose import compose, configs_folder
 from xscale.core.errors import ConfigError, nearest
 from xscale.core.file_safety import remove_file
 from xscale.core.keys import ConfigKeys, Key, first_sentence, wrapped
+from xscale.core.yaml_reader import flow_text
 
 RUNS = "run"
 """Folder of the configs that a user starts by their name."""
@@ -176,16 +177,18 @@ def init(name: str, out: Path | None) -> None:
     target = Path(f"{recipe.stem}.yaml") if out is None else out
     if target.suffix not in YAML:
         raise ConfigError("--out", f"must be a .yaml file, got {str(target)!r}", f"Give --out {target}.yaml.")
-    _write_new(target, file_text(recipe))
+    _write_new(target, file_text(recipe, f"runs/{target.stem}"))
     print(f"wrote {target}, the recipe '{recipe.stem}' with all that it uses. Edit it, then:")
     print(f"  xscale plan {target} --check      find mistakes without starting")
     print(f"  xscale train {target}")
     print("  xscale explain KEY      what a key means, such as train.batch_size")
 
 
-def file_text(recipe: Path) -> str:
-    """Return the text that `init` writes: the composed recipe, with a comment above each key."""
+def file_text(recipe: Path, run_folder: str) -> str:
+    """Return the text that `init` writes: the composed recipe, with a comment above each key, and a run folder."""
     data = {key: value for key, value in compose(recipe, []).data.items() if key != "about"}
+    # That of the recipe may have a run already, which the file would resume.
+    data["run"] = {**data.get("run", {}), "dir": run_folder}
     keys = config_keys()
     missing = [key.path for key in keys.children(keys.root) if key.path not in data and key.path != "about"]
     heading = [

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from xscale.core.config import encode
 from xscale.core.errors import ConfigError, FaultError, Problem
-from xscale.core.file_safety import decode_json, read_regular
+from xscale.core.file_safety import decode_json
+from xscale.core.run_files import open_run_file, read_run_file
 from xscale.observe.metrics import METRICS_FILE
 from xscale.recipe import Recipe, read
 from xscale.train.run_folder import differences, flatten, lookup, one_line, read_config, with_defaults
@@ -79,7 +80,7 @@ def train_unless_finished(run: NamedRun, say: Callable[[str], None]) -> None:
     # A separate process, so that no run inherits another one's memory.
     command = [sys.executable, "-m", "xscale", "train", run.config, *overrides, "observe.progress=false"]
     run.folder.mkdir(parents=True, exist_ok=True)
-    with (run.folder / "output.txt").open("a", encoding="utf-8") as output:
+    with open_run_file(run.folder / "output.txt", "ab") as output:
         status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
     if status:
         raise FaultError(f"{run.name}: training failed with exit status {status}; see {run.folder / 'output.txt'}")
@@ -91,7 +92,7 @@ def last_evaluation(folder: Path, steps: int) -> float | None:
     if not file.is_file():
         return None
     try:
-        for line in map(decode_json, read_regular(file).splitlines()):
+        for line in map(decode_json, read_run_file(file, None).splitlines()):
             if line["step"] == steps and "eval_loss" in line:
                 return float("nan") if line["eval_loss"] is None else float(line["eval_loss"])
     except (OSError, ValueError, TypeError, KeyError):

@@ -17,6 +17,7 @@ from xscale.train.init_run import create_run, model_from_weights, require_no_run
 from xscale.train.load_run import LoadedRun, evaluation_data, load_run, single_process
 from xscale.train.run_folder import CONFIG
 from xscale.train.settings import build_on_meta
+from xscale.train.token_counts import require_no_counts
 
 
 def upcycle_run(
@@ -43,6 +44,8 @@ def upcycle_run(
         raise ConfigError(problems)
     vocabulary = loaded.tokenizer.vocabulary
     meta_model = build_on_meta(settings, vocabulary)
+    fix = "Give the router's frequencies, or take another function of its hash."
+    require_no_counts(meta_model, "upcycle", fix)
     mixtures = {path: module for path, module in meta_model.named_modules() if isinstance(module, Moe)}
     weights = {sharded.name: sharded.parameter.detach() for sharded in loaded.parameters}
     upcycled = {path: moe for path, moe in mixtures.items() if f"{path}.up.weight" in weights}

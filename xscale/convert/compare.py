@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from xscale.convert.hf.architecture import Architecture, ModelSizes
 from xscale.convert.hf.mxfp4 import loading_options
-from xscale.core.errors import ConfigError
+from xscale.core.foreign import foreign_errors
 from xscale.nn.init import replace_parameters
 from xscale.nn.model.model import MODELS, Model
 from xscale.nn.tokens import Tokens
@@ -61,7 +61,8 @@ def compare_logits(
     config: Model.Config, sizes: ModelSizes, weights: Mapping[str, Tensor], architecture: Architecture, folder: Path
 ) -> LogitComparison:
     """Compare xscale's model with `weights` to the model that the library loads from `folder`; CPU, float32."""
-    hf_model, faults = load(architecture, folder, architecture.loader_of(config))
+    with foreign_errors(folder, "transformers itself cannot load the model"):
+        hf_model, faults = load(architecture, folder, architecture.loader_of(config))
     generator = torch.Generator().manual_seed(0)
     shape = (SEQUENCES, min(sizes.length, max(LENGTH, 2 * architecture.attention_span(config))))
     ids, source = (_ids(shape, sizes.vocabulary, hf_model.config.pad_token_id, generator) for _ in range(2))
@@ -76,12 +77,9 @@ def compare_logits(
             inputs, tokens = inputs | {"token_type_ids": types}, Tokens.from_ids(ids, types=types)
     read = Tokens.from_ids(source) if encoder_decoder else None
     with torch.no_grad():
-        try:
+        fix = "Sizes with which transformers runs would map."
+        with foreign_errors(folder, "transformers itself cannot run the model", fix):
             outputs = hf_model(**inputs, **architecture.inputs(config, ids))
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            what = f"transformers itself cannot run the model: {reason}"
-            raise ConfigError(str(folder), what, "Sizes with which transformers runs would map.") from error
         del hf_model
         if head is None:
             hf_logits = outputs.logits

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xscale.checkpoint.index import UNREADABLE
 from xscale.checkpoint.load import CheckpointReader, read_config, read_state
 from xscale.checkpoint.tools import find_checkpoint
+from xscale.checkpoint.torch_file import load_torch_file
 from xscale.core.errors import EXIT_DONE, ConfigError
 from xscale.core.file_safety import open_regular, remove_folder
+from xscale.core.foreign import foreign_errors
 
 WRITTEN_FOR = "0.19.8"
 """The version of DeepSpeed that the export was tested with."""
@@ -152,10 +153,5 @@ def _step(file: Path) -> int:
 
 
 def _load(path: Path) -> Any:
-    try:
-        # weights_only: a file from elsewhere must not run code.
-        with open_regular(path) as file:
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, *UNREADABLE) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ConfigError(str(path), f"the file cannot be read: {reason}", FIX) from None
+    with foreign_errors(path, "the file cannot be read", FIX), open_regular(path) as file:
+        return load_torch_file(file)

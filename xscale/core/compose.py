@@ -3,7 +3,6 @@
 Precedence: schema default < `use` left to right < the file itself < the command line.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -11,71 +10,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from xscale.core.errors import ConfigError, Problem, nearest
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads floats as YAML 1.2 does, so that 1e-3 is a number, and lists duplicate keys."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.duplicates: list[Problem] = []
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-        mark = node.start_mark
-        for key in dict.fromkeys(key for key in keys if keys.count(key) > 1):
-            line, what = f"{self.name}:{mark.line + 1}", f"the key '{key}' is given twice"
-            self.duplicates.append(Problem(line, what, "Keep one of them."))
-        return super().construct_mapping(node, deep=deep)
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:float"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
-    list("-+0123456789."),
+from xscale.core.override_path import (
+    KeyPath,
+    Target,
+    is_plain,
+    nested,
+    own_list,
+    parse_path,
+    path_text,
+    set_absent,
 )
-# The first resolver that matches wins; an int must stay an int.
-for _first, _resolvers in _Loader.yaml_implicit_resolvers.items():
-    _resolvers.sort(key=lambda resolver: resolver[0] == "tag:yaml.org,2002:float")
+from xscale.core.yaml_reader import DEPTH, block_text, flow_text, parse, read_text
 
-
-if yaml.__with_libyaml__:
-    from yaml._yaml import CParser
-
-    class _FastLoader(CParser, _Loader):
-        """`_Loader` on libyaml's parser, which takes a sixth of the time and explains mistakes less well."""
-
-        def __init__(self, text: str) -> None:
-            CParser.__init__(self, text)
-            yaml.constructor.SafeConstructor.__init__(self)
-            yaml.resolver.Resolver.__init__(self)
-            self.duplicates = []
-
-else:
-    _FastLoader = _Loader  # type: ignore[misc,assignment]
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes text that `_Loader` would read as a number, such as 1e-3, which YAML 1.1 leaves unquoted."""
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # Unicode line ends are folded away unless they are quoted and escaped; others would take several lines in a flow.
-    folded = not text.isascii() and len(text.splitlines()) > text.count("\n")
-    style = '"' if folded or "\n" in text else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
-_Dumper.add_representer(str, _represent_text)
-
+FILES = 500
+"""Most files of a config; files that each use the next one twice would else take for ever."""
+SCHEMA = "recipe.schema.json"
+"""Name of the JSON schema of a recipe, among the configs."""
 COMMAND_LINE = "command line"
 """Origin of the values of overrides."""
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -95,40 +46,22 @@ class Composed:
     origin: dict[str, str] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
     """Every file that was read, or looked for and not found: while none changes, the result does not."""
+    parsed: int = 0
+    """Number of files that were read, a file that is used twice counted twice."""
     problems: list[Problem] = field(default_factory=list)
     """Files and overrides that were left out because they cannot be read."""
     replaced: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Dotted path -> the mapping of the files that an override of its `kind`, without other keys, replaced."""
-
-
-def parse(text: str, name: str) -> Any:
-    """Parse YAML text to plain data; a ConfigError names the line, or those of all duplicate keys."""
-    try:
-        try:
-            data, duplicates = _load(_FastLoader(text), name)
-        except yaml.YAMLError:
-            data, duplicates = _load(_Loader(text), name)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f"{name}:{mark.line + 1}" if mark else name
-        raise ConfigError(line, f"this is not YAML: {getattr(error, 'problem', error)}") from None
-    if duplicates:
-        raise ConfigError(duplicates)
-    return data
-
-
-def _load(loader: _Loader, name: str) -> tuple[Any, list[Problem]]:
-    loader.name = name
-    try:
-        return loader.get_single_data(), loader.duplicates
-    finally:
-        loader.dispose()
+    from_files: dict[str, Any] = field(default_factory=dict)
+    """The config without the overrides."""
+    resolved: dict[str, list[str]] = field(default_factory=dict)
+    """Path of an override of all entries of a list, or by what a part is -> the paths of the keys that it set."""
 
 
 def parse_file(file: Path) -> dict[str, Any]:
     """Parse one config file, without the files that it uses; ConfigError when it is missing or not a mapping."""
     try:
-        data = parse(file.read_text(encoding="utf-8"), str(file))
+        data = parse(read_text(file), str(file))
     except OSError as error:
         near = _neighbours(file)
         raise ConfigError(str(file), f"cannot read the config: {error.strerror}", near) from None
@@ -174,6 +107,7 @@ def _compose(add: Callable[[Composed], None], overrides: list[str]) -> Composed:
     except ConfigError as error:
         composed.problems += error.problems
     has_all_files = not composed.problems
+    composed.from_files = deepcopy(composed.data)
     for override in overrides:
         try:
             _add_override(composed, override)
@@ -188,16 +122,54 @@ def _add_override(composed: Composed, override: str) -> None:
     path, separator, text = override.partition("=")
     if not separator or not path or any(not part for part in path.split(".")):
         raise ConfigError(override, "an override is written key=value", "For example train.steps=20.")
+    if path.count(".") >= DEPTH:
+        raise ConfigError(f"override {path[:40]}...", f"it is nested more than {DEPTH} deep")
     value: Any = parse(text, f"override {override}")
-    for part in reversed(path.split(".")):
-        value = {part: value}
-    _merge(composed, composed.data, value, "", COMMAND_LINE)
+    targets = _targets(composed.data, path)
+    for target in targets:
+        for above, default in target.defaults:
+            set_absent(composed.data, above, default)
+        _set(composed, target.path, deepcopy(value))
+    segments = parse_path(path)
+    if any(None in segment.entries for segment in segments) or any(t.path[0] != segments[0].name for t in targets):
+        composed.resolved[path] = [path_text(target.path) for target in targets]
+
+
+def _targets(data: dict[str, Any], path: str) -> list[Target]:
+    """The keys that an override sets. Only one of a list, of a part or of a default needs the schema, which is long."""
+    segments = parse_path(path)
+    if is_plain(data, segments):
+        return [Target(tuple(segment.name for segment in segments))]
+    # pydantic takes a while to import, and most overrides do without.
+    from xscale.core.keys import read_keys
+    from xscale.core.overrides import resolve
+
+    return resolve(read_keys(configs_folder() / SCHEMA), data, path)
+
+
+def _set(composed: Composed, path: KeyPath, value: Any) -> None:
+    """Set the value at a path, in entries of lists too, each of which may stand in the data only once."""
+    indices = [number for number, step in enumerate(path) if isinstance(step, int)]
+    if not indices:
+        _merge(composed, composed.data, nested(path, value), "", COMMAND_LINE)
+        return
+    entries = own_list(composed.data, path[: indices[-1]])
+    index = path[indices[-1]]
+    assert isinstance(index, int)
+    # The entry as the value of a key, so that parts are replaced and values merged as anywhere.
+    below = {str(index): entries[index]}
+    prefix = ".".join(map(str, path[: indices[-1]]))
+    _merge(composed, below, {str(index): nested(path[indices[-1] + 1 :], value)}, f"{prefix}.", COMMAND_LINE)
+    entries[index] = below[str(index)]
 
 
 def _add_file(composed: Composed, file: Path, above: tuple[Path, ...]) -> None:
     if file in above:
         chain = " -> ".join(map(str, (*above, file)))
         raise ConfigError(str(file), f"`use` is circular: {chain}", "Remove one of them.")
+    if composed.parsed >= FILES:
+        raise ConfigError(str(file), f"the config uses more than {FILES} files, each counted as often as it is used")
+    composed.parsed += 1
     composed.files.append(file.absolute())
     _add_data(composed, parse_file(file), file, above)
 
@@ -255,12 +227,8 @@ def _merge(composed: Composed, below: dict[str, Any], above: dict[str, Any], pat
         key_path = f"{path}{key}"
         if key == "kind" and old is not None and old != value:
             # Another part does not know the keys of the old one.
-            for leftover in list(below):
-                del below[leftover]
-            _forget(composed, path.rstrip("."))
-        if isinstance(old, list) and isinstance(value, dict) and any(str(name).isdigit() for name in value):
-            what = "an entry of a list cannot be set by its index"
-            raise ConfigError(f"{key_path} ({origin})", what, f"Give the whole list: {key_path}=[...].")
+            _forget(composed, path.rstrip("."), below)
+            below.clear()
         if isinstance(old, str) and isinstance(value, dict) and "kind" not in value:
             old = below[key] = {"kind": old}
         if isinstance(value, dict) and isinstance(old, dict) and value.get("kind", old.get("kind")) == old.get("kind"):
@@ -268,11 +236,11 @@ def _merge(composed: Composed, below: dict[str, Any], above: dict[str, Any], pat
         elif isinstance(value, dict):
             if origin == COMMAND_LINE and isinstance(old, dict) and value.keys() == {"kind"}:
                 composed.replaced.setdefault(key_path, old)
-            _forget(composed, key_path)
+            _forget(composed, key_path, old)
             below[key] = {}
             _merge(composed, below[key], value, f"{key_path}.", origin)
         else:
-            _forget(composed, key_path)
+            _forget(composed, key_path, old)
             below[key] = list(value) if isinstance(value, list | tuple) else value
             composed.origin[key_path] = origin
 
@@ -286,27 +254,18 @@ def leaves(data: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
             yield f"{path}.{key}", value
 
 
-def _forget(composed: Composed, path: str) -> None:
-    for known in [known for known in composed.origin if known == path or known.startswith(f"{path}.")]:
-        del composed.origin[known]
-
-
-DOCUMENT_END = "...\n"
-"""PyYAML's end of a document that is one scalar."""
+def _forget(composed: Composed, path: str, old: Any) -> None:
+    """Forget the origins of `old`, the value at `path`."""
+    composed.origin.pop(path, None)
+    for key, value in old.items() if isinstance(old, dict) else ():
+        _forget(composed, f"{path}.{key}", value)
 
 
 def dump(data: dict[str, Any], origin: dict[str, str] | None = None) -> str:
     """Write YAML text; with `origin`, each leaf has a comment with the origin of its value."""
-    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
     if origin is None:
-        return text
+        return block_text(data)
     return "\n".join(_annotated(data, origin, "", 0)) + "\n"
-
-
-def flow_text(value: Any) -> str:
-    """Return a value as YAML on one line, as it stands behind a key."""
-    text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10_000, allow_unicode=True)
-    return text.removesuffix(DOCUMENT_END)[:-1]
 
 
 def _annotated(data: dict[str, Any], origin: dict[str, str], path: str, depth: int) -> list[str]:
@@ -319,6 +278,10 @@ def _annotated(data: dict[str, Any], origin: dict[str, str], path: str, depth: i
             continue
         first = f"{key}: {flow_text(value)}"
         source = origin.get(key_path, next((origin[up] for up in _above(key_path) if up in origin), "default"))
+        inside = {
+            where: up.removeprefix(f"{key_path}.") for up, where in origin.items() if up.startswith(f"{key_path}.")
+        }
+        source += "".join(f"; {entry}: {where}" for where, entry in inside.items())
         lines.append(f"{'  ' * depth}{first:<{max(1, 56 - 2 * depth)}}  # {source}")
     return lines
 

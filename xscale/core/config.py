@@ -3,6 +3,7 @@
 import ast
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pydantic
 from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from xscale.core.errors import ConfigError, Problem, is_near, nearest
+from xscale.core.errors import ConfigError, Problem, is_near, nearest, plain
 from xscale.core.renamed import rename_old_keys
 
 if TYPE_CHECKING:
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 
+PROBLEMS_LISTED = 50
+"""Problems of a config that a message lists; it counts the others."""
+VALUE_CHARACTERS = 200
+"""Characters of a key or a value that a message shows."""
 FAMILY_MARK = "x-family"
 """Key in a JSON schema that refers to all parts of a family."""
 RENAMED_MARK = "x-renamed"
@@ -51,6 +56,8 @@ class Config(pydantic.BaseModel):
             name = keys[name]
             if FAMILY_MARK in fields[name] and isinstance(field.default, Config):
                 fields[name]["default"] = _shortest(field.default)
+            elif isinstance(field.default, tuple) and any(isinstance(part, Config) for part in field.default):
+                fields[name]["default"] = [_shortest(part) for part in field.default]
         if cls.renamed:
             resolved[RENAMED_MARK] = dict(cls.renamed)
         return json_schema
@@ -150,7 +157,9 @@ def _tuples(value: Any) -> Any:
 
 def _problems(schema: Any, faults: Any, above: tuple[Any, ...], origin: dict[str, str]) -> list[Problem]:
     problems: list[Problem] = []
-    for fault in faults:
+    for number, fault in enumerate(faults):
+        if len(problems) >= PROBLEMS_LISTED:
+            return [*problems, Problem(".".join(map(str, above)), f"{len(faults) - number} more problems")]
         where = above + tuple(fault["loc"])
         if fault["type"] == "too_short" and any(_is_inside(other["loc"], fault["loc"]) for other in faults):
             # pydantic counts the items that are right; each of the others has a problem of its own.
@@ -168,7 +177,7 @@ def _is_inside(loc: tuple[Any, ...], outer: tuple[Any, ...]) -> bool:
 
 
 def _problem(schema: Any, fault: Any, path: str, origin: dict[str, str]) -> Problem:
-    key_path = f"{path} ({origin[path]})" if path in origin else path
+    key_path = f"{plain(path, VALUE_CHARACTERS)} ({origin[path]})" if path in origin else plain(path, VALUE_CHARACTERS)
     if fault["type"] == "extra_forbidden":
         is_whole = path == ".".join(str(part) for part in fault["loc"])
         return Problem(key_path, "unknown key", _known_key(schema, fault["loc"], is_whole))
@@ -185,8 +194,20 @@ def _problem(schema: Any, fault: Any, path: str, origin: dict[str, str]) -> Prob
     else:
         what = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
         what = what[0].lower() + what[1:]
-    value = "" if isinstance(fault["input"], dict | pydantic.BaseModel) else f", got {fault['input']!r}"
-    return Problem(key_path, what + value)
+    value = fault["input"]
+    got = "" if isinstance(value, dict | pydantic.BaseModel) else f", got {plain(repr(value), VALUE_CHARACTERS)}"
+    return Problem(key_path, what + got, _other_spelling(fault["type"], value))
+
+
+def _other_spelling(fault: str, value: Any) -> str:
+    """A sentence for a text that YAML 1.1 took for a number or a truth, which YAML 1.2 does not."""
+    if not isinstance(value, str):
+        return ""
+    if fault.startswith("bool") and value.lower() in ("yes", "no", "on", "off", "y", "n"):
+        return "YAML 1.2 has true and false alone."
+    if fault.startswith(("int", "float")) and "_" in value and re.fullmatch(r"[-+]?[0-9][0-9_]{1,40}", value):
+        return f"Write it without underscores: {value.replace('_', '')}."
+    return ""
 
 
 BOUND_SIGNS = {

@@ -11,6 +11,25 @@ EXIT_REQUEUE = 75
 """The run stopped on purpose and can resume: the launcher may requeue it."""
 
 
+WORD_CHARACTERS = 100
+"""Longest word that is compared with known ones: the comparison takes the square of it."""
+
+
+SENTENCE_CHARACTERS = 2000
+"""Longest part of a message: it may quote what a file holds."""
+
+
+def plain(text: str, limit: int = SENTENCE_CHARACTERS) -> str:
+    """Return `text` on one line, cut after `limit` characters, and control characters escaped.
+
+    What a message quotes may be from anyone: a terminal would carry out its escapes.
+    """
+    cut = text[: limit + 1]
+    if not cut.isprintable():
+        cut = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in " ".join(cut.splitlines()))
+    return cut if len(text) <= limit else f"{cut[:limit]}..."
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong with the user's request."""
@@ -25,12 +44,17 @@ class Problem:
     """The name that is no part of the family: another family may have it."""
 
     def __str__(self) -> str:
-        text = f"{self.path}: {self.what}" if self.path else self.what
-        return f"{text}. {self.fix}" if self.fix else text
+        path, what, fix = plain(self.path), plain(self.what), plain(self.fix)
+        text = f"{path}: {what}" if path else what
+        return f"{text}. {fix}" if fix else text
 
 
 class FaultError(Exception):
     """The run cannot continue, and it is not the user's mistake: a sentence, exit status 1, no traceback."""
+
+
+class NoticeWarning(UserWarning):
+    """A sentence for the user about what a command does; the command line prints it as one line."""
 
 
 class ConfigError(Exception):
@@ -50,6 +74,8 @@ class ConfigError(Exception):
 
 
 def _close(word: str, names: Iterable[str]) -> list[str]:
+    if len(word) > WORD_CHARACTERS:
+        return []
     return difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
 
 

@@ -6,11 +6,12 @@ import json
 import os
 import socket
 import time
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
 from xscale.core.file_safety import decode_json, remove_file
+from xscale.core.run_files import IrregularFileError, open_run_file
 
 POLL_SECONDS = 0.1
 
@@ -28,7 +29,9 @@ class FileLock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: IO[bytes] | None = None
+        self._file: FileIO | None = None
+        self._folder: os.stat_result | None = None
+        """The folder in which the lock was taken."""
 
     def acquire(self, timeout_seconds: float = 0.0) -> None:
         """Take the lock and write into the file who has it; creates the folder.
@@ -50,37 +53,59 @@ class FileLock:
     def _try(self) -> bool:
         """Lock the file at `path`; false where another process removed it meanwhile."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = self.path.open("a+b")
+        file = open_run_file(self.path, "a+b")
+        try:
+            return self._lock(file)
+        except BaseException:
+            file.close()
+            raise
+
+    def _lock(self, file: FileIO) -> bool:
+        """Lock the open `file` and keep it; close it and return false where it is no longer at `path`."""
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            file.seek(0)
-            holder = file.read()
-            file.close()
-            raise LockedError(_holder(holder)) from None
-        except OSError:
-            file.close()
-            raise
+            raise LockedError(_holder(_read(file))) from None
         if not self._is_at_path(file):
             file.close()
             return False
-        file.truncate(0)
-        holder_data = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
-        file.write(f"{json.dumps(holder_data)}\n".encode())
-        file.flush()
-        self._file = file
+        if not _is_lock(_read(file)):
+            raise IrregularFileError(self.path, "a file with other content", "a lock")
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+        # The lock holds without its text, for which a full disk has no room.
+        with contextlib.suppress(OSError):
+            file.truncate(0)
+            file.write(f"{json.dumps(holder)}\n".encode())
+        self._file, self._folder = file, self.path.parent.stat()
         return True
 
     def is_in_place(self) -> bool:
-        """Whether the file that this process locked is still at `path`: false once its folder is deleted or replaced.
+        """Whether the file that this process locked is still at `path`; one deleted from its folder is made again.
 
-        True where this process does not have the lock. Raises OSError when the file system cannot be asked.
+        False once the folder is deleted or replaced, or another process has locked a file in its place; true where
+        this process does not have the lock. Raises OSError when the file system cannot be asked.
         """
-        return self._file is None or self._is_at_path(self._file)
-
-    def _is_at_path(self, file: IO[bytes]) -> bool:
+        if self._file is None or self._is_at_path(self._file):
+            return True
+        if not self._folder_in_place():
+            return False
+        before = self._file
         try:
-            return os.path.samestat(os.fstat(file.fileno()), self.path.stat())
+            in_place = self._try()
+        except LockedError:
+            return False
+        before.close()
+        return in_place or self.is_in_place()
+
+    def _folder_in_place(self) -> bool:
+        try:
+            return self._folder is not None and os.path.samestat(self._folder, self.path.parent.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def _is_at_path(self, file: FileIO) -> bool:
+        try:
+            return os.path.samestat(os.fstat(file.fileno()), self.path.lstat())
         except (FileNotFoundError, NotADirectoryError):
             return False
 
@@ -104,6 +129,23 @@ class FileLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+MAX_HOLDER_BYTES = 4096
+"""Most bytes of a lock's text that are read: what holds more is no lock."""
+EMPTY = b"\0 \t\r\n"
+"""Bytes that a lock may hold beside the text: zeros are what a power cut leaves."""
+
+
+def _read(file: FileIO) -> bytes:
+    file.seek(0)
+    return file.read(MAX_HOLDER_BYTES + 1) or b""
+
+
+def _is_lock(content: bytes) -> bool:
+    """Whether a file with this content may be emptied: it holds nothing, or what a holder wrote, if only a part."""
+    start, text = b'{"host": ', content.strip(EMPTY)
+    return len(content) <= MAX_HOLDER_BYTES and (text.startswith(start) or start.startswith(text))
 
 
 def _holder(content: bytes) -> str:

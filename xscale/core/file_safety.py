@@ -12,6 +12,12 @@ from typing import Any
 
 NAME_BYTES = 255
 """Longest name of a file on Linux."""
+FILE_BYTES = 256 << 20
+"""Largest file that is read whole, unless its reader says otherwise."""
+JSON_DEPTH = 100
+"""Deepest nesting of lists and objects in JSON."""
+INTEGER_DIGITS = 20
+"""Longest integer in JSON, with its sign: one of 64 bits."""
 
 
 def check_name(name: str) -> str:
@@ -55,21 +61,57 @@ def open_regular(path: Path, *, follow: bool = True) -> io.BufferedReader:
         raise
 
 
-def read_regular(path: Path) -> bytes:
-    """Read a regular file. OSError as `open_regular`."""
+def read_regular(path: Path, limit: int | None = FILE_BYTES) -> bytes:
+    """Read a regular file of at most `limit` bytes. OSError as `open_regular`, and where it is larger."""
     with open_regular(path) as file:
+        # Not read(limit), which would take that much memory for a file of any size.
+        if limit is not None and os.fstat(file.fileno()).st_size > limit:
+            raise OSError(errno.EFBIG, f"the file is larger than {limit} bytes", str(path))
         return file.read()
 
 
-def decode_json(content: bytes | str, *, unique: bool = False) -> Any:
-    """Decode JSON. ValueError with a clause, also for nesting or numbers that Python refuses.
+def decode_json(content: bytes | str, *, unique: bool = False, any_integer: bool = False) -> Any:
+    """Decode JSON. ValueError with a clause, also for nesting or integers that no file of ours or a model has.
 
-    With `unique` a key that an object has twice is an error: readers would differ on what it means.
+    With `unique` a key that an object has twice is an error: readers would differ on what it means. With `any_integer`
+    an integer may be larger than 64 bits, as in rows of a corpus, whose other fields nobody reads.
     """
     try:
-        return json.loads(content, object_pairs_hook=_unique_keys if unique else None)
+        data = json.loads(
+            content,
+            object_pairs_hook=_unique_keys if unique else None,
+            parse_int=None if any_integer else _integer_of_64_bits,
+        )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except ValueError as error:
+        if isinstance(error, json.JSONDecodeError) or "set_int_max_str_digits" not in str(error):
+            raise
+        raise ValueError("it has an integer of thousands of digits") from None
+    _check_depth(content, data)
+    return data
+
+
+def _integer_of_64_bits(digits: str) -> int:
+    if len(digits) > INTEGER_DIGITS:
+        raise ValueError(f"it has an integer of {len(digits)} digits")
+    return int(digits)
+
+
+def _check_depth(content: bytes | str, data: Any) -> None:
+    """Raise ValueError where lists and objects are nested more than `JSON_DEPTH` deep: who walks them would recurse."""
+    if isinstance(content, bytes):
+        brackets = content.count(b"[") + content.count(b"{")
+    else:
+        brackets = content.count("[") + content.count("{")
+    if brackets <= JSON_DEPTH:
+        return
+    level, depth = [data], 0
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        if depth > JSON_DEPTH:
+            raise ValueError("it is nested too deeply")
+        level = [value for item in level for value in (item.values() if isinstance(item, dict) else item)]
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

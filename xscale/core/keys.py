@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,6 +126,22 @@ class ConfigKeys:
         """Every key, the shortest paths first; no part is entered from within its own family."""
         return tuple(self._walk())
 
+    def paths_of(self, key: Key) -> list[str]:
+        """Every path at which this key of this part, or section, may stand."""
+        return self._paths[id(key.node)]
+
+    @cached_property
+    def _paths(self) -> dict[int, list[str]]:
+        paths: dict[int, dict[str, None]] = {}
+        for key in self.all:
+            paths.setdefault(id(key.node), {})[key.path] = None
+        return {node: list(known) for node, known in paths.items()}
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """Every word that may stand in a query: names of keys, families and kinds."""
+        return frozenset(word for key in self.all for words in self._words(key) for word in words)
+
     def _walk(self) -> Iterator[Key]:
         level: list[tuple[Key, frozenset[str]]] = [(self.root, frozenset())]
         while level:
@@ -148,6 +164,8 @@ class ConfigKeys:
         if exact := [key for key in self.at(path) if path == query or self.family(key)]:
             return [[key] for key in exact]
         words = [word.removesuffix("[]") for word in query.split(".")]
+        if words[-1] == "kind" and len(words) > 1:
+            return [group for group in self.find(path) if self.family(group[0])]
         groups: dict[int, list[Key]] = {}
         for key in self.all:
             if words[-1] in (key.name, *key.old_names) and self._leads(words[:-1], key):
@@ -168,7 +186,7 @@ class ConfigKeys:
 
     def suggest(self, query: str) -> list[str]:
         """Paths of keys that a misspelt query may mean, the likeliest first."""
-        known = {word for key in self.all for words in self._words(key) for word in words}
+        known = self.words
         spellings = [
             [word] if word in known else get_close_matches(word, known, n=3, cutoff=0.6) for word in query.split(".")
         ]
@@ -210,6 +228,7 @@ class ConfigKeys:
         return all(any(word in step for step in steps) for word in words)
 
 
+@cache
 def read_keys(file: Path) -> ConfigKeys:
     """Read the JSON schema in `file`."""
     return ConfigKeys(decode_json(read_regular(file)))

@@ -52,6 +52,10 @@ class BlendedDataset:
             left *= 1 - fraction
         return result
 
+    def shares(self) -> list[float]:
+        """Return the share of the samples that each dataset gives."""
+        return [float(fraction) for _, fraction in self._fractions()]
+
     def locate(self, index: int) -> tuple[int, int]:
         """Return (dataset, index in that dataset) of the run's sample `index`."""
         for number, fraction in enumerate(self.fractions_of_rest):

@@ -82,4 +82,7 @@ class DataConfig(Config):
             raise ValueError("`blend_rates`, `blend_limit` and `blend_temperature` are of a blend; name its datasets")
         if self.blend_limit is not None and self.blend_rates == "weights":
             raise ValueError("`blend_limit` limits rates by samples; give `blend_rates: samples`")
+        needs_end = self.split_sentences or SOURCES.of(self.source).traits.records != "text"
+        if needs_end and not self.tokenizer.add_eos:
+            raise ValueError("pairs, labelled examples and sentences end with `eos`: leave out `tokenizer.add_eos`")
         return self

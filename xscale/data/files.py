@@ -1,4 +1,4 @@
-"""Text files: finding them, decompressing them (Zstandard, RFC 8878), and streaming the records of a byte range."""
+"""Text files: decompressing them (Zstandard, RFC 8878), and streaming the records of a byte range."""
 
 import gzip
 import io
@@ -70,41 +70,6 @@ RANGE_BYTES = 32 << 20
 """Bytes of an uncompressed file in one range."""
 
 
-def find_files(patterns: tuple[str, ...], endings: tuple[str, ...], path: str) -> list[Path]:
-    """List the files that `patterns` (files, folders, globs) match, in order, each once; ConfigError if there are none.
-
-    A folder stands for every file below it that is not hidden and ends in one of `endings` (if any). `path` is the key
-    of the patterns, for messages.
-    """
-    if not patterns:
-        raise ConfigError(path, "no file, folder or glob is given", "Write for example: paths: [corpus/**/*.txt].")
-    files: dict[Path, None] = {}
-    problems: list[Problem] = []
-    for pattern in patterns:
-        location = Path(pattern).expanduser()
-        if location.is_dir():
-            matches = [file for file in sorted(location.rglob("*")) if _wanted(file, location, endings)]
-        elif location.exists():
-            matches = [location]
-        else:
-            root = Path(location.anchor) if location.is_absolute() else Path()
-            matches = [file for file in sorted(root.glob(str(location.relative_to(location.anchor)))) if file.is_file()]
-        if not matches:
-            what = f"the folder '{pattern}' contains no file" if location.is_dir() else f"'{pattern}' matches no file"
-            among = f" that ends in {', '.join(endings)}" if location.is_dir() and endings else ""
-            fix = f"Looked from {Path.cwd()}; give an existing file, folder or glob."
-            problems.append(Problem(path, what + among, fix))
-        files |= dict.fromkeys(matches)
-    if problems:
-        raise ConfigError(problems)
-    return list(files)
-
-
-def _wanted(file: Path, root: Path, endings: tuple[str, ...]) -> bool:
-    hidden = any(part.startswith(".") for part in file.relative_to(root).parts)
-    return not hidden and file.is_file() and (not endings or file.name.endswith(endings))
-
-
 def split_into_ranges(files: list[Path], path: str, step: int | None = RANGE_BYTES) -> list[ByteRange]:
     """Split `files` into ranges of `step` bytes, without splitting compressed files, or any file when `step` is None.
 
@@ -133,7 +98,7 @@ def split_into_ranges(files: list[Path], path: str, step: int | None = RANGE_BYT
 
 
 def is_compressed(file: Path | str) -> bool:
-    return str(file).endswith((".gz", ".zst"))
+    return str(file).lower().endswith((".gz", ".zst"))
 
 
 @contextmanager
@@ -141,10 +106,10 @@ def open_decompressed(file: str) -> Iterator[IO[bytes]]:
     """Open `file` as a stream of decompressed bytes; any error while reading becomes a ConfigError that names it."""
     try:
         with open(file, "rb") as raw:
-            if file.endswith(".gz"):
+            if file.lower().endswith(".gz"):
                 with gzip.open(raw) as stream:
                     yield stream  # type: ignore[misc]
-            elif file.endswith(".zst"):
+            elif file.lower().endswith(".zst"):
                 import zstandard
 
                 try:

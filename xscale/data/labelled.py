@@ -66,6 +66,13 @@ class LabelledDataset(ShuffledDataset):
         tags[len(self.begin) : at - 1] = stored[: lengths[0] - 1]
         return tokens, documents, tags
 
+    @staticmethod
+    def full_sample(config: DataConfig, token: int, labels: str) -> tuple[NDArray[Any], ...]:
+        """Return an example without padding, of one token, with the first label of that kind, or a score of 0."""
+        tokens = np.full(config.sequence_length, token)
+        shape = len(tokens) if labels == "tags" else 1
+        return tokens, np.full_like(tokens, TEXT), np.zeros(shape, np.float64 if labels == "score" else np.int64)
+
     def kept_lengths(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many tokens of each text [examples, texts] of so many tokens are kept."""
         room = self.sample_length - len(self.begin)

@@ -25,16 +25,17 @@ def decode_labels(stored: NDArray[Any], labels: Labels) -> NDArray[Any]:
     return stored.view(np.float64) if labels.kind == "score" else stored.astype(np.int64)
 
 
-def encode_labelled(document: Document, ids: list[int], tokenizer: Tokenizer) -> tuple[list[list[int]], list[int]]:
-    """Return the sequence of an example's text, whose ids with the last are `ids`, and its labels.
+def encode_labelled(document: Document, tokenizer: Tokenizer) -> tuple[list[list[int]], list[int]]:
+    """Return the sequences of an example's one or two texts, each with its end, and its labels.
 
-    With tags the text is encoded word by word, and the first token of a word has its tag (Devlin et al. 2019, section
-    5.3).
+    The objective writes the token before the first text. With tags the text is encoded word by word, and the first
+    token of a word has its tag (Devlin et al. 2019, section 5.3).
     """
     if not isinstance(document.label, tuple):
         assert document.label is not None, f"{document.name} has no label"
         label = np.float64(document.label).view(np.int64) if isinstance(document.label, float) else document.label
-        return [ids], [int(label)]
+        texts = [document.text] if document.second is None else [document.text, document.second]
+        return [[*tokenizer.encode(text), tokenizer.eos] for text in texts], [int(label)]
     tokens: list[int] = []
     tags: list[int] = []
     for number, (word, tag) in enumerate(zip(document.text.split(" "), document.label, strict=True)):

@@ -53,6 +53,32 @@ class SampleDataset(Protocol):
     def __len__(self) -> int: ...
 
 
+@dataclass(frozen=True)
+class FullSamples:
+    """Samples without padding and of one token, where there is no data yet: what a plan simulates."""
+
+    config: DataConfig
+    kind: Literal["packed", "pairs", "sentences", "labels"]
+    labels: str | None
+    """Kind of the labels: class, score or tags; None: the samples have none."""
+    token: int
+    document: int
+    """Tokens of a document in packed text."""
+
+    def sample(self, index: int) -> tuple[NDArray[Any], ...]:
+        """Return the tokens and documents of a sample, and then its labels if it has any."""
+        if self.labels is not None:
+            return LabelledDataset.full_sample(self.config, self.token, self.labels)
+        if self.kind == "pairs":
+            return PairDataset.full_sample(self.config, self.token)
+        if self.kind == "sentences":
+            return SentenceDataset.full_sample(self.config, self.token)
+        return PackedDataset.full_sample(self.config.sequence_length, self.token, self.document)
+
+    def __len__(self) -> int:
+        return 1
+
+
 class Loader:
     """Random access to the samples of a run; it has no position, so that every layout of ranks reads the same data."""
 

@@ -97,6 +97,11 @@ class PackedDataset(ShuffledDataset):
         """Return (tokens [T+1], documents [T+1]) of sample `index`, counted over all epochs."""
         return self.chunk(int(self.positions(np.array([index], dtype=np.int64))[0]))
 
+    @staticmethod
+    def full_sample(length: int, token: int, document: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return a sample for `length` tokens T, of one token, in documents of `document` tokens."""
+        return np.full(length + 1, token), np.arange(length + 1) // document
+
     def chunk(self, position: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return (tokens [T+1], documents [T+1]) of chunk `position`; documents count from 0 in each chunk."""
         begin = position * self.sequence_length

@@ -45,6 +45,12 @@ class PairDataset(ShuffledDataset):
         documents[self.source_length : self.source_length + written] = TEXT
         return tokens, documents
 
+    @staticmethod
+    def full_sample(config: DataConfig, token: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return a sample without padding, of one token."""
+        tokens = np.full(config.source_length + config.target_length, token)
+        return tokens, np.full_like(tokens, TEXT)
+
     def pair(self, index: int) -> tuple[list[int], list[int]]:
         """Return the ids of source and target of sample `index`, each whole and without its end."""
         begin, middle, end = self._bounds(index)
@@ -76,7 +82,7 @@ def require_room_behind_prefix(config: DataConfig, datasets: Sequence[PreparedDa
         prefix = data.manifest.source.get("prefix") if data.pairs and data.manifest is not None else None
         if not isinstance(prefix, str) or not prefix:
             continue
-        count = len(data.tokenizer.encode(prefix))
+        count = len(data.tokenizer.encode_prompt(prefix))
         if count <= config.source_length - 2:
             continue
         what = f"the prefix {prefix[:40]!r} has {count} tokens, and a source has {config.source_length} with its end"

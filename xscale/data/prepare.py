@@ -19,11 +19,13 @@ from xscale.core.file_lock import FileLock, LockedError
 from xscale.core.file_safety import remove_empty_folder, remove_file, remove_folder
 from xscale.data.blend import open_blend
 from xscale.data.config import DataConfig
+from xscale.data.corpus_state import CorpusState
+from xscale.data.listing import left_out_sentence
 from xscale.data.parallel_map import parallel_map
 from xscale.data.prepared import MANIFEST, PreparedData, open_prepared, open_tokenizer, prepared_folder
 from xscale.data.progress import ProgressBar
 from xscale.data.shards import corpus_hash, merge_shards, plan_shards, prepare_shard, skipped_sentence
-from xscale.data.source.source import SOURCES, ByteRange
+from xscale.data.source.source import SOURCES, ByteRange, Source
 from xscale.data.stored_tokenizer import require_fingerprint
 from xscale.data.tokenizer.tokenizer import TOKENIZERS, Tokenizer
 from xscale.data.train_tokenizer import train_tokenizer
@@ -50,13 +52,23 @@ def prepare(
     folder = prepared_folder(config)
     if not (folder / MANIFEST).exists():
         # A missing corpus fails before anything is written.
-        shards = plan_shards(config)
+        shards = _plan_and_tell(config, progress)
         with folder_lock(folder, progress):
             if not (folder / MANIFEST).exists():
                 _tokenise(config, shards, processes, progress, tokenizer)
     else:
         check_unchanged(config, folder)
     return open_prepared(config)
+
+
+def _plan_and_tell(config: DataConfig, progress: bool) -> list[list[ByteRange]]:
+    """Plan the shards; with `progress`, print how many files the corpus has and which are left out."""
+    source: Source = SOURCES.build(config.source)
+    shards = plan_shards(config, source)
+    if progress and (left_out := left_out_sentence(source.left_out.entry())):
+        files = len({part.file for ranges in shards for part in ranges})
+        print(f"data.source: {files:,} files; {left_out}", file=sys.stderr, flush=True)
+    return shards
 
 
 def _tokenise(
@@ -146,8 +158,10 @@ def check_unchanged(config: DataConfig, folder: Path) -> None:
         ranges = SOURCES.build(config.source).byte_ranges()
     except ConfigError:
         return
-    if corpus_hash(ranges) != manifest.corpus:
-        what = "the corpus changed (files were added, removed or resized) since it was prepared"
+    is_same_files = corpus_hash(ranges) == manifest.corpus
+    if not is_same_files or not CorpusState(**manifest.state).is_of(ranges):
+        how = "edited" if is_same_files else "added, removed or resized"
+        what = f"the corpus changed (files were {how}) since it was prepared"
         fix = f"To train on what was prepared set data.prepared={folder}; to prepare it anew remove that folder."
         raise ConfigError("data.source", what, fix)
 
@@ -218,7 +232,7 @@ def _lock_and_begin(config: DataConfig, lock: contextlib.ExitStack, progress: bo
     if (folder / MANIFEST).exists():
         check_unchanged(config, folder)
         return False
-    plan_shards(config)
+    _plan_and_tell(config, progress)
     lock.enter_context(folder_lock(folder, progress))
     if (folder / MANIFEST).exists():
         return False

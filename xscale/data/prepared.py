@@ -1,4 +1,4 @@
-"""Prepared data: its folder, manifest, splits and the tokenizer that wrote it; a summary of them for people."""
+"""Prepared data: its folder, manifest, splits and the tokenizer that wrote it."""
 
 import hashlib
 import json
@@ -11,11 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xscale.core.atomic_write import write_atomically
-from xscale.core.config import encode
 from xscale.core.errors import ConfigError
 from xscale.core.file_safety import decode_json, read_regular
 from xscale.data.config import DataConfig
-from xscale.data.histogram import bars, length_rows
 from xscale.data.indexed import IndexedDataset, suffixed
 from xscale.data.labels import LABELS, NO_TAG, decode_labels
 from xscale.data.source.source import SOURCES, Labels
@@ -51,6 +49,12 @@ class DatasetManifest:
     """By split: `train` and `validation`."""
     files: dict[str, str] = field(default_factory=dict)
     """SHA-256 of each file."""
+    state: dict[str, str] = field(default_factory=dict)
+    """Fields of the `CorpusState`, which detects a corpus that was edited in place; empty: it is not known."""
+    read_files: int = 0
+    """Files of the corpus that were read."""
+    left_out: dict[str, list[Any]] = field(default_factory=dict)
+    """Files of the corpus's folders and globs that were not read: reason -> number and first names."""
     skipped: dict[str, Any] = field(default_factory=dict)
     """Documents that could not be read: how many, for which reasons, and the first places; empty: none."""
     pairs: bool = False
@@ -90,6 +94,9 @@ def _check_types(manifest: DatasetManifest) -> None:
         "vocabulary": int,
         "validation": (int, float),
         "files": dict,
+        "state": dict,
+        "read_files": int,
+        "left_out": dict,
         "skipped": dict,
         "pairs": bool,
         "sentences": bool,
@@ -109,11 +116,19 @@ def _check_types(manifest: DatasetManifest) -> None:
             raise ValueError(f"the counts of {name} are none")
     if manifest.labels:
         labels_of_manifest(manifest)
+    if manifest.state and (manifest.state.keys() != {"stamp", "content"} or not _are_text([*manifest.state.values()])):
+        raise ValueError("the state of its corpus is none")
+    for entry in manifest.left_out.values():
+        if not (isinstance(entry, list) and len(entry) == 2 and type(entry[0]) is int and _are_text(entry[1])):
+            raise ValueError("the files that were left out are none")
     if skipped := manifest.skipped:
         documents, reasons, places = (skipped.get(name) for name in ("documents", "reasons", "first"))
-        are_places = isinstance(places, list) and all(isinstance(text, str) for text in places)
-        if type(documents) is not int or not isinstance(reasons, dict) or not are_places:
+        if type(documents) is not int or not isinstance(reasons, dict) or not _are_text(places):
             raise ValueError("the documents that were skipped are none")
+
+
+def _are_text(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
 def labels_of_manifest(manifest: DatasetManifest) -> Labels | None:
@@ -214,7 +229,8 @@ class PreparedData:
 def prepared_folder(config: DataConfig) -> Path:
     """Return the folder for this source, tokenizer and validation fraction; other choices have other folders."""
     source = SOURCES.build(config.source)
-    choice: list[Any] = [source.identity(), encode(config.tokenizer), config.validation]
+    tokenizer = TOKENIZERS.of(config.tokenizer).part.identity(config.tokenizer)
+    choice: list[Any] = [source.identity(), tokenizer, config.validation]
     # Data of other samples keeps the folder that it had before there were sentences.
     choice += ["sentences"] * config.split_sentences
     key = hashlib.blake2b(json.dumps(choice, sort_keys=True).encode(), digest_size=5).hexdigest()
@@ -230,6 +246,15 @@ def open_tokenizer(config: DataConfig) -> Tokenizer:
         folder = path.parent if suffixed(path, ".idx").exists() and not path.is_dir() else path
     tokenizer: Tokenizer = TOKENIZERS.build(config.tokenizer, folder)
     return tokenizer
+
+
+def begin_differs(tokenizer: Tokenizer, fingerprint: str) -> tuple[str, str] | None:
+    """Return (what, fix) where documents with `fingerprint` have the tokenizer's ids without its begin; else None."""
+    if fingerprint != tokenizer.text_fingerprint or not tokenizer.prefix:
+        return None
+    begin = " ".join(map(tokenizer.piece, tokenizer.prefix))
+    what = f"the documents were written without {begin} before each, and the tokenizer begins a text with it"
+    return what, "To go on without it set data.tokenizer.add_bos=false; else prepare the data in another folder."
 
 
 def open_prepared(config: DataConfig) -> PreparedData:
@@ -251,6 +276,8 @@ def open_prepared_at(config: DataConfig, path: Path) -> PreparedData:
         raise ConfigError(str(path / MANIFEST), what, "Set data.tokenizer to that kind, or prepare the data again.")
     tokenizer: Tokenizer = TOKENIZERS.build(config.tokenizer, path)
     if tokenizer.fingerprint != manifest.fingerprint:
+        if (begin := begin_differs(tokenizer, manifest.fingerprint)) is not None:
+            raise ConfigError(str(path / MANIFEST), *begin)
         what = f"the data was written with another tokenizer ({kind} {manifest.fingerprint})"
         fix = f"The config's is {config.tokenizer.kind} {tokenizer.fingerprint}: choose the one of the manifest, "
         raise ConfigError(str(path / MANIFEST), what, fix + "or prepare the data again in another folder.")
@@ -324,69 +351,3 @@ def _open_pair(config: DataConfig, prefix: Path) -> PreparedData:
     train = len(indexed) - held_out
     validation = Split("validation", indexed, train, len(indexed)) if held_out else None
     return PreparedData(prefix, tokenizer, Split("train", indexed, 0, train), validation, None)
-
-
-EXCERPT_CHARACTERS = 400
-"""Characters shown of a document."""
-
-
-def inspect(config: DataConfig, documents: int = 5) -> str:
-    """Format a summary with `documents` evenly spaced, decoded training documents. Raises as `open_prepared`."""
-    prepared = open_prepared(config)
-    tokenizer = prepared.tokenizer
-    lines = [f"data        {prepared.path}"]
-    lines.append(
-        f"tokenizer   {config.tokenizer.kind}, {tokenizer.vocabulary} ids, fingerprint {tokenizer.fingerprint}"
-    )
-    if prepared.manifest is not None:
-        source = ", ".join(f"{key} {value}" for key, value in prepared.manifest.source.items())
-        lines.append(f"source      {source}")
-        if skipped := prepared.manifest.skipped:
-            lines.append(f"skipped     {skipped['documents']} documents: {skipped['reasons']}")
-    for split in (prepared.train, prepared.validation):
-        if split is not None:
-            lines += _split(prepared, split)
-    lines += ["", "tokens per document (training split)", *_lengths(np.diff(prepared.train.starts))]
-    count = min(documents, prepared.train.documents)
-    for index in np.linspace(0, prepared.train.documents - 1, count, dtype=np.int64).tolist():
-        lines += ["", *_document(prepared, index)]
-    return "\n".join(lines)
-
-
-def _split(prepared: PreparedData, split: Split) -> list[str]:
-    tokens = len(split.tokens)
-    manifest = prepared.manifest
-    size = split.bytes(prepared.tokenizer) if manifest is None else manifest.counts[split.name].bytes
-    rate = f"{size / tokens:.2f} bytes per token" if tokens else "empty"
-    return [f"{split.name:<12}{split.documents:,} documents, {tokens:,} tokens, {size:,} bytes, {rate}"]
-
-
-def _lengths(lengths: NDArray[np.int64]) -> list[str]:
-    """Histogram of document lengths and their summary; nothing without documents."""
-    if len(lengths) == 0:
-        return []
-    summary = f"median {np.median(lengths):,.0f}, mean {lengths.mean():,.0f}, longest {lengths.max():,}"
-    return [*bars(length_rows(lengths)), summary]
-
-
-def _document(prepared: PreparedData, index: int) -> list[str]:
-    split, tokenizer = prepared.train, prepared.tokenizer
-    indexed, number = split.indexed, split.first + index
-    tokens = indexed.document(number).tolist()
-    text = tokenizer.decode(tokens)
-    if prepared.pairs:
-        source = int(indexed.sequence_starts[indexed.bounds[number] + 1] - indexed.starts[number])
-        text = f"{tokenizer.decode(tokens[:source])}\n=> {tokenizer.decode(tokens[source:])}"
-    if prepared.labels is not None:
-        assert split.labels is not None
-        text += f"\n=> {_label(decode_labels(split.labels.document(number), prepared.labels), prepared.labels)}"
-    more = f" ... ({len(text) - EXCERPT_CHARACTERS:,} characters more)" if len(text) > EXCERPT_CHARACTERS else ""
-    pieces = " ".join(repr(tokenizer.piece(token)) for token in tokens[:12])
-    return [f"--- document {index}: {len(tokens):,} tokens, first {pieces}", text[:EXCERPT_CHARACTERS] + more]
-
-
-def _label(values: NDArray[Any], labels: Labels) -> str:
-    """Format the label of an example: a score, the name of a class, or those of tags."""
-    if labels.kind == "score":
-        return f"{values[0]:g}"
-    return " ".join(labels.names[value] for value in values[values != NO_TAG].tolist())

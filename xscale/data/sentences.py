@@ -86,6 +86,14 @@ class SentenceDataset(ShuffledDataset):
         documents[: len(joined)] = np.repeat([FIRST, SECOND, OTHER], [len(text) for text in texts])
         return tokens, documents
 
+    @staticmethod
+    def full_sample(config: DataConfig, token: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return a sample of one token, whose halves have N tokens together, as the first one and the other text do."""
+        budget = config.sequence_length - SPECIAL_TOKENS
+        first, second = budget // 2, budget - budget // 2
+        lengths = (first, second, second, 2 * budget - first - 2 * second)
+        return np.full(2 * budget, token), np.repeat([FIRST, SECOND, OTHER, PADDING], lengths)
+
     def _text(self, first: int, stop: int) -> NDArray[np.int64]:
         """Return the tokens of the sentences [first, stop), without the one that ends a document."""
         text: NDArray[np.int64] = self.tokens[self.starts[first] : self.starts[stop]].astype(np.int64)

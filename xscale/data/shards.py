@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from xscale.core.config import encode
 from xscale.core.errors import ConfigError
 from xscale.core.file_safety import decode_json, read_regular, remove_file
 from xscale.data.config import DataConfig
+from xscale.data.corpus_state import CorpusState, state_of
 from xscale.data.files import line_at
 from xscale.data.indexed import IndexedDataset, IndexedWriter, token_type
 from xscale.data.labels import LABELS, encode_labelled, label_type
@@ -52,18 +53,21 @@ class ShardSummary:
     counts: dict[str, Counts]
     least: LowestHash | None
     skipped: SkippedDocuments
+    state: CorpusState = field(default_factory=CorpusState)
+    """State of its files before they were read."""
 
     @staticmethod
-    def load(file: Path, key: str) -> "ShardSummary | None":
+    def load(file: Path, key: str, ranges: list[ByteRange]) -> "ShardSummary | None":
         """Load the summary; None when the shard is not finished, or was made from another text or tokenizer."""
         try:
             data = decode_json(read_regular(file))
             counts = {name: Counts(**entry) for name, entry in data["counts"].items()}
             least = LowestHash(**data["least"]) if data["least"] else None
-            shard = ShardSummary(data["key"], counts, least, SkippedDocuments(**data["skipped"]))
+            state = CorpusState(**data.get("state", {}))
+            shard = ShardSummary(data["key"], counts, least, SkippedDocuments(**data["skipped"]), state)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None
-        return shard if shard.key == key else None
+        return shard if shard.key == key and shard.state.is_of(ranges) else None
 
 
 def corpus_hash(ranges: list[ByteRange]) -> str:
@@ -72,9 +76,10 @@ def corpus_hash(ranges: list[ByteRange]) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
-def plan_shards(config: DataConfig) -> list[list[ByteRange]]:
-    """Return the byte ranges of each shard, in order."""
-    ranges = SOURCES.build(config.source).byte_ranges()
+def plan_shards(config: DataConfig, source: Source | None = None) -> list[list[ByteRange]]:
+    """Return the byte ranges of each shard, in order; `source`: one that then has the files that are left out."""
+    source = SOURCES.build(config.source) if source is None else source
+    ranges = source.byte_ranges()
     size = min(MAX_SHARD_BYTES, max(MIN_SHARD_BYTES, sum(part.size for part in ranges) // TARGET_SHARDS))
     shards: list[list[ByteRange]] = [[]]
     used = 0
@@ -128,9 +133,11 @@ def prepare_shard(config: DataConfig, shard: int, ranges: list[ByteRange] | None
     key = shard_key(tokenizer, ranges)
     prefix = shard_prefix(config, shard)
     done = prefix.with_name(f"{prefix.name}.json")
-    if ShardSummary.load(done, key) is not None:
+    if ShardSummary.load(done, key, ranges) is not None:
         return size
     remove_file(done.parent, done.name)
+    # Before the text is read, so that a change meanwhile is noticed.
+    state = state_of(ranges)
     files = [("", token_type(tokenizer.vocabulary), sequences_of(config)), *columns_of(config)]
     writers = {
         f"{name}{suffix}": IndexedWriter(prefix.with_name(f"{prefix.name}.{name}{suffix}"), dtype, sequences)
@@ -146,7 +153,7 @@ def prepare_shard(config: DataConfig, shard: int, ranges: list[ByteRange] | None
             writer.discard()
         raise
     with reporting_full_disk(done):
-        write_atomically(done, json.dumps(asdict(ShardSummary(key, *summary))))
+        write_atomically(done, json.dumps(asdict(ShardSummary(key, *summary, state))))
     return size
 
 
@@ -162,14 +169,15 @@ def _tokenise(
             rank = document.split_hash
             name = "validation" if rank < below else "train"
             texts = [text for text in (document.text, document.target, document.second) if text is not None]
-            if config.split_sentences and len(texts) == 1 and document.label is None:
+            if document.label is not None:
+                sequences, labels = encode_labelled(document, tokenizer)
+                writers[f"{name}{LABELS}"].add(labels)
+            elif config.split_sentences and document.target is None:
+                # An objective writes its own tokens before and between sentences.
                 sequences = [tokenizer.encode(sentence) for sentence in split_sentences(document.text)]
                 sequences[-1].append(tokenizer.eos)
             else:
-                sequences = [[*tokenizer.encode(text), tokenizer.eos] for text in texts]
-            if document.label is not None:
-                sequences[:1], labels = encode_labelled(document, sequences[0], tokenizer)
-                writers[f"{name}{LABELS}"].add(labels)
+                sequences = [tokenizer.encode_document(text) for text in texts]
             size = sum(len(text.encode("utf-8")) for text in texts)
             if name == "train" and (least is None or rank < least.place):
                 least = LowestHash(rank, totals[name][0], size)
@@ -186,11 +194,12 @@ def merge_shards(config: DataConfig) -> DatasetManifest:
     """
     folder = prepared_folder(config)
     tokenizer = open_tokenizer(config)
-    planned = plan_shards(config)
+    source: Source = SOURCES.build(config.source)
+    planned = plan_shards(config, source)
     shards = []
     for number, ranges in enumerate(planned):
         file = folder / "shards" / f"{number:05d}.json"
-        shard = ShardSummary.load(file, shard_key(tokenizer, ranges))
+        shard = ShardSummary.load(file, shard_key(tokenizer, ranges), ranges)
         if shard is None:
             what = "this shard is not finished, or the corpus changed meanwhile"
             raise ConfigError(str(file), what, "Run `xscale data prepare` again: it resumes from the finished shards.")
@@ -214,9 +223,13 @@ def merge_shards(config: DataConfig) -> DatasetManifest:
             except BaseException:
                 writer.discard()
                 raise
+    ranges = [part for shard_ranges in planned for part in shard_ranges]
     manifest = DatasetManifest(
-        source=SOURCES.build(config.source).identity(),
-        corpus=corpus_hash([part for ranges in planned for part in ranges]),
+        source=source.identity(),
+        corpus=corpus_hash(ranges),
+        state=asdict(state_of(ranges)),
+        read_files=len({part.file for part in ranges}),
+        left_out=source.left_out.entry(),
         tokenizer=encode(config.tokenizer),
         fingerprint=tokenizer.fingerprint,
         vocabulary=tokenizer.vocabulary,

@@ -7,9 +7,10 @@ from typing import Any
 from xscale.core.atomic_write import write_atomically
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
-from xscale.core.file_safety import decode_json, read_regular
+from xscale.core.file_safety import decode_json
+from xscale.core.run_files import kind_of, make_run_folder, read_run_file
 from xscale.data.config import DataConfig
-from xscale.data.prepared import open_tokenizer
+from xscale.data.prepared import begin_differs, open_tokenizer
 from xscale.data.tokenizer.tokenizer import TOKENIZERS, Tokenizer
 
 FOLDER = "tokenizer"
@@ -22,29 +23,32 @@ def store_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
     """Copy the tokenizer into the run folder `run`, unless it is there. Raises OSError."""
     folder = run / FOLDER
     description = {
-        "tokenizer": encode(tokenizer.config),
+        "tokenizer": encode(tokenizer.config) | {"add_bos": bool(tokenizer.prefix)},
         "fingerprint": tokenizer.fingerprint,
         "vocabulary": tokenizer.vocabulary,
     }
-    if (folder / DESCRIPTION).is_file() and _description(folder).get("fingerprint") == tokenizer.fingerprint:
+    if kind_of(folder / DESCRIPTION) is not None and _description(folder).get("fingerprint") == tokenizer.fingerprint:
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    make_run_folder(run, FOLDER)
     tokenizer.save(folder)
     # Last: a folder with a description is complete.
     write_atomically(folder / DESCRIPTION, json.dumps(description, indent=1) + "\n")
 
 
 def open_stored_tokenizer(run: Path) -> Tokenizer | None:
-    """Open the tokenizer in the run folder `run`; None where it has none. ConfigError when a file of it changed."""
+    """Open the tokenizer in the run folder `run`; None where it has none. ConfigError when a file of it changed.
+
+    A run of before there was `add_bos` had no token before a text, whatever its file says, and keeps that.
+    """
     folder = run / FOLDER
-    if not (folder / DESCRIPTION).is_file():
+    if kind_of(folder / DESCRIPTION) is None:
         return None
     description = _description(folder)
     fix = "Copy the folder again from where the run was trained."
     try:
-        config = decode(DataConfig, {"tokenizer": description["tokenizer"]}).tokenizer
-        fingerprint = description["fingerprint"]
-    except (KeyError, ConfigError):
+        section, fingerprint = {"add_bos": False, **description["tokenizer"]}, description["fingerprint"]
+        config = decode(DataConfig, {"tokenizer": section}).tokenizer
+    except (KeyError, TypeError, ConfigError):
         raise ConfigError(str(folder / DESCRIPTION), "this is not the description of a tokenizer", fix) from None
     part = TOKENIZERS.of(config).part
     tokenizer: Tokenizer = part(part.in_folder(config, folder), folder)
@@ -60,6 +64,9 @@ def open_run_tokenizer(run: Path, config: DataConfig, fingerprint: str | None) -
     """
     stored = open_stored_tokenizer(run)
     tokenizer = _configured_tokenizer(run, config) if stored is None else stored
+    if stored is None and fingerprint is not None and begin_differs(tokenizer, fingerprint) is not None:
+        part = tokenizer.config.model_copy(update={"add_bos": False})
+        tokenizer = _configured_tokenizer(run, config.model_copy(update={"tokenizer": part}))
     where = getattr(tokenizer, "file", None) or run / FOLDER
     fix = f"Put the run's tokenizer into {run / FOLDER}, or give its data folder as data.folder."
     require_fingerprint(tokenizer, fingerprint, where, "the run's checkpoint was trained with", fix)
@@ -81,23 +88,29 @@ def _configured_tokenizer(run: Path, config: DataConfig) -> Tokenizer:
 
 def require_fingerprint(tokenizer: Tokenizer, fingerprint: str | None, where: Path, whose: str, fix: str) -> None:
     """Raise ConfigError when the tokenizer is not the one with `fingerprint`, if that is known."""
-    if fingerprint in (None, tokenizer.fingerprint):
+    if fingerprint is None or fingerprint == tokenizer.fingerprint:
         return
+    if isinstance(fingerprint, str) and (begin := begin_differs(tokenizer, fingerprint)) is not None:
+        raise ConfigError(str(where), *begin)
     what = f"this tokenizer has the fingerprint {tokenizer.fingerprint}, and {whose} {fingerprint}"
     raise ConfigError(str(where), what, fix)
 
 
 def with_tokenizer(config: DataConfig, tokenizer: Tokenizer) -> DataConfig:
-    """`config` with the files of an opened tokenizer, if it names a file that is not there."""
-    file = getattr(config.tokenizer, "file", None)
-    if not file or Path(file).exists():
-        return config
-    return config.model_copy(update={"tokenizer": tokenizer.config})
+    """`config` with the files of an opened tokenizer, if it names a file that is not there, and with its begin of a
+    text, if it names none."""
+    section, stored = config.tokenizer, tokenizer.config
+    file = getattr(section, "file", None)
+    if file and not Path(file).exists():
+        return config.model_copy(update={"tokenizer": stored})
+    if section.add_bos is None and stored.add_bos is not None and section.kind == stored.kind:
+        section = section.model_copy(update={"add_bos": stored.add_bos})
+    return config.model_copy(update={"tokenizer": section})
 
 
 def _description(folder: Path) -> dict[str, Any]:
     try:
-        description = decode_json(read_regular(folder / DESCRIPTION))
+        description = decode_json(read_run_file(folder / DESCRIPTION))
     except (OSError, ValueError) as error:
         what = f"the description of the tokenizer cannot be read: {error}"
         raise ConfigError(str(folder / DESCRIPTION), what, "Copy the folder again.") from None

@@ -27,8 +27,8 @@ class Size:
     active: int
     """Parameters that one token activates: experts and memory values count by the fraction that a token uses."""
     multiplied: int
-    """Active parameters in matmuls: embedding tables that are only looked up do not count, and sublayers that blocks
-    share count once for each of them."""
+    """Active parameters in matmuls: embedding tables that are only looked up, gains and biases do not count, and
+    sublayers that blocks share count once for each of them."""
 
 
 def size(model: nn.Module) -> Size:
@@ -89,7 +89,7 @@ def _counts(model: nn.Module) -> Iterator[_Count]:
     shared_exits = sum(isinstance(module, Exit) and module.head is None for module in model.modules())
     shared_exits += sum(isinstance(module, MtpModule) for module in model.modules())
     for name, parameter in model.named_parameters():
-        multiplied = id(parameter) not in tables and "tokens" not in axes[name]
+        multiplied = id(parameter) not in tables and _is_matrix(name, axes[name])
         # A tied table counts as the head's weight, on the target sequence.
         yield _Count(
             parameter.numel(),
@@ -103,6 +103,15 @@ def _counts(model: nn.Module) -> Iterator[_Count]:
             * (COMPONENTS if id(parameter) in quaternions else 1)
             + (shared_exits if id(parameter) in heads or name.startswith("head.") else 0),
         )
+
+
+def _is_matrix(name: str, axes: tuple[str, ...]) -> bool:
+    """Whether a token is multiplied by the parameter as a matrix; gains, biases and vectors act on each channel alone.
+
+    What has an axis of tokens mixes them, and is counted with its mixer.
+    """
+    last = name.rpartition(".")[2]
+    return "tokens" not in axes and "bias" not in last and sum(axis != "experts" for axis in axes) > 1
 
 
 _OF_KEYS = tuple(f".mixer.part.{name}.{kind}" for name in "kv" for kind in ("weight", "bias"))

@@ -23,6 +23,37 @@ def sum_scalars(values: list[float], device: torch.device) -> list[float]:
     return sums
 
 
+class PendingSum:
+    """An all-reduce (sum) of values over all ranks that has begun; every rank must begin it, and may drop the answer.
+
+    On a GPU the answer is copied to the host behind the kernels that are queued now: `wait` waits for these, and for
+    none that is queued later.
+    """
+
+    def __init__(self, values: list[float], device: torch.device) -> None:
+        self._work: dist.Work | None = None
+        self._copied: torch.cuda.Event | None = None
+        self._sums = torch.tensor(values, dtype=torch.float64, pin_memory=device.type == "cuda")
+        if not dist.is_initialized():
+            return
+        if device.type == "cuda":
+            total = self._sums.to(device, non_blocking=True)
+            dist.all_reduce(total)
+            self._sums = torch.empty_like(self._sums, pin_memory=True).copy_(total, non_blocking=True)
+            self._copied = torch.cuda.current_stream(device).record_event()
+        else:
+            self._work = dist.all_reduce(self._sums, async_op=True)
+
+    def wait(self) -> list[float]:
+        """Return the sums once they are there."""
+        if self._work is not None:
+            self._work.wait()
+        if self._copied is not None:
+            self._copied.synchronize()
+        sums: list[float] = self._sums.tolist()
+        return sums
+
+
 def sum_tensor(values: Tensor) -> Tensor:
     """All-reduce (sum) a tensor over all ranks, in place, and return it; the host does not wait."""
     if dist.is_initialized():

@@ -1,9 +1,14 @@
 """Rank information of this process: the only file outside the launcher that uses environment variables."""
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from xscale.core.errors import ConfigError, Problem
+
+FIX = "Let torchrun, srun, mpirun or `xscale launch` set it, or unset RANK for one process alone."
 
 
 @dataclass(frozen=True)
@@ -25,11 +30,29 @@ class RankInfo:
 
 
 def read_rank_info() -> RankInfo:
-    """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; a single process when they are not set."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; a single process when they are not set.
+
+    ConfigError where one is no number, or no rank of such a world.
+    """
     if "RANK" not in os.environ:
         return RankInfo()
-    rank, world, local_rank, local_world = (int(os.environ.get(name, "0" if "RANK" in name else "1")) for name in names)
+    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    problems: list[Problem] = []
+    numbers = []
+    for name, default in names.items():
+        text = os.environ.get(name, str(default))
+        numbers.append(int(text) if text.isdecimal() else default)
+        if not text.isdecimal():
+            problems.append(Problem(name, f"is {text!r}, which is no number of a rank or of ranks", FIX))
+    rank, world, local_rank, local_world = numbers
+    for name, number, of, count in (
+        ("RANK", rank, "WORLD_SIZE", world),
+        ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world),
+    ):
+        if not problems and number >= count:
+            problems.append(Problem(name, f"is {number}, and the ranks of {of}={count} are 0 to {count - 1}", FIX))
+    if problems:
+        raise ConfigError(problems)
     return RankInfo(rank, world, local_rank, local_world)
 
 
@@ -39,6 +62,35 @@ def rendezvous_to_serve() -> tuple[str, int] | None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not port.isdecimal() or not address:
         return None
     return address, int(port)
+
+
+def check_rendezvous(world: int) -> None:
+    """ConfigError unless MASTER_ADDR and MASTER_PORT say where the ranks of a world of this size meet."""
+    problems = []
+    if not os.environ.get("MASTER_ADDR"):
+        what = f"is not set, and RANK and WORLD_SIZE={world} say that this is one of several processes"
+        problems.append(Problem("MASTER_ADDR", what, FIX))
+    port = os.environ.get("MASTER_PORT", "")
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        problems.append(Problem("MASTER_PORT", f"is {port!r}, which is no port" if port else "is not set", FIX))
+    if problems:
+        raise ConfigError(problems)
+
+
+def why_ranks_are_missing(world: int) -> str:
+    """Say what started this process as one of `world` ranks, and what to do where nothing starts the others."""
+    if "SLURM_STEP_NUM_TASKS" in os.environ and os.environ.get("SLURM_PROCID") == os.environ.get("RANK"):
+        shell = "an interactive shell (srun --pty)" if "SLURM_PTY_PORT" in os.environ else "a Slurm step"
+        return (
+            f"This is task 0 of {shell} of {world} tasks, which all have to start this command: use srun without "
+            "--pty. For one process alone: env -u SLURM_STEP_NUM_TASKS xscale ..."
+        )
+    if any(name.startswith("TORCHELASTIC_") for name in os.environ):
+        return "torchrun started this rank: start the same torchrun command on every node, or look there why it ended."
+    return (
+        f"RANK and WORLD_SIZE={world} are set: start every rank with the same MASTER_ADDR and MASTER_PORT, or look why "
+        "it ended. For one process alone: env -u RANK xscale ..."
+    )
 
 
 def set_deepspeed_accelerator(kind: str) -> None:
@@ -68,3 +120,22 @@ def extend_python_path(folders: Sequence[Path]) -> None:
     """Let the processes that this one starts import from `folders` first."""
     known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*map(str, folders), *known]))
+
+
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+"""Variables that say how OpenMP's threads wait: the standard's, that of libgomp, and that of libomp and Intel's."""
+
+
+def wait_passively() -> None:
+    """Let OpenMP's waiting threads sleep, not spin, where no variable says how they wait and torch is not imported yet.
+
+    libgomp, which torch's builds for Linux use, reads the variables when torch is imported. Beside other programs its
+    threads otherwise spin on the cores that the ones they wait for need.
+    """
+    if "torch" not in sys.modules and not any(name in os.environ for name in WAITING):
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
+def waiting_policy() -> str:
+    """Return the variables that say how OpenMP's threads wait, `OMP_WAIT_POLICY=PASSIVE`; empty: they spin."""
+    return " ".join(f"{name}={os.environ[name]}" for name in WAITING if name in os.environ)

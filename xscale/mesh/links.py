@@ -10,7 +10,7 @@ import torch.distributed as dist
 from xscale.core.errors import FaultError
 from xscale.mesh.collectives import all_gather_object
 from xscale.mesh.environment import RankInfo
-from xscale.mesh.mesh import destroy_process_group, init_process_group, temporary_group
+from xscale.mesh.mesh import init_process_group, leave_process_group, temporary_group
 
 REPEATS = 3
 
@@ -60,7 +60,7 @@ def measure_links(
                 break
         return {"backend": backend, "bytes": size, "nodes": names, "gigabytes_per_second": sorted(speeds)}
     finally:
-        destroy_process_group()
+        leave_process_group()
 
 
 def _speed(pair: tuple[int, int], backend: str, device: torch.device, size: int, timeout: datetime.timedelta) -> float:

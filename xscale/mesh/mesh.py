@@ -1,5 +1,6 @@
 """The device mesh of a run: the one file that creates process groups, and that knows their ranks and axes."""
 
+import atexit
 import contextlib
 import datetime
 import os
@@ -19,9 +20,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from xscale.core.errors import ConfigError
 from xscale.mesh.axes import DENSE_AXES, EXPERT_AXES, Degrees
 from xscale.mesh.collectives import SharedCounter
-from xscale.mesh.environment import RankInfo, rendezvous_to_serve
-from xscale.mesh.rendezvous import attempt_store, claim_gpu, gpu_name, listener_of_store
-from xscale.mesh.torch_private import Store, _abort_process_group, _resolve_process_group
+from xscale.mesh.environment import RankInfo, check_rendezvous, rendezvous_to_serve
+from xscale.mesh.rendezvous import (
+    LEAVE_AFTER_FAILURE_SECONDS,
+    LEAVE_SECONDS,
+    announce_leaving,
+    attempt_store,
+    claim_gpu,
+    gpu_name,
+    leave_last,
+    listener_of_store,
+)
+from xscale.mesh.torch_private import Store, _abort_process_group, _get_default_store, _resolve_process_group
 
 
 @dataclass(frozen=True)
@@ -112,13 +122,15 @@ def init_process_group(rank_info: RankInfo, backend: str, timeout: datetime.time
     """
     if dist.is_initialized():
         return
+    check_rendezvous(rank_info.world)
     rank, world, address = rank_info.rank, rank_info.world, rendezvous_to_serve()
     try:
         listener = listener_of_store(*address) if rank == 0 and address is not None else None
         if listener is not None and address is not None:
             with listener:
+                # The store waits for no ranks: `attempt_store` does, and says for which.
                 store: Store = dist.TCPStore(  # type: ignore[attr-defined]
-                    *(*address, world, True, timeout), multi_tenant=True, master_listen_fd=listener.detach()
+                    *(*address, world, True, timeout, False), multi_tenant=True, master_listen_fd=listener.detach()
                 )
         else:
             store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timeout))  # type: ignore[attr-defined]
@@ -271,6 +283,28 @@ def destroy_process_group() -> None:
         dist.destroy_process_group()
 
 
+def leave_process_group(*, failed: bool = False) -> None:
+    """Destroy the process group that this rank joined, if it did; the rank that holds the store leaves last.
+
+    Where srun, mpirun or a user started the ranks, that is rank 0: the others may still save or evaluate, which takes
+    the store. After a failure it waits at the end of the process, once its message is printed, since a launcher
+    may end it as soon as another rank has failed.
+    """
+    if not dist.is_initialized():
+        return
+    rank, world = dist.get_rank(), dist.get_world_size()
+    store = _get_default_store() if rendezvous_to_serve() is not None and dist.get_backend() != "fake" else None
+    dist.destroy_process_group()
+    if store is None:
+        return
+    if rank:
+        announce_leaving(store, rank)
+    elif failed:
+        atexit.register(leave_last, store, world, LEAVE_AFTER_FAILURE_SECONDS)
+    else:
+        leave_last(store, world, LEAVE_SECONDS)
+
+
 ABORT_SECONDS = 30.0
 """Aborting a process group that takes longer hangs."""
 
@@ -294,9 +328,9 @@ def leaving_process_group() -> Iterator[None]:
             _abort_process_group()
             bound.cancel()
         else:
-            destroy_process_group()
+            leave_process_group(failed=True)
         raise
-    destroy_process_group()
+    leave_process_group()
 
 
 AXIS_NAMES = {"dp_replicate": "dp", "dp_shard": "dp", "expert_shard": "expert_dp"}

@@ -1,19 +1,27 @@
 """How the ranks of a run find each other: an attempt's part of the store, its socket, and a GPU for each rank."""
 
+import contextlib
 import errno
 import ipaddress
 import socket
+import sys
 import time
 import uuid
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
 
-from xscale.core.errors import ConfigError
+from xscale.core.errors import ConfigError, FaultError
+from xscale.mesh.environment import why_ranks_are_missing
 from xscale.mesh.torch_private import PrefixStore, Store
 
 POLL_SECONDS, LONGEST_POLL_SECONDS = 0.05, 1.0
 """A rank that waits for the others asks the store again after this time, each time twice as long."""
+SAY_SECONDS = 10.0
+"""After so long rank 0 says for which ranks it waits."""
+LISTED = 8
+"""Missing ranks that a message names."""
 
 
 def attempt_store(store: Store, rank: int, world: int, timeout: timedelta) -> Store:
@@ -28,8 +36,14 @@ def attempt_store(store: Store, rank: int, world: int, timeout: timedelta) -> St
     token = uuid.uuid4().hex
     if rank == 0:
         store.set("attempt", token)
-        answers = [store.get(f"{token}/{other}").decode() for other in range(1, world)]
-        store.set(f"{token}/closed", ",".join(answers))
+        keys = {other: f"{token}/{other}" for other in range(1, world)}
+        missing = wait_for_keys(
+            store, keys, timeout.total_seconds(), SAY_SECONDS, "to start", why_ranks_are_missing(world)
+        )
+        if missing:
+            what = f"{names_of(missing)} of {world} did not start within {timeout.total_seconds():.0f} s"
+            raise FaultError(f"{what}. {why_ranks_are_missing(world)}")
+        store.set(f"{token}/closed", ",".join(store.get(key).decode() for key in keys.values()))
         return PrefixStore(token, store)
     end, pause = time.monotonic() + timeout.total_seconds(), POLL_SECONDS
     while time.monotonic() < end:
@@ -40,6 +54,39 @@ def attempt_store(store: Store, rank: int, world: int, timeout: timedelta) -> St
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_POLL_SECONDS)
     raise TimeoutError(f"rank {rank} waited {timeout.total_seconds():.0f} s for the others to start")
+
+
+def wait_for_keys(
+    store: Store, keys: Mapping[int, str], seconds: float, say_after: float, until: str, why: str = ""
+) -> list[int]:
+    """Wait until the store has the key of each rank; return the ranks whose key is missing after `seconds`.
+
+    After `say_after` seconds one line on standard error says for which ranks this rank waits `until` what, and `why`.
+    """
+    begin, pause, said = time.monotonic(), POLL_SECONDS, False
+    missing = list(keys)
+    while missing:
+        # One question for all; single ones only once something is to be said about them.
+        if store.check([keys[rank] for rank in missing]):
+            return []
+        waited = time.monotonic() - begin
+        if waited > say_after or waited > seconds:
+            missing = [rank for rank in missing if not store.check([keys[rank]])]
+        if waited > seconds:
+            break
+        if waited > say_after and not said and missing:
+            said = True
+            text = f"rank 0 has waited {waited:.0f} s for {names_of(missing)} {until}. {why}"
+            print(f"xscale: {text.strip()}", file=sys.stderr, flush=True)
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_POLL_SECONDS)
+    return missing
+
+
+def names_of(ranks: Sequence[int]) -> str:
+    """Name ranks for a message, the first of them where they are many."""
+    more = f" and {len(ranks) - LISTED} more" if len(ranks) > LISTED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:LISTED]))}{more}"
 
 
 def gpu_name(device: torch.device) -> str | None:
@@ -82,3 +129,22 @@ def listener_of_store(name: str, port: int) -> socket.socket | None:
             return None
         raise
     return listener
+
+
+LEAVE_SECONDS, LEAVE_AFTER_FAILURE_SECONDS = 60.0, 10.0
+"""Longest time that the process with the store waits for the other ranks at its end."""
+LEAVE_SAY_SECONDS = 5.0
+
+
+def announce_leaving(store: Store, rank: int) -> None:
+    """Note in the attempt's store that this rank uses it no more."""
+    # Where the store is gone, nobody waits for this.
+    with contextlib.suppress(RuntimeError, OSError):
+        store.set(f"left/{rank}", "")
+
+
+def leave_last(store: Store, world: int, seconds: float) -> None:
+    """Wait, in the process that has the store, until no other rank uses it; say so where one does not come."""
+    keys = {other: f"left/{other}" for other in range(1, world)}
+    if missing := wait_for_keys(store, keys, seconds, LEAVE_SAY_SECONDS, "to end, since it holds their store"):
+        print(f"xscale: rank 0 ends without {names_of(missing)}, after {seconds:.0f} s", file=sys.stderr, flush=True)

@@ -17,6 +17,15 @@ class _Attach(torch.autograd.Function):
         return gradient, torch.full_like(context.like, context.weight), None
 
 
+def mean_over_text(values: Tensor, real: Tensor | None) -> Tensor:
+    """Mean of values [B, ..., T] over the tokens that are no padding, `real` [B, T]; None: all are."""
+    if real is None:
+        return values.mean()
+    weights = real.view(len(real), *(1,) * (values.ndim - 2), -1)
+    # Not a product: what stands at padding may be no number.
+    return values.where(weights, 0.0).sum() / (real.sum() * (values.numel() // real.numel()))
+
+
 def attach(x: Tensor, loss: Tensor, weight: float | None) -> Tensor:
     """Return `x` with a backward that also runs `weight * loss` backward; `weight` None attaches nothing."""
     if weight is None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from xscale.core.config import Config
+from xscale.core.errors import ConfigError
 from xscale.nn.init import Init
 
 
@@ -39,3 +40,11 @@ class Dims:
         """Initialiser of a weight that writes into the residual stream, where 2 * depth of them add up (Radford et al.
         2019)."""
         return Init(std=self.std / (2 * self.depth) ** 0.5)
+
+
+def check_trained_length(path: str, tokens: int, trained: int) -> None:
+    """Raise ConfigError for more tokens than the part at `path` has weights for, `trained`."""
+    if tokens > trained:
+        what = f"{path} has weights for {trained} positions, and the sequence has {tokens} tokens"
+        fix = f"Take a sequence of at most {trained} tokens, or train with data.sequence_length={tokens}."
+        raise ConfigError("data.sequence_length", what, fix)

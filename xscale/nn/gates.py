@@ -98,6 +98,7 @@ class GateBudget(Module):
 
     seams: ClassVar[tuple[str, ...]] = ("sum_over_sequence", "attach_loss")
     averages_tokens = True
+    averages_text = True
 
     def __init__(self, config: GatesConfig, sublayers: int) -> None:
         """`sublayers`: how many the stack has, each with a gate."""
@@ -135,8 +136,11 @@ class GateBudget(Module):
         gating, real = tokens.gating, tokens.real()
         assert gating is not None
         total = total if real is None else total * real
-        gates = self.sublayers * tokens.count() / tokens.fraction() / len(total)
-        mean = self.sum_over_sequence(total.sum(1)) / gates  # [B]
+        if tokens.padding is None or real is None:
+            lengths = total.new_full((len(total),), tokens.count() / tokens.fraction() / len(total))
+        else:
+            lengths = self.sum_over_sequence(real.sum(1).to(total.dtype))
+        mean = self.sum_over_sequence(total.sum(1)) / (self.sublayers * lengths)  # [B]
         if tokens.stats is not None:
             tokens.stats.add(f"{self.path}/computed", mean.mean())
         budget = mean.new_tensor(self.config.budgets)[gating.budgets]

@@ -6,7 +6,7 @@ method, a submodule or a callable attribute of that name, whose annotation says 
 Nothing else is replaced, and `substitute` is the only way to do it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from xscale.core import config as schema
 from xscale.core.errors import Problem
 from xscale.nn.init import Init
+from xscale.nn.post_step import WeightWriter
 from xscale.nn.random import RandomNumbers
 
 
@@ -60,6 +61,11 @@ class Module(nn.Module):
     averages_tokens = False
     """Whether all tokens of a micro-batch compete or are averaged in it (expert capacity, auxiliary losses, running
     statistics), so that padding would count."""
+    averages_text = False
+    """Whether it leaves padding out where `Tokens.padding` tells it, if it `averages_tokens`."""
+    reads_token_counts = False
+    """Whether its state follows from the counts of the token ids in the training data, which a run gives to
+    `set_token_counts` before its first step."""
     read_by_rows = False
     """Whether generation reads single rows of its matrices, which are then to be contiguous."""
     path: str
@@ -108,6 +114,13 @@ class Module(nn.Module):
         self.decays[name] = decays
         if linear_map:
             self.linear_maps.add(name)
+
+    def set_token_counts(self, counts: Sequence[float], weights: WeightWriter) -> None:
+        """Set the state of a module that `reads_token_counts`, from the count of each id in the training data [V].
+
+        `weights` writes the parameters that hold it.
+        """
+        raise NotImplementedError
 
     def use(self, parameter: Tensor) -> Tensor:
         """Local shard of `parameter` in compute dtype: what forward computes with."""

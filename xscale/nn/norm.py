@@ -21,12 +21,10 @@ from xscale.core.registry import Family
 from xscale.nn.eager import eager
 from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.module import Part
+from xscale.nn.post_step import PostStepState, WeightWriter
 from xscale.nn.tokens import Stats, Tokens
 from xscale_kernels.layernorm.op import layernorm
 from xscale_kernels.rmsnorm.op import rmsnorm
-
-ShardLike = Callable[[Tensor, Tensor], Tensor]
-"""(full tensor, parameter) -> the tensor with the parameter's layout."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +41,12 @@ class NormTraits:
     """Running statistics move with the tokens of each optimizer step, and evaluation uses them."""
 
 
-class Norm(Part):
+class Norm(Part, PostStepState):
     """[..., D] -> [..., D]; built as `Norm(config, width)`."""
 
     def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         """Normalise x; `tokens` are those of x [B, T, D], for norms with statistics of a batch."""
         raise NotImplementedError
-
-    def update_state(self, means: dict[str, Tensor], shard_like: ShardLike) -> None:
-        """Move the running statistics by those of the optimizer step, `means`, the same on every rank."""
 
 
 NORMS = Family("norm", NormTraits)
@@ -179,6 +174,7 @@ class BatchStatisticsNorm(Norm):
     seams: ClassVar[tuple[str, ...]] = ("sum_over_batch",)
     keeps_precision = True
     averages_tokens = True
+    averages_text = True
     weight: Parameter
     bias: Parameter
 
@@ -251,11 +247,10 @@ class BatchNorm(BatchStatisticsNorm):
         return mean, variance
 
     @torch.no_grad()
-    def update_state(self, means: dict[str, Tensor], shard_like: ShardLike) -> None:
+    def update_state(self, means: dict[str, Tensor], weights: WeightWriter) -> None:
         """Move the running mean and the running unbiased variance."""
         for running, value in zip((self.mean, self.variance), means[f"{self.path}/running"], strict=True):
-            value = shard_like(value.to(running.device, running.dtype), running)
-            running.mul_(1 - self.momentum).add_(self.momentum * value)
+            weights.update(running, lambda old, new: (1 - self.momentum) * old + self.momentum * new, value)
 
 
 class _PowerScale(torch.autograd.Function):
@@ -367,19 +362,21 @@ class PowerNorm(BatchStatisticsNorm):
         return record
 
     @torch.no_grad()
-    def update_state(self, means: dict[str, Tensor], shard_like: ShardLike) -> None:
+    def update_state(self, means: dict[str, Tensor], weights: WeightWriter) -> None:
         """Move the running quadratic mean and the running correction (algorithms 1 and 2)."""
         (square,), (along,) = means[f"{self.path}/square"], means[f"{self.path}/along"]
         # nu <- nu (1 - (1 - alpha) Gamma) + (1 - alpha) Lambda, with Gamma the mean square of y = x / psi.
-        like = self.square
-        gamma = shard_like(square.to(like.device, like.dtype), like) / (like + self.eps)
-        step = shard_like(along.to(like.device, like.dtype), like)
-        self.correction.add_((1 - self.alpha) * (step - self.correction * gamma))
-        self.steps.add_(1)
-        warms_up = (self.steps <= self.warmup_steps).to(like.dtype)
-        self.square.add_(self._weight(warms_up) * (shard_like(square.to(like.device, like.dtype), like) - like))
+        before = self.square.detach()
+
+        def corrected(correction: Tensor, step: Tensor, square: Tensor) -> Tensor:
+            return correction + (1 - self.alpha) * (step - correction * (square / (before + self.eps)))
+
+        weights.update(self.correction, corrected, along, square)
+        weights.update(self.steps, lambda steps: steps + 1)
+        weight = self._weight((self.steps.detach() <= self.warmup_steps).to(before.dtype))
+        weights.update(self.square, lambda old, new: old + weight * (new - old), square)
 
     def _weight(self, warms_up: Tensor) -> Tensor:
         """Weight [D] of a step's quadratic mean: 1 / steps while it `warms_up` (1 or 0), then 1 - alpha."""
-        weight: Tensor = warms_up / self.steps + (1 - warms_up) * (1 - self.alpha)
+        weight: Tensor = warms_up / self.steps.detach() + (1 - warms_up) * (1 - self.alpha)
         return weight

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.config import Config
-from xscale.nn.auxiliary import attach
+from xscale.nn.auxiliary import attach, mean_over_text
 from xscale.nn.dims import Dims
 from xscale.nn.init import Init
 from xscale.nn.module import Module
@@ -53,6 +53,7 @@ class Halting(Module):
     """The halting unit of a stack, of which each block is a step."""
 
     averages_tokens = True
+    averages_text = True
     weight: Parameter
     bias: Parameter
 
@@ -88,9 +89,9 @@ class Halting(Module):
 
     def finish(self, state: Pondered, tokens: Tokens) -> Tensor:
         """Return the outputs [B, T, D], with the ponder cost attached as an auxiliary loss."""
-        cost = (state.steps + state.remainder).mean()
+        cost = mean_over_text(state.steps + state.remainder, tokens.real())
         if tokens.stats is not None:
-            tokens.stats.add(f"{self.path}/steps", state.steps.mean())
+            tokens.stats.add(f"{self.path}/steps", mean_over_text(state.steps, tokens.real()))
         return attach(state.output, self.config.ponder_weight * cost, tokens.aux_loss_weight)
 
 

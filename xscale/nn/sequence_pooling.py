@@ -82,6 +82,7 @@ class TokenWindows:
             ids=tokens.ids[:, self.first],
             positions=tokens.positions[:, self.first],
             documents=take(tokens.documents),
+            padding=take(tokens.padding),
             types=take(tokens.types),
             boundaries=None,
             pooled_from=tokens.pooled_from or len(self.of),

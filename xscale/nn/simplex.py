@@ -4,17 +4,16 @@ Projected gradient: the optimizer moves the vector freely, and after each step i
 simplex (Duchi et al. 2008, figure 1).
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.nn.init import Init
 from xscale.nn.module import Module
+from xscale.nn.post_step import PostStepState, WeightWriter
 
 
-class Simplex(Module):
+class Simplex(Module, PostStepState):
     """The vector [N], which starts at 1/N everywhere."""
 
     weight: Parameter
@@ -28,12 +27,9 @@ class Simplex(Module):
         return self.use(self.weight)
 
     @torch.no_grad()
-    def project(self, shard_like: Callable[[Tensor, Tensor], Tensor], gather_full: Callable[[Tensor], Tensor]) -> None:
-        """Replace the vector by the nearest point of the simplex.
-
-        `gather_full(parameter)` returns a parameter in full, and `shard_like(full, parameter)` shards it again.
-        """
-        self.weight.copy_(shard_like(nearest_on_simplex(gather_full(self.weight)), self.weight))
+    def update_state(self, means: dict[str, Tensor], weights: WeightWriter) -> None:
+        """Replace the vector by the nearest point of the simplex."""
+        weights.write(self.weight, nearest_on_simplex(weights.read(self.weight)))
 
 
 def nearest_on_simplex(x: Tensor) -> Tensor:

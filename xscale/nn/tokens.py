@@ -180,6 +180,9 @@ class Tokens:
     """[B, T] position of each token, counted from its document's start if documents are masked from each other."""
     documents: Tensor | None = None
     """[B, T] index of each token's document; attention stays within a document. None: one document per row."""
+    padding: Tensor | None = None
+    """[B, T], whether each token is of the padding behind a sample, a document of its own; None: none is, or it is
+    among packed documents."""
     types: Tensor | None = None
     """[B, T] type of each token (its segment, Devlin et al. 2019); None: every token has the first type."""
     labels: Tensor | None = None
@@ -240,7 +243,7 @@ class Tokens:
 
     def real(self) -> Tensor | None:
         """Whether each token [B, T] is one of the text; None: all are. A shard of a sequence may end in padding."""
-        return None
+        return None if self.padding is None else ~self.padding
 
     def text_of_shard(self) -> Tensor | None:
         """Whether each token [B, P] of a shard of a sequence is of the text, and no global token or padding; None: this
@@ -267,7 +270,26 @@ class Tokens:
 
     def count(self) -> float:
         """Tokens of the micro-batch, without padding, times `fraction`."""
-        return float(self.ids.numel())
+        return float(self.ids.numel() if self.padding is None else sum(self.sample_lengths()))
+
+    def sample_lengths(self) -> list[int]:
+        """Return the tokens of each sample without its padding, read once for all blocks."""
+        padding = self.padding
+        assert padding is not None
+        lengths: list[int] = self.shared_values.get_or_compute("sample_lengths", lambda: (~padding).sum(1).tolist())
+        return lengths
+
+    def without_padding(self, samples: Tensor, length: int) -> "Tokens":
+        """Return the first `length` tokens of some samples [N], which have no padding."""
+        changes: dict[str, Any] = {"padding": None, "documents": None, "shared_values": SharedValues()}
+        for name in ("ids", "positions", "types", "boundaries", "prefix", "content"):
+            if (value := getattr(self, name)) is not None:
+                changes[name] = value[samples, :length]
+        if self.observed is not None:
+            changes["observed"] = self.observed[samples, :length, :length]
+        if self.gating is not None:
+            changes["gating"] = replace(self.gating, budgets=self.gating.budgets[samples])
+        return replace(self, **changes)
 
     @staticmethod
     def from_ids(ids: Tensor, documents: Tensor | None = None, **more_fields: Any) -> "Tokens":
@@ -288,13 +310,19 @@ class Tokens:
         """Prepend `count` positions without token ids (global tokens); they count from 0, and the text after them."""
         if not count:
             return self
-        assert self.documents is None, "a global token belongs to no document"
+        assert self.documents is None or self.padding is not None, "a global token belongs to no document"
         places = torch.arange(count, device=self.ids.device).expand(len(self.ids), -1)
+
+        def prepend(value: Tensor | None) -> Tensor | None:
+            return None if value is None else torch.cat((torch.zeros_like(places, dtype=value.dtype), value), 1)
+
         return replace(
             self,
+            documents=prepend(self.documents),
+            padding=prepend(self.padding),
             ids=torch.cat((torch.zeros_like(places), self.ids), 1),
             positions=torch.cat((places, self.positions + count), 1),
-            types=None if self.types is None else torch.cat((torch.zeros_like(places), self.types), 1),
+            types=prepend(self.types),
             global_tokens=count,
             shared_values=SharedValues(),
         )
@@ -314,6 +342,8 @@ class Tokens:
         documents = self.documents
         if documents is not None and documents.is_cpu and device.type == "cuda" and documents.numel():
             self.shared_values.get_or_compute("document_spans", lambda: find_document_spans(documents))
+        if self.padding is not None and self.padding.is_cpu:
+            self.sample_lengths()
         return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def map_tensors(self, function: Callable[[Tensor], Tensor], **changes: Any) -> "Tokens":
@@ -322,6 +352,7 @@ class Tokens:
             "ids",
             "positions",
             "documents",
+            "padding",
             "types",
             "labels",
             "boundaries",

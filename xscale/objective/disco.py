@@ -35,7 +35,7 @@ class Disco(Objective):
     def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
         assert documents is not None, "padding is told from text by its document"
         source, target = tokens[:, : self.length], tokens[:, self.length :]  # [B, S], [B, T]
-        is_padding = documents[:, self.length :] != 0
+        source_padding, is_padding = documents[:, : self.length] != 0, documents[:, self.length :] != 0
         counts = (~is_padding).sum(1)
         rows = zip(counts.tolist(), index.tolist(), strict=True)
         observed = torch.stack([self._observed(count, target.shape[1], number) for count, number in rows])
@@ -43,7 +43,7 @@ class Disco(Objective):
         return Batch(
             Tokens.from_ids(target, torch.zeros_like(target), observed=observed, **fields),
             target.masked_fill(is_padding, IGNORE_INDEX),
-            Tokens.from_ids(source, (documents[:, : self.length] != 0).long(), labels=counts - 1, **fields),
+            Tokens.from_ids(source, source_padding.long(), padding=source_padding, labels=counts - 1, **fields),
         )
 
     def _observed(self, count: int, length: int, number: int) -> Tensor:

@@ -51,7 +51,8 @@ class LabelledObjective(Objective):
         assert documents is not None, "padding is told from text by its document"
         assert labels is not None, "examples have labels"
         types = self.types(tokens, documents)
-        return Batch(Tokens.from_ids(tokens, documents, types=types, **fields), self.targets(documents, labels))
+        padded = Tokens.from_ids(tokens, documents, padding=documents != 0, types=types, **fields)
+        return Batch(padded, self.targets(documents, labels))
 
     def types(self, tokens: Tensor, documents: Tensor) -> Tensor | None:
         """Return the types [B, T] of tokens and documents, both [B, T]; None: every token has the first type."""

@@ -82,7 +82,9 @@ class MaskedSentences(Masked):
             for name in ("ids", "types", "targets", "padding")
         )
         labels = torch.tensor([sample.label for sample in samples])
-        return Batch(Tokens.from_ids(ids, padding.long(), types=types, labels=labels, **fields), targets)
+        return Batch(
+            Tokens.from_ids(ids, padding.long(), padding=padding.bool(), types=types, labels=labels, **fields), targets
+        )
 
     def _sample(self, tokens: Tensor, documents: Tensor, number: int) -> "MaskedPair":
         generator = torch.Generator().manual_seed(seed_of(self.seed, "masked_sentences", number))

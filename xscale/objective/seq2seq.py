@@ -32,9 +32,9 @@ class Seq2Seq(Objective):
         # Padding of the source is a document that no text attends to. That of the target follows all of its text, which
         # a causal decoder keeps from reading it; in a document of its own it would have no source to attend to.
         return Batch(
-            Tokens.from_ids(decoder_inputs, torch.zeros_like(target), **fields),
+            Tokens.from_ids(decoder_inputs, torch.zeros_like(target), padding=target_padding, **fields),
             target.masked_fill(target_padding, IGNORE_INDEX),
-            Tokens.from_ids(source, source_padding.long(), **fields),
+            Tokens.from_ids(source, source_padding.long(), padding=source_padding, **fields),
         )
 
     def source_of(self, ids: list[int]) -> list[int]:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from xscale.core.atomic_write import write_atomically
-from xscale.core.compose import flow_text, leaves
+from xscale.core.compose import leaves
 from xscale.core.errors import ConfigError
+from xscale.core.yaml_reader import flow_text
 from xscale.observe.format import duration, printable, quantity
 from xscale.observe.record import RECORD_NAME, History, Record, load_history, read_record, value_at
 from xscale.observe.report.chart import Curve, SeedRange, chart, smooth
@@ -21,7 +22,7 @@ from xscale.observe.report.style import STYLE
 
 SEEDS = ("run.seed",)
 """Keys in which repetitions of one config differ."""
-NAMES = ("run.dir", "run.name", "run.allow_changed")
+NAMES = ("run.dir", "run.name", "run.allow_changed", "run.allow_links")
 """Keys that say nothing about what a run computes."""
 AXES = ("tokens", "steps", "time")
 """Quantities that the curves can be drawn against; the first is shown first."""
@@ -46,12 +47,18 @@ class ComparedRun:
 
     @cached_property
     def seconds(self) -> list[float]:
-        """Seconds of training at each logged step, over restarts: a process counts from its own start."""
-        total, before, summed = 0.0, 0.0, []
-        for seconds in self.history.scalars["seconds"]:
-            total += seconds - before if seconds >= before else seconds
-            before = seconds
-            summed.append(total)
+        """Seconds of training at each logged step, over restarts: a process counts from its own start.
+
+        Another process begins at the first step after one that the record says it resumed from; records of earlier
+        versions do not say it, and there only seconds that fall show it.
+        """
+        offset, seconds_before, step_before, summed = 0.0, 0.0, None, []
+        for step, seconds in zip(self.history.steps, self.history.scalars["seconds"], strict=True):
+            resumed = any(step_before <= start < step for start in self.record.resumed_from) if step_before else False
+            if seconds < seconds_before or resumed:
+                offset += seconds_before
+            seconds_before, step_before = seconds, step
+            summed.append(offset + seconds)
         return summed
 
     def positions(self, axis: str) -> list[float]:

@@ -54,6 +54,8 @@ class RunFacts:
     """Commit of xscale's source folder, see `source_commit`; empty: it is installed without one."""
     started: float | None = None
     """When the run began, in seconds since 1970."""
+    repeats: tuple[str, ...] = ()
+    """Work after the step `resumed_from` that a stop signal cut short and this process repeats, by name."""
     data: Mapping[str, str] = field(default_factory=dict)
     """Sizes of the data in words, by what they are of: tokens, documents, epochs."""
 

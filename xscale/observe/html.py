@@ -7,8 +7,10 @@ from pathlib import Path
 
 from xscale.core.atomic_write import write_atomically
 from xscale.core.errors import ConfigError
+from xscale.core.run_files import kind_of
 from xscale.observe import record
-from xscale.observe.events import EndReport, RunFacts, SampleReport
+from xscale.observe.backlog import Backlog
+from xscale.observe.events import EndReport, RunFacts, SampleReport, StepReport
 from xscale.observe.format import printable
 from xscale.observe.observer import Observer
 from xscale.observe.record import Record
@@ -29,30 +31,58 @@ class HtmlReport(Observer):
         self._folder = folder
         self._message = message
         self._record: Record | None = None
+        # A write holds the whole record, so one entry stands for all that came while the disk was full.
+        self.backlog: Backlog[None] = Backlog(record.RECORD_NAME, lambda _: self._write())
 
     def start(self, facts: RunFacts) -> None:
         samples: tuple[SampleReport, ...] = ()
+        resumed = () if facts.resumed_from is None else (facts.resumed_from,)
         started = facts.started
-        if facts.resumed_from is not None and (self._folder / record.RECORD_NAME).exists():
+        if facts.resumed_from is not None and kind_of(self._folder / record.RECORD_NAME) is not None:
             try:
                 before = record.read_record(self._folder)
-                samples = tuple(sample for sample in before.samples if sample.step <= facts.resumed_from)
+                # A process that begins after the last step writes the samples of it again.
+                last = facts.resumed_from - (facts.resumed_from == facts.last_step)
+                samples = tuple(sample for sample in before.samples if sample.step <= last)
+                resumed = (*(step for step in before.resumed_from if step < facts.resumed_from), *resumed)
                 started = before.facts.started or started
             except ConfigError as error:
                 # Old samples are not worth failing the run.
                 self._message(f"warning: earlier samples will not be in {REPORT_FILE}: {error}")
-        self._record = Record(replace(facts, folder=self._folder, started=started), samples)
-        record.write(self._record)
+        self._record = Record(replace(facts, folder=self._folder, started=started), samples, resumed_from=resumed)
+        self._save()
+
+    def step(self, report: StepReport) -> None:
+        self.backlog.retry()
 
     def sampled(self, report: SampleReport) -> None:
         assert self._record is not None
         self._record = replace(self._record, samples=(*self._record.samples, report))
-        record.write(self._record)
+        self._save()
 
     def finish(self, report: EndReport) -> None:
-        if self._record is not None:
-            record.write(replace(self._record, end=report))
+        if self._record is None:
+            return
+        self._record = replace(self._record, end=report)
+        self._save()
+        self.backlog.flush()
+        if self.backlog.missing:
+            return
+        try:
             build_report(self._folder)
+        except ConfigError as error:
+            # The run is over, and what it trained is not the page's.
+            raise OSError(f"no {REPORT_FILE}: {error}") from error
+
+    def _save(self) -> None:
+        if self.backlog.missing:
+            self.backlog.retry()
+        else:
+            self.backlog.add(None, 0)
+
+    def _write(self) -> None:
+        assert self._record is not None
+        record.write(self._record)
 
 
 def build_report(folder: Path, path: Path | None = None) -> Path:

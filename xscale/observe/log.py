@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 
 from xscale.core.atomic_write import AppendFile
+from xscale.observe.backlog import Backlog
 from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport, TaskReport
 from xscale.observe.format import duration, ema_clause, metrics_clause, printable, quantity, tasks_clause
 from xscale.observe.observer import Observer
@@ -20,6 +21,7 @@ class Log(Observer):
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOG_FILE
         self._file: AppendFile | None = None
+        self.backlog: Backlog[bytes] = Backlog(LOG_FILE, self._append)
 
     def start(self, facts: RunFacts) -> None:
         begin = "starting" if facts.resumed_from is None else f"resuming from step {facts.resumed_from}"
@@ -60,15 +62,22 @@ class Log(Observer):
 
     def finish(self, report: EndReport) -> None:
         self._write(f"{report.reason} at step {report.step}" + (f": {report.message}" if report.message else ""))
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        try:
+            self.backlog.flush()
+        finally:
+            file, self._file = self._file, None
+            if file is not None:
+                file.close()
 
     def _write(self, text: str) -> None:
         """Write one entry; its further lines are indented, so that every line with a time is an entry."""
+        stamp = datetime.now().astimezone().isoformat(timespec="seconds")
+        body = printable(text).rstrip().replace("\n", "\n    ")
+        entry = f"{stamp} {body}\n".encode()
+        self.backlog.add(entry, len(entry))
+
+    def _append(self, entry: bytes) -> None:
         if self._file is None:
             # Messages may come before the start, while the model is built.
             self._file = AppendFile(self._path)
-        stamp = datetime.now().astimezone().isoformat(timespec="seconds")
-        body = printable(text).rstrip().replace("\n", "\n    ")
-        self._file.write(f"{stamp} {body}\n")
+        self._file.write(entry)

@@ -3,17 +3,24 @@
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BufferedReader, TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from xscale.core.atomic_write import AppendFile, atomic_write
+from xscale.core.errors import ConfigError
 from xscale.core.file_safety import decode_json
+from xscale.core.run_files import kind_of, open_run_file
+from xscale.observe.backlog import Backlog
 from xscale.observe.events import EndReport, EvalReport, RunFacts, StepReport, TaskReport
 from xscale.observe.observer import Observer, due
 
 METRICS_FILE = "metrics.jsonl"
 TASKS = "tasks/"
 """Prefix of the results of tasks."""
+COLUMN_OF_WORK = {"evaluation": "eval_loss", "tasks": "tasks_seconds"}
+"""A column that only the object of such work has."""
 
 
 class Metrics(Observer):
@@ -31,12 +38,13 @@ class Metrics(Observer):
         self._every = every_steps
         self._facts: RunFacts | None = None
         self._file: AppendFile | None = None
+        self.backlog: Backlog[str | Cut] = Backlog(METRICS_FILE, self._perform)
 
     def start(self, facts: RunFacts) -> None:
         """Open the file, without what an earlier process wrote after the step that this one resumes from."""
         self._facts = facts
-        truncate(self._path, facts.resumed_from)
-        self._file = AppendFile(self._path)
+        repeated = tuple(COLUMN_OF_WORK[name] for name in facts.repeats if name in COLUMN_OF_WORK)
+        self.backlog.add(Cut(facts.resumed_from, repeated), 0)
 
     def step(self, report: StepReport) -> None:
         assert self._facts is not None
@@ -61,19 +69,40 @@ class Metrics(Observer):
         self._write({"step": report.step, **results, "tasks_seconds": report.seconds})
 
     def rolled_back(self, step: int) -> None:
-        assert self._file is not None
-        self._file.close()
-        truncate(self._path, step)
-        self._file = AppendFile(self._path)
+        self.backlog.add(Cut(step), 0)
 
     def finish(self, report: EndReport) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        try:
+            self.backlog.flush()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def _write(self, item: dict[str, Any]) -> None:
-        assert self._file is not None
-        self._file.write(json.dumps(finite(item), allow_nan=False) + "\n")
+        line = json.dumps(finite(item), allow_nan=False) + "\n"
+        self.backlog.add(line, len(line))
+
+    def _perform(self, entry: "str | Cut") -> None:
+        if isinstance(entry, Cut):
+            self._close()
+            truncate(self._path, entry)
+            return
+        if self._file is None:
+            self._file = AppendFile(self._path)
+        self._file.write(entry)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The removal of the objects after a step; None: of all."""
+
+    step: int | None
+    repeated: tuple[str, ...] = ()
+    """Columns of work that is repeated: of `step` itself the objects with one of them are removed too."""
 
 
 def step_object(report: StepReport) -> dict[str, Any]:
@@ -114,25 +143,59 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
     A value that is neither a number, null nor a list of such is left out: nothing else belongs into a page of numbers.
     """
-    with open(path, encoding="utf-8", errors="replace") as lines:
+    with _open_lines(path) as lines:
         for line in lines:
             if (item := _parse(line)) is not None:
                 yield {key: value for key, value in item.items() if _is_numeric(key, value)}
 
 
-def truncate(path: Path, step: int | None) -> None:
-    """Keep in `path` only the objects up to `step` (None: none), by one rename.
+def truncate(path: Path, cut: Cut) -> None:
+    """Keep in `path` only the objects that `cut` leaves, by one cut or rename. Raises OSError.
 
-    Steps after a checkpoint are repeated when it is resumed, and would appear twice.
+    What comes after a checkpoint is repeated when it is resumed, and would appear twice.
     """
-    if not path.exists():
+    if kind_of(path) is None:
         return
-    with open(path, encoding="utf-8", errors="replace") as lines, atomic_write(path) as kept:
+    end = _end_of_prefix(path, cut)
+    if end is not None:
+        # What a run wrote is in the order of its steps; a cut needs no room, which a full disk has not.
+        with open_run_file(path, "ab") as file:
+            file.truncate(end)
+        return
+    with BufferedReader(open_run_file(path)) as lines, atomic_write(path, "wb") as kept:
         for line in lines:
-            item = _parse(line)
-            if step is not None and item is not None and item["step"] <= step:
+            if _is_kept(line, cut):
                 # Not json.dumps(item): the kept lines must stay byte for byte.
-                kept.write(line if line.endswith("\n") else line + "\n")
+                kept.write(line if line.endswith(b"\n") else line + b"\n")
+
+
+def _end_of_prefix(path: Path, cut: Cut) -> int | None:
+    """Where the lines that are kept end, if they are the first of the file and whole; else None."""
+    end = at = 0
+    with BufferedReader(open_run_file(path)) as lines:
+        for line in lines:
+            if _is_kept(line, cut):
+                if end != at or not line.endswith(b"\n"):
+                    return None
+                end += len(line)
+            at += len(line)
+    return end
+
+
+def _is_kept(line: bytes, cut: Cut) -> bool:
+    item = _parse(line.decode(errors="replace"))
+    if cut.step is None or item is None or item["step"] > cut.step:
+        return False
+    return bool(item["step"] < cut.step) or not any(column in item for column in cut.repeated)
+
+
+def _open_lines(path: Path) -> TextIO:
+    """Open the lines of a metrics.jsonl. ConfigError where it cannot be read, or is no regular file."""
+    try:
+        return TextIOWrapper(BufferedReader(open_run_file(path)), encoding="utf-8", errors="replace")
+    except OSError as error:
+        fix = "Remove it, or copy the run again."
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}", fix) from None
 
 
 def _parse(line: str) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ STATUS = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 class Mlflow(Tracker):
-    """Sends the contents of metrics.jsonl, and the config as parameters. The package's errors become OSErrors, which
-    end the observer only.
+    """Sends the contents of metrics.jsonl, and the config as parameters. The package's errors become OSErrors, after
+    which it tries again.
 
     A resumed run continues the same run of MLflow, by the id in `mlflow_id`. Metrics are sent in the background.
     """
@@ -26,31 +27,49 @@ class Mlflow(Tracker):
         super().__init__(folder, every_steps, "mlflow_id")
         self._experiment, self._uri = experiment, uri
         self._package: Any = None
-        self._active = False
+        self._run: Any = None
+        self._is_new = False
 
     def start(self, facts: RunFacts) -> None:
         self._facts = facts
         self._package = importlib.import_module("mlflow")
-        self._try(self._start, dict(facts.config))
+        config = dict(facts.config)
+        # Three entries, each of which is tried again by itself: parameters cannot be sent twice.
+        for call in (
+            partial(self._try, self._start),
+            partial(self._log_params, config),
+            partial(self._log_config, config, facts.first_step),
+        ):
+            self.backlog.add(call, 0)
 
-    def _start(self, config: dict[str, Any]) -> None:
-        package, run_id = self._package, self.stored_id()
-        if self._uri is not None:
-            package.set_tracking_uri(self._uri)
-        package.set_experiment(self._experiment)
-        run = package.start_run(run_id=run_id, run_name=self._folder.name)
-        self._active = True
-        if run_id is None:
-            self.store_id(run.info.run_id)
-            # Parameters cannot change afterwards; the config of each process is an artifact too.
-            package.log_params({path.removeprefix("."): str(value)[:LONGEST] for path, value in leaves(config, "")})
-        assert self._facts is not None
-        package.log_dict(config, f"config/step-{self._facts.first_step}.yaml")
+    def _start(self) -> None:
+        package = self._package
+        if self._run is None:
+            run_id = self.stored_id()
+            if self._uri is not None:
+                package.set_tracking_uri(self._uri)
+            package.set_experiment(self._experiment)
+            self._run = package.start_run(run_id=run_id, run_name=self._folder.name)
+            self._is_new = run_id is None
+        if self._is_new:
+            self.store_id(self._run.info.run_id)
+
+    def _log_params(self, config: dict[str, Any]) -> None:
+        """Send the config; it cannot change afterwards, so that of each process is an artifact too."""
+        if self._is_new:
+            params = {path.removeprefix("."): str(value)[:LONGEST] for path, value in leaves(config, "")}
+            self._try(self._package.log_params, params)
+
+    def _log_config(self, config: dict[str, Any], first_step: int) -> None:
+        self._try(self._package.log_dict, config, f"config/step-{first_step}.yaml")
 
     def finish(self, report: EndReport) -> None:
-        if self._active:
-            self._active = False
-            self._try(self._package.end_run, status=STATUS[report.reason])
+        try:
+            self.backlog.flush()
+        finally:
+            run, self._run = self._run, None
+            if run is not None:
+                self._try(self._package.end_run, status=STATUS[report.reason])
 
     def _log(self, item: dict[str, Any], step: int) -> None:
         known = {re.sub(r"[^\w\-. /]", "_", name): float(value) for name, value in item.items() if value is not None}

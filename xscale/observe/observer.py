@@ -4,14 +4,17 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import ClassVar, TextIO
+from typing import Any, ClassVar, TextIO
 
+from xscale.observe.backlog import Backlog
 from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport, StepReport, TaskReport
 
 
 class Observer:
-    """Sees the run and does not steer it. Its OSErrors end the observer, not the run (`ObserverGroup`)."""
+    """Sees the run and does not steer it. Its OSErrors end no run (`ObserverGroup`)."""
 
+    backlog: "Backlog[Any] | None" = None
+    """Entries that it could not write; None: it keeps none, and the first that fails ends it."""
     shows_messages: ClassVar[bool] = False
     """Whether it shows messages to the person who started the run, while it runs."""
 
@@ -48,6 +51,10 @@ class Observer:
     def finish(self, report: EndReport) -> None:
         """The last call."""
 
+    def unwritten(self) -> str:
+        """Which entries could not be written, for a sentence; empty: all are."""
+        return ""
+
 
 def is_due(step: int, every: int, last_step: int) -> bool:
     """Whether to report `step`: every `every`-th, and always the first and the last of a run."""
@@ -62,9 +69,9 @@ def due(step: int, every: int, facts: RunFacts) -> bool:
 class ObserverGroup(Observer):
     """Passes every call to each observer in order.
 
-    A full disk or a closed terminal (OSError) must neither end weeks of training nor go unseen: the observer is
-    removed, the others get a warning as a message, now and again after the end. Any other exception is a bug and is
-    raised.
+    A full disk or a closed terminal (OSError) must neither end weeks of training nor go unseen. An observer with a
+    backlog tries again: a message says when that begins, another when all is written. One without is removed with a
+    message. What is lost is said again at the end. Any other exception is a bug and is raised.
     """
 
     def __init__(self, observers: Iterable[Observer] = (), fallback: TextIO | None = None) -> None:
@@ -72,6 +79,10 @@ class ObserverGroup(Observer):
         self._observers = list(observers)
         self._fallback = fallback
         self._warnings: list[str] = []
+        self._failing: set[Observer] = set()
+        """Observers that keep what they cannot write, of which that is said."""
+        self._ended: list[Observer] = []
+        """Observers that were removed."""
 
     def add(self, observer: Observer) -> None:
         self._observers.append(observer)
@@ -117,8 +128,18 @@ class ObserverGroup(Observer):
             self.message(warning)
         shown = len(self._warnings)
         self._notify(lambda observer: observer.finish(report))
+        for observer in [observer for observer in self._observers if _missing(observer)]:
+            error = None if observer.backlog is None else observer.backlog.error
+            self._warnings.append(
+                f"warning: {_missing(observer)} could not be written" + (f" ({error})" if error else "")
+            )
+            self.message(self._warnings[-1])
         if shown < len(self._warnings) or not self._shows_messages():
             self._print(self._warnings)
+
+    def unwritten(self) -> str:
+        ended = [f"the end of {observer.backlog.what}" for observer in self._ended if observer.backlog is not None]
+        return ", ".join([*filter(None, map(_missing, self._observers)), *ended])
 
     def _notify(self, call: Callable[[Observer], None]) -> None:
         for observer in tuple(self._observers):
@@ -129,15 +150,36 @@ class ObserverGroup(Observer):
                 call(observer)
             except OSError as error:
                 self._remove(observer, error)
+            else:
+                self._compare_errors(observer)
+
+    def _compare_errors(self, observer: Observer) -> None:
+        """Say that an observer begins to keep what it cannot write, or that it has written it."""
+        backlog = observer.backlog
+        if backlog is None or (backlog.error is None) == (observer not in self._failing):
+            return
+        if backlog.error is not None:
+            self._failing.add(observer)
+            what = f"{backlog.what} cannot be written ({backlog.error})"
+            self._say(f"warning: {what}; what is new is kept in memory, and tried again")
+            return
+        self._failing.discard(observer)
+        ending = f"; {_missing(observer)} could not be kept" if backlog.missing else ", and nothing is missing"
+        self._say(f"{backlog.what} is written again{ending}")
 
     def _remove(self, observer: Observer, error: OSError) -> None:
         self._observers.remove(observer)
+        self._ended.append(observer)
         name = type(observer).__name__.lower()
         warning = f"warning: {name} has stopped ({error}); the run continues without it"
         self._warnings.append(warning)
-        self.message(warning)
+        self._say(warning)
+
+    def _say(self, text: str) -> None:
+        """Send a message that a person sees, wherever that is."""
+        self.message(text)
         if not self._shows_messages():
-            self._print([warning])
+            self._print([text])
 
     def _shows_messages(self) -> bool:
         return any(observer.shows_messages for observer in self._observers)
@@ -146,3 +188,11 @@ class ObserverGroup(Observer):
         with contextlib.suppress(OSError):
             for warning in warnings:
                 print(warning, file=self._fallback or sys.stderr, flush=True)
+
+
+def _missing(observer: Observer) -> str:
+    """'3 entries of metrics.jsonl'; empty: none is missing."""
+    backlog = observer.backlog
+    if backlog is None or not backlog.missing:
+        return ""
+    return f"{backlog.missing} {'entry' if backlog.missing == 1 else 'entries'} of {backlog.what}"

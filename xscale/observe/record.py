@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 from xscale.core.atomic_write import atomic_write
 from xscale.core.errors import ConfigError
-from xscale.core.file_safety import decode_json, read_regular
+from xscale.core.file_safety import decode_json
+from xscale.core.run_files import kind_of, read_run_file
 from xscale.observe.events import EndReport, RunFacts, SampleReport
 from xscale.observe.metrics import finite
 
@@ -38,6 +39,8 @@ class Record:
     facts: RunFacts
     samples: tuple[SampleReport, ...] = ()
     end: EndReport | None = None
+    resumed_from: tuple[int, ...] = ()
+    """Steps from which later processes of the run resumed, ascending."""
 
 
 def write(record: Record) -> None:
@@ -48,6 +51,7 @@ def write(record: Record) -> None:
         "facts": {name: dict(value) if isinstance(value, Mapping) else value for name, value in facts.items()},
         "samples": [dataclasses.asdict(sample) for sample in record.samples],
         "end": None if record.end is None else dataclasses.asdict(record.end),
+        "resumed_from": list(record.resumed_from),
     }
     path = record.facts.folder / RECORD_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,19 +64,26 @@ def read_record(folder: Path) -> Record:
     """Read the record of the run in `folder`, which may have been moved. Errors: ConfigError where there is none."""
     path = folder / RECORD_NAME
     try:
-        data = decode_json(read_regular(path))
+        data = decode_json(read_run_file(path))
         facts = data["facts"] | {"folder": folder, "layouts": _unpack(data["facts"]["layouts"])}
-        facts["notes"] = tuple(facts["notes"])
+        facts["notes"], facts["repeats"] = tuple(facts["notes"]), tuple(facts.get("repeats", ()))
         return Record(
             _typed(RunFacts(**facts)),
             tuple(_typed(SampleReport(**sample)) for sample in data["samples"]),
             None if data["end"] is None else _typed(EndReport(**data["end"])),
+            _steps(data.get("resumed_from", [])),
         )
     except FileNotFoundError:
         fix = "Give the folder of a run that was trained with observe.report=true."
         raise ConfigError(str(path), "the file does not exist", fix) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
         raise ConfigError(str(path), f"the file is not the record of a run ({error})") from error
+
+
+def _steps(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(step) is int and 0 <= step < 2**63 for step in value):
+        raise TypeError("resumed_from is not a list of steps")
+    return tuple(value)
 
 
 def _typed(report: ReportT) -> ReportT:
@@ -164,7 +175,7 @@ def load_history(folder: Path) -> History:
     """Read metrics.jsonl in two passes, for the count and for the numbers, never all of it in memory."""
     path = folder / METRICS_FILE
     history = History()
-    if not path.exists():
+    if kind_of(path) is None:
         return history
     count = sum(1 for item in read(path) if "loss" in item)
     size = max(1, math.ceil(count / COLUMNS))

@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto  # type: 
 from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
 from xscale.core.atomic_write import AppendFile
+from xscale.observe.backlog import Backlog
 from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport, StepReport, TaskReport
 from xscale.observe.format import printable
 from xscale.observe.metrics import step_object
@@ -33,11 +35,12 @@ class TensorBoard(Observer):
         self._every = every_steps
         self._facts: RunFacts | None = None
         self._file: AppendFile | None = None
+        # TensorBoard looks for this name, and reads the files of a folder in the order of their names.
+        self._path = self._folder / f"events.out.tfevents.{time.time():017.6f}.{os.getpid()}"
+        self.backlog: Backlog[bytes] = Backlog(TENSORBOARD_FOLDER, self._append)
 
     def start(self, facts: RunFacts) -> None:
         self._facts = facts
-        # TensorBoard looks for this name, and reads the files of a folder in the order of their names.
-        self._file = AppendFile(self._folder / f"events.out.tfevents.{time.time():017.6f}.{os.getpid()}")
         self._write(0, file_version="brain.Event:2")
         # From this step on TensorBoard hides what an earlier process logged.
         self._write(facts.first_step, session_log=SessionLog(status=SessionLog.SessionStatus.START))
@@ -83,9 +86,12 @@ class TensorBoard(Observer):
         self._write(step + 1, session_log=SessionLog(status=SessionLog.SessionStatus.START))
 
     def finish(self, report: EndReport) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        try:
+            self.backlog.flush()
+        finally:
+            file, self._file = self._file, None
+            if file is not None:
+                file.close()
 
     def _scalars(self, scalars: dict[str, float], step: int) -> None:
         """Write all scalars in one event: one for each takes longer than some steps."""
@@ -96,4 +102,11 @@ class TensorBoard(Observer):
     def _write(self, step: int, **content: Any) -> None:
         """Write one record at once: TensorBoard's own thread would report a full disk too late and twice."""
         event = Event(wall_time=time.time(), step=step, **content)
-        RecordWriter(self._file).write(event.SerializeToString())
+        record = BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        self.backlog.add(record.getvalue(), len(record.getvalue()))
+
+    def _append(self, record: bytes) -> None:
+        if self._file is None:
+            self._file = AppendFile(self._path)
+        self._file.write(record)

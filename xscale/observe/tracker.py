@@ -2,27 +2,42 @@
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from xscale.core.atomic_write import write_atomically
+from xscale.core.run_files import kind_of, read_run_file
+from xscale.observe.backlog import Backlog
 from xscale.observe.events import EvalReport, RunFacts, SampleReport, StepReport, TaskReport
 from xscale.observe.format import printable
 from xscale.observe.metrics import TASKS, step_object
 from xscale.observe.observer import Observer, due
 
+LONGEST_PAUSE = 1 << 30
+"""An attempt to reach a server may take minutes: each failure doubles the pause before the next, without an end."""
+NUMBER_BYTES = 128
+"""Bytes that a number with its name takes in memory, about."""
+
 
 class Tracker(Observer):
-    """Passes flat numbers to `_log`. The tracker's id of the run is kept in the run folder, so that a run that is
-    requeued goes on in the same curves."""
+    """Passes flat numbers to `_log`, in order, and again after an OSError.
+
+    The tracker's id of the run is kept in the run folder, so that a run that is requeued goes on in the same curves.
+    """
 
     def __init__(self, folder: Path, every_steps: int, id_file: str) -> None:
         self._folder, self._every, self._id_file = folder, every_steps, folder / id_file
         self._facts: RunFacts | None = None
+        name = type(self).__name__
+        self.backlog: Backlog[Callable[[], None]] = Backlog(name, lambda call: call(), LONGEST_PAUSE)
 
     def stored_id(self) -> str | None:
         """Return the tracker's id of this run; None before it has one."""
-        return self._id_file.read_text(encoding="utf-8").strip() if self._id_file.is_file() else None
+        if kind_of(self._id_file) is None:
+            return None
+        return read_run_file(self._id_file).decode(errors="replace").strip()
 
     def store_id(self, run_id: str) -> None:
         """Keep the tracker's id of this run."""
@@ -39,7 +54,7 @@ class Tracker(Observer):
                 numbers |= {f"{name}/{position}": part for position, part in enumerate(value)}
             else:
                 numbers[name] = value
-        self._log(numbers, report.step)
+        self._send(numbers, report.step)
 
     def evaluated(self, report: EvalReport) -> None:
         item = {"eval/loss": report.eval_loss, "eval/perplexity": report.perplexity}
@@ -48,14 +63,18 @@ class Tracker(Observer):
         if report.ema_eval_loss is not None and math.isfinite(report.ema_eval_loss):
             item["eval/ema_loss"] = report.ema_eval_loss
         item |= {f"eval/{name}": value for name, value in report.metrics.items() if math.isfinite(value)}
-        self._log(item, report.step)
+        self._send(item, report.step)
 
     def tasks_evaluated(self, report: TaskReport) -> None:
         results = {f"{TASKS}{name}": value for name, value in report.results.items() if math.isfinite(value)}
-        self._log(results, report.step)
+        self._send(results, report.step)
 
     def sampled(self, report: SampleReport) -> None:
-        self._log_text(printable(report.prompt + report.text), report.step)
+        text = printable(report.prompt + report.text)
+        self.backlog.add(partial(self._log_text, text, report.step), len(text))
+
+    def _send(self, item: dict[str, Any], step: int) -> None:
+        self.backlog.add(partial(self._log, item, step), NUMBER_BYTES * len(item))
 
     @abstractmethod
     def _log(self, item: dict[str, Any], step: int) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from xscale.observe.tracker import Tracker
 
 
 class Wandb(Tracker):
-    """Sends the contents of metrics.jsonl. The package's errors become OSErrors, which end the observer only.
+    """Sends the contents of metrics.jsonl. The package's errors become OSErrors, after which it tries again.
 
     A resumed run continues the same run of Weights & Biases, by the id in `wandb_id`. Steps that it repeats since
     its checkpoint are there already, and the service keeps their first numbers.
@@ -25,6 +26,9 @@ class Wandb(Tracker):
     def start(self, facts: RunFacts) -> None:
         self._facts = facts
         self._package = importlib.import_module("wandb")
+        self.backlog.add(partial(self._start, facts), 0)
+
+    def _start(self, facts: RunFacts) -> None:
         self.store_id(run_id := self.stored_id() or uuid.uuid4().hex)
         try:
             self._run = self._package.init(
@@ -40,9 +44,12 @@ class Wandb(Tracker):
             raise OSError(f"Weights & Biases: {error}") from error
 
     def finish(self, report: EndReport) -> None:
-        if self._run is not None:
-            self._run.finish(exit_code=1 if report.reason == "failed" else 0)
-            self._run = None
+        try:
+            self.backlog.flush()
+        finally:
+            run, self._run = self._run, None
+            if run is not None:
+                run.finish(exit_code=1 if report.reason == "failed" else 0)
 
     def _log(self, item: dict[str, Any], step: int) -> None:
         try:

@@ -107,11 +107,20 @@ class ParallelConfig(Config):
     """Activation checkpointing (recompute)."""
     compile: bool = False
     """Compile each block with torch.compile."""
-    timeout_seconds: float = Field(default=600.0, gt=0)
-    """Abort after this many seconds without progress, naming the hung rank and the collective others wait in."""
+    start_timeout_seconds: float = Field(default=600.0, gt=0)
+    """`timeout_seconds` until the first step is done, and in evaluations and saves, which may compile or wait for
+    disks. Ranks wait as long for one that does not start."""
+    timeout_seconds: float = Field(default=120.0, gt=0)
+    """Abort after this many seconds without progress in a step, naming the hung rank and the collective that others
+    wait in."""
     io_timeout_seconds: float = Field(default=7200.0, gt=0)
     """Abort when ranks wait longer than this for one that prepares data, or reads or writes its shards of a checkpoint.
     A save may take any time while a rank writes; a rank that has ended is noticed at once."""
+
+    @property
+    def longest_timeout_seconds(self) -> float:
+        """The time-out of what may take longer than a phase of a step."""
+        return max(self.start_timeout_seconds, self.timeout_seconds)
 
 
 class LossScaleConfig(Config):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from xscale.parallel.full_tensors import ShardedWeightWriter
 from xscale.parallel.sharded import ShardedParameter
 from xscale_kernels.torch_private import foreach_lerp_
 
@@ -61,20 +62,8 @@ class ExponentialMovingAverage:
     @torch.no_grad()
     def _swap(self) -> None:
         """Exchange weights and averages in place, one tensor at a time."""
-        # After an evaluation modules may still have gathered the weights from before the exchange.
-        free_gathered_weights(self.model)
+        weights = ShardedWeightWriter(self.model)
         for average, parameter in zip(self.averages, self.parameters, strict=True):
-            weight = parameter.local
-            before = weight.clone()
-            weight.copy_(average)
+            before = parameter.local.clone()
+            weights.write_shard(parameter.parameter, average)
             average.copy_(before)
-
-
-def free_gathered_weights(model: nn.Module) -> None:
-    """Free the weights that `fully_shard` has gathered: the shards are about to change."""
-    # Imported where used: it takes as long as half of torch.
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

@@ -1,4 +1,4 @@
-"""Full tensors behind DTensor shards, for optimizers that are not elementwise: means by all-reduce, whole matrices.
+"""Full tensors behind DTensor shards: gathered, computed on by optimizers that are not elementwise, and written.
 
 A matrix that is sharded over one mesh axis is gathered by one owner: in each round every rank of the axis's group owns
 another matrix, gets its shards by all-to-all, computes, and sends the shards of the result back. So the ranks share the
@@ -13,13 +13,14 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from xscale.mesh.collectives import all_gather, all_to_all
 from xscale.mesh.torch_private import _StridedShard
+from xscale.nn.post_step import WeightWriter
 from xscale.optim.full_tensors import LocalSum, MatrixFunction, MatrixPart, UnshardedTensors, parts_of
-from xscale.parallel.sharded import to_local
+from xscale.parallel.sharded import shard_like, to_local
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,49 @@ def gather_full(parameter: Tensor) -> Tensor:
     for sharded in sharded_dims(parameter):
         value = sharded.gather(value)
     return value
+
+
+def free_gathered_weights(model: nn.Module) -> None:
+    """Free the weights that `fully_shard` has gathered: the shards are about to change, or have."""
+    # Imported where used: it takes as long as half of torch.
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+class ShardedWeightWriter(WeightWriter):
+    """Reads and writes the parameters of a model by their shards, other than in an optimizer's step.
+
+    After a forward without a backward, such as an evaluation's, modules keep the weights that they gathered (at stage 3
+    the root does) in place of their parameters. What is written to those is lost when they are freed, and what is
+    written to the shards is not seen before. So this frees them; make another writer after the next forward.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        free_gathered_weights(model)
+        self._shards = {id(parameter) for parameter in model.parameters()}
+
+    def read(self, parameter: Tensor) -> Tensor:
+        self._require_shard(parameter)
+        return gather_full(parameter)
+
+    def update(self, parameter: Tensor, function: Callable[..., Tensor], *full: Tensor) -> None:
+        self._require_shard(parameter)
+        super().update(parameter, function, *full)
+
+    @torch.no_grad()
+    def write_shard(self, parameter: Tensor, local: Tensor) -> None:
+        """Replace this rank's shard of the parameter by `local`, of the shard's shape."""
+        self._require_shard(parameter)
+        to_local(parameter.detach()).copy_(local)
+
+    def shard_like(self, full: Tensor, parameter: Tensor) -> Tensor:
+        return shard_like(full, parameter)
+
+    def _require_shard(self, parameter: Tensor) -> None:
+        assert id(parameter) in self._shards, "a weight that modules do not store: it was gathered"
 
 
 @dataclass(frozen=True)

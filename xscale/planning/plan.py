@@ -8,6 +8,7 @@ from torch import nn
 
 from xscale.core.config import encode
 from xscale.core.errors import ConfigError
+from xscale.data.tokenizer.tokenizer import TOKENIZERS
 from xscale.measure.device import DEVICES, GIVEN, Device, device_named, device_of_memory
 from xscale.measure.flops import size, training_flops
 from xscale.measure.memory import model_state_bytes
@@ -94,7 +95,8 @@ def plan(settings: Settings, world: int, hardware: Hardware = Hardware()) -> dic
 
 def vocabulary_of(settings: Settings) -> int:
     """Vocabulary size of the configured tokenizer; the byte tokenizer has 260 entries."""
-    return getattr(settings.data.tokenizer, "vocabulary", None) or 260
+    config = settings.data.tokenizer
+    return TOKENIZERS.of(config).part.planned_vocabulary(config) or 260
 
 
 def _model_states(settings: Settings, model: nn.Module, degrees: Degrees, device: Device | None) -> dict[str, Any]:

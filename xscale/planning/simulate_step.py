@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xscale.data.loader import FullSamples, Loader
 from xscale.measure.op_tracer import Message, OpTracer, Peak, PhaseCost
 from xscale.mesh.axes import Degrees
 from xscale.mesh.environment import RankInfo
@@ -42,7 +43,7 @@ from xscale.parallel.deepep import ExpertsByDeepEp
 from xscale.parallel.expert import AllToAll, SplitRowsOverTp
 from xscale.parallel.plan import DTYPES, ParallelPlan
 from xscale.parallel.sharded import empty_like_local, fill_parameters, sharded_parameters, to_local
-from xscale.train.batches import shard_over_cp
+from xscale.train.batches import MicroBatches, shard_over_cp
 from xscale.train.settings import Settings, build_on_meta
 from xscale.train.setup import make_engine
 from xscale.train.step import Stepper
@@ -70,6 +71,8 @@ def balance_routing(model: nn.Module) -> None:
     for module in model.modules():
         if not isinstance(module, Moe):
             continue
+        if "assign" in module.router.seams:
+            substitute(module.router, "assign", _in_turn)
         dispatch, plan, apply_experts = module.dispatch, module.dispatch_plan, module.apply_experts
         if isinstance(apply_experts, ExpertsByDeepEp):
             # Its kernels take no tensors without numbers, so the step is that of the all-to-all.
@@ -83,6 +86,11 @@ def balance_routing(model: nn.Module) -> None:
             substitute(module, "dispatch_plan", replace(plan, select_rows=_first_rows))
 
 
+def _in_turn(logits: Tensor) -> Tensor:
+    """Assign tokens to experts in turn: [N], from logits [N, E]."""
+    return torch.arange(len(logits), device=logits.device) % logits.shape[1]
+
+
 def _first_rows(plan: DispatchPlan, tokens: TokenShard) -> DispatchPlan:
     """Return the first rows of the plan of all tokens: as many as this rank has under a balanced load."""
     rows = -(-len(plan.tokens) // tokens.sharding.count)
@@ -94,6 +102,8 @@ def _first_rows(plan: DispatchPlan, tokens: TokenShard) -> DispatchPlan:
 
 GLOO = ("reduce_scatter_base", "reduce_scatter_tensor")
 """Collectives for which gloo copies its input."""
+TOKEN = 3
+"""Token of the synthetic samples, which is no special one."""
 DOCUMENT = 256
 """Length of a document in the synthetic samples."""
 ROW_BLOCKS = 4
@@ -266,18 +276,21 @@ def _specials(vocabulary: int) -> SpecialTokens:
 
 
 def _batch(settings: Settings, objective: Objective) -> Batch:
-    """Build a micro-batch of synthetic samples."""
-    rows, length = settings.train.micro_batch_size, settings.sample_tokens + (not settings.has_pairs)
-    if settings.has_sentences:
-        length = 2 * (settings.data.sequence_length - 3)
-    tokens = torch.full((rows, length), 3)
-    documents = torch.zeros_like(tokens) if settings.has_pairs else None
-    if documents is None and not settings.data.cross_documents:
-        documents = (torch.arange(length) // DOCUMENT).expand(rows, -1)
-    if settings.has_sentences:
-        # Both halves of a pair, in a sample without padding, and as much other text as the second.
-        documents = (torch.arange(length) * 4 // length).clamp(max=3).expand(rows, -1)
-    batch = objective.batch(tokens, documents, torch.arange(rows), rng_seed=0, aux_loss_weight=1.0, target_weight=1.0)
+    """Make a micro-batch as a run does, of samples that are full and have no content."""
+    traits, rows = OBJECTIVES.of(settings.objective).traits, settings.train.micro_batch_size
+    data = FullSamples(settings.data, traits.samples, traits.labels, TOKEN, DOCUMENT)
+    batches = MicroBatches(
+        Loader(data),
+        objective,
+        micro_batch=rows,
+        ranks=1,
+        rank=0,
+        seed=settings.run.seed,
+        separate=not settings.data.cross_documents,
+        device=torch.device("cpu"),
+        steps=settings.train.steps,
+    )
+    batch = batches.make(batches.loader.samples(0, rows), 1, settings.train.batch_size, None)
     find_document_runs(batch.tokens, batch.source)
     return batch
 

@@ -1,6 +1,6 @@
 """BLEU (Papineni et al. 2002) of the targets that a run writes by beam search, computed by sacrebleu (Post 2018)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,9 +82,11 @@ def evaluate_bleu(
     return Bleu(loaded.step, len(texts), score, of_sources, signature)
 
 
-def bleu_at_end(parts: RunParts) -> str | None:
+def bleu_at_end(parts: RunParts, on_token: Callable[[], None]) -> str | None:
     """Write the targets of the run's first `train.bleu_pairs` validation pairs, each token the likeliest; return a
-    sentence with their BLEU and that of the sources as they stand. None: no pairs, or not rank 0. Collective."""
+    sentence with their BLEU and that of the sources as they stand. None: no pairs, or not rank 0. Collective.
+
+    `on_token` is called on all ranks at each token; where a target is written in parallel, before each of them."""
     settings, corpus, device = parts.settings, parts.corpus, parts.mesh.device
     count, is_rank0 = settings.train.bleu_pairs, parts.mesh.rank_info.is_rank0
     if not count or corpus.validation is None:
@@ -96,13 +98,19 @@ def bleu_at_end(parts: RunParts) -> str | None:
         return "no BLEU: parallel decoding runs on one process. Take `xscale eval RUN --bleu`" if is_rank0 else None
     start = torch.tensor([objective.start], device=device)
     hypotheses: list[list[int]] = []
+
+    def stops(written: list[int]) -> bool:
+        on_token()
+        return False
+
     for ids, _ in pairs:
+        on_token()
         source = torch.tensor(objective.source_of(ids[: settings.data.source_length - 1]), device=device)
         if isinstance(objective, Disco):
             longest = settings.data.target_length
             hypotheses.append(decode_in_parallel(parts.model, source, objective, longest))
             continue
-        limits: dict[str, Any] = {"end": corpus.tokenizer.eos, "window": settings.data.sequence_length}
+        limits: dict[str, Any] = {"end": corpus.tokenizer.eos, "window": settings.data.sequence_length, "stops": stops}
         written = generate(parts.model, start, settings.data.target_length, temperature=0.0, source=source, **limits)
         hypotheses.append(written.tolist())
     if not is_rank0:

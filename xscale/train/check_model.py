@@ -107,12 +107,12 @@ def check_pooling(model: nn.Module, traits: ObjectiveTraits, *, packed_documents
     return problems
 
 
-def check_padding(model: nn.Module) -> list[Problem]:
-    """List the parts for which the padding of pairs and of labelled examples would count."""
+def check_padding(model: nn.Module, told: bool = False) -> list[Problem]:
+    """List the parts for which padding would count; `told`: `Tokens.padding` tells it from text."""
     paths: dict[str, str] = {}
     for path, module in model.named_modules():
-        averages = isinstance(module, Module) and module.averages_tokens
-        if averages or (isinstance(module, Core) and module.traits.running_stats):
+        averages = isinstance(module, Module) and module.averages_tokens and not (told and module.averages_text)
+        if averages or (not told and isinstance(module, Core) and module.traits.running_stats):
             paths.setdefault(type(module).__name__, path)
     return [
         Problem(
@@ -121,6 +121,25 @@ def check_padding(model: nn.Module) -> list[Problem]:
             "Take a part whose output for a token depends on its document alone, or an objective on packed text.",
         )
         for name, path in paths.items()
+    ]
+
+
+def check_padded_samples(model: nn.Module) -> list[Problem]:
+    """List the mixers for which the padding at the end of pairs and of labelled examples would be text.
+
+    Causal order hides it; so do mixers that mask documents. A core that cannot is called without it.
+    """
+    mixers = [module for module in model.modules() if isinstance(module, Mixer) and module.Config.kind is not None]
+    kinds = {str(mixer.Config.kind) for mixer in mixers}
+    shown = [
+        kind
+        for kind in sorted(kinds)
+        if not ((traits := MIXERS.get(kind).traits).documents or traits.padding or not traits.bidirectional)
+    ]
+    able = [entry.name for entry in MIXERS if entry.traits.documents or entry.traits.padding]
+    return [
+        Problem("objective", f"mixer '{kind}' cannot hide the padding of a sample", f"These can: {', '.join(able)}.")
+        for kind in shown
     ]
 
 

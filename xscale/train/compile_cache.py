@@ -4,12 +4,14 @@ torch writes a library under its final name, and takes one that is there. Loadin
 process with SIGBUS, depending on where the file ends.
 """
 
+import os
 import struct
+import tempfile
 import time
 from pathlib import Path
 
-from xscale.core.errors import FaultError
-from xscale.core.file_safety import remove_file
+from xscale.core.errors import ConfigError, FaultError
+from xscale.core.file_safety import open_regular, remove_file
 
 SETTLED_SECONDS = 5.0
 """An incomplete library that nobody has written to for this time is the rest of a compilation that was killed."""
@@ -21,12 +23,11 @@ POLL_SECONDS = 0.1
 def remove_incomplete_libraries() -> list[Path]:
     """Remove the incomplete libraries of torch.compile's cache; return their paths.
 
-    Waits for a library that another process is writing. FaultError where one cannot be removed.
+    Waits for a library that another process is writing. FaultError where one cannot be removed, ConfigError where the
+    cache cannot be used.
     """
-    from xscale.mesh.torch_private import inductor_cache_dir
-
     removed = []
-    for file in sorted(Path(inductor_cache_dir()).rglob("*.so")):
+    for file in _libraries():
         if _is_or_becomes_complete(file):
             continue
         try:
@@ -42,10 +43,26 @@ def remove_incomplete_libraries() -> list[Path]:
     return removed
 
 
+def _libraries() -> list[Path]:
+    try:
+        # torch makes the folder when its compiler is imported.
+        from xscale.mesh.torch_private import inductor_cache_dir
+
+        folder = Path(inductor_cache_dir())
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return sorted(folder.rglob("*.so"))
+    except OSError as error:
+        what = f"the cache of torch.compile cannot be used: {error.filename or ''}: {error.strerror}"
+        fix = "Set TORCHINDUCTOR_CACHE_DIR to a folder that this user can write, or use parallel.compile=false."
+        raise ConfigError("parallel.compile", what, fix) from None
+
+
 def _is_or_becomes_complete(file: Path) -> bool:
     while True:
         try:
-            status, header = file.stat(), file.open("rb").read(ELF_HEADER.size)
+            with open_regular(file) as library:
+                status, header = os.fstat(library.fileno()), library.read(ELF_HEADER.size)
         except FileNotFoundError:
             return True
         if _is_complete(header, status.st_size):

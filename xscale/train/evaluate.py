@@ -1,7 +1,7 @@
 """Evaluation: loss, perplexity and bits per byte on the validation documents, and an order-2 baseline for them."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -141,9 +141,10 @@ BASELINE_BYTES = 1 << 28
 """Text that the baseline reads: seconds of rank 0. Other ranks and the launcher wait minutes for it, and no longer."""
 
 
-def order2_baseline(corpus: Corpus) -> float:
+def order2_baseline(corpus: Corpus, on_text: Callable[[], None] = lambda: None) -> float:
     """Bits per byte of an order-2 byte model of the corpus' training text on its validation text; of pairs, of the
-    targets. Of each it takes the first `BASELINE_BYTES` bytes, and the rest of their last document."""
+    targets. Of each it takes the first `BASELINE_BYTES` bytes, and the rest of their last document. `on_text` is called
+    before each document."""
 
     def texts(splits: Iterable[Split]) -> Iterator[bytes]:
         size = 0
@@ -152,6 +153,7 @@ def order2_baseline(corpus: Corpus) -> float:
                 if size >= BASELINE_BYTES:
                     return
                 size += len(text)
+                on_text()
                 yield text
 
     held_out = (part.validation for part in corpus.sets if part.validation is not None)

@@ -12,13 +12,12 @@ from xscale.mesh.collectives import broadcast_int, sum_scalars
 from xscale.nn.early_exit import EarlyExit, ExitPolicyConfig
 from xscale.nn.head import Head
 from xscale.nn.init import seed_of
-from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, Mixer
+from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.model.model import MODELS
 from xscale.nn.module import Module
 from xscale.nn.tokens import Tokens
 from xscale.objective.objective import OBJECTIVES, Objective
-from xscale.observe import Observer, SampleReport
+from xscale.observe import SampleReport
 from xscale.train.settings import Settings
 from xscale.train.setup import RunParts, special_tokens_of
 
@@ -108,19 +107,19 @@ def sample_token(logits: Tensor, temperature: float, top_k: int | None, generato
 
 def incremental(model: nn.Module) -> bool:
     """Whether every mixer decodes incrementally; otherwise each token costs a forward over the full sequence."""
-    for module in model.modules():
-        if isinstance(module, Attention):
-            if not module.core.traits.decode:
-                return False
-        elif isinstance(module, Mixer) and not MIXERS.get(str(module.Config.kind)).traits.decode:
-            return False
-    return True
+    return all(module.decodes for module in model.modules() if isinstance(module, Mixer))
 
 
-def encode_prompt(prompt: str, tokenizer: Tokenizer, longest: int | None, path: str) -> list[int]:
-    """Encode a prompt to at least one and at most `longest` ids; ConfigError at `path` where that cannot be."""
+def encode_prompt(
+    prompt: str, tokenizer: Tokenizer, longest: int | None, path: str, *, begins: bool = True
+) -> list[int]:
+    """Encode a prompt to at least one and at most `longest` ids; ConfigError at `path` where that cannot be.
+
+    An empty one is a prompt where the tokenizer puts a beginning-of-text token first. `begins`: whether a text begins
+    with it, which the text behind a gap does not.
+    """
     try:
-        ids = tokenizer.encode(prompt)
+        ids = tokenizer.encode_prompt(prompt) if begins else tokenizer.encode(prompt)
     except (UnicodeError, TypeError):
         raise ConfigError(path, f"the prompt {prompt!r} is not valid Unicode", "Give text in UTF-8.") from None
     if not ids:
@@ -159,11 +158,18 @@ def encode_prompts(settings: Settings, tokenizer: Tokenizer) -> list[list[int]]:
     return encoded
 
 
-def write_samples(parts: RunParts, observer: Observer, step: int) -> None:
-    """Generate from each prompt, where the model can. Collective; the observer of rank 0 shows the text."""
+def write_samples(parts: RunParts, step: int, on_token: Callable[[], None]) -> list[SampleReport]:
+    """Generate from each prompt, where the model can. Collective. `on_token` is called on all ranks at each token."""
     settings = parts.settings
+
+    def stops(ids: list[int]) -> bool:
+        on_token()
+        return False
+
+    samples: list[SampleReport] = []
     tokenizer, sample = parts.corpus.tokenizer, settings.train.sample
     for number, ids in enumerate(encode_prompts(settings, tokenizer)):
+        on_token()
         tokens = generate(
             parts.model,
             torch.tensor(ids, device=parts.mesh.device),
@@ -174,5 +180,7 @@ def write_samples(parts: RunParts, observer: Observer, step: int) -> None:
             seed=settings.run.seed + number,
             window=settings.data.sequence_length,
             prefix=OBJECTIVES.of(settings.objective).traits.prefix,
+            stops=stops,
         )
-        observer.sampled(SampleReport(step, sample.prompts[number], tokenizer.decode(tokens.tolist())))
+        samples.append(SampleReport(step, sample.prompts[number], tokenizer.decode(tokens.tolist())))
+    return samples

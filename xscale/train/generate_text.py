@@ -1,5 +1,6 @@
 """Text that a run's model writes after a prompt, or between a prompt and a suffix."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,16 @@ def generate_text(
     plugins: bool = False,
     exits: bool = True,
     ema: bool = False,
+    say: Callable[[str], None] | None = None,
 ) -> str:
     """Return the prompt and what the run's model writes after it; of an encoder-decoder, whose source it is, and before
     a `suffix`, the latter alone. With several beams nothing is sampled: a beam search finds the likeliest text.
 
-    `exits`: whether tokens leave by the policy of its exits, if it has one; beam search computes all blocks."""
+    `exits`: whether tokens leave by the policy of its exits, if it has one; beam search computes all blocks. `say` is
+    told which step is read."""
     loaded = load_run(folder, plugins=plugins, ema=ema)
+    if say is not None:
+        say(f"{folder}: step {loaded.step}")
     settings, tokenizer = loaded.settings, loaded.tokenizer
     traits = MODELS.of(settings.model).traits
     if not traits.decode and not OBJECTIVES.of(settings.objective).part.predicts_length:
@@ -97,10 +102,9 @@ def encode_sides(
     if not isinstance(objective, FillInMiddle):
         what = f"the objective '{objective.config.kind}' trains no filling in of a middle"
         raise ConfigError("--suffix", what, "Leave it out, or use a run of the objective fill_in_middle.")
-    sides = (("--prompt", prompt), ("--suffix", suffix))
-    ids = objective.prompt_for_middle(
-        *(encode_prompt(text, tokenizer, None, path) if text else [] for path, text in sides)
-    )
+    before = encode_prompt(prompt, tokenizer, None, "--prompt") if prompt else list(tokenizer.prefix)
+    after = encode_prompt(suffix, tokenizer, None, "--suffix", begins=False) if suffix else []
+    ids = objective.prompt_for_middle(before, after)
     if longest is not None and len(ids) > longest:
         what = (
             f"prompt and suffix have {len(ids)} tokens with their sentinels, and at most {longest} leave room for one"

@@ -1,6 +1,7 @@
 """Create a run folder at step 0 from given weights, as importing and upcycling do."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from xscale.checkpoint.save import save
 from xscale.core.config import encode
 from xscale.core.errors import ConfigError
+from xscale.core.file_safety import remove_file, remove_folder
 from xscale.data.stored_tokenizer import store_tokenizer
 from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.nn.init import replace_parameters
@@ -25,6 +27,21 @@ def require_no_run(folder: Path) -> None:
     """Raise ConfigError where `folder` already contains a run."""
     if (folder / CONFIG).exists() or (folder / CHECKPOINTS).exists():
         raise ConfigError(str(folder), "the folder already contains a run", "Give another folder.")
+
+
+@contextmanager
+def removed_on_failure(run: Path) -> Iterator[None]:
+    """Remove what is written into the new run folder `run` when its import does not end well."""
+    before = {path.name for path in run.iterdir()} if run.is_dir() else None
+    try:
+        yield
+    except BaseException:
+        if before is None:
+            remove_folder(run.parent, run.name)
+        else:
+            for path in [path for path in run.iterdir() if path.name not in before]:
+                remove_folder(run, path.name) if path.is_dir() else remove_file(run, path.name)
+        raise
 
 
 def model_from_weights(settings: Settings, vocabulary: int, weights: Mapping[str, Tensor]) -> nn.Module:
@@ -62,8 +79,9 @@ def create_run(
                 tensors[f"optimizer.{kind}.{name}"].copy_(value)
     optimizer.set_counters({**optimizer.counters(), "step": optimizer_steps})
     state = State(tokenizer_fingerprint=None if tokenizer is None else tokenizer.fingerprint)
-    path = save(run / CHECKPOINTS, 0, tensors, state.encode(optimizer), encode(settings))
-    if tokenizer is not None:
-        store_tokenizer(tokenizer, run)
-    write_config(settings, run)
+    with removed_on_failure(run):
+        path = save(run / CHECKPOINTS, 0, tensors, state.encode(optimizer), encode(settings))
+        if tokenizer is not None:
+            store_tokenizer(tokenizer, run)
+        write_config(settings, run)
     return path

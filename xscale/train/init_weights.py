@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from xscale.checkpoint.errors import consensus
 from xscale.checkpoint.files import MANIFEST
@@ -19,7 +18,8 @@ from xscale.mesh.consensus import Consensus
 from xscale.mesh.mesh import Mesh
 from xscale.nn.lora import MARK
 from xscale.objective.objective import OBJECTIVES, HeadSizes
-from xscale.parallel.sharded import ShardedParameter, shard_like, to_local
+from xscale.parallel.full_tensors import ShardedWeightWriter, free_gathered_weights
+from xscale.parallel.sharded import ShardedParameter
 from xscale.train.run_folder import CHECKPOINTS
 from xscale.train.settings import Settings, build_on_meta
 
@@ -75,9 +75,9 @@ def match(path: str, there: Mapping[str, tuple[int, ...]], model: Mapping[str, t
 
 
 def load_initial_weights(
-    settings: Settings, parameters: list[ShardedParameter], tokenizer: Tokenizer, mesh: Mesh
+    settings: Settings, model: nn.Module, parameters: list[ShardedParameter], tokenizer: Tokenizer, mesh: Mesh
 ) -> list[str]:
-    """Fill the parameters that the config's init.from has; returns messages. Collective."""
+    """Fill the `parameters` of `model` that the config's init.from has; returns messages. Collective."""
     source = settings.init.from_
     if source is None:
         return []
@@ -86,7 +86,7 @@ def load_initial_weights(
     path = Path(source)
     if is_hf_folder(path):
         head = OBJECTIVES.of(settings.objective).part.head_sizes(settings.objective)
-        return _load_hf(path, shapes, parameters, head)
+        return _load_hf(path, shapes, parameters, head, ShardedWeightWriter(model))
     group = mesh.background
     checkpoint = path if (path / MANIFEST).exists() else find_newest(path / CHECKPOINTS, group=group).path
     if checkpoint is None:
@@ -99,6 +99,7 @@ def load_initial_weights(
     matching = match(source, there, shapes)
     wanted = set(matching.loaded)
     tensors = {f"{PREFIX}{parameter.name}": parameter.parameter.detach() for parameter in parameters}
+    free_gathered_weights(model)
     read_some(checkpoint, {name: tensor for name, tensor in tensors.items() if name[len(PREFIX) :] in wanted}, group)
     return matching.sentences(source)
 
@@ -112,12 +113,12 @@ def _entries(checkpoint: Path, verify: bool) -> tuple[str | None, dict[str, tupl
     return read_state(checkpoint).get("tokenizer_fingerprint"), shapes
 
 
-@torch.no_grad()
 def _load_hf(
     folder: Path,
     shapes: Mapping[str, tuple[int, ...]],
     parameters: list[ShardedParameter],
     head: HeadSizes | None,
+    writer: ShardedWeightWriter,
 ) -> list[str]:
     """Fill the parameters from a folder of transformers, which each process reads. `head`: that of classes, if any."""
     from xscale.convert.hf.import_model import import_body, import_model
@@ -131,9 +132,7 @@ def _load_hf(
     matching = match(str(folder), {name: tuple(tensor.shape) for name, tensor in weights.items()}, shapes)
     for parameter in parameters:
         if parameter.name in set(matching.loaded):
-            value = parameter.parameter.detach()
-            full = weights[parameter.name].to(value.device, value.dtype)
-            parameter.local.copy_(to_local(shard_like(full, value)))
+            writer.write(parameter.parameter, weights[parameter.name])
     not_used = [f"init.from: not used of {folder}: {_listed(list(unused))}"] * bool(unused)
     return matching.sentences(str(folder)) + not_used
 

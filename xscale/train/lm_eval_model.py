@@ -1,8 +1,9 @@
 """A run's model for the lm-evaluation-harness of EleutherAI (`lm_eval`): the only file that imports it.
 
-Tokens of context and continuation are split as lm_eval does for the models of Hugging Face, so that the same model has
-the same scores in both. A context is not preceded by a special token; where there is none, as in rolling
-log-likelihoods, the prefix is the end-of-document token, or the beginning of text of an imported tokenizer.
+Texts are encoded, and tokens of context and continuation split, as lm_eval does for the models of Hugging Face, so that
+the same model has the same scores in both: a context begins as the run's documents do, and the name of a special token
+in a text is that token. Where there is no context, as in rolling log-likelihoods, the prefix is the beginning of text,
+or the end-of-document token of a run whose texts have no beginning.
 """
 
 import importlib
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from xscale.core.errors import ConfigError
-from xscale.data.tokenizer.huggingface import HuggingFace
 from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.train.text_scorer import Score, ScoreRequest, TextRequest
 
@@ -58,12 +58,17 @@ class _LmMethods:
 
     @property
     def prefix_token_id(self) -> int:
-        bos = self.text_tokenizer.bos
-        # That of a tokenizer trained here is in no text that a model was trained on.
-        return bos if bos is not None and isinstance(self.text_tokenizer, HuggingFace) else self.text_tokenizer.eos
+        tokenizer = self.text_tokenizer
+        # That of a tokenizer trained here is in no text that a model was trained on, unless documents begin with it.
+        has_begin = bool(tokenizer.prefix) or getattr(tokenizer.config, "file", None) is not None
+        return tokenizer.bos if tokenizer.bos is not None and has_begin else tokenizer.eos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
-        return list(self.text_tokenizer.encode(string))
+        tokenizer = self.text_tokenizer
+        # A text that has a beginning of its own, such as a chat, gets no second.
+        has_begin = add_special_tokens is None and string.startswith(tokenizer.piece(self.prefix_token_id))
+        begin = () if add_special_tokens is False or has_begin else tokenizer.prefix
+        return [*begin, *tokenizer.encode_with_special_tokens(string)]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **options: Any

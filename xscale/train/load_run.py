@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import yaml
 from torch import Tensor, nn
 
+from xscale.checkpoint.files import MANIFEST as MANIFEST_FILE
 from xscale.checkpoint.load import WEIGHTS, CheckpointReader, averages_of, load, read_some, read_state
-from xscale.checkpoint.search import find_newest
+from xscale.checkpoint.search import find_to_read
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.foreign import foreign_errors
+from xscale.core.yaml_reader import parse
 from xscale.data.config import DataConfig
 from xscale.data.indexed import suffixed
 from xscale.data.loader import Loader
@@ -67,22 +69,26 @@ def load_run(
     sequence_length: int | None = None,
     option: str = "",
 ) -> LoadedRun:
-    """Load the newest good checkpoint of the run in `folder`. Reads no corpus and trains no tokenizer.
+    """Load the newest good checkpoint of the run in `folder`, or the one that `folder` is.
 
-    `plugins`: import the modules that the run's config names. `checkpoint`: one of the run's, instead of the newest.
-    `ema`: with the moving average of the weights. `sequence_length`: of the texts that the model will read, which may
+    Reads no corpus and trains no tokenizer. `plugins`: import the modules that the run's config names. `checkpoint`:
+    one of the run's, instead of the newest. `ema`: with the moving average of the weights. `sequence_length`: of the
+    texts that the model will read, which may
     be longer than the run's; None: the run's. ConfigError when there is no run, no checkpoint or no average, and at
     `option` for a model that cannot read such texts.
     """
+    if checkpoint is None and (folder / MANIFEST_FILE).exists():
+        checkpoint = folder
+    folder = run_of(folder)
     settings = single_process(read_settings(folder, plugins=plugins))
-    path = find_newest(folder / CHECKPOINTS).path if checkpoint is None else checkpoint
+    path = find_to_read(folder / CHECKPOINTS).path if checkpoint is None else checkpoint
     if path is None:
         raise ConfigError(str(folder), "the run has no checkpoint yet", "Wait for the first one.")
     fingerprint = read_state(path).get("tokenizer_fingerprint")
     tokenizer = open_run_tokenizer(folder, settings.data, fingerprint)
     rank_info = read_rank_info()
     degrees = axes.resolve(settings.parallel.mesh, rank_info.world)
-    mesh = init_mesh(rank_info, degrees, device_of(settings, rank_info), settings.parallel.timeout_seconds)
+    mesh = init_mesh(rank_info, degrees, device_of(settings, rank_info), settings.parallel.longest_timeout_seconds)
     length = settings.data.sequence_length if sequence_length is None else sequence_length
     require_model_for(settings, length, tokenizer.vocabulary, option)
     model = build_on_mesh(with_sequence_length(settings, length), tokenizer.vocabulary, mesh, draw_weights=False)
@@ -92,6 +98,11 @@ def load_run(
     if ema:
         load_ema(path, parameters)
     return LoadedRun(folder, settings, loaded.step, tokenizer, mesh, model, parameters)
+
+
+def run_of(folder: Path) -> Path:
+    """Return the run folder of a checkpoint; a run folder is returned unchanged."""
+    return folder.absolute().parent.parent if (folder / MANIFEST_FILE).exists() else folder
 
 
 def load_ema(path: Path, parameters: Sequence[ShardedParameter]) -> None:
@@ -122,7 +133,7 @@ def build_on_mesh(settings: Settings, vocabulary: int, mesh: Mesh, *, draw_weigh
 
 def read_settings(folder: Path, *, plugins: bool = False) -> Settings:
     """Read the config of the run in `folder`; with `plugins`, import the modules that it names first."""
-    config = read_config(folder)
+    config = read_config(run_of(folder))
     if config is None:
         what = "the folder contains no run (no config.yaml, no checkpoint)"
         raise ConfigError(str(folder), what, "Give the run.dir of a run.")
@@ -150,10 +161,8 @@ def plugins_of(config: dict[str, Any], where: Path, *, imported: bool) -> Iterat
 def import_plugins(names: list[str]) -> None:
     """Import modules that may register parts. ConfigError for one that cannot be imported."""
     for name in names:
-        try:
+        with foreign_errors("plugins", f"'{name}' cannot be imported", "Is it installed?"):
             importlib.import_module(name)
-        except ImportError as error:
-            raise ConfigError("plugins", f"'{name}' cannot be imported: {error}", "Is it installed?") from None
 
 
 def single_process(settings: AnySettings) -> AnySettings:
@@ -232,7 +241,8 @@ def exit_curve_of_run(
             if data is None:
                 raise no_validation(folder)
             batches = partial(data.batches.evaluation, data.count(sequences))
-            return [asdict(point) for point in exit_curve(loaded.model, batches, policy, [*chosen, None])]
+            points = exit_curve(loaded.model, batches, policy, [*chosen, None])
+            return [{"step": loaded.step, **asdict(point)} for point in points]
 
 
 def budget_curve_of_run(
@@ -248,7 +258,7 @@ def budget_curve_of_run(
             if data is None:
                 raise no_validation(folder)
             batches = partial(data.batches.evaluation, data.count(sequences))
-            return [asdict(point) for point in budget_curve(loaded.model, batches)]
+            return [{"step": loaded.step, **asdict(point)} for point in budget_curve(loaded.model, batches)]
 
 
 def exit_policy_of(model: nn.Module) -> ExitPolicyConfig | None:
@@ -340,10 +350,6 @@ def _data_of_source(settings: Settings, source: str, tokenizer: Tokenizer, folde
         section = {"kind": "pairs", "paths": [source]}
         section |= {key: of_run[key] for key in ("source_field", "target_field") if key in of_run}
     if source.lstrip().startswith("{"):
-        try:
-            section = yaml.safe_load(source)
-        except yaml.YAMLError as error:
-            fix = "Give such as '{kind: text, paths: [a.txt]}'."
-            raise ConfigError("--data", f"this is not YAML: {error}", fix) from None
+        section = parse(source, "--data")
     changes = {"source": decode(DataConfig, {"source": section}).source, "folder": folder, "validation": 0.0}
     return data.model_copy(update=base | changes)

@@ -1,13 +1,10 @@
 """The training loop: everything that changes the run, from its first step to its last."""
 
 import contextlib
-import math
 import time
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -16,29 +13,28 @@ from xscale.checkpoint.async_saver import AsyncSaver
 from xscale.checkpoint.files import RunLock
 from xscale.checkpoint.in_memory import InMemoryCheckpoint
 from xscale.core.config import encode
-from xscale.core.errors import ConfigError, FaultError
-from xscale.data.loader import Samples
-from xscale.data.stored_tokenizer import FOLDER, require_fingerprint
-from xscale.mesh.collectives import MeanOverOwners, mean_tensors, sum_scalars
+from xscale.core.errors import FaultError
+from xscale.mesh.collectives import MeanOverOwners, mean_tensors
 from xscale.nn.moe.statistics import copy_to_cpu, load_balance_metrics, nonfinite
 from xscale.nn.post_step import update_non_gradient_state
 from xscale.nn.tokens import Stats
-from xscale.objective.objective import Batch
-from xscale.observe import EvalReport, Observer, StepReport
+from xscale.observe import Observer, StepReport
 from xscale.observe.events import Statistic
 from xscale.observe.observer import is_due
-from xscale.parallel.full_tensors import gather_full
+from xscale.parallel.full_tensors import ShardedWeightWriter
 from xscale.parallel.loss_scale import LossScale
-from xscale.parallel.sharded import StagedModel, shard_like
-from xscale.train.evaluate import Evaluation, evaluate
+from xscale.parallel.sharded import StagedModel
+from xscale.train.garbage_collection import GarbageCollection
+from xscale.train.interruptible_work import InterruptibleWork
 from xscale.train.kernel_log import KernelSelectionLog
 from xscale.train.profiler import StepProfiler
-from xscale.train.run_folder import CHANGEABLE, differences, lookup, problems_of, with_defaults
+from xscale.train.saved_state import state_check, state_of
 from xscale.train.setup import RunParts
 from xscale.train.state import State
 from xscale.train.step import SpikeError, StepDecision, StepGradients, decide
-from xscale.train.tasks import report_tasks
-from xscale.watchdog.watchdog import IoHeartbeat, StopSignal, Watchdog
+from xscale.train.step_batches import StepBatches
+from xscale.watchdog.distributed_stop import DistributedStop
+from xscale.watchdog.watchdog import IoHeartbeat, Watchdog
 
 
 @dataclass
@@ -48,78 +44,102 @@ class Loop:
     parts: RunParts
     state: State
     observer: Observer
-    stop: StopSignal
+    stop: DistributedStop
+    work: InterruptibleWork
     began: float
     saves: AsyncSaver
     watchdog: Watchdog
     memory: InMemoryCheckpoint | None
     lock: RunLock
     profiler: StepProfiler
+    kernel_log: KernelSelectionLog
+    """Kernel choices of the first step and of the work between steps."""
+    garbage: GarbageCollection
     stalls: dict[int, float] = field(default_factory=dict)
     """Seconds that the loop waited for each save in flight, by step."""
-    kernel_log: KernelSelectionLog = field(default_factory=KernelSelectionLog)
-    """Kernel choices of the first step and of evaluations."""
     mean_over_stages: MeanOverOwners = field(init=False)
+    batches: StepBatches = field(init=False)
     rollback_counts: dict[int, int] = field(default_factory=dict)
     """Rollbacks of this process to each checkpoint, by step."""
+    ranks_that_save: float = 0.0
+    """Ranks that were still writing a checkpoint in the last step."""
+    saved_step: int | None = None
+    """The step of the last save of this process, which is done or in flight."""
 
     def __post_init__(self) -> None:
         self.mean_over_stages = MeanOverOwners(self.parts.mesh.background)
+        train = self.parts.settings.train
+        limit = train.steps if train.stop_after is None else self.state.step + train.stop_after
+        self.batches = StepBatches(self.parts.training, train.batch_size, min(limit, train.steps))
 
     def run(self) -> str | None:
         """Train until the last step or until something asks to stop; the cause of stopping, None when done."""
         train, state = self.parts.settings.train, self.state
         first = state.step
         self.parts.stepper.timer.on_phase = self.watchdog.heartbeat
-        self.saves.on_wait = IoHeartbeat(self.watchdog, self.parts.mesh.io_progress)
+        seconds = self.parts.settings.parallel.longest_timeout_seconds
+        self.saves.on_wait = IoHeartbeat(self.watchdog, self.parts.mesh.io_progress, seconds)
         if isinstance(self.parts.model, StagedModel):
             self.parts.model.report_waits(self.watchdog.waits_for)
-        cause = None
-        samples = self._samples(train.steps - state.step)
         if "rollback" in (train.nonfinite, train.spike.policy) and not state.step:
             self._save(must=True)
+        with self.work.interruptible():
+            self.stop.check()  # a signal may have come during the set-up
+        self._do_work()
+        self.batches.begin(state.step, state.consumed)
+        cause = self.stop.cause
         while state.step < train.steps and cause is None:
             # Recording takes time, and later steps select the same kernels as the first.
             recording = self.kernel_log.recording() if state.step == first else contextlib.nullcontext()
             with recording, self.profiler.step(state.step + 1):
-                decision = self._step(samples)
+                decision = self._step()
+            self.watchdog.started()
+            self.garbage.after_step(state.step)
             self._log_kernels()
             self._report_saves()
             if decision.action == "rollback":
-                samples.close()
-                self._rollback(decision.reason)
-                samples = self._samples(train.steps - state.step)
+                with self.work.interruptible():
+                    self._rollback(decision.reason)
+                cause = self.stop.cause
                 continue
-            cause = self._should_stop(state.step - first)
-            last = state.step == train.steps
-            every = train.eval_every
-            if self.parts.validation is not None and every and (state.step % every == 0 or last):
-                with self.kernel_log.recording():
-                    self._evaluate()
-                self._log_kernels()
-            tasks = train.tasks
-            if tasks.names and (state.step % tasks.every_steps == 0 or last):
-                self._evaluate_tasks()
-            config = self.parts.settings.checkpoint
-            if last or cause is not None or (config.every_steps and state.step % config.every_steps == 0):
-                self._save(must=last or cause is not None)
-            elif self.memory is not None and state.step % config.memory_every_steps == 0:
-                self._save_in_memory(self.memory)
-        samples.close()
-        return cause if state.step < train.steps else None
+            # A finished step can always be saved: with a signal nothing comes before that.
+            self.work.find_due()
+            self._do_work()
+            is_limit = train.stop_after is not None and state.step - first >= train.stop_after
+            cause = self.stop.cause or ("train.stop_after" if is_limit else None)
+            self._save_if_due(cause)
+        self.batches.close()
+        if state.step == train.steps:
+            self.work.find_due_at_end()
+            self._do_work()
+        return self.stop.cause or cause if state.step < train.steps or state.pending else None
 
-    def _step(self, samples: Iterator[Samples]) -> StepDecision:
+    def _do_work(self) -> None:
+        """Do what is due between steps, until a stop signal."""
+        self.work.do()
+        self._log_kernels()
+
+    def _save_if_due(self, cause: str | None) -> None:
+        """Save after a step where the config says so, and always after the last one and with a cause to stop."""
+        step, config = self.state.step, self.parts.settings.checkpoint
+        must = step == self.parts.settings.train.steps or cause is not None
+        if must or (config.every_steps and step % config.every_steps == 0):
+            self._save(must=must)
+        elif self.memory is not None and step % config.memory_every_steps == 0:
+            self._save_in_memory(self.memory)
+
+    def _step(self) -> StepDecision:
         """Take one optimizer step: read, forward and backward, decide, update, report."""
         parts, state = self.parts, self.state
         train, stepper = parts.settings.train, parts.stepper
         start = time.perf_counter()
-        tally = Stats()
         state.step += 1
         self.watchdog.heartbeat("start", state.step)
         with stepper.timer.phase("data"):
-            micro_batches = self._micro_batches(samples, tally)
+            batch, targets = self.batches.take()
         scaling = self._loss_scale()
-        gradients = stepper.compute_gradients(micro_batches, None if scaling is None else scaling.scale)
+        scale = None if scaling is None else scaling.scale
+        gradients = stepper.compute_gradients(batch.micro_batches, scale, targets, self._ride)
         decision = self._decide(gradients, scaling)
         lr = parts.settings.optimizer.lr * parts.schedule.factor(state.step)
         self._wait_for_copy()
@@ -129,14 +149,15 @@ class Loop:
             stepper.discard()
         state.consumed += train.batch_size
         state.tokens += train.batch_size * parts.settings.sample_tokens
-        means = self._mean(tally)
+        means = self._mean(batch.tally)
         if decision.action == "accept":
-            update_non_gradient_state(parts.model, means, shard_like, gather_full)
+            update_non_gradient_state(parts.model, means, ShardedWeightWriter(parts.model))
             if (ema := stepper.engine.ema) is not None:
                 ema.update()
         self.watchdog.heartbeat("report")
         self._count_skipped(gradients, decision, means)
         self._report(gradients, lr, means, time.perf_counter() - start)
+        self._agree(gradients.sums)
         return decision
 
     def _loss_scale(self) -> LossScale | None:
@@ -163,16 +184,6 @@ class Loop:
         """Mean of the step's statistics over all ranks; a stage of a pipeline has those of its own layers."""
         mesh = self.parts.mesh
         return mean_tensors(tally.means()) if mesh.degrees.pp < 2 else self.mean_over_stages(*tally.copy(), mesh.device)
-
-    def _samples(self, steps: int) -> Generator[Samples, None, None]:
-        """Samples of this rank's micro-batches for the next `steps` steps, read ahead in the background."""
-        batches, batch_size = self.parts.training, self.parts.settings.train.batch_size
-        yield from batches.loader.stream(batches.requests(self.state.consumed, batch_size, steps))
-
-    def _micro_batches(self, samples: Iterator[Samples], tally: Stats) -> list[Batch]:
-        batches, batch_size = self.parts.training, self.parts.settings.train.batch_size
-        count = batch_size // (batches.micro_batch * batches.ranks)
-        return [batches.make(next(samples), self.state.step, batch_size, tally) for _ in range(count)]
 
     def _wait_for_copy(self) -> None:
         """Wait until the save in flight has copied the weights, which the update is about to change."""
@@ -207,10 +218,14 @@ class Loop:
             raise SpikeError(f"{what}, {count}")
 
     def _rollback(self, reason: str) -> None:
-        """Restore the last good checkpoint and skip the samples since then, which the state records. Collective."""
+        """Restore the last good checkpoint and skip the samples since then, which the state records. Collective.
+
+        StopRequested where a signal comes before the state is restored.
+        """
         parts, state = self.parts, self.state
         at, end = state.step, state.consumed
         self.watchdog.heartbeat("rollback")
+        self.stop.check()
         self.saves.wait()
         self._report_saves()
         if self.memory is not None:
@@ -222,12 +237,16 @@ class Loop:
         self.watchdog.heartbeat("rollback", seconds=parts.settings.parallel.io_timeout_seconds)
         restored = loading.restore(folder, tensors, verify=verify, group=group, check=state_check(parts))
         assert restored.loaded is not None, "the run saves before its first step"
+        # The checkpoint on the disk stays the newest, so that the resumed run repeats this.
+        self.stop.check()
         restored_state = state_of(restored.loaded, parts)
         parts.stepper.engine.after_load()
         restored_state.skipped_samples.append([restored_state.consumed, end])
         restored_state.consumed = end
         count = self.rollback_counts[restored_state.step] = self.rollback_counts.get(restored_state.step, 0) + 1
         state.replace_with(restored_state)
+        state.pending.clear()
+        self.batches.begin(state.step, state.consumed)
         limit, first = parts.settings.train.rollback_limit, restored_state.skipped_samples[-1][0]
         if count > limit:
             what = f"step {at}: {reason}, after {limit} rollbacks to step {restored_state.step} (train.rollback_limit)"
@@ -274,77 +293,54 @@ class Loop:
         if text := self.kernel_log.drain():
             self.observer.kernels_logged(text)
 
-    def _should_stop(self, steps: int) -> str | None:
-        """Why to stop after this step, the `steps`-th of this process; the same on all ranks. Collective.
+    def _agree(self, sums: Sequence[float]) -> None:
+        """Take what rode in the step's reduction: targets of the next step and facts of any rank, the same on all.
 
         FaultError where the run folder is no longer there.
         """
-        limit = self.parts.settings.train.stop_after
-        self.watchdog.heartbeat("stop check")
-        flags = [float(self.stop.cause is not None), float(not self.lock.is_in_place())]
-        stop_requested, vanished = (count > 0 for count in sum_scalars(flags, self.parts.mesh.device))
+        targets, *counts = sums
+        self.batches.set_targets(self.parts.stepper.targets_of(targets))
+        if self.parts.mesh.rank_info.is_single_process:
+            counts = self._facts()  # what has happened since
+        stops, vanished, self.ranks_that_save = counts
+        self.stop.agree(stops)
         if vanished:
-            what = f"the run folder was deleted, moved or replaced during step {self.state.step}"
+            what = f"the run folder was deleted, moved or replaced during step {self.state.step}, or another run has it"
             fix = "Move it back and start the same command again, which resumes from its newest checkpoint"
             raise FaultError(f"{self.parts.settings.run.dir}: {what}, so nothing can be saved. {fix}.")
-        if stop_requested:
-            return self.stop.cause or "a signal to another rank"
-        return "train.stop_after" if limit is not None and steps >= limit else None
 
-    def _evaluate(self) -> None:
-        parts, state = self.parts, self.state
-        start = time.perf_counter()
-        with parts.stepper.engine.evaluation_weights():
-            result = self._evaluate_model()
-        best = state.best_bits_per_byte
-        if math.isfinite(result.bits_per_byte) and (best is None or result.bits_per_byte < best):
-            state.best_bits_per_byte, state.best_step = result.bits_per_byte, state.step
-        seconds = time.perf_counter() - start
-        numbers = (result.loss, result.perplexity, result.bits_per_byte, seconds)
-        ema_loss = None
-        if (ema := parts.stepper.engine.ema) is not None:
-            with ema.replacing_weights():
-                ema_loss = self._evaluate_model().loss
-        self.observer.evaluated(EvalReport(state.step, *numbers, result.metrics, ema_loss))
+    def _facts(self) -> list[float]:
+        """Facts of this rank that are to be known to all after the step."""
+        return [float(self.stop.flag), float(not self.lock.is_in_place()), float(self.saves.is_writing)]
 
-    def _evaluate_model(self) -> Evaluation:
-        """Evaluate the model as it is on the validation documents. Collective."""
-        parts = self.parts
-        assert parts.validation is not None
-        batches = self.watchdog.heartbeats(parts.validation.evaluation(parts.eval_sequences), "evaluate")
-        names, stages = parts.validation.loader.class_names, parts.mesh.degrees.pp
-        return evaluate(parts.model, parts.objective, batches, parts.token_bytes, stages, names)
-
-    def _evaluate_tasks(self) -> None:
-        """Evaluate the tasks of the config; a request that the model cannot answer is reported and ends nothing."""
-        seconds = self.parts.settings.parallel.io_timeout_seconds
-        beat = partial(self.watchdog.heartbeat, "tasks", seconds=seconds)
-        try:
-            with self.parts.stepper.engine.evaluation_weights():
-                report = report_tasks(self.parts, self.state.step, beat)
-            self.observer.tasks_evaluated(report)
-        except ConfigError as error:
-            # Every rank has the same refusal, before it computes anything.
-            self.observer.message(f"step {self.state.step}: the tasks are not evaluated: {error}; training continues")
+    def _ride(self) -> list[float]:
+        """Numbers to sum over the ranks in the step's reduction, for `_agree`."""
+        with self.parts.stepper.timer.phase("data"):
+            targets = self.batches.make_early()
+        return [float(targets), *self._facts()]
 
     def _save_in_memory(self, memory: InMemoryCheckpoint) -> None:
         """Copy the state into memory that outlives this process."""
         parts, state = self.parts, self.state
-        self.watchdog.heartbeat("save in memory")
+        self.watchdog.heartbeat("save in memory", seconds=parts.settings.parallel.longest_timeout_seconds)
         engine = parts.stepper.engine
         self.saves.save_in_memory(memory, state.step, engine.state_tensors(), state.encode(engine))
 
     def _save(self, *, must: bool) -> None:
         """Start a save. One that `must` succeed is waited for; of the others some may fail, up to a limit."""
         parts, state = self.parts, self.state
-        self.watchdog.heartbeat("save")
+        self.watchdog.heartbeat("save", seconds=parts.settings.parallel.longest_timeout_seconds)
         engine = parts.stepper.engine
         tensors = engine.state_tensors()
         counters, config = state.encode(engine), encode(parts.settings)
-        started = self.saves.save(state.step, tensors, counters, config, required=must, copy_in_background=True)
+        in_flight = self.ranks_that_save > 0
+        started = self.saves.save(
+            state.step, tensors, counters, config, required=must, copy_in_background=True, in_flight=in_flight
+        )
         if started.skipped:
             self.observer.message(f"step {state.step} is not saved: the previous save is still in flight")
             return
+        self.saved_step = state.step
         self.stalls[state.step] = started.stall_seconds
         begin = time.perf_counter()
         if must:
@@ -364,37 +360,3 @@ class Loop:
                 self.observer.saved(save.step, save.path, stall)
             else:
                 self.observer.message(f"step {save.step} could not be {action}: {save.error}; training continues")
-
-
-def state_check(parts: RunParts) -> Callable[[dict[str, Any], dict[str, Any]], None]:
-    """Return what checks the state and config of a checkpoint before a run resumes from it.
-
-    It raises ValueError for a state or config that no run writes, ConfigError for those of another run.
-    """
-
-    def check(state: dict[str, Any], config: dict[str, Any]) -> None:
-        State.check(state, parts.stepper.engine.counters())
-        length = lookup(config, "data.sequence_length")
-        if type(length) is not int or not 1 <= length < 2**31:
-            raise ValueError(f"data.sequence_length is {str(length)[:40]}")
-        if changed := differences(with_defaults(config), encode(parts.settings), CHANGEABLE):
-            raise ConfigError(problems_of(changed, "a checkpoint in it is of another run"))
-
-    return check
-
-
-def state_of(loaded: loading.Loaded, parts: RunParts) -> State:
-    """The state in a checkpoint, for samples of this run's length; sets the engine's counters."""
-    before = loaded.config["data"]["sequence_length"]
-    state = State.decode(loaded.state, parts.stepper.engine, parts.settings.data.sequence_length, before)
-    return with_same_tokenizer(state, parts)
-
-
-def with_same_tokenizer(state: State, parts: RunParts) -> State:
-    """`state` with the fingerprint of the run's tokenizer; ConfigError where it was trained with another."""
-    tokenizer, run = parts.corpus.tokenizer, Path(parts.settings.run.dir)
-    fix = f"Put the tokenizer that the run began with into {run / FOLDER}, or choose another run.dir."
-    require_fingerprint(
-        tokenizer, state.tokenizer_fingerprint, parts.corpus.sets[0].path, "the run was trained with", fix
-    )
-    return replace(state, tokenizer_fingerprint=tokenizer.fingerprint)

@@ -11,6 +11,8 @@ from torch.profiler import record_function as named_range
 
 from xscale.core.atomic_write import write_atomically
 from xscale.core.errors import FaultError
+from xscale.core.file_safety import remove_file
+from xscale.core.run_files import make_run_folder
 from xscale.mesh import torch_private
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import RankInfo, silence_profiler_log
@@ -48,30 +50,50 @@ class StepProfiler:
     ) -> None:
         """`message` gets the tables and the name of the folder, `beat` the name of what may take long as it begins."""
         self._config, self._rank, self._timer, self._message, self._beat = config, rank_info.rank, timer, message, beat
-        self._folder = Path() if config is None else run / PROFILES / f"step-{config.at:08d}"
+        self._run = run
+        self._folder = run if config is None else run / PROFILES / f"step-{config.at:08d}"
+        self._first = 0 if config is None else config.at
         self._profile: profile | None = None
+        self._finished: profile | None = None
         self._phases_before: dict[str, float] = {}
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Run step `number`, in the body, under the profiler if it is to be profiled; write after the last of them.
-
-        Collective: the ranks exchange what they have after the last.
-        """
+        """Run step `number`, in the body, under the profiler if it is to be profiled."""
         config = self._config
-        if config is None or not config.at <= number < config.at + config.steps:
+        if config is None or not self._first <= number < self._first + config.steps:
             yield
             return
-        if number == config.at:
+        if number == self._first:
             self._start()
         if self._profile is None:  # the run resumed in the middle of them
             yield
             return
         with named_range(f"step {number}"):
             yield
-        if number == config.at + config.steps - 1:
-            finished, self._profile = self._profile, None
-            self._write(finished, config.steps)
+        if number == self._first + config.steps - 1:
+            self._finished, self._profile = self._profile, None
+            self._finished.stop()
+
+    def is_due(self, *, stopping: bool) -> bool:
+        """Whether a profile is to be written; with `stopping` also whether the run stops within its steps."""
+        return self._finished is not None or (stopping and self._profile is not None)
+
+    def write_or_repeat(self, next_step: int) -> None:
+        """Write the profile; in a run that resumes where one was not written, profile from `next_step` on. Collective:
+        the ranks exchange what they have."""
+        if self._config is None:
+            return
+        finished, self._finished = self._finished, None
+        if finished is not None:
+            self._write(finished, self._config.steps)
+        elif self._profile is None:
+            self._begin_at(next_step)
+
+    def _begin_at(self, step: int) -> None:
+        """Profile from `step` on instead of the config's steps."""
+        self._first = step
+        self._folder = self._run / PROFILES / f"step-{step:08d}"
 
     def close(self) -> None:
         """Say so where the run ends before the last of the steps."""
@@ -99,7 +121,6 @@ class StepProfiler:
 
     def _write(self, finished: profile, steps: int) -> None:
         self._beat("profile")
-        finished.stop()
         try:
             profiles = Consensus(doing="written").on_all(self._folder, lambda: self._write_rank(finished, steps))
         except FaultError as error:
@@ -112,7 +133,11 @@ class StepProfiler:
 
     def _write_rank(self, finished: profile, steps: int) -> RankProfile:
         """Write the files of this rank and return what it adds to the table of all."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.parent.mkdir(exist_ok=True)
+        make_run_folder(self._folder.parent, self._folder.name)
+        for name in (f"rank-{self._rank}.memory.pickle", f"rank-{self._rank}.json.gz"):
+            # torch opens them by name, and would follow a link.
+            remove_file(self._folder, name)
         if self._on_gpu:
             torch.cuda.synchronize(self._timer.device)
             torch_private.dump_memory_snapshot(str(self._folder / f"rank-{self._rank}.memory.pickle"))

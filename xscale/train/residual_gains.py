@@ -18,7 +18,8 @@ from xscale.mesh.collectives import sum_tensor
 from xscale.nn.block import Block, Sublayer
 from xscale.nn.stack import Stack
 from xscale.objective.objective import Batch, Objective
-from xscale.parallel.sharded import StagedModel, shard_like
+from xscale.parallel.full_tensors import ShardedWeightWriter
+from xscale.parallel.sharded import StagedModel
 from xscale.train.settings import build_on_meta
 from xscale.train.setup import RunParts
 
@@ -94,11 +95,10 @@ def _add_moments(sublayer: Sublayer, sums: Tensor, _: nn.Module, inputs: tuple[A
     sums += torch.stack((y.shape[2] * is_token.double().sum(), y.sum(), y.square().sum()))
 
 
-@torch.no_grad()
 def set_gains(model: nn.Module, gains: dict[str, float]) -> None:
     """Set the gains of this rank's sublayers, each the same over the width."""
+    weights = ShardedWeightWriter(model)
     for module in model.modules():
         if isinstance(module, Sublayer) and module.omega is not None:
             weight = module.omega.weight
-            full = torch.full(tuple(weight.shape), gains[module.path], dtype=weight.dtype, device=weight.device)
-            weight.copy_(shard_like(full, weight))
+            weights.write(weight, torch.full(tuple(weight.shape), gains[module.path], dtype=torch.float64))

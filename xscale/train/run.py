@@ -25,35 +25,44 @@ from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import RankInfo, read_rank_info
 from xscale.mesh.mesh import leaving_process_group
 from xscale.observe import EndReport, Observer, make_observers
-from xscale.train.bleu import bleu_at_end
 from xscale.train.compile_cache import remove_incomplete_libraries
 from xscale.train.evaluate import order2_baseline
-from xscale.train.generate import encode_prompts, write_samples
+from xscale.train.garbage_collection import GarbageCollection
+from xscale.train.generate import encode_prompts
 from xscale.train.init_weights import load_initial_weights
+from xscale.train.interruptible_work import InterruptibleWork
+from xscale.train.kernel_log import KernelSelectionLog
 from xscale.train.label_baseline import label_notes
-from xscale.train.loop import Loop, state_check, state_of, with_same_tokenizer
+from xscale.train.loop import Loop
 from xscale.train.profiler import StepProfiler
 from xscale.train.residual_gains import init_residual_gains
 from xscale.train.run_facts import peak_memory, run_facts
 from xscale.train.run_folder import (
     CHECKPOINTS,
     changes_since,
+    check_finished,
     differences,
     finished_step,
     keep_config,
+    mark_end,
     open_folder,
     read_config,
     removed_if_refused,
     run_name,
+    unwritable,
     with_defaults,
     write_config,
 )
+from xscale.train.run_work import RunWork
+from xscale.train.saved_state import state_check, state_of, with_same_tokenizer
 from xscale.train.settings import Settings
 from xscale.train.setup import RunParts, check_machine, set_up
 from xscale.train.state import State
 from xscale.train.tasks import require_tasks
 from xscale.train.teacher_source import teacher_run
+from xscale.train.token_counts import init_from_token_counts
 from xscale.watchdog.crash_dumps import CrashDumps
+from xscale.watchdog.distributed_stop import DistributedStop, StopRequested
 from xscale.watchdog.watchdog import StopSignal, Watchdog
 from xscale_kernels.select import UnusableError
 
@@ -103,7 +112,8 @@ def check_and_train(settings: Settings, check: Callable[[int], list[Problem]]) -
 def _train_teacher(settings: Settings, rank_info: RankInfo, stop: StopSignal, began: float) -> int:
     """Train the teacher of a distilled run, unless that is done; return the exit status."""
     folder = Path(settings.run.dir)
-    if finished_step(settings, folder) is not None:
+    if (step := finished_step(settings, folder)) is not None:
+        check_finished(settings, folder, step)
         return EXIT_DONE
     if rank_info.is_rank0:
         print(f"xscale: training the teacher in {folder} first (distill.train_teacher)", file=sys.stderr, flush=True)
@@ -114,8 +124,9 @@ def _train(settings: Settings, rank_info: RankInfo, stop: StopSignal, began: flo
     with removed_if_refused(Path(settings.run.dir), rank_info.is_rank0):
         folder = open_folder(settings)
         if (step := finished_step(settings, folder)) is not None:
+            check_finished(settings, folder, step)
             if rank_info.is_rank0:
-                done = f"finished at step {step}, nothing to do; train.steps above {settings.train.steps} trains on"
+                done = f"finished at step {step}, nothing to do; train.steps above {step} trains on"
                 print(f"{folder}: {done}", flush=True)
             return EXIT_DONE
         parts = set_up(settings, rank_info, resumes=True)
@@ -147,7 +158,8 @@ def make_watchdog(parts: RunParts, folder: Path, stop: StopSignal) -> Watchdog:
         folder, lambda: f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
     )
     dumps = CrashDumps(folder / "faults" / attempt, rank_info.rank, rank_info.world)
-    return Watchdog(dumps, settings.parallel.timeout_seconds, stop, settings.checkpoint.deadline_seconds)
+    parallel, deadline = settings.parallel, settings.checkpoint.deadline_seconds
+    return Watchdog(dumps, parallel.timeout_seconds, stop, deadline, parallel.longest_timeout_seconds)
 
 
 def make_in_memory_checkpoint(parts: RunParts, folder: Path) -> InMemoryCheckpoint | None:
@@ -226,10 +238,44 @@ def resume(parts: RunParts, folder: Path, memory: InMemoryCheckpoint | None) -> 
     return Resumed(state, step, [*on_disk.reasons, *messages, *changes], before if changes else None)
 
 
+def _write_begin(parts: RunParts, folder: Path, resumed: Resumed) -> None:
+    """Write what stands in the run folder before the first step. ConfigError or FaultError where that cannot be."""
+    try:
+        if resumed.step is not None and resumed.earlier_config is not None:
+            keep_config(resumed.earlier_config, folder, resumed.step)
+        write_config(parts.settings, folder)
+        store_tokenizer(parts.corpus.tokenizer, folder)
+    except OSError as error:
+        raise unwritable(folder, error) from None
+
+
 def _make_profiler(parts: RunParts, folder: Path, observer: Observer, watchdog: Watchdog) -> StepProfiler:
     beat = partial(watchdog.heartbeat, seconds=parts.settings.parallel.io_timeout_seconds)
     config, rank_info = parts.settings.observe.profile, parts.mesh.rank_info
     return StepProfiler(config, folder, rank_info, parts.stepper.timer, observer.message, beat)
+
+
+def _baseline(parts: RunParts, stop: StopSignal) -> tuple[float | None, str | None]:
+    """Return the baseline of the run, None where it has none, and the signal that cut it short; on rank 0 alone."""
+
+    def leave_at_signal() -> None:
+        if stop.cause is not None:
+            raise StopRequested(stop.cause)
+
+    if not parts.settings.train.baseline or parts.validation is None or parts.corpus.labels is not None:
+        return None, None
+    try:
+        return order2_baseline(parts.corpus, leave_at_signal), None
+    except StopRequested as stopped:
+        return None, str(stopped)
+
+
+def _stopped(cause: str, loop: Loop, stop: StopSignal) -> str:
+    """Say why the run stopped, whether this saved it, and what the resumed run repeats."""
+    saved = loop.saved_step == loop.state.step and stop.cause is not None
+    when = f"; checkpoint saved after {stop.seconds:.1f} s" if saved else ""
+    repeats = f", which repeats what this cut short: {', '.join(loop.state.pending)}" if loop.state.pending else ""
+    return f"stopped by {cause}{when}. Run the same command to resume{repeats}"
 
 
 def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: StopSignal, began: float) -> int:
@@ -239,46 +285,41 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
     state = resumed.state
     if resumed.step is None:
         tokenizer = parts.corpus.tokenizer
-        resumed.messages.extend(load_initial_weights(settings, parts.parameters, tokenizer, parts.mesh))
+        resumed.messages.extend(init_from_token_counts(parts))
+        resumed.messages.extend(load_initial_weights(settings, parts.model, parts.parameters, tokenizer, parts.mesh))
         resumed.messages.extend(init_residual_gains(parts))
         resumed.messages.extend(label_notes(parts.corpus))
         parts.stepper.engine.begin()
     # A rank that fails above must stop the run before anything is written.
     barrier(parts.mesh.background)
-    if is_rank0:
-        if resumed.step is not None and resumed.earlier_config is not None:
-            keep_config(resumed.earlier_config, folder, resumed.step)
-        write_config(settings, folder)
-        store_tokenizer(parts.corpus.tokenizer, folder)
+    Consensus(parts.mesh.background).on_rank0(folder, lambda: _write_begin(parts, folder, resumed))
     observer: Observer = make_observers(settings.observe, folder) if is_rank0 else Observer()
     observer.start(run_facts(parts, folder, state, resumed.step))
     for message in resumed.messages:
         observer.message(message)
     watchdog = make_watchdog(parts, folder, stop)
     profiler = _make_profiler(parts, folder, observer, watchdog)
-    loop = Loop(parts, state, observer, stop, began, saves, watchdog, memory, lock, profiler)
+    kernel_log, all_stop = KernelSelectionLog(), DistributedStop(stop, parts.mesh.device)
+    works = RunWork(parts, state, observer, all_stop, watchdog, profiler).table()
+    garbage = GarbageCollection(settings.train.gc_every_steps)
+    work = InterruptibleWork(works, state, all_stop, parts.model, (kernel_log.recording, garbage.automatic))
+    loop = Loop(
+        parts, state, observer, all_stop, work, began, saves, watchdog, memory, lock, profiler, kernel_log, garbage
+    )
     reason, message = "failed", ""
     baseline = None
     try:
         stop.training_begins()
-        with watchdog, closing(profiler):
+        with watchdog, closing(profiler), garbage:
             cause = loop.run()
-        if cause is None:
-            reason = "done"
-        else:
-            saved = f"; checkpoint saved after {stop.seconds:.1f} s" if stop.cause else ""
-            reason, message = "stopped", f"stopped by {cause}{saved}. Run the same command to resume"
-        if memory is not None:
+        if memory is not None and (cause is None or loop.saved_step == state.step):
             memory.clear()
-        if cause is None:
-            with parts.stepper.engine.evaluation_weights():
-                write_samples(parts, observer, state.step)
-                sentence = bleu_at_end(parts)
-            if sentence is not None:
-                observer.message(sentence)
+        if cause is None and is_rank0:
             # Last, since no other rank waits for it.
-            if is_rank0 and settings.train.baseline and parts.validation is not None and parts.corpus.labels is None:
-                baseline = order2_baseline(parts.corpus)
+            baseline, cause = _baseline(parts, stop)
+        if is_rank0 and state.step == settings.train.steps:
+            mark_end(folder, interrupted=cause is not None)
+        reason, message = ("done", "") if cause is None else ("stopped", _stopped(cause, loop, stop))
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         raise
@@ -289,4 +330,9 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
         ended, memory_used = time.time(), peak_memory(parts.mesh.device)
         end = EndReport(state.step, reason, message, baseline, best, at, ended, memory_used)  # type: ignore[arg-type]
         observer.finish(end)
-    return EXIT_DONE if reason == "done" else EXIT_REQUEUE
+    if reason != "done":
+        return EXIT_REQUEUE
+    if lacking := observer.unwritten():
+        what = f"trained to step {state.step}, whose checkpoint is saved, but {lacking} could not be written"
+        raise FaultError(f"{folder}: {what}. Check the disk; the numbers of these steps are lost")
+    return EXIT_DONE

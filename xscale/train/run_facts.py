@@ -13,6 +13,7 @@ from torch import nn
 
 from xscale.core.config import encode
 from xscale.data.loader import Corpus
+from xscale.mesh.environment import waiting_policy
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.model.model import MODELS
 from xscale.observe import RunFacts
@@ -30,7 +31,8 @@ def run_facts(parts: RunParts, folder: Path, state: State, resumed: int | None) 
     """Collect the facts of the run before its first step, for the observers."""
     settings, device = parts.settings, parts.mesh.device
     threads = torch.get_num_threads()
-    cpu = f"CPU, {threads} thread{'' if threads == 1 else 's'}"
+    waiting = waiting_policy()
+    cpu = f"CPU, {threads} thread{'' if threads == 1 else 's'}{f' ({waiting})' if waiting and threads > 1 else ''}"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
     tokens = settings.train.batch_size * settings.sample_tokens
     # The full model: a pipeline rank has only some of its blocks.
@@ -56,6 +58,7 @@ def run_facts(parts: RunParts, folder: Path, state: State, resumed: int | None) 
         host=platform.node(),
         commit=source_commit() if parts.mesh.rank_info.is_rank0 else "",
         started=time.time(),
+        repeats=tuple(state.pending),
         data=data_facts(parts.corpus, settings.train.steps * settings.train.batch_size),
     )
 

@@ -1,5 +1,6 @@
 """The run folder: its config and name, whether this run may use or resume it, and the same config on all ranks."""
 
+import errno
 import os
 import uuid
 import warnings
@@ -14,17 +15,22 @@ from xscale.checkpoint.files import LOCK_FILE
 from xscale.checkpoint.load import read_config as read_checkpoint_config
 from xscale.checkpoint.search import newest_on_this_process
 from xscale.core.atomic_write import write_atomically
-from xscale.core.compose import dump, parse
+from xscale.core.compose import dump
 from xscale.core.config import decode, encode
-from xscale.core.errors import ConfigError, Problem
+from xscale.core.errors import ConfigError, FaultError, Problem
 from xscale.core.file_lock import FileLock, LockedError
-from xscale.core.file_safety import check_name, read_regular, remove_empty_folder, remove_file, remove_folder
+from xscale.core.file_safety import check_name, remove_empty_folder, remove_file, remove_folder
 from xscale.core.renamed import RenamedWarning, rename_old_keys
+from xscale.core.run_files import IrregularFileError, kind_of, read_run_file
+from xscale.core.yaml_reader import parse
 from xscale.data.stored_tokenizer import FOLDER as TOKENIZER
 from xscale.mesh.consensus import Consensus
+from xscale.train.run_entries import check_entries
 from xscale.train.settings import RunConfig, Settings
 
 CONFIG, CHECKPOINTS, NAME = "config.yaml", "checkpoints", "name"
+INTERRUPTED = "interrupted"
+"""File of a run folder whose last step is saved, and whose end was cut short."""
 FIXED = (
     "model",
     "objective",
@@ -54,13 +60,30 @@ OPTIONAL = ("train.ema_decay",)
 """Keys that must not become null or cease to be null when a run resumes; another value is a change like any."""
 CHANGEABLE: tuple[str, ...] = get_args(get_args(RunConfig.model_fields["allow_changed"].annotation)[0])
 """Those that may, if run.allow_changed names them."""
+REPEATABLE = (
+    "run",
+    "parallel",
+    "kernels",
+    "checkpoint",
+    "observe",
+    "train.stop_after",
+    "train.micro_batch_size",
+    "data.workers",
+)
+"""Sections and keys whose values make no other result of a run."""
 LISTED = 8
 """How many values that differ a message lists."""
 
 
 def open_folder(settings: Settings) -> Path:
-    """Make the run folder. ConfigError where it contains a run that this one cannot resume."""
+    """Make the run folder. ConfigError where it has a run that this one cannot resume, or an entry that leaves it."""
     folder = Path(settings.run.dir)
+    try:
+        problems = check_entries(folder, settings.run.allow_links)
+    except OSError as error:
+        problems = [Problem("run.dir", f"{folder} cannot be read: {error.strerror}", "Choose another folder.")]
+    if problems:
+        raise ConfigError(problems)
     before = read_config(folder)
     if before is not None:
         started = any((folder / CHECKPOINTS).glob("step-*"))
@@ -77,6 +100,14 @@ def open_folder(settings: Settings) -> Path:
         what = f"cannot create the folder {folder}: {error.strerror}"
         raise ConfigError("run.dir", what, "Choose a writable one.") from None
     return folder
+
+
+def unwritable(folder: Path, error: OSError) -> ConfigError | FaultError:
+    """The error of a run whose folder cannot be written: the user's where a right is missing, else the disk's."""
+    what = f"{error.filename2 or error.filename or folder} cannot be written: {error.strerror or error}"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) or isinstance(error, IrregularFileError):
+        return ConfigError("run.dir", what, "Let this user write there, or choose another folder.")
+    return FaultError(f"{what}. Free space or mend the disk, and start the same command again, which resumes the run.")
 
 
 WRITTEN_FIRST = (LOCK_FILE, TOKENIZER, NAME)
@@ -136,9 +167,53 @@ def how_to_fix(key: str) -> str:
 
 
 def finished_step(settings: Settings, folder: Path) -> int | None:
-    """The step of the run's newest checkpoint where no step is left to train, else None. Not collective."""
+    """The step of the run's newest checkpoint where nothing is left to do, else None. Not collective."""
+    if is_interrupted(folder):
+        return None
     newest = newest_on_this_process(folder / CHECKPOINTS)
     return newest[0] if newest is not None and newest[0] >= settings.train.steps else None
+
+
+def mark_end(folder: Path, *, interrupted: bool) -> None:
+    """Note whether a stop signal cut short what follows the last save, such as samples: then it is not finished.
+
+    ConfigError or FaultError where that cannot be written: another start would take the run for finished.
+    """
+    text = b"A stop signal came after the last step: the end of the run is repeated.\n"
+    try:
+        if interrupted:
+            write_atomically(folder / INTERRUPTED, text)
+        elif is_interrupted(folder):
+            remove_file(folder, INTERRUPTED)
+    except OSError as error:
+        raise unwritable(folder, error) from None
+
+
+def is_interrupted(folder: Path) -> bool:
+    """Whether the end of the run was cut short. A folder of that name, or a special file, is none of ours."""
+    path = folder / INTERRUPTED
+    return path.is_symlink() or path.is_file()
+
+
+def check_finished(settings: Settings, folder: Path, step: int) -> None:
+    """Raise ConfigError where the run finished with other values than those of `settings`. Not collective.
+
+    Nothing would be trained with the new ones, and a sweep that gives all its runs one folder would seem to succeed.
+    """
+    old, new = (
+        flatten(data, "") for data in (with_defaults(read_config(folder) or encode(settings)), encode(settings))
+    )
+    keys = [key.lstrip(".") for key in dict.fromkeys((*new, *old)) if old.get(key) != new.get(key)]
+    changed = [key for key in keys if key.partition(".")[0] not in REPEATABLE and key not in REPEATABLE]
+    if not changed:
+        return
+    values = [f"{key} was {one_line(old.get(f'.{key}'))} and is now {one_line(new.get(f'.{key}'))}" for key in changed]
+    more = f" and {len(values) - LISTED} more" if len(values) > LISTED else ""
+    what = f"the run in {folder} finished at step {step}, and would ignore that {', '.join(values[:LISTED])}{more}"
+    fix = f"Give another run.dir, or train.steps above {step} to train on with the new values."
+    error = ConfigError("run.dir", what, fix)
+    error.same_on_all_ranks = True
+    raise error
 
 
 def write_config(settings: Settings, folder: Path) -> None:
@@ -149,18 +224,18 @@ def write_config(settings: Settings, folder: Path) -> None:
 def keep_config(config: dict[str, Any], folder: Path, step: int) -> None:
     """Keep the config that the run had up to `step` as config.step-N.yaml; one that is there already stays."""
     file = folder / f"config.step-{step}.yaml"
-    if not file.exists():
+    if kind_of(file) is None:
         write_atomically(file, dump(config))
 
 
 def run_name(folder: Path) -> str:
     """A unique name of this run folder; a folder that replaces it gets another."""
     file = folder / NAME
-    if not file.exists():
+    if kind_of(file) is None:
         write_atomically(file, uuid.uuid4().hex)
     try:
         # The name becomes that of a folder in memory, which is removed at the end of the run.
-        return check_name(read_regular(file).decode())
+        return check_name(read_run_file(file).decode())
     except (OSError, ValueError) as error:
         what = f"the file does not hold the name of a run: {getattr(error, 'strerror', None) or error}"
         raise ConfigError(str(file), what, "Remove the file; the run gets another name.") from None
@@ -177,7 +252,7 @@ def read_config(folder: Path) -> dict[str, Any] | None:
         newest = newest_on_this_process(folder / CHECKPOINTS)
         return None if newest is None else with_new_names(read_checkpoint_config(newest[1]))
     try:
-        text = read_regular(file).decode()
+        text = read_run_file(file).decode()
     except (OSError, UnicodeDecodeError) as error:
         what = f"the file cannot be read: {getattr(error, 'strerror', None) or error}"
         raise ConfigError(str(file), what, "Restore it, or choose another run.dir.") from None

@@ -78,6 +78,9 @@ class RunConfig(Config):
     """Keys whose values may differ from those the run was started with. With another batch size the order of samples
     stays; with another sequence length the text is split anew, and the run resumes after as many tokens, in a new
     random order."""
+    allow_links: tuple[Literal["checkpoints", "tensorboard", "profile", "wandb"], ...] = ()
+    """Folders in the run folder that may be symbolic links to folders elsewhere, such as checkpoints on a scratch file
+    system. Any other link in a run folder is refused, because the run would write where it points."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """cpu, cuda, or auto: a GPU when there is one."""
 
@@ -159,6 +162,9 @@ class TrainConfig(Config):
     """Steps between evaluations on the validation documents; one more follows the last step. 0: no evaluations."""
     eval_sequences: int | None = pydantic.Field(default=64, ge=1)
     """Sequences of an evaluation; null: all."""
+    gc_every_steps: int = pydantic.Field(default=50, ge=0)
+    """Steps between collections of Python's cyclic garbage, by all ranks after the same step. 0: Python decides when,
+    on each rank for itself, and the other ranks wait."""
     baseline: bool = True
     """Compute bits per byte of an order-2 byte model (of the first 256 MB of text) at the end, for comparison."""
     bleu_pairs: int = pydantic.Field(default=0, ge=0)

@@ -13,7 +13,7 @@ from xscale.data.config import DataConfig
 from xscale.data.loader import Corpus, Loader, open_corpus
 from xscale.data.prepare import missing_files, prepare, require_run_tokenizer
 from xscale.data.stored_tokenizer import open_stored_tokenizer, with_tokenizer
-from xscale.data.tokenizer.tokenizer import Tokenizer
+from xscale.data.tokenizer.tokenizer import UNUSED, Tokenizer
 from xscale.measure.device import peak_flops
 from xscale.measure.flops import Size, size, training_flops
 from xscale.mesh import axes
@@ -117,6 +117,16 @@ def special_tokens_of(tokenizer: Tokenizer) -> SpecialTokens:
     )
 
 
+def padding_note(tokenizer: Tokenizer) -> list[str]:
+    """Return the line on ids of an existing tokenizer's model that are no token; empty: there are none."""
+    if getattr(tokenizer.config, "file", None) is None:
+        return []
+    ids = tokenizer.vocabulary - sum(tokenizer.piece(token) == UNUSED for token in range(tokenizer.vocabulary))
+    padded = tokenizer.vocabulary - ids
+    line = f"vocabulary: {tokenizer.vocabulary:,} rows for {ids:,} tokens; no text has the {padded:,} further ones"
+    return [line] if padded else []
+
+
 def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False) -> RunParts:
     """Set up the run. Collective over all ranks. ConfigError for problems that only the data or the machine shows.
 
@@ -127,7 +137,7 @@ def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False) ->
         raise ConfigError(problems + (check_machine(settings, invalid=["run"]) if rank_info.is_rank0 else []))
     device = device_of(settings, rank_info)
     degrees = axes.resolve(settings.parallel.mesh, rank_info.world)
-    seconds, io_seconds = settings.parallel.timeout_seconds, settings.parallel.io_timeout_seconds
+    seconds, io_seconds = settings.parallel.longest_timeout_seconds, settings.parallel.io_timeout_seconds
     mesh = init_mesh(rank_info, degrees, device, seconds, lambda: check_same_config(settings), io_seconds)
     adopt_tokenizer(settings, mesh)
     corpus = prepare_and_open_data(settings, rank_info, *data_of_run(settings), mesh)
@@ -144,7 +154,7 @@ def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False) ->
         raise ConfigError(problems)
     counted, flops = size(model), training_flops(model, settings.data.target_length, source_length)
     sharding = context.sequence_sharding_of(model, mesh, settings.parallel)
-    applied: list[str] = []
+    applied = padding_note(tokenizer)
     draw_weights = not resumes or not _has_checkpoint(settings, mesh)
     model = plan.apply(model, mesh, settings.run.seed, applied.append, draw_weights=draw_weights)
     parameters = sharded_parameters(model)

@@ -42,6 +42,8 @@ class State:
     """Scale of the loss at the next step; None: the run has not begun, or the loss is not scaled."""
     loss_scale_steps: int = 0
     """Steps without an overflow since the scale last changed."""
+    pending: list[str] = field(default_factory=list)
+    """Work that is due after this step and not done, such as an evaluation that a signal cut short, by name."""
 
     RENAMED: ClassVar[dict[str, str]] = {"left_out": "skipped_samples"}
     """Old name of a field, which a checkpoint may have -> its name."""
@@ -56,7 +58,12 @@ class State:
         names = {item.name for item in fields(State)} | {"optimizer"}
         twice = len(values) != len(data)
         # Earlier versions did not write them.
-        for name, default in {"tokenizer_fingerprint": None, "loss_scale": None, "loss_scale_steps": 0}.items():
+        for name, default in (
+            ("tokenizer_fingerprint", None),
+            ("loss_scale", None),
+            ("loss_scale_steps", 0),
+            ("pending", []),
+        ):
             values.setdefault(name, default)
         if values.keys() != names or twice:
             raise ValueError(f"the state has other fields: {', '.join(sorted(values.keys() ^ names)) or 'one twice'}")
@@ -78,6 +85,7 @@ class State:
             for span in spans
         )
         _require("skipped_samples", spans, pairs)
+        _require("pending", values["pending"], _are_names(values["pending"]))
         _require("optimizer", optimizer, isinstance(optimizer, dict) and all(map(_is_count, optimizer.values())))
         # An engine that has no optimizer yet does not know its counters.
         _require("optimizer", optimizer, not counters or optimizer.keys() == set(counters))
@@ -109,6 +117,10 @@ class State:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _is_number(value: Any) -> bool:

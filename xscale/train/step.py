@@ -93,6 +93,8 @@ class StepGradients:
     """Scale of the loss in backward; None: it was not scaled."""
     group_norms: Mapping[str, float] = field(default_factory=dict)
     """Gradient norms of the groups that are clipped by themselves, before clipping, by their key in the config."""
+    sums: Sequence[float] = ()
+    """Sums over all ranks of the numbers that were reduced together with the loss."""
 
     @property
     def finite(self) -> bool:
@@ -113,24 +115,41 @@ class Stepper:
     def __post_init__(self) -> None:
         self.timer = PhaseTimer(self.device)
 
-    def compute_gradients(self, micro_batches: Sequence[Batch], loss_scale: float | None = None) -> StepGradients:
+    def count_targets(self, count: int) -> float:
+        """Return the number of targets of a step, of which this rank has `count` in its micro-batches. Collective."""
+        return self.targets_of(sum_scalars([float(count)], self.device)[0])
+
+    def targets_of(self, total: float) -> float:
+        """Return the number of targets of a step, of which all ranks together found `total`."""
+        return total / self.repeats
+
+    def compute_gradients(
+        self,
+        micro_batches: Sequence[Batch],
+        loss_scale: float | None = None,
+        targets: float | None = None,
+        scalars: Callable[[], Sequence[float]] = tuple,
+    ) -> StepGradients:
         """Accumulate the gradients of this rank's micro-batches and reduce them over all ranks.
 
         They are those of the mean loss over all targets of the step, on every rank and micro-batch together.
         `loss_scale` multiplies the loss in backward, a power of 2 (None: 1); the loss and the norm that are returned
-        are without it.
+        are without it. `targets` is the number of targets of the step, where that is known; None: it is counted first,
+        for which the host waits once more. `scalars` is called behind the last backward; what it returns is summed over
+        all ranks in the reduction of the loss.
         """
         scale = 1.0 if loss_scale is None else loss_scale
-        with self.timer.phase("communicate"):
-            targets = float(sum(_targets(batch) for batch in micro_batches))
-            targets = sum_scalars([targets], self.device)[0] / self.repeats
+        if targets is None:
+            with self.timer.phase("communicate"):
+                targets = self.count_targets(local_targets(micro_batches))
         divisor = max(targets, 1.0)
         micro_batches = [_with_loss_weights(batch, 1 / divisor, scale) for batch in micro_batches]
         nats = self._forward_backward(micro_batches, divisor / scale)
+        numbers = scalars()
         with self.timer.phase("communicate"):
-            total_nats, grad_norm = self.engine.reduce_gradients(nats, scale)
+            total_nats, grad_norm, sums = self.engine.reduce_gradients(nats, scale, numbers)
         norms = self.engine.group_norms()
-        return StepGradients(total_nats / divisor, grad_norm, int(targets), loss_scale, norms)
+        return StepGradients(total_nats / divisor, grad_norm, int(targets), loss_scale, norms, sums)
 
     def apply(self, gradients: StepGradients, lr: float, progress: float = 0.0) -> None:
         """Clip the gradients and update the parameters; `progress` is the fraction of the run's steps that are done."""
@@ -177,8 +196,9 @@ def _with_loss_weights(batch: Batch, target_weight: float, loss_scale: float) ->
     )
 
 
-def _targets(batch: Batch) -> int:
-    return int(batch.weight) if batch.counted is None else batch.counted
+def local_targets(micro_batches: Sequence[Batch]) -> int:
+    """Return the number of targets of this rank's micro-batches."""
+    return sum(int(batch.weight) if batch.counted is None else batch.counted for batch in micro_batches)
 
 
 Action = Literal["accept", "skip", "rollback", "stop", "lower_loss_scale"]

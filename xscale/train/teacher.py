@@ -15,9 +15,9 @@ from xscale.objective.objective import Batch
 from xscale.parallel.config import ParallelConfig, ZeroConfig
 from xscale.parallel.context.sequence_sharding import SequenceSharding, TokenShard
 from xscale.parallel.distillation import TeacherRanks, observe_states, teacher_ranks
-from xscale.parallel.full_tensors import gather_full
+from xscale.parallel.full_tensors import ShardedWeightWriter, gather_full
 from xscale.parallel.plan import ParallelPlan
-from xscale.parallel.sharded import fill_parameters, local_shape_and_offset, shard_like, sharded_parameters
+from xscale.parallel.sharded import fill_parameters, local_shape_and_offset, sharded_parameters
 from xscale.train.settings import Settings, build_on_meta
 from xscale.train.teacher_source import BLOCKS, TeacherSource, teacher_degrees
 
@@ -74,13 +74,14 @@ class Teacher:
     def copy_to(self, student: nn.Module) -> int:
         """Copy the parameters that the student has too, those of its blocks from the blocks `layers`; return how many
         it has of them. Collective."""
+        weights = ShardedWeightWriter(student)
         targets = {parameter.name: parameter.parameter for parameter in sharded_parameters(student)}
         count = 0
         for parameter in sharded_parameters(self.model):
             names = self._names_in_student(parameter.name)
             full = gather_full(parameter.parameter)
             for target in [targets[name] for name in names if name in targets]:
-                target.copy_(shard_like(full.to(target.dtype), target))
+                weights.write(target, full)
                 count += 1
         return count
 

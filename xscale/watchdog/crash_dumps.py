@@ -9,12 +9,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from io import BufferedWriter, TextIOWrapper
 from pathlib import Path
 from types import FrameType
 from typing import Literal
 
 from xscale.core.atomic_write import write_atomically
-from xscale.core.file_safety import decode_json, read_regular
+from xscale.core.file_safety import decode_json
+from xscale.core.run_files import make_run_folder, open_run_file, read_run_file
 from xscale.mesh.flight_recorder import CollectiveRecord, collective_records, dump
 from xscale.watchdog.diagnosis import Collective, RankReport, diagnose
 
@@ -58,7 +60,7 @@ class CrashDumps:
 
         The first report stays: a connection may break later only because another rank has reported and exited.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_run_folder(self.folder.parents[1], *self.folder.parts[-2:])
         if self._file(self.rank).exists():
             return
         records = collective_records()
@@ -71,7 +73,8 @@ class CrashDumps:
         where, in_wait = innermost_frame(frame)
         message = self._message(records, in_wait or _reads_device(frame))
         report = RankReport(self.rank, kind, step, phase, seconds, where, in_wait, collectives, reached, text, message)
-        with (self.folder / f"rank-{self.rank:05d}.txt").open("w", encoding="utf-8") as file:
+        text_file = open_run_file(self.folder / f"rank-{self.rank:05d}.txt", "wb")
+        with TextIOWrapper(BufferedWriter(text_file), encoding="utf-8") as file:
             file.write(
                 f"rank {self.rank} at {report.position}; last heartbeat {seconds:.1f} s ago. {text}\n\nStacks:\n"
             )
@@ -85,7 +88,7 @@ class CrashDumps:
                 file.write(f"{record.name} number {record.number} of group {record.group} {record.ranks}, {state}, ")
                 file.write(f"started {record.seconds:.1f} s ago at {record.call_site}\n")
         if flight_record := dump():
-            (self.folder / f"flight-{self.rank}").write_bytes(flight_record)
+            write_atomically(self.folder / f"flight-{self.rank}", flight_record)
         write_atomically(self._file(self.rank), json.dumps(asdict(report)))
 
     def _message(self, records: list[CollectiveRecord], waits: bool) -> str:
@@ -104,21 +107,21 @@ class CrashDumps:
         file = self.folder / "verdict.txt"
         is_judge = self._claims() or self.rank == 0
         has_verdict = not is_judge and _wait(file.exists, patience_seconds + VERDICT_SECONDS)
-        if has_verdict and (verdict := file.read_text(encoding="utf-8").strip()):
+        if has_verdict and (verdict := read_run_file(file).decode().strip()):
             return verdict
         _wait(lambda: len(self._reported()) >= self.world, patience_seconds if is_judge else 0.0)
         sentence = f"{diagnose(self.reports(), self.world)}. Stacks and flight records: {self.folder}"
         try:
-            with file.open("x", encoding="utf-8") as new:
-                new.write(sentence + "\n")
+            with open_run_file(file, "xb") as new:
+                new.write(f"{sentence}\n".encode())
         except FileExistsError:
-            return file.read_text(encoding="utf-8").strip() or sentence
+            return read_run_file(file).decode().strip() or sentence
         return sentence
 
     def _claims(self) -> bool:
         """Whether this rank is the first that is about to diagnose."""
         try:
-            (self.folder / "judge").touch(exist_ok=False)
+            open_run_file(self.folder / "judge", "xb").close()
         except FileExistsError:
             return False
         return True
@@ -137,7 +140,7 @@ class CrashDumps:
 
 
 def _read(file: Path) -> RankReport:
-    data = decode_json(read_regular(file))
+    data = decode_json(read_run_file(file))
     pending = data.pop("collectives")
     collectives = tuple(Collective(**{**item, "ranks": tuple(item["ranks"])}) for item in pending)
     return RankReport(collectives=collectives, **data)

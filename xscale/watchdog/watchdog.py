@@ -117,14 +117,30 @@ class LostRankError(FaultError):
 class Watchdog:
     """A context that watches this process; the thread that enters it must call `heartbeat` as it makes progress."""
 
-    def __init__(self, dumps: CrashDumps, seconds: float, stop: StopSignal, deadline_seconds: float) -> None:
-        """`seconds`: longest time between heartbeats. `deadline_seconds`: from a signal to the end of the save."""
-        self._dumps, self._seconds, self._limit = dumps, seconds, seconds
+    def __init__(
+        self,
+        dumps: CrashDumps,
+        seconds: float,
+        stop: StopSignal,
+        deadline_seconds: float,
+        start_seconds: float | None = None,
+    ) -> None:
+        """`seconds`: longest time between heartbeats; `start_seconds`: the same until `started`, None: no other.
+
+        `deadline_seconds`: from a signal to the end of the save.
+        """
+        self._after_start = seconds
+        self._seconds = self._limit = seconds if start_seconds is None else max(start_seconds, seconds)
+        self._dumps = dumps
         self._stop, self._deadline = stop, deadline_seconds
         self._at = (0, "start", time.monotonic())
         self._left = threading.Event()
         self._thread: threading.Thread | None = None
         self._watched = threading.get_ident()
+
+    def started(self) -> None:
+        """Take the time between heartbeats of a run whose first step is done."""
+        self._seconds = self._after_start
 
     def heartbeat(self, phase: str, step: int | None = None, *, seconds: float | None = None) -> None:
         """Report progress: the run is now in `phase` of `step` (None: the same step as before).
@@ -138,12 +154,12 @@ class Watchdog:
         """Note the message between two ranks that this rank waits for, None when it has come; its text is `str`."""
         self._dumps.pending_message = message
 
-    def heartbeats(self, items: Iterable[T], phase: str) -> Iterator[T]:
-        """Yield the items, with a heartbeat before each."""
+    def heartbeats(self, items: Iterable[T], phase: str, *, seconds: float | None = None) -> Iterator[T]:
+        """Yield the items, with a heartbeat before each; `seconds` as in `heartbeat`."""
         for item in items:
-            self.heartbeat(phase)
+            self.heartbeat(phase, seconds=seconds)
             yield item
-        self.heartbeat(phase)
+        self.heartbeat(phase, seconds=seconds)
 
     def __enter__(self) -> "Watchdog":
         self._watched = threading.get_ident()
@@ -174,8 +190,7 @@ class Watchdog:
             raise LostRankError(self._dumps.conclude(patience(self._dumps.world))) from error
 
     def _run(self) -> None:
-        tick = min(2.0, max(0.05, self._seconds / 20))
-        while not self._left.wait(tick):
+        while not self._left.wait(min(2.0, max(0.05, self._after_start / 20))):
             faulthandler.dump_traceback_later(self._seconds + BACKSTOP_SECONDS, exit=True, file=2)
             late = time.monotonic() - self._at[2] > self._limit
             if late or self._dumps.begun():
@@ -215,8 +230,9 @@ class Watchdog:
 class IoHeartbeat:
     """Heartbeats of a rank that waits for a save, as long as any rank's disk makes progress."""
 
-    def __init__(self, watchdog: Watchdog, progress: SharedCounter) -> None:
-        self._watchdog, self._progress = watchdog, progress
+    def __init__(self, watchdog: Watchdog, progress: SharedCounter, seconds: float | None = None) -> None:
+        """`seconds`: longest time in which no disk makes progress; None: that of the watchdog."""
+        self._watchdog, self._progress, self._seconds = watchdog, progress, seconds
         self._reported, self._sum = 0, 0
 
     def __call__(self, operations: int) -> None:
@@ -224,7 +240,7 @@ class IoHeartbeat:
         before, self._sum = self._sum, self._progress.add(operations - self._reported)
         self._reported = operations
         if self._sum != before:
-            self._watchdog.heartbeat("save")
+            self._watchdog.heartbeat("save", seconds=self._seconds)
 
 
 def patience(world: int) -> float:

@@ -10,6 +10,7 @@ from xscale_launch.agent import PREFLIGHT_FAILED
 from xscale_launch.env import PORT_BASE, PORT_SPAN, PORT_STRIDE
 from xscale_launch.files import masked
 from xscale_launch.slurm.job import Job
+from xscale_launch.slurm.save_deadline import stop_seconds
 
 HEADER = """
 # Written by `xscale launch slurm`. Submit it again with `xscale launch resume {run}`, or by hand: sbatch {script}
@@ -306,7 +307,7 @@ def _step(job: Job) -> str:
         agent[0] += " --no-preflight"
     else:
         agent[0] += f" --gpus {profile.gpus_per_node} --disk {profile.minimum_disk_gigabytes:g}"
-    agent[0] += f" --stop-seconds {max(30, profile.signal_seconds - 10)}"
+    agent[0] += f" --stop-seconds {stop_seconds(profile.signal_seconds)}"
     if profile.preflight and profile.links and profile.nodes > 1:
         links_command = shlex.join((*job.trainer[:-1], "bench", "links"))
         agent.append(f"--links {shlex.quote(links_command)} --slowest-link {profile.minimum_link_gigabytes:g}")

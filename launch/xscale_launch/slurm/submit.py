@@ -15,6 +15,7 @@ from xscale_launch.files import remove_file, write_private
 from xscale_launch.local import say
 from xscale_launch.slurm import check_request, queue, script, sweep
 from xscale_launch.slurm.job import Job, check_job, record_job, submitted_jobs
+from xscale_launch.slurm.save_deadline import with_save_deadline
 from xscale_launch.status import LaunchError
 
 FIELDS = {
@@ -88,7 +89,8 @@ def run(options: argparse.Namespace) -> int:
     job = check_job(build_job(options, site, top, len(members)))
     plan_problems = dict.fromkeys(problem for plan in plans for problem in plan.problems)
     cluster_problems, cluster_known = check_cluster(job, options.dry_run)
-    problems = [*plan_problems, *cluster_problems]
+    configs, deadline_problems = save_deadlines([plan.config for plan in plans], site.signal_seconds)
+    problems = [*plan_problems, *deadline_problems, *cluster_problems]
     if problems:
         raise LaunchError("not submitted:\n" + "\n".join(f"  - {problem}" for problem in problems))
     text = script.render(job)
@@ -100,9 +102,9 @@ def run(options: argparse.Namespace) -> int:
         return status.DONE
     require_idle(top)
     folders = [plan.run_dir for plan in plans]
-    for folder, plan in zip(folders, plans, strict=True):
+    for folder, resolved in zip(folders, configs, strict=True):
         prepare(folder)
-        snapshot.config(folder, plan.config)
+        snapshot.config(folder, resolved)
     prepare(top)
     if members:
         (top / "launch" / "members.txt").write_text("".join(f"{folder}\n" for folder in folders))
@@ -111,6 +113,18 @@ def run(options: argparse.Namespace) -> int:
     ids = submit_script(job, options.after, options.chain)
     announce(ids, top, folders if members else [])
     return status.DONE
+
+
+def save_deadlines(configs: Sequence[str], signal_seconds: int) -> tuple[list[str], list[str]]:
+    """Return the resolved configs with deadlines that fit the cluster's signal, and the problems of the others."""
+    fitting: list[str] = []
+    problems: dict[str, None] = {}
+    for config in configs:
+        try:
+            fitting.append(with_save_deadline(config, signal_seconds))
+        except LaunchError as error:
+            problems[str(error)] = None
+    return fitting, list(problems)
 
 
 def sweep_members(options: argparse.Namespace) -> list[sweep.SweepMember]:

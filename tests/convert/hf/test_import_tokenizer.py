@@ -199,7 +199,7 @@ def test_a_tokenizer_that_is_not_imported_is_reported(tmp_path: Path, monkeypatc
         assert "(3 of 200 random texts become other ids in xscale)" in import_tokenizer(source, out, IDS)[1]
     (source / "tokenizer.json").write_text("{")
     _, said = import_tokenizer(source, out, IDS)
-    assert said.startswith("tokenizer: not imported (transformers cannot read it: ")
+    assert said.startswith("tokenizer: not imported (the file is no part of a tokenizer: ")
     assert said.endswith(hint)
     (source / "tokenizer.json").unlink()
     assert import_tokenizer(source, out, IDS) == (None, f"tokenizer: {source} has none{hint}")

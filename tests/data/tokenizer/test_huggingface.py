@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
-from tokenizers import Tokenizer as Theirs
+from tokenizers import Tokenizer as HfTokenizer
 
 from xscale.core.errors import ConfigError
-from xscale.data.tokenizer.huggingface import FILE, HuggingFace, byte_letters, piece_decoder
+from xscale.data.tokenizer.decoder import byte_letters, piece_decoder
+from xscale.data.tokenizer.huggingface import FILE, HuggingFace
 from xscale.objective.masked import Masked
 from xscale.objective.objective import SpecialTokens
-from xscale.train.setup import special_tokens_of
+from xscale.train.setup import padding_note, special_tokens_of
 
 TEXT = "a b  bab\n</s> é"
 
@@ -24,7 +25,7 @@ def existing(folder: Path, made: Any, specials: tuple[str, ...] = ("</s>",), **f
 
 
 def byte_level() -> Any:
-    made = Theirs(models.BPE(vocab={one: place for place, one in enumerate(sorted(byte_letters()))}, merges=[]))
+    made = HfTokenizer(models.BPE(vocab={one: place for place, one in enumerate(sorted(byte_letters()))}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     return made
@@ -33,21 +34,21 @@ def byte_level() -> Any:
 def fallback() -> Any:
     pieces = ["<unk>", *(f"<0x{value:02X}>" for value in range(256)), "\u2581", "a", "b", "\u2581b"]
     vocab = {one: place for place, one in enumerate(pieces)}
-    made = Theirs(models.BPE(vocab=vocab, merges=[("\u2581", "b")], unk_token="<unk>", byte_fallback=True))
+    made = HfTokenizer(models.BPE(vocab=vocab, merges=[("\u2581", "b")], unk_token="<unk>", byte_fallback=True))
     made.normalizer = normalizers.Replace(" ", "\u2581")
     made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     return made
 
 
 def metaspace() -> Any:
-    made = Theirs(models.Unigram([("<unk>", 0.0), ("\u2581", -2.0), ("\u2581a", -1.0), ("b", -1.0)], unk_id=0))
+    made = HfTokenizer(models.Unigram([("<unk>", 0.0), ("\u2581", -2.0), ("\u2581a", -1.0), ("b", -1.0)], unk_id=0))
     made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     return made
 
 
 def words(decoder: Any = None) -> Any:
     vocab = {"[UNK]": 0, "a": 1, "b": 2, "ba": 3, "##b": 4}
-    made = Theirs(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
+    made = HfTokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     made.decoder = decoder or decoders.WordPiece(cleanup=False)
     return made
@@ -125,6 +126,63 @@ def test_texts_are_neither_cut_nor_filled(tmp_path: Path) -> None:
     made.enable_truncation(4)
     made.enable_padding(length=16)
     assert len(existing(tmp_path, made).encode("abcdefg")) == 7
+
+
+@pytest.mark.parametrize(
+    ("fields", "vocabulary"),
+    [({}, 257), ({"vocabulary": 23}, 257), ({"vocabulary": 320}, 320), ({"vocabulary": None}, 257)],
+)
+def test_the_vocabulary_is_that_of_the_file(tmp_path: Path, fields: dict[str, Any], vocabulary: int) -> None:
+    """Whatever tokenizers that are trained need; only a larger number pads."""
+    made = byte_level()
+    made.add_special_tokens(["</s>"])
+    made.save(str(tmp_path / FILE))
+    config = HuggingFace.Config(file=str(tmp_path / FILE), **fields)
+    tokenizer = HuggingFace(config, tmp_path)
+    assert tokenizer.vocabulary == len(tokenizer.token_bytes()) == vocabulary
+    assert HuggingFace.planned_vocabulary(config) == vocabulary
+    said = padding_note(tokenizer)
+    assert said == (
+        [] if vocabulary == 257 else ["vocabulary: 320 rows for 257 tokens; no text has the 63 further ones"]
+    )
+
+
+def test_the_bound_is_of_training_alone() -> None:
+    assert HuggingFace.Config().vocabulary == 8192
+    assert HuggingFace.Config(vocabulary=None).vocabulary == 8192
+    assert HuggingFace.Config(file="a").vocabulary is None
+    assert HuggingFace.planned_vocabulary(HuggingFace.Config(file="there is none")) == 8192
+    with pytest.raises(ValueError, match="at least 300 ids"):
+        HuggingFace.Config(vocabulary=23)
+
+
+def test_data_of_before_the_default_was_the_file_s_keeps_its_folder() -> None:
+    for fields in ({}, {"file": "a"}):
+        assert HuggingFace.identity(HuggingFace.Config(**fields))["vocabulary"] == 8192
+
+
+UNKNOWN = {
+    "WordPiece": models.WordPiece({"[UNK]": 0, "a": 1, "</s>": 2}, unk_token="[UNK]"),
+    "WordLevel": models.WordLevel({"[UNK]": 0, "a": 1, "</s>": 2}, unk_token="[UNK]"),
+    "BPE": models.BPE({"[UNK]": 0, "a": 1, "</s>": 2}, [], unk_token="[UNK]"),
+    "Unigram": models.Unigram([("[UNK]", 0.0), ("a", -1.0), ("</s>", -9.0)], unk_id=0),
+    "Unigram without": models.Unigram([("a", -1.0), ("</s>", -9.0)]),
+    "<unk> alone": models.BPE({"<unk>": 0, "a": 1, "</s>": 2}, []),
+    "none": models.BPE({"b": 0, "a": 1, "</s>": 2}, []),
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_the_unknown_token_is_that_of_the_model(kind: str, tmp_path: Path) -> None:
+    made = HfTokenizer(UNKNOWN[kind])
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Whitespace(), decoders.Fuse()
+    tokenizer = existing(tmp_path, made, vocabulary=None)
+    if kind in ("Unigram without", "none"):
+        assert tokenizer.unk == tokenizer.eos
+        return
+    assert tokenizer.unk == 0
+    if kind != "<unk> alone":
+        assert tokenizer.encode("a z") == [1, 0]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

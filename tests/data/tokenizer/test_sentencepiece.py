@@ -1,5 +1,7 @@
 """SentencePiece: exact both ways, deterministic, special ids in place; what it refuses."""
 
+import io
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xscale.convert.hf.tokenizer import export_tokenizer
 from xscale.core.errors import ConfigError
 from xscale.data.tokenizer.sentencepiece import FILE, SentencePiece, _sentences
 
@@ -181,3 +184,84 @@ def test_a_damaged_model_is_refused_or_works(tmp_path: Path) -> None:
         else:
             tokenizer.decode(tokenizer.encode("the quick \u2581 fox\n 12"))
     assert refused > 50
+
+
+FOREIGN: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "bpe", "byte_fallback": True},
+    "t5": {"model_type": "unigram", "pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1},
+    "gemma": {"model_type": "bpe", "byte_fallback": True, "pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
+    | {"pad_piece": "<pad>", "eos_piece": "<eos>", "bos_piece": "<bos>", "user_defined_symbols": ["<mask>"]},
+}
+IDS = {"llama": (2, 1, 2, 0, None), "t5": (1, None, 0, 2, None), "gemma": (1, 2, 0, 3, 4)}
+"""End, begin, padding, unknown and mask of each."""
+
+
+def foreign(folder: Path, kind: str, **settings: Any) -> Path:
+    """A model that another program trained, with the library's normalisation and a space before a text."""
+    import sentencepiece
+
+    written = io.BytesIO()
+    fields = {"vocab_size": 400, "character_coverage": 1.0, "minloglevel": 2} | FOREIGN[kind]
+    lines = (line for text in TEXTS for line in text.splitlines())
+    sentencepiece.SentencePieceTrainer.Train(sentence_iterator=lines, model_writer=written, **fields)
+    (folder / FILE).write_bytes(written.getvalue())
+    if settings:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder / FILE
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_model_that_was_trained_elsewhere(kind: str, tmp_path: Path) -> None:
+    import sentencepiece
+
+    file = foreign(tmp_path, kind)
+    tokenizer = SentencePiece(SentencePiece.Config(file=str(file)), tmp_path / "elsewhere")
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(file))
+    assert (tokenizer.eos, tokenizer.bos, tokenizer.pad, tokenizer.unk, tokenizer.mask) == IDS[kind]
+    assert tokenizer.vocabulary == SentencePiece.planned_vocabulary(tokenizer.config) == 400
+    assert (tokenizer.prefix, len(tokenizer.sentinels)) == ((), 0)
+    for text in (*TEXTS, "", "a ▁ 𝄞 ä  b", "</s> <s>"):
+        ids, offsets = tokenizer.encode_with_offsets(text)
+        assert tokenizer.encode(text) == ids == processor.EncodeAsIds(text)
+        assert len(offsets) == len(ids)
+        assert offsets == sorted(offsets)
+    text = "def f(x): return x + 1"
+    assert tokenizer.decode(tokenizer.encode(text)) == f" {text}", "the space that the model puts first"
+    assert tokenizer.encode_document(text) == [*tokenizer.encode(text), tokenizer.eos]
+
+
+def test_a_model_begins_a_text_as_the_file_beside_it_says(tmp_path: Path) -> None:
+    """Against transformers, which converts the same folder."""
+    import transformers
+
+    file = foreign(tmp_path, "llama", add_bos_token=True, tokenizer_class="LlamaTokenizer")
+    tokenizer = SentencePiece(SentencePiece.Config(file=str(file)), tmp_path)
+    reference = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    for text in ("def f(x): return x", "Köln"):
+        assert tokenizer.encode_prompt(text) == reference(text)["input_ids"]
+    assert SentencePiece(SentencePiece.Config(file=str(file), add_bos=False), tmp_path).prefix == ()
+    (tmp_path / "out").mkdir()
+    assert "transformers converts it" in export_tokenizer(tokenizer, tmp_path / "out")[0]
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    (tmp_path / "out" / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"tokenizer_class": "LlamaTokenizer"})
+    )
+    exported = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out"))
+    assert exported("Köln")["input_ids"] == tokenizer.encode_prompt("Köln")
+    assert exported.eos_token == "</s>"
+
+
+def test_the_end_of_a_model_that_names_none(tmp_path: Path) -> None:
+    import sentencepiece
+
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter(TEXTS[0].splitlines()), model_writer=written, vocab_size=300, eos_id=-1, minloglevel=2
+    )
+    (tmp_path / FILE).write_bytes(written.getvalue())
+    config = SentencePiece.Config(file=str(tmp_path / FILE))
+    with pytest.raises(ConfigError, match=r"names no end-of-document token\. Set data\.tokenizer\.eos"):
+        SentencePiece(config, tmp_path)
+    with pytest.raises(ConfigError, match=r"data\.tokenizer\.eos: .* has no token '<end>'"):
+        SentencePiece(config.model_copy(update={"eos": "<end>"}), tmp_path)
+    assert SentencePiece(config.model_copy(update={"eos": "<s>"}), tmp_path).eos == 1

@@ -12,6 +12,7 @@ from tests.nn.attention.literal import agree, build, drawn, inputs, masks, neare
 from xscale.nn.attention.cluster_former import ClusterFormer
 from xscale.nn.attention.clustered import Clustered
 from xscale.nn.attention.informer import Informer
+from xscale.nn.attention.ops.kmeans import centroid_sums
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.routing_transformer import RoutingTransformer
 from xscale.nn.dims import Dims
@@ -196,6 +197,28 @@ def test_routing_centroids_are_the_papers_running_means(causal: bool) -> None:
         direction = (sums / counts[..., None]) / (sums / counts[..., None]).norm(dim=-1, keepdim=True)
         torch.testing.assert_close(core.centroids / core.centroids.norm(dim=-1, keepdim=True), direction)
     assert (core.centroids - start).abs().max() > 0.1
+
+
+def test_little_of_the_random_start_is_left_after_200_steps() -> None:
+    """The share of the start in equation 8, with thousands of points a step for each of 4 centroids."""
+    core = build(RoutingTransformer.Config(clusters=4), causal=True, spread=0.0).train()
+    core.path = "core"
+    points, steps = 4096, 200
+    start = core.centroids.clone()
+    left = 0.999**steps
+    literal = torch.randn(4, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    theirs = literal.clone()
+    x = unit(drawn(1, 4, points, 8, seed=1))
+    for _ in range(steps):
+        tally = Stats()
+        tally.record(core, "found", centroid_sums(core.centroids, 0, 4, x))
+        update_non_gradient_state(core, tally.means())
+        near = (x[0, 0] @ theirs.mT / theirs.norm(dim=-1)).argmax(-1)
+        theirs = 0.999 * theirs + 0.001 * torch.zeros_like(theirs).index_add(0, near, x[0, 0])
+    share = left * start.norm(dim=-1) / core.centroids.norm(dim=-1)  # [H, C]
+    share_of_theirs = left * literal.norm(dim=-1) / theirs.norm(dim=-1)
+    assert share.median() < 0.02
+    assert share.median() < 4 * share_of_theirs.median()
 
 
 @pytest.mark.parametrize("top", [0, 7])

@@ -27,7 +27,10 @@ def test_it_is_the_quadratic_estimate(estimator: str, causal: bool) -> None:
         return (square / 2).exp() * torch.cat((along.sin(), along.cos()), -1)
 
     def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-        weights = torch.where(seen, features(q) @ features(k).mT, 0)
+        rows = features(q)
+        if estimator == "positive":
+            rows = rows / rows.amax(-1, keepdim=True) + 1e-6
+        weights = torch.where(seen, rows @ features(k).mT, 0)
         divisor = weights.sum(-1, keepdim=True)
         if estimator == "trigonometric":
             lengths = [(x * x).sum(-1) / 8**0.5 / 2 for x in (q, k)]
@@ -49,6 +52,23 @@ def test_many_features_come_close_to_softmax(estimator: str) -> None:
         errors.append(float((core(q, k, v, AttentionMask(60, 60, False)) - exact).norm() / exact.norm()))
     assert errors[2] < 0.05
     assert errors[0] > errors[1] > errors[2]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_long_keys_have_their_weight_in_float32(causal: bool) -> None:
+    """Against the same formula in float64; features of such keys are all zero in float32."""
+    core = build(Performer.Config(features=128), causal=causal)
+    for length, spread in ((1, 40.0), (64, 5.0), (64, 10.0)):
+        leaves = [x.detach().mul(spread).float().requires_grad_() for x in inputs(length)[:2]]
+        leaves.append(inputs(length)[2].detach().float().requires_grad_())
+        exact = [x.detach().double().requires_grad_() for x in leaves]
+        mask = AttentionMask(length, length, causal)
+        outs = [core(*x, mask) for x in (leaves, exact)]
+        found, wanted = (
+            torch.autograd.grad(out.square().sum(), x) for out, x in zip(outs, (leaves, exact), strict=True)
+        )
+        for one, two in zip((outs[0], *found), (outs[1], *wanted), strict=True):
+            assert (one - two).norm() <= 1e-3 * two.norm() + 1e-3
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -1,19 +1,30 @@
 """Hash layers: the same id, the same expert; and nothing crosses a document or needs more than the cache holds."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests.nn.moe.mixture import D, V, router, sample
-from xscale.nn.moe.router.router import ROUTERS, RouterDims
+from xscale.nn.moe.router.router import ROUTERS, Router, RouterDims
+from xscale.nn.post_step import WeightWriter
 from xscale.nn.tokens import Tokens
 
 FUNCTIONS = ["random", "balanced", "rolled", "bigram", "previous", "position"]
 
 
+def hash_router(function: str, experts: int = 4, **data: Any) -> Router:
+    """With the counts of some data, if it needs them."""
+    part = router("hash", experts, function=function, **data)
+    if part.reads_token_counts:
+        part.set_token_counts([(7 * token) % V for token in range(V)], WeightWriter())
+    return part
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_depends_on_what_it_says(function: str) -> None:
     x, tokens = sample(rows=8)
-    part = router("hash", function=function)
+    part = hash_router(function)
     ids, positions = tokens.ids, tokens.positions
     before = torch.cat([torch.full_like(ids[:, :1], -1), ids[:, :-1]], 1)
     keys = {"bigram": (ids, before), "previous": (before,), "position": (positions,)}.get(function, (ids,))
@@ -28,11 +39,25 @@ def test_depends_on_what_it_says(function: str) -> None:
 def test_balanced_takes_frequencies() -> None:
     x, tokens = sample()
     heavy = tuple(100.0 if token == 7 else 1.0 for token in range(V))
-    table = router("hash", function="balanced", frequencies=heavy).table[0]
+    table = router("hash", function="balanced", frequencies=heavy).fixed_table[0]
     assert (table == table[7]).sum() == 1, "one id that comes more often than all others has an expert for itself"
     tokens = Tokens.from_ids(torch.full((1, 4), 7))
     routing = router("hash", function="balanced", frequencies=heavy)(x[:1, :4].flatten(0, 1), tokens)
     assert set(routing.expert.tolist()) == {int(table[7])}
+
+
+def test_balanced_without_counts_gives_no_expert() -> None:
+    x, tokens = sample()
+    with pytest.raises(RuntimeError, match="index -1"):
+        router("hash", function="balanced")(x.flatten(0, 1), tokens)
+
+
+def test_the_counts_of_the_data_give_the_table_of_the_same_frequencies() -> None:
+    x, tokens = sample()
+    counts = [float((5 * token) % 11) for token in range(V)]
+    part, same = (router("hash", 8, function="balanced", hashes=2, **keys) for keys in ({}, {"frequencies": counts}))
+    part.set_token_counts(counts, WeightWriter())
+    assert torch.equal(part(x.flatten(0, 1), tokens).expert, same(x.flatten(0, 1), tokens).expert)
 
 
 def test_several_hashes_use_pools_of_their_own() -> None:
@@ -66,7 +91,7 @@ def test_documents_and_generation(function: str) -> None:
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_seeds_differ(function: str) -> None:
     x, tokens = sample()
-    one, two = (router("hash", function=function, seed=seed)(x.flatten(0, 1), tokens).expert for seed in (0, 1))
+    one, two = (hash_router(function, seed=seed)(x.flatten(0, 1), tokens).expert for seed in (0, 1))
     assert not torch.equal(one, two)
 
 

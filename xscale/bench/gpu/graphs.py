@@ -12,7 +12,7 @@ from xscale.bench.gpu.training import ONE_DOCUMENT
 from xscale.bench.train_sides import collect
 from xscale.core.errors import ConfigError
 from xscale.mesh.environment import read_rank_info
-from xscale.mesh.mesh import destroy_process_group
+from xscale.mesh.mesh import leave_process_group
 from xscale.train.setup import RunParts, set_up
 from xscale_kernels.bench.timing import milliseconds_of, time_calls
 
@@ -59,7 +59,7 @@ def _measure(context: GpuContext, overrides: Sequence[str], compiled: bool, grap
             call = captured(call)
         timings = time_calls({"": call}, context.device, context.size(1.0, 0.0))
     finally:
-        destroy_process_group()
+        leave_process_group()
     milliseconds = milliseconds_of(timings, "", context.device)
     tokens = recipe.train.micro_batch_size * recipe.sample_tokens
     fastest = timings.fastest("") * 1e3

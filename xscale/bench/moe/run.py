@@ -28,7 +28,7 @@ from xscale.core.errors import EXIT_DONE, ConfigError
 from xscale.mesh import axes
 from xscale.mesh.collectives import sum_scalars
 from xscale.mesh.environment import read_rank_info
-from xscale.mesh.mesh import destroy_process_group, init_mesh
+from xscale.mesh.mesh import init_mesh, leave_process_group
 from xscale.nn.ffn.moe import Moe
 from xscale.nn.init import replace_parameters
 from xscale.nn.module import substitute
@@ -98,7 +98,7 @@ def bench_moe(widths: Sequence[int], sizes: LayerSizes, rounds: int) -> dict[str
     try:
         results = [_bench_width(replace(sizes, width=width), rounds, device, group) for width in widths]
     finally:
-        destroy_process_group()
+        leave_process_group()
     return {
         "sizes": results,
         "rounds": rounds,

@@ -19,7 +19,7 @@ from xscale.core.errors import EXIT_DONE, ConfigError
 from xscale.mesh import axes
 from xscale.mesh.collectives import all_gather_object, barrier, sum_scalars
 from xscale.mesh.environment import read_rank_info
-from xscale.mesh.mesh import Mesh, destroy_process_group, init_mesh
+from xscale.mesh.mesh import Mesh, init_mesh, leave_process_group
 from xscale.nn.model.model import MODELS
 from xscale.parallel import context
 from xscale.parallel.config import ContextConfig, ParallelConfig, PipelineConfig, PrecisionConfig
@@ -135,7 +135,7 @@ def bench_parallel(names: Sequence[str], sizes: ParallelSizes, rounds: int) -> d
             mesh = init_mesh(rank_info, axes.resolve(case.mesh, rank_info.world), device, 300.0)
             results.append({"name": name, "torch": case.torch_api, **_bench_case(case, name, sizes, mesh, rounds)})
     finally:
-        destroy_process_group()
+        leave_process_group()
     return {
         "cases": results,
         "sizes": asdict(sizes),

@@ -1,26 +1,26 @@
 """Import a folder written by `save_pretrained` of transformers as an xscale model, verified by comparing logits."""
 
 import re
-import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
-from zipfile import BadZipFile
 
 import torch
 from torch import Tensor, nn
 
+from xscale.checkpoint.torch_file import load_torch_file
 from xscale.convert.compare import LogitComparison, compare_logits
 from xscale.convert.hf.architecture import Architecture, ModelSizes
 from xscale.convert.hf.class_head import body_weights, present_class_head
+from xscale.convert.hf.config_json import UNKNOWN, Headers, read_config_json
 from xscale.convert.hf.mxfp4 import dequantized
 from xscale.convert.hf.registry import model_from_hf_config, model_of
 from xscale.convert.mapping import WeightMapping
 from xscale.core.errors import ConfigError
 from xscale.core.file_safety import check_name, check_relative, decode_json, read_regular
+from xscale.core.foreign import foreign_errors
 from xscale.nn.model.model import MODELS
 
 INDEX = "model.safetensors.index.json"
@@ -35,15 +35,12 @@ class TorchFile:
     """The tensors of a file by `torch.save`, read without running code that it contains."""
 
     def __init__(self, file: Path) -> None:
-        # Torch before 1.6 wrote no archives. Those are mapped into memory, so that a tensor is read when it is used.
-        archived = zipfile.is_zipfile(file)
-        if archived:
-            with zipfile.ZipFile(file) as archive:
-                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                    raise ValueError("its archive is compressed")
-        stored = torch.load(file, map_location="cpu", weights_only=True, mmap=archived)
+        # Mapped into memory where it is an archive, so that a tensor is read when it is used.
+        stored = load_torch_file(file, mmap=True)
         if not isinstance(stored, dict) or not all(isinstance(tensor, Tensor) for tensor in stored.values()):
             raise ValueError("it is not a dictionary of tensors")
+        if not all(isinstance(name, str) for name in stored):
+            raise ValueError("a tensor has no name")
         self.tensors: dict[str, Tensor] = stored
 
     def keys(self) -> Iterable[str]:
@@ -52,12 +49,27 @@ class TorchFile:
     def get_tensor(self, name: str) -> Tensor:
         return self.tensors[name]
 
+    def get_slice(self, name: str) -> "StoredShape":
+        return StoredShape(self.tensors[name].shape)
+
+
+@dataclass(frozen=True)
+class StoredShape:
+    """The shape of a tensor, as safetensors gives it."""
+
+    shape: Sequence[int]
+
+    def get_shape(self) -> Sequence[int]:
+        return self.shape
+
 
 class HfFolder:
     """The tensors of a folder, read one at a time by name."""
 
-    def __init__(self, folder: Path, files: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, files: dict[str, Any], opened: Sequence[Any]) -> None:
         self.folder = folder
+        self.opened = opened
+        """The open files."""
         self.stored_names = {_current_name(name): name for name in files}
         self.files = {_current_name(name): file for name, file in files.items()}
         """Tensor name -> the open file that contains it."""
@@ -65,6 +77,14 @@ class HfFolder:
     def tensor(self, name: str) -> Tensor:
         tensor: Tensor = self.files[name].get_tensor(self.stored_names[name])
         return tensor
+
+    def shapes(self) -> dict[str, Sequence[int]]:
+        """Return the shape of each tensor, by its name in the files, from their headers."""
+        return {
+            name: file.get_slice(name).get_shape()
+            for file in self.opened
+            for name in file.keys()  # noqa: SIM118
+        }
 
     def find(self, name: str) -> Tensor | None:
         """Read a tensor; None if the files do not have it."""
@@ -77,7 +97,7 @@ def open_hf_folder(folder: Path) -> Iterator[HfFolder]:
 
     They are safetensors, or else files by `torch.save`.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     with ExitStack() as stack:
         files: dict[str, Any] = {}
@@ -86,18 +106,14 @@ def open_hf_folder(folder: Path) -> Iterator[HfFolder]:
                 fix = f"Save it with `save_pretrained`, which writes safetensors; {TORCH_SINGLE} is read too."
                 raise ConfigError(str(folder), f"file {name} is missing", fix)
             opened: Any
-            try:
+            fix = "Copy it again, or save it as safetensors with `save_pretrained`."
+            with foreign_errors(folder / name, "the file cannot be read", fix):
                 if name.endswith(".safetensors"):
                     opened = stack.enter_context(safe_open(folder / name, framework="pt"))
                 else:
                     opened = TorchFile(folder / name)
-            except (SafetensorError, OSError, RuntimeError, ValueError, UnpicklingError, EOFError, BadZipFile) as error:
-                reason = next(iter(str(error).splitlines()), type(error).__name__)
-                what = f"the file cannot be read: {reason}"
-                fix = "Copy it again, or save it as safetensors with `save_pretrained`."
-                raise ConfigError(str(folder / name), what, fix) from None
             files |= dict.fromkeys(opened.keys(), opened)
-        yield HfFolder(folder, dequantized(files))
+        yield HfFolder(folder, dequantized(files), [*dict.fromkeys(files.values())])
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -142,22 +158,18 @@ def resolve_snapshot(folder: Path) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json with the library's defaults filled in. ConfigError when it cannot be read."""
-    if not (folder / "config.json").is_file():
-        what = "file config.json is missing" if folder.is_dir() else "the folder does not exist"
-        raise ConfigError(str(folder), what, "Give a folder that `save_pretrained` wrote.")
-    from transformers import AutoConfig
-
+    """Read config.json with the library's defaults filled in. ConfigError when it cannot be read, or does not fit the
+    headers of the folder's tensors.
+    """
     try:
-        config: dict[str, Any] = AutoConfig.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        ).to_dict()
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).splitlines()[0]
-        raise ConfigError(str(folder / "config.json"), first, "Give a folder that `save_pretrained` wrote.") from None
-    return config
+        with open_hf_folder(folder) as source:
+            headers = Headers.of(source.shapes())
+    except ConfigError:
+        headers = UNKNOWN
+    return read_config_json(folder, headers)
 
 
+MISFIT = "its tensors do not fit its config.json"
 NAMES_LISTED = 4
 """Tensor names that a message lists; it counts the others."""
 
@@ -187,7 +199,7 @@ def import_model(folder: Path, *, sentence_head: bool = False) -> ImportedModel:
     folder = resolve_snapshot(folder)
     config = read_config(folder)
     architecture, section, sizes = model_from_hf_config(config)
-    with open_hf_folder(folder) as source:
+    with open_hf_folder(folder) as source, foreign_errors(folder, MISFIT):
         section = architecture.with_tensors(section, source.find)
         if sentence_head and architecture.sentence_head is not None:
             classes = source.find(f"{architecture.sentence_head.classifier}.weight")
@@ -196,7 +208,7 @@ def import_model(folder: Path, *, sentence_head: bool = False) -> ImportedModel:
         weights, ignored = _weights(
             source, architecture, architecture.weights(model, sizes), architecture.loader_of(model)
         )
-    with torch.device("meta"):
+    with torch.device("meta"), foreign_errors(folder, MISFIT):
         built: nn.Module = MODELS.build(model, sizes.vocabulary, sizes.length)
     _check_shapes(folder, weights, {name: mapped.shape for name, mapped in built.named_parameters()})
     compared = compare_logits(model, sizes, weights, architecture, folder)
@@ -213,7 +225,7 @@ def import_body(folder: Path, *, dense: str | None) -> tuple[dict[str, Tensor], 
     """
     folder = resolve_snapshot(folder)
     architecture, section, sizes = model_from_hf_config(read_config(folder))
-    with open_hf_folder(folder) as source:
+    with open_hf_folder(folder) as source, foreign_errors(folder, MISFIT):
         model = model_of(architecture.with_tensors(section, source.find))
         mapping = body_weights(architecture.weights(model, sizes))
         first_components = {f"{name.partition('.')[0]}." for mapped in mapping for name in mapped.external_names}

@@ -27,6 +27,7 @@ from xscale.convert.hf.t5 import SWITCH, T5
 from xscale.convert.hf.xlnet import XLNET
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.foreign import foreign_errors
 from xscale.nn.model.model import MODELS, Model
 
 ARCHITECTURES = (
@@ -105,15 +106,18 @@ def model_from_hf_config(data: dict[str, Any]) -> tuple[Architecture, Data, Mode
     if method is not None and method not in architecture.quantization:
         fix = "Load it with transformers, `dequantize()` it and save it with `save_pretrained`: that would map."
         require.reject("quantization_config", f"its weights are quantised ({method})", fix)
-    section = architecture.from_hf(data, require)
+    with foreign_errors("config.json", f"its values do not describe a model of type {architecture.name}"):
+        section = architecture.from_hf(data, require)
     if require.problems:
         raise ConfigError(
             [Problem(f"config.json: {problem.path}", problem.what, problem.fix) for problem in require.problems]
         )
-    length = section["position"].get("length") or data.get("max_position_embeddings") or LENGTH
-    sizes = ModelSizes(data["vocab_size"], int(length), data.get("pad_token_id") or 0)
-    model = model_of(section)
-    if problems := MODELS.of(model).part.check(model, (sizes.vocabulary, sizes.length), "config.json: model"):
+    with foreign_errors("config.json", f"its values do not describe a model of type {architecture.name}"):
+        length = section["position"].get("length") or data.get("max_position_embeddings") or LENGTH
+        sizes = ModelSizes(data["vocab_size"], int(length), data.get("pad_token_id") or 0)
+        model = model_of(section)
+        problems = MODELS.of(model).part.check(model, (sizes.vocabulary, sizes.length), "config.json: model")
+    if problems:
         raise ConfigError(problems)
     return architecture, section, sizes
 

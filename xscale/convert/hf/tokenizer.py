@@ -13,11 +13,14 @@ from xscale.core.atomic_write import write_atomically
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
 from xscale.core.file_safety import check_name, decode_json, read_regular, remove_file, remove_folder
+from xscale.core.foreign import foreign_errors, quiet_panics
 from xscale.data.config import DataConfig
 from xscale.data.prepared import open_tokenizer
 from xscale.data.stored_tokenizer import FOLDER, open_stored_tokenizer, require_fingerprint
+from xscale.data.tokenizer.file_bounds import check_bounds, check_ids, companion_ids
 from xscale.data.tokenizer.huggingface import HuggingFace
 from xscale.data.tokenizer.sentencepiece import FILE, SPACE, SentencePiece
+from xscale.data.tokenizer.template import file_with_prefix, template_of_file
 from xscale.data.tokenizer.tokenizer import SPECIAL_TOKENS, Tokenizer, special_tokens
 
 XSCALE_TOKENIZER_FILE = "xscale_tokenizer.json"
@@ -35,12 +38,15 @@ ID_KEYS = (*NULLABLE, "sep_token_id", "decoder_start_token_id")
 def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> list[str]:
     """Write the tokenizer into `folder`, beside the weights, as `transformers` loads it; returns messages."""
     config = tokenizer.config
-    section = encode(config)
+    # A later import knows the begin of a text, whatever the template of its file is.
+    section = encode(config) | {"add_bos": bool(tokenizer.prefix)}
     if isinstance(tokenizer, HuggingFace):
         return _copy_huggingface(tokenizer, section, folder)
     if isinstance(tokenizer, SentencePiece):
         (folder / FILE).write_bytes(tokenizer.processor.serialized_model_proto())
         section["file"] = FILE
+        if tokenizer.is_foreign:
+            return _copy_sentencepiece(tokenizer, section, folder)
         exported = _sentencepiece(tokenizer)
     elif config.kind == "byte":
         exported = _bytes(tokenizer)
@@ -52,7 +58,8 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> list[str]:
     if wrong := len(mismatches) - ties:
         remove_file(folder, XSCALE_TOKENIZER_FILE)
         return [f"tokenizer: not exported, because {wrong} of {TRIALS} random texts become other ids in transformers"]
-    exported.save(str(folder / JSON))
+    text = file_with_prefix(exported.to_str(), _begin(tokenizer)) if tokenizer.prefix else exported.to_str()
+    (folder / JSON).write_text(text, encoding="utf-8")
     (folder / CONFIG).write_text(json.dumps(_config(tokenizer), indent=2) + "\n", encoding="utf-8")
     same = TRIALS - ties
     tied = f", {ties} other ids of the same unigram score" if ties else ""
@@ -62,14 +69,46 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> list[str]:
     ]
 
 
+def _copy_sentencepiece(tokenizer: SentencePiece, section: dict[str, Any], folder: Path) -> list[str]:
+    """Write what `transformers` needs beside a model that was trained elsewhere, which it converts as it loads it."""
+    named = {"pad": tokenizer.pad, "bos": tokenizer.bos, "eos": tokenizer.eos, "unk": tokenizer.unk}
+    settings: dict[str, Any] = {
+        f"{key}_token": tokenizer.piece(token) for key, token in named.items() if token is not None
+    }
+    settings |= {"add_bos_token": bool(tokenizer.prefix), "add_eos_token": False}
+    (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / XSCALE_TOKENIZER_FILE).write_text(json.dumps(section, indent=2) + "\n", encoding="utf-8")
+    return [f"tokenizer: the run's own {FILE}; transformers converts it by the class of the model"]
+
+
+def _begin(tokenizer: Tokenizer) -> list[tuple[str, int]]:
+    """Return (text, id) of the tokens before a text."""
+    return [(tokenizer.piece(token), token) for token in tokenizer.prefix]
+
+
+def begins_alike(tokenizer: Tokenizer, encode_there: Callable[[str], list[int]]) -> bool:
+    """Whether a text begins with the same ids by the template of another library's tokenizer."""
+    ids = tokenizer.encode_prompt("a")
+    return encode_there("a")[: len(ids)] == ids
+
+
 def _copy_huggingface(tokenizer: HuggingFace, section: dict[str, Any], folder: Path) -> list[str]:
-    """Copy a tokenizer.json of the tokenizers library, and the files next to it if it was imported with them."""
+    """Copy a tokenizer.json of the tokenizers library, and the files next to it if it was imported with them.
+
+    Its template is the one of training, where the config's `add_bos` is not that of the file.
+    """
     companions = [tokenizer.file.with_name(name) for name in HuggingFace.COMPANIONS]
     files = {path.name: path.read_bytes() for path in companions if path.is_file()}
     own_section = json.dumps(section | {"file": JSON}, indent=2).encode() + b"\n"
     files |= {JSON: tokenizer.file.read_bytes(), XSCALE_TOKENIZER_FILE: own_section}
+    if template_of_file(tokenizer.file).prefix != tokenizer.prefix:
+        files[JSON] = file_with_prefix(tokenizer.file.read_text(encoding="utf-8"), _begin(tokenizer)).encode()
+        if CONFIG in files:
+            settings = decode_json(files[CONFIG]) | {"add_bos_token": bool(tokenizer.prefix)}
+            files[CONFIG] = json.dumps(settings, indent=2).encode() + b"\n"
     if CONFIG not in files:
-        named = {"pad": tokenizer.pad, "bos": tokenizer.bos, "eos": tokenizer.eos, "unk": tokenizer.unk}
+        named = {"pad": tokenizer.pad, "bos": tokenizer.bos, "eos": tokenizer.eos}
+        named["unk"] = None if tokenizer.unk == tokenizer.eos else tokenizer.unk
         named["mask"] = tokenizer.mask
         names = {f"{key}_token": tokenizer.piece(token) for key, token in named.items() if token is not None}
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
@@ -81,6 +120,10 @@ def _copy_huggingface(tokenizer: HuggingFace, section: dict[str, Any], folder: P
         for name in files:
             remove_file(folder, name)
         return [f"tokenizer: not exported, because {wrong} of {TRIALS} random texts become other ids in transformers"]
+    if not begins_alike(tokenizer, lambda text: exported(text)["input_ids"]):
+        for name in files:
+            remove_file(folder, name)
+        return ["tokenizer: not exported, because a text begins with other tokens in transformers"]
     return [f"tokenizer: {TRIALS} random texts become the same ids; it is the run's own {JSON}"]
 
 
@@ -298,11 +341,15 @@ def load(source: Path) -> Any:
     """Load the tokenizer in a folder with `transformers`. ConfigError when it cannot be read."""
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(str(source), local_files_only=True)
-    except Exception as error:  # the library raises exceptions of any type for a broken file
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ConfigError(str(source), f"transformers cannot read it: {reason}") from None
+    for name in (JSON, CONFIG, "vocab.json", "added_tokens.json"):
+        if not (file := source / name).is_file():
+            continue
+        with foreign_errors(file, "the file is no part of a tokenizer"):
+            # A length without an end is an integer of 31 digits in many of them.
+            content = decode_json(read_regular(file), any_integer=True)
+            check_bounds(content) if name == JSON else check_ids(companion_ids(name, content))
+    with foreign_errors(source, "transformers cannot read it"), quiet_panics():
+        return AutoTokenizer.from_pretrained(str(source), local_files_only=True, trust_remote_code=False)
 
 
 FILES = (JSON, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
@@ -319,7 +366,8 @@ def import_tokenizer(source: Path, run: Path, vocabulary: int) -> tuple[dict[str
         return None, f"tokenizer: {source} has none; {hint}"
     folder = run / FOLDER
     try:
-        section, ids = _store(source, folder, vocabulary)
+        with foreign_errors(source, "transformers cannot use its tokenizer"), quiet_panics():
+            section, ids = _store(source, folder, vocabulary)
     except ConfigError as error:
         remove_folder(folder.parent, folder.name)
         return None, f"tokenizer: not imported ({error.problems[0].what}); {hint}"
@@ -342,4 +390,6 @@ def _store(source: Path, folder: Path, vocabulary: int) -> tuple[dict[str, Any],
     tokenizer = open_tokenizer(decode(DataConfig, {"tokenizer": section}))
     if wrong := len(find_mismatches(tokenizer, lambda text: hf_tokenizer(text, add_special_tokens=False)["input_ids"])):
         raise ConfigError(str(source), f"{wrong} of {TRIALS} random texts become other ids in xscale")
+    if not begins_alike(tokenizer, lambda text: hf_tokenizer(text)["input_ids"]):
+        raise ConfigError(str(source), "a text begins with other tokens in xscale")
     return section, ids

@@ -20,7 +20,7 @@ STREAMED = "hub:"
 
 def is_columnar(file: Path | str) -> bool:
     """Whether `file` is read by rows and columns."""
-    return str(file).endswith(COLUMNAR_SUFFIXES)
+    return str(file).lower().endswith(COLUMNAR_SUFFIXES)
 
 
 def require_column(field: str, columns: Sequence[str] | None, file: str, path: str) -> None:
@@ -53,7 +53,7 @@ def row_ranges(file: Path) -> list[ByteRange]:
     ConfigError for one that cannot be read.
     """
     size = file.stat().st_size
-    if file.suffix == ".arrow":
+    if file.suffix.lower() == ".arrow":
         return [ByteRange(str(file), 0, size, is_full_file=True)]
     with _opened(str(file)) as opened:
         starts = _group_starts(opened)
@@ -69,7 +69,7 @@ def rows(byte_range: ByteRange, fields: tuple[str, ...], path: str) -> Iterator[
     """
     file = byte_range.file
     with _opened(file) as opened:
-        is_parquet = file.endswith(".parquet")
+        is_parquet = file.lower().endswith(".parquet")
         names = list(opened.schema_arrow.names if is_parquet else opened.schema.names)
         for field in fields:
             require_column(field, names, file, path)
@@ -111,7 +111,7 @@ def _opened(file: str) -> Iterator[Any]:
     import pyarrow.parquet
 
     try:
-        if file.endswith(".parquet"):
+        if file.lower().endswith(".parquet"):
             with pyarrow.parquet.ParquetFile(file) as opened:
                 yield opened
         else:
@@ -126,5 +126,5 @@ def _opened(file: str) -> Iterator[Any]:
                     )
                 yield stream
     except (pyarrow.ArrowException, OSError) as error:
-        kind = "Parquet" if file.endswith(".parquet") else "Arrow"
+        kind = "Parquet" if file.lower().endswith(".parquet") else "Arrow"
         raise ConfigError(file, f"the file cannot be read as {kind}: {error}", "Copy it again.") from None

@@ -10,6 +10,7 @@ import pydantic
 from xscale.core.errors import Problem, nearest
 from xscale.core.file_safety import decode_json
 from xscale.data import files
+from xscale.data.listing import find_files
 from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Document, FileSource, Source, SourceTraits
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".json.gz", ".json.zst")
@@ -19,7 +20,8 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".json.gz", ".json.z
 class Jsonl(FileSource):
     class Config(FileSource.Config):
         paths: tuple[str, ...] = ()
-        """Files, folders and globs. A folder stands for every .jsonl, .jsonl.gz and .jsonl.zst below it."""
+        """Files, folders and globs. A folder stands for every .jsonl, .jsonl.gz and .jsonl.zst below it that is not
+        hidden; links are followed, and each file is read once."""
         field: str = "text"
         """The key whose value is the document."""
         longest: int = pydantic.Field(default=256 << 20, ge=1)
@@ -38,9 +40,8 @@ class Jsonl(FileSource):
         return cls.Config(paths=(str(folder),))
 
     def byte_ranges(self) -> list[ByteRange]:
-        return files.split_into_ranges(
-            files.find_files(self.config.paths, SUFFIXES, "data.source.paths"), "data.source.paths"
-        )
+        key = "data.source.paths"
+        return files.split_into_ranges(find_files(self.config.paths, SUFFIXES, key, self.left_out), key)
 
     def read(self, byte_range: ByteRange) -> Iterator[Document]:
         for offset, line in files.records(byte_range, b"\n", self.config.longest, self.skip):
@@ -60,7 +61,7 @@ class Jsonl(FileSource):
             return BadDocumentError(reason, file, offset, Problem(f"{file}:{offset}", what, fix))
 
         try:
-            data = decode_json(line)
+            data = decode_json(line, any_integer=True)
         except ValueError as error:
             # One besides JSONDecodeError says of nesting or of numbers that Python refuses them.
             what = f"the line that starts at this byte is not JSON: {getattr(error, 'msg', error)}"

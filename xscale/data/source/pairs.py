@@ -13,6 +13,7 @@ import pydantic
 from xscale.core.errors import ConfigError, Problem, nearest
 from xscale.core.file_safety import decode_json
 from xscale.data import files
+from xscale.data.listing import find_files
 from xscale.data.source.columns import COLUMNAR_SUFFIXES, is_columnar, row_ranges, rows
 from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Document, FileSource, Source, SourceTraits
 
@@ -78,8 +79,8 @@ class PairSource(FileSource):
 
     def byte_ranges(self) -> list[ByteRange]:
         key = "data.source.paths"
-        paths = files.find_files(self.config.paths, SUFFIXES, key)
-        if unknown := [file for file in paths if not file.name.endswith(SUFFIXES)]:
+        paths = find_files(self.config.paths, SUFFIXES, key, self.left_out)
+        if unknown := [file for file in paths if not file.name.lower().endswith(SUFFIXES)]:
             endings = ", ".join((*LINES, *TABLES))
             fix = f"Name files that end in {endings}, plain, .gz or .zst, or in {' or '.join(COLUMNAR_SUFFIXES)}."
             what = "has another ending than files of pairs"
@@ -129,7 +130,7 @@ class PairSource(FileSource):
         if not text.strip():
             return None
         try:
-            data = decode_json(text)
+            data = decode_json(text, any_integer=True)
         except ValueError as error:
             what = f"the line is not JSON: {getattr(error, 'msg', error)}"
             raise bad("not JSON", what, "Each line of a .jsonl file is one object.") from None
@@ -209,7 +210,7 @@ class PairSource(FileSource):
 
 def _delimiter(file: str) -> str | None:
     """Return the delimiter of a table; None for JSON lines."""
-    plain = file.removesuffix(".gz").removesuffix(".zst")
+    plain = file.lower().removesuffix(".gz").removesuffix(".zst")
     return next((delimiter for ending, delimiter in TABLES.items() if plain.endswith(ending)), None)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pydantic
 
 from xscale.core.errors import ConfigError, Problem
-from xscale.data import files
+from xscale.data.listing import find_files
 from xscale.data.source.columns import COLUMNAR_SUFFIXES, check_text, is_columnar, row_ranges, rows
 from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Document, FileSource, Source, SourceTraits
 
@@ -41,7 +41,7 @@ class Parquet(FileSource):
 
     def byte_ranges(self) -> list[ByteRange]:
         key = "data.source.paths"
-        paths = files.find_files(self.config.paths, COLUMNAR_SUFFIXES, key)
+        paths = find_files(self.config.paths, COLUMNAR_SUFFIXES, key, self.left_out)
         if unknown := [file for file in paths if not is_columnar(file)]:
             fix = f"Name files that end in {' or '.join(COLUMNAR_SUFFIXES)}; for other files take kind: jsonl or text."
             raise ConfigError([Problem(key, f"'{file}' has another ending", fix) for file in unknown])

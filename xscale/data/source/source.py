@@ -11,6 +11,7 @@ import pydantic
 from xscale.core import config as schema
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.registry import Family
+from xscale.data.listing import LeftOut
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,8 @@ class Source:
         self.config = config
         self.skipped = SkippedDocuments()
         """Documents that `read` has left out so far."""
+        self.left_out = LeftOut()
+        """Files that `byte_ranges` has left out."""
 
     @classmethod
     def example_in(cls, folder: Path, size: int) -> Config:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import pydantic
 
 from xscale.data import files
+from xscale.data.listing import find_files
 from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Document, FileSource, Source, SourceTraits
 
 
@@ -14,7 +15,8 @@ from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Docu
 class Text(FileSource):
     class Config(FileSource.Config):
         paths: tuple[str, ...] = ()
-        """Files, folders and globs (`**` for any depth). A folder stands for every file below it that is not hidden."""
+        """Files, folders and globs (`**` for any depth). A folder stands for every file below it that is not hidden;
+        links are followed, and each file is read once."""
         document: Literal["file", "paragraph", "line", "separator"] = "file"
         """Unit of a document: a file, text between blank lines, a line, or text between separators."""
         separator: str = ""
@@ -43,7 +45,7 @@ class Text(FileSource):
         return cls.Config(paths=(str(folder),))
 
     def byte_ranges(self) -> list[ByteRange]:
-        paths = files.find_files(self.config.paths, self.config.endings, "data.source.paths")
+        paths = find_files(self.config.paths, self.config.endings, "data.source.paths", self.left_out)
         return files.split_into_ranges(paths, "data.source.paths", *([None] if self.config.document == "file" else []))
 
     def read(self, byte_range: ByteRange) -> Iterator[Document]:

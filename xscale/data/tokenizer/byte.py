@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from xscale.data.tokenizer.tokenizer import TOKENIZERS, Tokenizer, TokenizerTraits, special_tokens
+from xscale.data.tokenizer.tokenizer import TOKENIZERS, UNUSED, Tokenizer, TokenizerTraits, special_tokens
 
 MULTIPLE = 64
 """The vocabulary is padded to a multiple of this, so that the embedding can be sharded evenly."""
@@ -16,9 +16,9 @@ class Byte(Tokenizer):
         self.first = self.sentinels.stop
         """Id of byte 0."""
         self.vocabulary = -(-(self.first + 256) // MULTIPLE) * MULTIPLE
-        self.fingerprint = f"byte-{config.sentinels}"
         unused = self.vocabulary - self.first - 256
         self.table = [b""] * self.first + [bytes([value]) for value in range(256)] + [b""] * unused
+        self.set_template(f"byte-{config.sentinels}")
 
     def encode(self, text: str) -> list[int]:
         return [self.first + value for value in text.encode("utf-8")]
@@ -30,4 +30,4 @@ class Byte(Tokenizer):
         if token < self.first:
             return special_tokens(self.config.sentinels)[token]
         value = self.table[token]
-        return value.decode() if value and value[0] < 128 else (f"<0x{value[0]:02X}>" if value else "<unused>")
+        return value.decode() if value and value[0] < 128 else (f"<0x{value[0]:02X}>" if value else UNUSED)

@@ -1,7 +1,7 @@
 """Hugging Face's `tokenizers`: byte-level BPE (Radford et al. 2019) trained here, or any existing tokenizer.json."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,101 +10,44 @@ import pydantic
 from xscale.core.atomic_write import reporting_full_disk, write_atomically
 from xscale.core.errors import ConfigError
 from xscale.core.file_safety import decode_json, read_regular
+from xscale.core.foreign import foreign_errors, quiet_panics
+from xscale.data.tokenizer.decoder import DecoderError, piece_decoder
+from xscale.data.tokenizer.file_bounds import check_bounds
+from xscale.data.tokenizer.template import Template, read_template, template_of_file
 from xscale.data.tokenizer.tokenizer import (
+    DEFAULT_VOCABULARY,
     SPECIAL_TOKENS,
     TOKENIZERS,
+    UNUSED,
     FileTokenizer,
     Tokenizer,
     TokenizerTraits,
+    sentinel_ids,
     special_tokens,
 )
 
-Step = tuple[str, str, str]
-"""Kind, replaced text, replacement."""
-
-
-class DecoderError(Exception):
-    """A decoder whose pieces have no text of their own."""
-
-
-def piece_decoder(decoder: Any) -> Callable[[str], bytes]:
-    """Return a function from a piece to its UTF-8 bytes.
-
-    `decoder` is the file's section of that name, None for plain words. DecoderError when it is not supported.
-    """
-    steps = tuple(_steps(decoder))
-    kinds = {kind for kind, _, _ in steps}
-    if "ByteLevel" in kinds:
-        table = byte_letters()
-        return lambda piece: b"".join(table.get(letter) or letter.encode("utf-8") for letter in piece)
-    if not steps:
-        return lambda piece: f" {piece}".encode()
-    return lambda piece: _bytes(piece, steps, "ByteFallback" in kinds)
-
-
-def _bytes(piece: str, steps: tuple[Step, ...], fallback: bool) -> bytes:
-    if fallback and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-        return bytes([int(piece[3:5], 16)])
-    for kind, old, new in steps:
-        if kind == "WordPiece":
-            piece = piece.removeprefix(old) if piece.startswith(old) else f" {piece}"
-        elif kind == "BPEDecoder":
-            piece = f"{piece.removesuffix(old)} " if piece.endswith(old) else piece
-        elif kind in ("Replace", "Metaspace"):
-            piece = piece.replace(old, new)
-    return piece.encode("utf-8")
-
-
-def _steps(decoder: Any) -> Iterator[Step]:
-    """Yield the steps of a decoder, without effect for those that only join pieces or trim a text."""
-    if decoder is None:
-        return
-    kind = decoder["type"]
-    if kind == "Sequence":
-        for part in decoder["decoders"]:
-            yield from _steps(part)
-    elif kind == "Replace" and "String" in decoder["pattern"]:
-        yield kind, decoder["pattern"]["String"], decoder["content"]
-    elif kind == "Metaspace":
-        yield kind, decoder["replacement"], " "
-    elif kind == "WordPiece":
-        yield kind, decoder["prefix"], ""
-    elif kind == "BPEDecoder":
-        yield kind, decoder["suffix"], ""
-    elif kind in ("ByteLevel", "ByteFallback", "Fuse", "Strip"):
-        yield kind, "", ""
-    else:
-        raise DecoderError(f"its decoder is of kind {kind}")
-
-
-def byte_letters() -> dict[str, bytes]:
-    """GPT-2's character for each byte: itself if printable, else the next character after the first 256."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    unprintable = [value for value in range(256) if value not in printable]
-    return {chr(value): bytes([value]) for value in printable} | {
-        chr(256 + number): bytes([value]) for number, value in enumerate(unprintable)
-    }
-
-
 FILE = "tokenizer.json"
-SENTINELS = ("<extra_{}>", "<extra_id_{}>")
-"""Names of sentinel tokens: ours, and T5's."""
+PROBE = "A first text, of 3 lines:\n\tcafé 漢字 \U0001f600  </s> <0x41>\n" + 60 * "a"
+"""Text on which a tokenizer is tried when it is opened."""
+CANNOT = "the library cannot use this tokenizer.json on a text"
+FEWEST = 300
+"""Ids of a tokenizer that is trained, at the least."""
 FIM = ("<fim_{}>", "<|fim_{}|>", "<fim-{}>")
 """Names of the special tokens for filling in the middle, as models of code have them."""
 
 
 @TOKENIZERS.register("huggingface", traits=TokenizerTraits(trained=True, lossless=True))
 class HuggingFace(FileTokenizer):
-    """An existing file encodes as the library does, without tokens added around a text. One that normalises texts
-    (lower case, spaces) is not lossless, and bits per byte are those of the normalised text."""
+    """An existing file encodes as the library does, with the tokens that its template puts before a text. One that
+    normalises texts (lower case, spaces) is not lossless, and bits per byte are those of the normalised text."""
 
     FILE = FILE
     COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
     class Config(Tokenizer.Config):
-        vocabulary: int = pydantic.Field(default=8192, ge=300, le=1 << 24)
-        """Number of ids, including special tokens and the 256 bytes. With an existing file, the least number: further
-        ids are unused, as in models whose embedding is padded."""
+        vocabulary: int | None = pydantic.Field(default=None, ge=1, le=1 << 24)
+        """Number of ids, including special tokens and the 256 bytes; null: 8192, or those of an existing file. With a
+        file, a larger number pads: the further ids are rows of the model that no text has, as in many models."""
         sample_bytes: int = pydantic.Field(default=16 << 20, ge=1)
         """Bytes of text to train on, from documents sampled by their hash."""
         file: str | None = None
@@ -117,7 +60,22 @@ class HuggingFace(FileTokenizer):
         """Mask token of an existing file; null: `<mask>` if it has one."""
 
         bos: str | None = None
-        """Beginning-of-text token of an existing file, named in exports; null: `<s>` if it has one."""
+        """Beginning-of-text token of an existing file, named in exports; null: `<s>` if it has one, else the one token
+        that its template puts before a text, if any."""
+
+        @pydantic.model_validator(mode="before")
+        @classmethod
+        def _vocabulary_of_training(cls, data: Any) -> Any:
+            """A tokenizer that is trained here has a number, which runs and prepared data are compared by."""
+            if isinstance(data, dict) and not data.get("file") and data.get("vocabulary") is None:
+                return {**data, "vocabulary": DEFAULT_VOCABULARY}
+            return data
+
+        @pydantic.model_validator(mode="after")
+        def _enough_to_train(self) -> "HuggingFace.Config":
+            if not self.file and (self.vocabulary or 0) < FEWEST:
+                raise ValueError(f"a tokenizer that is trained has at least {FEWEST} ids (`vocabulary`)")
+            return self
 
     @classmethod
     def example(cls) -> Tokenizer.Config:
@@ -127,8 +85,10 @@ class HuggingFace(FileTokenizer):
         super().__init__(config, folder)
         self.processor, text = _open(self.file)
         self.vocabulary = max(self.processor.get_vocab().values(), default=-1) + 1
-        if config.file:
+        if config.file and config.vocabulary is not None:
             self.vocabulary = max(self.vocabulary, config.vocabulary)
+        data = decode_json(text)
+        template = self._template(data)
         names = dict(zip(("pad", "bos", "eos", "unk", "mask"), SPECIAL_TOKENS, strict=True))
         eos = self._named("eos", config.eos, names["eos"])
         if eos is None:
@@ -138,14 +98,35 @@ class HuggingFace(FileTokenizer):
         self.eos = eos
         pad = self._named("pad", config.pad, names["pad"])
         self.pad = eos if pad is None else pad
-        unk = self._named("unk", None, names["unk"])
+        unk = self._unknown(data.get("model"), names["unk"])
         self.unk = eos if unk is None else unk
         self.bos = self._named("bos", config.bos, names["bos"])
+        if self.bos is None and len(template.prefix) == 1:
+            self.bos = template.prefix[0]
         self.mask = self._named("mask", config.mask, names["mask"])
-        self.sentinels = self._sentinels()
+        self.sentinels = sentinel_ids(self.processor.token_to_id)
         self.fim = self._fim_tokens()
-        self.fingerprint = hashlib.blake2b(f"{eos} {text}".encode(), digest_size=16).hexdigest()
-        self.table = self._table(decode_json(text).get("decoder"))
+        with foreign_errors(self.file, "its decoder is none that is known"):
+            self.table = self._table(data.get("decoder"))
+        self.set_template(hashlib.blake2b(f"{eos} {text}".encode(), digest_size=16).hexdigest(), template.prefix)
+
+    @classmethod
+    def identity(cls, config: Any) -> dict[str, Any]:
+        # Padding changes no document; data of before there was a null has the number that was the default.
+        return super().identity(config) | {"vocabulary": config.vocabulary or DEFAULT_VOCABULARY}
+
+    @classmethod
+    def adds_bos(cls, config: Any) -> bool:
+        if config.add_bos is None and config.file:
+            return bool(template_of_file(Path(config.file)).prefix)
+        return bool(config.add_bos)
+
+    def _template(self, data: Any) -> Template:
+        try:
+            return read_template(data.get("post_processor"))
+        except (ValueError, KeyError, TypeError) as error:
+            fix = "Mend its section post_processor, or set it to null."
+            raise ConfigError(str(self.file), f"the template of a text cannot be read: {error}", fix) from None
 
     def _named(self, key: str, configured: str | None, usual: str) -> int | None:
         token: int | None = self.processor.token_to_id(configured or usual)
@@ -155,16 +136,13 @@ class HuggingFace(FileTokenizer):
             )
         return token
 
-    def _sentinels(self) -> range:
-        """Return the ids of the sentinels if they are consecutive, ascending or descending; else an empty range."""
-        for pattern in SENTINELS:
-            ids: list[int] = []
-            while (token := self.processor.token_to_id(pattern.format(len(ids)))) is not None:
-                ids.append(token)
-            step = -1 if len(ids) > 1 and ids[1] < ids[0] else 1
-            if ids and ids == list(span := range(ids[0], ids[0] + step * len(ids), step)):
-                return span
-        return range(0)
+    def _unknown(self, model: Any, usual: str) -> int | None:
+        """Return the id of what the file's model writes for a text that it does not know; None: there is none."""
+        section = model if isinstance(model, dict) else {}
+        if isinstance(token := section.get("unk_id"), int):
+            return token
+        name = section.get("unk_token")
+        return self._named("unk", None, name if isinstance(name, str) and name else usual)
 
     def _fim_tokens(self) -> tuple[int, int, int] | None:
         """Return the ids of the special tokens before prefix, suffix and middle; None: the file has none."""
@@ -191,22 +169,32 @@ class HuggingFace(FileTokenizer):
         return table
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.processor.encode(text, add_special_tokens=False).ids
+        with foreign_errors(self.file, CANNOT):
+            ids: list[int] = self.processor.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        encoding = self.processor.encode(text, add_special_tokens=False)
+        with foreign_errors(self.file, CANNOT):
+            encoding = self.processor.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
+    def encode_with_special_tokens(self, text: str) -> list[int]:
+        self.processor.encode_special_tokens = False
+        try:
+            return self.encode(text)
+        finally:
+            self.processor.encode_special_tokens = True
+
     def decode(self, tokens: Iterable[int]) -> str:
-        text: str = self.processor.decode([int(token) for token in tokens], skip_special_tokens=True)
+        with foreign_errors(self.file, CANNOT):
+            text: str = self.processor.decode([int(token) for token in tokens], skip_special_tokens=True)
         return text
 
     def token_bytes(self) -> list[bytes]:
         return self.table
 
     def piece(self, token: int) -> str:
-        return self.processor.id_to_token(token) or "<unused>"
+        return self.processor.id_to_token(token) or UNUSED
 
     @classmethod
     def train(cls, config: Any, texts: Iterable[str], folder: Path) -> None:
@@ -253,13 +241,24 @@ def _open(file: Path) -> tuple[Any, str]:
         raise ConfigError(str(file), what, "Run `xscale data tokenizer`, which trains it.") from None
     except UnicodeDecodeError:
         raise ConfigError(str(file), "this is not a tokenizer.json", "Give one, or leave it out.") from None
-    try:
+    what = f"this is not a tokenizer.json that tokenizers {tokenizers.__version__} reads"
+    fix = "Give one that it reads; training one needs none."
+    with foreign_errors(file, what, fix), quiet_panics():
+        check_bounds(decode_json(text))
         processor = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises no narrower kind
-        what = f"this is not a tokenizer.json that tokenizers {tokenizers.__version__} reads: {error}"
-        raise ConfigError(str(file), what, "Give one that it reads; training one needs none.") from None
+        _encode_probe(processor)
     # A file may ask for truncation, padding, and for text that spells a special token to become that token.
     processor.no_truncation()
     processor.no_padding()
     processor.encode_special_tokens = True
     return processor, text
+
+
+def _encode_probe(processor: Any) -> None:
+    """Encode a text, which finds a regular expression that cannot be matched."""
+    try:
+        processor.encode(PROBE, add_special_tokens=False)
+    except Exception as error:
+        # A Unigram model without an unknown token is none the worse for texts of its own letters.
+        if "`unk_id` is missing" not in str(error):
+            raise

@@ -11,12 +11,24 @@ import pydantic
 
 from xscale.core.atomic_write import reporting_full_disk, write_atomically
 from xscale.core.errors import ConfigError
-from xscale.core.file_safety import read_regular
-from xscale.data.tokenizer.tokenizer import TOKENIZERS, FileTokenizer, Tokenizer, TokenizerTraits, special_tokens
+from xscale.core.file_safety import decode_json, read_regular
+from xscale.data.tokenizer.tokenizer import (
+    DEFAULT_VOCABULARY,
+    TOKENIZERS,
+    FileTokenizer,
+    Tokenizer,
+    TokenizerTraits,
+    sentinel_ids,
+    special_tokens,
+)
 
 FILE = "tokenizer.model"
 SPACE = "\u2581"
 """SentencePiece writes a space as this character, so a text that contains it must not reach the library."""
+COMPANION = "tokenizer_config.json"
+"""File of transformers beside a model, which says how a text begins."""
+NAMED = ("bos", "eos", "pad")
+"""Special tokens of an existing model that the config may name."""
 SENTENCE = 4000
 """Bytes of the blocks of lines that training sees: pieces may contain line ends."""
 
@@ -28,7 +40,7 @@ class SentencePiece(FileTokenizer):
     class Config(Tokenizer.Config):
         model: Literal["bpe", "unigram"] = "bpe"
         """Training algorithm: BPE (seconds) or a unigram language model (minutes)."""
-        vocabulary: int = pydantic.Field(default=8192, ge=300, le=1 << 24)
+        vocabulary: int = pydantic.Field(default=DEFAULT_VOCABULARY, ge=300, le=1 << 24)
         """Number of ids, including special tokens and the 256 bytes. An existing model has its own number."""
         coverage: float = pydantic.Field(default=0.9995, gt=0.9, le=1)
         """Character coverage: fraction of the text's characters that are pieces; rarer ones are encoded as bytes."""
@@ -37,7 +49,14 @@ class SentencePiece(FileTokenizer):
         digits: bool = False
         """Make each digit its own piece."""
         file: str | None = None
-        """An existing model file to use instead of training one."""
+        """An existing model file to use instead of training one, of any origin: one that was not trained here has its
+        own special tokens, and encodes as the library does."""
+        bos: str | None = None
+        """Beginning-of-text token of an existing model; null: the one that it names."""
+        eos: str | None = None
+        """End-of-document token of an existing model; null: the one that it names."""
+        pad: str | None = None
+        """Padding token of an existing model; null: the one that it names, else `eos`."""
 
     @classmethod
     def example(cls) -> Tokenizer.Config:
@@ -58,14 +77,71 @@ class SentencePiece(FileTokenizer):
             self.processor.LoadFromSerializedProto(proto)
         except (RuntimeError, ValueError):
             raise ConfigError(str(file), "this is not a SentencePiece model", "Train it again.") from None
-        self.fingerprint = hashlib.blake2b(proto, digest_size=16).hexdigest()
         self.vocabulary = self.processor.GetPieceSize()
+        self.is_foreign = bool(config.file) and not self._has_our_specials()
+        """Whether it was trained elsewhere: its special ids are its own, and it may change a text."""
         try:
-            self._check_specials(file)
+            if self.is_foreign:
+                self._read_specials(file)
+            else:
+                self._check_specials(file)
             self.table = [self._bytes(token) for token in range(self.vocabulary)]
         except ValueError as error:
             what = f"this is not a SentencePiece model: a piece is not text ({error})"
             raise ConfigError(str(file), what, "Train it again.") from None
+        template = (self.bos,) if config.file and _companion_adds_bos(file) and self.bos is not None else ()
+        self.set_template(hashlib.blake2b(proto, digest_size=16).hexdigest(), template)
+
+    @classmethod
+    def identity(cls, config: Any) -> dict[str, Any]:
+        # Data that was prepared before other models could be used has no such keys.
+        data = super().identity(config)
+        return {key: value for key, value in data.items() if key not in NAMED or value is not None}
+
+    @classmethod
+    def adds_bos(cls, config: Any) -> bool:
+        if config.add_bos is None and config.file:
+            return _companion_adds_bos(Path(config.file))
+        return bool(config.add_bos)
+
+    def _has_our_specials(self) -> bool:
+        """Whether the model's first ids are those of `special_tokens`."""
+        names = special_tokens(0)
+        return self.vocabulary > len(names) and [self._name(token) for token in range(len(names))] == names
+
+    def _name(self, token: int) -> str:
+        try:
+            return str(self.processor.IdToPiece(token))
+        except ValueError:
+            # A piece that is not UTF-8; reading all pieces says so.
+            return ""
+
+    def _read_specials(self, file: Path) -> None:
+        """Take the special ids of a model that was trained elsewhere; ConfigError without an end-of-document token."""
+        config, processor = self.config, self.processor
+
+        def named(key: str, token: int) -> int | None:
+            name = getattr(config, key)
+            if name is None:
+                return token if token >= 0 else None
+            if (known := self._id_of(name)) is None:
+                what, fix = f"{file} has no token '{name}'", "Give one that it has."
+                raise ConfigError(f"data.tokenizer.{key}", what, fix)
+            return known
+
+        eos = named("eos", processor.eos_id())
+        if eos is None:
+            what = "the model names no end-of-document token"
+            raise ConfigError(str(file), what, "Set data.tokenizer.eos to one of its pieces.")
+        self.eos, self.bos, self.unk = eos, named("bos", processor.bos_id()), processor.unk_id()
+        pad = named("pad", processor.pad_id())
+        self.pad = eos if pad is None else pad
+        self.mask = self._id_of("<mask>")
+        self.sentinels = sentinel_ids(self._id_of)
+
+    def _id_of(self, piece: str) -> int | None:
+        token = self.processor.PieceToId(piece)
+        return token if self._name(token) == piece else None
 
     def _check_specials(self, file: Path) -> None:
         for token, name in enumerate(special_tokens(self.config.sentinels)):
@@ -85,8 +161,18 @@ class SentencePiece(FileTokenizer):
             return bytes([int(piece[3:5], 16)])
         return piece.replace(SPACE, " ").encode("utf-8")
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        if not self.is_foreign:
+            return super().encode_with_offsets(text)
+        if hasattr(self.processor, "EncodeAsOffsetMapping"):
+            mapping = self.processor.EncodeAsOffsetMapping(text)
+            return mapping["ids"], mapping["offsets"]
+        # Versions of the library before 0.2.1.
+        pieces = self.processor.Encode(text, out_type="immutable_proto").pieces
+        return [piece.id for piece in pieces], [(piece.begin, piece.end) for piece in pieces]
+
     def encode(self, text: str) -> list[int]:
-        if SPACE not in text:
+        if SPACE not in text or self.is_foreign:
             return self.processor.EncodeAsIds(text)  # type: ignore[no-any-return]
         space = [self.processor.PieceToId(f"<0x{value:02X}>") for value in SPACE.encode("utf-8")]
         first, *following = text.split(SPACE)
@@ -142,6 +228,15 @@ class SentencePiece(FileTokenizer):
         with reporting_full_disk(folder / FILE):
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / FILE, written.getvalue())
+
+
+def _companion_adds_bos(file: Path) -> bool:
+    """Whether a tokenizer_config.json beside a model says that a text begins with the beginning-of-text token."""
+    try:
+        settings = decode_json(read_regular(file.with_name(COMPANION)))
+    except (OSError, ValueError):
+        return False
+    return isinstance(settings, dict) and settings.get("add_bos_token") is True
 
 
 def _sentences(texts: Iterable[str]) -> Iterator[str]:

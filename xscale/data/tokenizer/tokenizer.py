@@ -1,7 +1,10 @@
 """Base class of tokenizers."""
 
-from collections.abc import Iterable, Iterator
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,6 +13,7 @@ import pydantic
 
 from xscale.core import config as schema
 from xscale.core.atomic_write import write_atomically
+from xscale.core.errors import ConfigError
 from xscale.core.registry import Family
 
 if TYPE_CHECKING:
@@ -18,6 +22,14 @@ if TYPE_CHECKING:
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")
 """The first ids of tokenizers trained here, in this order; the sentinels `<extra_0>`, `<extra_1>`, ... follow."""
+
+
+DEFAULT_VOCABULARY = 8192
+"""Ids of a tokenizer that is trained here, if the config does not say."""
+SENTINELS = ("<extra_{}>", "<extra_id_{}>")
+"""Names of sentinel tokens: ours, and T5's."""
+UNUSED = "<unused>"
+"""Readable form of an id that is no token."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +43,33 @@ class TokenizerTraits:
 
 
 class Tokenizer:
-    """Built as `Tokenizer(config, folder)`; a trained one reads its files in `folder`."""
+    """Built as `Tokenizer(config, folder)`; a trained one reads its files in `folder`.
+
+    Text becomes ids here and nowhere else: `encode_document` of what a model is trained and evaluated on,
+    `encode_prompt` of what it continues, `encode` of a part of a text, which has neither begin nor end.
+    """
 
     class Config(schema.Config):
         sentinels: int = pydantic.Field(default=100, ge=0, le=10_000)
         """Number of sentinel ids `<extra_i>` for span corruption."""
+        add_bos: bool | None = None
+        """Whether documents and prompts begin with the beginning-of-text token; null: as the template of an existing
+        file says, and not for a tokenizer that is trained here."""
+        add_eos: bool = True
+        """Whether documents end with the end-of-document token, by which a model learns where a text ends. The template
+        of an existing file does not change it. Pairs, labelled examples and sentences need it."""
 
     vocabulary: int
     """Ids are in [0, vocabulary)."""
     fingerprint: str
-    """Hash of everything that determines the encoding."""
+    """Hash of everything that determines the ids of a document."""
+    text_fingerprint: str = ""
+    """Hash of what determines the ids of the text alone, without begin and end."""
+    prefix: tuple[int, ...] = ()
+    """Ids before a document and a prompt: the beginning-of-text token, or what the template of a file puts there."""
     pad = 0
     bos: int | None = 1
-    """Beginning-of-text id, which nothing here writes; None: there is none."""
+    """Beginning-of-text id; None: there is none."""
     eos = 2
     unk = 3
     mask: int | None = 4
@@ -61,6 +87,47 @@ class Tokenizer:
         first = len(SPECIAL_TOKENS)
         self.sentinels = range(first, first + config.sentinels)
         """Ids of `<extra_0>`, `<extra_1>`, ..."""
+
+    def set_template(self, fingerprint: str, template: tuple[int, ...] = ()) -> None:
+        """Set `prefix` and `fingerprint`, from the hash of the text's encoding and the ids that a file puts first.
+
+        A constructor ends with it. ConfigError when a beginning-of-text token is asked for and there is none.
+        """
+        add_bos = bool(template) if self.config.add_bos is None else self.config.add_bos
+        if add_bos and not template:
+            if self.bos is None:
+                fix = "Name it (data.tokenizer.bos), or leave add_bos out."
+                raise ConfigError("data.tokenizer.add_bos", "the tokenizer has no beginning-of-text token", fix)
+            template = (self.bos,)
+        self.prefix = template if add_bos else ()
+        self.text_fingerprint = self.fingerprint = fingerprint
+        if self.prefix or not self.config.add_eos:
+            # Without a begin the hash is that of before there was a choice, so that prepared data stays.
+            text = f"{fingerprint} {list(self.prefix)} {self.config.add_eos}"
+            self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @classmethod
+    def identity(cls, config: Any) -> dict[str, Any]:
+        """Return JSON data that identifies the ids of documents, without opening the tokenizer."""
+        data: dict[str, Any] = schema.encode(config)
+        # Data that was prepared before there was a choice has no begin, and an end.
+        if not cls.adds_bos(config):
+            del data["add_bos"]
+        else:
+            data["add_bos"] = True
+        if data["add_eos"]:
+            del data["add_eos"]
+        return data
+
+    @classmethod
+    def planned_vocabulary(cls, config: Any) -> int | None:
+        """Return the number of ids that a tokenizer of this config will have; None: the config does not say."""
+        return getattr(config, "vocabulary", None)
+
+    @classmethod
+    def adds_bos(cls, config: Any) -> bool:
+        """Whether a tokenizer of this config has a `prefix`."""
+        return bool(config.add_bos)
 
     @classmethod
     def train(cls, config: Any, texts: Iterable[str], folder: Path) -> None:
@@ -85,8 +152,36 @@ class Tokenizer:
         return 0
 
     def encode(self, text: str) -> list[int]:
-        """Encode `text`; special ids never occur, whatever the text contains."""
+        """Encode `text` alone, as a part of a document; special ids never occur, whatever the text contains."""
         raise NotImplementedError
+
+    def encode_document(self, text: str) -> list[int]:
+        """Encode a document: `prefix`, the text, and the end-of-document token unless the config leaves it out."""
+        return [*self.prefix, *self.encode(text), *([self.eos] if self.config.add_eos else [])]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Encode a text that a model continues: a document without its end."""
+        return [*self.prefix, *self.encode(text)]
+
+    def encode_with_special_tokens(self, text: str) -> list[int]:
+        """Encode a text in which the name of a special token is that token, as `transformers` reads it; no `prefix`.
+
+        For texts of an evaluation alone: in a corpus such a name is text.
+        """
+        ids: list[int] = []
+        at = 0
+        for match in self._special_names[1].finditer(text):
+            ids += [*self.encode(text[at : match.start()]), self._special_names[0][match.group()]]
+            at = match.end()
+        return [*ids, *self.encode(text[at:])]
+
+    @cached_property
+    def _special_names(self) -> tuple[dict[str, int], "re.Pattern[str]"]:
+        """Ids of the special tokens by name, and a pattern that matches the longest name at a place."""
+        names = {self.piece(token): token for token, data in enumerate(self.token_bytes()) if not data}
+        names.pop(UNUSED, None)
+        longest_first = sorted(names, key=len, reverse=True)
+        return names, re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Encode `text`, and return for each token the characters [start, stop) of it that the token stands for.
@@ -139,6 +234,12 @@ class FileTokenizer(Tokenizer):
         """The file that it is read from."""
 
     @classmethod
+    def planned_vocabulary(cls, config: Any) -> int | None:
+        if config.file and Path(config.file).is_file():
+            return cls(config, Path(config.file).parent).vocabulary
+        return config.vocabulary or DEFAULT_VOCABULARY
+
+    @classmethod
     def missing(cls, config: Any, folder: Path) -> bool:
         return not config.file and not (folder / cls.FILE).exists()
 
@@ -156,6 +257,21 @@ class FileTokenizer(Tokenizer):
     @classmethod
     def sample_bytes(cls, config: Any) -> int:
         return 0 if config.file else int(config.sample_bytes)
+
+
+def sentinel_ids(id_of: Callable[[str], int | None]) -> range:
+    """Return the ids of the sentinels if they are consecutive, ascending or descending; else an empty range.
+
+    `id_of`: the id of a token, None if there is none of that name.
+    """
+    for pattern in SENTINELS:
+        ids: list[int] = []
+        while (token := id_of(pattern.format(len(ids)))) is not None:
+            ids.append(token)
+        step = -1 if len(ids) > 1 and ids[1] < ids[0] else 1
+        if ids and ids == list(span := range(ids[0], ids[0] + step * len(ids), step)):
+            return span
+    return range(0)
 
 
 def special_tokens(sentinels: int) -> list[str]:

@@ -99,6 +99,10 @@ class BlockSparse(Core):
             problems += FlexAttention.check_position(dims, path, "auto or gather")
         return problems
 
+    @property
+    def counts_keys(self) -> bool:
+        return not self.causal and self.pattern.counts_blocks
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         assert mask.causal or mask.queries == mask.keys, "a pattern over two sequences of different lengths"
         dropout = mask.dropout if self.training else 0.0

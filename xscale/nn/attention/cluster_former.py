@@ -9,7 +9,6 @@ The mixer `cluster_former` sorts all heads by the layer's input, as in the paper
 layers of sliding windows, as `configs/model/attention_cluster_former.yaml` does.
 """
 
-from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import torch
@@ -26,6 +25,7 @@ from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
 from xscale.nn.init import Init
 from xscale.nn.module import Axis, Module
+from xscale.nn.post_step import WeightWriter
 
 
 class StateMemory(Module):
@@ -126,7 +126,7 @@ class ClusterFormer(Core):
         mask.stats.record(self, "centroids", F.pad(centroids, padding))
 
     @torch.no_grad()
-    def update_state(self, means: dict[str, Tensor], shard_like: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def update_state(self, means: dict[str, Tensor], weights: WeightWriter) -> None:
         """Add the step to the memory; after `update_every` steps move the centroids and empty it."""
         sums = means[f"{self.path}/found"]  # [H, C, K + 1]
         # The mean over ranks counts zeros for the heads of other ranks; the counts' mean tells their fraction.
@@ -135,15 +135,13 @@ class ClusterFormer(Core):
             sums = sums + means[f"{self.path}/memory"]
         sums = sums / present
         if self.memory is not None and round(sums[..., -1].mean().item()) < self.config.update_every:
-            kept = self.memory.sums
-            kept.copy_(shard_like(sums.to(kept.device, kept.dtype), kept))
+            weights.write(self.memory.sums, sums)
             return
         counts = sums[..., -1:]
         moved = torch.where(counts > 0, sums[..., :-1] / counts, means[f"{self.path}/centroids"] / present)
-        moved = chain_centroids(moved).to(self.centroids.device, self.centroids.dtype)
-        self.centroids.copy_(shard_like(moved, self.centroids))
+        weights.write(self.centroids, chain_centroids(moved))
         if self.memory is not None:
-            self.memory.sums.zero_()
+            weights.update(self.memory.sums, torch.zeros_like)
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         size = min(self.config.chunk_length, keys)

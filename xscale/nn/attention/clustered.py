@@ -62,15 +62,18 @@ class Clustered(Core):
         at = label[..., None].expand_as(q)
         means = q.new_zeros(*q.shape[:2], count, q.shape[-1]).scatter_add(2, at, q)
         means = means / sizes.clamp(min=1)[..., None]
-        weights = (means @ k.mT * q.shape[-1] ** -0.5).softmax(-1)  # [B, H, C, S]
+        scores = means @ k.mT * q.shape[-1] ** -0.5  # [B, H, C, S]
+        weights = scores.softmax(-1)
         top = min(self.config.top_k, mask.keys)
         if not top:
             plain: Tensor = (weights @ values).gather(2, at)
             return plain.to(v.dtype)
-        return self._improved(q, k, values, weights, label, top).to(v.dtype)
+        # By scores: small weights are all 0 in float32.
+        top_keys = scores.detach().topk(top, -1).indices  # [B, H, C, J]
+        return self._improved(q, k, values, weights, label, top_keys).to(v.dtype)
 
-    def _improved(self, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, label: Tensor, top: int) -> Tensor:
-        top_weights, top_indices = weights.topk(top, -1)  # [B, H, C, J]
+    def _improved(self, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, label: Tensor, top_indices: Tensor) -> Tensor:
+        top, top_weights = top_indices.shape[-1], weights.gather(-1, top_indices)  # [B, H, C, J]
         # Every query of a cluster takes the cluster's attention to all other keys.
         from_other_keys = weights.scatter(-1, top_indices, 0.0) @ v
         width = q.shape[-1]

@@ -1,6 +1,6 @@
 """Base class and registry of attention cores: q, k, v -> o. Projections, heads and KV caches belong to the mixer."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -15,6 +15,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS
 from xscale.nn.module import Axis, Module, Part
 from xscale.nn.position.position import Position
+from xscale.nn.post_step import PostStepState
 
 ContextStyle = Literal["ring", "ulysses", "scan", "halo"]
 
@@ -61,7 +62,7 @@ class CoreTraits:
     """Has parameters without a gradient, which `update_state` moves by statistics of the step's tokens."""
 
 
-class Core(Part):
+class Core(Part, PostStepState):
     """Base class of attention cores, built as `Core(config, dims, heads, head_width)`."""
 
     head_period = 1
@@ -99,6 +100,15 @@ class Core(Part):
                 default = type(config).model_fields[key].default
                 problems.append(Problem(f"{path}.{key}", what, f"Take {default}, or mixer.kind={mixer}."))
         return problems
+
+    @property
+    def counts_keys(self) -> bool:
+        """Whether an output depends on the number of keys, also where order or documents hide some: padding counts."""
+        return False
+
+    def hides_padding(self, documents: bool) -> bool:
+        """Whether it hides the padding behind a sample from its text, by causal order or as a document of its own."""
+        return (self.causal or documents) and not self.counts_keys
 
     @property
     def transition_size(self) -> int:
@@ -184,12 +194,6 @@ class Core(Part):
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         """Return the multiply-adds of a forward over one sequence, all heads, as MFU counts them."""
         raise NotImplementedError
-
-    def update_state(self, means: dict[str, Tensor], shard_like: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Update parameters without a gradient by the step's statistics: `means` over micro-batches and ranks.
-
-        `shard_like(full, parameter)` shards a full tensor like a parameter; see `nn/post_step.py`.
-        """
 
     def block_layout(self, length: int, heads: int) -> Any:
         """Return the computed blocks of scores over `length` tokens, bool [H or 1, blocks, blocks]; None: all."""

@@ -18,7 +18,7 @@ from xscale.nn.attention.core import CORES, CoreTraits
 from xscale.nn.attention.ops.dense import repeat_kv, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.softmax import Softmax
-from xscale.nn.auxiliary import attach
+from xscale.nn.auxiliary import attach, mean_over_text
 from xscale.nn.dims import Dims
 
 
@@ -52,6 +52,7 @@ class Disagreement(Softmax):
         """Weight of the loss on the cosines of the heads' outputs: the paper's best term by itself."""
 
     averages_tokens = True
+    averages_text = True
     seams: ClassVar[tuple[str, ...]] = ("sum_heads",)
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
@@ -68,18 +69,23 @@ class Disagreement(Softmax):
         """Return the weighted sum of the terms of all heads, of all ranks."""
         config, loss = self.config, o.new_zeros((), dtype=upcast(o).dtype)
         if config.subspace_weight:
-            loss = loss + config.subspace_weight * self.similarity(
-                F.normalize(upcast(repeat_kv(v, q.shape[1])), dim=-1)
-            )
+            values = F.normalize(upcast(repeat_kv(v, q.shape[1])), dim=-1)
+            loss = loss + config.subspace_weight * self.similarity(values, mask.key_padding)
         if config.position_weight:
-            loss = loss + config.position_weight * self.similarity(self.attention_weights(q, k, mask))
+            loss = loss + config.position_weight * self.similarity(
+                self.attention_weights(q, k, mask), mask.query_padding
+            )
         if config.output_weight:
-            loss = loss + config.output_weight * self.similarity(F.normalize(upcast(o), dim=-1))
+            loss = loss + config.output_weight * self.similarity(F.normalize(upcast(o), dim=-1), mask.query_padding)
         return loss
 
-    def similarity(self, x: Tensor) -> Tensor:
-        """Return the mean over tokens of 1/H^2 sum_ij x_i . x_j, of vectors of each head x [B, H, T, N]."""
-        return (self.sum_heads(x) / self.heads).square().sum(-1).mean()
+    def similarity(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        """Return the mean over tokens of 1/H^2 sum_ij x_i . x_j, of vectors of each head x [B, H, T, N].
+
+        Tokens of `padding` [B, T] are left out.
+        """
+        similar = (self.sum_heads(x) / self.heads).square().sum(-1)
+        return mean_over_text(similar, None if padding is None else ~padding)
 
     def sum_heads(self, x: Tensor) -> Tensor:
         """Sum x [B, H, T, N] over all heads: [B, T, N]. A seam: tensor parallelism adds up those of all ranks."""

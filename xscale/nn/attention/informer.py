@@ -54,6 +54,10 @@ class Informer(Core):
         self.config = config
         self.seed = config.seed + dims.layer
 
+    @property
+    def counts_keys(self) -> bool:
+        return True
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         k, v = repeat_kv(k, q.shape[1]), repeat_kv(v, q.shape[1])
         sparsity = self._sparsity(upcast(q.detach()), upcast(k.detach()), mask.causal)

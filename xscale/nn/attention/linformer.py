@@ -18,7 +18,7 @@ from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunks import split_chunks
 from xscale.nn.attention.ops.dense import repeat_kv
 from xscale.nn.attention.ops.mask import AttentionMask
-from xscale.nn.dims import Dims
+from xscale.nn.dims import Dims, check_trained_length
 from xscale.nn.init import Init
 from xscale.nn.module import Axis, Module
 
@@ -85,7 +85,7 @@ class Linformer(Core):
         return []
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-        assert k.shape[2] <= self.length, f"{k.shape[2]} keys exceed the trained length {self.length}"
+        check_trained_length(self.path, k.shape[2], self.length)
         if self.sharing == "none":
             k, v = repeat_kv(k, q.shape[1]), repeat_kv(v, q.shape[1])
         if self.projection in ("mean", "max"):

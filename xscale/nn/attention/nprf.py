@@ -19,7 +19,7 @@ from xscale.nn.attention.ops.chunks import split_chunks
 from xscale.nn.attention.ops.dense import repeat_kv, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.ops.random_features import RandomProjection
-from xscale.nn.dims import Dims
+from xscale.nn.dims import Dims, check_trained_length
 from xscale.nn.init import ZEROS
 from xscale.nn.module import Module
 
@@ -62,7 +62,7 @@ class Nprf(Core):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         length = mask.keys
         assert mask.queries == length
-        assert length <= self.length, f"{length} tokens exceed the trained length {self.length}"
+        check_trained_length(self.path, length, self.length)
         fq, fk = self._map(q), repeat_kv(self._map(k), q.shape[1])  # [B, H, T, F]
         ones = F.pad(repeat_kv(upcast(v), q.shape[1]), (0, 1), value=1.0)
         # b_(j-i) for j - i from -(T - 1) to T - 1.

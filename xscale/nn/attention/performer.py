@@ -13,6 +13,7 @@ from torch import Tensor
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunked_scan import linear_attention, scan_multiply_adds, trigonometric_attention
 from xscale.nn.attention.ops.dense import upcast
+from xscale.nn.attention.ops.log_features import log_feature_attention
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.ops.random_features import RandomProjection
 from xscale.nn.dims import Dims
@@ -32,8 +33,10 @@ from xscale.nn.dims import Dims
     ),
     deviations=(
         "Training draws new directions at every call or never (`redraw`); the paper draws them every so many steps.",
-        "The divisor of the trigonometric estimator is at least the share of one feature; in the paper it may be near "
-        "zero or negative.",
+        "Positive features of keys are relative to the maximum so far in causal models, and `eps` is added to those of "
+        "queries alone: the paper's maximum over all keys would let a causal model see later ones.",
+        "The divisor of the trigonometric estimator is at least the share of one feature, in a fifth to a half of the "
+        "rows at unit variance; in the paper it may be near zero or negative.",
     ),
 )
 class Performer(Core):
@@ -44,6 +47,8 @@ class Performer(Core):
         """positive: FAVOR+; trigonometric: FAVOR, whose weights may be negative; relu: no softmax, but often better."""
         redraw: bool = False
         """Whether training draws new directions at every call; evaluation has fixed ones."""
+        eps: float = Field(default=1e-6, gt=0)
+        """Added to the positive features of queries, whose largest is 1, so that no divisor is 0."""
         seed: int = Field(default=0, ge=0)
         """Seed of the directions."""
 
@@ -65,9 +70,12 @@ class Performer(Core):
             )
             return trigonometric_attention(fq, fk, v, mask, weights, kernel=kernel)
         q, k = self._map(q, directions, True), self._map(k, directions, False)
+        if self.config.estimator == "positive":
+            return log_feature_attention(q, k, v, mask, kernel=kernel)
         return linear_attention(q, k, v, mask, floor, kernel=kernel)
 
     def _map(self, x: Tensor, directions: Tensor, query: bool) -> Tensor:
+        """Features [B, H, T, F] of x [B, H, T, K]; the logarithms of positive features of keys."""
         x = x * x.shape[-1] ** -0.25
         along = x @ directions.mT  # [B, H, T, F]
         # In place from here on: a feature map is several times as wide as a head.
@@ -80,9 +88,8 @@ class Performer(Core):
             pair = torch.cat((along.sin(), along.cos()), -1)
             return pair if query else pair * half.exp()
         if not query:
-            # No maximum over keys is subtracted: it would depend on later positions.
-            return along.sub_(half).exp_()
-        return along.sub_(along.detach().amax(-1, keepdim=True)).exp_()
+            return along.sub_(half)
+        return (along - along.amax(-1, keepdim=True)).exp() + self.config.eps
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         directions = self.config.features

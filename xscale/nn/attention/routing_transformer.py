@@ -6,11 +6,11 @@ causal, so in causal models queries and keys belong to the centroid nearest to t
 keys of its cluster; it gets zero if there is none yet. Where queries and keys are shared (`shared_qk` of the mixer, as
 in the paper's causal models), a token attends to itself only if it sees no other key.
 
-After each step a centroid is updated by its queries and keys: m <- decay m + (1 - decay) sum. The paper divides m by a
-running count, which does not change its direction, and only directions are compared.
+After each step a centroid is updated by its queries and keys: m <- decay m + (1 - decay) sum (equations 8 and 9). Only
+directions are compared. Sums are divided by the mean number of points of a centroid, so that they do not depend on the
+batch, and the random start is as much smaller: it has the share of a point among a thousand.
 """
 
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -25,6 +25,10 @@ from xscale.nn.attention.ops.kmeans import centroid_scores, centroid_sums, centr
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
 from xscale.nn.init import Init
+from xscale.nn.post_step import WeightWriter
+
+START = Init(std=1e-3)
+"""Initial centroids, in units of the mean of a step's points: the sums of equations 8 and 9 are over thousands."""
 
 
 @CORES.register(
@@ -66,7 +70,7 @@ class RoutingTransformer(Core):
         self.config = config
         self.heads = heads
         # A parameter, so that it is initialised, sharded and saved like others; `update_state` moves it, no gradient.
-        self.declare("centroids", (heads, config.clusters, head_width), ("heads", "state", "state"), Init(std=1.0))
+        self.declare("centroids", (heads, config.clusters, head_width), ("heads", "state", "state"), START)
         self.centroids.requires_grad_(False)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
@@ -83,16 +87,16 @@ class RoutingTransformer(Core):
         else:
             out = self._bidirectional(q, k, values, centroids)
         if self.training and mask.stats is not None:
-            sums = centroid_sums(centroids, self.first_head, self.heads, q.detach(), k.detach())
+            points = (q.detach(), k.detach())
+            sums = centroid_sums(centroids, self.first_head, self.heads, *points, padding=mask.key_padding)
             mask.stats.record(self, "found", sums)
         return out.to(v.dtype)
 
     @torch.no_grad()
-    def update_state(self, means: dict[str, Tensor], shard_like: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def update_state(self, means: dict[str, Tensor], weights: WeightWriter) -> None:
         """Update the centroids' moving average by `centroid_sums` in `means`, averaged over the step and all ranks."""
         step = (1 - self.config.decay) * centroid_target(means[f"{self.path}/found"])
-        step = step.to(self.centroids.device, self.centroids.dtype)
-        self.centroids.mul_(self.config.decay).add_(shard_like(step, self.centroids))
+        weights.update(self.centroids, lambda old, new: self.config.decay * old + new, step)
 
     def _bidirectional(self, q: Tensor, k: Tensor, v: Tensor, centroids: Tensor) -> Tensor:
         size = -(-k.shape[2] // len(centroids[0]))

@@ -4,6 +4,7 @@ A = phi(q) phi(k)^T + S, S_ij = exp(q_i . k_j) - phi(q_i) . phi(k_j) where h(q_i
 buckets, unbiased elsewhere. o = A v / A 1. phi are the Performer's positive features, h is Reformer's hash.
 """
 
+import math
 from typing import ClassVar
 
 import torch
@@ -13,11 +14,15 @@ from torch import Tensor
 
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.bucketed import tile_buckets, tile_places
-from xscale.nn.attention.ops.chunked_scan import linear_sums, scan_multiply_adds
+from xscale.nn.attention.ops.chunked_scan import scan_multiply_adds
 from xscale.nn.attention.ops.dense import repeat_kv, upcast
+from xscale.nn.attention.ops.log_features import log_feature_sums
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.ops.random_features import RandomProjection
 from xscale.nn.dims import Dims
+
+TINY = 1e-12
+"""Added to features of queries, whose largest is 1, so that no divisor is 0."""
 
 
 @CORES.register(
@@ -63,25 +68,25 @@ class Scatterbrain(Core):
         directions = self.projection(q, None)
         along = q @ directions.mT
         top = along.amax(-1, keepdim=True).detach()
-        fq = (along - top).exp()
-        fk = (k @ directions.mT - k.square().sum(-1, keepdim=True) / 2).exp()
-        # Queries' features omit exp(-|q|^2 / 2) and all features omit 1 / F: scale the exact weights likewise.
-        lift = q.square().sum(-1, keepdim=True) / 2 - top
-        sparse = self._sparse_sums(q, fq, lift, k, fk, ones, mask)
+        fq = (along - top).exp() + TINY
+        log_fk = k @ directions.mT - k.square().sum(-1, keepdim=True) / 2
         kernel = self.kernel_choices.get("linear_attention")
-        sums = linear_sums(fq, fk, ones, mask, kernel=kernel) + sparse
+        sums, highest = log_feature_sums(fq, log_fk, ones, mask, kernel=kernel)
+        highest = highest.expand(k.shape[:3])  # [B, H, S]
+        # Queries' features omit exp(-|q|^2 / 2), keys' are relative to m_i, and all omit 1 / F: so do the exact scores.
+        lift = q.square().sum(-1) / 2 - top[..., 0] - highest[:, :, mask.offset :] + math.log(self.config.features)
+        tiles = tile_buckets(self._hash(q), self._hash(k), self.config.window, mask)
+        exact = tiles.queries(q) @ tiles.keys(k).mT + tiles.queries(lift[..., None])  # [B, H, M, C, W]
+        exact = exact.masked_fill(~tiles.visible, float("-inf"))
+        # The larger of features and exact scores has weights of 1 at most.
+        largest = tiles.to_sequence(exact.detach().amax(-1, keepdim=True).clamp(min=0))  # [B, H, T, 1]
+        fk = (log_fk - highest[..., None]).exp()
+        rises = tiles.keys(highest[..., None]).mT - tiles.queries(highest[:, :, mask.offset :, None])
+        estimate = (tiles.queries(fq) @ tiles.keys(fk).mT) * rises.clamp(max=0).exp()
+        shift = tiles.queries(largest)
+        weights = (exact - shift).exp() - estimate.masked_fill(~tiles.visible, 0.0) * (-shift).exp()
+        sums = sums * (-largest).exp() + tiles.to_sequence(weights @ tiles.keys(ones))
         return (sums[..., :-1] / sums[..., -1:]).to(v.dtype)
-
-    def _sparse_sums(
-        self, q: Tensor, fq: Tensor, lift: Tensor, k: Tensor, fk: Tensor, ones: Tensor, mask: AttentionMask
-    ) -> Tensor:
-        """Sum of S_ij v_j over the sparse part: [B, H, T, K + 1]."""
-        query_buckets, key_buckets = self._hash(q), self._hash(k)
-        tiles = tile_buckets(query_buckets, key_buckets, self.config.window, mask)
-        exact = tiles.queries(q) @ tiles.keys(k).mT + tiles.queries(lift)  # [B, H, M, C, W]
-        exact = exact.masked_fill(~tiles.visible, float("-inf")).exp() * self.config.features
-        weights = exact - (tiles.queries(fq) @ tiles.keys(fk).mT).masked_fill(~tiles.visible, 0.0)
-        return tiles.to_sequence(weights @ tiles.keys(ones))
 
     def _hash(self, x: Tensor) -> Tensor:
         """Hash x [B, H, S, K] -> buckets [B, H, S]."""

@@ -4,6 +4,9 @@ R = F(mean of each block's keys), two layers with a relu; P = Sinkhorn(exp R), r
 block i sees its own keys and sum_j P_ij (block j's). Causal: a block is represented by the keys before it and gets
 earlier blocks only, and columns are normalised over the rows so far. SortCut (`sortcut_blocks`): all queries see the
 first sorted blocks.
+
+The last block may be shorter than the others. A place that it lacks is mixed from the blocks that have it, with their
+weights scaled to the sum over all blocks, and is hidden where none has it.
 """
 
 from typing import Any, ClassVar
@@ -19,7 +22,7 @@ from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunks import pad_queries_to_keys, split_chunks
 from xscale.nn.attention.ops.dense import repeat_kv, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
-from xscale.nn.dims import Dims
+from xscale.nn.dims import Dims, check_trained_length
 from xscale.nn.init import Init
 
 
@@ -34,6 +37,7 @@ from xscale.nn.init import Init
         context=("ulysses",),
         decode=True,
     ),
+    deviations=("A block is represented by the mean of each head's keys; the paper: by the sum of the layer's input.",),
 )
 class SinkhornCore(Core):
     first: Parameter
@@ -68,15 +72,22 @@ class SinkhornCore(Core):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         size, length = self.config.block, k.shape[2]
+        check_trained_length(self.path, length, self.second.shape[2] * size)
         q = pad_queries_to_keys(upcast(q), mask)
         k, values = repeat_kv(upcast(k), q.shape[1]), repeat_kv(upcast(v), q.shape[1])
         rows, keys, values = (split_chunks(x, 2, size) for x in (q, k, values))  # [B, H, N, b, K]
         places = self.places(keys, length)  # [B, H, N, N]
-        got_k, got_v = (_mix(places, x) for x in (keys, values))
+        filled = split_chunks(torch.ones(length, dtype=torch.bool, device=q.device), 0, size)  # [N, b]
+        got_k, got_v = ((places @ x.flatten(3)).view_as(x) for x in (keys, values))
+        if not self.causal and length % size:
+            scale = _place_scale(places, filled)
+            got_k, got_v = got_k * scale, got_v * scale
         if self.config.sortcut_blocks is not None:
             cut = min(self.config.sortcut_blocks, keys.shape[2])
             got_k, got_v = (x[:, :, :cut].flatten(2, 3) for x in (got_k, got_v))
-            out = self.random.attention(rows.flatten(2, 3), got_k, got_v, 0.0)
+            # All places of the first block are filled if any is, unless it is the only one.
+            seen = filled[:1] if length < size else None
+            out = self.random.attention(rows.flatten(2, 3), got_k, got_v, 0.0, attn_mask=seen)
         else:
             # Blocks become batches, whose heads have one mask.
             inputs = (rows, torch.cat((keys, got_k), 3), torch.cat((values, got_v), 3))
@@ -100,7 +111,8 @@ class SinkhornCore(Core):
         positions = torch.arange(blocks * size, device=device).view(blocks, size)
         hidden = (positions >= length)[:, None].expand(-1, size, -1)
         if not self.causal:
-            return torch.cat((hidden, torch.zeros_like(hidden)), -1)
+            # A received block has the places of the first one, which is full unless it is the only one.
+            return torch.cat((hidden, hidden[:1].expand_as(hidden)), -1)
         hidden = hidden | (positions[:, None] > positions[:, :, None])
         # The first block has no earlier block to receive.
         return torch.cat((hidden, (positions[:, :1] < size).expand(-1, size)[:, None].expand_as(hidden)), -1)
@@ -117,7 +129,6 @@ class SinkhornCore(Core):
             means = sums / counts[:, None]
         inner = F.relu(means @ self.use(self.first).to(means.dtype))
         scores = inner @ self.use(self.second).to(means.dtype)[..., :blocks]
-        assert scores.shape[-1] == blocks, f"{blocks} blocks exceed the {scores.shape[-1]} trained on"
         if self.training:
             scores = scores + self.random.gumbel(scores, ("batch", "heads", "state", "state"))
         return sinkhorn_normalize(scores / self.config.temperature, self.config.iterations, self.causal)
@@ -144,5 +155,9 @@ def sinkhorn_normalize(scores: Tensor, iterations: int, causal: bool) -> Tensor:
     return scores.exp()
 
 
-def _mix(places: Tensor, blocks: Tensor) -> Tensor:
-    return (places @ blocks.flatten(3)).view_as(blocks)
+def _place_scale(places: Tensor, filled: Tensor) -> Tensor:
+    """Factor [B, H, N, b, 1] of what each place of a received block gets: the weight of all blocks over that of those
+    that have the place, by P [B, H, N, N] and `filled` [N, b]; 0: none has it."""
+    total = places.sum(-1, keepdim=True)  # [B, H, N, 1]
+    have = places @ filled.to(places.dtype)  # [B, H, N, b]
+    return torch.where(filled[0], total / have.clamp(min=torch.finfo(have.dtype).tiny), 0.0)[..., None]

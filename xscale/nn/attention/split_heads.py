@@ -119,6 +119,10 @@ class SplitHeads(Core):
         return any(CORES.of(core).part.shares_qk(core) for core in config.cores)
 
     @property
+    def counts_keys(self) -> bool:
+        return any(core.counts_keys for core in self.cores if isinstance(core, Core))
+
+    @property
     def traits(self) -> CoreTraits:
         return self.traits_of(self.config)
 

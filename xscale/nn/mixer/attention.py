@@ -11,6 +11,7 @@ from xscale.core.config import Slot
 from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention.core import CORES, Core
 from xscale.nn.attention.ops.mask import AttentionMask, ScoreEdge
+from xscale.nn.attention.ops.without_padding import attend_without_padding
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
@@ -255,7 +256,13 @@ class Attention(Mixer):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         """Run the core: q [B, H, T, K], k and v [B, G, S, K] -> [B, H, T, K]. A seam: context parallelism."""
+        if mask.key_padding is not None and not mask.hides_padding:
+            return attend_without_padding(self.core, q, k, v, mask)
         return self.core(q, k, v, mask)  # type: ignore[no-any-return]
+
+    @property
+    def decodes(self) -> bool:
+        return self.core.traits.decode
 
     @property
     def hands_on_scores(self) -> bool:
@@ -311,9 +318,14 @@ class Attention(Mixer):
         return cached
 
     def keeps_documents_apart(self, tokens: Tokens, key_tokens: Tokens) -> bool:
-        """Whether documents must be masked from each other; ConfigError if the core cannot."""
+        """Whether the core must mask documents from each other; ConfigError if it cannot.
+
+        Those of padding it need not: it is called without it.
+        """
         documents = None not in (tokens.documents, key_tokens.documents)
         if documents and not self.core_separates_documents:
+            if key_tokens.padding is not None:
+                return False
             can = ", ".join(CORES.able(documents=True))
             what = f"the core of {self.path} cannot mask packed documents from each other"
             raise ConfigError("data.cross_documents", what, f"Set it to true, or take one of: {can}.")
@@ -332,6 +344,9 @@ class Attention(Mixer):
                 query_documents=tokens.documents if documents else None,
                 key_documents=key_tokens.documents if documents else None,
                 spans=tokens.found_document_spans() if documents and key_tokens is tokens else None,
+                hides_padding=self.core.hides_padding(documents),
+                key_padding=key_tokens.padding,
+                query_padding=tokens.padding,
                 key_prefix=key_tokens.prefix,
                 observed=None if self.cross else tokens.observed,
                 dropout=0.0 if tokens.rng_seed is None else self.dropout,

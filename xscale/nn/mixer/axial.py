@@ -21,6 +21,7 @@ from xscale.core.errors import Problem
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.without_padding import require_one_document
 from xscale.nn.module import Module
 from xscale.nn.position.position import POSITIONS, Position
 from xscale.nn.tokens import Tokens
@@ -68,6 +69,7 @@ class AxialMixer(Mixer):
         return problems
 
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+        require_one_document(self.path, tokens)
         length, width = x.shape[1], self.config.width
 
         def rotate(q: Tensor) -> Tensor:

@@ -12,12 +12,13 @@ from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.tokens import Tokens
 
 
 @MIXERS.register(
     "cluster_former",
-    traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=False, decode=False),
+    traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True),
 )
 class ClusterFormerAttention(Attention):
     class Config(Attention.Config):
@@ -32,6 +33,8 @@ class ClusterFormerAttention(Attention):
         assert isinstance(config.core, ClusterFormer.Config)
         core = config.core.model_copy(update={"points": "input"})
         super().__init__(config.model_copy(update={"core": core}), dims)
+
+    forward = without_padding(Attention.forward)
 
     def attend_input(self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         """Attend within the chunks of tokens that the clusters of x [B, T, D] make, the same in all heads."""

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from xscale.nn.attention.adaptive_span import SpanConfig, log_soft_mask
 from xscale.nn.attention.ops.mask import AttentionMask
-from xscale.nn.auxiliary import attach
+from xscale.nn.auxiliary import attach, mean_over_text
 from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS
 from xscale.nn.mixer.attention import Attention
@@ -43,6 +43,7 @@ class DynamicSpan(Attention):
     cores: ClassVar[tuple[str, ...] | None] = ("softmax",)
     shards_sequence: ClassVar[bool] = False
     averages_tokens = True
+    averages_text = True
 
     reads_bias: ClassVar[bool] = True
 
@@ -61,4 +62,4 @@ class DynamicSpan(Attention):
         score_bias = score_bias if mask.bias is None else score_bias + mask.bias
         o = self.attend(q, k, v, replace(mask, bias=score_bias))
         # Ranks that share the heads have equally many, so that the mean of their means is that of all heads.
-        return attach(o, self.loss_weight * spans.mean(), tokens.aux_loss_weight)
+        return attach(o, self.loss_weight * mean_over_text(spans, tokens.real()), tokens.aux_loss_weight)

@@ -20,13 +20,14 @@ from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.position.position import POSITIONS
 from xscale.nn.tokens import Tokens
 
 
 @MIXERS.register(
     "etc",
-    traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=False, decode=False),
+    traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True),
     deviations=(
         "Each global token of the model is learned; in the paper those of all sentences have one embedding.",
         "Global and long tokens share the ffn, as in the authors' defaults.",
@@ -94,6 +95,8 @@ class EtcAttention(Attention):
                 what = f"is not defined for the separate projections of '{config.projections}'"
                 problems.append(Problem(f"{path}.{key}", what, "Take null, or projections=shared."))
         return problems
+
+    forward = without_padding(Attention.forward)
 
     def attend_input(self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         """Attend from long tokens with `q`, `k`, `v`, and from global tokens with their own projections, if any."""

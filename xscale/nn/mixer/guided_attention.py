@@ -53,6 +53,7 @@ class GuidedAttention(Attention):
     cores: ClassVar[tuple[str, ...] | None] = ("softmax",)
     shards_sequence: ClassVar[bool] = False
     averages_tokens = True
+    averages_text = True
 
     reads_bias: ClassVar[bool] = True
 
@@ -120,6 +121,8 @@ class GuidedAttention(Attention):
             chosen = torch.isin(tokens.ids, ids)[:, None, :].expand_as(places)
         if mask.allowed is not None:
             chosen = chosen & mask.allowed.to(chosen.device)[:, 0]
+        if tokens.padding is not None:
+            chosen = chosen & ~tokens.padding[:, :, None]
         return chosen
 
 

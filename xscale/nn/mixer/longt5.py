@@ -19,6 +19,7 @@ from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.module import Module
 from xscale.nn.norm import Rms
 from xscale.nn.position.position import POSITIONS, Position
@@ -27,7 +28,7 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "longt5",
-    traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=False, decode=False),
+    traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True),
     deviations=("A sequence shorter than a block has one block; in the authors' code it has none.",),
 )
 class TransientGlobalAttention(Attention):
@@ -73,6 +74,8 @@ class TransientGlobalAttention(Attention):
     def layer_tables(cls, config: Any, dims: Dims) -> list[tuple[Any, ...]]:
         position = config.position or dims.position
         return [("longt5", config.heads, position)] if getattr(position, "shared", False) else []
+
+    forward = without_padding(Attention.forward)
 
     def attend_input(self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         """Attend to the local keys and to those of the blocks' normed sums."""

@@ -11,11 +11,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from xscale.core.errors import ConfigError, Problem
+from xscale.core.errors import Problem
 from xscale.nn.attention.ops.dense import dense_attention
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.module import Module
 from xscale.nn.tokens import Tokens
 
@@ -43,7 +44,7 @@ class NestedAttention(Module):
 
 @MIXERS.register(
     "luna",
-    traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=False, decode=False),
+    traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True),
     deviations=(
         "The packed sequence passes the block's feed-forward layer too; the paper's goes to the next layer without it.",
     ),
@@ -76,10 +77,8 @@ class LunaAttention(Mixer):
             problems.append(Problem("model.position", what, "Take one that acts on the embeddings: learned."))
         return problems
 
+    @without_padding
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
-        if tokens.documents is not None:
-            what = f"the packed sequence of {self.path} is shared by the documents of a sample"
-            raise ConfigError("data.cross_documents", what, "Set it to true, or take the mixer attention.")
         packed, text = x[:, : self.slots], x[:, self.slots :]
         packed = self.pack(packed, text)
         return torch.cat((packed, self.unpack(text, packed)), 1)

@@ -1,7 +1,7 @@
 """Mixers: layers that move information between tokens, x -> x. `fourier`; `attention` is in a file of its own."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from xscale.core.errors import Problem
 from xscale.core.registry import Family
 from xscale.nn.attention.core import CORES
 from xscale.nn.dims import Dims
+from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.module import Part
 from xscale.nn.tokens import Tokens
 
@@ -29,6 +30,8 @@ class MixerTraits:
     """Masks packed documents from each other."""
     decode: bool
     """Has an incremental form that equals the parallel one."""
+    padding: bool = False
+    """Without `documents`, hides the padding at the end of samples (`Tokens.padding`)."""
     prefix: bool = False
     """In a causal model, lets all tokens of a document see its prefix (`Tokens.prefix`), where its core can."""
 
@@ -42,12 +45,20 @@ class Mixer(Part):
     """Whether it has no scores of its own, so that it cannot be in the first block."""
     shards_sequence: ClassVar[bool] = False
     """Whether it works on a sequence that is sharded over cp."""
+    reads_padding: bool = False
+    """Whether it reads the padding at the end of samples as text."""
     reads_bias: ClassVar[bool] = False
     """Whether it reads the mask's bias on the scores, or attention weights, so that it needs the bias by pair."""
 
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         """[B, T, D] -> [B, T, D]; cross attention also reads `memory` [B, S, D], the hidden states of `source`."""
         raise NotImplementedError
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it computes new tokens from the cache of those before. The trait of a mixer covers its parts."""
+        kind = self.Config.kind
+        return kind is None or MIXERS.get(kind).traits.decode
 
     @property
     def hands_on_scores(self) -> bool:
@@ -127,7 +138,8 @@ def check_mixer(config: Config, dims: Dims, path: str) -> list[Problem]:
 
 
 @MIXERS.register(
-    "fourier", traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=False, decode=False)
+    "fourier",
+    traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True),
 )
 class Fourier(Mixer):
     """Lee-Thorp et al. 2021 (FNet): the real part of a Fourier transform over sequence and width, without
@@ -135,9 +147,16 @@ class Fourier(Mixer):
 
     uses_position: ClassVar[bool] = False
 
-    def __init__(self, config: Mixer.Config, dims: Dims) -> None:
-        super().__init__()
+    class Config(Mixer.Config):
+        padding: Literal["hidden", "text"] = "hidden"
+        """hidden: the transform of a sample is that of its text alone; text: padding is read as text, as the authors do
+        in fine-tuning."""
 
+    def __init__(self, config: Config, dims: Dims) -> None:
+        super().__init__()
+        self.reads_padding = config.padding == "text"
+
+    @without_padding
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         # Most devices have no Fourier transform in half precision.
         upcast = x if x.dtype == torch.float64 else x.float()

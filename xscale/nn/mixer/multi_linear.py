@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.nn.attention.ops.dense import upcast
-from xscale.nn.dims import Dims
+from xscale.nn.dims import Dims, check_trained_length
 from xscale.nn.init import Init
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import MIXERS, MixerTraits
@@ -89,7 +89,7 @@ class MultiLinear(PositionalMixer):
         if self.causal:
             return self._causal(q, k, v, weight, tokens)
         length = q.shape[1]
-        self.check_length(length)
+        check_trained_length(self.path, length, self.length)
         inner = torch.einsum("jmd,bmr->bjrd", weight[:length, :length], v)
         total = torch.einsum("bjr,bjrd->brd", k, inner)
         return torch.einsum("bir,brd->bid", q, total)
@@ -101,7 +101,7 @@ class MultiLinear(PositionalMixer):
             factors, earlier = tokens.cache.get(self.path, (ValueCache(), None))
             k, v = factors.append(torch.stack((k, v), 1)).unbind(1)  # [B, S, R] each
         length, new = k.shape[1], q.shape[1]
-        self.check_length(length)
+        check_trained_length(self.path, length, self.length)
         first, places = length - new, torch.arange(length, device=q.device)
         new_places = places[first:]
         # A token's key meets its own value once: in the first of the two.

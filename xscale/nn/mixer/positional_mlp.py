@@ -22,12 +22,13 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
-from xscale.core.errors import ConfigError, Problem
-from xscale.nn.dims import Dims
+from xscale.core.errors import Problem
+from xscale.nn.dims import Dims, check_trained_length
 from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
 from xscale.nn.mixer.synthesizer import ValueCache
+from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.norm import Layer, Norm
 from xscale.nn.tokens import Tokens
 
@@ -49,15 +50,10 @@ class PositionalMixer(Mixer):
         what = f"the weights belong to {config.length} positions, and a sequence has {dims.length} tokens"
         return [Problem(f"{path}.length", what, f"Take {dims.length}, or null.")]
 
-    def check_length(self, length: int) -> None:
-        """Raise ConfigError for a sequence of more than N tokens."""
-        if length > self.length:
-            what = f"{self.path} has weights for {self.length} positions, and the sequence has {length} tokens"
-            fix = f"Take a sequence of at most {self.length} tokens, or train with data.sequence_length={length}."
-            raise ConfigError("data.sequence_length", what, fix)
 
-
-@MIXERS.register("gmlp", traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=False, decode=True))
+@MIXERS.register(
+    "gmlp", traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=False, decode=True, padding=True)
+)
 class Gmlp(PositionalMixer):
     """Liu et al. 2021 (gMLP): a linear map over the positions gates the other half of the channels."""
 
@@ -94,6 +90,7 @@ class Gmlp(PositionalMixer):
             self.declare("spatial", (self.length, self.length), ("tokens", "tokens"), start)
         self.declare("spatial_bias", (self.length,), ("tokens",), ONES, decays=False)
 
+    @without_padding
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         gate = self.normalise(self.norm, F.gelu(self.up_gate(x)))  # [B, T, F / 2]
         queries = gate.shape[1]
@@ -102,7 +99,7 @@ class Gmlp(PositionalMixer):
                 tokens.cache[self.path] = ValueCache()
             gate = tokens.cache[self.path].append(gate[:, None])[:, 0]  # [B, S, F / 2]
         keys = gate.shape[1]
-        self.check_length(keys)
+        check_trained_length(self.path, keys, self.length)
         weights = self.weights(keys).narrow(0, keys - queries, queries)  # [T, S]
         bias = self.use(self.spatial_bias)[keys - queries : keys, None]
         out: Tensor = self.down(F.gelu(self.up(x)) * (weights @ gate + bias))
@@ -128,7 +125,8 @@ class Gmlp(PositionalMixer):
 
 
 @MIXERS.register(
-    "mlp_mixer", traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=False, decode=False)
+    "mlp_mixer",
+    traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True),
 )
 class MlpMixer(PositionalMixer):
     """Tolstikhin et al. 2021 (MLP-Mixer): a perceptron over the positions, the same for all channels."""
@@ -151,9 +149,10 @@ class MlpMixer(PositionalMixer):
         self.declare("down", (self.length, hidden), ("tokens", "ffn"), dims.residual_init)
         self.declare("down_bias", (self.length,), ("tokens",), ZEROS, decays=False)
 
+    @without_padding
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         length = x.shape[1]
-        self.check_length(length)
+        check_trained_length(self.path, length, self.length)
         hidden = F.gelu(self.use(self.up)[:, :length] @ x + self.use(self.up_bias)[:, None])  # [B, S', D]
         return self.use(self.down)[:length] @ hidden + self.use(self.down_bias)[:length, None]
 

@@ -33,6 +33,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.init import ONES, Init
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.without_padding import require_one_document
 from xscale.nn.module import Module
 from xscale.nn.tokens import Tokens
 from xscale.nn.traceable_property import TraceableProperty
@@ -330,6 +331,7 @@ class S4(Mixer):
         return problems
 
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+        require_one_document(self.path, tokens)
         skip = self.ssm.use(self.ssm.skip)
         u = upcast(x.narrow(-1, self.first_channel, len(skip)))  # [B, T, D]
         y = self.convolve(u, tokens) if tokens.cache is None else self.recur(u, tokens.cache)

@@ -17,6 +17,7 @@ from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.module import Module
 from xscale.nn.norm import Layer
 from xscale.nn.tokens import Tokens
@@ -52,7 +53,7 @@ class StarAttention(Module):
 
 @MIXERS.register(
     "star",
-    traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=False, decode=False),
+    traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True),
     deviations=(
         "The output is the satellites; the relay's last update, by which the paper classifies a sequence, is left out.",
     ),
@@ -94,6 +95,7 @@ class StarTransformerLayers(Mixer):
             problems.append(Problem("model.position", what, fix))
         return problems
 
+    @without_padding
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         if tokens.documents is not None:
             what = f"the relay of {self.path} is shared by the documents of a sample, which must not see each other"

@@ -122,7 +122,7 @@ class Encoder(Model):
 
     def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         count = self.global_tokens
-        if count and tokens.documents is not None:
+        if count and tokens.documents is not None and tokens.padding is None:
             what = f"the {count} global tokens of a sample are shared by its documents, which must not see each other"
             raise ConfigError("data.cross_documents", what, "Set it to true, or model.global_tokens to 0.")
         prefixed, prediction = tokens.with_global_tokens(count), Prediction(self.head, targets)

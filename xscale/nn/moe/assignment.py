@@ -108,13 +108,20 @@ def _cheapest(cost: Array, full: Array, free: Array) -> list[int]:
 def balanced_hash(frequencies: Sequence[float], experts: int, seed: int = 0) -> Tensor:
     """Expert of each token id, int64 [V] (Roller et al. 2021, section 3.2).
 
-    Ids in order of falling frequency, each to the expert with the lowest total so far. `seed` breaks ties.
+    Ids in order of falling frequency, each to the expert with the lowest total so far; ids that do not occur, each to
+    the expert with the fewest of them. `seed` breaks ties.
     """
     order = np.random.default_rng(seed).permutation(experts).tolist()
     heap = [(0.0, tie_break, expert) for tie_break, expert in enumerate(order)]
     table = [0] * len(frequencies)
-    for token in sorted(range(len(frequencies)), key=lambda token: -frequencies[token]):
+    used = sorted(
+        (token for token, frequency in enumerate(frequencies) if frequency), key=lambda token: -frequencies[token]
+    )
+    for token in used:
         total, tie_break, expert = heap[0]
         table[token] = expert
         heapq.heapreplace(heap, (total + frequencies[token], tie_break, expert))
+    unused = (token for token, frequency in enumerate(frequencies) if not frequency)
+    for number, token in enumerate(unused):
+        table[token] = order[number % experts]
     return torch.tensor(table, dtype=torch.int64, device="cpu")

@@ -15,6 +15,7 @@ from xscale.nn.pattern.window import check_window, window_layout
 @PATTERNS.register(
     "bigbird",
     traits=PatternTraits(
+        counts_blocks=True,
         causal=True,
         bidirectional=True,
         per_head_layout=True,

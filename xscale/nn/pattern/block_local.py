@@ -35,7 +35,9 @@ class BlockLocal(Pattern):
 
 @PATTERNS.register(
     "blockwise",
-    traits=PatternTraits(causal=False, bidirectional=True, per_head_layout=True, density="1 / sequence_blocks"),
+    traits=PatternTraits(
+        counts_blocks=True, causal=False, bidirectional=True, per_head_layout=True, density="1 / sequence_blocks"
+    ),
 )
 class Blockwise(Pattern):
     """Qiu et al. 2020 (BlockBERT): the sequence in n blocks; each head permutes them, and block i sees block pi(i)."""

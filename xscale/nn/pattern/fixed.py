@@ -13,6 +13,7 @@ from xscale.nn.pattern.pattern import PATTERNS, Layout, Pattern, PatternTraits
 @PATTERNS.register(
     "fixed",
     traits=PatternTraits(
+        counts_blocks=True,
         causal=True,
         bidirectional=True,
         per_head_layout=True,

@@ -85,7 +85,9 @@ def global_tokens(grid: Grid, indices: tuple[int, ...], horizontal: bool = True)
 
 @PATTERNS.register(
     "star",
-    traits=PatternTraits(causal=False, bidirectional=True, per_head_layout=False, density="min(1, (window + 2) / N)"),
+    traits=PatternTraits(
+        counts_blocks=True, causal=False, bidirectional=True, per_head_layout=False, density="min(1, (window + 2) / N)"
+    ),
     deviations=(
         "The ring and the relay are blocks of tokens; with blocks of one token they are the paper's nodes.",
         "Only who sees whom is Star-Transformer's: its update, weights and depth are those of the mixer `star`.",

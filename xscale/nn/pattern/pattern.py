@@ -34,6 +34,8 @@ class PatternTraits:
     density: str
     """Fraction of block pairs that are seen far from the edges, in the bidirectional layout (causal, if it is the only
     one): a Python expression in N (blocks of the sequence), block (tokens of one) and the config's keys."""
+    counts_blocks: bool = False
+    """What the first blocks see of each other in the bidirectional layout depends on the number of all blocks."""
     random: bool = False
     """The layout is drawn by a seed in the config: the same in every process and run."""
 
@@ -54,6 +56,11 @@ class Pattern:
     def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
         """Return every problem of `config` within a model of `dims`; `path` is the config's dotted path."""
         return []
+
+    @property
+    def counts_blocks(self) -> bool:
+        """Trait `counts_blocks` of this pattern, which follows from its members if it is made of patterns."""
+        return PATTERNS.get(str(self.Config.kind)).traits.counts_blocks
 
     def make_layout(self, grid: Grid) -> Layout:
         """Bool [H or 1, rows, N], true where the query block sees the key block; `layout` then removes the future."""

@@ -55,7 +55,12 @@ def _mix(value: _Bits | np.uint64) -> _Bits:
 @PATTERNS.register(
     "random",
     traits=PatternTraits(
-        causal=True, bidirectional=True, per_head_layout=True, density="min(1, random_blocks / N)", random=True
+        counts_blocks=True,
+        causal=True,
+        bidirectional=True,
+        per_head_layout=True,
+        density="min(1, random_blocks / N)",
+        random=True,
     ),
 )
 class RandomPattern(Pattern):

@@ -37,6 +37,10 @@ class UnionPattern(Pattern):
         return check_patterns(config.patterns, dims, path)
 
     @property
+    def counts_blocks(self) -> bool:
+        return any(pattern.counts_blocks for pattern in self.patterns)
+
+    @property
     def differs_by_head(self) -> bool:
         return any(pattern.differs_by_head for pattern in self.patterns)
 
@@ -86,6 +90,10 @@ class IntersectionPattern(Pattern):
     @classmethod
     def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
         return check_patterns(config.patterns, dims, path)
+
+    @property
+    def counts_blocks(self) -> bool:
+        return any(pattern.counts_blocks for pattern in self.patterns)
 
     @property
     def differs_by_head(self) -> bool:

@@ -22,6 +22,8 @@ class ShardedAttentionMask(AttentionMask):
     """Tokens of the queries."""
     key_shard: TokenShard
     """Tokens of the keys."""
+    documents: bool = False
+    """Whether documents are masked from each other."""
     position: Position | None = None
     """Position encoding that biases the scores; None: no bias."""
     pairs: Pairs | None = None
@@ -65,7 +67,7 @@ class ShardedAttentionMask(AttentionMask):
 
     def _plain(self) -> AttentionMask:
         """Return the mask of all queries on all keys, without a bias."""
-        documents = None not in (self.query_shard.documents, self.key_shard.documents)
+        documents = self.documents
         weight = self.query_shard.aux_loss_weight
         return AttentionMask(
             queries=self.query_shard.length,
@@ -73,7 +75,12 @@ class ShardedAttentionMask(AttentionMask):
             causal=self.causal,
             query_documents=self.query_shard.full.documents if documents else None,
             key_documents=self.key_shard.full.documents if documents else None,
-            spans=self.query_shard.full.found_document_spans() if self.query_shard is self.key_shard else None,
+            spans=self.query_shard.full.found_document_spans()
+            if documents and self.query_shard is self.key_shard
+            else None,
+            hides_padding=self.hides_padding,
+            key_padding=self.key_shard.full.padding,
+            query_padding=self.query_shard.full.padding,
             key_prefix=self.key_shard.full.prefix,
             observed=self.observed,
             dropout=self.dropout,
@@ -102,7 +109,7 @@ class ShardedMaskBuilder:
         if not isinstance(tokens, TokenShard):
             return self.inner(q, k, tokens, key_tokens)
         assert isinstance(key_tokens, TokenShard), "both sequences are sharded"
-        attention.keeps_documents_apart(tokens, key_tokens)
+        documents = attention.keeps_documents_apart(tokens, key_tokens)
         position = attention.position
         reads = position is not None and position.adds_scores
         biased = position is not None and (position.adds_bias or reads)
@@ -111,6 +118,8 @@ class ShardedMaskBuilder:
             queries=q.shape[2],
             keys=k.shape[2],
             causal=attention.causal,
+            documents=documents,
+            hides_padding=attention.core.hides_padding(documents),
             observed=None if attention.cross else tokens.full.observed,
             dropout=0.0 if tokens.rng_seed is None else attention.dropout,
             shared_qk=attention.shared_qk,

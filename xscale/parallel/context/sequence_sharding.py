@@ -90,7 +90,8 @@ class TokenShard(Tokens):
 
     def real(self) -> Tensor:
         """Whether each token [B, P] is one of the full sequence."""
-        return (self._places() < self.length).expand_as(self.ids)
+        is_real = (self._places() < self.length).expand_as(self.ids)
+        return is_real if self.padding is None else is_real & ~self.padding
 
     def text_of_shard(self) -> Tensor:
         places = self._places()
@@ -113,6 +114,8 @@ class TokenShard(Tokens):
             self,
             ids=sharding.shard(full.ids),
             positions=sharding.shard(full.positions),
+            documents=None if full.documents is None else sharding.shard(full.documents, fill=-1),
+            padding=None if full.padding is None else sharding.shard(full.padding, fill=True),
             types=None if full.types is None else sharding.shard(full.types),
             # A shard has global tokens up to the head, where places of the text would no longer tell where it begins.
             boundaries=None if boundaries is None else sharding.shard_predicted(boundaries + count),
@@ -127,7 +130,7 @@ class TokenShard(Tokens):
 
     def count(self) -> float:
         """Tokens of the full sequences times `fraction`."""
-        return self.full.ids.numel() * self.fraction()
+        return self.full.count() * self.fraction()
 
 
 def shard_tokens(tokens: Tokens, sharding: SequenceSharding, targets: Tensor | None = None) -> TokenShard:
@@ -136,6 +139,7 @@ def shard_tokens(tokens: Tokens, sharding: SequenceSharding, targets: Tensor | N
         ids=sharding.shard(tokens.ids),
         positions=sharding.shard(tokens.positions),
         documents=None if tokens.documents is None else sharding.shard(tokens.documents, fill=-1),
+        padding=None if tokens.padding is None else sharding.shard(tokens.padding, fill=True),
         types=None if tokens.types is None else sharding.shard(tokens.types),
         labels=tokens.labels,
         boundaries=None if tokens.boundaries is None else sharding.shard(tokens.boundaries),

@@ -1,7 +1,7 @@
 """FSDP engine: torch's `fully_shard` stores parameters and gradients as DTensors; our optimizers update the shards."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from xscale.mesh.collectives import sum_tensor
 from xscale.optim.groups import ClipGroup, clip_factor, clip_groups
 from xscale.optim.optimizer.optimizer import LocalParameter, Optimizer
-from xscale.parallel.ema import ExponentialMovingAverage, free_gathered_weights
+from xscale.parallel.ema import ExponentialMovingAverage
+from xscale.parallel.full_tensors import ShardedWeightWriter, free_gathered_weights
 from xscale.parallel.plan import ParallelPlan
 from xscale.parallel.sharded import ShardedParameter
 from xscale_kernels.squared_norm.op import squared_norm
@@ -65,14 +66,22 @@ class FsdpEngine:
     def backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def reduce_gradients(self, nats: Tensor, loss_scale: float = 1.0) -> tuple[float, float]:
+    def reduce_gradients(
+        self, nats: Tensor, loss_scale: float = 1.0, scalars: Sequence[float] = ()
+    ) -> tuple[float, float, list[float]]:
         self.loss_scale = loss_scale
         self.gradients = [_gradient(parameter) for parameter in self.trained]
         squared_norms = [self._squared_norm(by_weight).to(nats) for by_weight in self.norm_weights]
         # The host reads once, all numbers: it waits here for all that the device has to do in the step.
-        total, *squares = sum_tensor(torch.stack((nats / self.repeats, *squared_norms))).tolist()
+        numbers = [torch.stack((nats / self.repeats, *squared_norms))]
+        if scalars:
+            # From pinned memory the host does not wait for the copy.
+            copied = torch.tensor(scalars, dtype=nats.dtype, pin_memory=nats.is_cuda)
+            numbers.append(copied.to(nats.device, non_blocking=True))
+        total, *sums = sum_tensor(torch.cat(numbers)).tolist()
+        squares, sums_of_scalars = sums[: len(squared_norms)], sums[len(squared_norms) :]
         self.grad_norms = [_root(squared) / loss_scale for squared in squares]
-        return total, _root(sum(squares)) / loss_scale
+        return total, _root(sum(squares)) / loss_scale, sums_of_scalars
 
     def group_norms(self) -> dict[str, float]:
         if len(self.clip_groups) == 1:
@@ -106,9 +115,12 @@ class FsdpEngine:
         return full_state(self.parameters, self.optimizer) | averages
 
     def after_load(self) -> None:
+        # Modules may have gathered the weights from before the load.
+        free_gathered_weights(self.model)
         self.optimizer.restore_weights()
 
     def begin(self) -> None:
+        free_gathered_weights(self.model)
         self.optimizer.adopt_weights()
         if self.ema is not None:
             self.ema.reset()
@@ -119,12 +131,10 @@ class FsdpEngine:
         if averaged is None:
             yield
             return
-        # Modules may still have gathered the weights from before the exchange.
-        free_gathered_weights(self.model)
-        with torch.no_grad():
-            for parameter, value in zip(self.trained, self.optimizer.states()[averaged], strict=True):
-                assert value is not None
-                parameter.local.copy_(value)
+        weights = ShardedWeightWriter(self.model)
+        for parameter, value in zip(self.trained, self.optimizer.states()[averaged], strict=True):
+            assert value is not None
+            weights.write_shard(parameter.parameter, value)
         try:
             yield
         finally:

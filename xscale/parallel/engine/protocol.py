@@ -1,6 +1,6 @@
 """The seam between the training step and the owner of parameters, gradients and optimizer states."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -35,8 +35,11 @@ class Engine(Protocol):
         """Accumulate the gradients of a loss that is already divided by the targets of the whole step."""
         ...
 
-    def reduce_gradients(self, nats: Tensor, loss_scale: float = 1.0) -> tuple[float, float]:
-        """Reduce the step's loss and gradients over all ranks: (summed loss in nats, gradient norm before clipping).
+    def reduce_gradients(
+        self, nats: Tensor, loss_scale: float = 1.0, scalars: Sequence[float] = ()
+    ) -> tuple[float, float, list[float]]:
+        """Reduce the step's loss and gradients over all ranks: (summed loss in nats, gradient norm before clipping,
+        sums of the `scalars` over all ranks). The host waits for the device here, and once.
 
         The gradients are those of the loss times `loss_scale`; the norm, and the update by `apply`, are of the loss.
 

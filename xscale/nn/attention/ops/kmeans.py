@@ -18,19 +18,26 @@ def centroid_scores(x: Tensor, centroids: Tensor) -> Tensor:
     return x @ F.normalize(centroids, dim=-1).mT
 
 
-def centroid_sums(centroids: Tensor, first_head: int, heads: int, *points: Tensor) -> Tensor:
+def centroid_sums(
+    centroids: Tensor, first_head: int, heads: int, *points: Tensor, padding: Tensor | None = None
+) -> Tensor:
     """Sum and number of the points nearest to each centroid, both divided by the mean number of points per centroid.
 
     Centroids [h, C, K] of the local heads (from `first_head`), normalised points [B, h, S, K] -> [H, C, K + 1] of all
     `heads`, zero for heads of other ranks: so one mean over ranks serves ranks with other heads and other tokens.
+    Points of `padding` [B, S] belong to no cluster.
     """
     local_heads, count, width = centroids.shape
     sums = points[0].new_zeros(local_heads * count, width + 1)
     for point in points:
         label = centroid_scores(point, centroids).argmax(-1)  # [B, h, S]
         index = label + torch.arange(local_heads, device=label.device)[:, None] * count
-        sums = sums.index_add(0, index.flatten(), F.pad(point, (0, 1), value=1.0).flatten(0, 2))
-    mean_size = sum(point.shape[0] * point.shape[2] for point in points) / count
+        counted = F.pad(point, (0, 1), value=1.0)
+        if padding is not None:
+            counted = counted * ~padding[:, None, :, None]
+        sums = sums.index_add(0, index.flatten(), counted.flatten(0, 2))
+    # Each head has all points.
+    mean_size = (sums[..., -1].sum() / (local_heads * count)).clamp(min=1e-9)
     padding = (0, 0, 0, 0, first_head, heads - first_head - local_heads)
     return F.pad(sums.view(local_heads, count, -1) / mean_size, padding)
 

@@ -39,6 +39,12 @@ class AttentionMask:
     """[B, T]; a query sees the keys of its own document only."""
     key_documents: Tensor | None = None
     """[B, S]."""
+    hides_padding: bool = True
+    """Whether the core hides the padding of keys, by its documents or by causal order; else it is called without."""
+    key_padding: Tensor | None = None
+    """[B, S], whether each key is of the padding behind a sample; None: there is none, or it is not told from text."""
+    query_padding: Tensor | None = None
+    """[B, T], the same of the queries."""
     key_prefix: Tensor | None = None
     """[B, S], whether each key is of its document's prefix, which earlier queries see too, for cores with the trait
     `prefix`; None: there is no prefix."""
@@ -106,6 +112,15 @@ class AttentionMask:
             return self.bias
         terms = self.position_terms.scores(q, k)
         return terms if self.bias is None else terms + self.bias
+
+    @TraceableProperty
+    def lengths(self) -> list[tuple[int, int]]:
+        """Queries and keys of each sample without their padding: read once for all blocks."""
+        assert self.key_padding is not None
+        keys = (~self.key_padding).sum(1)
+        queries = torch.full_like(keys, self.queries) if self.query_padding is None else (~self.query_padding).sum(1)
+        pairs: list[tuple[int, int]] = list(map(tuple, torch.stack((queries, keys), 1).tolist()))
+        return pairs
 
     @TraceableProperty
     def document_spans(self) -> DocumentSpans:

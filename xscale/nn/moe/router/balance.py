@@ -11,7 +11,8 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.nn.init import ZEROS
-from xscale.nn.moe.router.router import Router, RouterDims, ShardLike
+from xscale.nn.moe.router.router import Router, RouterDims
+from xscale.nn.post_step import PostStepState, WeightWriter
 from xscale.nn.tokens import Tokens
 
 
@@ -92,7 +93,7 @@ class ZLoss:
         return self.weight * z, {"z": z}
 
 
-class AuxLoss:
+class AuxLoss(PostStepState):
     """The load-balancing loss and the z-loss; declares `load` [E] on its router if it balances the global batch."""
 
     class Config(ZLoss.Config):
@@ -138,14 +139,12 @@ class AuxLoss:
             total = weight * stats["aux"] + (0 if total is None else total)
         return total, stats
 
-    def update_state(self, means: dict[str, Tensor], shard_like: ShardLike) -> None:
+    def update_state(self, means: dict[str, Tensor], weights: WeightWriter) -> None:
         """Store this step's load of the global batch for the next step's loss."""
-        load = self.router.load
-        fraction = means[f"{_mixture_path(self.router)}/share"]
-        load.copy_(shard_like(fraction.to(load.device, load.dtype), load))
+        weights.write(self.router.load, means[f"{_mixture_path(self.router)}/share"])
 
 
-class BiasUpdate:
+class BiasUpdate(PostStepState):
     """Loss-free load balancing (Wang et al. 2024); declares `bias` [E] on its router if there is an update rate."""
 
     class Config(Router.Config):
@@ -169,13 +168,13 @@ class BiasUpdate:
         bias = self.router.bias
         return None if bias is None else self.router.use(bias)
 
-    def update_state(self, means: dict[str, Tensor], shard_like: ShardLike) -> None:
+    def update_state(self, means: dict[str, Tensor], weights: WeightWriter) -> None:
         """Move the bias by the rate: up where an expert's load was below the mean, down where it was above."""
-        load, bias = means[f"{_mixture_path(self.router)}/load"], self.router.bias
+        load = means[f"{_mixture_path(self.router)}/load"]
         missing = load.mean() - load
         # An expert that got just its fraction must not be moved by how the layout rounded the mean.
         step = self.rate * missing.sign() * (missing.abs() > ROUNDING)
-        bias.add_(shard_like(step.to(bias.device, bias.dtype), bias))
+        weights.update(self.router.bias, torch.add, step)
 
 
 def _declare_state(router: Any, name: str, experts: int) -> None:

@@ -5,7 +5,7 @@ evaluation. The assignment is computed on the CPU. The paper also shuffles token
 loader's shuffle takes its place.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -30,6 +30,8 @@ class BalancedAssignmentRouter(Router):
     class Config(LinearScore.Config, ZLoss.Config):
         pass
 
+    seams: ClassVar[tuple[str, ...]] = ("assign",)
+
     def __init__(self, config: Any, dims: RouterDims) -> None:
         super().__init__()
         self.score = LinearScore(self, config, dims)
@@ -39,9 +41,13 @@ class BalancedAssignmentRouter(Router):
     def experts_per_token(cls, config: Any, experts: int) -> float:
         return 1.0
 
+    def assign(self, logits: Tensor) -> Tensor:
+        """Return the expert of each token [N] in training, by logits [N, E] without a gradient. A seam."""
+        return balanced_assignment(logits)
+
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
         logits = self.score.logits(x, tokens)  # [N, E]
-        experts = balanced_assignment(logits.detach()) if self.training else logits.argmax(1)  # [N]
+        experts = self.assign(logits.detach()) if self.training else logits.argmax(1)  # [N]
         weights = logits.gather(1, experts[:, None]).sigmoid()  # [N, 1]
         loss, stats = self.z_loss.aux_losses(tokens, logits)
         return Routing.from_topk(experts[:, None], weights, logits.softmax(1), loss=loss, stats=stats)

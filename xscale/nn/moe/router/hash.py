@@ -2,18 +2,25 @@
 
 y = E_hash(id)(x). With several hashes the experts form as many pools, each hash chooses from its own, and the
 outputs add up: the paper's MultiHash, whose segments of one hidden layer are here experts of a smaller one.
+
+The table of a balanced hash follows from the counts of the ids in the training data. A run counts them before its first
+step; then the table is state of the model, in every checkpoint.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn import Parameter
 
 from xscale.core.errors import Problem
+from xscale.nn.init import Init
 from xscale.nn.moe.assignment import balanced_hash
 from xscale.nn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits, check_divides
 from xscale.nn.moe.routing import Routing
+from xscale.nn.post_step import WeightWriter
 from xscale.nn.random import hash63
 from xscale.nn.tokens import Tokens
 
@@ -23,12 +30,11 @@ from xscale.nn.tokens import Tokens
     traits=RouterTraits(
         choice="token", top_k=None, drops=True, scope="token", causal=True, balance="none", learned=False
     ),
-    deviations=(
-        "With several hashes the segments of one hidden layer are smaller experts.",
-        "The balanced table counts 1 / (id + 1) for each id unless `frequencies` has the data's counts.",
-    ),
+    deviations=("With several hashes the segments of one hidden layer are smaller experts.",),
 )
 class HashRouter(Router):
+    table: Parameter
+
     class Config(Router.Config):
         function: Literal["random", "balanced", "rolled", "bigram", "previous", "position"] = "random"
         """random: of the id; balanced: a table of ids, the most frequent first, each to the expert with least load;
@@ -39,8 +45,8 @@ class HashRouter(Router):
         seed: int = Field(default=0, ge=0)
         """Seed of the hash function. Layers that should differ need different seeds."""
         frequencies: tuple[Annotated[float, Field(ge=0)], ...] | None = None
-        """Frequency of each id in the data, for function = balanced; null: 1 / (id + 1) (Zipf's law), which the ids of
-        a tokenizer ordered by frequency follow."""
+        """Frequency of each id in the data, for function = balanced; null: the run counts the ids of its training data
+        before its first step."""
 
     def __init__(self, config: Any, dims: RouterDims) -> None:
         super().__init__()
@@ -48,12 +54,23 @@ class HashRouter(Router):
         self.experts = dims.experts
         self.per_hash = dims.experts // config.hashes
         # Not a buffer: it follows from the config, so it is neither saved nor left behind on the meta device.
-        self.table: tuple[Tensor, ...] = ()
-        if config.function == "balanced":
-            frequencies = config.frequencies or [1 / (token + 1) for token in range(dims.vocabulary)]
-            self.table = tuple(
-                balanced_hash(frequencies, self.per_hash, config.seed + number) for number in range(config.hashes)
-            )
+        self.fixed_table: Tensor | None = None
+        self.reads_token_counts = config.function == "balanced" and config.frequencies is None
+        if self.reads_token_counts:
+            # A parameter, so that it is initialised, sharded and saved like others; -1: the counts are not set.
+            shape = (config.hashes, dims.vocabulary)
+            self.declare("table", shape, ("state", "state"), Init("constant", value=-1.0), decays=False)
+            self.table.requires_grad_(False)
+        elif config.function == "balanced":
+            self.fixed_table = self._table(config.frequencies)
+
+    def _table(self, frequencies: Sequence[float]) -> Tensor:
+        """Expert of each id in the pool of each hash, int64 [hashes, V]."""
+        seeds = range(self.config.seed, self.config.seed + self.config.hashes)
+        return torch.stack([balanced_hash(frequencies, self.per_hash, seed) for seed in seeds])
+
+    def set_token_counts(self, counts: Sequence[float], weights: WeightWriter) -> None:
+        weights.write(self.table, self._table(counts))
 
     @classmethod
     def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
@@ -82,7 +99,8 @@ class HashRouter(Router):
         """[N]: hash function `number` of each token, in [0, experts per hash)."""
         ids, function, seed = tokens.ids, self.config.function, self.config.seed + number
         if function == "balanced":
-            return self.table[number].to(ids.device)[ids.flatten()]
+            table = self.use(self.table) if self.fixed_table is None else self.fixed_table.to(ids.device)
+            return table[number][ids.flatten()].long()
         if function == "rolled":
             return torch.remainder(ids.flatten() + seed, self.per_hash)
         if function == "random":

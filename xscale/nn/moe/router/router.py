@@ -9,9 +9,8 @@ A router is put together from three kinds of pieces, and is never a subclass of 
 Pieces that need parameters declare them on the router, so that checkpoints store `router.weight`, `router.bias` ...
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from xscale.core.registry import Family
 from xscale.nn.init import Init
 from xscale.nn.module import Part
 from xscale.nn.moe.routing import Routing
+from xscale.nn.post_step import PostStepState, WeightWriter
 from xscale.nn.tokens import Tokens
 
 
@@ -61,19 +61,7 @@ class RouterDims:
     """Initialiser of its weights."""
 
 
-ShardLike = Callable[[Tensor, Tensor], Tensor]
-"""(full tensor, parameter) -> the tensor in the layout of the parameter."""
-
-
-class PostStepState(Protocol):
-    """A piece of a router with state that moves after each optimizer step, without a gradient."""
-
-    def update_state(self, means: dict[str, Tensor], shard_like: ShardLike) -> None:
-        """Update the state from `means`, as `Router.update_state` does."""
-        ...
-
-
-class Router(Part):
+class Router(Part, PostStepState):
     """Built as `Router(config, dims)` with RouterDims. Its parameters are replicated on every rank."""
 
     keeps_precision = True
@@ -97,14 +85,14 @@ class Router(Part):
         """Whether this forward may use random numbers."""
         return self.training and tokens.rng_seed is not None
 
-    def update_state(self, means: dict[str, Tensor], shard_like: ShardLike) -> None:
+    def update_state(self, means: dict[str, Tensor], weights: WeightWriter) -> None:
         """Move the state that follows the load (bias, load of the global batch); see `nn.post_step`.
 
         `means` are the statistics of the whole optimizer step over all ranks; `<path of the mixture>/load` and `/share`
         [E] are read.
         """
         for piece in self.post_step:
-            piece.update_state(means, shard_like)
+            piece.update_state(means, weights)
 
 
 def check_top_k(top_k: int, experts: int, path: str) -> list[Problem]:

@@ -6,7 +6,7 @@ update itself and checkpoints are ours, so that a step gives the numbers of any 
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -142,11 +142,13 @@ class DeepSpeedEngine:
         if not self.last:
             self.engine.step()
 
-    def reduce_gradients(self, nats: Tensor, loss_scale: float = 1.0) -> tuple[float, float]:
+    def reduce_gradients(
+        self, nats: Tensor, loss_scale: float = 1.0, scalars: Sequence[float] = ()
+    ) -> tuple[float, float, list[float]]:
         """DeepSpeed reduced the gradients in the backward of the last micro-batch; the loss and the norm are left."""
         assert loss_scale == 1, "float16 is refused with DeepSpeed"
-        (total,) = sum_scalars([float(nats) / self.repeats], self.device)
-        return total, self.partition.gradient_norm() * self.optimizer.scale
+        total, *sums = sum_scalars([float(nats) / self.repeats, *scalars], self.device)
+        return total, self.partition.gradient_norm() * self.optimizer.scale, sums
 
     def apply(self, lr: float, grad_norm: float) -> None:
         self.optimizer.prepare(lr, grad_norm)

@@ -1,0 +1,41 @@
+"""Notes on overrides before a run: keys that are set by what a part is, and parts of another kind."""
+
+from typing import Any
+
+import pytest
+
+from xscale.commands.override_notes import notes
+from xscale.commands.recipes import config_file
+from xscale.core.compose import compose, compose_mapping
+from xscale.recipe import decode_recipe
+
+FFN = "model.stack.block.ffn"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], []),
+        (["train.steps=3", "model.width=128"], []),
+        (["moe.capacity_factor=2"], ["moe.capacity_factor is set at model.stack.rules[0].ffn.capacity_factor"]),
+        ([f"{FFN}.kind=moe"], [f"overrides change {FFN} from gated to moe: 8.92M parameters become 16.8M"]),
+        ([f"{FFN}=moe"], [f"overrides change {FFN} from gated to moe: 8.92M parameters become 16.8M"]),
+        (["optimizer.kind=lion"], ["overrides change optimizer from adamw to lion"]),
+        (
+            ["model.stack.rules[0].ffn.kind=dense", "schedule.kind=constant"],
+            [
+                "overrides change model.stack.rules[0].ffn from moe to dense; schedule from cosine to constant: "
+                "8.92M parameters become 3.67M"
+            ],
+        ),
+    ],
+)
+def test_overrides_are_told_with_what_they_change(overrides: list[str], expected: list[str]) -> None:
+    composed = compose(config_file("quickstart"), overrides)
+    assert notes(decode_recipe(composed), composed) == expected
+
+
+def test_nothing_changes_where_an_override_completes_the_recipe() -> None:
+    data: dict[str, Any] = {"optimizer": {"kind": "nothing"}}
+    composed = compose_mapping(data, ["optimizer.kind=lion"])
+    assert notes(decode_recipe(composed), composed) == []

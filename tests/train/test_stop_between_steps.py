@@ -1,0 +1,177 @@
+"""A stop signal in work between steps: the finished step is saved, what was cut short is repeated, no row is half.
+
+The signal comes to the last rank alone, in the second batch of the work, and all ranks leave it together.
+"""
+
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed import Pool
+from tests.train.test_pairs import asked
+from tests.train.tiny import metrics, recipe, run
+from xscale.checkpoint.load import load_tensors, read_state
+from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE
+from xscale.mesh.environment import read_rank_info
+from xscale.recipe import Recipe
+from xscale.train import tasks
+from xscale.train.batches import MicroBatches
+from xscale.train.step import Stepper
+from xscale.train.text_scorer import ScoreRequest
+from xscale.watchdog.watchdog import Watchdog
+
+STEPS = 4
+TRAIN: dict[str, Any] = {"steps": STEPS, "batch_size": 8, "micro_batch_size": 2, "eval_every": 2, "eval_sequences": 24}
+DOUBLE = {"compute": "float64", "master": "float64"}
+BAD = 18
+"""A sample of step 3, counted from 1."""
+AFTER_SIGNAL = 2
+"""Heartbeats at most between the signal and the end of the work: the batch that was begun, and the one that asks."""
+
+
+def everything(folder: Path, name: str) -> Recipe:
+    """A run that evaluates, asks tasks, profiles a step and writes samples."""
+    train = {**TRAIN, "tasks": {"names": ["two"], "every_steps": 2}, "sample": {"prompts": ["def"], "tokens": 8}}
+    observe = {"progress": False, "tensorboard": False, "report": True, "profile": {"at": 2, "steps": 1}}
+    return recipe(folder, name, train=train, observe=observe, precision=DOUBLE)
+
+
+def translating(folder: Path, name: str) -> Recipe:
+    """A run that writes the targets of pairs at its end."""
+    data = {"validation": 0.3}
+    return asked(folder, name, train={**TRAIN, "eval_every": 0, "bleu_pairs": 4}, data=data, precision=DOUBLE)
+
+
+def spiking(folder: Path, name: str) -> Recipe:
+    """A run whose third step is not finite and leads back to the second."""
+    train = {**TRAIN, "eval_every": 0, "nonfinite": "rollback"}
+    return recipe(folder, name, train=train, checkpoint={"every_steps": 2}, precision=DOUBLE)
+
+
+Make = Callable[[Path, str], Recipe]
+CASES: dict[str, tuple[Make, str, int, int]] = {
+    "evaluation": (everything, "evaluate", 2, 2),
+    "task": (everything, "tasks", 3, 2),
+    "profile": (everything, "profile", 1, 2),
+    "last evaluation": (everything, "evaluate", 26, STEPS),
+    "samples": (everything, "samples", 3, STEPS),
+    "BLEU": (translating, "bleu", 3, STEPS),
+    "rollback": (spiking, "rollback", 1, 2),
+}
+"""Case -> recipe, phase of the work, the heartbeat of this phase (on one process) with the signal, the step that is
+saved then."""
+
+
+def two_requests(scorer: Any, request: Any) -> dict[str, dict[str, float]]:
+    """Stand in for lm_eval: four texts of different lengths, each scored by a forward of its own."""
+    scores = scorer.score([ScoreRequest([1] * length, [2, 3]) for length in (3, 5, 7, 9)])
+    return {"two": {"log_likelihood": sum(score.log_likelihood for score in scores)}}
+
+
+def life(folder: Path, name: str, case: str, at: int | None) -> tuple[int, int]:
+    """Train until the signal, None: to the end; return the status and the heartbeats of the work after the signal."""
+    make, phase, _, _ = CASES[case]
+    rank_info = read_rank_info()
+    beat, count, late = Watchdog.heartbeat, [0], [0]
+    training, nats, spoiled = MicroBatches.make, Stepper._forward_backward, list[bool]()
+
+    def heartbeat(self: Watchdog, now: str, *given: Any, **named: Any) -> None:
+        beat(self, now, *given, **named)
+        if now != phase:
+            return
+        late[0] += at is not None and count[0] >= at
+        count[0] += 1
+        if count[0] == at and rank_info.rank == rank_info.world - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def watched(self: MicroBatches, samples: Any, *given: Any) -> Any:
+        spoiled.extend([True] * (BAD in samples.index and make is spiking))
+        return training(self, samples, *given)
+
+    def spoil(self: Stepper, *given: Any) -> Tensor:
+        loss = nats(self, *given)
+        factor, spoiled[:] = math.nan if spoiled else 1.0, []
+        return loss * factor
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Watchdog, "heartbeat", heartbeat)
+        patch.setattr(MicroBatches, "make", watched)
+        patch.setattr(Stepper, "_forward_backward", spoil)
+        patch.setattr(tasks, "load_tasks", lambda request: None)
+        patch.setattr(tasks, "lm_eval_model", lambda scorer, *given: scorer)
+        patch.setattr(tasks, "evaluate_tasks", two_requests)
+        return run(make(folder, name)), late[0]
+
+
+def rows(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The rows of the metrics without times."""
+    times = ("seconds", "split/", "tokens_per_second", "mfu")
+    return [
+        {key: value for key, value in row.items() if not any(time in key for time in times)}
+        for row in metrics(folder, name)
+    ]
+
+
+def sentences(folder: Path, name: str, start: str) -> list[str]:
+    """Lines of the log that contain `start`, from there on."""
+    lines = (folder / name / "log.txt").read_text(encoding="utf-8").splitlines()
+    return [line[line.index(start) :] for line in lines if start in line]
+
+
+def outcome(folder: Path, name: str) -> dict[str, Any]:
+    """Return what a run leaves: rows in order of steps, sentences about samples and BLEU, the state at its end."""
+    last = folder / name / "checkpoints" / f"step-{STEPS:08d}"
+    state = read_state(last)
+    return {
+        "rows": sorted(rows(folder, name), key=lambda row: (row["step"], sorted(row))),
+        "samples": sentences(folder, name, "sample "),
+        "bleu": sentences(folder, name, "BLEU "),
+        "profiles": len(list((folder / name / "profile").glob("step-*/rank-0.txt"))),
+        "state": {key: value for key, value in state.items() if key != "pending"},
+    }
+
+
+def checked(folder: Path, case: str, lives: Callable[[str, int | None], list[tuple[int, int]]]) -> None:
+    """Compare a run that was stopped in the work with one that was not."""
+    _, _, at, saved = CASES[case]
+    assert {status for status, _ in lives("whole", None)} == {EXIT_DONE}
+    for status, late in lives("cut", at):
+        assert (status, late <= AFTER_SIGNAL) == (EXIT_REQUEUE, True), (status, late)
+    checkpoints = sorted(path.name for path in (folder / "cut" / "checkpoints").glob("step-*"))
+    assert checkpoints[-1] == f"step-{saved:08d}"
+    assert {status for status, _ in lives("cut", None)} == {EXIT_DONE}, "a run that was stopped is not finished"
+    assert outcome(folder, "cut") == outcome(folder, "whole")
+    ours, theirs = (load_tensors(folder / name / "checkpoints" / f"step-{STEPS:08d}") for name in ("cut", "whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert {status for status, _ in lives("cut", None)} == {EXIT_DONE}
+    assert len(rows(folder, "cut")) == len(rows(folder, "whole")), "a finished run does nothing"
+
+
+QUICK = ("evaluation", "samples")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.long) for case in CASES]
+)
+def test_on_one_process(tmp_path: Path, case: str) -> None:
+    checked(tmp_path, case, lambda name, at: [life(tmp_path, name, case, at)])
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case == "task" else pytest.mark.long) for case in CASES]
+)
+def test_on_two_ranks(tmp_path: Path, case: str, pool: Pool) -> None:
+    def lives(name: str, at: int | None) -> list[tuple[int, int]]:
+        # Two ranks share the batches of an evaluation.
+        halved = at if at is None or CASES[case][1] != "evaluate" else 2 if at == 2 else 14
+        results: list[tuple[int, int]] = pool.run(life, 2, tmp_path, name, case, halved)
+        return results
+
+    checked(tmp_path, case, lives)

@@ -1,0 +1,69 @@
+"""`xscale list`, `explain` and `init`: what there is to choose, what a key means, a recipe to edit."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from xscale.cli.complete import complete_key, complete_part_or_recipe, complete_recipe
+from xscale.cli.options import Json, Overrides
+
+
+def list_parts(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="recipes; xformers: all variants; a family, such as core; or any name; default: all families.",
+            autocompletion=complete_part_or_recipe,
+        ),
+    ] = None,
+    json: Json = False,
+    tokens: Annotated[int | None, typer.Option(help="Patterns: show the density at this sequence length.")] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="xformers: show the variants of one kind, such as attention.")
+    ] = None,
+) -> None:
+    """List the recipes, the parts of each family with their traits, or the variants of Transformers."""
+    from xscale.commands.list_parts import show
+
+    show(name, as_json=json, tokens=tokens, kind=kind)
+
+
+def explain(
+    key: Annotated[
+        str | None,
+        typer.Argument(
+            help="A key, such as optimizer.lr, moe.capacity_factor; a section; a kind; default: all sections.",
+            autocompletion=complete_key,
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            help="A config or recipe: say where it has the key, and its value.", autocompletion=complete_recipe
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    json: Json = False,
+) -> None:
+    """Explain a config key: type, default, choices, meaning, override, the parts that have it; or list a section."""
+    from xscale.commands.explain import explain as run
+    from xscale.commands.recipes import config_file
+    from xscale.core.compose import compose
+
+    if recipe is None:
+        run(key, as_json=json)
+        return
+    run(key, compose(config_file(recipe), overrides or []), recipe, as_json=json)
+
+
+def init(
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe or variant (`xscale list recipes`).", autocompletion=complete_recipe)
+    ] = "quickstart",
+    out: Annotated[Path | None, typer.Option(help="The YAML file to write; default: RECIPE.yaml.")] = None,
+) -> None:
+    """Write a recipe as one commented YAML file to edit. A file that exists is not overwritten."""
+    from xscale.commands.recipes import init as run
+
+    run(recipe, out)

@@ -1,0 +1,59 @@
+"""`xscale train`: a run, in one process or as a rank of several."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from xscale.cli.options import ConfigFile, Overrides, rank_from_launcher, read_config
+from xscale.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from xscale.recipe import Recipe
+
+
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the resolved config with the origin of each value, and exit.")
+    ] = False,
+) -> None:
+    """Train a model, in one process or as a rank started by torchrun or `xscale launch`.
+
+    A run whose folder has checkpoints resumes from the newest good one.
+    """
+    if print_config:
+        from xscale.core.compose import dump
+        from xscale.core.config import encode
+
+        recipe, composed = read_config(config, overrides)
+        print(dump(encode(recipe), composed.origin), end="")
+        return
+    rank_from_launcher()
+    recipe = _checked_recipe(config, overrides or [])
+    from xscale.train.run import train as run
+
+    raise typer.Exit(run(recipe))
+
+
+def _checked_recipe(config: Path, overrides: list[str]) -> "Recipe":
+    """Return the recipe of a run on the ranks of this job; ConfigError with all problems. Rank 0 prints warnings."""
+    from xscale.core.compose import compose_leniently
+    from xscale.mesh.environment import read_rank_info
+
+    rank = read_rank_info()
+    try:
+        # A file that cannot be read is reported before torch is imported.
+        composed = compose_leniently(config, overrides)
+        from xscale.commands.override_notes import say_at_start
+        from xscale.recipe import read_and_check
+        from xscale.train.setup import check_machine
+
+        recipe, _ = read_and_check(composed, rank.world, check_machine)
+    except ConfigError as error:
+        error.same_on_all_ranks = True
+        raise
+    if rank.is_rank0:
+        say_at_start(recipe, composed)
+    return recipe
