@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.conformance import test_core as suite
+from tests.conformance import test_core_ones as ones_suite
 from tests.conformance import test_core_scores as scores_suite
 from xscale.core.registry import Entry, Family
 from xscale.nn.attention.core import Core, CoreTraits
@@ -208,6 +209,7 @@ CHECKS: list[Check] = [
     scores_suite.test_scores_are_handed_on_where_declared,
     suite.test_a_sequence_can_be_spread_as_declared,
     suite.test_gradients_fit_differences,
+    ones_suite.test_values_of_ones_give_ones_where_declared,
 ]
 
 
@@ -236,6 +238,7 @@ def test_an_honest_core_passes(check: Check) -> None:
         (Backwards, {}, suite.test_a_bias_counts),
         (DeafToTerms, {}, suite.test_terms_of_a_position_count),
         (DeafToValues, {}, suite.test_terms_of_a_position_count),
+        (Written, {"normalised": False}, ones_suite.test_values_of_ones_give_ones_where_declared),
         (Dice, {}, suite.test_random_numbers_only_where_declared),
         (Written, {"random": True}, suite.test_random_numbers_only_where_declared),
         (CountsQueries, {}, suite.test_one_query_at_a_time_gives_the_same),

@@ -1,5 +1,6 @@
 """Heads of classes, scores and tags on layouts: the numbers, the weights and the metrics of one process."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ LAYOUTS: dict[str, Any] = {
     "tp": {"mesh": {"tp": 2}},
     "sp": {"mesh": {"tp": 2}, "tensor": {"sequence": True}, "recompute": {"every": 1}},
     "ring": {"mesh": {"cp": 2}},
+    "ulysses": {"mesh": {"cp": 2}, "context": {"style": "ulysses", "gather": True}},
     "pp": {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}},
     "zero3": {"zero": {"stage": 3}},
 }
@@ -49,7 +51,7 @@ def test_a_classifier_has_the_numbers_of_one_process(pool: Pool, one: dict[str, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "ulysses"])
 @pytest.mark.parametrize("kind", ["tag", "regress"])
 def test_taggers_and_scores_have_the_numbers_of_one_process(
     pool: Pool, one: dict[str, Found], kind: str, layout: str
@@ -63,6 +65,30 @@ def test_taggers_and_scores_have_the_numbers_of_one_process(
 def test_a_classifier_is_sharded_over_data(pool: Pool, one: dict[str, Found], layout: str) -> None:
     wanted = sections("classify", dense=True, label_smoothing=0.1)
     same(pool, one["classify"], 2, ENCODER, LAYOUTS[layout], **wanted)
+
+
+def without_masks(core: dict[str, Any]) -> dict[str, Any]:
+    """ENCODER with a mixer that hides no tokens in its first block, and a core that hides none in the others."""
+    model = copy.deepcopy(ENCODER)
+    stack = model["stack"]
+    stack["block"]["mixer"] = {"kind": "attention", "heads": 4, "core": core}
+    stack["rules"] = [{"first": 1, "mixer": {"kind": "fourier"}}]
+    return model
+
+
+UNMASKED = without_masks({"kind": "linformer", "projected_length": 4, "sharing": "none"})
+
+
+@pytest.fixture(scope="module")
+def unmasked(pool: Pool) -> Found:
+    return alone(pool, UNMASKED, **sections("classify"))
+
+
+@pytest.mark.parametrize(
+    "layout", ["ulysses", *(pytest.param(name, marks=pytest.mark.long) for name in ("pp", "zero3"))]
+)
+def test_parts_without_a_mask_never_see_padding_on_a_layout(pool: Pool, unmasked: Found, layout: str) -> None:
+    same(pool, unmasked, 2, UNMASKED, LAYOUTS[layout], **sections("classify"))
 
 
 @pytest.mark.parametrize("layout", ["tp", "pp"])

@@ -15,6 +15,7 @@ from xscale.nn.dims import Dims
 @CORES.register(
     "area",
     traits=CoreTraits(
+        normalised=False,
         causal=True,
         bidirectional=True,
         cross=True,

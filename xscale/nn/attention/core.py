@@ -43,6 +43,8 @@ class CoreTraits:
     """Takes terms that a position computes from queries and keys, of the scores and of the output."""
     documents: bool = False
     """Keeps packed documents separate."""
+    normalised: bool = True
+    """The weights of the values that a query gets sum to 1, so that values of ones give ones."""
     position_dependent: bool = False
     """Which keys a query sees depends on its absolute position in the sample: a packed document sees no other document,
     but its output differs from that of the same document alone."""

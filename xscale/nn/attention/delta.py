@@ -24,6 +24,7 @@ from xscale.nn.init import ZEROS
 @CORES.register(
     "delta",
     traits=CoreTraits(
+        normalised=False,
         causal=True,
         bidirectional=False,
         cross=False,

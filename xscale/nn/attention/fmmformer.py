@@ -26,6 +26,7 @@ from xscale.nn.pattern.window import Band
 @CORES.register(
     "fmmformer",
     traits=CoreTraits(
+        normalised=False,
         causal=True,
         bidirectional=True,
         cross=False,

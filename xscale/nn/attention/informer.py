@@ -28,6 +28,7 @@ _ROWS = 128
 @CORES.register(
     "informer",
     traits=CoreTraits(
+        normalised=False,
         causal=True,
         bidirectional=True,
         cross=False,

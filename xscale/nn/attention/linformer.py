@@ -26,6 +26,7 @@ from xscale.nn.module import Axis, Module
 @CORES.register(
     "linformer",
     traits=CoreTraits(
+        normalised=False,
         causal=False,
         bidirectional=True,
         cross=True,

@@ -24,6 +24,7 @@ from xscale.nn.init import ONES
 @CORES.register(
     "longt5",
     traits=CoreTraits(
+        normalised=False,
         causal=False,
         bidirectional=True,
         cross=False,

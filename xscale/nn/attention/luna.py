@@ -23,6 +23,7 @@ from xscale.nn.init import Init
 @CORES.register(
     "luna",
     traits=CoreTraits(
+        normalised=False,
         causal=True,
         bidirectional=True,
         cross=True,

@@ -21,6 +21,7 @@ from xscale.nn.init import Init
 @CORES.register(
     "memory_compressed",
     traits=CoreTraits(
+        normalised=False,
         causal=True,
         bidirectional=True,
         cross=True,

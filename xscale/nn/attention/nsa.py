@@ -31,6 +31,7 @@ from xscale.nn.pattern.window import Band
 @CORES.register(
     "nsa",
     traits=CoreTraits(
+        normalised=False,
         causal=True,
         bidirectional=False,
         cross=False,

@@ -23,6 +23,7 @@ from xscale.nn.init import Init
 @CORES.register(
     "nystrom",
     traits=CoreTraits(
+        normalised=False,
         causal=False,
         bidirectional=True,
         # Landmarks are means of all queries: a generated token would depend on later ones.

@@ -22,6 +22,7 @@ from xscale.nn.init import Init
 @CORES.register(
     "persistent_memory",
     traits=CoreTraits(
+        normalised=False,
         causal=True,
         bidirectional=True,
         cross=True,

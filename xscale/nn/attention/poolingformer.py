@@ -28,6 +28,7 @@ from xscale.nn.pattern.window import Band
 @CORES.register(
     "poolingformer",
     traits=CoreTraits(
+        normalised=False,
         causal=False,
         bidirectional=True,
         cross=False,

@@ -35,6 +35,7 @@ START = Init(std=1e-3)
     "routing_transformer",
     aliases=("routing",),
     traits=CoreTraits(
+        normalised=False,
         causal=True,
         bidirectional=True,
         cross=False,

@@ -29,6 +29,7 @@ from xscale.nn.init import Init
 @CORES.register(
     "sinkhorn",
     traits=CoreTraits(
+        normalised=False,
         causal=True,
         bidirectional=True,
         cross=False,

@@ -17,6 +17,7 @@ from xscale.nn.dims import Dims
 @CORES.register(
     "skyformer",
     traits=CoreTraits(
+        normalised=False,
         causal=False,
         bidirectional=True,
         # Landmarks are sampled from all queries: a generated token would depend on later ones.

@@ -20,6 +20,7 @@ from xscale.nn.init import Init
 @CORES.register(
     "talking_heads",
     traits=CoreTraits(
+        normalised=False,
         causal=True,
         bidirectional=True,
         cross=True,

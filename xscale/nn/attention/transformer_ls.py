@@ -24,6 +24,7 @@ from xscale.nn.init import ONES, Init
 @CORES.register(
     "transformer_ls",
     traits=CoreTraits(
+        normalised=False,
         causal=True,
         bidirectional=True,
         cross=False,

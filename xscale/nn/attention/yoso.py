@@ -27,6 +27,7 @@ from xscale.nn.random import SeededNumbers
 @CORES.register(
     "yoso",
     traits=CoreTraits(
+        normalised=False,
         causal=True,
         bidirectional=True,
         cross=True,

@@ -11,7 +11,7 @@ from xscale.core.config import Slot
 from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention.core import CORES, Core
 from xscale.nn.attention.ops.mask import AttentionMask, ScoreEdge
-from xscale.nn.attention.ops.without_padding import attend_without_padding
+from xscale.nn.attention.ops.without_padding import attend_text
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
@@ -256,9 +256,7 @@ class Attention(Mixer):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         """Run the core: q [B, H, T, K], k and v [B, G, S, K] -> [B, H, T, K]. A seam: context parallelism."""
-        if mask.key_padding is not None and not mask.hides_padding:
-            return attend_without_padding(self.core, q, k, v, mask)
-        return self.core(q, k, v, mask)  # type: ignore[no-any-return]
+        return attend_text(self.core, q, k, v, mask)
 
     @property
     def decodes(self) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from xscale.mesh.collectives import all_to_all, pad_to_multiple
 from xscale.nn.attention.core import Core
 from xscale.nn.attention.ops.mask import AttentionMask, ScoreEdge
+from xscale.nn.attention.ops.without_padding import attend_text
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.reused_attention import ReusedAttention
 from xscale.nn.module import Module, substitute
@@ -80,7 +81,7 @@ class Ulysses:
         full_mask = replace(full, score_edge=mask.score_edge)
         self.running, self.core.first_head = sharding, self.core.first_head + first
         try:
-            o = self.core(q, k, v, full_mask)  # [B, H/R, T, K]
+            o = attend_text(self.core, q, k, v, full_mask)  # [B, H/R, T, K]
         finally:
             self.running, self.core.first_head = None, self.core.first_head - first
         return heads_to_sequence(sharding, o)

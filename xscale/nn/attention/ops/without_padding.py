@@ -17,6 +17,13 @@ L = TypeVar("L", int, tuple[int, int])
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor]
 
 
+def attend_text(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    """Attend by `attend`, a core: as it is where it hides padding, else without padding."""
+    if mask.key_padding is None or mask.hides_padding:
+        return attend(q, k, v, mask)
+    return attend_without_padding(attend, q, k, v, mask)
+
+
 @eager
 def attend_without_padding(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
     """Attend by `attend`, q [B, H, T, K], k and v [B, G, S, K] -> [B, H, T, K], zero at padding.
