@@ -15,18 +15,19 @@ import os, sys, time
 import xscale.mesh.collectives as collectives
 import xscale.mesh.consensus as consensus
 
-def late(function):
+def late(function, seconds):
     def call(*given, **named):
-        time.sleep(1.0 if os.environ["RANK"] == os.environ["SLOW"] else 0)
+        time.sleep(seconds if os.environ["RANK"] == os.environ["SLOW"] else 0)
         return function(*given, **named)
     return call
 
 def slow_down():
     # The last use of the store, and the last collective, of a save, of an evaluation and of a preparation.
     if os.environ["LAST"] == "store":
-        collectives.SharedCounter.add = late(collectives.SharedCounter.add)
+        # For longer than the other rank takes to end.
+        collectives.SharedCounter.add = late(collectives.SharedCounter.add, 5.0)
     else:
-        consensus.Consensus._values = late(consensus.Consensus._values)
+        consensus.Consensus._values = late(consensus.Consensus._values, 0.5)
 
 def end_by(how):
     import signal

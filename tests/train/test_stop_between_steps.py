@@ -21,11 +21,15 @@ from xscale.checkpoint.load import load_tensors, read_state
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE
 from xscale.mesh.environment import read_rank_info
 from xscale.recipe import Recipe
+from xscale.train import run as run_module
 from xscale.train import tasks
 from xscale.train.batches import MicroBatches
+from xscale.train.evaluate import order2_baseline
+from xscale.train.loop import Loop
+from xscale.train.run_folder import is_interrupted
 from xscale.train.step import Stepper
 from xscale.train.text_scorer import ScoreRequest
-from xscale.watchdog.watchdog import Watchdog
+from xscale.watchdog.watchdog import StopSignal, Watchdog
 
 STEPS = 4
 TRAIN: dict[str, Any] = {"steps": STEPS, "batch_size": 8, "micro_batch_size": 2, "eval_every": 2, "eval_sequences": 24}
@@ -175,3 +179,72 @@ def test_on_two_ranks(tmp_path: Path, case: str, pool: Pool) -> None:
         return results
 
     checked(tmp_path, case, lives)
+
+
+def signalled(folder: Path, name: str, how: str, **sections: Any) -> int:
+    """Train a run that gets a signal at a moment that is no batch of work between steps."""
+    begins, report = StopSignal.training_begins, Loop._report
+
+    def kill() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def begin(self: StopSignal) -> None:
+        begins(self)
+        kill()
+
+    def reported(self: Loop, *given: Any) -> None:
+        report(self, *given)
+        if self.state.step == STEPS:
+            kill()
+
+    def baseline(corpus: Any, on_text: Callable[[], None]) -> float:
+        kill()
+        return order2_baseline(corpus, on_text)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "before the first step":
+            patch.setattr(StopSignal, "training_begins", begin)
+        elif how == "in the last step":
+            patch.setattr(Loop, "_report", reported)
+        elif how == "in the baseline":
+            patch.setattr(run_module, "order2_baseline", baseline)
+        train = {**TRAIN, "eval_every": STEPS, "baseline": True}
+        return run(recipe(folder, name, train=train, precision=DOUBLE, **sections))
+
+
+MOMENTS = {"before the first step": 0, "in the last step": 1, "in the baseline": 1}
+"""Moment -> checkpoints that there are then."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", MOMENTS)
+def test_other_moments(tmp_path: Path, how: str) -> None:
+    assert signalled(tmp_path, "whole", "") == EXIT_DONE
+    assert signalled(tmp_path, "cut", how) == EXIT_REQUEUE
+    assert len(list((tmp_path / "cut" / "checkpoints").glob("step-*"))) == MOMENTS[how]
+    assert is_interrupted(tmp_path / "cut") == (how != "before the first step")
+    assert signalled(tmp_path, "cut", "") == EXIT_DONE
+    assert not is_interrupted(tmp_path / "cut")
+    assert rows(tmp_path, "cut") == rows(tmp_path, "whole")
+    assert len(sentences(tmp_path, "cut", "order-2")) == len(sentences(tmp_path, "whole", "order-2"))
+
+
+@pytest.mark.long
+def test_work_that_is_cut_short_twice(tmp_path: Path) -> None:
+    """The second life has the signal in the evaluation that it repeats, before any step of its own."""
+    assert life(tmp_path, "whole", "evaluation", None)[0] == EXIT_DONE
+    assert [life(tmp_path, "cut", "evaluation", at)[0] for at in (2, 3, None)] == [
+        EXIT_REQUEUE,
+        EXIT_REQUEUE,
+        EXIT_DONE,
+    ]
+    assert outcome(tmp_path, "cut") == outcome(tmp_path, "whole")
+
+
+@pytest.mark.long
+def test_more_steps_after_an_end_that_was_cut_short(tmp_path: Path) -> None:
+    assert life(tmp_path, "cut", "samples", 3)[0] == EXIT_REQUEUE
+    assert is_interrupted(tmp_path / "cut")
+    assert run(recipe(tmp_path, "cut", train={**TRAIN, "steps": STEPS + 2}, precision=DOUBLE)) == EXIT_DONE
+    assert not is_interrupted(tmp_path / "cut")
+    assert [row["step"] for row in metrics(tmp_path, "cut") if "loss" in row] == list(range(1, STEPS + 3))
