@@ -11,6 +11,7 @@ import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from xscale_launch.status import LaunchError
 
@@ -46,6 +47,24 @@ def read_regular(path: Path) -> bytes:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "this is not a regular file", str(path))
         return file.read()
+
+
+def open_append(path: Path) -> IO[bytes]:
+    """Open a regular file of a run folder to append to it, and make its folder. `LaunchError` for a link or a FIFO."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fix = "remove it, or choose another run.dir"
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise
+        raise LaunchError(f"{path} is a link, a FIFO or a folder, not a file: {fix}") from None
+    file = os.fdopen(descriptor, "ab")
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise LaunchError(f"{path} is not a regular file: {fix}")
+    return file
 
 
 def write_private(path: Path, text: str) -> None:

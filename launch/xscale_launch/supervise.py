@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from xscale_launch import status
+from xscale_launch.files import open_append
 from xscale_launch.status import LaunchError
 
 TICK_SECONDS = 0.05
@@ -241,8 +242,7 @@ def start_worker(worker: Worker, ignore_usr1: bool = False) -> subprocess.Popen[
     """
     output = None
     if worker.log is not None:
-        worker.log.parent.mkdir(parents=True, exist_ok=True)
-        output = worker.log.open("ab")
+        output = open_append(worker.log)
     try:
         return subprocess.Popen(
             worker.command,

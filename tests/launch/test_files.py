@@ -14,7 +14,15 @@ import pytest
 
 from xscale_launch import files
 from xscale_launch.devices import address_to_listen_on
-from xscale_launch.files import check_line, check_variable, masked, remove_file, remove_folder, write_private
+from xscale_launch.files import (
+    check_line,
+    check_variable,
+    masked,
+    open_append,
+    remove_file,
+    remove_folder,
+    write_private,
+)
 from xscale_launch.profile import Container, Profile, load
 from xscale_launch.slurm import script
 from xscale_launch.slurm.job import Job, check_job
@@ -160,3 +168,24 @@ def test_the_rendezvous_is_at_the_address_of_the_interface(tmp_path: Path, inter
     done = subprocess.run(["bash", "-uc", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == ("127.0.0.1\n" if interface == "lo" else "head\n")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "fifo", "folder"])
+def test_nothing_but_a_file_is_appended_to(tmp_path: Path, kind: str) -> None:
+    """A run folder may come from somebody else."""
+    (tmp_path / "yours").write_text("yours")
+    path = tmp_path / "launch" / "jobs.jsonl"
+    path.parent.mkdir()
+    make = {
+        "link": lambda: path.symlink_to(tmp_path / "yours"),
+        "dangling link": lambda: path.symlink_to(tmp_path / "new"),
+        "fifo": lambda: os.mkfifo(path),
+        "folder": path.mkdir,
+    }
+    make[kind]()
+    with pytest.raises(LaunchError, match=r"jobs\.jsonl is .*: remove it, or choose another run\.dir"):
+        open_append(path)
+    assert (tmp_path / "yours").read_text() == "yours"
+    assert not (tmp_path / "new").exists()
+    with open_append(tmp_path / "other" / "jobs.jsonl") as file:
+        file.write(b"a")

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from xscale_launch.files import check_line, read_regular
+from xscale_launch.files import check_line, open_append, read_regular
 from xscale_launch.profile import Profile
 from xscale_launch.status import LaunchError
 from xscale_launch.typed_json import decode_json
@@ -130,10 +130,9 @@ def seconds(time: str | None) -> int | None:
 def record_job(run: Path, job_id: str, script: Path) -> None:
     """Append a job to the run's list."""
     path = run / "launch" / "jobs.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
+    with open_append(path) as file:
         entry = {"id": job_id, "script": str(script), "submitted": time.strftime("%FT%T%z")}
-        file.write(json.dumps(entry) + "\n")
+        file.write(f"{json.dumps(entry)}\n".encode())
 
 
 def submitted_jobs(run: Path) -> list[SubmittedJob]:
