@@ -232,6 +232,7 @@ def _run(argv: Sequence[str], config: Path, variables: Mapping[str, str], stdin:
         raise LaunchError(f"{argv[0]} cannot be started: {error.strerror}") from None
     if done.returncode == status.USER_MISTAKE:
         raise LaunchError(f"{config} is invalid:\n{done.stderr.strip()}")
-    if done.returncode:
+    # A run that does not fit has an answer too, which says why.
+    if done.returncode not in (status.DONE, status.TOO_LARGE):
         raise LaunchError(f"`{shlex.join(argv)}` failed with status {done.returncode}:\n{done.stderr.strip()}")
     return done.stdout

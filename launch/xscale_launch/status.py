@@ -14,6 +14,8 @@ from pathlib import Path
 
 DONE = 0
 USER_MISTAKE = 2
+TOO_LARGE = 3
+"""`xscale plan`: the run does not fit into the memory of its devices."""
 RESUMABLE = 75
 """Stopped on purpose (signal, time limit, `train.stop_after`) with a checkpoint saved: requeue or start again."""
 

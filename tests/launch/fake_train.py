@@ -75,7 +75,7 @@ def plan(runs: list[dict[str, str]], processes: int, memory: float | None, sever
             return 2
     answers = [answer(values, processes, memory) for values in runs]
     print(json.dumps(answers if several else answers[0]))
-    return 0
+    return 3 if answers[0]["problems"] and not several else 0
 
 
 def answer(values: dict[str, str], processes: int, memory: float | None) -> dict[str, object]:

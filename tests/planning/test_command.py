@@ -46,7 +46,7 @@ def test_what_fits_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_does_not_fit_is_a_problem_with_a_way_out(capsys: pytest.CaptureFixture[str]) -> None:
-    run(CONFIG, TINY, 1, hardware("h100", 1e-3, None, None, None), as_json=True)
+    assert run(CONFIG, TINY, 1, hardware("h100", 1e-3, None, None, None), as_json=True) == 3
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is False
     assert "h100 has 0.0 GB" in found["problems"][0]["what"]
@@ -72,13 +72,14 @@ def test_memory_of_communicators_is_counted(
 def test_without_a_device_there_is_no_time(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys)
     assert found["fits"] is None
+    assert run(CONFIG, TINY, 1, hardware(None, None, None, None, None)) == 0, "nothing says that it does not fit"
     assert found["step_seconds"] is None
 
 
 @pytest.mark.long
 def test_memory_alone_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     for gigabytes, fits in ((80.0, True), (1e-3, False)):
-        run(CONFIG, TINY, 1, hardware(None, gigabytes, None, None, None), as_json=True)
+        assert run(CONFIG, TINY, 1, hardware(None, gigabytes, None, None, None), as_json=True) == (0 if fits else 3)
         found = json.loads(capsys.readouterr().out)
         assert (found["fits"], found["step_seconds"], len(found["problems"])) == (fits, None, 1 - fits)
         run(CONFIG, TINY, 1, hardware(None, gigabytes, None, None, None))

@@ -10,7 +10,7 @@ from xscale.core.config import decode
 from xscale.nn.init import materialize
 from xscale.nn.model.model import MODELS
 from xscale.nn.tokens import Tokens
-from xscale.train.generate import generate, incremental, lay_out_matrices, sample_token
+from xscale.train.generate import generate, incremental, lay_out_matrices, restricted_logits, sample_token
 from xscale.train.settings import Settings
 
 V, T = 40, 24
@@ -125,9 +125,40 @@ def test_the_draw_is_decided_by_its_seed() -> None:
 def test_pick_keeps_to_the_likeliest() -> None:
     logits = torch.tensor([0.0, 3.0, 2.0, 1.0])
     generator = torch.Generator().manual_seed(0)
-    assert sample_token(logits, 0, None, generator) == 1
-    assert {sample_token(logits, 5.0, 2, generator) for _ in range(100)} == {1, 2}
-    assert {sample_token(logits, 50.0, None, generator) for _ in range(200)} == {0, 1, 2, 3}
+    none = torch.tensor([], dtype=torch.long)
+    assert sample_token(restricted_logits(logits, none, 0), generator) == 1
+    for temperature, top_k, drawn in ((5.0, 2, {1, 2}), (50.0, None, {0, 1, 2, 3})):
+        left = restricted_logits(logits, none, temperature, top_k)
+        assert {sample_token(left, generator) for _ in range(200)} == drawn
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.5])
+@pytest.mark.parametrize("top_k", [None, 1, 7])
+@pytest.mark.parametrize("top_p", [None, 0.05, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("penalty", [1.0, 1.3, 0.8])
+def test_the_distribution_is_that_of_transformers(
+    temperature: float, top_k: int | None, top_p: float | None, penalty: float
+) -> None:
+    """Its processors in the order in which its `generate` applies them."""
+    processors = pytest.importorskip("transformers.generation.logits_process")
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(V, generator=generator, dtype=torch.float64) * 3
+    ids = torch.randint(V, (9,), generator=generator)
+    chosen = [processors.RepetitionPenaltyLogitsProcessor(penalty), processors.TemperatureLogitsWarper(temperature)]
+    chosen += [processors.TopKLogitsWarper(top_k)] if top_k is not None else []
+    chosen += [processors.TopPLogitsWarper(top_p)] if top_p is not None else []
+    expected = logits[None]
+    for processor in chosen:
+        expected = processor(ids[None], expected)
+    torch.testing.assert_close(
+        restricted_logits(logits, ids, temperature, top_k, top_p, penalty), expected[0], rtol=0, atol=1e-12
+    )
+
+
+def test_a_greedy_text_avoids_what_it_has_said() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.9, -1.0])
+    assert int(restricted_logits(logits, torch.tensor([1]), 0, repetition_penalty=1.5).argmax()) == 2
+    assert logits.tolist() == torch.tensor([1.0, 3.0, 2.9, -1.0]).tolist(), "the model's own are left alone"
 
 
 def likes_its_rank(ids: torch.Tensor) -> list[int]:

@@ -52,6 +52,9 @@ def test_a_layout_does_not_bind_one_process(tmp_path: Path, pool: Pool, mesh: st
     folder = tmp_path / "run"
     assert evaluate_run(folder, 4)["step"] == 1
     assert call("generate", folder, "--prompt", "def ", "--tokens", 2).startswith("def ")
+    assert call("generate", folder, "def ", "--tokens", 2, "--top-p", 0.9, "--repetition-penalty", 1.2).startswith(
+        "def "
+    )
     call("checkpoint", "export", folder, tmp_path / "universal", "--to", "deepspeed-universal")
     output = call("checkpoint", "upcycle", folder, tmp_path / "mixture", MIXTURE)
     assert "validation loss of" in output

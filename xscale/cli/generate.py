@@ -11,7 +11,11 @@ from xscale.core.errors import ConfigError, Problem
 
 def generate(
     run: RunFolder,
-    prompt: Annotated[str, typer.Option(help="Text to continue; - reads standard input.")] = "import ",
+    text: Annotated[
+        str | None,
+        typer.Argument(metavar="[PROMPT]", help="Text to continue; - reads standard input; default: 'import '."),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="The same as an option.")] = None,
     suffix: Annotated[str | None, typer.Option(help="Print what fills a gap before it (fill_in_middle).")] = None,
     tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 128,
     temperature: Annotated[
@@ -19,6 +23,18 @@ def generate(
     ] = None,
     top_k: Annotated[
         int | None, typer.Option(min=0, help="Sample from the k most likely tokens; 0: from all; default: 40.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, help="Sample from the fewest likeliest tokens of this probability; default: 1, all."
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01, help="Divide the scores of tokens that stand in the text already; default: 1, unchanged."
+        ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Random seed of the sampling; default: 0.")] = None,
     beams: Annotated[int, typer.Option(min=1, help="Beam search with that many beams; 1: sampling.")] = 1,
@@ -42,7 +58,11 @@ def generate(
     """
     from xscale.train.generate_text import generate_text
 
-    sampling = {"--temperature": temperature, "--top-k": top_k, "--seed": seed}
+    if text is not None and prompt is not None:
+        raise ConfigError("--prompt", "the prompt is given twice", "Leave out the option.")
+    prompt = text if text is not None else "import " if prompt is None else prompt
+    sampling = {"--temperature": temperature, "--top-k": top_k, "--top-p": top_p, "--seed": seed}
+    sampling["--repetition-penalty"] = repetition_penalty
     if refused := [option for option, value in sampling.items() if value is not None and beams > 1]:
         what = "beam search samples nothing"
         raise ConfigError([Problem(option, what, "Leave it out, or take --beams 1.") for option in refused])
@@ -63,6 +83,8 @@ def generate(
             penalty_form=penalty_form or "wu",
             exits=exits,
             ema=ema,
+            top_p=top_p,
+            repetition_penalty=1.0 if repetition_penalty is None else repetition_penalty,
             plugins=plugins,
             say=lambda line: print(line, file=sys.stderr, flush=True),
         )

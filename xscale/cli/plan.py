@@ -34,7 +34,10 @@ def plan(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Plan a run without starting it: memory, communication, step time, layout; or every problem of the config."""
+    """Plan a run without starting it: memory, communication, step time, layout; or every problem of the config.
+
+    The exit status is 3 where the run does not fit into the memory of --device or --memory.
+    """
     from xscale.commands import plan as commands
 
     if check:
@@ -56,4 +59,4 @@ def plan(
             raise ConfigError("--draw", "cannot be combined with --search", "Omit --search.")
         commands.search(config, overrides or [], world, machine, best=best, as_json=json)
         return
-    commands.run(config, overrides or [], world, machine, draw=draw, as_json=json)
+    raise typer.Exit(commands.run(config, overrides or [], world, machine, draw=draw, as_json=json))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from xscale.commands.override_notes import say_at_start
 from xscale.core.compose import Composed, compose_leniently, dump
 from xscale.core.config import encode
-from xscale.core.errors import ConfigError, Problem
+from xscale.core.errors import EXIT_DONE, EXIT_TOO_LARGE, ConfigError, Problem
 from xscale.core.file_safety import decode_json
 from xscale.mesh import axes
 from xscale.recipe import Recipe, read, read_and_check
@@ -47,8 +47,11 @@ def run(
     *,
     draw: Path | None = None,
     as_json: bool = False,
-) -> None:
-    """Print the plan; ConfigError with every problem. `world` None: the smallest world size of the mesh."""
+) -> int:
+    """Print the plan; return the exit status, 3 where it does not fit. `world` None: the smallest of the mesh.
+
+    ConfigError with every problem.
+    """
     recipe, composed, world = _checked(config, overrides, world)
     if draw is not None:
         _draw(recipe, world, draw)
@@ -59,6 +62,7 @@ def run(
         from xscale.planning import format_plan
 
         print("\n".join(format_plan(answer)))
+    return EXIT_TOO_LARGE if answer.get("fits") is False else EXIT_DONE
 
 
 def search(

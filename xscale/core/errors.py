@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 EXIT_DONE = 0
 EXIT_FAULT = 1
 EXIT_USER = 2
+EXIT_TOO_LARGE = 3
+"""The run that was planned does not fit into the memory of its devices."""
 EXIT_REQUEUE = 75
 """The run stopped on purpose and can resume: the launcher may requeue it."""
 

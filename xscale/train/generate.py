@@ -37,6 +37,8 @@ def generate(
     policy: ExitPolicyConfig | None = None,
     prefix: bool = False,
     stops: Callable[[list[int]], bool] | None = None,
+    top_p: float | None = None,
+    repetition_penalty: float = 1.0,
 ) -> Tensor:
     """Generate from prompt ids [T] up to `length` further ids, without the `end` token that stops generation.
 
@@ -44,7 +46,7 @@ def generate(
     generation stops there. `source` [S]: input ids of an encoder-decoder. `policy`: when a token leaves at an exit; the
     blocks behind it compute their keys and values from the hidden state that left. None: all blocks are computed.
     `prefix`: whether the prompt is a prefix, whose tokens see each other in both directions. `stops`: told the ids so
-    far, whether generation stops after them.
+    far, whether generation stops after them. `top_p` and `repetition_penalty` are those of `restricted_logits`.
     """
     model.eval()
     generator = torch.Generator().manual_seed(seed_of(seed, "generate"))
@@ -68,7 +70,8 @@ def generate(
         logits = model(tokens, None, source_tokens)
         done = len(ids)
         # On a GPU the ranks' logits may differ in the last bit, and so in the token.
-        token = broadcast_int(sample_token(logits[0, -1].float().cpu(), temperature, top_k, generator), device)
+        last = restricted_logits(logits[0, -1].float().cpu(), ids.cpu(), temperature, top_k, top_p, repetition_penalty)
+        token = broadcast_int(sample_token(last, generator), device)
         if token == end:
             break
         generated.append(token)
@@ -94,15 +97,43 @@ def lay_out_matrices(model: nn.Module) -> None:
                     parameter.data = parameter.data if by_columns else parameter.data.mT.contiguous().mT
 
 
-def sample_token(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """Sample one id from logits [V]."""
+def restricted_logits(
+    logits: Tensor,
+    ids: Tensor,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    repetition_penalty: float = 1.0,
+) -> Tensor:
+    """Return the logits [V] of the distribution that the next id is drawn from; -inf for ids that are left out.
+
+    `repetition_penalty` divides positive logits of the `ids` [T] before, and multiplies negative ones (Keskar et al.
+    2019, CTRL). `temperature` 0 leaves the likeliest id alone. `top_p` keeps the fewest likeliest ids whose probability
+    is at least that much (Holtzman et al. 2020, nucleus sampling), of the `top_k` likeliest.
+    """
+    if repetition_penalty != 1:
+        seen = ids.unique()
+        logits = logits.clone()
+        logits[seen] = torch.where(
+            logits[seen] < 0, logits[seen] * repetition_penalty, logits[seen] / repetition_penalty
+        )
+    left_out = float("-inf")
     if temperature == 0:
-        return int(logits.argmax())
+        return torch.full_like(logits, left_out).index_fill(0, logits.argmax(), 0.0)
+    logits = logits.double() / temperature
     if top_k is not None and top_k < len(logits):
-        smallest = logits.topk(top_k).values[-1]
-        logits = logits.masked_fill(logits < smallest, float("-inf"))
-    probabilities = torch.softmax(logits.double() / temperature, -1)
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], left_out)
+    if top_p is not None and top_p < 1:
+        ascending, order = logits.sort()
+        outside = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
+        outside[-1] = False
+        logits = logits.masked_fill(outside[order.argsort()], left_out)
+    return logits
+
+
+def sample_token(logits: Tensor, generator: torch.Generator) -> int:
+    """Sample one id from logits [V]."""
+    return int(torch.multinomial(torch.softmax(logits.double(), -1), 1, generator=generator))
 
 
 def incremental(model: nn.Module) -> bool:

@@ -37,6 +37,8 @@ def generate_text(
     exits: bool = True,
     ema: bool = False,
     say: Callable[[str], None] | None = None,
+    top_p: float | None = None,
+    repetition_penalty: float = 1.0,
 ) -> str:
     """Return the prompt and what the run's model writes after it; of an encoder-decoder, whose source it is, and before
     a `suffix`, the latter alone. With several beams nothing is sampled: a beam search finds the likeliest text.
@@ -81,6 +83,7 @@ def generate_text(
             written = list(hypotheses[0].ids)
         else:
             sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}
+            sampling |= {"top_p": top_p, "repetition_penalty": repetition_penalty}
             sampling["policy"] = exit_policy_of(loaded.model) if exits else None
             written = generate(loaded.model, ids, tokens, **sampling, **shared).tolist()
     text = tokenizer.decode(written)
