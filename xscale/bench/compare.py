@@ -15,6 +15,7 @@ import pydantic
 from xscale.bench.train import TrainingSpeed
 from xscale.core.config import Config, decode
 from xscale.core.errors import ConfigError, FaultError, nearest
+from xscale.core.paths import PathText
 from xscale.core.yaml_reader import parse
 from xscale.observe.metrics import METRICS_FILE, read
 
@@ -24,7 +25,7 @@ class Comparison(Config):
 
     run: str
     """Config of the run that all variants override; a path relative to this file."""
-    dir: str = "runs/compare"
+    dir: PathText = "runs/compare"
     """Folder of the runs, the table and the figure."""
     seeds: tuple[Annotated[int, pydantic.Field(ge=0)], ...] = pydantic.Field(default=(0, 1, 2), min_length=1)
     """Each variant is trained once per seed."""

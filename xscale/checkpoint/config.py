@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 import pydantic
 
 from xscale.core.config import Config
+from xscale.core.paths import PathText
 
 
 class CheckpointConfig(Config):
@@ -21,7 +22,7 @@ class CheckpointConfig(Config):
     memory_every_steps: int = pydantic.Field(default=0, ge=0)
     """Steps between in-memory checkpoints, which outlive the processes: a restart with the same ranks resumes from them
     when they are newer than the disk's. With several machines, the next one has a copy. 0: none."""
-    memory_folder: str = "/dev/shm"
+    memory_folder: PathText = "/dev/shm"
     """A file system in memory (tmpfs) on each machine."""
     asynchronous: bool = True
     """Continue training while a copy of the state is written; false: wait for the disk."""

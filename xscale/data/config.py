@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import pydantic
 
 from xscale.core.config import Config, Slot
+from xscale.core.paths import PathText
 from xscale.data.source.source import SOURCES, Source
 from xscale.data.source.stdlib import Stdlib
 from xscale.data.tokenizer.sentencepiece import SentencePiece
@@ -14,7 +15,7 @@ from xscale.data.tokenizer.tokenizer import TOKENIZERS, Tokenizer
 class BlendItem(Config):
     """One prepared dataset of a blend."""
 
-    prepared: str
+    prepared: PathText
     """Folder written by `xscale data prepare`, or path of an existing .bin/.idx pair without its ending."""
     weight: float = pydantic.Field(default=1.0, gt=0)
     """Weight of the dataset, relative to the other weights."""
@@ -27,9 +28,9 @@ class DataConfig(Config):
     """Source of the documents."""
     tokenizer: Annotated[Tokenizer.Config, Slot(TOKENIZERS)] = SentencePiece.Config()
     """Tokenizer."""
-    folder: str = "work/data"
+    folder: PathText = "work/data"
     """Folder of tokenizers and tokenised data; each choice of source and tokenizer has its own subfolder."""
-    prepared: str | None = None
+    prepared: PathText | None = None
     """Existing tokenised data to use instead of `source`: a folder written by `xscale data prepare`, or the path of a
     Megatron .bin/.idx pair without its ending (its last documents are the validation split)."""
     blend: tuple[BlendItem, ...] = ()

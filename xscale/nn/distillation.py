@@ -24,6 +24,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from xscale.core.config import Config
+from xscale.core.paths import PathText
 from xscale.nn.attention.ops.dense import grouped_matmul, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.auxiliary import attach
@@ -34,7 +35,7 @@ from xscale.nn.tokens import Tokens
 
 
 class DistillConfig(Config):
-    teacher: str | None = None
+    teacher: PathText | None = None
     """Folder of the teacher: a run, or a model of Hugging Face transformers; null: `teacher` in run.dir."""
     train_teacher: dict[str, Any] | None = None
     """Sections of the config in which the teacher's run differs from this one, such as {model: {stack: {depth: 4}}}:

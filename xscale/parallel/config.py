@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from xscale.core.config import Config
+from xscale.core.paths import PathText
 from xscale.mesh.axes import MeshConfig
 
 
@@ -13,7 +14,7 @@ class OffloadConfig(Config):
     """Where optimizer states and master parameters are stored and updated; none: on the device (deepspeed)."""
     parameters: Literal["none", "cpu", "nvme"] = "none"
     """Where each rank's parameter shards are stored between uses; none: on the device (deepspeed, stage 3)."""
-    folder: str | None = None
+    folder: PathText | None = None
     """Folder on the local disk that nvme uses."""
 
 

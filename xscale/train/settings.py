@@ -10,6 +10,7 @@ from torch import nn
 from xscale.checkpoint.config import CheckpointConfig
 from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
+from xscale.core.paths import PathText
 from xscale.data.config import DataConfig
 from xscale.data.source.source import SOURCES, Labels
 from xscale.nn.class_head import ClassHead
@@ -68,7 +69,7 @@ class About(Config):
 class RunConfig(Config):
     renamed: ClassVar[dict[str, str]] = {"changed": "allow_changed"}
 
-    dir: str = "runs/default"
+    dir: PathText = "runs/default"
     """Folder of everything the run writes; starting again with the same folder resumes the run."""
     seed: int = pydantic.Field(default=0, ge=0)
     """Seed of initial weights, data order, dropout and router noise."""
@@ -86,7 +87,7 @@ class RunConfig(Config):
 
 
 class InitConfig(Config):
-    from_: str | None = pydantic.Field(default=None, alias="from")
+    from_: PathText | None = pydantic.Field(default=None, alias="from")
     """Run, checkpoint or folder of Hugging Face's transformers with the initial weights, for fine-tuning; parameters of
     the head that it lacks are drawn from the seed. It is read before the first step only: a run that resumes does not
     need it. null: all weights are drawn."""
@@ -113,7 +114,7 @@ class TasksConfig(Config):
     """Examples of each task; null: all."""
     shots: int | None = pydantic.Field(default=None, ge=0)
     """Examples before each question; null: as many as the task says, or none."""
-    folder: str | None = None
+    folder: PathText | None = None
     """Folder of further tasks, as YAML files of lm_eval, which rank 0 reads; null: the library's alone."""
 
 

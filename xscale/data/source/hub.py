@@ -10,6 +10,7 @@ from typing import Any
 import pydantic
 
 from xscale.core.errors import ConfigError
+from xscale.core.paths import PathText
 from xscale.data.source.columns import STREAMED, check_text, require_column
 from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Document, FileSource, Source, SourceTraits
 
@@ -20,7 +21,7 @@ NOMINAL_BYTES = 64 << 20
 @SOURCES.register("hub", traits=SourceTraits(bounded=True, resumable=True, download=True))
 class Hub(FileSource):
     class Config(FileSource.Config):
-        dataset: str = ""
+        dataset: PathText = ""
         """Name of a dataset of the Hugging Face hub, such as HuggingFaceFW/fineweb, or the path of a local folder of
         data files that the library `datasets` opens. Rows are read as they arrive; only their token ids are stored."""
         subset: str | None = None

@@ -9,6 +9,7 @@ import pydantic
 
 from xscale.core.errors import Problem, nearest
 from xscale.core.file_safety import decode_json
+from xscale.core.paths import PathText
 from xscale.data import files
 from xscale.data.listing import find_files
 from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Document, FileSource, Source, SourceTraits
@@ -19,7 +20,7 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".json.gz", ".json.z
 @SOURCES.register("jsonl", traits=SourceTraits(bounded=True, resumable=True, download=False))
 class Jsonl(FileSource):
     class Config(FileSource.Config):
-        paths: tuple[str, ...] = ()
+        paths: tuple[PathText, ...] = ()
         """Files, folders and globs. A folder stands for every .jsonl, .jsonl.gz and .jsonl.zst below it that is not
         hidden; links are followed, and each file is read once."""
         field: str = "text"

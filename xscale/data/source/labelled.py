@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import pydantic
 
 from xscale.core.errors import nearest
+from xscale.core.paths import PathText
 from xscale.data.source.pairs import Bad, PairSource, Record
 from xscale.data.source.source import SOURCES, FileSource, Labels, Source, SourceTraits
 
@@ -19,7 +20,7 @@ RESERVED_SCORE = -100.0
 @SOURCES.register("labelled", traits=SourceTraits(bounded=True, resumable=True, download=False, records="labels"))
 class Labelled(PairSource):
     class Config(FileSource.Config):
-        paths: tuple[str, ...] = ()
+        paths: tuple[PathText, ...] = ()
         """Files (.jsonl, .csv, .tsv, plain, .gz or .zst; .parquet, .arrow), folders and globs. A folder stands for
         every such file below it. The first row of a .csv or .tsv file names its columns. One process reads such a
         file."""

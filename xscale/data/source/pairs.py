@@ -12,6 +12,7 @@ import pydantic
 
 from xscale.core.errors import ConfigError, Problem, nearest
 from xscale.core.file_safety import decode_json
+from xscale.core.paths import PathText
 from xscale.data import files
 from xscale.data.listing import find_files
 from xscale.data.source.columns import COLUMNAR_SUFFIXES, is_columnar, row_ranges, rows
@@ -29,7 +30,7 @@ Record = tuple[Any, ...]
 @SOURCES.register("pairs", traits=SourceTraits(bounded=True, resumable=True, download=False, records="pairs"))
 class PairSource(FileSource):
     class Config(FileSource.Config):
-        paths: tuple[str, ...] = ()
+        paths: tuple[PathText, ...] = ()
         """Files (.jsonl, .csv, .tsv, plain, .gz or .zst; .parquet, .arrow), folders and globs. A folder stands for
         every such file below it. The first row of a .csv or .tsv file names its columns; in .csv quoted cells may
         contain commas, quotes and line ends (RFC 4180), and .tsv has no quotes. One process reads such a file."""

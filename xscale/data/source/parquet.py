@@ -7,6 +7,7 @@ from typing import Any
 import pydantic
 
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.paths import PathText
 from xscale.data.listing import find_files
 from xscale.data.source.columns import COLUMNAR_SUFFIXES, check_text, is_columnar, row_ranges, rows
 from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Document, FileSource, Source, SourceTraits
@@ -15,7 +16,7 @@ from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Docu
 @SOURCES.register("parquet", traits=SourceTraits(bounded=True, resumable=True, download=False))
 class Parquet(FileSource):
     class Config(FileSource.Config):
-        paths: tuple[str, ...] = ()
+        paths: tuple[PathText, ...] = ()
         """Files (.parquet, or .arrow as `datasets` saves them), folders and globs. A folder stands for every such file
         below it. Each row group of a .parquet file is read by one process."""
         field: str = "text"

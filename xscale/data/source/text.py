@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import pydantic
 
+from xscale.core.paths import PathText
 from xscale.data import files
 from xscale.data.listing import find_files
 from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Document, FileSource, Source, SourceTraits
@@ -14,7 +15,7 @@ from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Docu
 @SOURCES.register("text", traits=SourceTraits(bounded=True, resumable=True, download=False))
 class Text(FileSource):
     class Config(FileSource.Config):
-        paths: tuple[str, ...] = ()
+        paths: tuple[PathText, ...] = ()
         """Files, folders and globs (`**` for any depth). A folder stands for every file below it that is not hidden;
         links are followed, and each file is read once."""
         document: Literal["file", "paragraph", "line", "separator"] = "file"

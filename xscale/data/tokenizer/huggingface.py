@@ -11,6 +11,7 @@ from xscale.core.atomic_write import reporting_full_disk, write_atomically
 from xscale.core.errors import ConfigError
 from xscale.core.file_safety import decode_json, read_regular
 from xscale.core.foreign import foreign_errors, quiet_panics
+from xscale.core.paths import PathText
 from xscale.data.tokenizer.decoder import DecoderError, piece_decoder
 from xscale.data.tokenizer.file_bounds import check_bounds
 from xscale.data.tokenizer.template import Template, read_template, template_of_file
@@ -50,7 +51,7 @@ class HuggingFace(FileTokenizer):
         file, a larger number pads: the further ids are rows of the model that no text has, as in many models."""
         sample_bytes: int = pydantic.Field(default=16 << 20, ge=1)
         """Bytes of text to train on, from documents sampled by their hash."""
-        file: str | None = None
+        file: PathText | None = None
         """An existing tokenizer.json to use instead of training one."""
         eos: str | None = None
         """End-of-document token of an existing file; null: `</s>`."""

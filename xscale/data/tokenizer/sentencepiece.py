@@ -12,6 +12,7 @@ import pydantic
 from xscale.core.atomic_write import reporting_full_disk, write_atomically
 from xscale.core.errors import ConfigError
 from xscale.core.file_safety import decode_json, read_regular
+from xscale.core.paths import PathText
 from xscale.data.tokenizer.tokenizer import (
     DEFAULT_VOCABULARY,
     TOKENIZERS,
@@ -48,7 +49,7 @@ class SentencePiece(FileTokenizer):
         """Bytes of text to train on, from documents sampled by their hash."""
         digits: bool = False
         """Make each digit its own piece."""
-        file: str | None = None
+        file: PathText | None = None
         """An existing model file to use instead of training one, of any origin: one that was not trained here has its
         own special tokens, and encodes as the library does."""
         bos: str | None = None
@@ -167,8 +168,9 @@ class SentencePiece(FileTokenizer):
         if hasattr(self.processor, "EncodeAsOffsetMapping"):
             mapping = self.processor.EncodeAsOffsetMapping(text)
             return mapping["ids"], mapping["offsets"]
-        # Versions of the library before 0.2.1.
-        pieces = self.processor.Encode(text, out_type="immutable_proto").pieces
+        # Versions of the library before that method.
+        processor: Any = self.processor
+        pieces = processor.EncodeAsImmutableProto(text).pieces
         return [piece.id for piece in pieces], [(piece.begin, piece.end) for piece in pieces]
 
     def encode(self, text: str) -> list[int]:

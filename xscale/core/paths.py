@@ -1,0 +1,29 @@
+"""The type of every config key that names a file or folder: `~` and `$VARIABLE` become what a shell makes of them."""
+
+import os.path
+import re
+from typing import Annotated
+
+import pydantic
+
+VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
+"""A variable of the environment, as `os.path.expandvars` reads it."""
+
+
+def expand_path(path: str) -> str:
+    """Return a path with `~`, `~user` and `$VARIABLE` expanded; ValueError for a user or a variable that is not there.
+
+    A config names folders of one machine, and without it a folder called `~` would be made.
+    """
+    expanded = os.path.expandvars(os.path.expanduser(path))
+    if expanded.startswith("~") and not os.path.lexists(expanded):
+        raise ValueError(
+            f"{path.split('/')[0]} is no user with a home folder; for a folder of that name write ./{path}"
+        )
+    if variable := VARIABLE.search(expanded):
+        raise ValueError(f"the variable {variable.group()} of the environment is not set")
+    return expanded
+
+
+PathText = Annotated[str, pydantic.AfterValidator(expand_path)]
+"""A path in a config, also one with `*` in it."""
