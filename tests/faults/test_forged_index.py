@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkSto
 
 from tests.faults.dying import save_step, tensors
 from tests.faults.test_hostile import TOUCHED, Evil, loaded, seal
-from xscale.checkpoint.index import check_index
+from xscale.checkpoint.index import check_index, decode_index
 from xscale.checkpoint.load import restore
 from xscale.checkpoint.save import save
 from xscale.core.errors import ConfigError, FaultError
@@ -144,7 +144,7 @@ WRONG_BOXES = {
     "dims": "its shape is",
     "larger": "its shape is",
     "a list": "it is no tensor",
-    "code": "is not the tensor that .metadata describes (Weights only load failed",
+    "code": "is not the tensor that .metadata describes (it names posix.system",
 }
 """Change -> what the message says of it."""
 
@@ -275,3 +275,11 @@ def test_a_torn_archive_in_a_shard_is_damage(tmp_path: Path, seeds: range) -> No
             assert "set aside as bad-step-00000002-" in restored.reasons[0], seed
         shutil.rmtree(folder)
     assert taken[1] > len(seeds) // 3, taken
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x80\x02G\x00", b"\x80\x02M\x00", b"\x80\x02J", b"\x80\x04\x95\x00", b"\x80\x02\x8a"]
+)
+def test_an_index_that_ends_within_a_number_is_none(content: bytes) -> None:
+    with pytest.raises(ValueError, match="is not an index of tensors"):
+        decode_index(content)
