@@ -1,5 +1,7 @@
 """Errors that say what would work."""
 
+import pickle
+
 import pytest
 
 from xscale.core.errors import ConfigError, Problem, nearest
@@ -32,3 +34,15 @@ def test_the_nearest_name_is_offered(word: str, said: str) -> None:
 
 def test_nothing_known_nothing_offered() -> None:
     assert nearest("a", []) == ""
+
+
+def test_problems_without_end_are_counted() -> None:
+    error = ConfigError([Problem("a", str(number)) for number in range(1000)])
+    assert len(error.problems) == 120
+    assert str(error.problems[-1]) == "881 more problems"
+    assert pickle.loads(pickle.dumps(error)).problems == error.problems
+
+
+def test_a_message_is_one_line_without_escapes() -> None:
+    problem = Problem("a\nb", "what \x1b[2J\r\n and more", "x" * 10_000)
+    assert str(problem) == f"a b: what \\x1b[2J  and more. {'x' * 2000}..."

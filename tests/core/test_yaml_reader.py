@@ -95,6 +95,8 @@ HOSTILE = {
     "a mapping as a key": ("? {a: b}\n: 1", "found unhashable key"),
     "a control character": ("a: \x07", "holds a character that YAML does not allow"),
     "half of a surrogate pair": ("a: \ud800", "this is not UTF-8 text"),
+    "half of a surrogate pair, escaped": ('a: "\\ud800"', "half of a surrogate pair is no text"),
+    "half of a surrogate pair as a key": ('"\\udfff": 1', "half of a surrogate pair is no text"),
     "two documents": ("a: 1\n---\nb: 2", "but found another document"),
     "a text of many megabytes": ("x" * (TEXT_BYTES + 1), f"and may have {TEXT_BYTES}"),
 }

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkSto
 
 from tests.faults.dying import save_step, tensors
 from tests.faults.test_hostile import TOUCHED, Evil, loaded, seal
-from xscale.checkpoint.index import check_index
+from xscale.checkpoint.index import check_index, decode_index
 from xscale.checkpoint.load import restore
 from xscale.checkpoint.save import save
 from xscale.checkpoint.tensors import OutsideError, _FileSlice
@@ -145,7 +145,7 @@ WRONG_BOXES = {
     "dims": "its shape is",
     "larger": "its shape is",
     "a list": "it is no tensor",
-    "code": "is not the tensor that .metadata describes (Weights only load failed",
+    "code": "is not the tensor that .metadata describes (it names posix.system",
 }
 """Change -> what the message says of it."""
 
@@ -320,3 +320,11 @@ def test_nothing_is_read_behind_a_box(tmp_path: Path, at: int) -> None:
         assert box.read(8) == bytes(2)
         with pytest.raises(OutsideError):
             box.seek(-43, 2)
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x80\x02G\x00", b"\x80\x02M\x00", b"\x80\x02J", b"\x80\x04\x95\x00", b"\x80\x02\x8a"]
+)
+def test_an_index_that_ends_within_a_number_is_none(content: bytes) -> None:
+    with pytest.raises(ValueError, match="is not an index of tensors"):
+        decode_index(content)

@@ -4,6 +4,7 @@ import io
 import itertools
 import math
 import pickle
+import struct
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -76,6 +77,7 @@ UNREADABLE = (
     RuntimeError,
     TypeError,
     ValueError,
+    struct.error,
 )
 """Errors of an unpickler that reads arbitrary bytes."""
 

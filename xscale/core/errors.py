@@ -17,6 +17,8 @@ WORD_CHARACTERS = 100
 """Longest word that is compared with known ones: the comparison takes the square of it."""
 
 
+PROBLEMS = 120
+"""Most problems that an error lists; it counts the others."""
 SENTENCE_CHARACTERS = 2000
 """Longest part of a message: it may quote what a file holds."""
 
@@ -68,7 +70,9 @@ class ConfigError(Exception):
             problems = Problem(problems, what, fix)
         self.same_on_all_ranks = False
         """Whether every rank of the run finds the same, so that one of them may speak for all."""
-        self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        every = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        omitted = len(every) - PROBLEMS
+        self.problems = every if omitted <= 0 else (*every[: PROBLEMS - 1], Problem("", f"{omitted + 1} more problems"))
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def __reduce__(self) -> tuple[type, tuple[tuple[Problem, ...]]]:

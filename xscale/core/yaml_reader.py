@@ -85,6 +85,14 @@ def _boolean(loader: _Loader, node: yaml.ScalarNode) -> bool:
     return text.lower() == "true"
 
 
+def _text(loader: _Loader, node: yaml.ScalarNode) -> str:
+    text = str(loader.construct_scalar(node))
+    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        # Escaped in quotes, where the reader does not see it: no file could hold it.
+        raise yaml.constructor.ConstructorError(None, None, "half of a surrogate pair is no text", node.start_mark)
+    return text
+
+
 def _unknown_type(loader: _Loader, node: yaml.Node) -> Any:
     what = f"{_cut(node.tag)} is no type of a config"
     raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
@@ -96,8 +104,9 @@ def _cut(text: str) -> str:
 
 for _name, (_pattern, _first) in SCALARS.items():
     _Loader.add_implicit_resolver(PREFIX + _name, re.compile(f"^(?:{_pattern})$"), _first)
-for _name in ("null", "str", "seq", "map"):
+for _name in ("null", "seq", "map"):
     _Loader.add_constructor(PREFIX + _name, yaml.SafeLoader.yaml_constructors[PREFIX + _name])
+_Loader.add_constructor(PREFIX + "str", _text)
 _Loader.add_constructor(PREFIX + "int", _integer)
 _Loader.add_constructor(PREFIX + "float", _float)
 _Loader.add_constructor(PREFIX + "bool", _boolean)

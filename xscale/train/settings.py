@@ -9,7 +9,8 @@ from torch import nn
 
 from xscale.checkpoint.config import CheckpointConfig
 from xscale.core.config import Config, Slot
-from xscale.core.errors import Problem
+from xscale.core.errors import ConfigError, Problem
+from xscale.core.foreign import reason
 from xscale.core.paths import PathText
 from xscale.data.config import DataConfig
 from xscale.data.source.source import SOURCES, Labels
@@ -263,7 +264,16 @@ def labels_problems(settings: Settings, labels: Labels, data: str) -> list[Probl
 
 
 def build_on_meta(settings: Settings, vocabulary: int) -> nn.Module:
-    """The full model without storage, on torch's meta device."""
+    """The full model without storage, on torch's meta device; ConfigError for sizes that torch cannot count."""
+    try:
+        return _build_on_meta(settings, vocabulary)
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        raise ConfigError("model", f"its sizes are none that torch can count: {reason(error)}") from None
+
+
+def _build_on_meta(settings: Settings, vocabulary: int) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = MODELS.build(settings.model, vocabulary, settings.data.sequence_length)
         if settings.distill is not None:
