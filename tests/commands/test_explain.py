@@ -295,6 +295,8 @@ def test_where_a_recipe_has_a_key_is_printed_with_its_value(capsys: pytest.Captu
         ("moe.capacity_facter", "Did you mean model.stack.block.ffn.capacity_factor"),
         ("optimzer.lr", "Did you mean optimizer.lr"),
         ("train.stpes", "Did you mean train.steps"),
+        ("learning_rate", "Did you mean optimizer.lr?"),
+        ("num_experts", "Did you mean model.stack.block.ffn.experts?"),
         ("model.stack.block.ffn.kind.x", "there is no such config key"),
         ("xyzzy", "`xscale explain` lists the sections"),
         ("", "`xscale explain` lists the sections"),

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from xscale.api import load_recipe
-from xscale.core.compose import COMMAND_LINE, Composed, compose_mapping, dump
-from xscale.core.config import decode, encode
+from xscale.core.compose import COMMAND_LINE, SCHEMA, Composed, compose_mapping, configs_folder, dump
+from xscale.core.config import OTHERS_WORDS, decode, encode
 from xscale.core.errors import ConfigError
+from xscale.core.keys import read_keys
 from xscale.recipe import Recipe
 
 MIXTURE = {"kind": "moe", "experts": 8, "shared": "gated", "capacity_factor": 1.25, "router": {"kind": "switch"}}
@@ -159,3 +160,24 @@ def test_the_keys_that_are_set_by_what_a_part_is_are_listed() -> None:
         "moe.experts": [f"{RULES}[{index}].ffn.experts" for index in range(2)]
     }
     assert composed(f"{RULES}[0].every=3", "train.steps=3").resolved == {}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.depth=3", "model.depth (command line): unknown key. Did you mean 'model.stack.depth'"),
+        ("learning_rate=1", "learning_rate (command line): unknown key. Did you mean 'optimizer.lr'?"),
+        ("n_layer=4", "Did you mean 'model.stack.depth'"),
+        ("train.stpes=3", "Did you mean 'steps'?"),
+    ],
+)
+def test_an_unknown_key_leads_to_the_one_that_is_meant(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        decode(Recipe, (made := composed(override)).data, made.origin)
+    assert said in str(caught.value)
+
+
+def test_the_words_of_other_trainers_lead_to_keys_that_there_are() -> None:
+    keys = read_keys(configs_folder() / SCHEMA)
+    assert [path for path in OTHERS_WORDS.values() if not keys.at(path)] == []
+    assert not OTHERS_WORDS.keys() & keys.words

@@ -179,8 +179,8 @@ def _is_inside(loc: tuple[Any, ...], outer: tuple[Any, ...]) -> bool:
 def _problem(schema: Any, fault: Any, path: str, origin: dict[str, str]) -> Problem:
     key_path = f"{plain(path, VALUE_CHARACTERS)} ({origin[path]})" if path in origin else plain(path, VALUE_CHARACTERS)
     if fault["type"] == "extra_forbidden":
-        is_whole = path == ".".join(str(part) for part in fault["loc"])
-        return Problem(key_path, "unknown key", _known_key(schema, fault["loc"], is_whole))
+        inside = ".".join(str(part) for part in fault["loc"])
+        return Problem(key_path, "unknown key", _known_key(schema, fault["loc"], path.removesuffix(inside)))
     if fault["type"] == "xscale":
         return Problem(key_path, fault["ctx"]["what"], fault["ctx"]["fix"], fault["ctx"]["unknown_kind"])
     if fault["type"] == "missing":
@@ -238,17 +238,43 @@ def _bounds(schema: Any, fault: Any) -> str:
     return f"must be {sign} {bound}"
 
 
-def _known_key(schema: Any, loc: tuple[Any, ...], is_whole: bool) -> str:
-    """A sentence for an unknown key: the nearest of its section or, in a whole config, sections that have that key."""
+def _known_key(schema: Any, loc: tuple[Any, ...], above: str) -> str:
+    """A sentence for an unknown key: the nearest of its section, or sections below `above` that have that key."""
     key, keys = str(loc[-1]), _keys(schema, loc[:-1])
     if ":" in key:
         # YAML takes {kind:byte} for one key without a value.
         return f"A value needs a space before it: {{{key.replace(':', ': ', 1)}}}."
     # `lr` is not a misspelling of the section `lora`, but `train.step` is one of `train.steps`.
-    sections = sorted(_paths(schema, key), key=lambda path: path.count(".")) if is_whole else []
-    if not sections or (len(loc) > 1 and is_near(key, keys)):
+    sections = sorted(_paths(schema, key), key=lambda path: path.count("."))
+    if not above and key in OTHERS_WORDS:
+        sections = [OTHERS_WORDS[key]]
+    elif not sections or (len(loc) > 1 and is_near(key, keys)):
         return nearest(key, keys)
-    return f"Did you mean {' or '.join(repr(path) for path in sections[:3])}?"
+    return f"Did you mean {' or '.join(repr(f'{above}{path}') for path in sections[:3])}?"
+
+
+OTHERS_WORDS = {
+    "learning_rate": "optimizer.lr",
+    "max_steps": "train.steps",
+    "global_batch_size": "train.batch_size",
+    "seq_length": "data.sequence_length",
+    "max_grad_norm": "train.clip_grad_norm",
+    "warmup_iters": "schedule.warmup_steps",
+    "output_dir": "run.dir",
+    "n_layer": "model.stack.depth",
+    "num_layers": "model.stack.depth",
+    "num_hidden_layers": "model.stack.depth",
+    "hidden_size": "model.width",
+    "d_model": "model.width",
+    "n_embd": "model.width",
+    "num_attention_heads": "model.stack.block.mixer.heads",
+    "n_head": "model.stack.block.mixer.heads",
+    "num_key_value_heads": "model.stack.block.mixer.kv_heads",
+    "intermediate_size": "model.stack.block.ffn.hidden",
+    "num_experts": "model.stack.block.ffn.experts",
+    "num_local_experts": "model.stack.block.ffn.experts",
+}
+"""A key of other trainers and model configs (transformers, Megatron-LM, nanoGPT) -> the key here."""
 
 
 def _paths(schema: Any, key: str, above: str = "") -> Iterator[str]:

@@ -9,7 +9,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xscale.core.config import BOUND_SIGNS, RENAMED_MARK
+from xscale.core.config import BOUND_SIGNS, OTHERS_WORDS, RENAMED_MARK
 from xscale.core.file_safety import decode_json, read_regular
 
 FAMILY = "#/$defs/family "
@@ -186,6 +186,8 @@ class ConfigKeys:
 
     def suggest(self, query: str) -> list[str]:
         """Paths of keys that a misspelt query may mean, the likeliest first."""
+        if (key := OTHERS_WORDS.get(query.rpartition(".")[2])) is not None:
+            return [key]
         known = self.words
         spellings = [
             [word] if word in known else get_close_matches(word, known, n=3, cutoff=0.6) for word in query.split(".")
