@@ -32,14 +32,11 @@ from xscale.parallel.pipeline.check import check_micro_batches
 from xscale.parallel.pipeline.schedule import schedule_of
 from xscale.parallel.plan import ParallelPlan
 from xscale.train.check_model import (
-    check_documents,
     check_exits,
     check_lora,
     check_multi_token,
-    check_padded_samples,
-    check_padding,
-    check_pooling,
     check_prefix,
+    check_samples,
     check_two_stage,
 )
 from xscale.train.check_optimizer import check_averaging, check_mup_optimizer, check_optimizer
@@ -94,16 +91,8 @@ class Recipe(Settings):
         if model is not None and valid("train"):
             problems += self._check_freeze(model)
         traits = OBJECTIVES.of(self.objective).traits if valid("objective") else None
-        pads = traits is not None and traits.padded
-        ends_in_padding = traits is not None and traits.samples != "packed"
-        if model is not None and ends_in_padding:
-            problems += check_padded_samples(model)
-        elif model is not None and (pads or not self.data.cross_documents):
-            problems += check_documents(model, pads and self.data.cross_documents)
-        if model is not None and traits is not None:
-            problems += check_pooling(model, traits, packed_documents=not self.data.cross_documents)
-        if model is not None and traits is not None and (pads or traits.samples != "packed"):
-            problems += check_padding(model, told=not pads)
+        if model is not None:
+            problems += check_samples(model, traits, cross_documents=self.data.cross_documents)
         if model is not None and traits is not None and traits.prefix and valid("parallel"):
             problems += check_prefix(model, self.parallel)
         if model is not None and valid("objective") and isinstance(getattr(model, "head", None), ClassHead):

@@ -107,12 +107,27 @@ def check_pooling(model: nn.Module, traits: ObjectiveTraits, *, packed_documents
     return problems
 
 
-def check_padding(model: nn.Module, told: bool = False) -> list[Problem]:
-    """List the parts for which padding would count; `told`: `Tokens.padding` tells it from text."""
+def check_samples(model: nn.Module, traits: ObjectiveTraits | None, *, cross_documents: bool) -> list[Problem]:
+    """List what the model cannot do with the documents and the padding of samples; traits None: not known."""
+    if traits is None:
+        return [] if cross_documents else check_documents(model)
+    problems = []
+    if traits.samples != "packed":
+        problems += check_padded_samples(model)
+    elif traits.padded or not cross_documents:
+        problems += check_documents(model, traits.padded and cross_documents)
+    problems += check_pooling(model, traits, packed_documents=not cross_documents)
+    if traits.padded or traits.samples != "packed":
+        problems += check_padding(model, is_marked=not traits.padded)
+    return problems
+
+
+def check_padding(model: nn.Module, is_marked: bool = False) -> list[Problem]:
+    """List the parts for which padding would count; `is_marked`: `Tokens.padding` tells it from text."""
     paths: dict[str, str] = {}
     for path, module in model.named_modules():
-        averages = isinstance(module, Module) and module.averages_tokens and not (told and module.averages_text)
-        if averages or (not told and isinstance(module, Core) and module.traits.running_stats):
+        averages = isinstance(module, Module) and module.averages_tokens and not (is_marked and module.averages_text)
+        if averages or (not is_marked and isinstance(module, Core) and module.traits.running_stats):
             paths.setdefault(type(module).__name__, path)
     return [
         Problem(

@@ -35,7 +35,7 @@ class PatternTraits:
     """Fraction of block pairs that are seen far from the edges, in the bidirectional layout (causal, if it is the only
     one): a Python expression in N (blocks of the sequence), block (tokens of one) and the config's keys."""
     counts_blocks: bool = False
-    """What the first blocks see of each other in the bidirectional layout depends on the number of all blocks."""
+    """In the bidirectional layout the number of blocks decides what the first ones see of each other."""
     random: bool = False
     """The layout is drawn by a seed in the config: the same in every process and run."""
 
