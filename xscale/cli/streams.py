@@ -1,4 +1,4 @@
-"""What a process gets from outside before any command runs: streams that may be closed, and arguments of any bytes."""
+"""Standard streams that may be closed, and arguments of any bytes, before any command runs."""
 
 import io
 import os

@@ -48,8 +48,8 @@ def is_panic(error: BaseException) -> bool:
 
 
 @contextmanager
-def foreign_errors(place: object, what: str, fix: str = "") -> Iterator[None]:
-    """Turn every error that a library raises about the file `place` into a ConfigError `what: reason`.
+def foreign_errors(path: object, what: str, fix: str = "") -> Iterator[None]:
+    """Turn every error that a library raises about the file `path` into a ConfigError `what: reason`.
 
     A panic counts. ConfigErrors pass, and so does what ends a process (KeyboardInterrupt, SystemExit).
     """
@@ -60,7 +60,7 @@ def foreign_errors(place: object, what: str, fix: str = "") -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        raise ConfigError(str(place), f"{what}: {reason(error)}", fix) from None
+        raise ConfigError(str(path), f"{what}: {reason(error)}", fix) from None
 
 
 @contextmanager

@@ -70,18 +70,10 @@ def open_run_file(path: Path, mode: Mode = "rb") -> FileIO:
 def read_run_file(path: Path, limit: int | None = FILE_BYTES) -> bytes:
     """Read a file of a run, of at most `limit` bytes. Errors as `open_run_file`, and where it is larger."""
     with open_run_file(path) as file:
-        content = file.readall() if limit is None else _read_up_to(file, limit + 1)
-    if limit is not None and len(content) > limit:
-        raise OSError(errno.EFBIG, f"the file is larger than {limit} bytes", str(path))
-    return content
-
-
-def _read_up_to(file: FileIO, count: int) -> bytes:
-    """Read `count` bytes, or to the end: one `read` of a file returns at most 2 GiB."""
-    content = bytearray()
-    while len(content) < count and (part := file.read(count - len(content))):
-        content += part
-    return bytes(content)
+        # Not read(limit), which would take that much memory for a file of any size.
+        if limit is not None and os.fstat(file.fileno()).st_size > limit:
+            raise OSError(errno.EFBIG, f"the file is larger than {limit} bytes", str(path))
+        return file.readall()
 
 
 def make_run_folder(run: Path, *names: str) -> Path:
