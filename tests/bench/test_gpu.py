@@ -13,9 +13,9 @@ import torch
 
 from xscale.bench.gpu import pages
 from xscale.bench.gpu.case import GpuContext, failure_of
+from xscale.bench.gpu.cases.packed import document_ids, visible_pairs
 from xscale.bench.gpu.jobs import JOBS, GpuJob, choose_jobs
 from xscale.bench.gpu.measure import GpuOptions, measure
-from xscale.bench.gpu.packed import document_ids, visible_pairs
 from xscale.bench.gpu.results import FILE_BYTES, FILES
 from xscale.core.errors import ConfigError
 from xscale_kernels.select import UnusableError

@@ -12,7 +12,7 @@ import torch
 from tests.gpu.parts_on_device import PartOnDevice, build, relative_difference, subjects
 from tests.gpu.test_models import check
 from xscale.bench.gpu.case import GpuContext
-from xscale.bench.gpu.correct import FILES, cases, outcome_of
+from xscale.bench.gpu.cases.correct import FILES, cases, outcome_of
 
 ROOT = Path(__file__).parents[2]
 MISSING = ("pyarrow", "datasets", "schedulefree", "deepspeed", "megatron", "apex", "lm_eval", "sacrebleu", "mlflow")

@@ -34,7 +34,7 @@ JOBS = (
         "The tests marked `gpu`, and two steps of every recipe with its sizes cut down: loss against the CPU's.",
         "No speed of a failing part is reported; each failure is mended before its job is run again.",
         420.0,
-        "xscale.bench.gpu.correct",
+        "xscale.bench.gpu.cases.correct",
     ),
     GpuJob(
         "J2",
@@ -44,7 +44,7 @@ JOBS = (
         "Goals: dense MFU >= 55 %, coarse experts >= 47 %, fine >= 27 %, a mixture >= 0.90 of its dense twin. The "
         "profile names what is mended first.",
         420.0,
-        "xscale.bench.gpu.training",
+        "xscale.bench.gpu.cases.training",
     ),
     GpuJob(
         "J3",
@@ -54,7 +54,7 @@ JOBS = (
         "Whether models under torch.compile should attend by variable-length kernels: yes where they take less than "
         "0.8 of FlexAttention's time.",
         220.0,
-        "xscale.bench.gpu.packed",
+        "xscale.bench.gpu.cases.packed",
     ),
     GpuJob(
         "J4",
@@ -63,7 +63,7 @@ JOBS = (
         "libraries that are installed (Liger, QuACK, fla, apex): time, memory, fraction of the device's ceiling.",
         "Which implementation an operator takes first; a kernel slower than torch.compile loses its place.",
         420.0,
-        "xscale.bench.gpu.operators",
+        "xscale.bench.gpu.cases.operators",
     ),
     GpuJob(
         "J5",
@@ -72,7 +72,7 @@ JOBS = (
         "FlexAttention, flash-attn, block-sparse patterns and the cores of linear cost.",
         "The backend that the core softmax asks for on this device; from which length a sparse core is faster.",
         420.0,
-        "xscale.bench.gpu.attention",
+        "xscale.bench.gpu.cases.attention",
     ),
     GpuJob(
         "J6",
@@ -80,7 +80,7 @@ JOBS = (
         "Training steps of the dense model in bfloat16 and with each scaling of float8: tokens/s, MFU and memory.",
         "Whether float8 is worth its noise: it is where a step takes less than 0.9 of bfloat16's.",
         280.0,
-        "xscale.bench.gpu.float8",
+        "xscale.bench.gpu.cases.float8",
     ),
     GpuJob(
         "J7",
@@ -88,7 +88,7 @@ JOBS = (
         "Step times through asynchronous saves: median and longest, against steps without a save.",
         "Goals: no step longer than 1.1 of the median, a stall below 1 s for 1.3 billion parameters with Adam.",
         230.0,
-        "xscale.bench.gpu.checkpoints",
+        "xscale.bench.gpu.cases.checkpoints",
     ),
     GpuJob(
         "J8",
@@ -96,7 +96,7 @@ JOBS = (
         "Greedy decoding at batch 1 against transformers with the same weights: tokens/s.",
         "Goal for GPT-2: >= 767 tokens/s on an H200. Below it, the step is decoded by a CUDA graph.",
         240.0,
-        "xscale.bench.gpu.decoding",
+        "xscale.bench.gpu.cases.decoding",
     ),
     GpuJob(
         "J9",
@@ -104,7 +104,7 @@ JOBS = (
         "Predicted against measured peak memory of eight recipes, with recomputation, offload and float8.",
         "Goal: within 5 %. The term that is off is corrected in the model of memory.",
         240.0,
-        "xscale.bench.gpu.memory",
+        "xscale.bench.gpu.cases.memory",
     ),
     GpuJob(
         "J10",
@@ -112,7 +112,7 @@ JOBS = (
         "Forward and backward of a model's micro-batch: eager, compiled, compiled with CUDA graphs.",
         "Whether `parallel.compile` gets graphs: yes where a step gains 5 % or more.",
         150.0,
-        "xscale.bench.gpu.graphs",
+        "xscale.bench.gpu.cases.graphs",
     ),
     GpuJob(
         "J11",
@@ -120,7 +120,7 @@ JOBS = (
         "The headline figure of each goal once more, all on one device and one commit.",
         "The table of evidence in kernels/README.md; each gap to a goal is the next piece of work.",
         420.0,
-        "xscale.bench.gpu.evidence",
+        "xscale.bench.gpu.cases.evidence",
     ),
 )
 

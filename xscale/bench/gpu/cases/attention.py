@@ -9,7 +9,7 @@ from torch import Tensor
 
 from xscale.bench.attention import WIDTH, core_run, multiply_adds, sdpa_sides
 from xscale.bench.gpu.case import CaseReporter, GpuCase, GpuContext
-from xscale.bench.gpu.packed import SECONDS, Call, draw_qkv, report_attention
+from xscale.bench.gpu.cases.packed import SECONDS, Call, draw_qkv, report_attention
 from xscale.bench.machine import BenchDevice
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.core import CORES

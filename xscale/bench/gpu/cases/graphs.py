@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from xscale.bench.gpu.case import CaseReporter, GpuCase, GpuContext
+from xscale.bench.gpu.cases.training import ONE_DOCUMENT
 from xscale.bench.gpu.recipes import training_recipe
-from xscale.bench.gpu.training import ONE_DOCUMENT
 from xscale.bench.train_sides import collect
 from xscale.core.errors import ConfigError
 from xscale.mesh.environment import read_rank_info

@@ -3,8 +3,8 @@
 from functools import partial
 
 from xscale.bench.gpu.case import CaseReporter, GpuCase, GpuContext
+from xscale.bench.gpu.cases.training import ONE_DOCUMENT, report_side, xscale_side_of
 from xscale.bench.gpu.recipes import training_recipe
-from xscale.bench.gpu.training import ONE_DOCUMENT, report_side, xscale_side_of
 
 PRECISIONS = {
     "bfloat16": (),
