@@ -340,7 +340,7 @@ def read_and_check(
 
 
 def _import_plugins(data: dict[str, Any]) -> list[Problem]:
-    problems = []
+    problems: list[Problem] = []
     for plugin in _plugins(data):
         try:
             with foreign_errors("plugins", f"'{plugin}' cannot be imported", "Is it installed?"):

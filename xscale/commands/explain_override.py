@@ -4,11 +4,11 @@ import shlex
 from typing import Any
 
 from xscale.commands.example_values import example
-from xscale.core.compose import flow_text
 from xscale.core.keys import ConfigKeys, Key
 from xscale.core.override_path import parse_path, path_text
 from xscale.core.overrides import matching
 from xscale.core.present_keys import PresentKey, kind_of, root_of, walk
+from xscale.core.yaml_reader import flow_text
 
 
 def override_of(keys: ConfigKeys, key: Key) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from xscale.commands import catalogue
-from xscale.commands.explain import SCHEMA, config_keys
-from xscale.core.compose import compose, configs_folder
+from xscale.commands.explain import config_keys
+from xscale.core.compose import SCHEMA, compose, configs_folder
 from xscale.core.errors import ConfigError, nearest
 from xscale.core.file_safety import remove_file
 from xscale.core.keys import ConfigKeys, Key, first_sentence, wrapped

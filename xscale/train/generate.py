@@ -112,7 +112,7 @@ def restricted_logits(
     is at least that much (Holtzman et al. 2020, nucleus sampling), of the `top_k` likeliest.
     """
     if repetition_penalty != 1:
-        seen = ids.unique()
+        seen = torch.unique(ids)
         logits = logits.clone()
         logits[seen] = torch.where(
             logits[seen] < 0, logits[seen] * repetition_penalty, logits[seen] / repetition_penalty

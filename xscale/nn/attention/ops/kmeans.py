@@ -38,8 +38,8 @@ def centroid_sums(
         sums = sums.index_add(0, index.flatten(), counted.flatten(0, 2))
     # Each head has all points.
     mean_size = (sums[..., -1].sum() / (local_heads * count)).clamp(min=1e-9)
-    padding = (0, 0, 0, 0, first_head, heads - first_head - local_heads)
-    return F.pad(sums.view(local_heads, count, -1) / mean_size, padding)
+    other_heads = (0, 0, 0, 0, first_head, heads - first_head - local_heads)
+    return F.pad(sums.view(local_heads, count, -1) / mean_size, other_heads)
 
 
 def centroid_target(mean_sums: Tensor) -> Tensor:
