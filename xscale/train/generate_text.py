@@ -18,7 +18,13 @@ from xscale.train.beam_search import PenaltyForm, beam_search
 from xscale.train.generate import encode_prompt, generate, lay_out_matrices
 from xscale.train.load_run import exit_policy_of, load_run
 from xscale.train.parallel_decoding import decode_in_parallel
+from xscale.train.settings import Settings
 from xscale.train.setup import special_tokens_of
+
+
+def _require_decoder(settings: Settings, decodes: bool, folder: Path) -> None:
+    if not decodes and not OBJECTIVES.of(settings.objective).part.predicts_length:
+        raise ConfigError(str(folder), f"{settings.model.kind} models cannot generate text", "Use a decoder's run.")
 
 
 def generate_text(
@@ -36,20 +42,18 @@ def generate_text(
     plugins: bool = False,
     exits: bool = True,
     ema: bool = False,
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> str:
     """Return the prompt and what the run's model writes after it; of an encoder-decoder, whose source it is, and before
     a `suffix`, the latter alone. With several beams nothing is sampled: a beam search finds the likeliest text.
 
-    `exits`: whether tokens leave by the policy of its exits, if it has one; beam search computes all blocks. `say` is
-    told which step is read."""
+    `exits`: whether tokens leave by the policy of its exits, if it has one; beam search computes all blocks. `say`
+    is told the step."""
     loaded = load_run(folder, plugins=plugins, ema=ema)
-    if say is not None:
-        say(f"{folder}: step {loaded.step}")
+    say(f"{folder}: step {loaded.step}")
     settings, tokenizer = loaded.settings, loaded.tokenizer
     traits = MODELS.of(settings.model).traits
-    if not traits.decode and not OBJECTIVES.of(settings.objective).part.predicts_length:
-        raise ConfigError(str(folder), f"{settings.model.kind} models cannot generate text", "Use a decoder's run.")
+    _require_decoder(settings, traits.decode, folder)
     precision.cast_parameters(loaded.model, DTYPES[settings.precision.compute], DTYPES[settings.precision.master])
     lay_out_matrices(loaded.model)
     data, device = settings.data, loaded.mesh.device
