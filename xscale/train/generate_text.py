@@ -46,7 +46,6 @@ def generate_text(
 ) -> str:
     """Return the prompt and what the run's model writes after it; of an encoder-decoder, whose source it is, and before
     a `suffix`, the latter alone. Several beams search for the likeliest text, by all blocks, and sample nothing.
-
     `exits`: whether tokens leave by the policy of its exits, if it has one. `say` is told the step."""
     loaded = load_run(folder, plugins=plugins, ema=ema)
     say(f"{folder}: step {loaded.step}")
