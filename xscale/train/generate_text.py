@@ -18,7 +18,13 @@ from xscale.train.beam_search import PenaltyForm, beam_search
 from xscale.train.generate import encode_prompt, generate, lay_out_matrices
 from xscale.train.load_run import exit_policy_of, load_run
 from xscale.train.parallel_decoding import decode_in_parallel
+from xscale.train.settings import Settings
 from xscale.train.setup import special_tokens_of
+
+
+def _require_decoder(settings: Settings, decodes: bool, folder: Path) -> None:
+    if not decodes and not OBJECTIVES.of(settings.objective).part.predicts_length:
+        raise ConfigError(str(folder), f"{settings.model.kind} models cannot generate text", "Use a decoder's run.")
 
 
 def generate_text(
@@ -36,34 +42,25 @@ def generate_text(
     plugins: bool = False,
     exits: bool = True,
     ema: bool = False,
-    say: Callable[[str], None] | None = None,
     top_p: float | None = None,
     repetition_penalty: float = 1.0,
+    say: Callable[[str], None] = lambda line: None,
 ) -> str:
     """Return the prompt and what the run's model writes after it; of an encoder-decoder, whose source it is, and before
-    a `suffix`, the latter alone. With several beams nothing is sampled: a beam search finds the likeliest text.
-
-    `exits`: whether tokens leave by the policy of its exits, if it has one; beam search computes all blocks. `say` is
-    told which step is read."""
+    a `suffix`, the latter alone. Several beams search for the likeliest text, by all blocks, and sample nothing.
+    `exits`: whether tokens leave by the policy of its exits, if it has one. `say` is told the step."""
     loaded = load_run(folder, plugins=plugins, ema=ema)
-    if say is not None:
-        say(f"{folder}: step {loaded.step}")
+    say(f"{folder}: step {loaded.step}")
     settings, tokenizer = loaded.settings, loaded.tokenizer
     traits = MODELS.of(settings.model).traits
-    if not traits.decode and not OBJECTIVES.of(settings.objective).part.predicts_length:
-        raise ConfigError(str(folder), f"{settings.model.kind} models cannot generate text", "Use a decoder's run.")
+    _require_decoder(settings, traits.decode, folder)
     precision.cast_parameters(loaded.model, DTYPES[settings.precision.compute], DTYPES[settings.precision.master])
     lay_out_matrices(loaded.model)
     data, device = settings.data, loaded.mesh.device
-    window: int | None = data.sequence_length
-    longest: int | None = data.sequence_length - 1
+    window, longest = _lengths(settings, has_source=traits.source)
     objective: Objective = OBJECTIVES.build(
         settings.objective, special_tokens_of(tokenizer), data.source_length, settings.run.seed
     )
-    if settings.has_pairs:
-        longest = data.source_length - 1
-    elif traits.source:
-        longest = window = None
     prompt_ids = encode_sides(prompt, suffix, tokenizer, objective, longest)
     ids, source = torch.tensor(prompt_ids, device=device), None
     if traits.source:
@@ -88,6 +85,14 @@ def generate_text(
             written = generate(loaded.model, ids, tokens, **sampling, **shared).tolist()
     text = tokenizer.decode(written)
     return text if traits.source or suffix is not None else prompt + text
+
+
+def _lengths(settings: Settings, *, has_source: bool) -> tuple[int | None, int | None]:
+    """Return the tokens that the model reads at a time, and those of the longest prompt; None: no limit."""
+    data = settings.data
+    if settings.has_pairs:
+        return data.sequence_length, data.source_length - 1
+    return (None, None) if has_source else (data.sequence_length, data.sequence_length - 1)
 
 
 def encode_sides(
