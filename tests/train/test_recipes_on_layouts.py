@@ -23,7 +23,7 @@ from xscale.core.config import decode, encode
 from xscale.core.errors import EXIT_DONE, Problem
 from xscale.recipe import Recipe
 
-STEPS, MIDDLE, DRAWS = 3, 2, 12
+STEPS, MIDDLE, DRAWS = 3, 2, 60
 TOLERANCE = 1e-9
 TIMEOUT_SECONDS = 900.0
 OTHER_NUMBERS = {"cpc-objective": "its negatives are the other tokens of a rank's micro-batch, and of a shard of them"}
