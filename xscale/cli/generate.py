@@ -1,12 +1,28 @@
 """The command `xscale generate`."""
 
 import sys
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 
 from xscale.cli.options import Ema, LengthPenalty, PenaltyForm, Plugins, RunFolder, Step, Strict, checkpoint_to_read
 from xscale.core.errors import ConfigError, Problem
+
+TopP = Annotated[
+    float | None,
+    typer.Option(min=0, max=1, help="Sample from the fewest likeliest tokens of this probability; default: 1, all."),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(min=0.01, help="Divide the scores of tokens that stand in the text already; default: 1, unchanged."),
+]
+Exits = Annotated[
+    bool,
+    typer.Option(
+        "--exits/--no-exits", help="Let tokens leave by the policy of the model's exits, if any; not with beams."
+    ),
+]
 
 
 def generate(
@@ -24,28 +40,13 @@ def generate(
     top_k: Annotated[
         int | None, typer.Option(min=0, help="Sample from the k most likely tokens; 0: from all; default: 40.")
     ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            min=0, max=1, help="Sample from the fewest likeliest tokens of this probability; default: 1, all."
-        ),
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option(
-            min=0.01, help="Divide the scores of tokens that stand in the text already; default: 1, unchanged."
-        ),
-    ] = None,
+    top_p: TopP = None,
+    repetition_penalty: RepetitionPenalty = None,
     seed: Annotated[int | None, typer.Option(help="Random seed of the sampling; default: 0.")] = None,
     beams: Annotated[int, typer.Option(min=1, help="Beam search with that many beams; 1: sampling.")] = 1,
     length_penalty: LengthPenalty = None,
     penalty_form: PenaltyForm = None,
-    exits: Annotated[
-        bool,
-        typer.Option(
-            "--exits/--no-exits", help="Let tokens leave by the policy of the model's exits, if any; not with beams."
-        ),
-    ] = True,
+    exits: Exits = True,
     ema: Ema = False,
     plugins: Plugins = False,
     step: Step = None,
@@ -63,12 +64,7 @@ def generate(
     prompt = text if text is not None else "import " if prompt is None else prompt
     sampling = {"--temperature": temperature, "--top-k": top_k, "--top-p": top_p, "--seed": seed}
     sampling["--repetition-penalty"] = repetition_penalty
-    if refused := [option for option, value in sampling.items() if value is not None and beams > 1]:
-        what = "beam search samples nothing"
-        raise ConfigError([Problem(option, what, "Leave it out, or take --beams 1.") for option in refused])
-    for option, value in {"--length-penalty": length_penalty, "--penalty-form": penalty_form}.items():
-        if beams == 1 and value is not None:
-            raise ConfigError(option, "it is that of beam search", "Leave it out, or give --beams 4.")
+    _check_search(beams, sampling, {"--length-penalty": length_penalty, "--penalty-form": penalty_form})
     print(
         generate_text(
             checkpoint_to_read(run, step, strict),
@@ -89,3 +85,13 @@ def generate(
             say=lambda line: print(line, file=sys.stderr, flush=True),
         )
     )
+
+
+def _check_search(beams: int, sampling: Mapping[str, object], search: Mapping[str, object]) -> None:
+    """Raise ConfigError for an option of sampling with several beams, or of beam search with one."""
+    if refused := [option for option, value in sampling.items() if value is not None and beams > 1]:
+        what = "beam search samples nothing"
+        raise ConfigError([Problem(option, what, "Leave it out, or take --beams 1.") for option in refused])
+    for option, value in search.items():
+        if beams == 1 and value is not None:
+            raise ConfigError(option, "it is that of beam search", "Leave it out, or give --beams 4.")

@@ -35,7 +35,7 @@ POSITIVE = re.compile(
 
 @dataclass(frozen=True)
 class Headers:
-    """What the headers of a folder's tensors bound."""
+    """Bounds of a model's sizes, from the headers of its folder's tensors."""
 
     tensors: int = 0
     largest_axis: int = 0

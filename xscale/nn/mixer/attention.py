@@ -316,10 +316,7 @@ class Attention(Mixer):
         return cached
 
     def keeps_documents_apart(self, tokens: Tokens, key_tokens: Tokens) -> bool:
-        """Whether the core must mask documents from each other; ConfigError if it cannot.
-
-        Those of padding it need not: it is called without it.
-        """
+        """Whether the core must mask documents, other than padding, from each other; ConfigError if it cannot."""
         documents = None not in (tokens.documents, key_tokens.documents)
         if documents and not self.core_separates_documents:
             if key_tokens.padding is not None:
