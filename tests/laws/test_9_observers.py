@@ -43,7 +43,7 @@ def signatures(file: File) -> list[tuple[ast.AST, str]]:
 
 
 ASKED_AT_THE_END = {"unwritten"}
-"""What the run asks once all is over, for its exit status."""
+"""Questions of the run once all is over, for its exit status."""
 CALLS = {
     *(
         "start",
