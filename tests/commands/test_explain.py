@@ -82,7 +82,7 @@ def test_a_kind_lists_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "moe")
     assert text.startswith("moe: part of the family ffn, chosen by model.stack.block.ffn=moe\n")
     assert all(f"\n    model.stack.block.ffn.{name}: " in text for name in Moe.Config.model_fields)
-    assert "It has no keys." in printed(capsys, "fourier")
+    assert "It has no keys." in printed(capsys, "efficient_attention")
 
 
 def test_a_key_that_parts_define_otherwise_says_so(capsys: pytest.CaptureFixture[str]) -> None:

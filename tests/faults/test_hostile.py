@@ -317,7 +317,7 @@ def test_a_pipe_among_the_files_of_a_checkpoint_is_damage(tmp_path: Path) -> Non
     seal(path, "state.json")
     (path / "state.json").unlink()
     os.mkfifo(path / "state.json")
-    with pytest.raises(FaultError, match=r"state\.json is not a regular file"):
+    with pytest.raises(FaultError, match=r"state\.json is a FIFO, not a file"):
         loaded(path)
     assert [row.status for row in tools.ls(tmp_path)] == ["bad"]
 

@@ -109,6 +109,9 @@ def test_a_failing_rank_does_not_wait_for_kernels_of_the_others(
     calls: list[str] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(mesh_file, "rendezvous_to_serve", lambda: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
     monkeypatch.setattr(mesh_file, "_abort_process_group", lambda: calls.append("abort: " + capsys.readouterr().err))
     with leaving_process_group():

@@ -92,8 +92,9 @@ def test_a_curve_goes_from_the_first_exit_to_all_blocks(tmp_path: Path) -> None:
     assert math.isclose(plain["loss"] or 0, evaluate_run(folder, 4)["loss"], rel_tol=1e-6)
     assert 0 <= (first["accuracy"] or 0) <= 1
     table = call("eval", folder, "--exits", "--sequences", 2, "--thresholds", "5.4,1")
-    assert table.split()[:4] == ["threshold", "blocks", "loss", "accuracy"]
-    assert len(table.splitlines()) == 4
+    assert table.splitlines()[0].split() == ["step", "6"]
+    assert table.splitlines()[1].split() == ["threshold", "blocks", "loss", "accuracy"]
+    assert len(table.splitlines()) == 5
     points = json.loads(call("eval", folder, "--exits", "--sequences", 2, "--json"))
     assert len(points) > 4
     assert points[-1]["threshold"] is None

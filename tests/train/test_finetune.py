@@ -204,6 +204,7 @@ def test_a_tokenizer_that_was_left_behind_is_not_taken(tmp_path: Path, monkeypat
     (tmp_path / "hf" / "config.json").write_text("{}")
     monkeypatch.setattr(init_weights, "_load_hf", lambda *_: [])
     left = Byte(Byte.Config(sentinels=5), tmp_path)
+    (tmp_path / "run").mkdir()
     store_tokenizer(left, tmp_path / "run")
     assert finetuned(tmp_path, init={"from": str(tmp_path / "hf")}, train={"steps": 1, "eval_every": 0}) == EXIT_DONE
     stored = open_stored_tokenizer(tmp_path / "run")

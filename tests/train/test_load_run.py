@@ -33,12 +33,12 @@ MIXTURE = "model.stack.block.ffn={kind: moe, experts: 2, expert: {kind: gated, h
 
 
 def call(*words: object) -> str:
-    """Run the command line; returns what it prints, and raises a ConfigError."""
+    """Run the command line; returns what it prints on stdout, and raises a ConfigError."""
     found = CliRunner().invoke(app, [str(word) for word in words])
     if isinstance(found.exception, ConfigError):
         raise found.exception
     assert found.exit_code == 0, found.output
-    return found.output
+    return found.stdout
 
 
 def train_with_layout(folder: Path, layout: dict[str, Any]) -> int:

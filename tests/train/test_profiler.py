@@ -200,7 +200,7 @@ def test_a_profile_that_cannot_be_written_ends_no_run(tmp_path: Path, pool: Pool
     for messages in pool.run(steps_where_a_file_is_in_the_way, 2, tmp_path):
         (message,) = messages
         assert message.startswith("the profile is not complete: ")
-        assert message.endswith("cannot be written (rank 1): Not a directory. Training continues")
+        assert message.endswith("cannot be written (rank 1): File exists. Training continues")
 
 
 def test_a_run_that_ends_within_the_steps_says_that_nothing_is_written(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ class StepProfiler:
 
     def _write_rank(self, finished: profile, steps: int) -> RankProfile:
         """Write the files of this rank and return what it adds to the table of all."""
-        self._folder.parent.mkdir(exist_ok=True)
+        self._folder.parent.mkdir(parents=True, exist_ok=True)
         make_run_folder(self._folder.parent, self._folder.name)
         for name in (f"rank-{self._rank}.memory.pickle", f"rank-{self._rank}.json.gz"):
             # torch opens them by name, and would follow a link.

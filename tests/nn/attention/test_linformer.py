@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tests.conformance.made import dims, ready, tokens
 from tests.nn.attention.literal import agree, build, drawn, inputs
+from xscale.core.errors import ConfigError
 from xscale.nn.attention.core import Core
 from xscale.nn.attention.linear import EfficientAttention
 from xscale.nn.attention.linformer import Linformer
@@ -78,7 +79,7 @@ def test_pooling_has_nothing_to_share() -> None:
 
 def test_linformer_refuses_positions_it_has_no_weights_for() -> None:
     core = build(Linformer.Config(projected_length=12), causal=False, length=40)
-    with pytest.raises(AssertionError, match="50 keys"):
+    with pytest.raises(ConfigError, match="weights for 40 positions, and the sequence has 50 tokens"):
         core(*inputs(50), AttentionMask(50, 50, False))
 
 

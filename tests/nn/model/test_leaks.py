@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.conformance.made import NOISE, close
+from tests.nn.moe.mixture import set_equal_counts
 from xscale.core.compose import compose
 from xscale.core.config import Config, decode, encode
 from xscale.nn.attention.core import CORES
@@ -73,6 +74,7 @@ def built(config: Config) -> nn.Module:
         model: nn.Module = entry.part(config, VOCABULARY, LENGTH)
     name_modules(model)
     materialize(model, 0, dtype=torch.float64)
+    set_equal_counts(model, VOCABULARY)
     return model
 
 

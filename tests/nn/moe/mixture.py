@@ -3,15 +3,16 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from xscale.core.config import Config, decode
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS
 from xscale.nn.ffn.moe import Moe
 from xscale.nn.init import materialize
-from xscale.nn.module import name_modules
+from xscale.nn.module import Module, name_modules
 from xscale.nn.moe.router.router import ROUTERS, Router, RouterDims
+from xscale.nn.post_step import WeightWriter
 from xscale.nn.tokens import Tokens
 
 D, V, LENGTH = 12, 50, 24
@@ -54,3 +55,10 @@ def sample(rows: int = 2, length: int = LENGTH, seed: int = 1, **others: Any) ->
     x = torch.randn(rows, length, D, generator=generator, dtype=torch.float64)
     ids = torch.randint(V, (rows, length), generator=generator)
     return x, Tokens.from_ids(ids, **{"aux_loss_weight": 1.0, **others})
+
+
+def set_equal_counts(model: nn.Module, vocabulary: int) -> None:
+    """Give parts that read the counts of the training data those of data with each id as often."""
+    for module in model.modules():
+        if isinstance(module, Module) and module.reads_token_counts:
+            module.set_token_counts([1.0] * vocabulary, WeightWriter())

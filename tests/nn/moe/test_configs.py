@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.nn.moe.mixture import set_equal_counts
 from xscale.core.compose import compose
 from xscale.core.config import decode
 from xscale.nn.ffn.moe import Moe
@@ -25,6 +26,7 @@ def test_is_accepted_and_takes_a_step(file: Path) -> None:
     with torch.device("meta"):
         model = entry.part(config, 64, 32)
     materialize(model, 0)
+    set_equal_counts(model, 64)
     assert any(isinstance(module, Moe | ProductKeyMemory) for module in model.modules())
     ids = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(0))
     tokens = Tokens.from_ids(ids, rng_seed=1, aux_loss_weight=1.0, stats=Stats())

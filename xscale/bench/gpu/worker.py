@@ -84,8 +84,7 @@ def reset_compiler() -> None:
     """Forget what torch.compile compiled, so that a case starts without the recompilations of those before it."""
     import torch
 
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
+    torch.compiler.reset()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
-from xscale.core.errors import Problem
+from xscale.core.errors import ConfigError, Problem
 from xscale.nn.init import Init
 from xscale.nn.moe.assignment import balanced_hash
 from xscale.nn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits, check_divides
@@ -100,7 +100,11 @@ class HashRouter(Router):
         ids, function, seed = tokens.ids, self.config.function, self.config.seed + number
         if function == "balanced":
             table = self.use(self.table) if self.fixed_table is None else self.fixed_table.to(ids.device)
-            return table[number][ids.flatten()].long()
+            row = table[number]
+            if not row.is_cuda and bool((row < 0).any()):
+                what = "a balanced hash follows the counts of the ids in the training data, which only a run has"
+                raise ConfigError(f"{self.path}.frequencies", what, "Give one number of 0 or more for each id.")
+            return row[ids.flatten()].long()
         if function == "rolled":
             return torch.remainder(ids.flatten() + seed, self.per_hash)
         if function == "random":
