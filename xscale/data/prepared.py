@@ -116,6 +116,11 @@ def _check_types(manifest: DatasetManifest) -> None:
             raise ValueError(f"the counts of {name} are none")
     if manifest.labels:
         labels_of_manifest(manifest)
+    _check_corpus(manifest)
+
+
+def _check_corpus(manifest: DatasetManifest) -> None:
+    """Raise ValueError, with a clause, unless what is said of the corpus is what `save` writes."""
     if manifest.state and (manifest.state.keys() != {"stamp", "content"} or not _are_text([*manifest.state.values()])):
         raise ValueError("the state of its corpus is none")
     for entry in manifest.left_out.values():
