@@ -197,7 +197,13 @@ def same_core(entry: Any, style: Any, spread: SequenceSharding, causal: bool, do
     slopes = torch.autograd.grad((expected * weights).sum(), whole)
     piece = shard_tokens(tokens(documents=documents), spread)
     mask = ShardedAttentionMask(
-        queries=150, keys=150, causal=causal, query_shard=piece, key_shard=piece, query_documents=piece.documents
+        queries=150,
+        keys=150,
+        causal=causal,
+        query_shard=piece,
+        key_shard=piece,
+        documents=documents is not None,
+        query_documents=piece.documents,
     )
     attend = STYLES[style][1](part)
     held = [_piece(x, spread).detach().requires_grad_() for x in whole]

@@ -14,7 +14,7 @@ REASON_CHARACTERS = 300
 REFUSED_GLOBAL = re.compile(r"GLOBAL (\S+)")
 REFUSED_OPERATION = re.compile(r"Unsupported operand (\d+)")
 ADVICE = re.compile(r"weights_only|file an issue|trust_remote_code|you can|please|try |set_int_max_str_digits", re.I)
-"""What a library says to do, of which some would run code that the file contains."""
+"""Advice of libraries, of which some would run code that the file contains."""
 
 
 def reason(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.nn.moe.mixture import D, V, router, sample
+from xscale.core.errors import ConfigError
 from xscale.nn.moe.router.router import ROUTERS, Router, RouterDims
 from xscale.nn.post_step import WeightWriter
 from xscale.nn.tokens import Tokens
@@ -46,9 +47,9 @@ def test_balanced_takes_frequencies() -> None:
     assert set(routing.expert.tolist()) == {int(table[7])}
 
 
-def test_balanced_without_counts_gives_no_expert() -> None:
+def test_balanced_without_counts_is_refused() -> None:
     x, tokens = sample()
-    with pytest.raises(RuntimeError, match="index -1"):
+    with pytest.raises(ConfigError, match="follows the counts of the ids in the training data"):
         router("hash", function="balanced")(x.flatten(0, 1), tokens)
 
 
