@@ -15,6 +15,7 @@ import pydantic
 from xscale.bench.scaling_fit import DegenerateFitError, Interval, RunPoint, ScalingFit, fit_scaling_law
 from xscale.core.config import Config, decode
 from xscale.core.errors import ConfigError, Problem, nearest
+from xscale.core.paths import PathText
 from xscale.core.yaml_reader import parse
 
 
@@ -23,7 +24,7 @@ class Ladder(Config):
 
     run: str
     """Config of the run that all sizes override; a path relative to this file."""
-    dir: str = "runs/ladder"
+    dir: PathText = "runs/ladder"
     """Folder of the runs, the report and the JSON."""
     seeds: tuple[Annotated[int, pydantic.Field(ge=0)], ...] = pydantic.Field(default=(0,), min_length=1)
     """Each run is trained once per seed."""
