@@ -149,6 +149,7 @@ def test_the_status_of_a_failure(error: Exception, outcome: tuple[str, str]) -> 
 
 @pytest.mark.long
 @pytest.mark.nightly
+@pytest.mark.nightly
 def test_every_job_runs_at_toy_size_on_a_cpu(tmp_path: Path) -> None:
     """All jobs, with the planted faults among them, end within their seconds; only planted faults lack figures."""
     begin, seconds = time.monotonic(), 1200.0
