@@ -229,7 +229,8 @@ def leaf_keys(keys: ConfigKeys) -> list[Key]:
 
 
 @pytest.mark.parametrize(
-    "every", [pytest.param(32, id="one in thirty"), pytest.param(1, id="all", marks=pytest.mark.long)]
+    "every",
+    [pytest.param(32, id="one in thirty"), pytest.param(1, id="all", marks=[pytest.mark.long, pytest.mark.nightly])],
 )
 def test_an_override_that_is_printed_sets_its_key_alone(every: int) -> None:
     keys = config_keys()

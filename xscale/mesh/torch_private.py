@@ -4,6 +4,7 @@ A new version of torch may move or drop any of them; `tests/mesh/test_torch_priv
 xscale names a private module or function of torch. `xscale_kernels/torch_private.py` has those of the kernels.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -136,3 +137,8 @@ def rank_operations(schedule: Any, pp: int, stages_per_rank: int, micro_batches:
         _n_microbatches=micro_batches,
     )
     return [list(schedule._calculate_single_rank_operations(arguments, rank)) for rank in range(pp)]
+
+
+def is_compiler_imported() -> bool:
+    """Whether anything has imported torch.compile's compiler."""
+    return "torch._dynamo" in sys.modules

@@ -84,7 +84,11 @@ def reset_compiler() -> None:
     """Forget what torch.compile compiled, so that a case starts without the recompilations of those before it."""
     import torch
 
-    torch.compiler.reset()
+    from xscale.mesh import torch_private
+
+    # Without anything compiled this would import the compiler, for seconds.
+    if torch_private.is_compiler_imported():
+        torch.compiler.reset()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 
