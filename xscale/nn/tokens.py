@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from xscale.nn.early_exit import EarlyExit
+from xscale.nn.signals import BATCH, KEYS, TARGETS, TOKENS, TokenAxes, axes
 from xscale_kernels.packed_attention import DocumentSpans, find_document_spans
 
 
@@ -174,35 +175,35 @@ class Gating:
 class Tokens:
     """One micro-batch of tokens."""
 
-    ids: Tensor
+    ids: Tensor = field(metadata=axes(BATCH, TOKENS))
     """[B, T] token ids."""
-    positions: Tensor
+    positions: Tensor = field(metadata=axes(BATCH, TOKENS))
     """[B, T] position of each token, counted from its document's start if documents are masked from each other."""
-    documents: Tensor | None = None
+    documents: Tensor | None = field(default=None, metadata=axes(BATCH, TOKENS, fill=-1))
     """[B, T] index of each token's document; attention stays within a document. None: one document per row."""
-    padding: Tensor | None = None
+    padding: Tensor | None = field(default=None, metadata=axes(BATCH, TOKENS, fill=True))
     """[B, T], whether each token is of the padding behind a sample, a document of its own; None: none is, or it is
     among packed documents."""
-    types: Tensor | None = None
+    types: Tensor | None = field(default=None, metadata=axes(BATCH, TOKENS))
     """[B, T] type of each token (its segment, Devlin et al. 2019); None: every token has the first type."""
-    labels: Tensor | None = None
+    labels: Tensor | None = field(default=None, metadata=axes(BATCH))
     """[B] class of each sequence, for the loss of a sentence head; None: there is none."""
-    boundaries: Tensor | None = None
+    boundaries: Tensor | None = field(default=None, metadata=axes(BATCH, TARGETS, "ends", counts_tokens=True))
     """[B, T, 2] places of the tokens before and after the masked span of each token, for a boundary head; those of a
     token in no span are its own place. None: there are no spans."""
-    sentences: Tensor | None = None
+    sentences: Tensor | None = field(default=None, metadata=axes(BATCH, "sentences", "words"))
     """[B, K, N] ids of the masked sentences of each sequence, as they were, for a contrastive loss; None: none."""
-    sentence_globals: Tensor | None = None
+    sentence_globals: Tensor | None = field(default=None, metadata=axes(BATCH, "sentences"))
     """[B, K] index of the global token of each of these sentences."""
     sentence_weight: float = 0.0
     """Weight of the contrastive loss beside the loss of the tokens."""
-    prefix: Tensor | None = None
+    prefix: Tensor | None = field(default=None, metadata=axes(BATCH, TOKENS))
     """[B, T], whether each token is of its document's prefix, which all tokens of the document see (a prefix language
     model); None: there is no prefix, and the model's order decides."""
-    observed: Tensor | None = None
+    observed: Tensor | None = field(default=None, metadata=axes(BATCH, TOKENS, KEYS))
     """[B, T, T], whether each query (row) observes each token, in the self-attention of a disentangled decoder (Kasai
     et al. 2020); None: it observes all."""
-    content: Tensor | None = None
+    content: Tensor | None = field(default=None, metadata=axes(BATCH, TOKENS, "width"))
     """[B, T, D] embeddings of the tokens, of which each self-attention of a disentangled decoder makes its keys and
     values; None: they are of the hidden states, as the queries are."""
     global_tokens: int = 0
@@ -281,15 +282,15 @@ class Tokens:
 
     def without_padding(self, samples: Tensor, length: int) -> "Tokens":
         """Return the first `length` tokens of some samples [N], which have no padding."""
+
+        def cut(value: Tensor, about: TokenAxes) -> Tensor:
+            value = about.select(value, (TOKENS, KEYS, TARGETS), slice(length))
+            return about.select(value, (BATCH,), samples)
+
         changes: dict[str, Any] = {"padding": None, "documents": None, "shared_values": SharedValues()}
-        for name in ("ids", "positions", "types", "boundaries", "prefix", "content"):
-            if (value := getattr(self, name)) is not None:
-                changes[name] = value[samples, :length]
-        if self.observed is not None:
-            changes["observed"] = self.observed[samples, :length, :length]
         if self.gating is not None:
             changes["gating"] = replace(self.gating, budgets=self.gating.budgets[samples])
-        return replace(self, **changes)
+        return self.map_fields(cut, **changes)
 
     @staticmethod
     def from_ids(ids: Tensor, documents: Tensor | None = None, **more_fields: Any) -> "Tokens":
@@ -312,17 +313,9 @@ class Tokens:
             return self
         assert self.documents is None or self.padding is not None, "a global token belongs to no document"
         places = torch.arange(count, device=self.ids.device).expand(len(self.ids), -1)
-
-        def prepend(value: Tensor | None) -> Tensor | None:
-            return None if value is None else torch.cat((torch.zeros_like(places, dtype=value.dtype), value), 1)
-
-        return replace(
-            self,
-            documents=prepend(self.documents),
-            padding=prepend(self.padding),
-            ids=torch.cat((torch.zeros_like(places), self.ids), 1),
+        return self.map_fields(
+            lambda value, about: about.prepend(value, (TOKENS, KEYS), count),
             positions=torch.cat((places, self.positions + count), 1),
-            types=prepend(self.types),
             global_tokens=count,
             shared_values=SharedValues(),
         )
@@ -346,22 +339,19 @@ class Tokens:
             self.sample_lengths()
         return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def map_tensors(self, function: Callable[[Tensor], Tensor], **changes: Any) -> "Tokens":
-        """Apply a function to the tensor of each field that has one, and make `changes` to other fields."""
-        names = (
-            "ids",
-            "positions",
-            "documents",
-            "padding",
-            "types",
-            "labels",
-            "boundaries",
-            "sentences",
-            "sentence_globals",
-            "prefix",
-            "observed",
-        )
-        for name in names:
-            if (value := getattr(self, name)) is not None:
-                changes[name] = function(value)
-        return replace(self, **changes)
+    def tensors(self) -> dict[str, tuple[Tensor, TokenAxes]]:
+        """Return each field that has axes and a tensor, by its name."""
+        declared = {each.name: each.metadata["axes"] for each in fields(self) if "axes" in each.metadata}
+        return {name: (value, about) for name, about in declared.items() if (value := getattr(self, name)) is not None}
+
+    def map_fields(self, function: Callable[[Tensor, TokenAxes], Tensor], **changes: Any) -> Self:
+        """Apply a function of tensor and axes to each field that has them, and make `changes` to other fields.
+
+        Whatever maps, shards, pools or cuts the tokens goes through here, so that no field is forgotten.
+        """
+        mapped = {name: function(*field) for name, field in self.tensors().items() if name not in changes}
+        return replace(self, **mapped, **changes)
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor], **changes: Any) -> Self:
+        """Apply a function to the tensor of each field that has one, whatever its axes."""
+        return self.map_fields(lambda value, _: function(value), **changes)
