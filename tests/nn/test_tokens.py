@@ -1,8 +1,9 @@
 """Tokens know their places; a tally means what it says however often a forward is run again."""
 
+import pickle
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from tests.conformance.made import numbered
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.auxiliary import attach
+from xscale.nn.forward import Forward
 from xscale.nn.sequence_pooling import TokenWindows
 from xscale.nn.tokens import Stats, Tokens
 
@@ -114,3 +116,14 @@ def test_every_field_is_cut_along_its_axes(name: str) -> None:
         first = getattr(tokens, field)[0].tolist()
         assert (first[: len(value)] if isinstance(value, list) else first) == value, field
     assert len(tokens.ids) == len(tokens.types) == len(tokens.labels)  # type: ignore[arg-type]
+
+
+def test_a_part_from_outside_may_read_the_forward_off_the_tokens() -> None:
+    tokens = Tokens.from_ids(torch.zeros(1, 2, dtype=torch.int64), rng_seed=3, forward=Forward(progress=0.5))
+    outside: Any = tokens.with_forward(cache={})
+    assert (outside.rng_seed, outside.progress, outside.cache) == (3, 0.5, {}) == (
+        outside.forward.rng_seed, outside.forward.progress, outside.forward.cache,
+    )  # fmt: skip
+    with pytest.raises(AttributeError, match="no 'seed'"):
+        _ = outside.seed
+    assert pickle.loads(pickle.dumps(tokens)).rng_seed == 3

@@ -141,7 +141,7 @@ class SequencePooling(Module):
 
     def start(self, tokens: Tokens) -> "PooledStates":
         """Begin a forward."""
-        assert tokens.cache is None, "a shortened sequence has no incremental form"
+        assert tokens.forward.cache is None, "a shortened sequence has no incremental form"
         return PooledStates(self, tokens)
 
     def output_tokens(self, tokens: Tokens) -> Tokens:

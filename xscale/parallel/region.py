@@ -10,7 +10,7 @@ its input.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -174,7 +174,8 @@ def wrap_region(part: nn.Module, region: TensorRegion, *, regather: bool = False
 
 def _scale_auxiliary_loss(tokens: Tokens, ranks: int) -> Tokens:
     """Each rank of a region computes the full auxiliary loss, and gradients that leave the region are summed."""
-    return tokens if tokens.aux_loss_weight is None else replace(tokens, aux_loss_weight=tokens.aux_loss_weight / ranks)
+    weight = tokens.forward.aux_loss_weight
+    return tokens if weight is None else tokens.with_forward(aux_loss_weight=weight / ranks)
 
 
 def all_reduce_replicated_grads(part: nn.Module, region: TensorRegion) -> None:

@@ -1,6 +1,7 @@
 """Sharding of a sequence over the ranks of cp, the shard of tokens that one of them has, and its dropout masks."""
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -111,7 +112,7 @@ class TokenShard(Tokens):
         if not count:
             return self
         full = self.full.with_global_tokens(count)
-        local = {name: value for name, (value, _) in _cut(full, self.sharding).tensors().items()}
+        local: dict[str, Any] = {name: value for name, (value, _) in _cut(full, self.sharding).tensors().items()}
         return replace(self, **local, global_tokens=count, shared_values=SharedValues(), full=full)
 
     def fraction(self) -> float:
