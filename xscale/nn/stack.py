@@ -13,7 +13,7 @@ from xscale.core.errors import Problem
 from xscale.nn.attention.core import share_layer_tables
 from xscale.nn.block import ENDS_IN_NORM, NORMLESS, Block, BlockConfig, SublayerConfig
 from xscale.nn.dims import Dims
-from xscale.nn.early_exit import EarlyExit
+from xscale.nn.early_exit import EARLY_EXIT, EarlyExit
 from xscale.nn.edges import HandedOn, read_first_values
 from xscale.nn.exits import Exits, ExitsConfig, Prediction, no_exits
 from xscale.nn.ffn.ffn import FFNS, Ffn
@@ -343,7 +343,7 @@ class Stack(Module):
 
 def predict(stack: nn.Module, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
     """Return what the model's head makes of the output x [B, T, D] of its stack: logits, or the summed loss."""
-    if tokens.early_exit is not None and prediction.targets is None and isinstance(stack, Stack) and stack.exits:
+    if tokens.get(EARLY_EXIT) is not None and prediction.targets is None and isinstance(stack, Stack) and stack.exits:
         return stack.exits.logits(x, tokens, prediction)
     if isinstance(stack, Stack) and stack.exits is not None:
         x = stack.exits.attach_second(x, tokens, prediction)

@@ -10,7 +10,7 @@ from torch import Tensor
 from xscale.core.config import Slot
 from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention.core import CORES, Core
-from xscale.nn.attention.ops.mask import AttentionMask, ScoreEdge
+from xscale.nn.attention.ops.mask import OBSERVED, AttentionMask, ScoreEdge
 from xscale.nn.attention.ops.without_padding import attend_text
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
@@ -343,7 +343,7 @@ class Attention(Mixer):
                 key_padding=key_tokens.padding,
                 query_padding=tokens.padding,
                 key_prefix=key_tokens.prefix,
-                observed=None if self.cross else tokens.observed,
+                observed=None if self.cross else tokens.get(OBSERVED),
                 dropout=0.0 if tokens.forward.rng_seed is None else self.dropout,
                 shared_qk=self.shared_qk,
                 stats=tokens.forward.stats,
