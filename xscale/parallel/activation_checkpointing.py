@@ -242,7 +242,7 @@ def with_state_of_forward(run: Callable[..., Any], inputs: Sequence[Any]) -> Cal
     tokens = [argument for argument in inputs if isinstance(argument, Tokens)]
     shared = [(about.shared_values, about.shared_values.copy()) for about in tokens]
     # The tokens of a decoder and of its source may have the same statistics.
-    stats = {id(about.stats): about.stats for about in tokens if about.stats is not None}.values()
+    stats = {id(stats): stats for about in tokens if (stats := about.forward.stats) is not None}.values()
     before = [(collected, collected.copy()) for collected in stats]
     is_recomputation = False
 

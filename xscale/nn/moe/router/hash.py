@@ -125,7 +125,7 @@ class HashRouter(Router):
         """[B, T]: the id before each token in its document, -1 at the document's start."""
         ids = tokens.ids
         before = torch.full_like(ids[:, :1], -1)
-        if tokens.cache is not None:
-            before = tokens.cache.get(self.path, before)
-            tokens.cache[self.path] = ids[:, -1:]
+        if tokens.forward.cache is not None:
+            before = tokens.forward.cache.get(self.path, before)
+            tokens.forward.cache[self.path] = ids[:, -1:]
         return torch.cat([before, ids[:, :-1]], dim=1).masked_fill(tokens.positions == 0, -1)
