@@ -7,7 +7,7 @@ import typer
 
 from xscale.cli.complete import complete_run
 from xscale.cli.main import main
-from xscale.cli.options import ConfigFile, Overrides, Plugins, data_config
+from xscale.cli.options import CommandWithSettings, ConfigFile, Overrides, Plugins, data_config
 from xscale.core.errors import ConfigError
 
 app = typer.Typer(
@@ -17,7 +17,7 @@ app = typer.Typer(
 )
 
 
-@app.command()
+@app.command(cls=CommandWithSettings)
 def augment(
     config: ConfigFile,
     overrides: Overrides = None,

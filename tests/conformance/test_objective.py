@@ -282,7 +282,7 @@ def test_label_smoothing_is_told_to_the_model(entry: Entry[Any]) -> None:
     tokens, documents, index = samples(entry.traits.samples)
     given = documents if entry.traits.samples != "packed" else None
     batch = objective.batch(tokens, given, index, label_smoothing=0.25, **labels_of(objective))
-    assert batch.tokens.label_smoothing == 0.25
+    assert batch.tokens.forward.label_smoothing == 0.25
     model = model_for(entry).double()
     logits = model(batch.tokens, None, batch.source)
     wanted = F.cross_entropy(

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.conformance.made import close, ready
 from xscale.core.config import decode
 from xscale.nn.early_exit import EarlyExit, ExitPolicyConfig
+from xscale.nn.forward import Forward
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.model.encoder import Encoder
@@ -196,7 +197,9 @@ def test_decoding_over_a_cache_is_the_parallel_form(policy: dict[str, Any]) -> N
     for first, last in [(0, 4), *((at, at + 1) for at in range(4, LENGTH))]:
         early = EarlyExit(decode(ExitPolicyConfig, policy))
         positions = torch.arange(first, last).expand(2, -1)
-        rows.append(made(Tokens(ids=ids()[:, first:last], positions=positions, cache=cache, early_exit=early)))
+        rows.append(
+            made(Tokens(ids=ids()[:, first:last], positions=positions, forward=Forward(cache=cache), early_exit=early))
+        )
         assert early.blocks is not None
         skipped = skipped or int(early.blocks.max()) < DEPTH
     assert close(torch.cat(rows, 1), whole)
@@ -255,8 +258,8 @@ def test_losses_end_by_the_depth_of_their_block() -> None:
         made(about, targets()).backward()
         found = {layer for layer in range(4) if made.stack.exits.at[str(layer)].head.weight.grad is not None}
         assert found == trained, progress
-        assert about.stats is not None
-        assert len(about.stats.means()) == 4, "the metrics have the same columns in all steps"
+        assert about.forward.stats is not None
+        assert len(about.forward.stats.means()) == 4, "the metrics have the same columns in all steps"
 
 
 def test_the_second_target_is_the_token_after_the_next() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.conformance.made import close, drawn, ready
 from xscale.core.config import decode
+from xscale.nn.forward import Forward
 from xscale.nn.gates import GATES
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.model.encoder_decoder import EncoderDecoder
@@ -50,8 +51,8 @@ def literal(made: Any, x: Tensor, about: Tokens, budgets: list[int], alpha: floa
     """Outputs of the stack, and the mean gate of each sequence."""
     gates: list[list[Tensor]] = [[] for _ in budgets]
     for block in made.stack.blocks.values():
-        if about.rng_seed is not None:
-            reseed(about.rng_seed, block.path)
+        if about.forward.rng_seed is not None:
+            reseed(about.forward.rng_seed, block.path)
         for sublayer in (block.mixer, block.ffn):
             noise = torch.randn(x.shape[:2], dtype=x.dtype) if alpha else torch.zeros(x.shape[:2], dtype=x.dtype)
             added = sublayer.part(sublayer.norm(x, about), about)
@@ -139,7 +140,7 @@ def test_decoding_over_a_cache_is_the_parallel_form(kind: type[Any]) -> None:
     cache: dict[str, Any] = {}
     for first, last in [(0, 4), (4, 5), (5, 7)]:
         positions = torch.arange(first, last).expand(4, -1)
-        rows.append(made(Tokens(ids=ids[:, first:last], positions=positions, cache=cache), **source))
+        rows.append(made(Tokens(ids=ids[:, first:last], positions=positions, forward=Forward(cache=cache)), **source))
     assert close(torch.cat(rows, 1), whole)
 
 

@@ -8,6 +8,7 @@ import typer
 
 from xscale.cli.complete import complete_recipe
 from xscale.cli.options import (
+    CommandWithSettings,
     ConfigFile,
     Json,
     Overrides,
@@ -22,7 +23,7 @@ from xscale.core.errors import ConfigError
 data_app = typer.Typer(help="Train tokenizers; prepare and inspect tokenised data.", no_args_is_help=True)
 
 
-@data_app.command("tokenizer")
+@data_app.command("tokenizer", cls=CommandWithSettings)
 def data_tokenizer(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train the tokenizer of a config on its source."""
     from xscale.data.train_tokenizer import train_tokenizer
@@ -30,7 +31,7 @@ def data_tokenizer(config: ConfigFile, overrides: Overrides = None) -> None:
     print(train_tokenizer(data_config(config, overrides), progress=True))
 
 
-@data_app.command("prepare")
+@data_app.command("prepare", cls=CommandWithSettings)
 def data_prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     """Tokenise a config's source into Megatron .bin/.idx files, on one machine or on many nodes over MPI.
 
@@ -49,7 +50,7 @@ def data_prepare(config: ConfigFile, overrides: Overrides = None) -> None:
             print(f"{split.name}: {split.documents} documents, {len(split.tokens)} tokens in {split.indexed.bin}")
 
 
-@data_app.command("inspect")
+@data_app.command("inspect", cls=CommandWithSettings)
 def data_inspect(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -75,7 +76,7 @@ def data_verify(
         print(line)
 
 
-@data_app.command("stats")
+@data_app.command("stats", cls=CommandWithSettings)
 def data_stats(
     config: Annotated[
         Path,

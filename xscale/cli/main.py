@@ -16,6 +16,7 @@ from xscale.cli.checkpoint import checkpoint_app
 from xscale.cli.data import data_app
 from xscale.cli.evaluate import evaluate
 from xscale.cli.generate import generate
+from xscale.cli.options import CommandWithSettings
 from xscale.cli.plan import plan
 from xscale.cli.plot import plot_app
 from xscale.cli.recipes import explain, init, list_parts
@@ -57,13 +58,13 @@ def _root(
     pass
 
 
-app.command()(train)
-app.command()(plan)
+app.command(cls=CommandWithSettings)(train)
+app.command(cls=CommandWithSettings)(plan)
 app.command("list")(list_parts)
 app.command()(explain)
 app.command()(init)
-app.command()(compare)
-app.command()(ladder)
+app.command(cls=CommandWithSettings)(compare)
+app.command(cls=CommandWithSettings)(ladder)
 app.command()(report)
 app.command()(generate)
 app.command("eval")(evaluate)

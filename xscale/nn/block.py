@@ -164,7 +164,7 @@ class Sublayer(Module):
         return self.random.dropout(y, self._drop_probability(tokens), ("batch", "tokens", "width"), tokens)
 
     def _drop_probability(self, tokens: Tokens) -> float:
-        return self.dropout if self.training and tokens.rng_seed is not None else 0.0
+        return self.dropout if self.training and tokens.forward.rng_seed is not None else 0.0
 
     def normalised_input(self, x: Tensor, tokens: Tokens | None) -> Tensor:
         """Return what the part reads of x [B, T, D]: its norm, with placement pre or sandwich."""

@@ -79,7 +79,7 @@ class ClassHead(Head):
         if self.scores:
             is_target = targets != IGNORE_INDEX
             return (outputs[..., 0] - targets.to(outputs.dtype)).masked_fill(~is_target, 0.0).square().sum()
-        smoothing = 0.0 if tokens is None else tokens.label_smoothing
+        smoothing = 0.0 if tokens is None else tokens.forward.label_smoothing
         return F.cross_entropy(
             outputs.flatten(0, 1),
             targets.flatten(),

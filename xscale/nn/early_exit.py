@@ -151,9 +151,9 @@ class EarlyExit:
         uncertainty = entropy(logits) / math.log(logits.shape[-1])
         reach, key = self.policy.window or 0, f"exits/{block}"
         before = uncertainty[:, :0]
-        if tokens.cache is not None and reach:
-            before = tokens.cache.get(key, before)
-            tokens.cache[key] = torch.cat((before, uncertainty), 1)[:, -reach:]
+        if tokens.forward.cache is not None and reach:
+            before = tokens.forward.cache.get(key, before)
+            tokens.forward.cache[key] = torch.cat((before, uncertainty), 1)[:, -reach:]
         return window_max(before, uncertainty, reach, causal=causal, documents=tokens.documents) < self.policy.threshold
 
     def _vote(self, logits: Tensor, tokens: Any, block: int, causal: bool) -> Tensor:

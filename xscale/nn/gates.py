@@ -119,13 +119,13 @@ class GateBudget(Module):
         config, batch, device = self.config, len(tokens.ids), tokens.ids.device
         if tokens.gating is not None:
             return tokens
-        if not self.training or tokens.rng_seed is None:
+        if not self.training or tokens.forward.rng_seed is None:
             evaluated = config.budgets.index(config.evaluated)
             return tokens.with_gating(Gating(torch.full((batch,), evaluated, device=device)))
         # Not by the path of the module: the encoder and the decoder of a model draw the same budgets.
-        reseed(tokens.rng_seed, GATES)
+        reseed(tokens.forward.rng_seed, GATES)
         index = self.random.integers(len(config.budgets), (batch,), ("batch",), device)
-        alpha = config.noise * (1.0 if tokens.progress is None else tokens.progress)
+        alpha = config.noise * (1.0 if tokens.forward.progress is None else tokens.forward.progress)
         return tokens.with_gating(Gating(index, torch.tensor(alpha, dtype=torch.float64, device=device)))
 
     def attach_loss(self, x: Tensor, total: Tensor, tokens: Tokens) -> Tensor:
@@ -141,10 +141,10 @@ class GateBudget(Module):
         else:
             lengths = self.sum_over_sequence(real.sum(1).to(total.dtype))
         mean = self.sum_over_sequence(total.sum(1)) / (self.sublayers * lengths)  # [B]
-        if tokens.stats is not None:
-            tokens.stats.add(f"{self.path}/computed", mean.mean())
+        if tokens.forward.stats is not None:
+            tokens.forward.stats.add(f"{self.path}/computed", mean.mean())
         budget = mean.new_tensor(self.config.budgets)[gating.budgets]
-        return attach(x, self.config.loss_weight * (budget - mean).abs().mean(), tokens.aux_loss_weight)
+        return attach(x, self.config.loss_weight * (budget - mean).abs().mean(), tokens.forward.aux_loss_weight)
 
     def sum_over_sequence(self, sums: Tensor) -> Tensor:
         """Sum the gates [B] of a part of each sequence over its parts. A seam: a sequence may be sharded."""

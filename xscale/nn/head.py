@@ -126,19 +126,20 @@ class Head(Module):
         """
         if tokens is None:
             return self.cross_entropy(x, weight, targets)
-        return self.cross_entropy(x, weight, targets, tokens.label_smoothing, tokens.z_loss_weight)
+        return self.cross_entropy(x, weight, targets, tokens.forward.label_smoothing, tokens.forward.z_loss_weight)
 
     def _attach_boundary_loss(self, boundary: BoundaryHead, x: Tensor, targets: Tensor, tokens: Tokens) -> Tensor:
         """Return x [B, T, D] with the loss of the targets attached that the boundary head predicts."""
-        if tokens.boundaries is None or tokens.target_weight is None:
+        forward = tokens.forward
+        if tokens.boundaries is None or forward.target_weight is None:
             return x
         predictions = boundary(x, tokens)  # [B, T, D]
         loss = self.cross_entropy(predictions.flatten(0, 1), self.use(self.weight), targets.flatten())
-        if tokens.stats is not None and tokens.aux_loss_weight is not None:
+        if forward.stats is not None and forward.aux_loss_weight is not None:
             # Its mean over the targets of the step is the mean of these over its micro-batches, and their shards.
-            weight = tokens.target_weight / tokens.aux_loss_weight / tokens.fraction()
-            tokens.stats.add(f"{boundary.path}/loss", loss.detach() * weight)
-        return attach(x, loss, tokens.target_weight * tokens.further_loss_weight())
+            weight = forward.target_weight / forward.aux_loss_weight / tokens.fraction()
+            forward.stats.add(f"{boundary.path}/loss", loss.detach() * weight)
+        return attach(x, loss, forward.target_weight * tokens.further_loss_weight())
 
     def cross_entropy(
         self, x: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0

@@ -64,14 +64,15 @@ class SentenceHead(Module):
 
     def attach_loss(self, x: Tensor, tokens: Tokens) -> Tensor:
         """Return x [B, M + T, D] with the loss of `tokens.labels` attached; without labels x itself."""
-        if tokens.labels is None or (tokens.aux_loss_weight is None and tokens.stats is None):
+        forward = tokens.forward
+        if tokens.labels is None or (forward.aux_loss_weight is None and forward.stats is None):
             return x
         logits = self(x, tokens)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(logits, tokens.labels)
-        if tokens.stats is not None:
-            tokens.stats.add(f"{self.path}/loss", loss.detach())
-            tokens.stats.add(f"{self.path}/accuracy", (logits.argmax(-1) == tokens.labels).to(loss.dtype).mean())
-        if tokens.aux_loss_weight is None:
+        if forward.stats is not None:
+            forward.stats.add(f"{self.path}/loss", loss.detach())
+            forward.stats.add(f"{self.path}/accuracy", (logits.argmax(-1) == tokens.labels).to(loss.dtype).mean())
+        if forward.aux_loss_weight is None:
             return x
-        return attach(x, loss, tokens.aux_loss_weight * self.loss_fraction * tokens.further_loss_weight())
+        return attach(x, loss, forward.aux_loss_weight * self.loss_fraction * tokens.further_loss_weight())

@@ -31,6 +31,7 @@ class SentenceContrast(Module):
         which global token is that of each. `tokens` and `sentences` have the global tokens too. The loss is the mean
         over the micro-batch.
         """
+        forward = tokens.forward
         assert tokens.sentence_globals is not None
         places = tokens.sentence_globals[..., None].expand(-1, -1, x.shape[-1])
         summaries = self.gather_sequence(x, tokens).gather(1, places).flatten(0, 1)  # [B * K, D]
@@ -39,12 +40,12 @@ class SentenceContrast(Module):
         logits = summaries.to(dtype) @ candidates.to(dtype).mT * x.shape[-1] ** -0.5
         labels = first + torch.arange(len(summaries), device=x.device)
         loss = F.cross_entropy(logits, labels)
-        if tokens.stats is not None:
-            tokens.stats.add(f"{self.path}/loss", loss.detach())
-            tokens.stats.add(f"{self.path}/accuracy", (logits.argmax(-1) == labels).to(dtype).mean())
-        if tokens.aux_loss_weight is None:
+        if forward.stats is not None:
+            forward.stats.add(f"{self.path}/loss", loss.detach())
+            forward.stats.add(f"{self.path}/accuracy", (logits.argmax(-1) == labels).to(dtype).mean())
+        if forward.aux_loss_weight is None:
             return x
-        weight = tokens.aux_loss_weight * tokens.sentence_weight * tokens.further_loss_weight()
+        weight = forward.aux_loss_weight * tokens.sentence_weight * tokens.further_loss_weight()
         # Each shard of a sequence has the whole loss, and the gradients of all shards are summed.
         return attach(x, loss, weight * tokens.fraction())
 

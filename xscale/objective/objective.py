@@ -185,8 +185,8 @@ class Objective:
         `index` [B] the samples' numbers. Pairs are [B, S+T], S being `length`, and their documents are 0 for text and 1
         for padding. Sentences are [B, 2 N], N being `length` - 3, and their documents are 0 and 1 for the halves of
         consecutive text, 2 for text of another document, and 3 for padding. Labelled examples are [B, T], with
-        documents 0 and 1 as those of pairs, and `labels`. `fields` are further fields of `Tokens`: rng_seed,
-        aux_loss_weight, stats, label_smoothing, z_loss_weight.
+        documents 0 and 1 as those of pairs, and `labels`. `fields` are further fields of `Tokens`, such as the
+        `forward` of the micro-batch, for `Tokens.from_ids`.
         """
         raise NotImplementedError
 

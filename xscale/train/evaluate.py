@@ -11,8 +11,9 @@ from xscale.data.baseline import order2_bits_per_byte
 from xscale.data.loader import Corpus
 from xscale.data.prepared import Split
 from xscale.mesh.collectives import all_gather_columns, sum_scalars
+from xscale.nn.forward import Stats
 from xscale.nn.head import IGNORE_INDEX
-from xscale.nn.tokens import Predictions, Stats
+from xscale.nn.tokens import Predictions
 from xscale.objective.objective import OBJECTIVES, Batch, Objective
 from xscale.parallel.sharded import StagedModel
 
@@ -98,7 +99,7 @@ class _SentenceScores:
 
     def observed(self, batch: Batch, tally: Stats) -> Batch:
         """Return the batch with its statistics collected, where its sequences have classes."""
-        return batch if batch.tokens.labels is None else replace(batch, tokens=replace(batch.tokens, stats=tally))
+        return batch if batch.tokens.labels is None else replace(batch, tokens=batch.tokens.with_forward(stats=tally))
 
     def add(self, batch: Batch, tally: Stats) -> None:
         """Add the scores of a micro-batch; a rank without the head has none."""

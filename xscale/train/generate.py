@@ -10,6 +10,7 @@ from xscale.core.errors import ConfigError, Problem
 from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.mesh.collectives import broadcast_int, sum_scalars
 from xscale.nn.early_exit import EarlyExit, ExitPolicyConfig
+from xscale.nn.forward import Forward
 from xscale.nn.head import Head
 from xscale.nn.init import seed_of
 from xscale.nn.mixer.mixer import Mixer
@@ -62,7 +63,7 @@ def generate(
     for _ in range(limit):
         first = done if cache is not None else 0
         positions = torch.arange(first, len(ids), device=device)[None]
-        tokens = Tokens(ids=ids[None, first:], positions=positions, cache=cache, only_last_logits=True)
+        tokens = Tokens(ids=ids[None, first:], positions=positions, forward=Forward(cache=cache), only_last_logits=True)
         if prefix and first == 0:
             tokens = replace(tokens, prefix=positions < len(prompt))
         if policy is not None:

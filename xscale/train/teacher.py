@@ -63,7 +63,9 @@ class Teacher:
         last = None if outputs else max(wanted, default=-1)
         states = TeacherStates(self.config, self.layers, wanted=wanted, last=last)
         needs_logits = outputs and self.config.soft_weight > 0
-        logits = self.model(replace(tokens, states=states, only_last_logits=not needs_logits), None, source)
+        logits = self.model(
+            replace(tokens.with_forward(states=states), only_last_logits=not needs_logits), None, source
+        )
         states.output_logits = logits if needs_logits else None
         states.output_states = states.output_states if outputs else None
         scores = states.attention_scores

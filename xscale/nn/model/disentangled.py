@@ -86,11 +86,11 @@ class Disentangled(EncoderDecoder):
         assert source is not None, "an encoder-decoder needs a source"
         memory = self.memory(tokens, source)
         read = self.encoder.output_tokens(source)
-        if tokens.cache is not None and self.length is not None and "lengths" not in tokens.cache:
-            tokens.cache["lengths"] = self.length(memory, read)
+        if tokens.forward.cache is not None and self.length is not None and "lengths" not in tokens.forward.cache:
+            tokens.forward.cache["lengths"] = self.length(memory, read)
         content = self.target(tokens)  # [B, T, D]
         # Every iteration of decoding has other tokens, of which no keys are kept.
-        about = replace(tokens, content=content, cache=None)
+        about = replace(tokens.with_forward(cache=None), content=content)
         x = self.decoder(self.queries(content, tokens), about, memory, read)
         if self.length is not None and targets is not None:
             x = self.length.attach_loss(x, memory, read, tokens.further_loss_weight())

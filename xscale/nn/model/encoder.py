@@ -138,6 +138,6 @@ class Encoder(Model):
         """
         if tokens.sentences is None or not tokens.contrasts_sentences:
             return x
-        alone = Tokens.from_ids(tokens.sentences.flatten(0, 1), rng_seed=tokens.rng_seed)  # [B * K, N]
+        alone = Tokens.from_ids(tokens.sentences.flatten(0, 1), rng_seed=tokens.forward.rng_seed)  # [B * K, N]
         prefixed = alone.with_global_tokens(self.global_tokens)
         return contrast.attach_loss(x, tokens, self.stack(self.embed(alone), prefixed), prefixed)

@@ -30,7 +30,7 @@ class GlobalTokensOverContext:
         if not isinstance(tokens, TokenShard):
             return (tokens,)
         self._sharding = tokens.sharding
-        return (replace(tokens.full, rng_seed=tokens.rng_seed),)
+        return (replace(tokens.full, forward=tokens.forward),)
 
     def _leave(self, _: Any, __: tuple[Any, ...], x: Tensor) -> Tensor:
         sharding, self._sharding = self._sharding, None

@@ -99,7 +99,7 @@ class PipelineSpec:
                 continue
             queries = length
             # With a cache the tokens are the last ones of the sequence.
-            keys = queries if tokens.cache is None else int(tokens.positions[0, -1]) + 1
+            keys = queries if tokens.forward.cache is None else int(tokens.positions[0, -1]) + 1
             shape = (batch, sent.score_heads // self.tp, queries, keys)
             specs.append(TensorSpec(shape, precise))
         return specs

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from xscale.nn.attention.ops.recurrence import Recurrence
+from xscale.nn.forward import Stats
 from xscale.nn.position.position import Position, PositionTerms
-from xscale.nn.tokens import Stats
 from xscale.nn.traceable_property import TraceableProperty
 from xscale_kernels.packed_attention import DocumentSpans, find_document_spans
 
