@@ -16,6 +16,7 @@ from xscale.cli.options import (
     read_config,
     readable,
 )
+from xscale.cli.paths import path
 from xscale.commands.recipes import recipe_names
 from xscale.core.errors import ConfigError
 
@@ -63,7 +64,9 @@ def data_inspect(
 
 @data_app.command("verify")
 def data_verify(
-    data: Annotated[Path, typer.Argument(help="A folder of prepared data, or a .bin/.idx pair without its ending.")],
+    data: Annotated[
+        Path, typer.Argument(help="A folder of prepared data, or a .bin/.idx pair without its ending.", parser=path)
+    ],
 ) -> None:
     """Read every byte of prepared data: hashes as in its manifest, ids within the vocabulary, the same tokenizer.
 
@@ -84,6 +87,7 @@ def data_stats(
             help="A YAML config or the name of a recipe; or a folder of prepared data, or a .bin/.idx pair without its "
             "ending.",
             autocompletion=complete_recipe,
+            parser=path,
         ),
     ],
     overrides: Overrides = None,
@@ -110,12 +114,14 @@ def data_augment(
     config: ConfigFile,
     overrides: Overrides = None,
     *,
-    output: Annotated[Path, typer.Option(help="File to write, JSON lines; an interrupted job resumes.")],
+    output: Annotated[Path, typer.Option(help="File to write, JSON lines; an interrupted job resumes.", parser=path)],
     model: Annotated[
-        Path, typer.Option(help="Run of a masked language model, such as BERT.", autocompletion=complete_run)
+        Path,
+        typer.Option(help="Run of a masked language model, such as BERT.", autocompletion=complete_run, parser=path),
     ],
     vectors: Annotated[
-        Path | None, typer.Option(help="Text file of word vectors, such as GloVe's; default: such words stay.")
+        Path | None,
+        typer.Option(help="Text file of word vectors, such as GloVe's; default: such words stay.", parser=path),
     ] = None,
     copies: Annotated[int, typer.Option(min=1, help="New examples of each example.")] = 20,
     probability: Annotated[float, typer.Option(min=0, max=1, help="Probability that a word is replaced.")] = 0.4,
