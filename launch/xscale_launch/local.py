@@ -11,6 +11,7 @@ from xscale_launch import command, devices, plan_query, status
 from xscale_launch.env import RankEnv, environment
 from xscale_launch.files import make_run_folder, remove_file, remove_folder
 from xscale_launch.gpu_env import cpus_near_gpu, gpu_variables
+from xscale_launch.paths import expand
 from xscale_launch.status import LaunchError
 from xscale_launch.supervise import Supervisor, SupervisorResult, Timeouts, Worker, last_lines
 
@@ -108,7 +109,7 @@ def say(message: str) -> None:
 def _log_folder(run_dir: str | None, dry_run: bool) -> tuple[Path, bool]:
     """Return the folder for the output of ranks above 0: in run.dir if the command line sets it, else temporary."""
     if run_dir:
-        return Path(run_dir) / "logs", False
+        return expand(run_dir) / "logs", False
     if dry_run:
         return Path(tempfile.gettempdir()) / "xscale-launch", False
     return Path(tempfile.mkdtemp(prefix="xscale-launch-")), True

@@ -11,6 +11,7 @@ from xscale_launch import status
 from xscale_launch.command import columns
 from xscale_launch.files import open_run_file, read_run_file
 from xscale_launch.local import say
+from xscale_launch.paths import path_argument
 from xscale_launch.slurm import queue, submit
 from xscale_launch.slurm.job import record_job, submitted_jobs
 from xscale_launch.slurm.script import script_path
@@ -22,7 +23,7 @@ LIVE = ("PENDING", "RUNNING", "COMPLETING", "SUSPENDED", "CONFIGURING", "REQUEUE
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Add the argument RUN."""
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run folder")
+    parser.add_argument("run", metavar="RUN", type=path_argument, help="the run folder")
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
