@@ -11,6 +11,7 @@ from xscale.nn.head import IGNORE_INDEX, Head
 from xscale.nn.init import Init
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
@@ -21,7 +22,15 @@ class ClassHead(Head):
     It is replicated over tp: its classes are few, and often fewer than the ranks.
     """
 
-    seams: ClassVar[tuple[str, ...]] = ("gather", "class_loss")
+    seams: ClassVar[Seams] = {
+        "transform": None,
+        "boundary": None,
+        "sentence": None,
+        "cross_entropy": None,
+        "replicated_input": Role.REPLICATED_INPUT,
+        "prediction_loss": None,
+        "class_loss": Role.CLASS_LOSS,
+    }
 
     def __init__(
         self,
@@ -59,7 +68,7 @@ class ClassHead(Head):
         M are the global tokens. A target of -100 is ignored. The loss is the cross-entropy in nats, or the squared
         error. Predictions at the targets are added to `tokens.predictions`, where that is given.
         """
-        x = self.gather(x, tokens)[:, self.globals :]
+        x = self.replicated_input(x, tokens)[:, self.globals :]
         if self.dense is not None:
             x = self.activate(self.dense(x))
         outputs: Tensor = self.classes(x)  # [B, T, C]
@@ -88,6 +97,6 @@ class ClassHead(Head):
             label_smoothing=smoothing,
         )
 
-    def gather(self, x: Tensor, tokens: Tokens | None) -> Tensor:
+    def replicated_input(self, x: Tensor, tokens: Tokens | None) -> Tensor:
         """Return the hidden states of the sequence. A seam: those whose sequence is sharded over tp."""
         return x

@@ -22,6 +22,7 @@ from xscale.nn.auxiliary import attach
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.module import Module
 from xscale.nn.random import reseed
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Gating, Tokens
 
 GATES = "gates"
@@ -96,7 +97,7 @@ class Gate(Module):
 class GateBudget(Module):
     """The budgets of a stack with gates, and their loss."""
 
-    seams: ClassVar[tuple[str, ...]] = ("sum_over_sequence", "attach_loss")
+    seams: ClassVar[Seams] = {"sum_over_sequence": Role.SUM_OVER_TOKENS, "attach_loss": Role.ON_LAST_STAGE}
     averages_tokens = True
     averages_text = True
 
@@ -144,7 +145,10 @@ class GateBudget(Module):
         if tokens.stats is not None:
             tokens.stats.add(f"{self.path}/computed", mean.mean())
         budget = mean.new_tensor(self.config.budgets)[gating.budgets]
-        return attach(x, self.config.loss_weight * (budget - mean).abs().mean(), tokens.aux_loss_weight)
+        loss = self.config.loss_weight * (budget - mean).abs().mean()
+        # Each shard of a sequence has the whole loss, and the gradients of all shards are summed.
+        weight = None if tokens.aux_loss_weight is None else tokens.aux_loss_weight * tokens.fraction()
+        return attach(x, loss, weight)
 
     def sum_over_sequence(self, sums: Tensor) -> Tensor:
         """Sum the gates [B] of a part of each sequence over its parts. A seam: a sequence may be sharded."""
