@@ -34,6 +34,7 @@ BENT: dict[str, dict[str, str]] = {
         "the baseline is a plain torch model of its own, which declares no seams",
     )
     | {
+        "xscale/parallel/context/ulysses.py: first_head": "of a forward with other heads, set back after it",
         "xscale/bench/llama.py: weight": "the baseline is a plain torch model, whose head has the embedding's weights",
         "xscale/bench/gpu/results.py: size": "of an entry in an archive, which is no module",
     },

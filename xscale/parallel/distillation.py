@@ -27,7 +27,7 @@ from xscale.parallel.config import ParallelConfig
 from xscale.parallel.context.mask import ShardedAttentionMask
 from xscale.parallel.region import TensorRegion
 from xscale.parallel.sharding import dense_mesh
-from xscale.parallel.tensor.apply import GatherSequence
+from xscale.parallel.tensor.sequence import GatherSequence
 
 
 def observe_states(model: nn.Module, vocabulary: FullVocabulary | None) -> None:
