@@ -69,6 +69,7 @@ class Role(Enum):
     DISPATCH = "(rows by expert, tokens per expert, experts) -> the outputs of the experts, wherever they are"
     EXPERT_CALLS = "(x, plan) -> the weighted outputs of the experts: permutation, dispatch and combination"
     ASSIGNMENT = "(scores) -> a balanced assignment of tokens to experts"
+    COUNTED = "(experts of the ids) -> them, refused before the ids of the data are counted; a plan has no numbers"
 
     # The batch, which data parallelism shards.
     SUM_OVER_BATCH = "(sums over this rank's tokens) -> their sum over all tokens of the batch"
