@@ -12,8 +12,9 @@ from xscale.data.tokenizer.tokenizer import TOKENIZERS, Tokenizer
 from xscale.mesh import axes
 from xscale.mesh.environment import read_rank_info
 from xscale.mesh.mesh import Mesh
+from xscale.nn.forward import Stats
 from xscale.nn.model.model import MODELS
-from xscale.nn.tokens import Stats, Tokens
+from xscale.nn.tokens import Tokens
 from xscale.planning import vocabulary_of
 from xscale.train.load_run import build_on_mesh, load_run, single_process
 from xscale.train.run_facts import attention_layouts

@@ -136,13 +136,15 @@ BESIDE: dict[str, dict[str, Any]] = {
     "data.blend_limit": {"data": {"blend": [{"prepared": "a"}], "blend_rates": "samples"}},
     "data.source.separator": {"data": {"source": {"kind": "text", "document": "separator", "separator": "x"}}},
     "data.blend_temperature": {"data": {"blend": [{"prepared": "a"}]}},
+    # Without a file the number is that of a tokenizer that is trained, and with one that of the file.
+    "data.tokenizer.file": {"data": {"tokenizer": {"vocabulary": 8192}}},
 }
 """Key -> what a config must have beside it."""
 
 
 def another(keys: ConfigKeys, node: Any, value: Any) -> Any:
     """A value of the key's type that is not `value`."""
-    if value is not None and "null" in type_text(node):
+    if value is not None and "null" in type_text(node) and "examples" not in node:
         return None
     kinds = [kind for branch in (node, *node.get("anyOf", ())) for kind in family_kinds(keys, branch)]
     if values := [*(parse(choice, "choice") for choice in choices(node)), *kinds]:
@@ -202,14 +204,18 @@ def differences(before: Any, now: Any, path: str = "") -> list[str]:
     return [] if before == now else [path]
 
 
+def merged(data: dict[str, Any], beside: dict[str, Any]) -> dict[str, Any]:
+    deeper = {name: merged(data[name], value) for name, value in beside.items() if isinstance(value, dict)}
+    return {**data, **beside, **deeper}
+
+
 def check_printed_override(keys: ConfigKeys, key: Key) -> str | None:
     """Type the override that `explain` prints in a recipe with another value; None, or what it did wrong."""
     printed = override_of(keys, key)
     (typed,) = shlex.split(printed)
     value = parse(typed.partition("=")[2], "printed")
     data = recipe_with(keys, key, another(keys, key.node, value))
-    for name, more in BESIDE.get(key.path, {}).items():
-        data[name] |= more
+    data = merged(data, BESIDE.get(key.path, {}))
     before = encode(decode(Recipe, compose_mapping(data, []).data))
     now = encode(decode(Recipe, compose_mapping(data, [typed]).data))
     changed = differences(before, now)
@@ -234,7 +240,9 @@ def leaf_keys(keys: ConfigKeys) -> list[Key]:
 )
 def test_an_override_that_is_printed_sets_its_key_alone(every: int) -> None:
     keys = config_keys()
-    checked = leaf_keys(keys)[::every]
+    # Those with examples among all: rules that the schema does not have refuse some of their values.
+    leaves = leaf_keys(keys)
+    checked = [key for at, key in enumerate(leaves) if at % every == 0 or "examples" in key.node]
     wrong = [fault for key in checked if (fault := check_printed_override(keys, key)) is not None]
     assert wrong == []
     assert len(checked) > 700 / every

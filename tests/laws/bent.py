@@ -65,7 +65,7 @@ BENT: dict[str, dict[str, str]] = {
     },
     "text to ids": {
         "xscale/convert/hf/tokenizer.py: encode": "the same text in two libraries: its begin is compared apart",
-        "xscale/data/augment.py: encode_with_offsets": "a masked model's input, whose begin and end `ModelInput` has",
+        "plugins/xscale_tinybert/augment.py: encode_with_offsets": "its `ModelInput` has the begin and the end",
         "xscale/data/labels.py: encode": "the objective writes the token before the first of an example's texts",
         "xscale/data/shards.py: encode": "sentences of a document, which an objective joins to what it reads",
         "xscale/train/generate.py: encode": "the text behind a gap, which is in the middle of a document",

@@ -16,6 +16,7 @@ MAY: dict[str, frozenset[str]] = {
     "core": frozenset(),
     "xscale_kernels": frozenset(),
     "xscale_launch": frozenset(),
+    "xscale_tinybert": ALL | {"train", "cli"},
     "mesh": frozenset({"core"}),
     "nn": LOW,
     "data": LOW,
@@ -77,7 +78,7 @@ def refused(package: str, module: str) -> str:
         return what
     other = row(package_of(module))
     first = module.split(".")[0]
-    ours = first in ("xscale", "xscale_kernels", "xscale_launch")
+    ours = first in ("xscale", "xscale_kernels", "xscale_launch", "xscale_tinybert")
     if ours and module != "xscale" and other not in MAY[package] | {package} and not plain(module):
         return f"{package} may not import {other}"
     if package == "xscale_launch" and not ours and first not in sys.stdlib_module_names:

@@ -21,6 +21,7 @@ from xscale.bench.machine import BenchDevice, one_thread
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError, nearest
 from xscale.nn.dims import Dims
+from xscale.nn.forward import Forward
 from xscale.nn.init import materialize
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.module import name_modules
@@ -153,7 +154,9 @@ class MixerCall(nn.Module):
     def __init__(self, mixer: Attention, length: int) -> None:
         super().__init__()
         self.mixer = mixer
-        self.tokens = Tokens(torch.zeros(1, length, dtype=torch.long), torch.arange(length)[None], rng_seed=0)
+        self.tokens = Tokens(
+            torch.zeros(1, length, dtype=torch.long), torch.arange(length)[None], forward=Forward(rng_seed=0)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         reseed(0, "layer")

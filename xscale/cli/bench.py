@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from xscale.cli.options import ConfigFile, Json, Overrides, Record, read_config
+from xscale.cli.options import CommandWithSettings, ConfigFile, Json, Overrides, Record, read_config
 from xscale.core.errors import ConfigError
 
 
@@ -208,7 +208,7 @@ def _bench_trace(config: Path, steps: int, every: int, *, as_json: bool) -> None
     print(dumps(asdict(trace)) if as_json else show_trace(trace, every))
 
 
-@bench_app.command("memory")
+@bench_app.command("memory", cls=CommandWithSettings)
 def bench_memory(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -231,7 +231,7 @@ def bench_memory(
     print(dumps({name: asdict(row) for name, row in comparisons}) if json else show(comparisons))
 
 
-@bench_app.command("train")
+@bench_app.command("train", cls=CommandWithSettings)
 def bench_train(
     config: ConfigFile,
     overrides: Overrides = None,

@@ -15,7 +15,12 @@ def example(keys: ConfigKeys, key: Key) -> Any:
 
 
 def example_of(keys: ConfigKeys, node: dict[str, Any]) -> Any:
-    """Return a value of the type that a JSON schema describes, not null if there is another."""
+    """Return a value of the type that a JSON schema describes, not null if there is another; its first example.
+
+    A field has `examples` where a rule that the schema does not have refuses some values of the type.
+    """
+    if examples := node.get("examples"):
+        return examples[0]
     reference = str(node.get("$ref", ""))
     if reference.startswith(FAMILY):
         return next(iter(keys.parts(reference.removeprefix(FAMILY))))

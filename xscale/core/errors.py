@@ -85,9 +85,14 @@ def _close(word: str, names: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
 
 
+def near_name(word: str, known: Iterable[str]) -> str:
+    """The known name that `word` may misspell; empty if there is none."""
+    return next(iter(_close(word, known)), "")
+
+
 def is_near(word: str, known: Iterable[str]) -> bool:
     """Whether `word` looks like a misspelling of one of the names."""
-    return bool(_close(word, known))
+    return bool(near_name(word, known))
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
 from xscale.nn.dims import Dims
-from xscale.nn.edges import BlockEdges, Edge, HandedOn
+from xscale.nn.edges import CONTENT, BlockEdges, Edge, HandedOn
 from xscale.nn.ffn.ffn import FFNS, Ffn, Gated
 from xscale.nn.gates import Gate, GatesConfig, GateSum
 from xscale.nn.gates import check as check_gates
@@ -171,7 +171,7 @@ class Sublayer(Module):
         return self.random.dropout(y, self._drop_probability(tokens), ("batch", "tokens", "width"), tokens)
 
     def _drop_probability(self, tokens: Tokens) -> float:
-        return self.dropout if self.training and tokens.rng_seed is not None else 0.0
+        return self.dropout if self.training and tokens.forward.rng_seed is not None else 0.0
 
     def normalised_input(self, x: Tensor, tokens: Tokens | None) -> Tensor:
         """Return what the part reads of x [B, T, D]: its norm, with placement pre or sandwich."""
@@ -296,14 +296,14 @@ class Block(Module):
         edges: BlockEdges | None = None,
     ) -> Tensor:
         """Output [B, T, D] of sublayers `names`; `memory`: the encoder's output or a mask decoder's keys."""
-        before, edges = x, edges or BlockEdges(None, {})
+        before, edges, content = x, edges or BlockEdges(None, {}), tokens.get(CONTENT)
         for name in names:
             before, residual = (before, x) if name in self.parallel_sublayers else (x, None)
             sublayer: Sublayer = getattr(self, name)
             memory_and_source: tuple[Any, ...] = ()
             keys, key_tokens = memory
-            if tokens.content is not None and name.startswith("mixer"):
-                memory_and_source = (sublayer.normalised_input(tokens.content, tokens), tokens)
+            if content is not None and name.startswith("mixer"):
+                memory_and_source = (sublayer.normalised_input(content, tokens), tokens)
             elif self.pools_queries and name == "mixer" and keys is not None:
                 memory_and_source = (sublayer.normalised_input(keys, key_tokens), key_tokens)
             elif self.decoder_steps or name.startswith("cross"):

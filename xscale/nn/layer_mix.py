@@ -34,7 +34,7 @@ class LayerMix(Module):
     def forward(self, states: Tensor, tokens: Tokens) -> Tensor:
         """States [N + 1, B, S, D] -> the memory of each block [M, B, S, D]; `tokens` are those of the decoder."""
         weights = self.use(self.weight).softmax(-1)
-        if self.training and tokens.rng_seed is not None and self.dropout:
-            reseed(tokens.rng_seed, self.path)
+        if self.training and tokens.forward.rng_seed is not None and self.dropout:
+            reseed(tokens.forward.rng_seed, self.path)
             weights = self.random.dropout(weights, self.dropout, ("state", "state"))
         return torch.einsum("mn,nbsd->mbsd", weights.to(states.dtype), states)

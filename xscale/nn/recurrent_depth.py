@@ -90,9 +90,9 @@ class Halting(Module):
     def finish(self, state: Pondered, tokens: Tokens) -> Tensor:
         """Return the outputs [B, T, D], with the ponder cost attached as an auxiliary loss."""
         cost = mean_over_text(state.steps + state.remainder, tokens.real())
-        if tokens.stats is not None:
-            tokens.stats.add(f"{self.path}/steps", mean_over_text(state.steps, tokens.real()))
-        return attach(state.output, self.config.ponder_weight * cost, tokens.aux_loss_weight)
+        if tokens.forward.stats is not None:
+            tokens.forward.stats.add(f"{self.path}/steps", mean_over_text(state.steps, tokens.real()))
+        return attach(state.output, self.config.ponder_weight * cost, tokens.forward.aux_loss_weight)
 
 
 def step_signal(x: Tensor, tokens: Tokens, step: int) -> Tensor:

@@ -13,7 +13,7 @@ Zhou et al. 2021 (Informer), equation 5, "distilling": X' = MaxPool(ELU(Conv1d(X
 with stride 1, the pooling over three with stride 2.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
@@ -29,6 +29,7 @@ from xscale.nn.linear import Linear
 from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm
 from xscale.nn.position.position import POSITIONS
+from xscale.nn.signals import KEYS, TOKENS
 from xscale.nn.tokens import SharedValues, Tokens
 
 
@@ -73,18 +74,8 @@ class TokenWindows:
 
     def window_tokens(self, tokens: Tokens) -> Tokens:
         """Tokens [B, T] -> those of the windows [B, T'], with the fields of the first token of each."""
-
-        def take(value: Tensor | None) -> Tensor | None:
-            return None if value is None else value[:, self.first]
-
-        return replace(
-            tokens,
-            ids=tokens.ids[:, self.first],
-            positions=tokens.positions[:, self.first],
-            documents=take(tokens.documents),
-            padding=take(tokens.padding),
-            types=take(tokens.types),
-            boundaries=None,
+        return tokens.map_fields(
+            lambda value, about: about.select(value, (TOKENS, KEYS), self.first),
             pooled_from=tokens.pooled_from or len(self.of),
             shared_values=SharedValues(),
         )
@@ -150,7 +141,7 @@ class SequencePooling(Module):
 
     def start(self, tokens: Tokens) -> "PooledStates":
         """Begin a forward."""
-        assert tokens.cache is None, "a shortened sequence has no incremental form"
+        assert tokens.forward.cache is None, "a shortened sequence has no incremental form"
         return PooledStates(self, tokens)
 
     def output_tokens(self, tokens: Tokens) -> Tokens:

@@ -10,6 +10,7 @@ from torch import Tensor
 from xscale.core.errors import Problem
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.init import seed_of
+from xscale.nn.sentence_contrast import SENTENCE_GLOBALS, SENTENCE_WEIGHT, SENTENCES
 from xscale.objective.masked import Masked
 from xscale.objective.objective import OBJECTIVES, Batch, ObjectiveTraits, SpecialTokens
 
@@ -58,10 +59,10 @@ class Cpc(Masked):
         masked[:, : count * length] = (
             torch.zeros(len(ids), count, dtype=torch.bool).scatter(1, chosen, True).repeat_interleave(length, 1)
         )
-        fields |= {
-            "sentences": of_sentences.gather(1, chosen[..., None].expand(-1, -1, length)),
-            "sentence_globals": chosen,
-            "sentence_weight": self.config.sentence_weight,
+        fields["signals"] = {
+            SENTENCES: of_sentences.gather(1, chosen[..., None].expand(-1, -1, length)),
+            SENTENCE_GLOBALS: chosen,
+            SENTENCE_WEIGHT: self.config.sentence_weight,
         }
         batch = super().batch(tokens, documents, index, **fields)
         assert self.specials.mask is not None

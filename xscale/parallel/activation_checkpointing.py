@@ -20,7 +20,13 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from xscale.core.errors import Problem
 from xscale.mesh import torch_private
-from xscale.mesh.torch_private import DispatchKey, TorchDispatchMode, _SetExcludeDispatchKeyGuard, tree_map_only
+from xscale.mesh.torch_private import (
+    DispatchKey,
+    TorchDispatchMode,
+    _is_alias_of,
+    _SetExcludeDispatchKeyGuard,
+    tree_map_only,
+)
 from xscale.nn.block import Block
 from xscale.nn.module import substitute
 from xscale.nn.stack import Stack
@@ -49,17 +55,23 @@ Output = TypeVar("Output")
 def save_matmul_outputs() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the contexts of a block's forward and of its recomputation: `context_fn` of torch.utils.checkpoint."""
     saved: deque[tuple[str, Any]] = deque()
-    return _InterceptMatmuls(lambda name, run: _save(saved, name, run)), _InterceptMatmuls(
-        lambda name, _: _load(saved, name)
-    )
+    return _InterceptMatmuls(
+        lambda name, run: _save(saved, name, run), lambda tensor: _allow_view_in_place(saved, tensor)
+    ), _InterceptMatmuls(lambda name, _: _load(saved, name), lambda _: None)
 
 
 class _InterceptMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces each call of a saved operator by `result(name, call)`; runs every other operator."""
+    """Replaces each call of a saved operator by `result(name, call)`; runs every other operator.
 
-    def __init__(self, result: Callable[[str, Callable[[], Any]], Any]) -> None:
+    `view_in_place` is told each tensor whose shape an operator such as `squeeze_` changes.
+    """
+
+    def __init__(
+        self, result: Callable[[str, Callable[[], Any]], Any], view_in_place: Callable[[Tensor], None]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.result = result
+        self.view_in_place = view_in_place
         self.is_paused = False
         """Whether saved operators run as others do, since the output of a function that calls them is saved."""
 
@@ -69,6 +81,8 @@ class _InterceptMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name
         if name in SAVED_OPS and not self.is_paused:
             return self.result(name, lambda: func(*args, **(kwargs or {})))
+        if name.endswith("_") and torch.Tag.inplace_view in func.tags:
+            self.view_in_place(args[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -98,6 +112,11 @@ class _SavedOutput:
             self.output = output.detach()
         self.version = self.output._version
 
+    def allow_view_in_place(self, tensor: Tensor) -> None:
+        """Expect one more version if an operator changes the shape of `tensor` in place, and it is this output."""
+        if _is_alias_of(tensor, self.output):
+            self.version += 1
+
     def value(self) -> Tensor:
         assert self.output._version == self.version, "a saved matmul output was modified in place"
         return self.output
@@ -107,6 +126,15 @@ def _save(saved: deque[tuple[str, Any]], name: str, run: Callable[[], Any]) -> A
     output = run()
     saved.append((name, tree_map_only(Tensor, _SavedOutput, output)))
     return output
+
+
+def _allow_view_in_place(saved: deque[tuple[str, Any]], tensor: Tensor) -> None:
+    """Let an operator change the shape of a saved output, and none of its numbers.
+
+    `torch.matmul` of a vector and a matrix is `mm`, and `squeeze_` of what it returns.
+    """
+    for _, output in saved:
+        tree_map_only(_SavedOutput, lambda saved_output: saved_output.allow_view_in_place(tensor), output)
 
 
 def _load(saved: deque[tuple[str, Any]], name: str) -> Any:
@@ -214,7 +242,7 @@ def with_state_of_forward(run: Callable[..., Any], inputs: Sequence[Any]) -> Cal
     tokens = [argument for argument in inputs if isinstance(argument, Tokens)]
     shared = [(about.shared_values, about.shared_values.copy()) for about in tokens]
     # The tokens of a decoder and of its source may have the same statistics.
-    stats = {id(about.stats): about.stats for about in tokens if about.stats is not None}.values()
+    stats = {id(stats): stats for about in tokens if (stats := about.forward.stats) is not None}.values()
     before = [(collected, collected.copy()) for collected in stats]
     is_recomputation = False
 

@@ -10,16 +10,18 @@ its input.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xscale.mesh.collectives import all_gather, copy_in, gather_in, pad_to_multiple, scatter_out, sum_out
+from xscale.mesh.collectives import all_gather, copy_in, gather_in, scatter_out, sum_out
 from xscale.mesh.torch_private import _is_alias_of
 from xscale.nn.module import Module, substitute
+from xscale.nn.signals import TOKENS, TokenAxes
 from xscale.nn.tokens import Tokens
 from xscale.parallel.sharding import holds_experts, shard_dim
 
@@ -130,9 +132,19 @@ class TensorRegion:
         """Reduce-scatter or all-reduce a partial sum out of a region: [B, T, D] -> [B, T/R or T, D]."""
         return scatter_out(y, self.group) if self.sequence else sum_out(y, self.group)
 
-    def shard(self, x: Tensor) -> Tensor:
-        """Slice this rank's part of the sequence from a replicated [B, T, ...]. No gradient."""
-        return pad_to_multiple(x, 1, self.count).chunk(self.count, 1)[self.rank]
+    def shard(self, x: Tensor, fill: int = 0) -> Tensor:
+        """Slice this rank's part of the sequence from a replicated [B, T, ...], padded with `fill`. No gradient."""
+        missing = -x.shape[1] % self.count
+        padded = F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing), value=fill) if missing else x
+        return padded.chunk(self.count, 1)[self.rank]
+
+    def shard_tokens(self, tokens: Tokens) -> Tokens:
+        """Slice this rank's part of the sequence from each field of the tokens."""
+
+        def cut(value: Tensor, about: TokenAxes) -> Tensor:
+            return self.shard(value, about.fill) if TOKENS in about.names else value
+
+        return tokens.map_fields(cut)
 
 
 def wrap_region(part: nn.Module, region: TensorRegion, *, regather: bool = False) -> None:
@@ -168,7 +180,8 @@ def wrap_region(part: nn.Module, region: TensorRegion, *, regather: bool = False
 
 def _scale_auxiliary_loss(tokens: Tokens, ranks: int) -> Tokens:
     """Each rank of a region computes the full auxiliary loss, and gradients that leave the region are summed."""
-    return tokens if tokens.aux_loss_weight is None else replace(tokens, aux_loss_weight=tokens.aux_loss_weight / ranks)
+    weight = tokens.forward.aux_loss_weight
+    return tokens if weight is None else tokens.with_forward(aux_loss_weight=weight / ranks)
 
 
 def all_reduce_replicated_grads(part: nn.Module, region: TensorRegion) -> None:

@@ -64,7 +64,7 @@ class DistilledObjective(Objective):
         return self.objective.prompt_of(ids)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        if batch.tokens.target_weight is None:
+        if batch.tokens.forward.target_weight is None:
             return self.objective.loss(model, batch)
         config, stack = self.teacher.config, getattr(model, "stack", None)
         # A stage of a pipeline runs the teacher up to the blocks that its own learn from; the last one has the head.
@@ -83,7 +83,7 @@ class DistilledObjective(Objective):
             gather=self.gather,
             scores=scores_of_shard,
         )
-        return self.objective.loss(model, replace(batch, tokens=replace(batch.tokens, states=states)))
+        return self.objective.loss(model, replace(batch, tokens=batch.tokens.with_forward(states=states)))
 
 
 def distil(

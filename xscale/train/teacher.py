@@ -10,6 +10,8 @@ from xscale.checkpoint.load import load
 from xscale.core.errors import ConfigError
 from xscale.mesh.mesh import Mesh, build_mesh, create_communicators
 from xscale.nn.distillation import DistillConfig, TeacherStates
+from xscale.nn.forward import Forward
+from xscale.nn.head import ONLY_LAST_LOGITS
 from xscale.nn.tokens import SharedValues, Tokens
 from xscale.objective.objective import Batch
 from xscale.parallel.config import ParallelConfig, ZeroConfig
@@ -63,7 +65,8 @@ class Teacher:
         last = None if outputs else max(wanted, default=-1)
         states = TeacherStates(self.config, self.layers, wanted=wanted, last=last)
         needs_logits = outputs and self.config.soft_weight > 0
-        logits = self.model(replace(tokens, states=states, only_last_logits=not needs_logits), None, source)
+        observed = tokens.with_forward(states=states).with_signals({ONLY_LAST_LOGITS: not needs_logits})
+        logits = self.model(observed, None, source)
         states.output_logits = logits if needs_logits else None
         states.output_states = states.output_states if outputs else None
         scores = states.attention_scores
@@ -110,15 +113,8 @@ def _shard(states: TeacherStates, sharding: SequenceSharding) -> None:
 def _plain(tokens: Tokens) -> Tokens:
     """Return the full sequences' tokens without what belongs to the training of the student."""
     tokens = tokens.full if isinstance(tokens, TokenShard) else tokens
-    return Tokens(
-        tokens.ids,
-        tokens.positions,
-        tokens.documents,
-        types=tokens.types,
-        prefix=tokens.prefix,
-        observed=tokens.observed,
-        shared_values=SharedValues(),
-    )
+    # The teacher knows padding as a document of its own.
+    return replace(tokens, padding=None, forward=Forward(), shared_values=SharedValues())
 
 
 def load_teacher(

@@ -13,6 +13,7 @@ from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.core import CORES
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
+from xscale.nn.forward import Forward
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.pattern.bigbird import BigBirdPattern
 from xscale.nn.pattern.fixed import Fixed
@@ -145,7 +146,7 @@ def test_positions_add_to_scores_without_a_number_for_each(kind: str, way: str) 
         torch.testing.assert_close(one, two)
     cache: dict[str, Any] = {}
     for first, end in ((0, 19), (19, 20), (20, 21), (21, 50)):
-        some = Tokens(around.ids[:, first:end], around.positions[:, first:end], cache=cache)
+        some = Tokens(around.ids[:, first:end], around.positions[:, first:end], forward=Forward(cache=cache))
         torch.testing.assert_close(sparse(x[:, first:end], some), wanted[:, first:end])
 
 

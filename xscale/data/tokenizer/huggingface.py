@@ -46,7 +46,7 @@ class HuggingFace(FileTokenizer):
     COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
     class Config(Tokenizer.Config):
-        vocabulary: int | None = pydantic.Field(default=None, ge=1, le=1 << 24)
+        vocabulary: int | None = pydantic.Field(default=None, ge=1, le=1 << 24, examples=[DEFAULT_VOCABULARY])
         """Number of ids, including special tokens and the 256 bytes; null: 8192, or those of an existing file. With a
         file, a larger number pads: the further ids are rows of the model that no text has, as in many models."""
         sample_bytes: int = pydantic.Field(default=16 << 20, ge=1)

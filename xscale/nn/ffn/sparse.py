@@ -80,9 +80,9 @@ class SparseFfn(Ffn):
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         logits = self.control(self.reduce(x)).unflatten(-1, (-1, self.block_size))  # [B, T, F / N, N]
-        if self.training and tokens.rng_seed is not None:
+        if self.training and tokens.forward.rng_seed is not None:
             mask = self.soft_mask(logits, tokens)
-        elif tokens.cache is not None and x.shape[0] * x.shape[1] < self.block_size:
+        elif tokens.forward.cache is not None and x.shape[0] * x.shape[1] < self.block_size:
             return self.read_chosen(x, logits.argmax(-1))
         else:
             mask = F.one_hot(logits.argmax(-1), self.block_size)

@@ -10,7 +10,7 @@ from torch import Tensor
 from xscale.core.config import Slot
 from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention.core import CORES, Core
-from xscale.nn.attention.ops.mask import AttentionMask, ScoreEdge
+from xscale.nn.attention.ops.mask import OBSERVED, AttentionMask, ScoreEdge
 from xscale.nn.attention.ops.without_padding import attend_text
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
@@ -234,8 +234,8 @@ class Attention(AttentionHeads):
                 q, k = position.rotate_both(q, k, tokens)
             elif position is not None:
                 q, k = position.rotate(q, tokens), position.rotate(k, key_tokens)
-            if tokens.cache is not None:
-                k, v = tokens.cache.setdefault(self.path, KvCache()).append(k, v)
+            if tokens.forward.cache is not None:
+                k, v = tokens.forward.cache.setdefault(self.path, KvCache()).append(k, v)
         if self.query_factor is not None:
             q = q * self.query_factor
         mask = self.with_state(self.make_mask(q, k, tokens, key_tokens), tokens, edge)
@@ -244,9 +244,9 @@ class Attention(AttentionHeads):
     def with_state(self, mask: AttentionMask, tokens: Tokens, edge: ScoreEdge | None) -> AttentionMask:
         """Return the mask with the scores that blocks hand on, and the core's state during generation."""
         mask = mask if edge is None else replace(mask, score_edge=edge)
-        if not self.core.keeps_state or tokens.cache is None:
+        if not self.core.keeps_state or tokens.forward.cache is None:
             return mask
-        return replace(mask, cache=tokens.cache.setdefault(f"{self.path}.core", {}))
+        return replace(mask, cache=tokens.forward.cache.setdefault(f"{self.path}.core", {}))
 
     def project(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, H, T, K] of x [B, T, D], keys and values [B, G, S, K] of `memory` [B, S, D]; None: x."""
@@ -300,11 +300,11 @@ class Attention(AttentionHeads):
 
     def _memory(self, memory: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Keys and values of the other sequence, [B, G, S, K]; during generation they are computed once."""
-        if tokens.cache is None:
+        if tokens.forward.cache is None:
             return self._keys(memory)
-        if self.path not in tokens.cache:
-            tokens.cache[self.path] = self._keys(memory)
-        cached: tuple[Tensor, Tensor] = tokens.cache[self.path]
+        if self.path not in tokens.forward.cache:
+            tokens.forward.cache[self.path] = self._keys(memory)
+        cached: tuple[Tensor, Tensor] = tokens.forward.cache[self.path]
         return cached
 
     def keeps_documents_apart(self, tokens: Tokens, key_tokens: Tokens) -> bool:
@@ -335,11 +335,11 @@ class Attention(AttentionHeads):
                 key_padding=key_tokens.padding,
                 query_padding=tokens.padding,
                 key_prefix=key_tokens.prefix,
-                observed=None if self.cross else tokens.observed,
-                dropout=0.0 if tokens.rng_seed is None else self.dropout,
+                observed=None if self.cross else tokens.get(OBSERVED),
+                dropout=0.0 if tokens.forward.rng_seed is None else self.dropout,
                 shared_qk=self.shared_qk,
-                stats=tokens.stats,
-                aux_loss_weight=tokens.aux_loss_weight,
+                stats=tokens.forward.stats,
+                aux_loss_weight=tokens.forward.aux_loss_weight,
                 device=q.device,
             )
 
@@ -382,7 +382,7 @@ class Attention(AttentionHeads):
     def _bias(self, k: Tensor, tokens: Tokens) -> Any:
         assert self.position is not None
         keys = tokens.positions
-        if tokens.cache is not None:
+        if tokens.forward.cache is not None:
             # Cached tokens have the positions 0, 1, 2 ...
             keys = k.new_tensor(range(k.shape[2])).to(keys.dtype).expand(keys.shape[0], -1)
         return self.position.bias(tokens.positions, keys)

@@ -58,10 +58,10 @@ class AverageAttention(Mixer):
         counts = torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]  # [T, 1]
         if tokens.documents is not None:
             counts = tokens.positions[..., None] + 1  # [B, T, 1]
-        if tokens.cache is not None:
-            earlier, count = tokens.cache.get(self.path, (torch.zeros_like(total[:, 0]), 0))
+        if tokens.forward.cache is not None:
+            earlier, count = tokens.forward.cache.get(self.path, (torch.zeros_like(total[:, 0]), 0))
             total, counts = total + earlier[:, None], counts + count
-            tokens.cache[self.path] = (total[:, -1].clone(), count + x.shape[1])
+            tokens.forward.cache[self.path] = (total[:, -1].clone(), count + x.shape[1])
         mean: Tensor = (total / counts).to(x.dtype)
         return mean
 

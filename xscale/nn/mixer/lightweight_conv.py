@@ -94,7 +94,7 @@ class LightweightConv(ValueMixer, LocalMixer):
 
     def kernels(self, v: Tensor, tokens: Tokens) -> Tensor:
         """Normalised kernels of the local heads by v [B, T, H * K]: [B, T, H, k] if dynamic, otherwise [1, 1, H, k]."""
-        drops = self.dropout if self.training and tokens.rng_seed is not None else 0.0
+        drops = self.dropout if self.training and tokens.forward.rng_seed is not None else 0.0
         if self.predict is None:
             kernels = upcast(self.use(self.kernel)).softmax(-1)
             return self.random.dropout(kernels, drops, ("heads", "state"))[None, None]

@@ -78,7 +78,7 @@ class MultiLinear(PositionalMixer):
         diagonal = upcast(self.use(self.diagonals)).softmax(-1).mean(0)  # [R]
         q = q * diagonal.narrow(0, self.first_hidden, q.shape[-1]).to(q.dtype)
         weight = self.use(self.output).to(q.dtype)
-        if tokens.documents is None or tokens.cache is not None:
+        if tokens.documents is None or tokens.forward.cache is not None:
             return self._mix(q, k, v, weight, tokens)
         rows = []
         for row, documents in enumerate(tokens.documents):
@@ -101,8 +101,8 @@ class MultiLinear(PositionalMixer):
     def _causal(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, tokens: Tokens) -> Tensor:
         """Output [B, T, D] of the new tokens' factors [B, T, R]; `weight` is W_o."""
         new_k, new_v, earlier = k, v, None
-        if tokens.cache is not None:
-            factors, earlier = tokens.cache.get(self.path, (ValueCache(), None))
+        if tokens.forward.cache is not None:
+            factors, earlier = tokens.forward.cache.get(self.path, (ValueCache(), None))
             k, v = factors.append(torch.stack((k, v), 1)).unbind(1)  # [B, S, R] each
         length, new = k.shape[1], q.shape[1]
         check_trained_length(self.path, length, self.length)
@@ -116,8 +116,8 @@ class MultiLinear(PositionalMixer):
         total = upcast(step).cumsum(1)
         if earlier is not None:
             total = total + earlier[:, None]
-        if tokens.cache is not None:
-            tokens.cache[self.path] = (factors, total[:, -1].clone())
+        if tokens.forward.cache is not None:
+            tokens.forward.cache[self.path] = (factors, total[:, -1].clone())
         return torch.einsum("bir,bird->bid", q, total.to(q.dtype))
 
     @property

@@ -95,10 +95,10 @@ class Gmlp(PositionalMixer):
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         gate = self.norm_all_heads(self.norm, F.gelu(self.up_gate(x)))  # [B, T, F / 2]
         queries = gate.shape[1]
-        if tokens.cache is not None:
-            if self.path not in tokens.cache:
-                tokens.cache[self.path] = ValueCache()
-            gate = tokens.cache[self.path].append(gate[:, None])[:, 0]  # [B, S, F / 2]
+        if tokens.forward.cache is not None:
+            if self.path not in tokens.forward.cache:
+                tokens.forward.cache[self.path] = ValueCache()
+            gate = tokens.forward.cache[self.path].append(gate[:, None])[:, 0]  # [B, S, F / 2]
         keys = gate.shape[1]
         check_trained_length(self.path, keys, self.length)
         weights = self.weights(keys).narrow(0, keys - queries, queries)  # [T, S]

@@ -40,9 +40,9 @@ class RecurrentMixer(Mixer):
 
         In generation the state before the new tokens comes from `tokens.cache`, and the one after them goes there.
         """
-        if tokens.cache is None:
+        if tokens.forward.cache is None:
             return recurrence.outputs_and_state()[0]
-        out, tokens.cache[self.path] = recurrence.outputs_and_state(tokens.cache.get(self.path))
+        out, tokens.forward.cache[self.path] = recurrence.outputs_and_state(tokens.forward.cache.get(self.path))
         return out
 
     def norm_all_heads(self, norm: Norm, x: Tensor) -> Tensor:

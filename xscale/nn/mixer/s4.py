@@ -335,7 +335,7 @@ class S4(Mixer):
         require_one_document(self.path, tokens)
         skip = self.ssm.use(self.ssm.skip)
         u = upcast(x.narrow(-1, self.first_hidden, len(skip)))  # [B, T, D]
-        y = self.convolve(u, tokens) if tokens.cache is None else self.recur(u, tokens.cache)
+        y = self.convolve(u, tokens) if tokens.forward.cache is None else self.recur(u, tokens.forward.cache)
         out: Tensor = self.o(F.gelu(y + skip * u).to(x.dtype))
         return out
 

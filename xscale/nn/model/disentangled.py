@@ -8,7 +8,6 @@ third token that observes it.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
+from xscale.nn.edges import CONTENT
 from xscale.nn.length_head import LengthHead, LengthHeadConfig
 from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.nn.model.model import MODELS, ModelTraits, model_dims
@@ -87,11 +87,11 @@ class Disentangled(EncoderDecoder):
         assert source is not None, "an encoder-decoder needs a source"
         memory = self.memory(tokens, source)
         read = self.encoder.output_tokens(source)
-        if tokens.cache is not None and self.length is not None and "lengths" not in tokens.cache:
-            tokens.cache["lengths"] = self.length(memory, read)
+        if tokens.forward.cache is not None and self.length is not None and "lengths" not in tokens.forward.cache:
+            tokens.forward.cache["lengths"] = self.length(memory, read)
         content = self.target(tokens)  # [B, T, D]
         # Every iteration of decoding has other tokens, of which no keys are kept.
-        about = replace(tokens, content=content, cache=None)
+        about = tokens.with_forward(cache=None).with_signals({CONTENT: content})
         x = self.decoder(self.queries(content, tokens), about, memory, read)
         if self.length is not None and targets is not None:
             x = self.length.attach_loss(x, memory, read, tokens.further_loss_weight())

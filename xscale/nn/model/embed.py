@@ -78,9 +78,9 @@ class Embed(Module):
             x = torch.cat((start + x.mean(1, keepdim=True) if self.mean else start, x), 1)  # [B, M + T, D]
         if self.norm is not None:
             x = self.norm(x)
-        if self.training and tokens.rng_seed is not None and self.dropout:
+        if self.training and tokens.forward.rng_seed is not None and self.dropout:
             # Dropout is seeded by name, as in a stack, so that neither the layout nor a restart changes it.
-            reseed(tokens.rng_seed, self.path)
+            reseed(tokens.forward.rng_seed, self.path)
             x = self.random.dropout(x, self.dropout, ("batch", "tokens", "width"), tokens)
         return x if self.project is None else self.project(x)
 

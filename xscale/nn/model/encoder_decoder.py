@@ -107,11 +107,11 @@ class EncoderDecoder(Model):
 
     def memory(self, tokens: Tokens, source: Tokens) -> Tensor:
         """Return `encode(source)`; during generation the source is encoded once."""
-        if tokens.cache is None:
+        if tokens.forward.cache is None:
             return self.encode(source)
-        if "memory" not in tokens.cache:
-            tokens.cache["memory"] = self.encode(source)
-        memory: Tensor = tokens.cache["memory"]
+        if "memory" not in tokens.forward.cache:
+            tokens.forward.cache["memory"] = self.encode(source)
+        memory: Tensor = tokens.forward.cache["memory"]
         return memory
 
     def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:

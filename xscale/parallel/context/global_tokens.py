@@ -23,4 +23,4 @@ class EmbedGlobalTokens:
         """A shard of the text [B, P] -> that of the sequence with the global tokens [B, P', D]."""
         if not isinstance(tokens, TokenShard):
             return self.inner(tokens)
-        return tokens.sharding.shard(self.inner(replace(tokens.full, rng_seed=tokens.rng_seed)))
+        return tokens.sharding.shard(self.inner(replace(tokens.full, forward=tokens.forward)))

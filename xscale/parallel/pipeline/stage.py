@@ -12,13 +12,14 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from xscale.nn.block import Block
-from xscale.nn.edges import VALUES, HandedOn
+from xscale.nn.edges import CONTENT, VALUES, HandedOn
 from xscale.nn.gates import GATES
 from xscale.nn.linear import Embedding
 from xscale.nn.model.disentangled import Disentangled
 from xscale.nn.module import Module, substitute
 from xscale.nn.reversible import Streams, upcast_copy
 from xscale.nn.roles import Role
+from xscale.nn.sentence_contrast import SENTENCES
 from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
 from xscale.parallel.pipeline.split import params_shared_by_blocks, stage_layout, stages_of_shared_params
@@ -73,7 +74,7 @@ class ReceivedSentences(ReceivedHidden):
 
     def forward(self, tokens: Tokens) -> Tensor | None:
         alone = self.sentences.received
-        return self.received if alone is None or tokens.sentences is not None else alone
+        return self.received if alone is None or tokens.get(SENTENCES) is not None else alone
 
 
 class HiddenStub:
@@ -366,4 +367,4 @@ def _with_memory(_: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> tuple[Te
 
 
 def _with_content(_: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return out, inputs[1].content, inputs[2]
+    return out, inputs[1].get(CONTENT), inputs[2]

@@ -6,7 +6,7 @@ padding.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -96,7 +96,7 @@ class EmbedOwnTokens:
 
     def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
         """x [B, T/R, D], tokens of the full sequence -> [B, T/R, D]."""
-        return self.inner(x, replace(tokens, positions=self.region.shard(tokens.positions)))
+        return self.inner(x, self.region.shard_tokens(tokens))
 
 
 @dataclass(frozen=True)

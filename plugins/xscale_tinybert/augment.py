@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xscale.data.tokenizer.tokenizer import Tokenizer
-from xscale.data.word_vectors import WordVectors
-from xscale.data.words import WordText, WordVocabulary
+from xscale_tinybert.word_vectors import WordVectors
+from xscale_tinybert.words import WordText, WordVocabulary
 
 Context = Literal["augmented", "original"]
 

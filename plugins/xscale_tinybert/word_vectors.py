@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from xscale.core.errors import ConfigError
 from xscale.data import files
-from xscale.data.words import WORD
+from xscale_tinybert.words import WORD
 
 
 class WordVectors:

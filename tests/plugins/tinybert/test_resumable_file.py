@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from xscale.core.errors import ConfigError
-from xscale.data.resumable_file import ResumableFile
+from xscale_tinybert.resumable_file import ResumableFile
 
 REQUEST = {"--seed": 0, "--model": ["run", 3]}
 

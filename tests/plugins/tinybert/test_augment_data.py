@@ -1,4 +1,4 @@
-"""`xscale data augment`: the algorithm with a run's model in literal loops, resumed, and read as training reads it."""
+"""`python -m xscale_tinybert`: the algorithm with a run's model in literal loops, resumed, and read as in training."""
 
 import csv
 import json
@@ -10,26 +10,39 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from typer.testing import CliRunner
 
 from tests.commands.test_import_hf import call
 from tests.convert.hf.models import drawn, encoder
-from tests.data.test_augment import CLS, MASK, SEP, VECTORS, VOCABULARY, WORDS, Logits, algorithm_1, word_pieces
+from tests.plugins.tinybert.test_augment import (
+    CLS,
+    MASK,
+    SEP,
+    VECTORS,
+    VOCABULARY,
+    WORDS,
+    Logits,
+    algorithm_1,
+    word_pieces,
+)
 from tests.train.tiny import recipe
 from xscale.api import load_model
-from xscale.commands import augment_data as augment_data_module
-from xscale.commands.augment_data import AugmentRequest, augment_data
+from xscale.cli.main import main
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
-from xscale.data.augment import Augmentation, MaskedWord
 from xscale.data.config import DataConfig
 from xscale.data.prepare import prepare
 from xscale.data.prepared import open_prepared
-from xscale.data.resumable_file import ResumableFile
 from xscale.data.source.labelled import Labelled
 from xscale.data.source.source import Labels, document_hash, validation_below
 from xscale.data.tokenizer.byte import Byte
-from xscale.train import fill_masks
 from xscale.train.init_run import create_run, model_from_weights
+from xscale_tinybert import augment_data as augment_data_module
+from xscale_tinybert import fill_masks
+from xscale_tinybert.__main__ import app
+from xscale_tinybert.augment import Augmentation, MaskedWord
+from xscale_tinybert.augment_data import AugmentRequest, augment_data
+from xscale_tinybert.resumable_file import ResumableFile
 
 MODEL = encoder()
 TEXTS = [
@@ -252,14 +265,17 @@ def test_pairs_scores_and_tags_in_every_format(tmp_path: Path, bert: Path) -> No
     assert len(list(Labelled(out).documents())) == len(rows)
 
 
-def test_the_command_prints_the_section_that_reads_the_file(tmp_path: Path, bert: Path) -> None:
+def test_the_command_prints_the_section_that_reads_the_file(
+    tmp_path: Path, bert: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "task.yaml"
     source = {"kind": "labelled", "paths": str(examples(tmp_path)), "classes": CLASSES}
     config.write_text(json.dumps({"data": {"source": source}, "objective": {"kind": "classify", "classes": 2}}))
     output = tmp_path / "new" / "out.jsonl"
     options = ["--output", output, "--model", bert, "--copies", 2, "--context", "original"]
-    status, said = call("data", "augment", config, *options, "data.validation=0")
-    assert status == 0, said
+    done = CliRunner().invoke(app, [str(word) for word in (config, *options, "data.validation=0")])
+    said = done.output
+    assert done.exit_code == 0, said
     assert f"{output}: 18 examples, 12 of them new" in said
     assert "words: " in said
     assert "of several pieces stay, as there are no vectors (--vectors)" in said
@@ -268,8 +284,17 @@ def test_the_command_prints_the_section_that_reads_the_file(tmp_path: Path, bert
     assert written == {"kind": "labelled", "paths": [str(output)], "classes": CLASSES, "group_field": "original"}
     (example, *_) = Labelled(decode(DataConfig, {"source": written}).source).documents()
     assert (example.text, example.group, example.label) == (TEXTS[0], TEXTS[0], 0)
-    with pytest.raises(ConfigError, match=r"the file exists already\. Remove it"):
-        call("data", "augment", config, *options, "data.validation=0")
+    # A mistake of the user is a sentence with exit status 2, as of xscale's own commands.
+    monkeypatch.setattr("sys.argv", ["xscale_tinybert", *(str(word) for word in (config, *options))])
+    with pytest.raises(SystemExit) as ended:
+        main(app)
+    assert ended.value.code == 2
+    assert "the file exists already. Remove it" in capsys.readouterr().err
+
+
+def test_the_old_command_says_the_new_one() -> None:
+    with pytest.raises(ConfigError, match=r"a plugin .* Run: python -m xscale_tinybert 'a b.yaml' --model runs/bert"):
+        call("data", "augment", "a b.yaml", "--model", "runs/bert")
 
 
 def test_a_source_without_fields_of_its_own(tmp_path: Path, bert: Path) -> None:

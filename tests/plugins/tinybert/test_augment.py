@@ -10,10 +10,10 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from xscale.data.augment import Augmentation, Augmenter, MaskedWord, ModelInput, NumberedText
 from xscale.data.tokenizer.huggingface import FILE, HuggingFace
-from xscale.data.word_vectors import WordVectors
-from xscale.data.words import WORD, WordText, WordVocabulary
+from xscale_tinybert.augment import Augmentation, Augmenter, MaskedWord, ModelInput, NumberedText
+from xscale_tinybert.word_vectors import WordVectors
+from xscale_tinybert.words import WORD, WordText, WordVocabulary
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["the", "a", "dog", "cat", "fox", "sees", "likes", "red", "blue", "quick", "runs", "and", "of", "old"]

@@ -1,4 +1,4 @@
-"""`xscale data augment`: labelled examples with new ones in which words are replaced (Jiao et al. 2020, TinyBERT)."""
+"""A file of labelled examples with new ones, in which words are replaced (Jiao et al. 2020, TinyBERT); it resumes."""
 
 import json
 import sys
@@ -12,16 +12,16 @@ import yaml
 
 from xscale.core.config import encode
 from xscale.core.errors import ConfigError
-from xscale.data.augment import Augmentation, Augmenter, NumberedText, WordCounts
 from xscale.data.config import DataConfig
 from xscale.data.progress import ProgressBar
-from xscale.data.resumable_file import ResumableFile
 from xscale.data.shards import check_skipped, corpus_hash, labels_of, skipped_sentence
 from xscale.data.source.labelled import Labelled
 from xscale.data.source.source import SOURCES, Document, FileSource, Labels, Source, validation_below
-from xscale.data.word_vectors import WordVectors, read_word_vectors
-from xscale.train.fill_masks import MaskFiller, check_fills_masks, model_input
 from xscale.train.load_run import LoadedRun, load_run
+from xscale_tinybert.augment import Augmentation, Augmenter, NumberedText, WordCounts
+from xscale_tinybert.fill_masks import MaskFiller, check_fills_masks, model_input
+from xscale_tinybert.resumable_file import ResumableFile
+from xscale_tinybert.word_vectors import WordVectors, read_word_vectors
 
 ENDING = ".jsonl"
 GROUP = "original"

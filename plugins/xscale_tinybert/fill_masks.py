@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from xscale.core.errors import ConfigError, Problem
-from xscale.data.augment import MaskedWord, ModelInput
 from xscale.data.tokenizer.huggingface import HuggingFace
 from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.nn.model.model import MODELS
@@ -15,6 +14,7 @@ from xscale.nn.tokens import Tokens
 from xscale.objective.objective import OBJECTIVES
 from xscale.train.settings import Settings
 from xscale.train.text_scorer import batches_of_one_length
+from xscale_tinybert.augment import MaskedWord, ModelInput
 
 
 @dataclass(frozen=True)

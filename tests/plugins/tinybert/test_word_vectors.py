@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from xscale.core.errors import ConfigError
-from xscale.data.word_vectors import WordVectors, read_word_vectors
+from xscale_tinybert.word_vectors import WordVectors, read_word_vectors
 
 ENTRIES: dict[str, list[float]] = {
     "dog": [1, 0, 2],
