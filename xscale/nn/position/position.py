@@ -62,7 +62,7 @@ class Position(Part):
         return cls.adds_values
 
     def embed(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """[B, T, D] -> [B, T, D]: where = input. It reads no more of the tokens than their positions, and the cache.
+        """[B, T, D] -> [B, T, D]: where = input. It reads what the tokens have for each token alone, and the cache.
 
         A seam: sequence parallelism adds the encodings of its own tokens.
         """

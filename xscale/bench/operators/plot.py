@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from xscale_kernels.bench.report import BenchmarkRow
+from xscale.bench.operators.report import BenchmarkRow
 
 PANELS = (("milliseconds", "ms"), ("megabytes", "MB"), ("of_ceiling", "fraction of the ceiling"))
 

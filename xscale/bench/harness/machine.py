@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from xscale.bench.harness.timing import Sample, Timings, clock_of, host_clock
 from xscale.core.errors import ConfigError
 from xscale.observe.events import source_commit
-from xscale_kernels.bench.timing import Sample, Timings, clock_of, host_clock
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -65,17 +65,21 @@ def one_thread() -> Iterator[None]:
         torch.set_flush_denormal(False)
 
 
+def version(package: str) -> str | None:
+    """Return the installed version of a package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Return the device's name, the versions of torch, transformers and Python, the commit and the date (UTC)."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    try:
-        transformers = metadata.version("transformers")
-    except metadata.PackageNotFoundError:
-        transformers = "not installed"
     return {
         "device": name,
         "torch": torch.__version__,
-        "transformers": transformers,
+        "transformers": version("transformers") or "not installed",
         "python": platform.python_version(),
         "commit": source_commit(),
         "date": datetime.datetime.now(tz=datetime.UTC).strftime("%Y-%m-%d"),

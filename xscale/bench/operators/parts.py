@@ -1,4 +1,4 @@
-"""Times of parts of operators that no case shows by itself: python -m xscale_kernels.bench.parts
+"""Times of parts of operators that no case shows by itself: xscale bench parts
 
 The kernel of the keys' and values' gradients over a window of blocks, and over the window and a first column that all
 rows see; and the part of a product's time that the accumulation of a weight's gradient takes outside of the product.
@@ -6,15 +6,14 @@ rows see; and the part of a product's time that the accumulation of a weight's g
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
+from xscale.bench.harness.timing import milliseconds
+from xscale.core.errors import ConfigError
 from xscale_kernels import torch_private
-from xscale_kernels.bench.timing import milliseconds
 from xscale_kernels.block_sparse_attention.cases import window
 from xscale_kernels.block_sparse_attention.layout import BlockLayout, layout_from_mask
 from xscale_kernels.block_sparse_attention.op import ScoreModifier
@@ -65,18 +64,12 @@ def accumulation(device: str, N: int = 8192, V: int = 131072, D: int = 4096) -> 
     return calls
 
 
-def main() -> int:
-    """Print milliseconds as a line of JSON."""
+def part_times() -> dict[str, float]:
+    """Return the milliseconds of each part; ConfigError without a GPU."""
     if not torch.cuda.is_available():
-        print("these parts are timed on a GPU; torch finds none", file=sys.stderr)
-        return 2
+        raise ConfigError("parts", "they are timed on a GPU, and torch finds none", "Run it on a machine with a GPU.")
     times: dict[str, float] = {}
     for group in (backward_of_columns, accumulation):
         times |= milliseconds(group("cuda"), "cuda")
         torch.cuda.empty_cache()
-    print(json.dumps(times))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return times

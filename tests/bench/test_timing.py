@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from xscale_kernels.bench import timing
-from xscale_kernels.bench.timing import Sample, Timings, alternate, host_clock
+from xscale.bench.harness import timing
+from xscale.bench.harness.timing import Sample, Timings, alternate, host_clock
 
 
 def recorded(order: list[str]) -> Callable[[str], Sample]:

@@ -1,26 +1,29 @@
-"""python -m xscale_kernels.bench OPERATOR|ops [--device cpu] [--against eager,torch] [--plot DIR] [--record]"""
+"""xscale bench OPERATOR|ops|parts [--device cpu] [--against eager,torch] [--plot DIR] [--record]"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from xscale_kernels.bench.plot import plot
-from xscale_kernels.bench.report import ROOT, FailedTestsError, name_of, record, run, table
+from xscale.bench.harness.machine import ROOT, BenchDevice
+from xscale.bench.operators.parts import part_times
+from xscale.bench.operators.plot import plot
+from xscale.bench.operators.report import FailedTestsError, name_of, record, run, table
+from xscale.core.errors import EXIT_DONE, EXIT_FAULT
 from xscale_kernels.select import operators
-
-FAULT, USER = 1, 2
 
 
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser."""
     built = argparse.ArgumentParser("xscale bench", description="Operators against baselines, tests first.")
-    built.add_argument("operator", choices=[*operators(), "ops"], metavar="OPERATOR", help=", ".join(operators()) + "; "
-                       "ops: all of them")  # fmt: skip
+    choices = [*operators(), "ops", "parts"]
+    meaning = "ops: all of them; parts: parts of operators that no case shows by itself, as JSON"
+    built.add_argument("operator", choices=choices, metavar="OPERATOR", help=f"{', '.join(operators())}; {meaning}")
     built.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     built.add_argument(
         "--against",
@@ -34,21 +37,19 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a table for each operator. Return 1 if an operator's tests fail, 2 for invalid arguments."""
+    """Print a table for each operator. Return 1 if an operator's tests fail; ConfigError for invalid arguments."""
     arguments = parser().parse_args(argv)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("--device cuda: torch finds no GPU on this machine. Use --device cpu.", file=sys.stderr)
-        return USER
-    status = 0
+    if arguments.operator == "parts":
+        print(json.dumps(part_times()))
+        return EXIT_DONE
+    BenchDevice.of(arguments.device, "float32")
+    status = EXIT_DONE
     for operator in operators() if arguments.operator == "ops" else (arguments.operator,):
         try:
             _bench_operator(operator, arguments)
         except FailedTestsError as error:
             print(error, file=sys.stderr)
-            status = status or FAULT
-        except ValueError as error:
-            print(f"--against: {error}", file=sys.stderr)
-            return USER
+            status = EXIT_FAULT
     return status
 
 
@@ -62,7 +63,3 @@ def _bench_operator(operator: str, arguments: argparse.Namespace) -> None:
     if arguments.plot is not None:
         for file in plot(rows, arguments.plot, name_of(arguments.device)):
             print(file)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import datetime
 import importlib
 import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from xscale_kernels.bench.timing import ceilings, milliseconds_of, peak_bytes, time_calls
+from xscale.bench.harness.machine import ROOT, describe_machine, version
+from xscale.bench.harness.timing import ceilings, milliseconds_of, peak_bytes, time_calls
+from xscale.core.errors import ConfigError, nearest
 from xscale_kernels.cases import Case, ForwardBackward
 from xscale_kernels.select import UnusableError, implementations, operators
-
-ROOT = Path(__file__).parents[3]
-
 
 BASELINES = {"eager", "torch", "apex", "sdpa", "flex"}
 """Baselines that every operator accepts; "eager" replaces one that a case lacks."""
@@ -88,7 +85,7 @@ def require_passing_tests(operator: str) -> None:
 
 def _bench(operator: str) -> ModuleType:
     if operator not in operators():
-        raise ValueError(f"there is no operator '{operator}'; there are: {', '.join(operators())}")
+        raise ConfigError("OPERATOR", f"there is no operator '{operator}'", nearest(operator, operators()))
     return importlib.import_module(f"xscale_kernels.{operator}.cases")
 
 
@@ -156,12 +153,11 @@ def measure_case(
 
 
 def check_baselines(operator: str, against: Sequence[str]) -> None:
-    """Raise ValueError for a baseline that the operator has not."""
+    """Raise ConfigError for a baseline that the operator has not."""
     names = {entry.name for entry in implementations(operator)} | BASELINES
     if unknown := [name for name in against if name not in names]:
-        raise ValueError(
-            f"{operator} is not measured against '{unknown[0]}'; there are: {', '.join(sorted(names - {'reference'}))}"
-        )
+        what = f"{operator} is not measured against '{unknown[0]}'"
+        raise ConfigError("--against", what, f"There are: {', '.join(sorted(names - {'reference'}))}.")
 
 
 def run(operator: str, device: str = "cpu", against: Sequence[str] = ("eager",)) -> list[BenchmarkRow]:
@@ -169,7 +165,7 @@ def run(operator: str, device: str = "cpu", against: Sequence[str] = ("eager",))
 
     against: baselines; speed-ups are over the first, or over "eager" in cases that lack it. On a GPU the definition
     under torch.compile runs too.
-    Raises FailedTestsError if the tests fail, ValueError for an unknown operator or baseline.
+    Raises FailedTestsError if the tests fail, ConfigError for an unknown operator or baseline.
     """
     bench = _bench(operator)
     check_baselines(operator, against)
@@ -204,39 +200,19 @@ def name_of(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else "cpu"
 
 
-def version(package: str) -> str | None:
-    """Installed version of a package, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def commit() -> str:
-    """Commit of the checkout; empty without git or without a repository."""
-    try:
-        command = ["git", "rev-parse", "HEAD"]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError:
-        return ""
-
-
-def record(rows: Sequence[BenchmarkRow], device: str, folder: Path = ROOT / "kernels/results") -> Path:
+def record(rows: Sequence[BenchmarkRow], device: str, folder: Path) -> Path:
     """Write the rows with device, versions, commit and date to JSON; return the file."""
     name = name_of(device)
-    date = datetime.datetime.now(tz=datetime.UTC).strftime("%Y-%m-%d")
+    machine = describe_machine(torch.device(device))
+    versions = {"triton": version("triton"), "cuda": torch.version.cuda}
     contents = {
+        **machine,
         "device": name,
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "triton": version("triton"),
-        "cuda": torch.version.cuda,
-        "python": sys.version.split()[0],
-        "commit": commit(),
-        "date": date,
+        **versions,
         "rows": [asdict(row) for row in rows],
     }
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{rows[0].operator}-{name.lower().replace(' ', '-')}-{date}.json"
+    file = folder / f"{rows[0].operator}-{name.lower().replace(' ', '-')}-{machine['date']}.json"
     file.write_text(json.dumps(contents, indent=1) + "\n")
     return file
