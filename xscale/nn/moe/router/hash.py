@@ -35,7 +35,7 @@ from xscale.nn.tokens import Tokens
 )
 class HashRouter(Router):
     table: Parameter
-    seams: ClassVar[Seams] = {"counted": Role.COUNTED}
+    seams: ClassVar[Seams] = {"counted": Role.TOKEN_TABLE}
 
     class Config(Router.Config):
         function: Literal["random", "balanced", "rolled", "bigram", "previous", "position"] = "random"
