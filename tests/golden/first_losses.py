@@ -1,4 +1,4 @@
-"""What every recipe begins with: its parameters, their initial weights, and its first ten losses, in a kept table.
+"""A kept table of every recipe: its parameters, their initial weights, and its first ten losses.
 
     python -m tests.golden.first_losses               compares all recipes with the table, in about five minutes
     python -m tests.golden.first_losses run/bert t5   those whose name has one of these words
@@ -128,7 +128,7 @@ def row_of(case: Case, *, compiled: bool = False) -> Row:
 
 
 def machine() -> str:
-    """What the last bits depend on."""
+    """Text on the machine: the last bits depend on it."""
     processor = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -137,7 +137,7 @@ def machine() -> str:
 
 
 def read_table() -> tuple[str, dict[str, Row]]:
-    """The machine that the table was written on, and its rows."""
+    """Read the machine that the table was written on, and its rows."""
     head, _, *lines = TABLE.read_text(encoding="utf-8").splitlines()
     return head.removeprefix("# "), {line.split()[0]: Row.read(line.split()[1:]) for line in lines}
 

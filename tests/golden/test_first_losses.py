@@ -62,7 +62,7 @@ CHANGED = {
     "no number": (replace(ROW, losses=(5.0, math.nan)), True, True),
     "nothing": (ROW, False, False),
 }
-"""What changed -> the row, whether it differs on the machine of the table, and elsewhere."""
+"""Change -> the row, whether it differs on the machine of the table, and elsewhere."""
 
 
 @pytest.mark.parametrize("name", CHANGED)

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xscale.bench.machine import BenchDevice, one_thread
+from xscale.bench.harness.machine import BenchDevice, one_thread
+from xscale.bench.harness.timing import alternate, peak_bytes
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError, nearest
 from xscale.nn.dims import Dims
@@ -28,7 +29,6 @@ from xscale.nn.module import name_modules
 from xscale.nn.position.position import POSITIONS
 from xscale.nn.random import reseed
 from xscale.nn.tokens import Tokens
-from xscale_kernels.bench.timing import alternate, peak_bytes
 
 CPU = BenchDevice()
 POSITION_CASES = ("relative", "shaw", "transformer_xl", "deberta")

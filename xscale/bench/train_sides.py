@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xscale.bench.harness.timing import Sample, Timings
 from xscale.bench.llama import LlamaSizes, PlainLlama, TransformersLlama, llama_sizes
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
@@ -25,7 +26,6 @@ from xscale.parallel.plan import DTYPES
 from xscale.planning.plan import vocabulary_of
 from xscale.train.settings import Settings, build_on_meta
 from xscale.train.setup import RunParts, set_up
-from xscale_kernels.bench.timing import Sample, Timings
 
 XSCALE = "xscale"
 

@@ -7,6 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from xscale.cli.options import CommandWithSettings, ConfigFile, Json, Overrides, Record, read_config
+from xscale.cli.paths import path
 from xscale.core.errors import ConfigError
 
 
@@ -18,7 +19,7 @@ class BenchGroup(TyperGroup):
         if command is None:
             from xscale_kernels.select import operators
 
-            if cmd_name in (*operators(), "ops"):
+            if cmd_name in (*operators(), "ops", "parts"):
                 return super().get_command(ctx, "op")
         return command
 
@@ -45,8 +46,8 @@ Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
 )
 def bench_op(context: typer.Context) -> None:
     """OPERATOR, or ops for all: benchmark a fused operator after its tests. See `xscale bench rmsnorm --help`."""
+    from xscale.bench.operators.command import main as bench
     from xscale.mesh.environment import silence_profiler_log
-    from xscale_kernels.bench.__main__ import main as bench
 
     # On a CPU the peak of the memory is read from torch's profiler.
     silence_profiler_log()
@@ -96,7 +97,7 @@ def bench_attention(
         bench_positions(only or [], _lengths(lengths), heads or 8, as_json=json)
     else:
         from xscale.bench.attention import bench
-        from xscale.bench.machine import BenchDevice
+        from xscale.bench.harness.machine import BenchDevice
 
         bench(only or [], _lengths(lengths), heads or 1, BenchDevice.of(device, dtype), as_json=json)
 
@@ -118,8 +119,8 @@ def bench_layers(
     from xscale.mesh.environment import silence_profiler_log
 
     silence_profiler_log()
+    from xscale.bench.harness.machine import BenchDevice
     from xscale.bench.layers import bench
-    from xscale.bench.machine import BenchDevice
 
     bench(only or [], width, heads, _lengths(lengths), rounds, BenchDevice.of(device, dtype), as_json=json)
 
@@ -145,7 +146,7 @@ def bench_decode(
 ) -> None:
     """Benchmark greedy decoding against transformers with the same weights, after both generate the same tokens."""
     from xscale.bench.decode import DecodeSizes, bench
-    from xscale.bench.machine import BenchDevice
+    from xscale.bench.harness.machine import BenchDevice
 
     hidden = hidden or 11 * width // 4
     sizes = DecodeSizes(width, hidden, depth, heads, kv_heads, experts, top_k, vocabulary, prompt, tokens)
@@ -155,14 +156,15 @@ def bench_decode(
 @bench_app.command("checkpoint")
 def bench_checkpoint(
     folder: Annotated[
-        Path, typer.Option(help="A folder on the disk to measure; the files written there are deleted.")
+        Path, typer.Option(help="A folder on the disk to measure; the files written there are deleted.", parser=path)
     ] = Path(),
     megabytes: Annotated[int, typer.Option(min=1, help="Size of the state.")] = 512,
     repeats: Annotated[int, typer.Option(min=1, help="Saves of each kind.")] = 5,
     device: Annotated[str, typer.Option(help="Device of the state: cpu or cuda.")] = "cpu",
     boxes: Annotated[int, typer.Option(min=0, help="Boxes of the first save's plan; 0: no plan.")] = 30_000,
     config: Annotated[
-        Path | None, typer.Option(help="Train this run instead, and print its step times through its saves.")
+        Path | None,
+        typer.Option(help="Train this run instead, and print its step times through its saves.", parser=path),
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps of that run.")] = 60,
     every: Annotated[int, typer.Option(help="Its steps between two saves.")] = 20,
@@ -240,7 +242,9 @@ def bench_train(
         list[str] | None,
         typer.Option(help="A side, several times: xscale, 'plain PyTorch', transformers ...; default: all."),
     ] = None,
-    profile: Annotated[Path | None, typer.Option(help="On a GPU, write a trace of two steps of xscale here.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="On a GPU, write a trace of two steps of xscale here.", parser=path)
+    ] = None,
     json: Json = False,
 ) -> None:
     """Benchmark a training step against plain PyTorch, transformers, balanced routing and an MoE's dense equivalent."""
@@ -303,7 +307,9 @@ def bench_parallel(
 @bench_app.command("gpu")
 def bench_gpu(
     seconds: Annotated[float, typer.Option(help="Time of the whole command.")] = 420.0,
-    out: Annotated[Path, typer.Option(help="Folder of the results: at most eight files.")] = Path("bench-gpu"),
+    out: Annotated[Path, typer.Option(help="Folder of the results: at most eight files.", parser=path)] = Path(
+        "bench-gpu"
+    ),
     only: Annotated[
         list[str] | None, typer.Option(help="A job, such as J2 or train, several times; default: all, by worth.")
     ] = None,
@@ -324,7 +330,7 @@ def bench_gpu(
 
 @bench_app.command("links")
 def bench_links(
-    out: Annotated[Path | None, typer.Option(help="File for the JSON; default: print it.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the JSON; default: print it.", parser=path)] = None,
     name: Annotated[str, typer.Option(help="Name of this node; default: its host name.")] = "",
     megabytes: Annotated[int, typer.Option(help="Size of the all-reduce.")] = 16,
     seconds: Annotated[float, typer.Option(help="Time limit for starting a new pair.")] = 20.0,

@@ -1,22 +1,23 @@
 """`xscale data`: tokenizers and tokenised data."""
 
+import shlex
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from xscale.cli.complete import complete_recipe, complete_run
+from xscale.cli.complete import complete_recipe
 from xscale.cli.options import (
     CommandWithSettings,
     ConfigFile,
     Json,
     Overrides,
-    Plugins,
     data_config,
     rank_from_launcher,
     read_config,
     readable,
 )
+from xscale.cli.paths import path
 from xscale.commands.recipes import recipe_names
 from xscale.core.errors import ConfigError
 
@@ -64,7 +65,9 @@ def data_inspect(
 
 @data_app.command("verify")
 def data_verify(
-    data: Annotated[Path, typer.Argument(help="A folder of prepared data, or a .bin/.idx pair without its ending.")],
+    data: Annotated[
+        Path, typer.Argument(help="A folder of prepared data, or a .bin/.idx pair without its ending.", parser=path)
+    ],
 ) -> None:
     """Read every byte of prepared data: hashes as in its manifest, ids within the vocabulary, the same tokenizer.
 
@@ -85,6 +88,7 @@ def data_stats(
             help="A YAML config or the name of a recipe; or a folder of prepared data, or a .bin/.idx pair without its "
             "ending.",
             autocompletion=complete_recipe,
+            parser=path,
         ),
     ],
     overrides: Overrides = None,
@@ -106,48 +110,13 @@ def data_stats(
     print(to_json(statistics) if json else "\n".join(to_text(statistics)))
 
 
-@data_app.command("augment", cls=CommandWithSettings)
-def data_augment(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    *,
-    output: Annotated[Path, typer.Option(help="File to write, JSON lines; an interrupted job resumes.")],
-    model: Annotated[
-        Path, typer.Option(help="Run of a masked language model, such as BERT.", autocompletion=complete_run)
-    ],
-    vectors: Annotated[
-        Path | None, typer.Option(help="Text file of word vectors, such as GloVe's; default: such words stay.")
-    ] = None,
-    copies: Annotated[int, typer.Option(min=1, help="New examples of each example.")] = 20,
-    probability: Annotated[float, typer.Option(min=0, max=1, help="Probability that a word is replaced.")] = 0.4,
-    candidates: Annotated[int, typer.Option(min=1, help="Candidates for a word.")] = 15,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
-    # As in `xscale.data.augment`, which imports numpy.
-    context: Annotated[
-        Literal["augmented", "original"],
-        typer.Option(help="Text that the model reads: with the words replaced so far, or the original (faster)."),
-    ] = "augmented",
-    batch_size: Annotated[int, typer.Option(min=1, help="Texts in a forward of the model.")] = 32,
-    plugins: Plugins = False,
-) -> None:
-    """Write labelled examples with new ones in which likely or similar words replace some (TinyBERT's augmentation).
-
-    A word that is one piece of the run's tokenizer is replaced by one of the most probable words of its model, another
-    one by one of the words with the nearest vectors. Labels stay. Examples of the validation split get no new ones.
-    """
-    _require_one_process()
-    from xscale.commands.augment_data import AugmentRequest, augment_data
-    from xscale.data.augment import Augmentation
-
-    settings = Augmentation(copies, probability, candidates, seed, context)
-    data = data_config(config, overrides)
-    for line in augment_data(AugmentRequest(data, output, model, vectors, settings, batch_size, plugins)):
-        print(line)
-
-
-def _require_one_process() -> None:
-    from xscale.mesh.environment import read_rank_info
-
-    if not (rank := read_rank_info()).is_single_process:
-        what = f"examples are augmented by one process, and this is one of {rank.world}"
-        raise ConfigError("WORLD_SIZE", what, "Start the command by itself.")
+@data_app.command(
+    "augment",
+    hidden=True,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def data_augment(context: typer.Context) -> None:
+    """Say where the command went, for one version."""
+    command = shlex.join(["python", "-m", "xscale_tinybert", *context.args])
+    raise ConfigError("xscale data augment", "TinyBERT's augmentation is a plugin of its own now", f"Run: {command}")

@@ -92,8 +92,11 @@ def doctor(context: typer.Context) -> None:
     raise typer.Exit(check_nodes(context.args))
 
 
-def main() -> None:
-    """Run the command line. Mistakes of the user are printed as sentences with exit status 2, without a traceback."""
+def main(command: Callable[[], object] = app) -> None:
+    """Run a command line, that of xscale or of a plugin, with the arguments of this process.
+
+    Mistakes of the user are printed as sentences with exit status 2, without a traceback.
+    """
     from xscale.mesh.environment import wait_passively
 
     wait_passively()
@@ -104,7 +107,7 @@ def main() -> None:
             warnings.showwarning = show_renamed_once(warnings.showwarning)
             if COMPLETION & set(sys.argv[1:2]):
                 _check_shell(sys.argv[1])
-            app()
+            command()
     except ConfigError as error:
         _print_errors([_sentence(problem) for problem in error.problems], same_on_all_ranks=error.same_on_all_ranks)
         sys.exit(EXIT_USER)

@@ -19,6 +19,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm
+from xscale.nn.roles import Role, Seams
 from xscale.nn.signals import BATCH, TARGETS, Signal, TokenAxes
 from xscale.nn.tokens import Tokens
 
@@ -37,7 +38,7 @@ class BoundaryHeadConfig(Config):
 class BoundaryHead(Module):
     """[B, T, D] and tokens with `BOUNDARIES` -> [B, T, D]."""
 
-    seams: ClassVar[tuple[str, ...]] = ("full_sequence",)
+    seams: ClassVar[Seams] = {"full_sequence": Role.FULL_SEQUENCE}
     positions: Parameter
 
     def __init__(self, config: BoundaryHeadConfig, norm: Norm.Config, dims: Dims) -> None:

@@ -11,6 +11,7 @@ from xscale.nn.head import IGNORE_INDEX, Head
 from xscale.nn.init import Init
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module
+from xscale.nn.roles import Role, Seams
 from xscale.nn.signals import Signal
 from xscale.nn.tokens import Tokens
 
@@ -45,7 +46,15 @@ class ClassHead(Head):
     It is replicated over tp: its classes are few, and often fewer than the ranks.
     """
 
-    seams: ClassVar[tuple[str, ...]] = ("gather", "class_loss")
+    seams: ClassVar[Seams] = {
+        "transform": None,
+        "boundary": None,
+        "sentence": None,
+        "cross_entropy": None,
+        "replicated_input": Role.REPLICATED_INPUT,
+        "prediction_loss": None,
+        "class_loss": Role.CLASS_LOSS,
+    }
 
     def __init__(
         self,
@@ -83,7 +92,7 @@ class ClassHead(Head):
         M are the global tokens. A target of -100 is ignored. The loss is the cross-entropy in nats, or the squared
         error. Predictions at the targets are added to the `PREDICTIONS`, where they are collected.
         """
-        x = self.gather(x, tokens)[:, self.globals :]
+        x = self.replicated_input(x, tokens)[:, self.globals :]
         if self.dense is not None:
             x = self.activate(self.dense(x))
         outputs: Tensor = self.classes(x)  # [B, T, C]
@@ -112,6 +121,6 @@ class ClassHead(Head):
             label_smoothing=smoothing,
         )
 
-    def gather(self, x: Tensor, tokens: Tokens | None) -> Tensor:
+    def replicated_input(self, x: Tensor, tokens: Tokens | None) -> Tensor:
         """Return the hidden states of the sequence. A seam: those whose sequence is sharded over tp."""
         return x

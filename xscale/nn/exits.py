@@ -24,6 +24,7 @@ from xscale.nn.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
 from xscale.nn.head import IGNORE_INDEX, ONLY_LAST_LOGITS, Head
 from xscale.nn.module import Module
 from xscale.nn.norm import Norm
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
@@ -78,6 +79,8 @@ class Prediction:
 class Exit(Module):
     """The norm and the head after one block."""
 
+    seams: ClassVar[Seams] = {"norm": Role.BETWEEN_REGIONS}
+
     def __init__(self, norm: Norm | None, head: Head | None) -> None:
         """`head` None: the model's."""
         super().__init__()
@@ -94,7 +97,12 @@ class Exit(Module):
 class Exits(Module):
     """The exits of a stack, by the number of their block, and the weights of the losses."""
 
-    seams: ClassVar[tuple[str, ...]] = ("sum_over_sequence", "second_targets", "weigh_last", "second")
+    seams: ClassVar[Seams] = {
+        "sum_over_sequence": Role.SUM_OVER_TOKENS,
+        "second_targets": Role.TARGETS_AHEAD,
+        "weigh_last": Role.ON_LAST_STAGE,
+        "second": Role.ON_LAST_STAGE,
+    }
 
     def __init__(
         self, config: ExitsConfig, dims: Dims, norm: Callable[[], Norm], make_head: Callable[[], Head]

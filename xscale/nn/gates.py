@@ -22,6 +22,7 @@ from xscale.nn.auxiliary import attach
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.module import Module
 from xscale.nn.random import reseed
+from xscale.nn.roles import Role, Seams
 from xscale.nn.signals import BATCH, Signal, TokenAxes
 from xscale.nn.tokens import Tokens
 
@@ -102,7 +103,7 @@ class Gate(Module):
 class GateBudget(Module):
     """The budgets of a stack with gates, and their loss."""
 
-    seams: ClassVar[tuple[str, ...]] = ("sum_over_sequence", "attach_loss")
+    seams: ClassVar[Seams] = {"sum_over_sequence": Role.SUM_OVER_TOKENS, "attach_loss": Role.ON_LAST_STAGE}
     averages_tokens = True
     averages_text = True
 
@@ -148,10 +149,14 @@ class GateBudget(Module):
         else:
             lengths = self.sum_over_sequence(real.sum(1).to(total.dtype))
         mean = self.sum_over_sequence(total.sum(1)) / (self.sublayers * lengths)  # [B]
-        if tokens.forward.stats is not None:
-            tokens.forward.stats.add(f"{self.path}/computed", mean.mean())
+        forward = tokens.forward
+        if forward.stats is not None:
+            forward.stats.add(f"{self.path}/computed", mean.mean())
         budget = mean.new_tensor(self.config.budgets)[budgets]
-        return attach(x, self.config.loss_weight * (budget - mean).abs().mean(), tokens.forward.aux_loss_weight)
+        loss = self.config.loss_weight * (budget - mean).abs().mean()
+        # Each shard of a sequence has the whole loss, and the gradients of all shards are summed.
+        weight = None if forward.aux_loss_weight is None else forward.aux_loss_weight * tokens.fraction()
+        return attach(x, loss, weight)
 
     def sum_over_sequence(self, sums: Tensor) -> Tensor:
         """Sum the gates [B] of a part of each sequence over its parts. A seam: a sequence may be sharded."""

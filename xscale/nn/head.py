@@ -16,6 +16,7 @@ from xscale.nn.linear import Embedding, Linear
 from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm
 from xscale.nn.pooler import SentenceHead
+from xscale.nn.roles import Role, Seams
 from xscale.nn.signals import Signal
 from xscale.nn.tokens import Tokens
 from xscale_kernels.linear_cross_entropy.op import linear_cross_entropy
@@ -46,7 +47,14 @@ ONLY_LAST_LOGITS = Signal[bool]("head.only_last_logits")
 class Head(Module):
     """Hidden states to logits; with `tied` the embedding's table is the weight (Press and Wolf 2017)."""
 
-    seams: ClassVar[tuple[str, ...]] = ("cross_entropy", "prediction_loss")
+    seams: ClassVar[Seams] = {
+        "transform": Role.IN_REGION,
+        "boundary": Role.IN_REGION,
+        "sentence": Role.IN_REGION,
+        "globals": Role.GLOBAL_TOKENS,
+        "cross_entropy": Role.VOCABULARY_LOSS,
+        "prediction_loss": Role.PREDICTION_LOSS,
+    }
     weight: Parameter
 
     def __init__(

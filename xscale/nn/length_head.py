@@ -17,6 +17,7 @@ from xscale.nn.auxiliary import attach
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module
+from xscale.nn.roles import Role, Seams
 from xscale.nn.signals import BATCH, Signal, TokenAxes
 from xscale.nn.tokens import Tokens
 
@@ -32,7 +33,8 @@ class LengthHeadConfig(Config):
 class LengthHead(Module):
     """[B, S, D] -> logits [B, L] of the lengths 1 to L, the longest that the model takes."""
 
-    seams: ClassVar[tuple[str, ...]] = ("sum_over_sequence",)
+    beside_stages = True
+    seams: ClassVar[Seams] = {"sum_over_sequence": Role.SUM_OVER_TOKENS}
 
     def __init__(self, config: LengthHeadConfig, dims: Dims) -> None:
         super().__init__()

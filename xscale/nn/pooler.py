@@ -17,6 +17,7 @@ from xscale.nn.auxiliary import attach
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module
+from xscale.nn.roles import Role, Seams
 from xscale.nn.signals import BATCH, Signal, TokenAxes
 from xscale.nn.tokens import Tokens
 
@@ -44,7 +45,7 @@ class SentenceHead(Module):
     """A pooler and a classifier, whose loss is attached to the hidden states as an auxiliary one: the mean over the
     sequences of a micro-batch, beside the loss of the tokens."""
 
-    seams: ClassVar[tuple[str, ...]] = ("first_state", "loss_fraction")
+    seams: ClassVar[Seams] = {"first_state": Role.FIRST_TOKEN, "loss_fraction": Role.LOSS_FRACTION}
 
     def __init__(self, config: SentenceHeadConfig, dims: Dims, globals: int = 0) -> None:
         """`globals`: M, the global tokens, which come before the text."""

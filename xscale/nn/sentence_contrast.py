@@ -16,6 +16,7 @@ from torch import Tensor
 
 from xscale.nn.auxiliary import attach
 from xscale.nn.module import Module
+from xscale.nn.roles import Role, Seams
 from xscale.nn.signals import BATCH, Signal, TokenAxes
 from xscale.nn.tokens import Tokens
 
@@ -36,7 +37,11 @@ def contrasts_sentences(tokens: Tokens) -> bool:
 class SentenceContrast(Module):
     """The loss of masked sentences, attached to the hidden states as an auxiliary one."""
 
-    seams: ClassVar[tuple[str, ...]] = ("gather", "gather_sequence")
+    seams: ClassVar[Seams] = {
+        "gather": Role.NEGATIVES,
+        "replicated_input": Role.REPLICATED_INPUT,
+        "full_sequence": Role.FULL_SEQUENCE,
+    }
 
     def attach_loss(self, x: Tensor, tokens: Tokens, alone: Tensor, sentences: Tokens) -> Tensor:
         """Return x [B, M + T, D], of which the first M are global, with the loss of K masked sentences a text attached.
@@ -49,8 +54,8 @@ class SentenceContrast(Module):
         global_tokens = tokens.get(SENTENCE_GLOBALS)
         assert global_tokens is not None
         places = global_tokens[..., None].expand(-1, -1, x.shape[-1])
-        summaries = self.gather_sequence(x, tokens).gather(1, places).flatten(0, 1)  # [B * K, D]
-        candidates, first = self.gather(self.gather_sequence(alone, sentences)[:, 0])
+        summaries = self._all_states(x, tokens).gather(1, places).flatten(0, 1)  # [B * K, D]
+        candidates, first = self.gather(self._all_states(alone, sentences)[:, 0])
         dtype = torch.promote_types(x.dtype, torch.float32)
         logits = summaries.to(dtype) @ candidates.to(dtype).mT * x.shape[-1] ** -0.5
         labels = first + torch.arange(len(summaries), device=x.device)
@@ -69,6 +74,16 @@ class SentenceContrast(Module):
         data parallelism."""
         return alone, 0
 
-    def gather_sequence(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """Return the hidden states of the sequence. A seam: those whose sequence is sharded over tp or cp."""
+    def _all_states(self, x: Tensor, tokens: Tokens) -> Tensor:
+        return self.full_sequence(self.replicated_input(x, tokens), tokens)[0]
+
+    def replicated_input(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """Return the hidden states of the sequence. A seam: those whose sequence is sharded over tp."""
         return x
+
+    def full_sequence(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Return all hidden states of the sequences of x [B, M + T, D], and the places of its tokens [M + T].
+
+        A seam: a rank of context parallelism has some of the tokens.
+        """
+        return x, torch.arange(x.shape[1], device=x.device)

@@ -30,6 +30,7 @@ from xscale.nn.quaternion import LinearMaps, use_quaternions
 from xscale.nn.random import reseed
 from xscale.nn.recurrent_depth import Halting, HaltingConfig, step_signal
 from xscale.nn.reversible import Streams, upcast_copy
+from xscale.nn.roles import Role, Seams
 from xscale.nn.sequence_pooling import SequencePooling, SequencePoolingConfig, token_fractions
 from xscale.nn.sharing import Share, share_sublayers
 from xscale.nn.stack_checks import check_blocks_together
@@ -107,10 +108,17 @@ class StackConfig(Config):
 class Stack(Module):
     """[B, T, D] -> [B, T, D], with the final norm that pre-norm needs. Blocks keep their index on every layout."""
 
-    seams: ClassVar[tuple[str, ...]] = (
-        "run_block", "norm", "position", "core_tables", "position_tables", "shared", "first_handed_on",
-        "second_stream", "output",
-    )  # fmt: skip
+    seams: ClassVar[Seams] = {
+        "run_block": Role.BLOCK_CALL,
+        "norm": Role.BETWEEN_REGIONS,
+        "position": Role.IN_REGION,
+        "core_tables": Role.IN_REGION,
+        "position_tables": Role.BETWEEN_REGIONS,
+        "shared": Role.SHARED_BY_BLOCKS,
+        "first_handed_on": Role.HANDED_ON,
+        "second_stream": Role.SECOND_STREAM,
+        "output": Role.LAST_OUTPUT,
+    }
 
     def __init__(
         self,

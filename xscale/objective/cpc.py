@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import KeyNeed
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.init import seed_of
 from xscale.nn.sentence_contrast import SENTENCE_GLOBALS, SENTENCE_WEIGHT, SENTENCES
@@ -41,6 +42,20 @@ class Cpc(Masked):
     def sentences(cls, config: Any, length: int) -> int:
         """Return the number of sentences of a sample of `length` tokens."""
         return length // int(config.sentence_length)
+
+    @classmethod
+    def needs(cls, config: Any) -> list[KeyNeed]:
+        twice = f"'{config.kind}' runs the model twice in a forward, "
+        return [
+            *super().needs(config),
+            KeyNeed("parallel.zero.engine", ("torch",), f"{twice}which is for the engine torch alone"),
+            KeyNeed(
+                "distill",
+                (None,),
+                f"{twice}and a student is compared with its teacher once",
+                instead=(("objective.kind", "masked"),),
+            ),
+        ]
 
     @classmethod
     def check(cls, config: Any, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from xscale.core import config as schema
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
+from xscale.core.requirements import KeyNeed
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.tokens import Tokens
 
@@ -148,6 +149,14 @@ class Objective:
     def check_model(cls, config: Any, *, causal: bool, path: str) -> list[Problem]:
         """List the problems with a model that is causal, or bidirectional."""
         return []
+
+    @classmethod
+    def needs(cls, config: Any) -> list[KeyNeed]:
+        """List what the objective needs of the data, of the layout and of the rest of a recipe."""
+        entry = OBJECTIVES.of(config)
+        if entry.traits.samples == "packed":
+            return []
+        return [KeyNeed("data.cross_documents", (False,), f"'{entry.name}' hides padding as a document of its own")]
 
     @classmethod
     def head_sizes(cls, config: Any) -> HeadSizes | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.conformance.made import dims, drawn, ready, tokens
+from xscale.bench.harness.timing import peak_bytes
 from xscale.core.errors import ConfigError
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.core import CORES
@@ -22,7 +23,6 @@ from xscale.nn.pattern.pattern import PATTERNS, Pattern
 from xscale.nn.pattern.window import Band, Window
 from xscale.nn.position.position import POSITIONS
 from xscale.nn.tokens import Tokens
-from xscale_kernels.bench.timing import peak_bytes
 
 BLOCK = 8
 

@@ -23,12 +23,15 @@ from xscale.nn.module import Module, name_modules
 from xscale.nn.norm import NORMS, Norm
 from xscale.nn.position.learned import Sinusoidal
 from xscale.nn.position.position import POSITIONS, Position
+from xscale.nn.roles import Role, Seams
 from xscale.nn.stack import StackConfig
 from xscale.nn.tokens import Tokens
 
 
 class PositionQueries(Module):
     """The positions [B, T, D] of tokens, without their embeddings, with a norm of their own if embeddings have one."""
+
+    beside_stages = True
 
     def __init__(self, position: Position, norm: Norm | None) -> None:
         super().__init__()
@@ -56,7 +59,7 @@ class Disentangled(EncoderDecoder):
         """Predicts the length of a target from its source, for decoding; null: nothing does."""
 
     causal: ClassVar[bool] = False
-    seams: ClassVar[tuple[str, ...]] = ("queries", "length")
+    seams: ClassVar[Seams] = {"queries": Role.STACK_INPUT, "length": Role.ON_LAST_STAGE}
 
     def __init__(self, config: Config, vocabulary: int, length: int) -> None:
         super().__init__(config, vocabulary, length)

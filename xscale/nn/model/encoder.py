@@ -18,6 +18,7 @@ from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, mo
 from xscale.nn.module import name_modules
 from xscale.nn.norm import NORMS, Norm
 from xscale.nn.pooler import SentenceHead, SentenceHeadConfig
+from xscale.nn.roles import Role, Seams
 from xscale.nn.sentence_contrast import SENTENCES, SentenceContrast, contrasts_sentences
 from xscale.nn.stack import Stack, StackConfig, predict
 from xscale.nn.tokens import Tokens
@@ -52,7 +53,7 @@ class Encoder(Model):
         global_mean: bool = False
         """Whether the mean of the text's embeddings is added to each global token (the relay of Star-Transformer)."""
 
-    seams: ClassVar[tuple[str, ...]] = ("embed", "head", "contrast")
+    seams: ClassVar[Seams] = {"embed": Role.STACK_INPUT, "head": Role.MODEL_OUTPUT, "contrast": Role.SENTENCE_LOSS}
 
     def __init__(self, config: Config, vocabulary: int, length: int) -> None:
         super().__init__()
