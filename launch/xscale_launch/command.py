@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from xscale_launch.paths import expand
 from xscale_launch.status import LaunchError
 
 PYTHON = sys.executable
@@ -25,7 +26,7 @@ def check_config(config: str, overrides: Sequence[str]) -> Path:
 
     The name of a recipe, such as quickstart, or of a variant, such as bigbird, stands for its file.
     """
-    path = _recipe(config) or Path(config)
+    path = _recipe(config) or expand(config)
     if not path.is_file():
         files = [file.name for file in path.parent.glob("*.yaml")]
         near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, files, n=3)]

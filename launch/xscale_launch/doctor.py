@@ -16,6 +16,7 @@ from xscale_launch.env import RankEnv, environment, slurm_ranks
 from xscale_launch.local import HOST, say
 from xscale_launch.mpi_rank import STARTED_BY_MPI, rank_from_mpi
 from xscale_launch.node_check import check_node
+from xscale_launch.paths import path_argument
 from xscale_launch.status import LaunchError
 
 FAULTY = 1
@@ -31,15 +32,24 @@ def main(argv: Sequence[str]) -> int:
         return status.USER_MISTAKE
 
 
-def _check(argv: Sequence[str]) -> int:
+def argument_parser() -> argparse.ArgumentParser:
+    """Return the parser of `xscale doctor`."""
     parser = argparse.ArgumentParser(prog="xscale doctor", description=__doc__, allow_abbrev=False)
     parser.add_argument(
-        "--folder", type=Path, default=Path(), help="where run folders will be written; default: the working directory"
+        "--folder",
+        type=path_argument,
+        default=Path(),
+        help="where run folders will be written; default: the working directory",
     )
     parser.add_argument("--gpus", type=int, help="GPUs that every node must have; default: the number visible here")
     parser.add_argument("--disk", type=float, default=1.0, help="required free disk space, in GB")
     parser.add_argument("--no-links", action="store_true", help="skip the all-reduce measured between nodes")
     parser.add_argument("--task", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _check(argv: Sequence[str]) -> int:
+    parser = argument_parser()
     try:
         options = parser.parse_args(list(argv))
     except SystemExit as stop:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from xscale_launch import command, devices, plan_query, status
 from xscale_launch.env import RankEnv, environment
-from xscale_launch.files import remove_file, remove_folder
+from xscale_launch.files import make_run_folder, remove_file, remove_folder
 from xscale_launch.gpu_env import cpus_near_gpu, gpu_variables
+from xscale_launch.paths import expand
 from xscale_launch.status import LaunchError
 from xscale_launch.supervise import Supervisor, SupervisorResult, Timeouts, Worker, last_lines
 
@@ -56,6 +57,8 @@ def run(options: argparse.Namespace) -> int:
             shown = worker_settings(variables, rank_env, logs)
             print(" ".join(f"{name}={value}" for name, value in shown.items()), " ".join(worker.command))
         return status.DONE
+    if len(workers) > 1:
+        make_run_folder(logs.parent, logs.name)
     for worker in workers[1:]:
         if worker.log is not None:
             remove_file(worker.log.parent, worker.log.name)
@@ -106,7 +109,7 @@ def say(message: str) -> None:
 def _log_folder(run_dir: str | None, dry_run: bool) -> tuple[Path, bool]:
     """Return the folder for the output of ranks above 0: in run.dir if the command line sets it, else temporary."""
     if run_dir:
-        return Path(run_dir) / "logs", False
+        return expand(run_dir) / "logs", False
     if dry_run:
         return Path(tempfile.gettempdir()) / "xscale-launch", False
     return Path(tempfile.mkdtemp(prefix="xscale-launch-")), True

@@ -11,9 +11,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from xscale_launch import command, devices, plan_query, profile, status
+from xscale_launch import attempts, command, devices, plan_query, profile, status
 from xscale_launch.env import environment
+from xscale_launch.files import make_run_folder
 from xscale_launch.local import HOST, say
+from xscale_launch.paths import path_argument
 from xscale_launch.status import LaunchError
 from xscale_launch.supervise import Supervisor, Timeouts, Worker
 
@@ -32,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hosts", metavar="HOST:N,HOST:N", help="hosts and the number of ranks on each; default: this host"
     )
-    parser.add_argument("--mpirun", default="mpirun", help="the mpirun (or mpiexec) to use")
+    parser.add_argument("--mpirun", type=path_argument, default="mpirun", help="the mpirun (or mpiexec) to use")
     parser.add_argument("--srun", action="store_true", help="use srun instead of mpirun (inside an allocation)")
     parser.add_argument(
         "--work", choices=list(WORK), default="train", help="train, or prepare data with one shard per rank"
@@ -40,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cluster", help="profile of clusters.toml that gives preflight, interface, environment and mpi"
     )
-    parser.add_argument("--clusters", metavar="FILE", help="file with the profiles")
+    parser.add_argument("--clusters", type=path_argument, metavar="FILE", help="file with the profiles")
     parser.add_argument("--no-preflight", action="store_true", help="skip the preflight check of the nodes")
     parser.add_argument(
         "--grace-seconds", type=float, default=300.0, help="time to save after a signal, before SIGKILL"
@@ -81,11 +83,11 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(shlex.join(argv))
         return status.DONE
-    attempt.mkdir(parents=True)
+    make_run_folder(folder, "launch", "attempts", attempt.name)
     # On SIGTERM mpirun kills the ranks within a second; it forwards SIGUSR1, on which the ranks save and stop.
     timeouts = Timeouts(stop=options.grace_seconds + 10)
     outcome = Supervisor([Worker(0, argv, variables)], say, timeouts, stop_signal=signal.SIGUSR1).run()
-    code, cause = status.read_attempt(attempt, options.processes, outcome.status)
+    code, cause = attempts.read_attempt(attempt, options.processes, outcome.status)
     if cause and not (attempt / "said").exists():
         say(cause)
     return code
@@ -115,7 +117,7 @@ def mpirun(options: argparse.Namespace, names: Sequence[str]) -> tuple[str, ...]
     version = subprocess.run(
         [options.mpirun, "--version"], capture_output=True, text=True, errors="replace", check=False
     ).stdout
-    return (options.mpirun, *flags(version, options.processes, hosts(options), os.getuid() == 0, names))
+    return (str(options.mpirun), *flags(version, options.processes, hosts(options), os.getuid() == 0, names))
 
 
 def flags(

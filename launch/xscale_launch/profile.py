@@ -113,13 +113,12 @@ class Profile:
     """Further options of sbatch, such as `--comment=sparse`."""
 
 
-def find_file(named: str | None, home: Path, working_folder: Path) -> Path | None:
+def find_file(named: Path | None, home: Path, working_folder: Path) -> Path | None:
     """Return the file with the profiles, or None; raise `LaunchError` when `named` does not exist."""
     if named is not None:
-        path = Path(named)
-        if not path.is_file():
+        if not named.is_file():
             raise LaunchError(f"file {named} does not exist; start from configs/clusters.example.toml")
-        return path
+        return named
     for folder in (working_folder, working_folder / "configs", home / ".config" / "xscale"):
         files = [path for name in NAMES if (path := folder / name).is_file()]
         if len(files) > 1:

@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.conformance.made import VOCABULARY, ready
 from tests.families import each, example, family
 from xscale.core.registry import Entry, Family
+from xscale.nn.attention.ops.mask import OBSERVED
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.model.model import Model
 from xscale.nn.tokens import Tokens
@@ -108,8 +109,8 @@ def model_for(entry: Entry[Any]) -> Model:
 
 def tensors(batch: Batch) -> list[Tensor]:
     found = [batch.tokens.ids, batch.tokens.positions, batch.targets]
-    if batch.tokens.observed is not None:
-        found.append(batch.tokens.observed)
+    if batch.tokens.get(OBSERVED) is not None:
+        found.append(batch.tokens.get(OBSERVED))
     return found + ([batch.source.ids, batch.source.positions] if batch.source else [])
 
 

@@ -66,7 +66,7 @@ def test_where_the_file_is_looked_for(tmp_path: Path) -> None:
         (path / "clusters.toml").touch()
         assert profile.find_file(None, home, here) == path / "clusters.toml"
     with pytest.raises(LaunchError, match="does not exist"):
-        profile.find_file("nowhere.toml", home, here)
+        profile.find_file(Path("nowhere.toml"), home, here)
     (here / "clusters.yaml").touch()
     with pytest.raises(LaunchError, match=r"has clusters\.toml and clusters\.yaml: keep one"):
         profile.find_file(None, home, here)

@@ -30,7 +30,8 @@ MAY: dict[str, frozenset[str]] = {
     "watchdog": frozenset({"core", "mesh"}),
     "train": ALL | {"convert", "observe", "watchdog"},
     "planning": ALL | {"train"},
-    "recipe": ALL | {"observe", "train"},
+    "requirements": ALL | {"observe", "train"},
+    "recipe": ALL | {"observe", "train", "requirements"},
     "bench": ALL | {"train", "planning", "observe", "convert", "recipe"},
     "commands": ALL | {"train", "planning", "observe", "convert", "bench", "recipe"},
     "cli": ALL

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from xscale.core.config import decode
 from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.boundary_head import BOUNDARIES
 from xscale.nn.class_head import ClassHead
 from xscale.nn.distillation import (
     DistillConfig,
@@ -21,9 +22,10 @@ from xscale.nn.distilled_head import FullVocabulary, SoftLoss
 from xscale.nn.init import Init, materialize
 from xscale.nn.model.model import MODELS
 from xscale.nn.module import substitute
+from xscale.nn.pooler import LABELS
 from xscale.nn.tokens import Stats, Tokens
-from xscale.parallel.distillation import observe_states
 from xscale.train.settings import Settings
+from xscale.train.teacher import observe_states
 
 VOCABULARY, LENGTH, BATCH = 11, 5, 2
 
@@ -246,11 +248,11 @@ def test_the_losses_of_labelled_examples(scores: bool) -> None:
 
 FURTHER: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mtp": ("decoder", {"mtp": {"depth": 1}}, {}),
-    "head.sentence": ("encoder", {"sentence_head": {"classes": 2}}, {"labels": torch.tensor([1, 0])}),
+    "head.sentence": ("encoder", {"sentence_head": {"classes": 2}}, {"signals": {LABELS: torch.tensor([1, 0])}}),
     "head.boundary": (
         "encoder",
         {"boundary_head": {"max_span": 2}},
-        {"boundaries": torch.tensor([0, 2]).expand(BATCH, LENGTH, 2)},
+        {"signals": {BOUNDARIES: torch.tensor([0, 2]).expand(BATCH, LENGTH, 2)}},
     ),
 }
 

@@ -1,7 +1,6 @@
 """Gates of sublayers under a budget, against the equations written out token by token."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +9,13 @@ from torch import Tensor
 
 from tests.conformance.made import close, drawn, ready
 from xscale.core.config import decode
+from xscale.nn import gates
 from xscale.nn.forward import Forward
 from xscale.nn.gates import GATES
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.nn.random import reseed
-from xscale.nn.tokens import Gating, Stats, Tokens
+from xscale.nn.tokens import Stats, Tokens
 
 VOCABULARY, LENGTH, BUDGETS, NOISE = 17, 7, [0.25, 0.5, 1.0], 0.8
 BLOCK: dict[str, Any] = {"mixer": {"kind": "attention", "heads": 2}, "ffn": {"kind": "dense", "hidden": 20}}
@@ -104,9 +104,9 @@ def test_evaluation_decides_by_the_sign(budget: float | None) -> None:
 
 
 def test_a_caller_may_choose_the_budgets() -> None:
-    chosen = Gating(torch.zeros(4, dtype=torch.long))
+    chosen = torch.zeros(4, dtype=torch.long)
     small, made = model(budget=0.25).eval(), model().eval()
-    assert close(made(replace(tokens(), gating=chosen)), small(tokens()))
+    assert close(made(tokens().with_signals({gates.BUDGETS: chosen})), small(tokens()))
     assert not close(made(tokens()), small(tokens()))
 
 
@@ -147,8 +147,8 @@ def test_decoding_over_a_cache_is_the_parallel_form(kind: type[Any]) -> None:
 def test_encoder_and_decoder_draw_the_same_budgets() -> None:
     made = model(EncoderDecoder).train()
     about = tokens(rng_seed=3)
-    first, second = (stack.gates.draw(about).gating for stack in (made.encoder, made.decoder))
-    assert first.budgets.tolist() == second.budgets.tolist() == drawn_budgets(3, 4)
+    first, second = (stack.gates.draw(about).get(gates.BUDGETS) for stack in (made.encoder, made.decoder))
+    assert first.tolist() == second.tolist() == drawn_budgets(3, 4)
 
 
 @pytest.mark.parametrize(

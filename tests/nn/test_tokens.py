@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from tests.conformance.made import numbered
-from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.attention.ops.mask import OBSERVED, AttentionMask
 from xscale.nn.auxiliary import attach
+from xscale.nn.boundary_head import BOUNDARIES
 from xscale.nn.forward import Forward
+from xscale.nn.pooler import LABELS
 from xscale.nn.sequence_pooling import TokenWindows
 from xscale.nn.tokens import Stats, Tokens
 
@@ -86,11 +88,16 @@ def drawn_tokens() -> Tokens:
         ids=grid,
         positions=torch.arange(4).expand(2, 4),
         types=grid + 1,
-        observed=grid[..., None] + torch.arange(4),
-        boundaries=torch.arange(4)[:, None].expand(2, 4, 2),
-        labels=torch.tensor([7, 8]),
+    ).with_signals(
+        {
+            OBSERVED: grid[..., None] + torch.arange(4),
+            BOUNDARIES: torch.arange(4)[:, None].expand(2, 4, 2),
+            LABELS: torch.tensor([7, 8]),
+        }
     )
 
+
+SIGNALS = {"observed": OBSERVED, "boundaries": BOUNDARIES, "labels": LABELS}
 
 CUTS: dict[str, tuple[Callable[[Tokens], Tokens], dict[str, object]]] = {
     "windows of two": (
@@ -113,9 +120,11 @@ def test_every_field_is_cut_along_its_axes(name: str) -> None:
     cut, expected = CUTS[name]
     tokens = cut(drawn_tokens())
     for field, value in expected.items():
-        first = getattr(tokens, field)[0].tolist()
+        values = tokens.get(SIGNALS[field]) if field in SIGNALS else getattr(tokens, field)
+        first = values[0].tolist()
         assert (first[: len(value)] if isinstance(value, list) else first) == value, field
-    assert len(tokens.ids) == len(tokens.types) == len(tokens.labels)  # type: ignore[arg-type]
+    of_signals = [tokens.get(signal) for signal in SIGNALS.values()]
+    assert {len(value) for value in of_signals if value is not None} == {len(tokens.ids)}, "all have the same samples"
 
 
 def test_a_part_from_outside_may_read_the_forward_off_the_tokens() -> None:

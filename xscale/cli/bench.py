@@ -7,6 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from xscale.cli.options import CommandWithSettings, ConfigFile, Json, Overrides, Record, read_config
+from xscale.cli.paths import path
 from xscale.core.errors import ConfigError
 
 
@@ -155,14 +156,15 @@ def bench_decode(
 @bench_app.command("checkpoint")
 def bench_checkpoint(
     folder: Annotated[
-        Path, typer.Option(help="A folder on the disk to measure; the files written there are deleted.")
+        Path, typer.Option(help="A folder on the disk to measure; the files written there are deleted.", parser=path)
     ] = Path(),
     megabytes: Annotated[int, typer.Option(min=1, help="Size of the state.")] = 512,
     repeats: Annotated[int, typer.Option(min=1, help="Saves of each kind.")] = 5,
     device: Annotated[str, typer.Option(help="Device of the state: cpu or cuda.")] = "cpu",
     boxes: Annotated[int, typer.Option(min=0, help="Boxes of the first save's plan; 0: no plan.")] = 30_000,
     config: Annotated[
-        Path | None, typer.Option(help="Train this run instead, and print its step times through its saves.")
+        Path | None,
+        typer.Option(help="Train this run instead, and print its step times through its saves.", parser=path),
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps of that run.")] = 60,
     every: Annotated[int, typer.Option(help="Its steps between two saves.")] = 20,
@@ -240,7 +242,9 @@ def bench_train(
         list[str] | None,
         typer.Option(help="A side, several times: xscale, 'plain PyTorch', transformers ...; default: all."),
     ] = None,
-    profile: Annotated[Path | None, typer.Option(help="On a GPU, write a trace of two steps of xscale here.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="On a GPU, write a trace of two steps of xscale here.", parser=path)
+    ] = None,
     json: Json = False,
 ) -> None:
     """Benchmark a training step against plain PyTorch, transformers, balanced routing and an MoE's dense equivalent."""
@@ -303,7 +307,9 @@ def bench_parallel(
 @bench_app.command("gpu")
 def bench_gpu(
     seconds: Annotated[float, typer.Option(help="Time of the whole command.")] = 420.0,
-    out: Annotated[Path, typer.Option(help="Folder of the results: at most eight files.")] = Path("bench-gpu"),
+    out: Annotated[Path, typer.Option(help="Folder of the results: at most eight files.", parser=path)] = Path(
+        "bench-gpu"
+    ),
     only: Annotated[
         list[str] | None, typer.Option(help="A job, such as J2 or train, several times; default: all, by worth.")
     ] = None,
@@ -324,7 +330,7 @@ def bench_gpu(
 
 @bench_app.command("links")
 def bench_links(
-    out: Annotated[Path | None, typer.Option(help="File for the JSON; default: print it.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the JSON; default: print it.", parser=path)] = None,
     name: Annotated[str, typer.Option(help="Name of this node; default: its host name.")] = "",
     megabytes: Annotated[int, typer.Option(help="Size of the all-reduce.")] = 16,
     seconds: Annotated[float, typer.Option(help="Time limit for starting a new pair.")] = 20.0,

@@ -19,6 +19,7 @@ from xscale.cli.options import (
     checkpoint_to_read,
     checkpoints_in,
 )
+from xscale.cli.paths import path
 
 checkpoint_app = typer.Typer(
     help="Inspect, verify, compare, prune, export and import checkpoints.", no_args_is_help=True
@@ -83,7 +84,7 @@ def checkpoint_prune(
 @checkpoint_app.command("consolidate")
 def checkpoint_consolidate(
     path: CheckpointFolder,
-    out: Annotated[Path, typer.Argument(help="A .safetensors file.")],
+    out: Annotated[Path, typer.Argument(help="A .safetensors file.", parser=path)],
     only: TensorPrefix = "model.",
     step: Step = None,
     strict: Strict = False,
@@ -97,7 +98,7 @@ def checkpoint_consolidate(
 @checkpoint_app.command("export")
 def checkpoint_export(
     path: CheckpointFolder,
-    out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.", parser=path)],
     to: Annotated[str, typer.Option("--to", help=f"Format: {FORMATS}")] = "hf",
     architecture: Annotated[str | None, typer.Option(help="Such as mistral; default: the first that fits.")] = None,
     bar: Tolerance = 1e-5,
@@ -118,9 +119,9 @@ def checkpoint_export(
 
 @checkpoint_app.command("import", cls=CommandWithSettings)
 def checkpoint_import(
-    source: Annotated[Path, typer.Argument(help="A folder that the other library wrote.")],
-    run: Annotated[Path, typer.Argument(help="The run folder to create.")],
-    config: Annotated[Path | None, typer.Argument(help="A config for everything but the model.")] = None,
+    source: Annotated[Path, typer.Argument(help="A folder that the other library wrote.", parser=path)],
+    run: Annotated[Path, typer.Argument(help="The run folder to create.", parser=path)],
+    config: Annotated[Path | None, typer.Argument(help="A config for everything but the model.", parser=path)] = None,
     overrides: Overrides = None,
     origin: Annotated[str, typer.Option("--from", help=f"Format: {FORMATS}")] = "hf",
     bar: Tolerance = 1e-5,
@@ -136,8 +137,10 @@ def checkpoint_import(
 
 @checkpoint_app.command("upcycle", cls=CommandWithSettings)
 def checkpoint_upcycle(
-    dense: Annotated[Path, typer.Argument(help="The run folder of a dense model.", autocompletion=complete_run)],
-    run: Annotated[Path, typer.Argument(help="The run folder to create.")],
+    dense: Annotated[
+        Path, typer.Argument(help="The run folder of a dense model.", autocompletion=complete_run, parser=path)
+    ],
+    run: Annotated[Path, typer.Argument(help="The run folder to create.", parser=path)],
     overrides: Overrides = None,
     sequences: Annotated[int, typer.Option(min=1, help="Validation sequences for the loss before and after.")] = 64,
     plugins: Plugins = False,
@@ -150,8 +153,10 @@ def checkpoint_upcycle(
 
 @checkpoint_app.command("merge-lora")
 def checkpoint_merge_lora(
-    source: Annotated[Path, typer.Argument(help="The run folder of a run with LoRA.", autocompletion=complete_run)],
-    run: Annotated[Path, typer.Argument(help="The run folder to create.")],
+    source: Annotated[
+        Path, typer.Argument(help="The run folder of a run with LoRA.", autocompletion=complete_run, parser=path)
+    ],
+    run: Annotated[Path, typer.Argument(help="The run folder to create.", parser=path)],
     plugins: Plugins = False,
 ) -> None:
     """Merge the LoRA of a run's newest checkpoint into its linear maps, as a new run at step 0."""

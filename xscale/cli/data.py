@@ -17,6 +17,7 @@ from xscale.cli.options import (
     read_config,
     readable,
 )
+from xscale.cli.paths import path
 from xscale.commands.recipes import recipe_names
 from xscale.core.errors import ConfigError
 
@@ -64,7 +65,9 @@ def data_inspect(
 
 @data_app.command("verify")
 def data_verify(
-    data: Annotated[Path, typer.Argument(help="A folder of prepared data, or a .bin/.idx pair without its ending.")],
+    data: Annotated[
+        Path, typer.Argument(help="A folder of prepared data, or a .bin/.idx pair without its ending.", parser=path)
+    ],
 ) -> None:
     """Read every byte of prepared data: hashes as in its manifest, ids within the vocabulary, the same tokenizer.
 
@@ -85,6 +88,7 @@ def data_stats(
             help="A YAML config or the name of a recipe; or a folder of prepared data, or a .bin/.idx pair without its "
             "ending.",
             autocompletion=complete_recipe,
+            parser=path,
         ),
     ],
     overrides: Overrides = None,

@@ -20,12 +20,16 @@ from xscale.cli.options import (
     checkpoint_to_read,
     rank_from_launcher,
 )
+from xscale.cli.paths import path, path_or_pattern
 from xscale.core.errors import ConfigError, Problem
 
 Sequences = Annotated[int, typer.Option(help="Number of validation sequences, or of windows; 0: all.")]
 Data = Annotated[
     str | None,
-    typer.Option(help="Other text: a file, folder or glob, prepared data, or a data.source such as {kind: text}."),
+    typer.Option(
+        help="Other text: a file, folder or glob, prepared data, or a data.source such as {kind: text}.",
+        parser=path_or_pattern,
+    ),
 ]
 Exits = Annotated[
     bool, typer.Option("--exits", help="Let tokens leave at the exits; print loss and accuracy by threshold.")
@@ -49,7 +53,7 @@ TaskNames = Annotated[str | None, typer.Option("--tasks", help="Tasks of lm_eval
 Shots = Annotated[int | None, typer.Option(min=0, help="With --tasks: examples before each question.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="With --tasks: examples of each task; default: all.")]
 TaskFolder = Annotated[
-    Path | None, typer.Option(help="With --tasks: a folder of further tasks, as YAML files of lm_eval.")
+    Path | None, typer.Option(help="With --tasks: a folder of further tasks, as YAML files of lm_eval.", parser=path)
 ]
 
 

@@ -7,6 +7,7 @@ import typer
 from typer.core import TyperCommand
 
 from xscale.cli.complete import complete_override, complete_recipe, complete_run
+from xscale.cli.paths import path
 from xscale.commands.recipes import RUNS, config_file
 from xscale.core.compose import Composed, compose, parse_file
 from xscale.core.errors import ConfigError, near_name
@@ -49,24 +50,29 @@ ConfigFile = Annotated[
         help="A YAML config, or the name of a recipe, such as quickstart, or of a variant, such as bigbird.",
         callback=readable,
         autocompletion=complete_recipe,
+        parser=path,
     ),
 ]
 ComparisonFile = Annotated[
     Path,
     typer.Argument(
-        help="A comparison, such as configs/compare/experts.yaml, or its name: experts.", callback=readable_comparison
+        help="A comparison, such as configs/compare/experts.yaml, or its name: experts.",
+        callback=readable_comparison,
+        parser=path,
     ),
 ]
 LadderFile = Annotated[
     Path,
-    typer.Argument(help="A ladder, such as configs/ladder/bytes.yaml, or its name: bytes.", callback=readable_ladder),
+    typer.Argument(
+        help="A ladder, such as configs/ladder/bytes.yaml, or its name: bytes.", callback=readable_ladder, parser=path
+    ),
 ]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Config overrides: key.path=value.", autocompletion=complete_override)
 ]
-RunFolder = Annotated[Path, typer.Argument(help="A run folder.", autocompletion=complete_run)]
+RunFolder = Annotated[Path, typer.Argument(help="A run folder.", autocompletion=complete_run, parser=path)]
 CheckpointFolder = Annotated[
-    Path, typer.Argument(help="A run folder, or a checkpoint in it.", autocompletion=complete_run)
+    Path, typer.Argument(help="A run folder, or a checkpoint in it.", autocompletion=complete_run, parser=path)
 ]
 TensorPrefix = Annotated[str, typer.Option(help="Only tensors whose names start with this prefix.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -81,7 +87,7 @@ PenaltyForm = Annotated[
     Literal["wu", "power"] | None,
     typer.Option(help="Form of that penalty: wu, ((5 + length) / 6)^alpha, or power, length^alpha; default: wu."),
 ]
-Record = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")]
+Record = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.", parser=path)]
 
 
 class CommandWithSettings(TyperCommand):

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from xscale.cli.options import ConfigFile, Json, Overrides
+from xscale.cli.paths import path
 from xscale.core.errors import ConfigError
 
 
@@ -18,7 +19,9 @@ def plan(
     device: Annotated[
         str | None, typer.Option(help="h100, h200, a100 or cpu: estimate step time and check memory.")
     ] = None,
-    draw: Annotated[Path | None, typer.Option(help="Plot the pipeline schedule to a .png or .svg file.")] = None,
+    draw: Annotated[
+        Path | None, typer.Option(help="Plot the pipeline schedule to a .png or .svg file.", parser=path)
+    ] = None,
     memory: Annotated[
         float | None, typer.Option(help="Device memory in GB; without --device only memory is checked.")
     ] = None,

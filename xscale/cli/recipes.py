@@ -7,6 +7,7 @@ import typer
 
 from xscale.cli.complete import complete_key, complete_part_or_recipe, complete_recipe
 from xscale.cli.options import Json, Overrides
+from xscale.cli.paths import path, path_or_pattern
 
 
 def list_parts(
@@ -40,7 +41,9 @@ def explain(
     recipe: Annotated[
         str | None,
         typer.Argument(
-            help="A config or recipe: say where it has the key, and its value.", autocompletion=complete_recipe
+            help="A config or recipe: say where it has the key, and its value.",
+            autocompletion=complete_recipe,
+            parser=path_or_pattern,
         ),
     ] = None,
     overrides: Overrides = None,
@@ -59,9 +62,12 @@ def explain(
 
 def init(
     recipe: Annotated[
-        str, typer.Argument(help="A recipe or variant (`xscale list recipes`).", autocompletion=complete_recipe)
+        str,
+        typer.Argument(
+            help="A recipe or variant (`xscale list recipes`).", parser=path_or_pattern, autocompletion=complete_recipe
+        ),
     ] = "quickstart",
-    out: Annotated[Path | None, typer.Option(help="The YAML file to write; default: RECIPE.yaml.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The YAML file to write; default: RECIPE.yaml.", parser=path)] = None,
 ) -> None:
     """Write a recipe as one commented YAML file to edit. A file that exists is not overwritten."""
     from xscale.commands.recipes import init as run

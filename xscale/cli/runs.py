@@ -7,6 +7,7 @@ import typer
 
 from xscale.cli.complete import complete_run
 from xscale.cli.options import ComparisonFile, Json, LadderFile, Overrides
+from xscale.cli.paths import path, path_or_pattern
 
 
 def compare(
@@ -49,11 +50,13 @@ def report(
         typer.Argument(
             metavar="RUN...",
             help="A run folder; or several, a folder of them, or a pattern.",
+            parser=path_or_pattern,
             autocompletion=complete_run,
         ),
     ],
     output: Annotated[
-        Path | None, typer.Option(help="Write this file, not RUN/report.html, or comparison.html for several runs.")
+        Path | None,
+        typer.Option(help="Write this file, not RUN/report.html, or comparison.html for several runs.", parser=path),
     ] = None,
 ) -> None:
     """Build report.html of a run, finished or not; of several runs, one page that compares them."""

@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 EXIT_DONE = 0
 EXIT_FAULT = 1
@@ -34,6 +35,20 @@ def plain(text: str, limit: int = SENTENCE_CHARACTERS) -> str:
     return cut if len(text) <= limit else f"{cut[:limit]}..."
 
 
+Edit = tuple[str, Any]
+"""Dotted key of a recipe, and a value for it."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A change of a recipe that may end a problem."""
+
+    edits: tuple[Edit, ...]
+    """Keys with their values; an empty key is the one at fault."""
+    further: tuple[Edit, ...] = ()
+    """Edits that must go with them, which the solver has found."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong with the user's request."""
@@ -46,6 +61,8 @@ class Problem:
     """A sentence that says how to fix it."""
     unknown_kind: str = field(default="", compare=False)
     """The name that is no part of the family: another family may have it."""
+    choices: tuple[Choice, ...] = field(default=(), compare=False, repr=False)
+    """Changes that may end it, of which the solver keeps those that do, and says them in `fix`."""
 
     def __str__(self) -> str:
         path, what, fix = plain(self.path), plain(self.what), plain(self.fix)

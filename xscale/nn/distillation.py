@@ -31,6 +31,7 @@ from xscale.nn.auxiliary import attach
 from xscale.nn.init import Init
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module, name_modules
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
@@ -94,7 +95,8 @@ class DistillConfig(Config):
 class WidthMaps(Module):
     """The learned maps from the student's width to that of the teacher, which are used in training alone."""
 
-    seams: ClassVar[tuple[str, ...]] = ("embedding",)
+    beside_stages = True
+    seams: ClassVar[Seams] = {"embedding": Role.ON_FIRST_STAGE}
 
     def __init__(self, width: int, teacher_width: int, std: float, *, embedding: bool, hidden: bool) -> None:
         super().__init__()

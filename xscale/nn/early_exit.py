@@ -23,6 +23,7 @@ from torch import Tensor
 
 from xscale.core.config import Config
 from xscale.core.errors import Problem
+from xscale.nn.signals import Signal
 
 
 class ExitPolicyConfig(Config):
@@ -181,6 +182,10 @@ class EarlyExit:
         leader = predicted.gather(0, latest[None])[0]
         voted = (predicted == leader)[..., None]
         return most, (votes * voted).sum(0) / most[..., None]
+
+
+EARLY_EXIT = Signal[EarlyExit]("early_exit.state")
+"""State of the tokens at the exits of the stack; None: all blocks are computed for every token."""
 
 
 def entropy(logits: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ With diversity (Sun et al. 2021) alpha mean_{j<l} CE(p_l, p_j) is subtracted for
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -20,10 +20,11 @@ from xscale.core.config import Config
 from xscale.core.errors import Problem
 from xscale.nn.auxiliary import attach
 from xscale.nn.dims import Dims
-from xscale.nn.early_exit import EarlyExit, ExitPolicyConfig
-from xscale.nn.head import IGNORE_INDEX, Head
+from xscale.nn.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
+from xscale.nn.head import IGNORE_INDEX, ONLY_LAST_LOGITS, Head
 from xscale.nn.module import Module
 from xscale.nn.norm import Norm
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
@@ -78,6 +79,8 @@ class Prediction:
 class Exit(Module):
     """The norm and the head after one block."""
 
+    seams: ClassVar[Seams] = {"norm": Role.BETWEEN_REGIONS}
+
     def __init__(self, norm: Norm | None, head: Head | None) -> None:
         """`head` None: the model's."""
         super().__init__()
@@ -94,7 +97,12 @@ class Exit(Module):
 class Exits(Module):
     """The exits of a stack, by the number of their block, and the weights of the losses."""
 
-    seams: ClassVar[tuple[str, ...]] = ("sum_over_sequence", "second_targets", "weigh_last", "second")
+    seams: ClassVar[Seams] = {
+        "sum_over_sequence": Role.SUM_OVER_TOKENS,
+        "second_targets": Role.TARGETS_AHEAD,
+        "weigh_last": Role.ON_LAST_STAGE,
+        "second": Role.ON_LAST_STAGE,
+    }
 
     def __init__(
         self, config: ExitsConfig, dims: Dims, norm: Callable[[], Norm], make_head: Callable[[], Head]
@@ -200,21 +208,22 @@ class Exits(Module):
         """Return the state of the tokens of a forward that may leave; None: all blocks are computed for every token."""
         since, policy = self.config.self_sampling, self.config.policy
         if since is None or policy is None or tokens.forward.target_weight is None or progress_of(tokens) < since:
-            return tokens.early_exit
+            return tokens.get(EARLY_EXIT)
         return EarlyExit(policy)
 
     @torch.no_grad()
     def leave(self, layer: int, x: Tensor, tokens: Tokens, prediction: Prediction, leaving: EarlyExit) -> None:
         """Let tokens leave after block `layer`, whose output is x [B, M + T, D]."""
         if str(layer) in self.at:
-            logits = self.at[str(layer)](x, None, replace(tokens, only_last_logits=False), prediction)
+            logits = self.at[str(layer)](x, None, tokens.with_signals({ONLY_LAST_LOGITS: False}), prediction)
             leaving.observe(layer + 1, logits, tokens, causal=self.causal)
 
     def logits(self, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
         """Return the logits [B, T, V] of tokens that may have left; x [B, M + T, D] is the output of the stack."""
-        assert tokens.early_exit is not None, "no token can leave"
-        every = replace(tokens, only_last_logits=False)
-        return tokens.early_exit.finish(self.depth, lambda: prediction.head(x, None, every))
+        leaving = tokens.get(EARLY_EXIT)
+        assert leaving is not None, "no token can leave"
+        every = tokens.with_signals({ONLY_LAST_LOGITS: False})
+        return leaving.finish(self.depth, lambda: prediction.head(x, None, every))
 
     def is_trained(self, layer: int, tokens: Tokens) -> bool:
         """Whether the exit after block `layer` has a loss at this step of the run."""
@@ -246,7 +255,7 @@ class Exits(Module):
         alpha, targets, earlier = self.config.diversity, prediction.targets, prediction.log_probabilities
         if not alpha or targets is None or tokens.forward.target_weight is None:
             return x
-        every = replace(tokens, only_last_logits=False)
+        every = tokens.with_signals({ONLY_LAST_LOGITS: False})
         logits = prediction.head(x, None, every) if part is None else part(x, None, every, prediction)
         log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)  # [B, T, V]
         is_target = targets != IGNORE_INDEX

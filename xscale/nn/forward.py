@@ -3,7 +3,8 @@
 It travels as `Tokens.forward`, one object for the tokens of a model and of its source.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -111,3 +112,5 @@ class Forward:
     """State of each mixer by its path during generation (KV cache); None otherwise."""
     states: InnerStates | None = None
     """Gets the states of the model as they arise, for distillation; None: nothing does."""
+    signals: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Value of each signal of a part that belongs to no token, by its key (`xscale.nn.signals`)."""

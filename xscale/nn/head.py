@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.nn.auxiliary import attach
-from xscale.nn.boundary_head import BoundaryHead
+from xscale.nn.boundary_head import BOUNDARIES, BoundaryHead
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import Activation, activation
 from xscale.nn.init import ZEROS
@@ -16,6 +16,8 @@ from xscale.nn.linear import Embedding, Linear
 from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm
 from xscale.nn.pooler import SentenceHead
+from xscale.nn.roles import Role, Seams
+from xscale.nn.signals import Signal
 from xscale.nn.tokens import Tokens
 from xscale_kernels.linear_cross_entropy.op import linear_cross_entropy
 
@@ -38,10 +40,21 @@ IGNORE_INDEX = -100
 """A target with this value is ignored."""
 
 
+ONLY_LAST_LOGITS = Signal[bool]("head.only_last_logits")
+"""Whether the head returns the logits of the last token alone, [B, 1, V], as generation reads them."""
+
+
 class Head(Module):
     """Hidden states to logits; with `tied` the embedding's table is the weight (Press and Wolf 2017)."""
 
-    seams: ClassVar[tuple[str, ...]] = ("cross_entropy", "prediction_loss")
+    seams: ClassVar[Seams] = {
+        "transform": Role.IN_REGION,
+        "boundary": Role.IN_REGION,
+        "sentence": Role.IN_REGION,
+        "globals": Role.GLOBAL_TOKENS,
+        "cross_entropy": Role.VOCABULARY_LOSS,
+        "prediction_loss": Role.PREDICTION_LOSS,
+    }
     weight: Parameter
 
     def __init__(
@@ -101,7 +114,7 @@ class Head(Module):
         x = x[:, self.globals :]
         if self.boundary is not None and targets is not None and tokens is not None:
             x = self._attach_boundary_loss(self.boundary, x, targets, tokens)
-        if tokens is not None and tokens.only_last_logits and targets is None:
+        if tokens is not None and tokens.get(ONLY_LAST_LOGITS) and targets is None:
             x = x[:, -1:]
         if self.transform is not None:
             x = self.transform(x)
@@ -131,7 +144,7 @@ class Head(Module):
     def _attach_boundary_loss(self, boundary: BoundaryHead, x: Tensor, targets: Tensor, tokens: Tokens) -> Tensor:
         """Return x [B, T, D] with the loss of the targets attached that the boundary head predicts."""
         forward = tokens.forward
-        if tokens.boundaries is None or forward.target_weight is None:
+        if tokens.get(BOUNDARIES) is None or forward.target_weight is None:
             return x
         predictions = boundary(x, tokens)  # [B, T, D]
         loss = self.cross_entropy(predictions.flatten(0, 1), self.use(self.weight), targets.flatten())

@@ -5,6 +5,8 @@
 H_0 [B, S, D] are the encoder's embeddings and H_i the hidden states after its block i; W [M, N + 1] is learned.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -12,12 +14,14 @@ from torch.nn import Parameter
 from xscale.nn.init import ZEROS
 from xscale.nn.module import Module
 from xscale.nn.random import reseed
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
 class LayerMix(Module):
     """A mix of the encoder's layers for each block of a decoder."""
 
+    seams: ClassVar[Seams] = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
     weight: Parameter
 
     def __init__(self, states: int, blocks: int, dropout: float) -> None:

@@ -25,6 +25,7 @@ from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm
+from xscale.nn.roles import Role, Seams
 from xscale.nn.stack import Stack, StackConfig
 from xscale.nn.tokens import Tokens
 
@@ -38,6 +39,12 @@ class MtpConfig(Config):
 
 class MtpModule(Module):
     """One module: the states of the module before and the embeddings of tokens ahead -> its states."""
+
+    seams: ClassVar[Seams] = {
+        "hidden_norm": Role.BETWEEN_REGIONS,
+        "embedding_norm": Role.BETWEEN_REGIONS,
+        "project": Role.BETWEEN_REGIONS,
+    }
 
     def __init__(self, stack: StackConfig, dims: Dims) -> None:
         """`stack` is that of the model."""
@@ -58,7 +65,8 @@ class MtpModule(Module):
 class MultiToken(Module):
     """The modules, whose losses are attached to the output of the model's stack in training."""
 
-    seams: ClassVar[tuple[str, ...]] = ("ahead", "embed_ahead")
+    beside_stages = True
+    seams: ClassVar[Seams] = {"ahead": Role.TOKENS_AHEAD, "embed_ahead": Role.EMBEDDING_OF_IDS}
 
     def __init__(self, config: MtpConfig, stack: StackConfig, dims: Dims) -> None:
         """`stack` is that of the model."""

@@ -23,6 +23,7 @@ from xscale.nn.forward import Stats
 from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.module import Part
 from xscale.nn.post_step import PostStepState, WeightWriter
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 from xscale_kernels.layernorm.op import layernorm
 from xscale_kernels.rmsnorm.op import rmsnorm
@@ -172,7 +173,7 @@ def check_places(config: Any, path: str) -> list[Problem]:
 class BatchStatisticsNorm(Norm):
     """A norm with a gain, a bias and running statistics; rows are tokens that are no padding, [N, D]."""
 
-    seams: ClassVar[tuple[str, ...]] = ("sum_over_batch",)
+    seams: ClassVar[Seams] = {"sum_over_batch": Role.SUM_OVER_BATCH}
     keeps_precision = True
     averages_tokens = True
     averages_text = True

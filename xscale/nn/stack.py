@@ -13,7 +13,7 @@ from xscale.core.errors import Problem
 from xscale.nn.attention.core import share_layer_tables
 from xscale.nn.block import ENDS_IN_NORM, NORMLESS, Block, BlockConfig, SublayerConfig
 from xscale.nn.dims import Dims
-from xscale.nn.early_exit import EarlyExit
+from xscale.nn.early_exit import EARLY_EXIT, EarlyExit
 from xscale.nn.edges import HandedOn, read_first_values
 from xscale.nn.exits import Exits, ExitsConfig, Prediction, no_exits
 from xscale.nn.ffn.ffn import FFNS, Ffn
@@ -30,6 +30,7 @@ from xscale.nn.quaternion import LinearMaps, use_quaternions
 from xscale.nn.random import reseed
 from xscale.nn.recurrent_depth import Halting, HaltingConfig, step_signal
 from xscale.nn.reversible import Streams, upcast_copy
+from xscale.nn.roles import Role, Seams
 from xscale.nn.sequence_pooling import SequencePooling, SequencePoolingConfig, token_fractions
 from xscale.nn.sharing import Share, share_sublayers
 from xscale.nn.stack_checks import check_blocks_together
@@ -107,10 +108,17 @@ class StackConfig(Config):
 class Stack(Module):
     """[B, T, D] -> [B, T, D], with the final norm that pre-norm needs. Blocks keep their index on every layout."""
 
-    seams: ClassVar[tuple[str, ...]] = (
-        "run_block", "norm", "position", "core_tables", "position_tables", "shared", "first_handed_on",
-        "second_stream", "output",
-    )  # fmt: skip
+    seams: ClassVar[Seams] = {
+        "run_block": Role.BLOCK_CALL,
+        "norm": Role.BETWEEN_REGIONS,
+        "position": Role.IN_REGION,
+        "core_tables": Role.IN_REGION,
+        "position_tables": Role.BETWEEN_REGIONS,
+        "shared": Role.SHARED_BY_BLOCKS,
+        "first_handed_on": Role.HANDED_ON,
+        "second_stream": Role.SECOND_STREAM,
+        "output": Role.LAST_OUTPUT,
+    }
 
     def __init__(
         self,
@@ -343,7 +351,7 @@ class Stack(Module):
 
 def predict(stack: nn.Module, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
     """Return what the model's head makes of the output x [B, T, D] of its stack: logits, or the summed loss."""
-    if tokens.early_exit is not None and prediction.targets is None and isinstance(stack, Stack) and stack.exits:
+    if tokens.get(EARLY_EXIT) is not None and prediction.targets is None and isinstance(stack, Stack) and stack.exits:
         return stack.exits.logits(x, tokens, prediction)
     if isinstance(stack, Stack) and stack.exits is not None:
         x = stack.exits.attach_second(x, tokens, prediction)

@@ -1,36 +1,16 @@
 """Per-token inputs of every module besides hidden states: ids, positions, documents, and the forward of them all."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
-from xscale.nn.early_exit import EarlyExit
 from xscale.nn.forward import Forward
 from xscale.nn.forward import Stats as Stats
-from xscale.nn.signals import BATCH, KEYS, TARGETS, TOKENS, TokenAxes, axes
+from xscale.nn.signals import BATCH, KEYS, TARGETS, TOKENS, Signal, T, TokenAxes, axes, former_field
 from xscale_kernels.packed_attention import DocumentSpans, find_document_spans
-
-
-class Predictions:
-    """Predicted classes or scores of a micro-batch of an evaluation, with their targets and places."""
-
-    def __init__(self, places: Tensor) -> None:
-        """`places` [B, T, 2]: the number of each target's sample, and its index there."""
-        self._places = places
-        self._rows: list[Tensor] = []
-
-    def add(self, predicted: Tensor, targets: Tensor, is_target: Tensor) -> None:
-        """Add the predictions and targets, both [B, T], where there is a target."""
-        # In double precision all of them are exact: classes and places are integers below 2**53.
-        rows = (*self._places.unbind(-1), predicted.detach(), targets)
-        self._rows.append(torch.stack([row.double() for row in rows])[:, is_target])
-
-    def rows(self) -> Tensor:
-        """Return sample, index, prediction and target [4, N], in double precision, on the CPU."""
-        return torch.cat(self._rows, 1).cpu() if self._rows else torch.zeros(4, 0, dtype=torch.float64)
 
 
 class SharedValues:
@@ -88,17 +68,6 @@ FORWARD_FIELDS = frozenset(each.name for each in fields(Forward))
 
 
 @dataclass(frozen=True)
-class Gating:
-    """Inputs of the gates of a stack beside the hidden states (`xscale.nn.gates`)."""
-
-    budgets: Tensor
-    """[B] index of each sequence's budget."""
-    noise: Tensor | None = None
-    """Standard deviation of the gates' noise, a scalar tensor, which no compiled graph takes for a constant; None:
-    there is no noise."""
-
-
-@dataclass(frozen=True)
 class Tokens:
     """One micro-batch of tokens."""
 
@@ -113,39 +82,16 @@ class Tokens:
     among packed documents."""
     types: Tensor | None = field(default=None, metadata=axes(BATCH, TOKENS))
     """[B, T] type of each token (its segment, Devlin et al. 2019); None: every token has the first type."""
-    labels: Tensor | None = field(default=None, metadata=axes(BATCH))
-    """[B] class of each sequence, for the loss of a sentence head; None: there is none."""
-    boundaries: Tensor | None = field(default=None, metadata=axes(BATCH, TARGETS, "ends", counts_tokens=True))
-    """[B, T, 2] places of the tokens before and after the masked span of each token, for a boundary head; those of a
-    token in no span are its own place. None: there are no spans."""
-    sentences: Tensor | None = field(default=None, metadata=axes(BATCH, "sentences", "words"))
-    """[B, K, N] ids of the masked sentences of each sequence, as they were, for a contrastive loss; None: none."""
-    sentence_globals: Tensor | None = field(default=None, metadata=axes(BATCH, "sentences"))
-    """[B, K] index of the global token of each of these sentences."""
-    sentence_weight: float = 0.0
-    """Weight of the contrastive loss beside the loss of the tokens."""
     prefix: Tensor | None = field(default=None, metadata=axes(BATCH, TOKENS))
     """[B, T], whether each token is of its document's prefix, which all tokens of the document see (a prefix language
     model); None: there is no prefix, and the model's order decides."""
-    observed: Tensor | None = field(default=None, metadata=axes(BATCH, TOKENS, KEYS))
-    """[B, T, T], whether each query (row) observes each token, in the self-attention of a disentangled decoder (Kasai
-    et al. 2020); None: it observes all."""
-    content: Tensor | None = field(default=None, metadata=axes(BATCH, TOKENS, "width"))
-    """[B, T, D] embeddings of the tokens, of which each self-attention of a disentangled decoder makes its keys and
-    values; None: they are of the hidden states, as the queries are."""
     global_tokens: int = 0
     """Tokens before the text that have no ids (global tokens); a shard has those of its sequence."""
     pooled_from: int | None = None
     """Tokens of the sequence of which these are windows, in a stack that has shortened it: a difference of indices is
     no distance. None: these are the tokens."""
-    predictions: Predictions | None = None
-    """Collects what a head of classes predicts; None: not collected."""
-    only_last_logits: bool = False
-    """Whether the head returns the logits of the last token alone, [B, 1, V], as generation reads them."""
-    early_exit: EarlyExit | None = None
-    """State of the tokens at the exits of the stack; None: all blocks are computed for every token."""
-    gating: Gating | None = None
-    """Budgets of the sequences, for the gates of the sublayers; None: a stack with gates draws them."""
+    carried: Mapping[str, tuple[TokenAxes, Tensor]] = field(default_factory=dict, hash=False)
+    """Axes and tensor of each signal of a part, by its key; read them with `get`, and set them with `with_signals`."""
     forward: Forward = field(default_factory=Forward)
     """The forward in which they are read, as a whole: its seed, weights of losses, statistics and cache."""
     shared_values: SharedValues = field(default_factory=SharedValues, compare=False, repr=False)
@@ -163,13 +109,6 @@ class Tokens:
     def documents_of_sequence(self) -> Tensor | None:
         """Return the documents [B, T] of all tokens of the sequences, of which these may be a shard."""
         return self.documents
-
-    @property
-    def contrasts_sentences(self) -> bool:
-        """Whether there are masked sentences and a contrastive loss of them, which evaluation has not."""
-        return self.sentences is not None and (
-            self.forward.aux_loss_weight is not None or self.forward.stats is not None
-        )
 
     def further_loss_weight(self) -> float:
         """Return the factor of the losses of heads beside the model's own, which belong to the objective's loss: 1; in
@@ -200,14 +139,21 @@ class Tokens:
             return about.select(value, (BATCH,), samples)
 
         changes: dict[str, Any] = {"padding": None, "documents": None, "shared_values": SharedValues()}
-        if self.gating is not None:
-            changes["gating"] = replace(self.gating, budgets=self.gating.budgets[samples])
         return self.map_fields(cut, **changes)
 
     @staticmethod
-    def from_ids(ids: Tensor, documents: Tensor | None = None, **more_fields: Any) -> "Tokens":
+    def from_ids(
+        ids: Tensor,
+        documents: Tensor | None = None,
+        *,
+        signals: Mapping[Signal[Any], Any] | None = None,
+        **more_fields: Any,
+    ) -> "Tokens":
         """Tokens [B, T] at positions 0, 1, 2 ... from the start of each document. `more_fields` are those of `Tokens`,
-        or of its `Forward`, which are put there."""
+        or of its `Forward`, which are put there; `signals` the values of signals of parts."""
+        for name in more_fields:
+            if sentence := former_field(name):
+                raise TypeError(f"{sentence}; here it is in `signals`")
         of_forward = {name: more_fields.pop(name) for name in FORWARD_FIELDS if name in more_fields}
         if of_forward:
             more_fields["forward"] = replace(more_fields.get("forward", Forward()), **of_forward)
@@ -217,7 +163,8 @@ class Tokens:
             fresh[:, 1:] = documents[:, 1:] != documents[:, :-1]
             starts = torch.where(fresh, count, 0).cummax(dim=1).values
             count = count - starts
-        return Tokens(ids=ids, positions=count, documents=documents, **more_fields)
+        tokens = Tokens(ids=ids, positions=count, documents=documents, **more_fields)
+        return tokens.with_signals(signals) if signals else tokens
 
     def with_forward(self, **changes: Any) -> Self:
         """Return a copy with changes to the fields of its `forward`."""
@@ -229,11 +176,7 @@ class Tokens:
             # Parts outside this repository read a field of the forward off the tokens, as it once was.
             if name in FORWARD_FIELDS:
                 return getattr(self.forward, name)
-            raise AttributeError(f"tokens have no '{name}'")
-
-    def with_gating(self, gating: Gating) -> "Tokens":
-        """Return a copy with the budgets of the sequences."""
-        return replace(self, gating=gating)
+            raise AttributeError(former_field(name) or f"tokens have no '{name}'")
 
     def with_global_tokens(self, count: int) -> "Tokens":
         """Prepend `count` positions without token ids (global tokens); they count from 0, and the text after them."""
@@ -267,20 +210,38 @@ class Tokens:
             self.sample_lengths()
         return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def tensors(self) -> dict[str, tuple[Tensor, TokenAxes]]:
-        """Return each field that has axes and a tensor, by its name."""
-        declared = {each.name: each.metadata["axes"] for each in fields(self) if "axes" in each.metadata}
-        return {name: (value, about) for name, about in declared.items() if (value := getattr(self, name)) is not None}
+    def get(self, signal: Signal[T]) -> T | None:
+        """Return the value of a part's signal; None: nobody has set it."""
+        if signal.axes is None:
+            of_forward: T | None = self.forward.signals.get(signal.key)
+            return of_forward
+        carried: Any = self.carried.get(signal.key)
+        value: T | None = None if carried is None else carried[1]
+        return value
+
+    def with_signals(self, values: Mapping[Signal[Any], Any]) -> Self:
+        """Return a copy with these values of signals of parts; None: it has none of that signal."""
+        carried, of_forward = dict(self.carried), dict(self.forward.signals)
+        for signal, value in values.items():
+            if signal.axes is None:
+                of_forward[signal.key] = value
+            elif value is None:
+                carried.pop(signal.key, None)
+            else:
+                carried[signal.key] = (signal.axes, value)
+        return replace(self, carried=carried, forward=replace(self.forward, signals=of_forward))
 
     def map_fields(self, function: Callable[[Tensor, TokenAxes], Tensor], **changes: Any) -> Self:
-        """Apply a function of tensor and axes to each field that has them, and make `changes` to other fields.
+        """Apply a function of tensor and axes to each field and signal that has them, and make `changes` to fields.
 
-        Whatever maps, shards, pools or cuts the tokens goes through here, so that no field is forgotten.
+        Whatever maps, shards, pools or cuts the tokens goes through here, so that nothing is forgotten.
         """
-        mapped: dict[str, Any] = {
-            name: function(*field) for name, field in self.tensors().items() if name not in changes
-        }
-        return replace(self, **mapped, **changes)
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if "axes" in each.metadata and value is not None and each.name not in changes:
+                changes[each.name] = function(value, each.metadata["axes"])
+        carried = {key: (about, function(value, about)) for key, (about, value) in self.carried.items()}
+        return replace(self, carried=carried, **changes)
 
     def map_tensors(self, function: Callable[[Tensor], Tensor], **changes: Any) -> Self:
         """Apply a function to the tensor of each field that has one, whatever its axes."""

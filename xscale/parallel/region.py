@@ -106,6 +106,8 @@ class TensorRegion:
     """Sequence parallelism: activations outside regions are sharded along the sequence (Korthikanti et al. 2022)."""
     experts_replicated: bool = False
     """Whether experts are not sharded over tp."""
+    regathers: Callable[[str], bool] = lambda path: False
+    """Whether the sublayer at a path all-gathers its input again in backward, rather than save it."""
 
     @property
     def count(self) -> int:
@@ -114,6 +116,10 @@ class TensorRegion:
     @property
     def rank(self) -> int:
         return self.group.rank()
+
+    def first_of(self, count: int) -> int:
+        """Return the index of this rank's first of `count` heads, or hidden units, of all ranks."""
+        return self.rank * count // self.count
 
     def enter(self, x: Tensor, tokens: Tokens) -> Tensor:
         """All-gather (sequence parallelism) or copy an activation into a region: [B, T/R or T, D] -> [B, T, D].

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from xscale_launch import command, plan_query, profile, snapshot, status
 from xscale_launch.env import environment, for_submission
-from xscale_launch.files import remove_file, write_private
+from xscale_launch.files import make_run_folder, remove_file, write_private, write_run_file
 from xscale_launch.local import say
+from xscale_launch.paths import path_argument
 from xscale_launch.slurm import check_request, queue, script, sweep
 from xscale_launch.slurm.job import Job, check_job, record_job, submitted_jobs
 from xscale_launch.slurm.save_deadline import with_save_deadline
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `xscale launch slurm`."""
     command.add_config(parser)
     parser.add_argument("--cluster", help="profile of clusters.toml; default: the one named by `default`")
-    parser.add_argument("--clusters", metavar="FILE", help="file with the profiles")
+    parser.add_argument("--clusters", type=path_argument, metavar="FILE", help="file with the profiles")
     for name, kind in FIELDS.items():
         choices = profile.STARTS if name == "start" else None
         parser.add_argument(
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sweep", action="append", default=[], metavar="KEY=A,B", help="one run for each value")
     parser.add_argument(
         "--members",
-        type=Path,
+        type=path_argument,
         metavar="FILE",
         help="JSON: name of each run -> its list of overrides, in place of --sweep",
     )
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--at-once", type=int, default=0, metavar="K", help="maximum number of sweep members that run at the same time"
     )
     parser.add_argument(
-        "--with-code", type=Path, nargs="+", default=[], help="your own modules to copy into the run folder"
+        "--with-code", type=path_argument, nargs="+", default=[], help="your own modules to copy into the run folder"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the batch script without submitting it")
 
@@ -107,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
         snapshot.config(folder, resolved)
     prepare(top)
     if members:
-        (top / "launch" / "members.txt").write_text("".join(f"{folder}\n" for folder in folders))
+        write_run_file(top / "launch" / "members.txt", "".join(f"{folder}\n" for folder in folders))
     snapshot.code(top, options.with_code)
     write_private(job.script, text)
     ids = submit_script(job, options.after, options.chain)
@@ -212,8 +213,12 @@ def require_idle(run: Path) -> None:
 
 
 def prepare(run: Path) -> None:
-    """Create the launcher's folders in the run folder, and delete the result of an earlier submission."""
-    (run / "launch" / "output").mkdir(parents=True, exist_ok=True)
+    """Create the launcher's folders in the run folder, and delete the result of an earlier submission.
+
+    `LaunchError` where one of them is a link: Slurm and the batch script would write to where it leads.
+    """
+    make_run_folder(run, "launch", "output")
+    make_run_folder(run, "launch", "attempts")
     for name in ("over", "crashes", "bad_nodes"):
         remove_file(run / "launch", name)
 

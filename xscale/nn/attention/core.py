@@ -131,6 +131,17 @@ class Core(Part, PostStepState):
         return (self.causal or documents) and not self.counts_keys
 
     @property
+    def layout_block(self) -> int | None:
+        """Tokens of a block of `block_layout`; None: it has no such layout."""
+        return None
+
+    @property
+    def unsummable_state(self) -> str | None:
+        """Why the states of a sequence's shards cannot be summed for the style scan; None: they can, or are carried on
+        by a transition."""
+        return None
+
+    @property
     def transition_size(self) -> int:
         """Numbers of a head's state and of the matrix that takes it on, which shards of a sequence send for the style
         scan; 0: the state is a sum over the tokens, and they send it alone."""

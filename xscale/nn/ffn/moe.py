@@ -31,6 +31,7 @@ from xscale.nn.moe.router.router import ROUTERS, Router, RouterDims
 from xscale.nn.moe.router.topk import TopKRouter
 from xscale.nn.moe.statistics import record_stats
 from xscale.nn.random import hash63
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 from xscale_kernels.permute.op import permute, unpermute
 from xscale_kernels.torch_private import calls_directly
@@ -75,7 +76,11 @@ class Moe(Ffn):
         """Let later tokens decide how a causal model's token is routed or whether it is dropped."""
 
     averages_tokens = True
-    seams: ClassVar[tuple[str, ...]] = ("dispatch", "dispatch_plan", "apply_experts")
+    seams: ClassVar[Seams] = {
+        "dispatch": Role.DISPATCH,
+        "dispatch_plan": Role.ROUTING,
+        "apply_experts": Role.EXPERT_CALLS,
+    }
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()

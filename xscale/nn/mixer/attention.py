@@ -10,16 +10,18 @@ from torch import Tensor
 from xscale.core.config import Slot
 from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention.core import CORES, Core
-from xscale.nn.attention.ops.mask import AttentionMask, ScoreEdge
+from xscale.nn.attention.ops.mask import OBSERVED, AttentionMask, ScoreEdge
 from xscale.nn.attention.ops.without_padding import attend_text
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
+from xscale.nn.mixer.attention_heads import AttentionHeads
 from xscale.nn.mixer.kv_cache import KvCache
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
 from xscale.nn.norm import NORMS, Norm
 from xscale.nn.position.pairs import Pairs, PositionPairs
 from xscale.nn.position.position import POSITIONS, Position, PositionTerms
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
@@ -27,7 +29,7 @@ from xscale.nn.tokens import Tokens
     "attention",
     traits=MixerTraits(causal=True, bidirectional=True, cross=True, documents=True, decode=True, prefix=True),
 )
-class Attention(Mixer):
+class Attention(AttentionHeads):
     class Config(Mixer.Config):
         heads: int = Field(default=8, ge=1)
         """H, query heads."""
@@ -62,7 +64,12 @@ class Attention(Mixer):
                 object.__setattr__(self, "shared_qk", False)
             return self
 
-    seams: ClassVar[tuple[str, ...]] = ("attend", "attend_input", "make_mask", "norm_all_heads")
+    seams: ClassVar[Seams] = {
+        "attend": Role.ATTENTION,
+        "attend_input": Role.OBSERVED_INPUT,
+        "make_mask": Role.ATTENTION_MASK,
+        "norm_all_heads": Role.NORM_OVER_HEADS,
+    }
     cores: ClassVar[tuple[str, ...] | None] = None
     """Kinds of the cores that the mixer can hold; None: any."""
     shards_sequence: ClassVar[bool] = True
@@ -270,21 +277,6 @@ class Attention(Mixer):
     def previous_score_heads(self) -> int:
         return self.core.previous_score_heads
 
-    @property
-    def query_channels(self) -> int:
-        """H * K, of all ranks."""
-        return self.q.weight.shape[0]
-
-    @property
-    def key_channels(self) -> int:
-        """G * K, of all ranks."""
-        return self.key_projection.weight.shape[0]
-
-    @property
-    def key_projection(self) -> Linear:
-        """The projection of the keys."""
-        return self.q if self.k is None else self.k
-
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], -1, self.head_width).transpose(1, 2)  # [B, H, T, K]
 
@@ -343,7 +335,7 @@ class Attention(Mixer):
                 key_padding=key_tokens.padding,
                 query_padding=tokens.padding,
                 key_prefix=key_tokens.prefix,
-                observed=None if self.cross else tokens.observed,
+                observed=None if self.cross else tokens.get(OBSERVED),
                 dropout=0.0 if tokens.forward.rng_seed is None else self.dropout,
                 shared_qk=self.shared_qk,
                 stats=tokens.forward.stats,

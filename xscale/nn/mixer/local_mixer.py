@@ -12,13 +12,14 @@ from torch import Tensor
 
 from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.module import Module
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
 class NeighbourReader(Module):
     """A module whose output for a token depends on a few tokens around it."""
 
-    seams: ClassVar[tuple[str, ...]] = ("with_neighbours",)
+    seams: ClassVar[Seams] = {"with_neighbours": Role.NEIGHBOURS}
     left: int
     """Tokens that are read before each token."""
     right: int = 0

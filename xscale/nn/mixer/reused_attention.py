@@ -17,6 +17,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.mixer.mixer import MIXERS, MixerTraits
 from xscale.nn.mixer.synthesizer import ValueCache
 from xscale.nn.mixer.value_mixer import ValueMixer
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
@@ -33,7 +34,7 @@ class ReusedAttention(ValueMixer):
         dropout: float = Field(default=0.0, ge=0, lt=1)
         """Dropout probability of the attention weights; the paper has none, as the layers share one map."""
 
-    seams: ClassVar[tuple[str, ...]] = ("attend",)
+    seams: ClassVar[Seams] = {"attend": Role.REUSED_ATTENTION}
     needs_previous_scores: ClassVar[bool] = True
     shards_sequence: ClassVar[bool] = True
 

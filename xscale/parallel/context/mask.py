@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.attention.ops.mask import OBSERVED, AttentionMask
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.position.pairs import Pairs
 from xscale.nn.position.position import Position, PositionTerms
@@ -120,7 +120,7 @@ class ShardedMaskBuilder:
             causal=attention.causal,
             documents=documents,
             hides_padding=attention.core.hides_padding(documents),
-            observed=None if attention.cross else tokens.full.observed,
+            observed=None if attention.cross else tokens.full.get(OBSERVED),
             dropout=0.0 if tokens.forward.rng_seed is None else attention.dropout,
             shared_qk=attention.shared_qk,
             query_shard=tokens,

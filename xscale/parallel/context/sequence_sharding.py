@@ -1,7 +1,6 @@
 """Sharding of a sequence over the ranks of cp, the shard of tokens that one of them has, and its dropout masks."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,8 +111,9 @@ class TokenShard(Tokens):
         if not count:
             return self
         full = self.full.with_global_tokens(count)
-        local: dict[str, Any] = {name: value for name, (value, _) in _cut(full, self.sharding).tensors().items()}
-        return replace(self, **local, global_tokens=count, shared_values=SharedValues(), full=full)
+        resharded = shard_tokens(full, self.sharding, self.targets)
+        # The weights of losses, and what was set since the text was sharded, are this shard's.
+        return replace(resharded, forward=self.forward, carried={**self.carried, **resharded.carried})
 
     def fraction(self) -> float:
         """1 / the ranks of cp."""
