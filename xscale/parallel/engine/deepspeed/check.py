@@ -6,8 +6,6 @@ from torch import nn
 
 from xscale.core.errors import Problem
 from xscale.mesh.axes import Degrees
-from xscale.nn.residual_gain import ResidualGain
-from xscale.nn.simplex import Simplex
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 
 TORCH = "Use parallel.zero.engine=torch"
@@ -30,12 +28,6 @@ def check(config: ParallelConfig, precision: PrecisionConfig, degrees: Degrees, 
 
 def check_model(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
     """Problems of a model on meta."""
-    if config.zero.engine == "deepspeed" and (projected := _projected(model)):
-        what = f"{projected} is projected onto the simplex after each step, and DeepSpeed keeps its own copy"
-        return [Problem(f"{path}.zero.engine", what, f"{TORCH}, or the mixer attention.")]
-    if config.zero.engine == "deepspeed" and any(isinstance(module, ResidualGain) for module in model.modules()):
-        what = "placement 'admin' sets gains by a pass before the first step, and DeepSpeed keeps its own copy"
-        return [Problem(f"{path}.zero.engine", what, f"{TORCH}, or placement=post.")]
     fixed = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if config.zero.engine == "torch" or config.zero.stage < 3 or not fixed:
         return []
@@ -43,11 +35,6 @@ def check_model(model: nn.Module, config: ParallelConfig, path: str) -> list[Pro
     without = "bias_update_rate, the core routing_transformer, trainable=false"
     fix = f"Use stage 1 or 2, a model without it ({without}), or {TORCH.lower()}."
     return [Problem(f"{path}.zero.stage", what, fix)]
-
-
-def _projected(model: nn.Module) -> str | None:
-    """Return the first parameter that is projected after each step; None without one."""
-    return next((f"{path}.weight" for path, module in model.named_modules() if isinstance(module, Simplex)), None)
 
 
 def _layout(config: ParallelConfig, degrees: Degrees, path: str) -> list[Problem]:
