@@ -354,6 +354,70 @@ REFUSALS: dict[str, tuple[str, Sections, int]] = {
         },
         2,
     ),
+    "prefetch at stage 2": (
+        "zero can be configured so",
+        {"parallel": {"mesh": {"dp_shard": 2}, "zero": {"stage": 2, "prefetch": 1}}},
+        2,
+    ),
+    "DeepSpeed at stage 0": (
+        "zero can be configured so",
+        {"parallel": {**DEEPSPEED, "zero": {"engine": "deepspeed", "stage": 0}}},
+        2,
+    ),
+    "DeepSpeed in float64": (
+        "zero can be configured so",
+        {"parallel": DEEPSPEED, "precision": {"compute": "float64", "master": "float64"}},
+        2,
+    ),
+    "torch that offloads": ("zero can be configured so", {"parallel": {"zero": {"offload": {"optimizer": "cpu"}}}}, 1),
+    "selective recomputation of nothing": (
+        "activation checkpointing can be configured so",
+        {"parallel": {"recompute": {"granularity": "selective"}}},
+        1,
+    ),
+    "offloaded inputs of nothing": (
+        "activation checkpointing can be configured so",
+        {"parallel": {"recompute": {"offload": True}}},
+        1,
+    ),
+    "reversible blocks that recompute": (
+        "activation checkpointing can be applied to the model",
+        {"model": decoder(residual="reversible"), "parallel": {"recompute": {"every": 1}}},
+        1,
+    ),
+    "experts that there are none of": (
+        "expert can be applied to the model",
+        {"parallel": {"mesh": {"dp_shard": 2, "ep": 2}}},
+        2,
+    ),
+    "experts that ep does not divide": (
+        "expert can be applied to the model",
+        {
+            "model": decoder(ffn={"kind": "moe", "experts": 4}),
+            "parallel": {"mesh": {"dp_shard": 3, "ep": 3}},
+            "train": {"batch_size": 6},
+        },
+        3,
+    ),
+    "a scaled loss of bfloat16": (
+        "precision can be configured so",
+        {"precision": {"compute": "bfloat16", "loss_scale": {"initial": 1024.0}}},
+        1,
+    ),
+    "a float8 kernel for nothing": (
+        "float8 can be applied to the model",
+        {"precision": {"float8_kernel": "emulated"}},
+        1,
+    ),
+    "float8 of float32": ("float8 can be applied to the model", {"precision": {"float8": "tensor"}}, 1),
+    "an interleaved schedule of odd micro-batches": (
+        "schedule_has_its_micro_batches",
+        {
+            "parallel": {"mesh": {"pp": 2}, "pipeline": {"schedule": "interleaved_1f1b"}},
+            "train": {"batch_size": 6, "micro_batch_size": 2},
+        },
+        2,
+    ),
     "a batch that does not divide": (
         "micro_batches_divide_the_batch",
         {"train": {"batch_size": 6, "micro_batch_size": 4}},

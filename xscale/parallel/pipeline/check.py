@@ -193,8 +193,10 @@ def check_micro_batches(config: ParallelConfig, micros: int, path: str) -> list[
     name = config.pipeline.schedule
     if name == "interleaved_1f1b" and micros % pp:
         what = f"'{name}' takes micro-batches in rounds of pp={pp}, and a step has {micros} per rank"
-        return [Problem(where, what, f"Make it a multiple of {pp} by train.batch_size or micro_batch_size, or 1f1b.")]
+        fix = f"Or make it a multiple of {pp} by train.batch_size or train.micro_batch_size."
+        return [Problem(where, what, fix, choices=take("1f1b"))]
     if name == "dualpipe_v" and micros < 2 * pp:
         what = f"'{name}' needs at least as many micro-batches as stages, {2 * pp}, and a step has {micros} per rank"
-        return [Problem(where, what, "Take a larger train.batch_size or a smaller micro_batch_size, or zbv.")]
+        fix = "Or take a larger train.batch_size or a smaller train.micro_batch_size."
+        return [Problem(where, what, fix, choices=take("zbv"))]
     return []
