@@ -25,10 +25,9 @@ def followed(recipe: Recipe, *overrides: str) -> Recipe:
     return decode(Recipe, composed.data)
 
 
-def problems_of(recipe: Recipe, world: int) -> list[Problem]:
-    """Problems on as many ranks, or on the fewest of a mesh that these do not fit."""
-    mesh = recipe.parallel.mesh
-    return unsolved(recipe, axes.min_world_size(mesh) if axes.check(mesh, world) else world)
+def problems_of(recipe: Recipe) -> list[Problem]:
+    """Problems on the fewest ranks of the mesh, which are those of the table."""
+    return unsolved(recipe, axes.min_world_size(recipe.parallel.mesh))
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -45,7 +44,7 @@ def test_what_is_advised_is_accepted(name: str) -> None:
             # A sentence that is written by hand.
             overrides = [(text.rstrip("."),) for text in OVERRIDE.findall(problem.fix)]
         for edits in overrides:
-            after = problems_of(followed(recipe, *edits), world)
+            after = problems_of(followed(recipe, *edits))
             assert problem not in after, f"{edits} leaves {problem}"
             assert len(after) < len(problems), f"{edits} ends {problem}, and makes {after}"
 

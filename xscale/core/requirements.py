@@ -7,7 +7,7 @@ that are given, the *roots*, are the sections of a recipe. `xscale.core.solver` 
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 from xscale.core.config import Config
@@ -37,6 +37,22 @@ def kinds(names: Iterable[str], *paths: str) -> tuple[Choice, ...]:
     """Return a choice for each of the names: the part of that kind at all of the paths, the usual parts first."""
     ordered = sorted(names, key=lambda name: name not in USUAL)
     return tuple(Choice(tuple((f"{path}.kind", name) for path in paths)) for name in ordered if paths)
+
+
+def instead(family: str, kind: str, names: Iterable[str]) -> tuple[Choice, ...]:
+    """Return a choice for each of the names: that part wherever there is one of `kind`. `with_paths` finds where."""
+    ordered = sorted(names, key=lambda name: name not in USUAL)
+    return tuple(Choice(((f"{family} {kind}", name),)) for name in ordered)
+
+
+def with_paths(problem: Problem, config: Config, path: str) -> Problem:
+    """Return the problem with the keys of the choices of `instead`, in the config at `path`."""
+    choices: list[Choice] = []
+    for choice in problem.choices:
+        (key, name), *further = choice.edits
+        family, _, kind = key.partition(" ")
+        choices += [choice] if further or not kind else kinds([name], *part_paths(config, family, kind, path))
+    return replace(problem, choices=tuple(choices))
 
 
 def part_paths(config: Any, family: str, kind: str, path: str) -> list[str]:

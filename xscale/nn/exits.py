@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from xscale.core.config import Config
 from xscale.core.errors import Problem
+from xscale.core.requirements import KeyNeed
 from xscale.nn.auxiliary import attach
 from xscale.nn.dims import Dims
 from xscale.nn.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
@@ -126,6 +127,20 @@ class Exits(Module):
         """Weight of the loss of each exit, by its block."""
         self.last_weight = depth / total if linear else 1.0
         """Weight of the loss of the model's own head."""
+
+    def needs(self) -> list[KeyNeed]:
+        needs, sampling, policy = [], self.config.self_sampling, self.config.policy
+        without = ((".self_sampling", None),)
+        if sampling is not None:
+            left = "tokens leave in training, and stages do not pass on which have left"
+            needs.append(KeyNeed("parallel.mesh.pp", (1,), left, without))
+        if sampling is not None and policy is not None and policy.window:
+            window = "tokens leave in training by those of a window, which other ranks may have"
+            needs.append(KeyNeed("parallel.mesh.cp", (1,), window, without))
+        if self.config.diversity:
+            read = "the diversity of exits reads the predictions of earlier ones, and stages do not pass on logits"
+            needs.append(KeyNeed("parallel.mesh.pp", (1,), read, ((".diversity", 0.0),)))
+        return needs
 
     @staticmethod
     def check(config: ExitsConfig | None, dims: Dims, path: str, *, refused: str | None) -> list[Problem]:

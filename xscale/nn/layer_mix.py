@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.requirements import KeyNeed
 from xscale.nn.init import ZEROS
 from xscale.nn.module import Module
 from xscale.nn.random import reseed
@@ -30,6 +31,10 @@ class LayerMix(Module):
         self.dropout = dropout
         # All layers weigh the same at first.
         self.declare("weight", (blocks, states), ("state", "state"), ZEROS, decays=False)
+
+    def needs(self) -> list[KeyNeed]:
+        sent = "the decoder reads the outputs of all encoder blocks, and stages pass on that of the last one"
+        return [KeyNeed("parallel.mesh.pp", (1,), sent, (("model.transparent", False),))]
 
     def forward(self, states: Tensor, tokens: Tokens) -> Tensor:
         """States [N + 1, B, S, D] -> the memory of each block [M, B, S, D]; `tokens` are those of the decoder."""

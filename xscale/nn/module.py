@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from xscale.core import config as schema
 from xscale.core.errors import Problem
+from xscale.core.requirements import KeyNeed
 from xscale.nn.init import Init
 from xscale.nn.post_step import WeightWriter
 from xscale.nn.random import RandomNumbers
@@ -140,6 +141,10 @@ class Module(nn.Module):
     def summed_channels(self) -> int:
         """Channels of a token, of all ranks, that are summed up at its seam with the role SUM_OVER_HEADS."""
         return 0
+
+    def needs(self) -> list[KeyNeed]:
+        """List what the module needs of the layout and of the engine of a run, each with the reason."""
+        return []
 
     def use(self, parameter: Tensor) -> Tensor:
         """Local shard of `parameter` in compute dtype: what forward computes with."""

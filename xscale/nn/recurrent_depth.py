@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.config import Config
+from xscale.core.requirements import KeyNeed
 from xscale.nn.auxiliary import attach, mean_over_text
 from xscale.nn.dims import Dims
 from xscale.nn.init import Init
@@ -62,6 +63,15 @@ class Halting(Module):
         self.config = config
         self.declare("weight", (1, dims.width), ("state", "width"), dims.init)
         self.declare("bias", (1,), ("state",), Init("constant", value=config.bias), decays=False)
+
+    def needs(self) -> list[KeyNeed]:
+        without = ((".", None),)
+        sent = "each step hands on which tokens have halted and their outputs so far, and stages only hidden states"
+        mean = "the ponder cost is a mean over all tokens, and a rank's shard of them may end in padding"
+        return [
+            KeyNeed("parallel.mesh.pp", (1,), sent, without),
+            KeyNeed("parallel.mesh.cp", (1,), mean, without),
+        ]
 
     def start(self, x: Tensor) -> Pondered:
         """Return the state before the first step on x [B, T, D]."""

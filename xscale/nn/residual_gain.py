@@ -5,6 +5,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.requirements import KeyNeed
 from xscale.nn.init import ONES, ZEROS
 from xscale.nn.module import Module
 from xscale.nn.roles import Role, Seams
@@ -37,6 +38,10 @@ class ResidualGain(Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.declare("weight", (width,), ("width",), ONES, decays=False)
+
+    def needs(self) -> list[KeyNeed]:
+        why = "placement 'admin' sets gains by a pass before the first step, and DeepSpeed keeps its own copy"
+        return [KeyNeed("parallel.zero.engine", ("torch",), why, (("model.stack.block.placement", "post"),))]
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""

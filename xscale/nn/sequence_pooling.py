@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
+from xscale.core.requirements import KeyNeed
 from xscale.nn.attention.core import CORES
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
@@ -138,6 +139,15 @@ class SequencePooling(Module):
         self.config = config
         distills = config.before if config.method == "distill" else ()
         self.distilling = nn.ModuleDict({str(layer): Distilling(dims, config.norm) for layer in distills})
+
+    def needs(self) -> list[KeyNeed]:
+        without = ((".", None),)
+        received = "a stage would receive hidden states of another length than the sequence's"
+        window = "a window may have tokens of two ranks, and shorter sequences would be sharded anew"
+        return [
+            KeyNeed("parallel.mesh.pp", (1,), received, without),
+            KeyNeed("parallel.mesh.cp", (1,), window, without),
+        ]
 
     def start(self, tokens: Tokens) -> "PooledStates":
         """Begin a forward."""

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import kinds, take
 from xscale.mesh.collectives import all_to_all, all_to_all_counts
 from xscale.mesh.mesh import Mesh
 from xscale.nn.module import parameter_axes, substitute
@@ -42,12 +43,13 @@ def check(model: nn.Module, ep: int, path: str) -> list[Problem]:
         if "experts" in axes
     ]
     if ep > 1 and not counts:
-        return [Problem(f"{path}.ep", f"ep={ep} and the model has no experts", "Take ep=1, or an ffn of kind moe.")]
+        choices = take(1) + kinds(["moe"], "model.stack.block.ffn")
+        return [Problem(f"{path}.ep", f"ep={ep} and the model has no experts", choices=choices)]
     for experts in counts:
         if experts % ep:
-            fits = ", ".join(str(degree) for degree in range(1, experts + 1) if experts % degree == 0)
+            degrees = [degree for degree in range(1, experts + 1) if experts % degree == 0]
             what = f"ep={ep} does not divide experts={experts}"
-            problems[what] = Problem(f"{path}.ep", what, f"Take ep among {fits}.")
+            problems[what] = Problem(f"{path}.ep", what, choices=take(*degrees))
     return list(problems.values())
 
 

@@ -43,10 +43,10 @@ def changed(settings: SettingsT, edits: tuple[Edit, ...]) -> SettingsT | None:
 
 
 def _world_of(settings: Settings, other: Settings, world: int) -> int:
-    """Return the ranks of a changed recipe: as many, or the fewest of its mesh where that no longer fits them."""
-    fitted = not axes.check(settings.parallel.mesh, world)
-    fits = not axes.check(other.parallel.mesh, world)
-    return axes.min_world_size(other.parallel.mesh) if fitted and not fits else world
+    """Return the ranks of a changed recipe: as many, or the fewest where these are the fewest now or no longer fit."""
+    mesh = other.parallel.mesh
+    is_fewest = world == axes.min_world_size(settings.parallel.mesh)
+    return axes.min_world_size(mesh) if is_fewest or axes.check(mesh, world) else world
 
 
 def _given(settings: Settings, world: int, invalid: Collection[str]) -> dict[str, object]:

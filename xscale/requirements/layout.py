@@ -1,16 +1,17 @@
 """Requirements of the layout of a run: the steps of the parallel plan, and a student and its teacher."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from xscale.core.errors import Choice, ConfigError, Problem
-from xscale.core.requirements import reads
+from xscale.core.requirements import reads, with_paths
 from xscale.mesh import axes
 from xscale.nn.distillation import DistillConfig
 from xscale.nn.model.model import Model
+from xscale.nn.module import Module
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 from xscale.parallel.plan import ParallelPlan
 from xscale.parallel.steps import STEPS, Step, StepSettings
@@ -42,11 +43,22 @@ def _of_config(step: Step) -> Callable[..., list[Problem]]:
 
 
 def _of_model(step: Step) -> Callable[..., list[Problem]]:
-    def check(step_settings: StepSettings, built_model: nn.Module) -> list[Problem]:
-        return step.check(built_model, step_settings)
+    def check(step_settings: StepSettings, built_model: nn.Module, model: Model.Config) -> list[Problem]:
+        return [with_paths(problem, model, "model") for problem in step.check(built_model, step_settings)]
 
     check.__name__ = f"{step.name} can be applied to the model"
     return check
+
+
+@reads("parallel")
+def needs_of_modules_are_met(settings: Settings, built_model: nn.Module, parallel: ParallelConfig) -> Iterator[Problem]:
+    """The layout and the engine are such as every module of the model states in `Module.needs`; each reason once."""
+    reasons: set[tuple[str, str]] = set()
+    for path, module in built_model.named_modules():
+        for need in module.needs() if isinstance(module, Module) else ():
+            if (need.key, need.why) not in reasons:
+                reasons.add((need.key, need.why))
+                yield from need.problems(settings, f"model.{path}")
 
 
 @reads("objective")
@@ -91,6 +103,7 @@ def _of_teacher(problem: Problem) -> Problem:
 OF_STEPS: tuple[Callable[..., Any], ...] = (
     mesh_fits_the_ranks,
     *map(_of_config, STEPS),
+    needs_of_modules_are_met,
     *map(_of_model, STEPS),
 )
 OF_DISTILLATION = (distillation_can_be_configured_so, student_can_be_compared)

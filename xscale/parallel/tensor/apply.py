@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from xscale.core.errors import Problem
+from xscale.core.errors import Choice, Problem
+from xscale.core.requirements import instead, take
 from xscale.mesh.mesh import Mesh
 from xscale.nn.attention.core import CORES
 from xscale.nn.block import Sublayer
@@ -37,7 +38,7 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
     where = f"{path}.mesh.tp"
     if any(isinstance(module, QuaternionLinear) for module in model.modules()):
         what = "a quaternion's components are quarters of the channels, so a rank's rows would not be whole quaternions"
-        return [Problem(where, what, "Take tp=1, or stack.linear_maps=real.")]
+        return [Problem(where, what, "Or take stacks with linear_maps=real.", choices=take(1))]
     problems = _check_sizes(model, config, where)
     for module in model.modules():
         if isinstance(module, Sublayer):
@@ -47,9 +48,8 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
         if isinstance(module, Attention):
             problems += _check_heads(module, tp, where)
         if isinstance(module, SparseFfn) and module.blocks % tp:
-            degrees = ", ".join(str(degree) for degree in range(1, module.blocks + 1) if module.blocks % degree == 0)
             what = f"tp={tp} does not divide the {module.blocks} blocks of hidden units of ffn 'sparse'"
-            problems.append(Problem(where, what, f"Take tp among {degrees}."))
+            problems.append(Problem(where, what, choices=_divisors(module.blocks)))
     for mixer, *_ in seams_in(model.modules(), Role.FIRST_HEAD):
         for key, count in mixer.head_counts.items():
             problems += _check_divides(count, tp, where, key)
@@ -66,8 +66,9 @@ def _check_sizes(model: nn.Module, config: ParallelConfig, where: str) -> list[P
             is_sharded = config.mesh.tp_in_experts or "experts" not in axes[name]
             if axis == "ffn" and is_sharded and size % tp:
                 what = f"tp={tp} does not divide the ffn's hidden width of {size}"
-                fix = f"Take a hidden width that {tp} divides, such as {-(-size // tp) * tp}."
-                problems.append(Problem(where, what, fix))
+                fix = f"Or take a hidden width that {tp} divides, such as {-(-size // tp) * tp}."
+                lower = take(*[degree for degree in range(1, tp) if size % degree == 0])
+                problems.append(Problem(where, what, fix, choices=lower))
             if axis == "vocab" and size <= (tp - 1) * -(-size // tp):
                 what = f"vocabulary of {size} leaves some of tp={tp} ranks with no rows"
                 problems.append(Problem(where, what, "Take a lower tp, or a larger vocabulary."))
@@ -81,7 +82,8 @@ def _check_part(part: nn.Module, where: str) -> list[Problem]:
         return []
     kind = getattr(getattr(part, "Config", None), "kind", type(part).__name__)
     what = f"'{kind}' has neither heads nor hidden units that tp could shard"
-    return [Problem(where, what, "Take tp=1, the mixer attention, or an ffn of kind dense, gated or moe.")]
+    mixers_or_ffns = instead("mixer", kind, ["attention"]) + instead("ffn", kind, ["dense", "gated", "moe"])
+    return [Problem(where, what, choices=take(1) + mixers_or_ffns)]
 
 
 def _check_heads(attention: Attention, tp: int, where: str) -> list[Problem]:
@@ -89,31 +91,37 @@ def _check_heads(attention: Attention, tp: int, where: str) -> list[Problem]:
     problems = []
     if heads % tp == 0 and kv_heads % tp and tp % kv_heads:
         what = f"tp={tp} neither divides nor is divided by kv_heads={kv_heads}"
-        problems.append(Problem(where, what, f"Take kv_heads that divide {tp} or that {tp} divides."))
+        fix = f"Or take kv_heads that divide {tp} or that {tp} divides."
+        problems.append(Problem(where, what, fix, choices=_divisors(heads)))
     if attention.qk_norm_over == "heads" and kv_heads % tp:
         what = f"tp={tp} does not divide kv_heads={kv_heads}, over all of which the keys are normalised"
-        problems.append(Problem(where, what, f"Take kv_heads that {tp} divides, or mixer.qk_norm_over=head."))
+        fix = f"Or take kv_heads that {tp} divides, or mixers with qk_norm_over=head."
+        problems.append(Problem(where, what, fix, choices=_divisors(kv_heads)))
     period = attention.core.head_period
     if heads % tp == 0 and heads // tp % period:
-        degrees = ", ".join(str(degree) for degree in range(1, heads + 1) if heads % (degree * period) == 0)
         what = f"tp={tp} gives a rank {heads // tp} heads, and the core's cores take turns every {period}"
-        problems.append(Problem(where, what, f"Take tp among {degrees}."))
+        problems.append(Problem(where, what, choices=_divisors(heads // period)))
     if attention.mixes_heads:
         what = f"mixer '{attention.Config.kind}' mixes the heads of a token, so tp cannot shard them"
-        problems.append(Problem(where, what, "Take tp=1, or the mixer attention."))
+        choices = take(1) + instead("mixer", str(attention.Config.kind), ["attention"])
+        problems.append(Problem(where, what, choices=choices))
     for core, _ in attention.core.head_cores(heads):
         if not core.traits.per_head:
-            can = ", ".join(CORES.able(per_head=True))
             what = f"core '{core.Config.kind}' mixes heads, so tp cannot shard them"
-            problems.append(Problem(where, what, f"Take tp=1, or one of these cores: {can}."))
+            choices = take(1) + instead("core", str(core.Config.kind), CORES.able(per_head=True))
+            problems.append(Problem(where, what, choices=choices))
     return problems
 
 
 def _check_divides(heads: int, tp: int, where: str, key: str = "heads") -> list[Problem]:
     if heads % tp == 0:
         return []
-    divisors = ", ".join(str(divisor) for divisor in range(1, heads + 1) if heads % divisor == 0)
-    return [Problem(where, f"tp={tp} does not divide {key}={heads}", f"Take tp among {divisors}.")]
+    return [Problem(where, f"tp={tp} does not divide {key}={heads}", choices=_divisors(heads))]
+
+
+def _divisors(count: int) -> tuple[Choice, ...]:
+    """Return the choices of a degree that divides `count`."""
+    return take(*[degree for degree in range(1, count + 1) if count % degree == 0])
 
 
 SENT: dict[Role, tuple[str, Callable[[Any, int, int, bool], float]]] = {

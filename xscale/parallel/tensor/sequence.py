@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import instead, kinds, take
 from xscale.mesh.collectives import gather_out, slice_in
 from xscale.nn.model.disentangled import Disentangled
 from xscale.nn.module import substitute
@@ -40,18 +41,19 @@ def check(model: nn.Module, path: str) -> list[Problem]:
         key = next((key for key, is_set in reading.items() if is_set), None)
         if key is not None:
             what = f"stack.{key} reads the tokens between the blocks, of which each rank would have a shard"
-            problems[key] = Problem(path, what, f"Take false, or a stack without {key}.")
+            problems[key] = Problem(path, what, f"Or take a stack without {key}.", choices=take(False))
     if isinstance(model, Disentangled):
         what = "the first queries are positions of the full sequence, of which each rank would have a shard"
-        problems["disentangled"] = Problem(path, what, "Take false, or model.kind=encoder_decoder.")
+        choices = take(False) + kinds(["encoder_decoder"], "model")
+        problems["disentangled"] = Problem(path, what, choices=choices)
     for norm in norms_between_regions(model):
         kind = norm.Config.kind
         assert kind is not None
         traits = NORMS.get(kind).traits
         if traits.batch_statistics or not traits.per_token:
             what = f"norm '{kind}' reads all tokens of the batch, and each rank would have a shard of the sequence"
-            can = ", ".join(NORMS.able(per_token=True, batch_statistics=False))
-            problems[kind] = Problem(path, what, f"Take false, or one of these norms: {can}.")
+            choices = take(False) + instead("norm", kind, NORMS.able(per_token=True, batch_statistics=False))
+            problems[kind] = Problem(path, what, choices=choices)
     return list(problems.values())
 
 
