@@ -192,7 +192,7 @@ def pairs_of(folder: Path) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_a_recipe_trains(file: Path, corpus: dict[str, Any], tmp_path: Path) -> None:
     recipe = recipe_of(file)
@@ -220,7 +220,7 @@ def logits_before(model: nn.Module, ids: Tensor, cut: int, *, source: bool) -> T
 
 
 @pytest.mark.long
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_a_causal_recipe_does_not_leak_in_training(file: Path) -> None:
     recipe = recipe_of(file)

@@ -57,13 +57,17 @@ PLANS = (
     "base-layers",
     "hash-layers",
 )
-"""Recipes whose samples or routers had no form in a plan; the others are planned with the long tests."""
+"""Recipes whose samples or routers had no form in a plan; of the others one in four is planned with the long tests."""
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    return [] if name in PLANS else [pytest.mark.long, pytest.mark.sampled(4)]
 
 
 @pytest.mark.parametrize(
     "file",
     [
-        pytest.param(file, id=f"{file.parent.name}-{file.stem}", marks=[] if file.stem in PLANS else [pytest.mark.long])
+        pytest.param(file, id=f"{file.parent.name}-{file.stem}", marks=marks(file.stem))
         for file in [*RECIPES, *VARIANTS]
     ],
 )

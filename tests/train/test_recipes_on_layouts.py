@@ -109,7 +109,7 @@ def layout_seed(pytestconfig: pytest.Config) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("file", [*RECIPES, *VARIANTS], ids=lambda file: f"{file.parent.name}-{file.stem}")
 def test_a_recipe_on_two_layouts(file: Path, layout_seed: int, tmp_path: Path, pool: Pool) -> None:
     assert recipe_of(file, tmp_path, "single").optimizer.kind not in SCALE_FREE

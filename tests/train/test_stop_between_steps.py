@@ -158,7 +158,7 @@ def checked(folder: Path, case: str, lives: Callable[[str, int | None], list[tup
     assert len(rows(folder, "cut")) == len(rows(folder, "whole")), "a finished run does nothing"
 
 
-QUICK = ("evaluation", "samples")
+QUICK = ("evaluation",)
 
 
 @pytest.mark.parametrize(
