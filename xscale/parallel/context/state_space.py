@@ -51,7 +51,8 @@ class StateSpaceScan:
         for state in every.unbind(1)[:-1]:
             before.append(chunk.advance_state(before[-1]) + state)
         prior = torch.stack(before)[sharding.rank]
-        return convolve(u, chunk.kernel()) + chunk.response(prior)
+        out: Tensor = convolve(u, chunk.kernel()) + chunk.response(prior)
+        return out
 
 
 @dataclass(frozen=True)

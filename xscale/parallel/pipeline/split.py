@@ -33,15 +33,14 @@ STAGE_LAYOUTS = (StageLayout(("embed",), ("stack",)), StageLayout(("source", "ta
 def stage_layout(model: nn.Module) -> StageLayout | None:
     """Return the model's layout; None when it cannot be split into stages."""
     for layout in STAGE_LAYOUTS:
-        expected = {
-            **dict.fromkeys(layout.inputs, _embeds_tokens),
-            **dict.fromkeys(layout.stacks, lambda child: isinstance(child, Stack)),
-            "head": lambda child: isinstance(child, Head),
-        }
         # What has no parameters, as a loss on hidden states, stands on each stage.
         children = {name: child for name, child in model.named_children() if any(True for _ in child.parameters())}
         children = {name: child for name, child in children.items() if not getattr(child, "beside_stages", False)}
-        if children.keys() == expected.keys() and all(is_one(children[name]) for name, is_one in expected.items()):
+        if children.keys() != {*layout.inputs, *layout.stacks, "head"}:
+            continue
+        embeds = all(_embeds_tokens(children[name]) for name in layout.inputs)
+        stacks = all(isinstance(children[name], Stack) for name in layout.stacks)
+        if embeds and stacks and isinstance(children["head"], Head):
             return layout
     return None
 
