@@ -325,7 +325,7 @@ class Block(Module):
         return first + sublayer.branch(second, *inputs)
 
     def fill_cache(self, x: Tensor, tokens: Tokens, handed_on: HandedOn) -> HandedOn:
-        """Store in `tokens.cache` what later tokens read of x [B, T, D], the states of tokens that have left the stack.
+        """Store in the cache what later tokens read of x [B, T, D], the states of tokens that have left the stack.
 
         The sublayers behind the last that keeps anything, which only this block's output would need, are not computed.
         Return what the block hands on.

@@ -32,7 +32,7 @@ class NeighbourReader(Module):
 
         Beyond the ends of the sequence there are zeros, in document -1. The documents [B, left + T + right] are None if
         the tokens have none. A seam: where the sequence is sharded, neighbours are on other ranks. In generation x are
-        the new tokens, and those before them come from `tokens.cache`.
+        the new tokens, and those before them come from the forward's cache.
         """
         past = x.new_zeros(len(x), self.left, x.shape[2])
         if tokens.forward.cache is not None:

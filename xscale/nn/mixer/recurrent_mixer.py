@@ -38,7 +38,7 @@ class RecurrentMixer(Mixer):
         """Outputs [B, H, T, K] of the recurrence. A seam: where the sequence is sharded, its state comes from other
         ranks.
 
-        In generation the state before the new tokens comes from `tokens.cache`, and the one after them goes there.
+        In generation the state before the new tokens comes from the forward's cache, and the one after them goes there.
         """
         if tokens.forward.cache is None:
             return recurrence.outputs_and_state()[0]

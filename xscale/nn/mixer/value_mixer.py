@@ -63,7 +63,7 @@ class ValueMixer(Mixer):
     def mix(self, x: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
         """Weighted sums of the values v [B, H, T, K] -> [B, H, T, K]; x [B, T, D] is the mixer's input.
 
-        In generation v are those of the new tokens, and `tokens.cache` holds what the mixer keeps of the earlier ones.
+        In generation v are those of the new tokens, and the cache holds what the mixer keeps of the earlier ones.
         """
         raise NotImplementedError
 

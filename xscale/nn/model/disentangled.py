@@ -84,7 +84,7 @@ class Disentangled(EncoderDecoder):
         return problems + list(_check_decoder(config.decoder, f"{path}.decoder"))
 
     def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:
-        """In generation `tokens.cache` keeps the encoder's output as `memory` and the logits [B, L] of the target's
+        """In generation the cache keeps the encoder's output as `memory` and the logits [B, L] of the target's
         length as `lengths`."""
         assert source is not None, "an encoder-decoder needs a source"
         memory = self.memory(tokens, source)
