@@ -64,6 +64,24 @@ class CoreTraits:
     """Has parameters without a gradient, which `update_state` moves by statistics of the step's tokens."""
 
 
+SCORES = CoreTraits(
+    causal=True,
+    bidirectional=True,
+    cross=True,
+    per_head=True,
+    cost="2*T*S*K",
+    context=("ulysses",),
+    dropout=True,
+    bias=True,
+    position_terms=True,
+    documents=True,
+    prefix=True,
+    decode=True,
+)
+"""Traits of a core that computes a score of each query and key, and normalises them over the keys, as softmax attention
+does. Such cores declare `replace(SCORES, ...)`, by what is otherwise with them."""
+
+
 class Core(Part, PostStepState):
     """Base class of attention cores, built as `Core(config, dims, heads, head_width)`."""
 
