@@ -202,6 +202,16 @@ def test_an_undeclared_seam_is_refused() -> None:
         substitute(Doubled(), "gone", print)
 
 
+def test_seams_without_roles_are_refused() -> None:
+    """A plugin of the time before roles listed the names alone."""
+
+    class Old(Module):
+        seams = ("scale",)  # type: ignore[assignment]
+
+    with pytest.raises(AssertionError, match=r"Old gives its seams no roles \(xscale.nn.roles\): \('scale',\)"):
+        seams_of(Old())
+
+
 def test_seams_are_inherited() -> None:
     assert seams_of(Derived()) == {
         "inner": Role.REGION,

@@ -15,7 +15,7 @@ from enum import Enum
 
 
 class Role(Enum):
-    """What a seam is; the value says it in a sentence."""
+    """Role of a seam: the value says in a sentence what the seam is."""
 
     # Parameters and random numbers, of every module.
     PARAMETERS = "what forward computes with of a stored parameter: its local shard, in compute dtype"

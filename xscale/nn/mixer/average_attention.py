@@ -66,7 +66,7 @@ class AverageAttention(Mixer):
         return mean
 
     def sum_over_heads(self, g: Tensor) -> Tensor:
-        """What the local hidden units add to the output g [B, T, D] of the feed-forward network -> g. A seam."""
+        """Sum g [B, T, D] over all hidden units of the feed-forward network, from the local ones' terms. A seam."""
         return g
 
     def gated_sum(self, y: Tensor, g: Tensor) -> Tensor:

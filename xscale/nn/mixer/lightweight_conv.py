@@ -104,7 +104,7 @@ class LightweightConv(ValueMixer, LocalMixer):
         return self.random.dropout(upcast(logits).softmax(-1), drops, ("batch", "tokens", "heads", "state"), tokens)
 
     def sum_over_heads(self, logits: Tensor) -> Tensor:
-        """What the local channels add to the logits of all heads [B, T, heads * k] -> the logits. A seam."""
+        """Sum the logits of all heads [B, T, heads * k] over all channels, from the local ones' terms. A seam."""
         return logits
 
     @property

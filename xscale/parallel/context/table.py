@@ -1,4 +1,4 @@
-"""What context parallelism does at a seam, by its role: the table `CONTEXT`.
+"""Table `CONTEXT`: what context parallelism does at a seam, by its role.
 
 Each rank has a shard of every sequence, so what is a function of one token needs nothing; what reads other tokens is
 given them, or the sum that it makes of them; and random numbers are those of this rank's tokens.
@@ -28,7 +28,7 @@ from xscale.parallel.roles import RoleTable
 
 @dataclass(frozen=True)
 class ContextRanks:
-    """What the entries of the table are given."""
+    """Ranks and settings that the entries of the table are given."""
 
     group: dist.ProcessGroup
     """The ranks of cp."""

@@ -1,4 +1,4 @@
-"""What tensor parallelism does at a seam, by its role: the table `TENSOR`, and the substitutes that it puts there.
+"""Table `TENSOR`: what tensor parallelism does at a seam, by its role, and the substitutes that it puts there.
 
 In a region each rank has some of the heads, or of the hidden units, of every token. So what is a function of one head
 needs nothing; a sum over heads is all-reduced, a norm over the channels of all heads gathers them, and what depends on
