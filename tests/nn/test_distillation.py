@@ -24,8 +24,8 @@ from xscale.nn.model.model import MODELS
 from xscale.nn.module import substitute
 from xscale.nn.pooler import LABELS
 from xscale.nn.tokens import Stats, Tokens
-from xscale.parallel.distillation import observe_states
 from xscale.train.settings import Settings
+from xscale.train.teacher import observe_states
 
 VOCABULARY, LENGTH, BATCH = 11, 5, 2
 

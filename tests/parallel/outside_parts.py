@@ -103,7 +103,7 @@ class NormedMean(LocalMixer):
         gates = self.sum_over_heads(self.predict(mean)).sigmoid()  # [B, T, heads]
         local = mean.shape[-1] // (self.width // self.heads)
         gates = gates.narrow(-1, self.first_head, local)
-        drops = self.dropout if self.training and tokens.rng_seed is not None else 0.0
+        drops = self.dropout if self.training and tokens.forward.rng_seed is not None else 0.0
         gates = self.random.dropout(gates, drops, ("batch", "tokens", "heads"), tokens)
         out: Tensor = self.o((mean.unflatten(-1, (local, -1)) * gates[..., None]).flatten(2))
         return out

@@ -108,3 +108,12 @@ def test_a_degree_that_does_not_divide_the_heads_is_refused() -> None:
         model = {**MODEL, "stack": {"depth": 1, "block": {"mixer": {"kind": "normed_mean"}, "ffn": {"kind": "none"}}}}
         (problem,) = asked(model, {"mesh": {"tp": 3}}).check(3)
     assert (problem.what, problem.fix) == ("tp=3 does not divide heads=4", "Take 1, 2 or 4.")
+
+
+def test_a_core_that_reads_all_heads_has_no_ulysses() -> None:
+    """Its sum is over the heads of tp, and Ulysses would shard them over cp too."""
+    with plugin():
+        sloped = CORES.get("sloped").part
+        with patch.object(sloped, "seams", {"sum_over_heads": Role.SUM_OVER_HEADS}, create=True):
+            problems = asked(MODEL, {"mesh": {"cp": 2}}).check(2)
+    assert any("ulysses: the core reads all heads" in problem.what for problem in problems), problems

@@ -22,6 +22,8 @@ PROBLEMS = 120
 """Most problems that an error lists; it counts the others."""
 SENTENCE_CHARACTERS = 2000
 """Longest part of a message: it may quote what a file holds."""
+PATH_CHARACTERS = 500
+"""Longest path in a message: an override from anyone may be one."""
 
 
 def plain(text: str, limit: int = SENTENCE_CHARACTERS) -> str:
@@ -65,7 +67,7 @@ class Problem:
     """Changes that may end it, of which the solver keeps those that do, and says them in `fix`."""
 
     def __str__(self) -> str:
-        path, what, fix = plain(self.path), plain(self.what), plain(self.fix)
+        path, what, fix = plain(self.path, PATH_CHARACTERS), plain(self.what), plain(self.fix)
         text = f"{path}: {what}" if path else what
         return f"{text}. {fix}" if fix else text
 

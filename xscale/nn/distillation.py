@@ -95,6 +95,7 @@ class DistillConfig(Config):
 class WidthMaps(Module):
     """The learned maps from the student's width to that of the teacher, which are used in training alone."""
 
+    beside_stages = True
     seams: ClassVar[Seams] = {"embedding": Role.ON_FIRST_STAGE}
 
     def __init__(self, width: int, teacher_width: int, std: float, *, embedding: bool, hidden: bool) -> None:

@@ -90,7 +90,7 @@ class InnerStates(Protocol):
 
 @dataclass(frozen=True)
 class Forward:
-    """What belongs to no token, but to the whole forward of a micro-batch."""
+    """Values that belong to no token, but to the whole forward of a micro-batch."""
 
     rng_seed: int | None = None
     """Seed of this micro-batch's random numbers (dropout, router noise). None: no random numbers, as in evaluation.

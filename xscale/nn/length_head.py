@@ -33,6 +33,7 @@ class LengthHeadConfig(Config):
 class LengthHead(Module):
     """[B, S, D] -> logits [B, L] of the lengths 1 to L, the longest that the model takes."""
 
+    beside_stages = True
     seams: ClassVar[Seams] = {"sum_over_sequence": Role.SUM_OVER_TOKENS}
 
     def __init__(self, config: LengthHeadConfig, dims: Dims) -> None:

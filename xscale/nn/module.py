@@ -74,12 +74,10 @@ class Module(nn.Module):
     reads_token_counts = False
     """Whether its state follows from the counts of the token ids in the training data, which a run gives to
     `set_token_counts` before its first step."""
+    beside_stages = False
+    """Whether it stands beside embeddings, stacks and head of a model, on the pipeline stages that use it."""
     read_by_rows = False
     """Whether generation reads single rows of its matrices, which are then to be contiguous."""
-    gathered_channels = 0
-    """Channels of a token, of all ranks, that are normalised at its seam with the role NORM_OVER_HEADS."""
-    summed_channels = 0
-    """Channels of a token, of all ranks, that are summed up at its seam with the role SUM_OVER_HEADS."""
     path: str
     """Full name in the model, such as `stack.blocks.3.ffn`: the same on every layout. Set by `name_modules`."""
 
@@ -137,6 +135,16 @@ class Module(nn.Module):
     def needs(self) -> list[KeyNeed]:
         """List what the module needs of the layout and of the engine of a run, each with the reason."""
         return []
+
+    @property
+    def gathered_channels(self) -> int:
+        """Channels of a token, of all ranks, that are normalised at its seam with the role NORM_OVER_HEADS."""
+        return 0
+
+    @property
+    def summed_channels(self) -> int:
+        """Channels of a token, of all ranks, that are summed up at its seam with the role SUM_OVER_HEADS."""
+        return 0
 
     def use(self, parameter: Tensor) -> Tensor:
         """Local shard of `parameter` in compute dtype: what forward computes with."""

@@ -65,6 +65,7 @@ class MtpModule(Module):
 class MultiToken(Module):
     """The modules, whose losses are attached to the output of the model's stack in training."""
 
+    beside_stages = True
     seams: ClassVar[Seams] = {"ahead": Role.TOKENS_AHEAD, "embed_ahead": Role.EMBEDDING_OF_IDS}
 
     def __init__(self, config: MtpConfig, stack: StackConfig, dims: Dims) -> None:

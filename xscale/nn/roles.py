@@ -68,6 +68,7 @@ class Role(Enum):
     ROUTING = "(x, tokens) -> the dispatch plan, a function of all tokens of a micro-batch in their order"
     DISPATCH = "(rows by expert, tokens per expert, experts) -> the outputs of the experts, wherever they are"
     EXPERT_CALLS = "(x, plan) -> the weighted outputs of the experts: permutation, dispatch and combination"
+    TOKEN_TABLE = "(row of a table by token id) -> the row, once the counts of ids have filled it"
     ASSIGNMENT = "(scores) -> a balanced assignment of tokens to experts"
 
     # The batch, which data parallelism shards.

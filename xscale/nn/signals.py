@@ -32,7 +32,7 @@ class TokenAxes:
     fill: int = 0
     """Value at the padding that a shard of the sequence ends in."""
     counts_tokens: bool = False
-    """Whether values are indices of tokens of the text, which global tokens before it shift."""
+    """Whether values are indices of tokens of the text; a shard counts them from its global tokens on."""
 
     def dim(self, name: str) -> int | None:
         """Return the number of the axis with this name; None: there is none."""
@@ -60,7 +60,7 @@ def axes(*names: str, fill: int = 0, counts_tokens: bool = False) -> dict[str, T
 
 @dataclass(frozen=True)
 class Signal(Generic[T]):
-    """What a part reads beside the hidden states: a tensor with axes, or a value of the whole forward, of type T."""
+    """Input of a part beside the hidden states: a tensor with axes, or a value of the whole forward, of type T."""
 
     key: str
     """The part's file within `xscale.nn`, or a name for a plugin's part, and the signal's name: "gates.budgets"."""
@@ -86,8 +86,8 @@ FORMER_FIELDS = {
 
 def former_field(name: str) -> str | None:
     """Say where a former field of `Tokens` is; None: it was none."""
-    place = FORMER_FIELDS.get(name)
-    if place is None:
+    path = FORMER_FIELDS.get(name)
+    if path is None:
         return None
-    module, _, signal = place.rpartition(".")
+    module, _, signal = path.rpartition(".")
     return f"`{name}` is a signal of its part now: tokens.get({signal}), with {signal} from {module}"

@@ -63,7 +63,7 @@ class LayerRule(Config):
 
 
 class StackConfig(Config):
-    depth: int = Field(default=4, ge=1, le=4096)
+    depth: int = Field(default=4, ge=1, le=512)
     """Number of blocks."""
     block: BlockConfig = BlockConfig()
     """The config of every block that no rule overrides."""

@@ -1,4 +1,14 @@
-"""Per-token inputs of every module besides hidden states: ids, positions, documents, and the forward of them all."""
+"""Per-token inputs of every module besides hidden states: ids, positions, documents, and the forward of them all.
+
+A part is called as `part(x, tokens)`. `Tokens` have what is per token; `Tokens.forward` has what is of the whole pass
+(`xscale.nn.forward`): its seed, weights of losses, statistics, cache. It is an attribute, so that parts keep their
+signature. What one part alone reads is a `Signal` (`xscale.nn.signals`), declared beside the part and read by `get`:
+a tensor with axes is carried here, anything else in the forward.
+
+Every tensor declares its axes, a field in its metadata and a signal in its declaration. `map_fields` alone walks over
+them: what copies tokens to a device, shards them over cp or sequence parallelism, pools them, puts global tokens before
+them or cuts samples says what it does to an axis, and names no field. A new field or signal needs no other line.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -64,7 +74,7 @@ def _tensors_of(value: Any) -> Iterator[Tensor]:
             yield from _tensors_of(getattr(value, attribute.name))
 
 
-FORWARD_FIELDS = frozenset(each.name for each in fields(Forward))
+FORWARD_FIELDS = frozenset(attribute.name for attribute in fields(Forward))
 
 
 @dataclass(frozen=True)
@@ -236,10 +246,10 @@ class Tokens:
 
         Whatever maps, shards, pools or cuts the tokens goes through here, so that nothing is forgotten.
         """
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if "axes" in each.metadata and value is not None and each.name not in changes:
-                changes[each.name] = function(value, each.metadata["axes"])
+        for attribute in fields(self):
+            value = getattr(self, attribute.name)
+            if "axes" in attribute.metadata and value is not None and attribute.name not in changes:
+                changes[attribute.name] = function(value, attribute.metadata["axes"])
         carried = {key: (about, function(value, about)) for key, (about, value) in self.carried.items()}
         return replace(self, carried=carried, **changes)
 

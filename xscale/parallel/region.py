@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from xscale.mesh.collectives import all_gather, copy_in, gather_in, scatter_out, sum_out
 from xscale.mesh.torch_private import _is_alias_of
 from xscale.nn.module import Module, substitute
-from xscale.nn.signals import TOKENS, TokenAxes
+from xscale.nn.signals import TOKENS
 from xscale.nn.tokens import Tokens
 from xscale.parallel.sharding import holds_experts, shard_dim
 
@@ -140,11 +140,7 @@ class TensorRegion:
 
     def shard_tokens(self, tokens: Tokens) -> Tokens:
         """Slice this rank's part of the sequence from each field of the tokens."""
-
-        def cut(value: Tensor, about: TokenAxes) -> Tensor:
-            return self.shard(value, about.fill) if TOKENS in about.names else value
-
-        return tokens.map_fields(cut)
+        return tokens.map_fields(lambda value, about: self.shard(value, about.fill) if TOKENS in about.names else value)
 
 
 def wrap_region(part: nn.Module, region: TensorRegion, *, regather: bool = False) -> None:

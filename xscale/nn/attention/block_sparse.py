@@ -119,6 +119,10 @@ class BlockSparse(Core):
             return self._flex.attend(q, k, v, mask, blocks, self.sink_logits())
         return self._gather(q, k, v, mask, dropout)
 
+    @property
+    def layout_block(self) -> int | None:
+        return self.config.block
+
     def block_layout(self, length: int, heads: int) -> Any:
         config = self.config
         return pattern_layout(config.pattern, length, heads, self.causal, self.layer, config.block)

@@ -8,13 +8,14 @@ Each is the mean over tokens, and is added to the loss with its weight; in the p
 The sum over pairs of heads is the square of a sum over heads, so no pair is formed.
 """
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from xscale.nn.attention.core import CORES, CoreTraits
+from xscale.nn.attention.core import CORES, SCORES
 from xscale.nn.attention.ops.dense import repeat_kv, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.softmax import Softmax
@@ -25,20 +26,7 @@ from xscale.nn.roles import Role, Seams
 
 @CORES.register(
     "disagreement",
-    traits=CoreTraits(
-        causal=True,
-        bidirectional=True,
-        cross=True,
-        per_head=True,
-        cost="2*T*S*K",
-        dropout=True,
-        bias=True,
-        position_terms=True,
-        documents=True,
-        prefix=True,
-        exact=True,
-        decode=True,
-    ),
+    traits=replace(SCORES, context=(), exact=True),
     deviations=("Each term is the mean over the tokens of a micro-batch; the paper does not say how it adds them up.",),
 )
 class Disagreement(Softmax):

@@ -98,7 +98,8 @@ class LightweightConv(ValueMixer, LocalMixer):
         if self.predict is None:
             kernels = upcast(self.use(self.kernel)).softmax(-1)
             return self.random.dropout(kernels, drops, ("heads", "state"))[None, None]
-        logits = self.sum_over_heads(self.predict(v)).unflatten(-1, (-1, self.kernel_size))  # [B, T, heads, k]
+        logits = self.sum_over_heads(self.predict(v))
+        logits = logits.reshape(*logits.shape[:2], -1, self.kernel_size)  # [B, T, heads, k]
         logits = logits.narrow(2, self.first_head, v.shape[-1] // self.head_width)  # [B, T, H, k]
         return self.random.dropout(upcast(logits).softmax(-1), drops, ("batch", "tokens", "heads", "state"), tokens)
 

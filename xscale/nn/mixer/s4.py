@@ -349,6 +349,10 @@ class S4(Mixer):
         """Channels, each with a state space of its own, of all ranks."""
         return len(self.ssm.skip)
 
+    def chunk(self, length: int) -> Chunk:
+        """Return the state space models over `length` adjacent tokens of a longer sequence."""
+        return Chunk(self.ssm, length)
+
     @property
     def state_elements(self) -> int:
         """Numbers of the states of all channels, which a shard of a sequence sends to each other one."""

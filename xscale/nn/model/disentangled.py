@@ -31,6 +31,8 @@ from xscale.nn.tokens import Tokens
 class PositionQueries(Module):
     """The positions [B, T, D] of tokens, without their embeddings, with a norm of their own if embeddings have one."""
 
+    beside_stages = True
+
     def __init__(self, position: Position, norm: Norm | None) -> None:
         super().__init__()
         self.position, self.norm = position, norm

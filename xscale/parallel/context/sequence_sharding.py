@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xscale.mesh.collectives import gather_in, pad_to_multiple
-from xscale.nn.signals import TARGETS, TOKENS, TokenAxes
+from xscale.nn.signals import TARGETS, TOKENS
 from xscale.nn.tokens import SharedValues, Tokens
 
 
@@ -127,21 +127,17 @@ class TokenShard(Tokens):
 def shard_tokens(tokens: Tokens, sharding: SequenceSharding, targets: Tensor | None = None) -> TokenShard:
     """Slice this rank's shard of the tokens, whose `targets` are [B, T]."""
     local = _cut(tokens, sharding)
-    values = {each.name: getattr(local, each.name) for each in fields(local)}
+    values = {attribute.name: getattr(local, attribute.name) for attribute in fields(local)}
     return TokenShard(**values | {"shared_values": SharedValues()}, full=tokens, sharding=sharding, targets=targets)
 
 
 def _cut(tokens: Tokens, sharding: SequenceSharding) -> Tokens:
     """Return the tokens with this rank's shard of each field along the sequence."""
     before = tokens.global_tokens
-
-    def cut(value: Tensor, about: TokenAxes) -> Tensor:
-        if TOKENS in about.names:
-            return sharding.shard(value, about.fill)
-        if TARGETS not in about.names:
-            return value
-        # A shard has global tokens up to the head, where places of the text would no longer tell where it begins.
-        value = value + before if about.counts_tokens else value
-        return sharding.shard_predicted(value) if before else sharding.shard(value)
-
-    return tokens.map_fields(cut)
+    # A shard has global tokens up to the head, where places of the text would no longer tell where it begins.
+    shard_text = sharding.shard_predicted if before else sharding.shard
+    local = tokens.map_fields(
+        lambda value, about: sharding.shard(value, about.fill) if TOKENS in about.names else value
+    )
+    local = local.map_fields(lambda value, about: value + before if about.counts_tokens else value)
+    return local.map_fields(lambda value, about: shard_text(value, about.fill) if TARGETS in about.names else value)

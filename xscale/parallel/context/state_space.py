@@ -18,7 +18,7 @@ from torch import Tensor
 
 from xscale.mesh.collectives import gather_in
 from xscale.nn.attention.ops.recurrence import Recurrence, advance_state
-from xscale.nn.mixer.s4 import Chunk, convolve
+from xscale.nn.mixer.s4 import convolve
 from xscale.nn.tokens import Tokens
 from xscale.parallel.context.sequence_sharding import TokenShard
 
@@ -43,7 +43,7 @@ class StateSpaceScan:
         sharding = tokens.sharding
         assert not sharding.balanced, "a state is passed on to the next rank"
         self.mixer.check_length(tokens.length)
-        chunk = Chunk(self.mixer.ssm, u.shape[1])
+        chunk = self.mixer.chunk(u.shape[1])
         ended = chunk.end_state(u).flatten(1)[:, None]  # [B, 1, D * N]
         every = gather_in(ended, sharding.count, sharding.group).view(len(u), sharding.count, u.shape[2], -1)
         # Every rank scans all states: what it does not use has a gradient of zeros, which the others wait for.
@@ -51,7 +51,8 @@ class StateSpaceScan:
         for state in every.unbind(1)[:-1]:
             before.append(chunk.advance_state(before[-1]) + state)
         prior = torch.stack(before)[sharding.rank]
-        return convolve(u, chunk.kernel()) + chunk.response(prior)
+        out: Tensor = convolve(u, chunk.kernel()) + chunk.response(prior)
+        return out
 
 
 @dataclass(frozen=True)

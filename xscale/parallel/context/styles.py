@@ -15,7 +15,6 @@ import xscale.parallel.context.ulysses as ulysses
 from xscale.mesh.mesh import Mesh
 from xscale.nn.attention.core import ContextStyle
 from xscale.nn.block import Sublayer
-from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.model.model import Model
@@ -67,7 +66,7 @@ def modules_with_shard(model: nn.Module, gathered: list[Sublayer]) -> list[nn.Mo
     return [module for module in model.modules() if module not in inside]
 
 
-def style_of(attention: Attention, config: ParallelConfig) -> ContextStyle | dict[ContextStyle, str | None]:
+def style_of(attention: Any, config: ParallelConfig) -> ContextStyle | dict[ContextStyle, str | None]:
     """Return the style of an attention; if none works, the reason of each (None: works, but is not configured)."""
     wanted = config.context.style
     reasons: dict[ContextStyle, str | None] = {style: _refuses(style, attention, config) for style in STYLES}
@@ -76,7 +75,7 @@ def style_of(attention: Attention, config: ParallelConfig) -> ContextStyle | dic
     return wanted if reasons[wanted] is None else reasons
 
 
-def _refuses(style: ContextStyle, attention: Attention, config: ParallelConfig) -> str | None:
+def _refuses(style: ContextStyle, attention: Any, config: ParallelConfig) -> str | None:
     traits = attention.core.traits
     if style not in traits.context:
         allows = ", ".join(traits.context) or "none"

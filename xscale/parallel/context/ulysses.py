@@ -13,15 +13,19 @@ from xscale.nn.attention.core import Core
 from xscale.nn.attention.ops.mask import AttentionMask, ScoreEdge
 from xscale.nn.attention.ops.without_padding import attend_text
 from xscale.nn.module import Module, substitute
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 from xscale.parallel.context.mask import ShardedAttentionMask
 from xscale.parallel.context.sequence_sharding import SequenceSharding, TokenShard
+from xscale.parallel.roles import seams_in
 
 
 def unsupported_reason(mixer: Any, cp: int, tp: int) -> str | None:
     """Return why heads cannot be sharded over cp; None when they can."""
     heads, core = mixer.heads, getattr(mixer, "core", None)
     period = 1 if core is None else core.head_period
+    if core is not None and any(seams_in(core.modules(), Role.NORM_OVER_HEADS, Role.SUM_OVER_HEADS)):
+        return "the core reads all heads, of which a rank would have some"
     if heads % (cp * tp * period) == 0:
         return None
     turns = f"; a rank needs a multiple of {period} heads" if period > 1 else ""

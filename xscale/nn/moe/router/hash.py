@@ -22,6 +22,7 @@ from xscale.nn.moe.router.router import ROUTERS, Router, RouterDims, RouterTrait
 from xscale.nn.moe.routing import Routing
 from xscale.nn.post_step import WeightWriter
 from xscale.nn.random import hash63
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
@@ -34,7 +35,7 @@ from xscale.nn.tokens import Tokens
 )
 class HashRouter(Router):
     table: Parameter
-    seams: ClassVar[tuple[str, ...]] = ("counted",)
+    seams: ClassVar[Seams] = {"counted": Role.TOKEN_TABLE}
 
     class Config(Router.Config):
         function: Literal["random", "balanced", "rolled", "bigram", "previous", "position"] = "random"
