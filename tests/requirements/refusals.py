@@ -418,6 +418,72 @@ REFUSALS: dict[str, tuple[str, Sections, int]] = {
         },
         2,
     ),
+    "a student of nobody": ("distillation_can_be_configured_so", {"distill": {}}, 1),
+    "a student that learns nothing": (
+        "distillation_can_be_configured_so",
+        {"distill": {"teacher": "nowhere", "soft_weight": 0.0, "hard_weight": 0.0}},
+        1,
+    ),
+    "a student's stage of nothing": (
+        "distillation_can_be_configured_so",
+        {"distill": {"teacher": "nowhere", "inner_until": 0.5}},
+        1,
+    ),
+    "a student of DeepSpeed": (
+        "distillation_can_be_configured_so",
+        {"distill": {"teacher": "nowhere"}, "parallel": DEEPSPEED},
+        2,
+    ),
+    "a student with padding": (
+        "distillation_can_be_configured_so",
+        {"model": PAIR, "objective": {"kind": "denoising"}, "distill": {"teacher": "nowhere", "cosine_weight": 1.0}},
+        1,
+    ),
+    "a teacher on other ranks": (
+        "distillation_can_be_configured_so",
+        {"distill": {"teacher": "nowhere", "tp": 2}},
+        1,
+    ),
+    "a student with exits": (
+        "student_can_be_compared",
+        {"model": decoder({"exits": {}}), "distill": {"teacher": "nowhere"}},
+        1,
+    ),
+    "a student with two streams": (
+        "student_can_be_compared",
+        {"model": decoder(residual="reversible"), "distill": {"teacher": "nowhere", "hidden_weight": 1.0}},
+        1,
+    ),
+    "a teacher's batch": (
+        "teacher_can_be_trained",
+        {"distill": {"train_teacher": {"train": {"batch_size": 7}}}},
+        1,
+    ),
+    "a kernel that is compiled": (
+        "kernels_can_be_chosen",
+        {"kernels": {"packed_attention": "flash_attn"}, "parallel": {"compile": True}},
+        1,
+    ),
+    "exits that are not frozen": (
+        "groups_have_parameters",
+        {"model": decoder({"exits": {"two_stage": 0.5, "head": "own"}})},
+        1,
+    ),
+    "a pattern of nothing": ("frozen_patterns_match", {"train": {"freeze": ["stak.*"]}}, 1),
+    "LoRA of nothing": ("lora_can_be_added", {"lora": {"match": ["*.qq"]}}, 1),
+    "ranks that do not fit": ("mesh_fits_the_ranks", {"parallel": {"mesh": {"tp": 2, "dp_shard": 1}}}, 1),
+    "windows across documents": (
+        "windows_are_of_the_samples",
+        {
+            "model": {
+                **ENCODER,
+                "stack": {"depth": 4, "block": BLOCK, "pooling": {"before": (1,), "decoder_blocks": 2}},
+            },
+            "objective": {"kind": "masked"},
+            "data": APART,
+        },
+        1,
+    ),
     "a batch that does not divide": (
         "micro_batches_divide_the_batch",
         {"train": {"batch_size": 6, "micro_batch_size": 4}},

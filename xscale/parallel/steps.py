@@ -69,6 +69,8 @@ class Step(Protocol):
     """One step of a plan."""
 
     name: str
+    checks: bool
+    """Whether it has a check of its own."""
 
     def check(self, model: nn.Module | None, settings: StepSettings) -> list[Problem]:
         """Return the problems of the settings (`model` None), or those with a model on meta."""
@@ -87,6 +89,10 @@ class Step(Protocol):
 
 class _Step:
     """A step that checks and estimates nothing."""
+
+    @property
+    def checks(self) -> bool:
+        return type(self).check is not _Step.check
 
     def check(self, model: nn.Module | None, settings: StepSettings) -> list[Problem]:
         return []
