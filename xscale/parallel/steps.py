@@ -69,8 +69,11 @@ class Step(Protocol):
     """One step of a plan."""
 
     name: str
-    checks: bool
-    """Whether it has a check of its own."""
+
+    @property
+    def checks(self) -> bool:
+        """Whether the step has a check of its own."""
+        ...
 
     def check(self, model: nn.Module | None, settings: StepSettings) -> list[Problem]:
         """Return the problems of the settings (`model` None), or those with a model on meta."""

@@ -137,7 +137,10 @@ def check_student(model: nn.Module, config: DistillConfig, parallel: ParallelCon
 
 def _soft_alone(config: DistillConfig) -> list[Edit]:
     """Return the edits of a student that learns from its teacher's predictions alone."""
-    values = {"soft_weight": config.soft_weight or 0.5, **dict.fromkeys(OTHER_LOSSES, 0.0)}
+    values: dict[str, float | bool | None] = {
+        "soft_weight": config.soft_weight or 0.5,
+        **dict.fromkeys(OTHER_LOSSES, 0.0),
+    }
     values |= {"inner_until": None, "map_width": None, "init_from_teacher": False}
     return [(f"{PATH}.{key}", value) for key, value in values.items() if getattr(config, key) != value]
 
