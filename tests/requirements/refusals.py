@@ -1,38 +1,24 @@
 """The table of refused recipes: what is laid over a small one, the number of ranks, and the requirement that speaks."""
 
-from typing import Any
-
+from tests.requirements.layout_refusals import LAYOUTS
+from tests.requirements.sections import (
+    APART,
+    DECODER,
+    DEEPSPEED,
+    ENCODER,
+    LABELLED,
+    PAIR,
+    SENTENCES,
+    SPLIT,
+    Sections,
+    decoder,
+    encoder,
+)
 from xscale.core.config import decode
 from xscale.recipe import Recipe
 
-Sections = dict[str, Any]
-BLOCK: Sections = {"mixer": {"kind": "attention", "heads": 4}, "ffn": {"kind": "dense", "hidden": 32}}
-DECODER: Sections = {"kind": "decoder", "width": 32, "stack": {"depth": 4, "block": BLOCK}}
-ENCODER: Sections = {**DECODER, "kind": "encoder"}
-PAIR: Sections = {
-    "kind": "encoder_decoder",
-    "width": 32,
-    "encoder": {"depth": 2, "block": BLOCK},
-    "decoder": {"depth": 2, "block": BLOCK},
-}
-SENTENCES: Sections = {**ENCODER, "token_types": 2, "sentence_head": {"classes": 2}}
-APART: Sections = {"cross_documents": False}
-SPLIT: Sections = {**APART, "split_sentences": True, "sequence_length": 32}
-DEEPSPEED: Sections = {"mesh": {"dp_shard": 2}, "zero": {"engine": "deepspeed", "stage": 2}}
-LABELLED: Sections = {**APART, "source": {"kind": "stdlib_labelled"}}
-
-
-def encoder(**block: Any) -> Sections:
-    """A model of kind encoder whose blocks have other parts."""
-    return {**ENCODER, "stack": {"depth": 4, "block": {**BLOCK, **block}}}
-
-
-def decoder(stack: Sections | None = None, **block: Any) -> Sections:
-    """A decoder whose stack, or whose blocks, have other parts."""
-    return {**DECODER, "stack": {"depth": 4, "block": {**BLOCK, **block}, **(stack or {})}}
-
-
 REFUSALS: dict[str, tuple[str, Sections, int]] = {
+    **LAYOUTS,
     "an objective for an encoder": ("objective_goes_with_model", {"objective": {"kind": "masked"}}, 1),
     "an objective with a source": ("objective_goes_with_model", {"objective": {"kind": "span"}}, 1),
     "a causal model without a source": ("objective_goes_with_model", {"model": PAIR}, 1),
@@ -268,156 +254,6 @@ REFUSALS: dict[str, tuple[str, Sections, int]] = {
     ),
     "nothing to train": ("parameters_are_trained", {"train": {"freeze": ["*"]}}, 1),
     "weights for DeepSpeed": ("engine_reads_initial_weights", {"init": {"from": "nowhere"}, "parallel": DEEPSPEED}, 2),
-    "halting on stages": (
-        "needs_of_modules_are_met",
-        {"model": decoder({"halting": {}, "share": "all"}), "parallel": {"mesh": {"pp": 2}}},
-        2,
-    ),
-    "halting on shards": (
-        "needs_of_modules_are_met",
-        {"model": decoder({"halting": {}, "share": "all"}), "parallel": {"mesh": {"cp": 2}}},
-        2,
-    ),
-    "windows on shards": (
-        "needs_of_modules_are_met",
-        {
-            "model": {**ENCODER, "stack": {"depth": 4, "block": BLOCK, "pooling": {"before": (2,)}}},
-            "objective": {"kind": "classify", "classes": 3},
-            "data": LABELLED,
-            "parallel": {"mesh": {"cp": 2}},
-        },
-        2,
-    ),
-    "gains with DeepSpeed": (
-        "needs_of_modules_are_met",
-        {"model": decoder(placement="admin"), "parallel": DEEPSPEED},
-        2,
-    ),
-    "a pipeline with more stages than blocks": (
-        "pipeline can be applied to the model",
-        {"parallel": {"mesh": {"pp": 8}}},
-        8,
-    ),
-    "two stages of one rank": (
-        "pipeline can be applied to the model",
-        {"parallel": {"mesh": {"pp": 2}, "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 1}}},
-        2,
-    ),
-    "blocks that are not split": (
-        "pipeline can be applied to the model",
-        {"parallel": {"mesh": {"pp": 2}, "pipeline": {"blocks_per_stage": (3, 3)}}},
-        2,
-    ),
-    "a split backward of compiled blocks": (
-        "pipeline can be applied to the model",
-        {"parallel": {"mesh": {"pp": 2}, "pipeline": {"schedule": "zbv"}, "compile": True}},
-        2,
-    ),
-    "a split backward of shards": (
-        "pipeline can be applied to the model",
-        {"parallel": {"mesh": {"pp": 2, "dp_shard": 2}, "pipeline": {"schedule": "zbv"}, "zero": {"stage": 3}}},
-        4,
-    ),
-    "a split backward that recomputes": (
-        "pipeline can be applied to the model",
-        {"parallel": {"mesh": {"pp": 2}, "pipeline": {"schedule": "zbv"}, "recompute": {"every": 1}}},
-        2,
-    ),
-    "heads that tp does not divide": (
-        "tensor can be applied to the model",
-        {"parallel": {"mesh": {"tp": 3}}},
-        3,
-    ),
-    "a core that mixes heads on tp": (
-        "tensor can be applied to the model",
-        {
-            "model": decoder(mixer={"kind": "attention", "heads": 4, "core": {"kind": "talking_heads"}}),
-            "parallel": {"mesh": {"tp": 2}},
-        },
-        2,
-    ),
-    "a mixer without heads on tp": (
-        "tensor can be applied to the model",
-        {
-            "model": encoder(mixer={"kind": "fourier"}),
-            "objective": {"kind": "masked"},
-            "parallel": {"mesh": {"tp": 2}},
-        },
-        2,
-    ),
-    "a mixer without a style": (
-        "context can be applied to the model",
-        {
-            "model": encoder(mixer={"kind": "fourier"}),
-            "objective": {"kind": "masked"},
-            "parallel": {"mesh": {"cp": 2}},
-        },
-        2,
-    ),
-    "prefetch at stage 2": (
-        "zero can be configured so",
-        {"parallel": {"mesh": {"dp_shard": 2}, "zero": {"stage": 2, "prefetch": 1}}},
-        2,
-    ),
-    "DeepSpeed at stage 0": (
-        "zero can be configured so",
-        {"parallel": {**DEEPSPEED, "zero": {"engine": "deepspeed", "stage": 0}}},
-        2,
-    ),
-    "DeepSpeed in float64": (
-        "zero can be configured so",
-        {"parallel": DEEPSPEED, "precision": {"compute": "float64", "master": "float64"}},
-        2,
-    ),
-    "torch that offloads": ("zero can be configured so", {"parallel": {"zero": {"offload": {"optimizer": "cpu"}}}}, 1),
-    "selective recomputation of nothing": (
-        "activation checkpointing can be configured so",
-        {"parallel": {"recompute": {"granularity": "selective"}}},
-        1,
-    ),
-    "offloaded inputs of nothing": (
-        "activation checkpointing can be configured so",
-        {"parallel": {"recompute": {"offload": True}}},
-        1,
-    ),
-    "reversible blocks that recompute": (
-        "activation checkpointing can be applied to the model",
-        {"model": decoder(residual="reversible"), "parallel": {"recompute": {"every": 1}}},
-        1,
-    ),
-    "experts that there are none of": (
-        "expert can be applied to the model",
-        {"parallel": {"mesh": {"dp_shard": 2, "ep": 2}}},
-        2,
-    ),
-    "experts that ep does not divide": (
-        "expert can be applied to the model",
-        {
-            "model": decoder(ffn={"kind": "moe", "experts": 4}),
-            "parallel": {"mesh": {"dp_shard": 3, "ep": 3}},
-            "train": {"batch_size": 6},
-        },
-        3,
-    ),
-    "a scaled loss of bfloat16": (
-        "precision can be configured so",
-        {"precision": {"compute": "bfloat16", "loss_scale": {"initial": 1024.0}}},
-        1,
-    ),
-    "a float8 kernel for nothing": (
-        "float8 can be applied to the model",
-        {"precision": {"float8_kernel": "emulated"}},
-        1,
-    ),
-    "float8 of float32": ("float8 can be applied to the model", {"precision": {"float8": "tensor"}}, 1),
-    "an interleaved schedule of odd micro-batches": (
-        "schedule_has_its_micro_batches",
-        {
-            "parallel": {"mesh": {"pp": 2}, "pipeline": {"schedule": "interleaved_1f1b"}},
-            "train": {"batch_size": 6, "micro_batch_size": 2},
-        },
-        2,
-    ),
     "a batch that does not divide": (
         "micro_batches_divide_the_batch",
         {"train": {"batch_size": 6, "micro_batch_size": 4}},

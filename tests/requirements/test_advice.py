@@ -55,3 +55,27 @@ def test_the_requirement_of_the_table_speaks(name: str) -> None:
     given = {"settings": recipe, "world": world, **{key: getattr(recipe, key) for key in Recipe.model_fields}}
     spoken = [requirement for requirement, problems in REQUIREMENTS.facts(given).problems().items() if problems]
     assert REFUSALS[name][0] in spoken
+
+
+WITHOUT = {
+    "model_fits_itself": "each part's check has its tests beside the part",
+    "objective_fits_itself": "tests/objective has them",
+    "schedule_fits_the_steps": "tests/conformance/test_schedule.py has them",
+    "observers_can_run": "they depend on the packages of the machine",
+    "profiled_steps_are_run": "tests/train/test_profiler.py has it",
+    "optimizer_is_installed": "it depends on the packages of the machine",
+    "widths_have_rules": "tests/nn/test_mup.py has them",
+    "padding_is_hidden": "every mixer of ours hides it",
+    "padding_is_not_counted": "tests/train/test_padded_rows.py has them",
+    "tasks_can_be_evaluated": "it depends on the packages of the machine",
+    "zero can be applied to the model": "tests/parallel/engine/test_deepspeed.py has it, where DeepSpeed is installed",
+}
+"""Requirement -> why no refusal of it is in the table."""
+
+
+def test_every_requirement_has_a_refusal() -> None:
+    """A step of the plan may check the settings alone, or the model alone."""
+    covered = {requirement for requirement, _, _ in REFUSALS.values()}
+    steps = {name.split(" can be ")[0] for name in covered if " can be " in name}
+    names = {name for name in REQUIREMENTS.names if name.split(" can be ")[0] not in steps or name in WITHOUT}
+    assert names - covered == set(WITHOUT)

@@ -70,6 +70,11 @@ class Step(Protocol):
 
     name: str
 
+    @property
+    def checks(self) -> bool:
+        """Whether the step has a check of its own."""
+        ...
+
     def check(self, model: nn.Module | None, settings: StepSettings) -> list[Problem]:
         """Return the problems of the settings (`model` None), or those with a model on meta."""
         ...
@@ -87,6 +92,10 @@ class Step(Protocol):
 
 class _Step:
     """A step that checks and estimates nothing."""
+
+    @property
+    def checks(self) -> bool:
+        return type(self).check is not _Step.check
 
     def check(self, model: nn.Module | None, settings: StepSettings) -> list[Problem]:
         return []

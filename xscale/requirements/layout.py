@@ -100,10 +100,11 @@ def _of_teacher(problem: Problem) -> Problem:
     return replace(in_train_teacher(problem), choices=tuple(choices))
 
 
+CHECKING = [step for step in STEPS if step.checks]
 OF_STEPS: tuple[Callable[..., Any], ...] = (
     mesh_fits_the_ranks,
-    *map(_of_config, STEPS),
+    *map(_of_config, CHECKING),
     needs_of_modules_are_met,
-    *map(_of_model, STEPS),
+    *map(_of_model, CHECKING),
 )
 OF_DISTILLATION = (distillation_can_be_configured_so, student_can_be_compared)

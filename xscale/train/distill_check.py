@@ -2,7 +2,8 @@
 
 from torch import nn
 
-from xscale.core.errors import ConfigError, Problem
+from xscale.core.errors import ConfigError, Edit, Problem
+from xscale.core.requirements import change, take
 from xscale.mesh import axes
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.distillation import DistillConfig
@@ -21,6 +22,8 @@ from xscale.train.settings import Settings, build_on_meta
 from xscale.train.teacher_source import BLOCKS, TeacherSource, find_teacher, teacher_degrees, teacher_folder
 
 PATH = "distill"
+OTHER_LOSSES = ("embedding_weight", "hidden_weight", "attention_weight", "cosine_weight")
+"""Keys of the losses on states, beside those on predictions."""
 
 
 def layers_of(config: DistillConfig, student: nn.Module, teacher: nn.Module) -> tuple[int, ...] | None:
@@ -43,13 +46,16 @@ def check_distillation(settings: Settings, world: int) -> list[Problem]:
         fix = "Give the folder of a run or of a Hugging Face model, or train one first by distill.train_teacher."
         problems.append(Problem(f"{PATH}.teacher", what, fix))
     if not config.inner_weight + config.outer_weight:
-        problems.append(Problem(PATH, "all weights are 0, so nothing is learned", "Take soft_weight=0.5."))
+        choices = take(0.5, key=f"{PATH}.soft_weight")
+        problems.append(Problem(PATH, "all weights are 0, so nothing is learned", choices=choices))
     if config.inner_until is not None and not (config.inner_weight and config.outer_weight):
         what = "one of the two stages would train nothing: it needs weights of inner states and of outputs"
-        problems.append(Problem(f"{PATH}.inner_until", what, "Take null, or such weights as hidden_weight=1."))
+        weights = take(1.0, key=f"{PATH}.{'soft_weight' if config.inner_weight else 'hidden_weight'}")
+        problems.append(Problem(f"{PATH}.inner_until", what, choices=take(None) + weights))
     if config.map_width is not None and not config.embedding_weight + config.hidden_weight:
         what = "the maps are for the losses of embeddings and hidden states, which have no weight"
-        problems.append(Problem(f"{PATH}.map_width", what, "Take null, or hidden_weight=1."))
+        choices = take(None) + take(1.0, key=f"{PATH}.hidden_weight")
+        problems.append(Problem(f"{PATH}.map_width", what, choices=choices))
     problems += _check_padding(settings, config)
     return problems + _check_layout(settings, config, world)
 
@@ -63,17 +69,18 @@ def _check_padding(settings: Settings, config: DistillConfig) -> list[Problem]:
     if objective.traits.labels is not None:
         # Inner states are compared over the text of each example.
         what = f"objective '{objective.name}' predicts at its targets alone"
-        problem = Problem(f"{PATH}.soft_over", what, "Take targets.")
+        problem = Problem(f"{PATH}.soft_over", what, choices=take("targets"))
         return [problem] * bool(config.soft_weight and config.soft_over == "all")
     what = f"states and logits of all tokens are compared, and samples of '{objective.name}' end in padding"
-    return [Problem(PATH, what, "Take soft_over=targets and the soft loss alone, or an objective on packed text.")]
+    fix = "The soft loss over targets alone, or an objective on packed text, needs no other tokens."
+    return [Problem(PATH, what, fix, choices=change(*_soft_alone(config), (f"{PATH}.soft_over", "targets")))]
 
 
 def _check_layout(settings: Settings, config: DistillConfig, world: int) -> list[Problem]:
     mesh, problems = settings.parallel.mesh, []
     if settings.parallel.zero.engine != "torch":
         what = "distillation with DeepSpeed is not supported"
-        problems.append(Problem("parallel.zero.engine", what, "Use parallel.zero.engine=torch."))
+        problems.append(Problem("parallel.zero.engine", what, choices=take("torch")))
     problems += [] if axes.check(mesh, world) else _check_ranks(settings, config, world)
     return problems
 
@@ -83,20 +90,21 @@ def _check_ranks(settings: Settings, config: DistillConfig, world: int) -> list[
     mesh = settings.parallel.mesh
     tp, of_stage = config.tp or mesh.tp, world // mesh.pp
     if of_stage % tp:
-        fits = ", ".join(str(degree) for degree in range(1, of_stage + 1) if of_stage % degree == 0)
+        degrees_that_fit = [degree for degree in range(1, of_stage + 1) if of_stage % degree == 0]
         have = f"a stage has {of_stage}" if mesh.pp > 1 else f"there are {of_stage}"
         what = f"a teacher with tp={tp} needs a multiple of {tp} ranks, and {have}"
-        fix = f"Start a multiple of {tp * mesh.pp} processes; with {world} it may be {fits}."
-        return [Problem(f"{PATH}.tp", what, fix)]
+        fix = f"Or start a multiple of {tp * mesh.pp} processes."
+        return [Problem(f"{PATH}.tp", what, fix, choices=take(*degrees_that_fit))]
     student, (_, degrees) = axes.resolve(mesh, world), teacher_degrees(settings, world)
     if config.zero == 3 and not runs_equally_often(student, degrees):
         what = f"ranks of a teacher with tp={tp} and ZeRO-3 would run it on different numbers of micro-batches"
-        fix = f"Take a divisor or a multiple of {mesh.tp}, or {PATH}.zero=0."
-        return [Problem(f"{PATH}.tp", what, fix)]
+        divisors = [degree for degree in range(1, mesh.tp + 1) if mesh.tp % degree == 0]
+        return [Problem(f"{PATH}.tp", what, choices=take(*divisors) + take(0, key=f"{PATH}.zero"))]
     if runs_in_one_stage(student, degrees, sharded=config.zero == 3):
         return []
     what = "a group of the teacher would have ranks of several pipeline stages, which run it at different times"
-    return [Problem("parallel.mesh.order", what, "Put pp first, or take parallel.mesh.pp=1.")]
+    pp_first = ["pp", *[axis for axis in mesh.order if axis != "pp"]]
+    return [Problem("parallel.mesh.order", what, choices=take(pp_first) + take(1, key="parallel.mesh.pp"))]
 
 
 def check_student(model: nn.Module, config: DistillConfig, parallel: ParallelConfig) -> list[Problem]:
@@ -105,25 +113,36 @@ def check_student(model: nn.Module, config: DistillConfig, parallel: ParallelCon
     problems = []
     if isinstance(stack, Stack) and stack.exits is not None:
         what = "the exits have losses of their own, which know no teacher"
-        problems.append(Problem("model.stack.exits", what, "Take null, or distill=null."))
+        problems.append(Problem("model.stack.exits", what, choices=take(None) + take(None, key=PATH)))
     if not config.inner_weight + config.cosine_weight and not config.init_from_teacher:
         return problems
     if not isinstance(stack, Stack):
         what = "states of two stacks are not mapped to those of a teacher"
-        problems.append(Problem(PATH, what, "Take the soft loss alone, or a model of one stack."))
+        problems.append(Problem(PATH, what, "Or take a model of one stack.", choices=change(*_soft_alone(config))))
     elif config.inner_weight and (stack.reversible or stack.halting is not None):
         what = "reversible blocks and halting have no state after each block to compare"
-        problems.append(Problem(f"{PATH}.hidden_weight", what, "Take weights of 0 for inner states."))
+        problems.append(Problem(f"{PATH}.hidden_weight", what, choices=change(*_soft_alone(config))))
     elif stack.pooling is not None:
         what = "the states of a shortened sequence are of windows, and the teacher's of tokens"
-        problems.append(Problem("model.stack.pooling", what, "Take null, or the soft loss alone."))
+        problems.append(Problem("model.stack.pooling", what, choices=take(None) + change(*_soft_alone(config))))
     elif config.attention_weight:
         problems += _check_attention(stack, len(stack.blocks), "the student")
         if parallel.mesh.cp > 1 and sublayers_on_gathered(stack, parallel):
             what = "attention on the gathered sequence hands on no scores of a rank's queries"
-            fix = f"Take mixers with a style of their own (mixer.dropout=0 allows more), or {PATH}.attention_weight=0."
-            problems.append(Problem("parallel.context.gather", what, fix))
+            fix = "Or take mixers with a style of their own: mixer.dropout=0 allows more."
+            choices = take(0.0, key=f"{PATH}.attention_weight")
+            problems.append(Problem("parallel.context.gather", what, fix, choices=choices))
     return problems
+
+
+def _soft_alone(config: DistillConfig) -> list[Edit]:
+    """Return the edits of a student that learns from its teacher's predictions alone."""
+    values: dict[str, float | bool | None] = {
+        "soft_weight": config.soft_weight or 0.5,
+        **dict.fromkeys(OTHER_LOSSES, 0.0),
+    }
+    values |= {"inner_until": None, "map_width": None, "init_from_teacher": False}
+    return [(f"{PATH}.{key}", value) for key, value in values.items() if getattr(config, key) != value]
 
 
 def _check_attention(stack: Stack, depth: int, which: str) -> list[Problem]:
