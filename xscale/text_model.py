@@ -48,7 +48,8 @@ class TextModel(nn.Module):
             tokenizer = TOKENIZERS.build(config, Path(settings.data.folder))
             vocabulary = tokenizer.vocabulary
         size = vocabulary_of(settings) if vocabulary is None else vocabulary
-        return cls(build_on_mesh(settings, size, mesh, draw_weights=True), settings, mesh.device, tokenizer)
+        tokens = size if tokenizer is None else tokenizer.unpadded_vocabulary
+        return cls(build_on_mesh(settings, (size, tokens), mesh, draw_weights=True), settings, mesh.device, tokenizer)
 
     @classmethod
     def loaded(cls, folder: Path, *, plugins: bool = False) -> "TextModel":
@@ -63,6 +64,8 @@ class TextModel(nn.Module):
 
     def forward(self, ids: Tensor, source: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         """Logits [B, T, V] of ids [B, T]; with `targets` [B, T] their summed cross-entropy in nats, -100 ignored.
+
+        Ids that are padding of the vocabulary have the least finite logit.
 
         Encoder-decoders read `source` [B, S] and write `ids`, as in training. Nothing is random: no dropout.
         """

@@ -44,7 +44,7 @@ from xscale.parallel.layout_invariant_random import HeadsOfCore, HiddenOverTenso
 from xscale.parallel.region import TensorRegion, all_reduce_replicated_grads, wrap_region
 from xscale.parallel.sharding import RULES, dense_mesh, shard_dim
 from xscale.parallel.tensor import sequence
-from xscale.parallel.tensor.vocabulary import VocabParallelCrossEntropy, VocabParallelEmbedding
+from xscale.parallel.tensor.vocabulary import ShardTokenRows, VocabParallelCrossEntropy, VocabParallelEmbedding
 
 
 def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
@@ -366,7 +366,9 @@ def _shard_vocabulary(head: Head, region: TensorRegion) -> None:
     vocabulary = head.weight.shape[0]
     kernel = head.kernel_choices.get("vocab_cross_entropy")
     first = _first_row(head.weight, region)
-    substitute(head, "cross_entropy", VocabParallelCrossEntropy(region, first, vocabulary, kernel, head.soft_cap))
+    unpadded = vocabulary if head.unpadded_vocabulary is None else head.unpadded_vocabulary
+    substitute(head, "cross_entropy", VocabParallelCrossEntropy(region, first, unpadded, kernel, head.soft_cap))
+    substitute(head, "token_rows", ShardTokenRows(first, unpadded))
 
     def enter(_: nn.Module, inputs: tuple[Tensor, Tensor | None, Tokens]) -> tuple[Any, ...]:
         x, targets, tokens = inputs
