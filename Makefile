@@ -47,7 +47,7 @@ test-disk: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy xscale launch/xscale_launch kernels/xscale_kernels
+	$(BIN)/mypy xscale launch/xscale_launch kernels/xscale_kernels plugins/xscale_tinybert
 
 docs: $(VENV)/.dev
 	$(BIN)/mkdocs build --strict

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 MODULES = {
     "base": ["torch", "numpy", "pydantic", "yaml", "typer", "rich", "sentencepiece", "safetensors", "tensorboard",
              "matplotlib", "PIL", "zstandard", "xxhash", "xscale", "xscale.cli.main", "xscale_kernels",
-             "xscale_launch.main"],
+             "xscale_launch.main", "xscale_tinybert.augment_data"],
     "deepspeed": ["deepspeed"],
     "megatron": ["megatron.core"],
     "mpi": ["mpi4py.MPI"],

@@ -33,6 +33,7 @@ def pages() -> dict[str, str]:
         "reference/xformers.md": xformers_page(),
         "reference/commands.md": commands_page(),
         "reference/combinations.md": COMBINATIONS + combinations(),
+        "reference/roles.md": roles_page(),
         # Links to the operators' own pages lead to files beside the code.
         "reference/kernels.md": _without_relative_links(kernels),
     }
@@ -44,6 +45,52 @@ The answers of the checks, each axis with degree 2. A number refers to the reaso
 not possible is refused, with an alternative, before a process group is created.
 
 """
+
+
+ROLES = """# Roles of seams
+
+A class gives each of its seams a role, `seams = {"norm_all_heads": Role.NORM_OVER_HEADS}`; an engine does at a seam
+what its table says of the role, and asks for no class. A kind of parallelism that is not listed under a role leaves its
+seams as they are. `Role` is in `xscale.nn.roles`.
+
+"""
+
+
+def roles_page() -> str:
+    """Each role: what it is, the seams that have it, and what each kind of parallelism does there."""
+    import xscale.recipe  # noqa: F401  (every part is imported)
+    from xscale.nn.module import Module
+    from xscale.nn.roles import Role
+    from xscale.parallel.context.table import CONTEXT
+    from xscale.parallel.expert import EXPERT
+    from xscale.parallel.pipeline.stage import AFTER_FIRST, BEFORE_LAST
+    from xscale.parallel.tensor.sequence import SEQUENCE
+    from xscale.parallel.tensor.table import TENSOR
+
+    tables = {
+        "Tensor parallelism": TENSOR,
+        "Sequence parallelism": SEQUENCE,
+        "Context parallelism": CONTEXT,
+        "Expert parallelism": EXPERT,
+        "Pipeline stages but the last": BEFORE_LAST,
+        "Pipeline stages but the first": AFTER_FIRST,
+    }
+    owners: dict[Role, set[str]] = {}
+    classes = [Module]
+    for owner in classes:
+        classes += owner.__subclasses__()
+        if owner.__module__.startswith("xscale."):
+            for seam, role in vars(owner).get("seams", {}).items():
+                if role is not None:
+                    owners.setdefault(role, set()).add(f"`{owner.__name__}.{seam}`")
+    lines = []
+    for role in Role:
+        lines += [f"## {role.name}", "", f"{role.value[0].upper()}{role.value[1:]}.", ""]
+        for name, table in tables.items():
+            if role in table:
+                lines.append(f"- {name}: {' '.join(inspect.getdoc(table[role]).split())}")
+        lines += ["", f"Seams: {', '.join(sorted(owners[role]))}.", ""]
+    return ROLES + "\n".join(lines)
 
 
 def config_page() -> str:

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import xscale
+from tests.train.tiny import recipe as tiny_recipe
 from xscale.core.errors import ConfigError
 from xscale.recipe import Recipe
+from xscale.train.step import Stepper
 
 ROOT = Path(__file__).parents[1]
 SMALL: dict[str, Any] = {
@@ -90,6 +92,63 @@ def test_logits_statistics_and_loss_are_those_of_the_model() -> None:
     assert all(abs(float(load.sum()) - 1) < 1e-6 for load in loads)
     (layout,) = model.attention_layouts(128).values()
     assert layout.dtype == bool
+
+
+def test_a_loop_of_ones_own_has_the_gradients_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixture with load balance, z-loss and label smoothing, two micro-batches; in float64, without dropout."""
+    batches: list[Any] = []
+    gradients: dict[str, torch.Tensor] = {}
+    compute = Stepper.compute_gradients
+
+    def kept(self: Stepper, micro_batches: Any, *given: Any, **named: Any) -> Any:
+        batches.extend(micro_batches)
+        found = compute(self, micro_batches, *given, **named)
+        gradients.update({name: weight.grad.clone() for name, weight in self.engine.model.named_parameters()})
+        return found
+
+    monkeypatch.setattr(Stepper, "compute_gradients", kept)
+    router = {"kind": "switch", "aux_loss_weight": 0.3, "z_loss_weight": 0.2, "jitter": 0.0}
+    expert = {"kind": "gated", "hidden": 24}
+    mixture = {"kind": "moe", "experts": 4, "capacity_factor": 1.0, "router": router, "expert": expert}
+    block = {"mixer": {"kind": "attention", "heads": 2}, "ffn": mixture}
+    recipe = tiny_recipe(
+        tmp_path,
+        model={"kind": "decoder", "width": 16, "stack": {"depth": 2, "block": block}},
+        objective={"kind": "causal", "label_smoothing": 0.1, "z_loss_weight": 1e-2},
+        data={"cross_documents": True},
+        train={"steps": 1, "batch_size": 4, "micro_batch_size": 2, "eval_every": 0},
+        precision={"compute": "float64", "master": "float64"},
+    )
+    assert xscale.train(recipe) == 0
+    model = xscale.build_model(recipe).double().train()
+    assert model.tokenizer is not None
+    assert len(batches) == 2
+    count = sum(int((batch.targets != -100).sum()) for batch in batches)
+    for batch in batches:
+        (model(batch.tokens.ids, targets=batch.targets, share=1 / 2) / count).backward()
+    for name, weight in model.model.named_parameters():
+        torch.testing.assert_close(weight.grad, gradients[name], rtol=1e-10, atol=1e-14)
+    # The control: without the auxiliary losses the routers' gradients are others.
+    model.zero_grad()
+    for batch in batches:
+        (model(batch.tokens.ids, targets=batch.targets, share=0.0) / count).backward()
+    routers = [name for name in gradients if ".router." in name]
+    assert routers
+    weights = dict(model.model.named_parameters())
+    assert not any(torch.allclose(weights[name].grad, gradients[name], rtol=1e-3) for name in routers)
+
+
+def test_dropout_follows_the_mode() -> None:
+    recipe = xscale.load_recipe("quickstart", ["model.width=16", "model.stack.depth=2", "model.dropout=0.5"])
+    model, ids = xscale.build_model(recipe, vocabulary=64), torch.arange(20).view(2, 10)
+    model.eval()
+    assert torch.equal(model(ids), model(ids))
+    model.train()
+    assert not torch.equal(model(ids), model(ids))
+    torch.manual_seed(5)
+    first = model(ids, targets=ids)
+    torch.manual_seed(5)
+    assert torch.equal(model(ids, targets=ids), first)
 
 
 def test_an_encoder_decoder_reads_a_source() -> None:

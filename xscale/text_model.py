@@ -12,8 +12,10 @@ from xscale.data.tokenizer.tokenizer import TOKENIZERS, Tokenizer
 from xscale.mesh import axes
 from xscale.mesh.environment import read_rank_info
 from xscale.mesh.mesh import Mesh
+from xscale.nn.forward import Forward, Stats
+from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.model.model import MODELS
-from xscale.nn.tokens import Stats, Tokens
+from xscale.nn.tokens import Tokens
 from xscale.planning import vocabulary_of
 from xscale.train.load_run import build_on_mesh, load_run, single_process
 from xscale.train.run_facts import attention_layouts
@@ -62,20 +64,42 @@ class TextModel(nn.Module):
         model = cls(loaded.model, loaded.settings, loaded.mesh.device, loaded.tokenizer)
         return model.eval()
 
-    def forward(self, ids: Tensor, source: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
-        """Logits [B, T, V] of ids [B, T]; with `targets` [B, T] their summed cross-entropy in nats, -100 ignored.
+    def forward(
+        self, ids: Tensor, source: Tensor | None = None, targets: Tensor | None = None, *, share: float = 1.0
+    ) -> Tensor:
+        """Logits [B, T, V] of ids [B, T]; with `targets` [B, T] their summed loss in nats, -100 ignored.
 
         Ids that are padding of the vocabulary have the least finite logit.
 
-        Encoder-decoders read `source` [B, S] and write `ids`, as in training. Nothing is random: no dropout.
+        Encoder-decoders read `source` [B, S] and write `ids`, as in training.
+
+        In training mode it is the loss of a run. Dropout and the noise of routers draw from torch's default generator.
+        The label smoothing and z-loss of the recipe's objective are in it. A backward from it, divided by the number of
+        targets, also adds the gradients of the auxiliary losses, such as load balance, which are not in its value.
+        `share` is the part of an optimizer step's samples that these are: 1 / n with n micro-batches a step. In
+        evaluation mode it is the cross-entropy, and nothing is random.
         """
-        return self._run(ids, source, targets, None)
+        return self._run(ids, source, targets, self._training_forward(targets, share) if self.training else Forward())
+
+    def _training_forward(self, targets: Tensor | None, share: float) -> Forward:
+        """Return the seed of a training forward, and with `targets` the weights of its losses."""
+        seed = int(torch.randint(2**62, ()))
+        if targets is None:
+            return Forward(rng_seed=seed)
+        objective = self.recipe.objective
+        return Forward(
+            rng_seed=seed,
+            aux_loss_weight=share,
+            target_weight=share / max(1, int((targets != IGNORE_INDEX).sum())),
+            label_smoothing=objective.label_smoothing,
+            z_loss_weight=objective.z_loss_weight,
+        )
 
     def statistics(self, ids: Tensor, source: Tensor | None = None) -> dict[str, Tensor]:
         """Compute the statistics of the parts on ids [B, T], such as the load of each expert: name -> values."""
         stats = Stats()
         with torch.no_grad():
-            self._run(ids, source, None, stats)
+            self._run(ids, source, None, Forward(stats=stats))
         return stats.means()
 
     def attention_layouts(self, length: int | None = None) -> dict[str, numpy.ndarray]:
@@ -85,12 +109,12 @@ class TextModel(nn.Module):
         """
         return attention_layouts(self.model, length or self.recipe.data.sequence_length)
 
-    def _run(self, ids: Tensor, source: Tensor | None, targets: Tensor | None, stats: Stats | None) -> Tensor:
+    def _run(self, ids: Tensor, source: Tensor | None, targets: Tensor | None, forward: Forward) -> Tensor:
         kind = str(self.recipe.model.kind)
         if MODELS.get(kind).traits.source != (source is not None):
             reads = "needs `source`, the ids that it reads" if source is None else "reads one sequence, and no source"
             raise ValueError(f"the model '{kind}' {reads}")
-        tokens = Tokens.from_ids(ids.to(self.device), stats=stats)
-        read = None if source is None else Tokens.from_ids(source.to(self.device))
+        tokens = Tokens.from_ids(ids.to(self.device), forward=forward)
+        read = None if source is None else Tokens.from_ids(source.to(self.device), forward=forward)
         logits: Tensor = self.model(tokens, None if targets is None else targets.to(self.device), read)
         return logits

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from xscale_launch import devices, links, status
+from xscale_launch import attempts, devices, links, status
 from xscale_launch.env import RankEnv, environment, integer, slurm_ranks
+from xscale_launch.files import write_run_file
 from xscale_launch.gpu_env import cpus_near_gpu
 from xscale_launch.local import worker_environment
 from xscale_launch.node_check import check_node
@@ -58,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
             return PREFLIGHT_FAILED
         return run_workers(options, places, variables, node, pending_signals)
     except LaunchError as error:
-        return status.record_task(options.attempt, None, status.USER_MISTAKE, f"{node}: {error}")
+        return attempts.record_task(options.attempt, None, status.USER_MISTAKE, f"{node}: {error}")
 
 
 def rank_from_torchrun(variables: Mapping[str, str]) -> RankEnv:
@@ -93,9 +94,9 @@ def preflight_passes(options: argparse.Namespace, rank_env: RankEnv, variables: 
                 problems += map(str, slow)
                 bad_nodes |= {problem.node for problem in slow}
     if bad_nodes:
-        (options.attempt / "bad_nodes").write_text("".join(f"{name}\n" for name in sorted(bad_nodes)))
+        write_run_file(options.attempt / "bad_nodes", "".join(f"{name}\n" for name in sorted(bad_nodes)))
     if problems:
-        status.record_task(options.attempt, None, PREFLIGHT_FAILED, "preflight: " + "; ".join(problems))
+        attempts.record_task(options.attempt, None, PREFLIGHT_FAILED, "preflight: " + "; ".join(problems))
     return not problems
 
 
@@ -133,9 +134,11 @@ def run_workers(
     message = f"{node}: {outcome.cause}"
     tails = [last_lines(w.log) for w in workers if outcome.cause and w.rank == outcome.rank and w.log is not None]
     if outcome.status == status.USER_MISTAKE:
-        status.report_config_refused(options.attempt, outcome.statuses.get(0) == outcome.status, rank_envs[0].rank == 0)
+        attempts.report_config_refused(
+            options.attempt, outcome.statuses.get(0) == outcome.status, rank_envs[0].rank == 0
+        )
         message = "\n".join([message, *tails])
-    elif outcome.cause and not status.config_refused(options.attempt):
+    elif outcome.cause and not attempts.config_refused(options.attempt):
         # srun ends every task after rank 0's: a worker that SIGTERM kills before its own refusal has nothing to add.
         say("\n".join([message, *tails]))
     if options.torchrun and outcome.status not in (status.DONE, status.RESUMABLE):
@@ -144,7 +147,7 @@ def run_workers(
         code = status.RESUMABLE if stopped and not failed else outcome.status
     else:
         code = outcome.status
-    return status.record_task(options.attempt, None if options.placed else rank_envs[0].rank, code, message)
+    return attempts.record_task(options.attempt, None if options.placed else rank_envs[0].rank, code, message)
 
 
 def torchrun_worker(options: argparse.Namespace, places: Sequence[RankEnv], variables: Mapping[str, str]) -> Worker:

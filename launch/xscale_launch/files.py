@@ -49,22 +49,69 @@ def read_regular(path: Path) -> bytes:
         return file.read()
 
 
-def open_append(path: Path) -> IO[bytes]:
-    """Open a regular file of a run folder to append to it, and make its folder. `LaunchError` for a link or a FIFO."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    fix = "remove it, or choose another run.dir"
+FLAGS = {
+    "rb": os.O_RDONLY,
+    "wb": os.O_WRONLY | os.O_CREAT,
+    "ab": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+    "xb": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
+}
+"""Flags of each mode in which a file of a run folder is opened."""
+FIX = "remove it, or choose another run.dir"
+
+
+def open_run_file(path: Path, mode: str) -> IO[bytes]:
+    """Open a regular file of a run folder; "rb", "wb", "ab" or "xb". `LaunchError` for a link, FIFO, device or folder.
+
+    OSError for all else, such as FileExistsError in mode "xb", and FileNotFoundError.
+    """
     try:
-        descriptor = os.open(path, flags, 0o666)
+        # Without O_NONBLOCK the opening of a FIFO waits for its other end.
+        descriptor = os.open(path, FLAGS[mode] | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise
-        raise LaunchError(f"{path} is a link, a FIFO or a folder, not a file: {fix}") from None
-    file = os.fdopen(descriptor, "ab")
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        file.close()
-        raise LaunchError(f"{path} is not a regular file: {fix}")
-    return file
+        raise LaunchError(f"{path} is a link, a FIFO or a folder, not a file: {FIX}") from None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise LaunchError(f"{path} is not a regular file: {FIX}")
+        if mode == "wb":
+            os.truncate(descriptor, 0)
+        return os.fdopen(descriptor, mode)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_run_file(path: Path) -> bytes:
+    """Read a file of a run folder; errors as `open_run_file`."""
+    with open_run_file(path, "rb") as file:
+        return file.read()
+
+
+def write_run_file(path: Path, text: str) -> None:
+    """Write a file of a run folder; errors as `open_run_file`."""
+    with open_run_file(path, "wb") as file:
+        file.write(text.encode())
+
+
+def make_run_folder(run: Path, *names: str) -> Path:
+    """Make the folder `names[0]/names[1]/...` of a run folder. `LaunchError` where one of them is a link or a file."""
+    run.mkdir(parents=True, exist_ok=True)
+    folder = run
+    for name in names:
+        folder = _entry(folder, name)
+        # Two nodes may make it at once.
+        with suppress(FileExistsError):
+            folder.mkdir()
+        if not stat.S_ISDIR(folder.lstat().st_mode):
+            raise LaunchError(f"{folder} is a link or a file, not a folder: {FIX}")
+    return folder
+
+
+def open_append(path: Path) -> IO[bytes]:
+    """Open a file in a folder of a run folder to append to it, and make that folder; errors as `open_run_file`."""
+    make_run_folder(path.parent.parent, path.parent.name)
+    return open_run_file(path, "ab")
 
 
 def write_private(path: Path, text: str) -> None:

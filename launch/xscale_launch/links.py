@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xscale_launch.env import RankEnv, integer
-from xscale_launch.files import read_regular
+from xscale_launch.files import read_run_file
 from xscale_launch.local import worker_environment
 from xscale_launch.preflight import NodeProblem, find_slow_links
 from xscale_launch.status import LaunchError
@@ -70,7 +70,7 @@ def read_results(folder: Path) -> LinkSpeeds:
     """Read the result that the head node wrote; raise `LaunchError` when it is missing or damaged."""
     path = folder / "links.json"
     try:
-        results: LinkResults = decode_json(read_regular(path), LinkResults)
+        results: LinkResults = decode_json(read_run_file(path), LinkResults)
         if not results.gigabytes_per_second:
             raise ValueError("it has no link")
     except (OSError, ValueError) as error:

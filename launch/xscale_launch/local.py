@@ -9,7 +9,7 @@ from pathlib import Path
 
 from xscale_launch import command, devices, plan_query, status
 from xscale_launch.env import RankEnv, environment
-from xscale_launch.files import remove_file, remove_folder
+from xscale_launch.files import make_run_folder, remove_file, remove_folder
 from xscale_launch.gpu_env import cpus_near_gpu, gpu_variables
 from xscale_launch.paths import expand
 from xscale_launch.status import LaunchError
@@ -57,6 +57,8 @@ def run(options: argparse.Namespace) -> int:
             shown = worker_settings(variables, rank_env, logs)
             print(" ".join(f"{name}={value}" for name, value in shown.items()), " ".join(worker.command))
         return status.DONE
+    if len(workers) > 1:
+        make_run_folder(logs.parent, logs.name)
     for worker in workers[1:]:
         if worker.log is not None:
             remove_file(worker.log.parent, worker.log.name)

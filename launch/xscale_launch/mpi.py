@@ -11,8 +11,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from xscale_launch import command, devices, plan_query, profile, status
+from xscale_launch import attempts, command, devices, plan_query, profile, status
 from xscale_launch.env import environment
+from xscale_launch.files import make_run_folder
 from xscale_launch.local import HOST, say
 from xscale_launch.paths import path_argument
 from xscale_launch.status import LaunchError
@@ -82,11 +83,11 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(shlex.join(argv))
         return status.DONE
-    attempt.mkdir(parents=True)
+    make_run_folder(folder, "launch", "attempts", attempt.name)
     # On SIGTERM mpirun kills the ranks within a second; it forwards SIGUSR1, on which the ranks save and stop.
     timeouts = Timeouts(stop=options.grace_seconds + 10)
     outcome = Supervisor([Worker(0, argv, variables)], say, timeouts, stop_signal=signal.SIGUSR1).run()
-    code, cause = status.read_attempt(attempt, options.processes, outcome.status)
+    code, cause = attempts.read_attempt(attempt, options.processes, outcome.status)
     if cause and not (attempt / "said").exists():
         say(cause)
     return code

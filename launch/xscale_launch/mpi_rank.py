@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xscale_launch import devices, links, mpi_preflight, status
+from xscale_launch import attempts, devices, links, mpi_preflight, status
 from xscale_launch.agent import PREFLIGHT_FAILED, say
 from xscale_launch.devices import free_port
 from xscale_launch.env import RankEnv, environment, integer, mpi_ranks, remove_variables, set_variables, slurm_ranks
@@ -56,10 +56,10 @@ def main(argv: Sequence[str]) -> int:
         rank_env, problems = rank_and_problems(options, variables)
     except LaunchError as error:
         say(str(error))
-        return status.record_task(options.attempt, None, status.USER_MISTAKE, str(error))
+        return attempts.record_task(options.attempt, None, status.USER_MISTAKE, str(error))
     if problems:
         # Only rank 0 fails: mpirun prints a message for every rank that does.
-        failed = status.record_task(options.attempt, None, PREFLIGHT_FAILED, "preflight: " + "; ".join(problems))
+        failed = attempts.record_task(options.attempt, None, PREFLIGHT_FAILED, "preflight: " + "; ".join(problems))
         return failed if rank_env.rank == 0 else status.DONE
     without_mpi = {name: value for name, value in variables.items() if not name.startswith(MPI_VARIABLES)}
     if "OMP_NUM_THREADS" not in without_mpi:
@@ -75,8 +75,8 @@ def main(argv: Sequence[str]) -> int:
     if outcome.cause and log is not None:
         message += f"\nlast lines of {log}:\n{last_lines(log)}"
     if outcome.status == status.USER_MISTAKE:
-        status.report_config_refused(options.attempt, rank_env.rank == 0, rank_env.rank == 0)
-    return status.record_task(options.attempt, rank_env.rank, outcome.status, message)
+        attempts.report_config_refused(options.attempt, rank_env.rank == 0, rank_env.rank == 0)
+    return attempts.record_task(options.attempt, rank_env.rank, outcome.status, message)
 
 
 @contextlib.contextmanager

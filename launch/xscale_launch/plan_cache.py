@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale_launch import preflight
-from xscale_launch.files import read_regular, remove_file
+from xscale_launch.files import read_regular, remove_file, write_run_file
 from xscale_launch.typed_json import decode_json
 
 CODE = ("xscale", "xscale_kernels")
@@ -107,7 +107,7 @@ def store(cache: Path, name: str, answer: dict[str, Any]) -> None:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         part = cache / f"{name}.{time.time_ns()}.part"
-        part.write_text(json.dumps(asdict(entry)))
+        write_run_file(part, json.dumps(asdict(entry)))
         part.replace(cache / f"{name}.json")
         for old in sorted(cache.glob("*.json"), key=lambda path: path.stat().st_mtime)[:-MAX_ANSWERS]:
             remove_file(cache, old.name)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale_launch.command import columns
-from xscale_launch.files import remove_file
+from xscale_launch.files import open_run_file, read_run_file, remove_file
 
 PACKAGES = ("torch", "numpy", "pydantic", "triton", "deepspeed", "mpi4py", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 PROBE_BYTES = 32 * 2**20
@@ -111,13 +111,15 @@ def write_speed(folder: Path, node: str) -> float:
     probe = folder / f".write-probe-{node}"
     started = time.monotonic()
     try:
-        with probe.open("wb", buffering=0) as file:
+        remove_file(probe.parent, probe.name)
+        with open_run_file(probe, "xb") as file:
             block = b"\0" * 2**20
             for _ in range(PROBE_BYTES // len(block)):
                 file.write(block)
                 if time.monotonic() - started > 5:  # so slow that the bytes written so far are enough
                     break
             size = file.tell()
+            file.flush()
             os.fsync(file.fileno())
         return size / 1e6 / max(time.monotonic() - started, 1e-9)
     except OSError:
@@ -130,7 +132,7 @@ def digest(code: Path) -> str:
     """Hash the names and contents of all Python files below `code`."""
     total = hashlib.sha256()
     for path in sorted(code.rglob("*.py")):
-        total.update(str(path.relative_to(code)).encode() + b"\0" + path.read_bytes())
+        total.update(str(path.relative_to(code)).encode() + b"\0" + read_run_file(path))
     return total.hexdigest()[:16]
 
 

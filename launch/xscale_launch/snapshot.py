@@ -5,7 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from xscale_launch.files import remove_folder
+from xscale_launch.files import make_run_folder, remove_folder, write_run_file
 from xscale_launch.status import LaunchError
 
 PACKAGES = ("xscale", "xscale_kernels", "xscale_launch")
@@ -17,9 +17,10 @@ def code(run: Path, extra: list[Path]) -> Path:
 
     An existing copy is replaced only when the new copy is complete.
     """
-    target, part = run / "launch" / "code", run / "launch" / "code.part"
-    remove_folder(part.parent, part.name)
-    part.mkdir(parents=True)
+    folder = make_run_folder(run, "launch")
+    target = folder / "code"
+    remove_folder(folder, "code.part")
+    part = make_run_folder(folder, "code.part")
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations:
@@ -31,17 +32,16 @@ def code(run: Path, extra: list[Path]) -> Path:
             shutil.copytree(path, part / path.name, ignore=LEFT_OUT)
         else:
             shutil.copy2(path, part / path.name)
-    (part / "COMMIT").write_text(commit() + "\n")
-    remove_folder(target.parent, target.name)
+    write_run_file(part / "COMMIT", commit() + "\n")
+    remove_folder(folder, target.name)
     part.rename(target)
     return target
 
 
 def config(run: Path, resolved: str) -> Path:
     """Write the resolved config to `run/launch/config.yaml`."""
-    path = run / "launch" / "config.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(resolved)
+    path = make_run_folder(run, "launch") / "config.yaml"
+    write_run_file(path, resolved)
     return path
 
 

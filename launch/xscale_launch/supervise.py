@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from xscale_launch import status
-from xscale_launch.files import open_append
+from xscale_launch.files import open_append, open_run_file
 from xscale_launch.status import LaunchError
 
 TICK_SECONDS = 0.05
@@ -288,11 +288,13 @@ def _preexec(ignore_usr1: bool, cpus: frozenset[int]) -> Callable[[], None]:
 def last_lines(log: Path, lines: int = 15) -> str:
     """Return the last lines of a worker's log, or why it cannot be read."""
     try:
-        with log.open("rb") as file:
+        with open_run_file(log, "rb") as file:
             file.seek(max(0, log.stat().st_size - 16384))
             return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
     except OSError as error:
         return f"({log} cannot be read: {error.strerror})"
+    except LaunchError as error:
+        return f"({error})"
 
 
 def children(pid: int) -> list[int]:

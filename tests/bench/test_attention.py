@@ -16,7 +16,7 @@ from xscale.bench.attention import (
     savings,
     sdpa_sides,
 )
-from xscale.bench.machine import BenchDevice
+from xscale.bench.harness.machine import BenchDevice
 from xscale.bench.positions import RELATIVE_POSITIONS, WINDOW, measure_position_growth, measure_positions
 from xscale.cli.main import main
 from xscale.core.errors import ConfigError

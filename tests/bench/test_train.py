@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.train.tiny import MIXTURE, recipe
+from xscale.bench.harness.timing import Sample, Timings
 from xscale.bench.llama import PlainLlama, TransformersLlama, llama_sizes
 from xscale.bench.train import bench_train, measure_side, speed_ratio, time_steps
 from xscale.bench.train_sides import TrainingSide, dense_twin, training_sides
@@ -21,7 +22,6 @@ from xscale.measure.flops import size
 from xscale.nn.init import materialize
 from xscale.nn.tokens import Tokens
 from xscale.train.settings import build_on_meta
-from xscale_kernels.bench.timing import Sample, Timings
 
 
 def side(name: str, step: Callable[[int], dict[str, float]] = lambda number: {}) -> TrainingSide:

@@ -13,6 +13,7 @@ from tests.families import each
 from xscale.core.registry import Entry, Family
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn, FfnTraits
+from xscale.nn.forward import Forward
 from xscale.nn.linear import Linear
 from xscale.nn.tokens import Tokens
 
@@ -142,7 +143,7 @@ def test_a_token_reads_the_one_before_it_in_its_document(entry: Entry[Any]) -> N
     assert close(packed, torch.cat(apart, 1))
     cache, around = dict[str, Any](), tokens(LENGTH)
     for begin, end in [(0, 5), (5, 6), (6, LENGTH)]:
-        new = Tokens(around.ids[:, begin:end], around.positions[:, begin:end], cache=cache)
+        new = Tokens(around.ids[:, begin:end], around.positions[:, begin:end], forward=Forward(cache=cache))
         assert close(part(x[:, begin:end], new), whole[:, begin:end])
 
 

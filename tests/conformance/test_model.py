@@ -94,7 +94,10 @@ def test_written_token_by_token_it_says_the_same(entry: Entry[Any], chunks: list
     for size in chunks:
         here = slice(start, start + size)
         step = replace(
-            text, ids=text.ids[:, here], positions=text.positions[:, here], cache=cache, shared_values=SharedValues()
+            text.with_forward(cache=cache),
+            ids=text.ids[:, here],
+            positions=text.positions[:, here],
+            shared_values=SharedValues(),
         )
         logits.append(model(step, source=source(entry)))
         start += size

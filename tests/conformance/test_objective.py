@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.conformance.made import VOCABULARY, ready
 from tests.families import each, example, family
 from xscale.core.registry import Entry, Family
+from xscale.nn.attention.ops.mask import OBSERVED
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.model.model import Model
 from xscale.nn.tokens import Tokens
@@ -108,8 +109,8 @@ def model_for(entry: Entry[Any]) -> Model:
 
 def tensors(batch: Batch) -> list[Tensor]:
     found = [batch.tokens.ids, batch.tokens.positions, batch.targets]
-    if batch.tokens.observed is not None:
-        found.append(batch.tokens.observed)
+    if batch.tokens.get(OBSERVED) is not None:
+        found.append(batch.tokens.get(OBSERVED))
     return found + ([batch.source.ids, batch.source.positions] if batch.source else [])
 
 
@@ -282,7 +283,7 @@ def test_label_smoothing_is_told_to_the_model(entry: Entry[Any]) -> None:
     tokens, documents, index = samples(entry.traits.samples)
     given = documents if entry.traits.samples != "packed" else None
     batch = objective.batch(tokens, given, index, label_smoothing=0.25, **labels_of(objective))
-    assert batch.tokens.label_smoothing == 0.25
+    assert batch.tokens.forward.label_smoothing == 0.25
     model = model_for(entry).double()
     logits = model(batch.tokens, None, batch.source)
     wanted = F.cross_entropy(

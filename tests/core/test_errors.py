@@ -46,3 +46,10 @@ def test_problems_without_end_are_counted() -> None:
 def test_a_message_is_one_line_without_escapes() -> None:
     problem = Problem("a\nb", "what \x1b[2J\r\n and more", "x" * 10_000)
     assert str(problem) == f"a b: what \\x1b[2J  and more. {'x' * 2000}..."
+
+
+def test_a_message_on_a_word_without_end_is_cut() -> None:
+    """An override from anybody is the path of its problem, and may be quoted as well."""
+    word = "[" * 100_000
+    assert len(str(Problem(word, f"'{word}' is no key", "Write key=value."))) < 3000
+    assert str(Problem("model.stack.depth", "must be at least 1")) == "model.stack.depth: must be at least 1"

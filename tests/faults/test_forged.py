@@ -30,6 +30,7 @@ UNKNOWN = [
     "sequence_length null",
     "loss_scale deleted",
     "loss_scale_steps deleted",
+    "pending deleted",
 ]
 """Changes that say less than before, which a state may: these fields may be unknown, or earlier versions lack them."""
 DEEP = "DEEP"

@@ -1,6 +1,7 @@
 """The recipes of configs/run and configs/xformer, made small enough to train for a few steps in a test."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ LIMITS = {
 }
 
 
-def small(recipe: Path, folder: Path) -> Recipe:
+def small(recipe: Path, folder: Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe with small sizes, bytes of a fixed text for data, and float64, so that losses hold on any machine."""
-    data: dict[str, Any] = encode(read(recipe, [])[0])
+    data: dict[str, Any] = encode(read(recipe, list(overrides))[0])
     data["model"] = shrunk(data["model"])
     data["run"] = {"dir": str(folder / "run"), "seed": 7, "device": "cpu"}
     data["data"] |= {

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from xscale_kernels.bench.timing import peak_bytes
+from xscale.bench.harness.timing import peak_bytes
 from xscale_kernels.cases import ForwardBackward
 from xscale_kernels.linear_cross_entropy import linear_cross_entropy
 from xscale_kernels.linear_cross_entropy.cases import _plain

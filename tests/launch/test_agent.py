@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_ports
-from xscale_launch import node_check, preflight, status
+from xscale_launch import attempts, node_check, preflight, status
 
 ROOT = Path(__file__).parents[2]
 FAKE = [sys.executable, str(ROOT / "tests/launch/fake_train.py"), "train"]
@@ -96,7 +96,7 @@ def test_a_worker_stopped_by_a_refused_config_says_nothing(tmp_path: Path, refus
     """srun ends the other tasks after rank 0's; a worker may have printed its own refusal when SIGTERM kills it."""
     job = Job(tmp_path, 2)
     if refused:
-        status.report_config_refused(job.attempt, rank_0_refused=True, has_rank_0=True)
+        attempts.report_config_refused(job.attempt, rank_0_refused=True, has_rank_0=True)
     worker = ["sh", "-c", "echo \"config: unknown key 'witdh'\"; kill -TERM $$"]
     words = ["--attempt", job.attempt, "--outputs", job.run / "logs", "--no-preflight", "--", *worker]
     command = [sys.executable, "-m", "xscale_launch.agent", *map(str, words)]
@@ -187,7 +187,7 @@ def test_a_signal_during_the_preflight_is_no_crash(tmp_path: Path) -> None:
     statuses, said = job.ended(first)
     assert statuses == [0], said
     assert "SIGUSR1: signalled 1 worker(s) to save and stop" in said
-    assert status.read_attempt(job.attempt, 1, 0) == (status.RESUMABLE, "")
+    assert attempts.read_attempt(job.attempt, 1, 0) == (status.RESUMABLE, "")
 
 
 @pytest.mark.long

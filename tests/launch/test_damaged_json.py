@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.ports import free_ports
-from xscale_launch import doctor, links, node_check, plan_cache, plan_query, preflight, profile, status
+from xscale_launch import attempts, doctor, links, node_check, plan_cache, plan_query, preflight, profile, status
 from xscale_launch.main import main
 from xscale_launch.slurm.job import SubmittedJob, submitted_jobs
 from xscale_launch.slurm.watch import RunProgress, progress
@@ -101,9 +101,9 @@ def reached(folder: Path, content: bytes) -> Any:
 
 def recorded(folder: Path, content: bytes) -> Any:
     (folder / "fault").write_bytes(content)
-    first = status.read_attempt(folder, 1, 0)
+    first = attempts.read_attempt(folder, 1, 0)
     (folder / "fault").rename(folder / "ended-0")
-    return status.describe(first[0]), status.read_attempt(folder, 1, 0)
+    return status.describe(first[0]), attempts.read_attempt(folder, 1, 0)
 
 
 READERS: dict[str, tuple[Any, Callable[[Path, bytes], Any]]] = {
@@ -144,7 +144,7 @@ def test_what_is_no_file_is_not_waited_for(special: str, tmp_path: Path) -> None
             path.symlink_to("/dev/zero")
     assert plan_cache.load(tmp_path, "one") is None
     assert progress(tmp_path) == RunProgress(str(tmp_path))
-    assert status.read_attempt(tmp_path, 1, 0)[0] == status.NO_REPORT
+    assert attempts.read_attempt(tmp_path, 1, 0)[0] == attempts.NO_REPORT
     for read in (
         lambda: links.read_results(tmp_path),
         lambda: submitted_jobs(tmp_path),

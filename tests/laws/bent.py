@@ -34,6 +34,7 @@ BENT: dict[str, dict[str, str]] = {
         "the baseline is a plain torch model of its own, which declares no seams",
     )
     | {
+        "xscale/parallel/context/ulysses.py: first_head": "of a forward with other heads, set back after it",
         "xscale/bench/llama.py: weight": "the baseline is a plain torch model, whose head has the embedding's weights",
         "xscale/bench/gpu/results.py: size": "of an entry in an archive, which is no module",
     },
@@ -64,7 +65,7 @@ BENT: dict[str, dict[str, str]] = {
     },
     "text to ids": {
         "xscale/convert/hf/tokenizer.py: encode": "the same text in two libraries: its begin is compared apart",
-        "xscale/data/augment.py: encode_with_offsets": "a masked model's input, whose begin and end `ModelInput` has",
+        "plugins/xscale_tinybert/augment.py: encode_with_offsets": "its `ModelInput` has the begin and the end",
         "xscale/data/labels.py: encode": "the objective writes the token before the first of an example's texts",
         "xscale/data/shards.py: encode": "sentences of a document, which an objective joins to what it reads",
         "xscale/train/generate.py: encode": "the text behind a gap, which is in the middle of a document",
@@ -73,7 +74,14 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/checkpoint/disk.py: .touch": "its own hook before each change of a disk",
         "xscale/checkpoint/disk.py: os.open": "a folder, whose entries are flushed",
         "xscale/checkpoint/in_memory.py: os.open": "read and write, in a folder of /dev/shm that is this user's alone",
+        "xscale/checkpoint/torch_file.py: .open": "a record of an archive that is open",
         "xscale/train/compile_cache.py: open_regular": "a library of torch.compile's cache, which is no run's",
+        "launch/xscale_launch/gpu_env.py: .read_text": "the system's files of its devices",
+        "launch/xscale_launch/gpu_env.py: os.open": "a device of a GPU",
+        "launch/xscale_launch/supervise.py: .read_text": "the system's files of its processes",
+        "launch/xscale_launch/plan_cache.py: read_regular": "the user's own cache, and the configs that a plan reads",
+        "launch/xscale_launch/profile.py: read_regular": "the user's own profile, which may be a link",
+        "launch/xscale_launch/slurm/sweep.py: .read_bytes": "a file that the user names, which may be a pipe",
     },
     "nothing global": {
         "xscale/data/parallel_map.py: sys.modules": "a worker must not run the user's script again; set back at once",

@@ -44,8 +44,11 @@ RUN_PACKAGES = (
     "xscale/core/file_lock.py",
     "xscale/commands/train_runs.py",
     "xscale/data/stored_tokenizer.py",
+    "launch/xscale_launch/",
 )
 """Code that reads and writes run folders: by `xscale.core.run_files`, which follows no link and waits for no FIFO."""
+LAUNCHER_OPENER = ("launch/xscale_launch/files.py",)
+"""The launcher runs without xscale, and opens files of a run by its own functions of the same kind."""
 OPENS = {"open", "io.open", "io.FileIO", "os.open", "os.fdopen", "os.mkfifo", "gzip.open", "codecs.open"}
 OPENING_METHODS = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "touch"}
 FOLLOWING = {"open_regular", "read_regular"}
@@ -131,8 +134,8 @@ def yaml_readers_of(file: File) -> Iterator[tuple[ast.AST, str]]:
 
 
 def openers(root: Path) -> dict[str, str]:
-    """Ways to open a file, in the packages of run folders, other than by `xscale.core.run_files`."""
-    runs = [file for file in files(root) if file.path.startswith(RUN_PACKAGES)]
+    """Ways to open a file, in the packages of run folders, other than by `xscale.core.run_files` or the launcher's."""
+    runs = [file for file in files(root) if file.path.startswith(RUN_PACKAGES) and file.path not in LAUNCHER_OPENER]
     return {file.at(node, what): what for file in runs for node, what in openers_of(file)}
 
 
@@ -207,6 +210,7 @@ def test_files_of_a_run_are_opened_in_one_way() -> None:
 )
 def test_an_opener_is_found(tmp_path: Path, text: str) -> None:
     assert openers(plant(tmp_path, xscale__observe__bad=text))
+    assert openers(plant(tmp_path / "launcher", launch__xscale_launch__bad=text))
     assert not openers(plant(tmp_path / "elsewhere", xscale__convert__bad=text))
 
 

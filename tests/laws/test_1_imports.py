@@ -16,6 +16,7 @@ MAY: dict[str, frozenset[str]] = {
     "core": frozenset(),
     "xscale_kernels": frozenset(),
     "xscale_launch": frozenset(),
+    "xscale_tinybert": ALL | {"train", "cli"},
     "mesh": frozenset({"core"}),
     "nn": LOW,
     "data": LOW,
@@ -29,7 +30,8 @@ MAY: dict[str, frozenset[str]] = {
     "watchdog": frozenset({"core", "mesh"}),
     "train": ALL | {"convert", "observe", "watchdog"},
     "planning": ALL | {"train"},
-    "recipe": ALL | {"observe", "train"},
+    "requirements": ALL | {"observe", "train"},
+    "recipe": ALL | {"observe", "train", "requirements"},
     "bench": ALL | {"train", "planning", "observe", "convert", "recipe"},
     "commands": ALL | {"train", "planning", "observe", "convert", "bench", "recipe"},
     "cli": ALL
@@ -77,7 +79,7 @@ def refused(package: str, module: str) -> str:
         return what
     other = row(package_of(module))
     first = module.split(".")[0]
-    ours = first in ("xscale", "xscale_kernels", "xscale_launch")
+    ours = first in ("xscale", "xscale_kernels", "xscale_launch", "xscale_tinybert")
     if ours and module != "xscale" and other not in MAY[package] | {package} and not plain(module):
         return f"{package} may not import {other}"
     if package == "xscale_launch" and not ours and first not in sys.stdlib_module_names:

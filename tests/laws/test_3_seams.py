@@ -14,6 +14,7 @@ from tests.laws.bent import unbent
 from tests.laws.tree import ROOT, File, files, plant
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module, seams_of, substitute
+from xscale.nn.roles import Role, Seams
 
 ENGINES = frozenset({"parallel", "planning", "bench", "train", "measure", "checkpoint"})
 """Packages that are given a model of another package."""
@@ -25,8 +26,9 @@ def declared_seams(root: Path) -> set[str]:
     for file in files(root):
         for owner in classes(file):
             for line in owner.body:
-                if isinstance(line, ast.AnnAssign) and getattr(line.target, "id", "") == "seams" and line.value:
-                    names |= set(ast.literal_eval(line.value))
+                if isinstance(line, ast.AnnAssign) and getattr(line.target, "id", "") == "seams":
+                    assert isinstance(line.value, ast.Dict), f"{owner.name}: `seams` gives each seam its role"
+                    names |= {ast.literal_eval(key) for key in line.value.keys if key is not None}
     return names
 
 
@@ -82,23 +84,47 @@ def test_modules_are_changed_at_their_seams_only() -> None:
     assert unbent("seams", violations(ROOT)) == []
 
 
-def test_every_seam_is_used() -> None:
-    """A seam that no engine substitutes at is only a method."""
-    used = {
-        node.args[1].value
-        for file in files(ROOT)
-        if file.package in ENGINES
-        for node in ast.walk(file.tree)
-        if isinstance(node, ast.Call)
-        and len(node.args) > 1
-        and isinstance(node.args[1], ast.Constant)
-        and isinstance(node.args[1].value, str)
+PLACES = frozenset(
+    {
+        Role.BETWEEN_REGIONS, Role.IN_REGION, Role.KV_PROJECTION, Role.STACK_INPUT, Role.STACK, Role.ON_LAST_STAGE,
     }
+)  # fmt: skip
+"""Roles that say where a submodule stands, whatever its name: parameters in checkpoints bear the name."""
+
+
+def declared_roles() -> dict[Role, dict[str, list[str]]]:
+    """Role -> the names of the seams that have it, with the classes that declare them."""
+    names: dict[Role, dict[str, list[str]]] = {}
+    for owner in [Module, *subclasses(Module)]:
+        if owner.__module__.startswith("xscale."):
+            for seam, role in vars(owner).get("seams", {}).items():
+                if role is not None:
+                    names.setdefault(role, {}).setdefault(seam, []).append(owner.__qualname__)
+    return names
+
+
+def test_every_seam_is_used() -> None:
+    """A seam that no engine substitutes at, by its name or by its role in a table, is only a method."""
+    used, in_tables = set(), set()
+    for node in [node for file in files(ROOT) if file.package in ENGINES for node in ast.walk(file.tree)]:
+        if isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+            used.add(node.args[1].value)
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "Role":
+            in_tables.add(node.attr)
+    roles = declared_roles()
+    unused = {seam for role, seams in roles.items() for seam in seams if role.name not in in_tables} - used
     # A pipeline stage names the embeddings by a variable.
-    assert declared_seams(ROOT) - used <= {"embed", "source"}
+    assert unused <= {"embed", "source"}
+    assert set(Role) == set(roles), "the vocabulary is what is spoken"
 
 
-NN = "class Head:\n    seams: ClassVar[tuple[str, ...]] = ('loss', 'hook')\n    def scale(self): ..."
+def test_a_role_has_one_name() -> None:
+    """One thing has one name, but for submodules, which bear the names of their parameters."""
+    twice = {role.name: seams for role, seams in declared_roles().items() if role not in PLACES and len(seams) > 1}
+    assert twice == {}
+
+
+NN = "class Head:\n    seams: ClassVar[Seams] = {'loss': None, 'hook': None}\n    def scale(self): ..."
 
 
 @pytest.mark.parametrize(
@@ -134,7 +160,7 @@ def apply(head, block):
 
 
 class Doubled(Module):
-    seams: ClassVar[tuple[str, ...]] = ("inner", "scale", "gone")
+    seams: ClassVar[Seams] = {"inner": Role.REGION, "scale": Role.SUM_OVER_HEADS, "gone": Role.SCAN}
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +174,7 @@ class Doubled(Module):
 
 
 class Derived(Doubled):
-    seams: ClassVar[tuple[str, ...]] = ()
+    seams: ClassVar[Seams] = {"random": Role.DRAWS_BETWEEN_REGIONS, "gone": None}
 
 
 def test_a_method_a_submodule_and_an_attribute_are_substituted() -> None:
@@ -177,20 +203,27 @@ def test_an_undeclared_seam_is_refused() -> None:
 
 
 def test_seams_are_inherited() -> None:
-    assert seams_of(Derived()) == {"inner", "scale", "gone", "param_hook", "random"}
+    assert seams_of(Derived()) == {
+        "inner": Role.REGION,
+        "scale": Role.SUM_OVER_HEADS,
+        "param_hook": Role.PARAMETERS,
+        "random": Role.DRAWS_BETWEEN_REGIONS,
+    }
     assert "matmul" in seams_of(Linear(2, 2, ("width", "width"), None))  # type: ignore[arg-type]
 
 
 def test_every_declared_seam_is_there() -> None:
-    """On the class, as a method, or set by the constructor."""
+    """On the class, as a method, annotated for a subclass to set, set by the constructor, or of a base class."""
     for owner in subclasses(Module):
         if owner.__module__.startswith("xscale."):
-            for seam in vars(owner).get("seams", ()):
+            for seam, role in vars(owner).get("seams", {}).items():
                 source = ast.parse((ROOT / f"{owner.__module__.replace('.', '/')}.py").read_text(encoding="utf-8"))
                 set_here = {
                     node.attr for node in ast.walk(source) if isinstance(node, ast.Attribute) and is_self(node.value)
                 }
-                assert hasattr(owner, seam) or seam in set_here, f"{owner.__qualname__} has no {seam}"
+                there = hasattr(owner, seam) or seam in set_here | owner.__annotations__.keys()
+                there = there or any(seam in vars(base).get("seams", {}) for base in owner.__mro__[1:])
+                assert role is None or there, f"{owner.__qualname__} has no {seam}"
 
 
 def subclasses(owner: type) -> Iterator[type]:

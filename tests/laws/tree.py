@@ -8,7 +8,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-CODE = ("xscale", "kernels", "launch")
+CODE = ("xscale", "kernels", "launch", "plugins")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class File:
     @property
     def module(self) -> str:
         """Dotted name as it is imported."""
-        parts = self.parts[1:] if self.parts[0] in ("kernels", "launch") else self.parts
+        parts = self.parts[1:] if self.parts[0] in CODE[1:] else self.parts
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
     @property

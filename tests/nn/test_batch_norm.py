@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.conformance.made import drawn
+from xscale.nn.forward import Forward
 from xscale.nn.init import materialize
 from xscale.nn.module import name_modules
 from xscale.nn.norm import NORMS, Norm
@@ -139,7 +140,7 @@ def test_padding_has_no_correction_of_power() -> None:
         norm.get_parameter("correction").copy_(drawn(WIDTH, seed=3))
     for rows, tokens in (
         (x, Padded(mask, mask, aux_loss_weight=0.3)),
-        (x[mask == 0][None], Tokens(torch.zeros(1, 3), torch.zeros(1, 3), aux_loss_weight=0.3)),
+        (x[mask == 0][None], Tokens(torch.zeros(1, 3), torch.zeros(1, 3), forward=Forward(aux_loss_weight=0.3))),
     ):
         leaf = rows.clone().requires_grad_()
         y = norm(leaf, tokens)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from xscale.core.config import decode
-from xscale.nn.class_head import ClassHead
+from xscale.nn.class_head import PREDICTIONS, ClassHead, Predictions
 from xscale.nn.init import Init, materialize
-from xscale.nn.tokens import Predictions, Tokens
+from xscale.nn.tokens import Tokens
 from xscale.objective.metrics import class_metrics, places, score_metrics
 from xscale.recipe import Recipe
 
@@ -36,7 +36,7 @@ def test_the_loss_is_that_of_the_pooled_tokens() -> None:
     x = torch.randn(2, 4, 6, dtype=torch.float64)
     targets = torch.tensor([[2, -100, -100, -100], [-100, -100, 1, 0]])
     predictions = Predictions(torch.stack(torch.meshgrid(torch.arange(7, 9), torch.arange(4), indexing="ij"), -1))
-    loss = made(x, targets, Tokens.from_ids(torch.zeros(2, 4, dtype=torch.long), predictions=predictions))
+    loss = made(x, targets, Tokens.from_ids(torch.zeros(2, 4, dtype=torch.long), signals={PREDICTIONS: predictions}))
     wanted, predicted = 0.0, []
     for row, at, target in ((0, 0, 2), (1, 2, 1), (1, 3, 0)):
         hidden = torch.tanh(made.dense.weight @ x[row, at] + made.dense.bias)

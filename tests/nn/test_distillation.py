@@ -1,7 +1,6 @@
 """Losses of distillation against literal loops over the papers' equations, in float64; their gradients by the graph."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from xscale.core.config import decode
 from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.boundary_head import BOUNDARIES
 from xscale.nn.class_head import ClassHead
 from xscale.nn.distillation import (
     DistillConfig,
@@ -22,9 +22,10 @@ from xscale.nn.distilled_head import FullVocabulary, SoftLoss
 from xscale.nn.init import Init, materialize
 from xscale.nn.model.model import MODELS
 from xscale.nn.module import substitute
+from xscale.nn.pooler import LABELS
 from xscale.nn.tokens import Stats, Tokens
-from xscale.parallel.distillation import observe_states
 from xscale.train.settings import Settings
+from xscale.train.teacher import observe_states
 
 VOCABULARY, LENGTH, BATCH = 11, 5, 2
 
@@ -177,11 +178,11 @@ def test_each_loss_and_its_gradients(name: str, counts: tuple[int, int]) -> None
     observe_states(teacher, None)
     states = TeacherStates(config, (1, 3))
     with torch.no_grad():
-        states.output_logits = teacher(replace(Tokens.from_ids(ids), states=states))
+        states.output_logits = teacher(Tokens.from_ids(ids).with_forward(states=states))
     stats = Stats()
     tokens = Tokens.from_ids(ids, aux_loss_weight=1.0, target_weight=1 / count, stats=stats)
     maps: Any = getattr(student, "distillation", None)
-    loss = student(replace(tokens, states=StudentLosses(config, states, maps)), targets)
+    loss = student(tokens.with_forward(states=StudentLosses(config, states, maps)), targets)
     assert torch.allclose(loss, student(tokens, targets)), "the value is that of the objective's own loss"
     (loss / count).backward()
     for (parameter, value), gradient in zip(student.named_parameters(), wanted, strict=True):
@@ -233,25 +234,25 @@ def test_the_losses_of_labelled_examples(scores: bool) -> None:
     observe_states(teacher, None)
     states = TeacherStates(config, (1, 3))
     with torch.no_grad():
-        states.output_logits = teacher(replace(Tokens.from_ids(ids, documents), states=states))
-    loss = student(replace(tokens, states=StudentLosses(config, states, padded=True)), targets)
+        states.output_logits = teacher(Tokens.from_ids(ids, documents).with_forward(states=states))
+    loss = student(tokens.with_forward(states=StudentLosses(config, states, padded=True)), targets)
     assert torch.allclose(loss, student(tokens, targets)), "the value is that of the objective's own loss"
     got = torch.autograd.grad(loss / BATCH, list(student.parameters()))
     for one, gradient in zip(got, wanted, strict=True):
         assert torch.allclose(one, gradient, rtol=1e-9, atol=1e-12)
     # The control: states of padding would count.
-    loss = student(replace(tokens, states=StudentLosses(config, states)), targets)
+    loss = student(tokens.with_forward(states=StudentLosses(config, states)), targets)
     counted = torch.autograd.grad(loss / BATCH, list(student.parameters()))
     assert not all(torch.allclose(one, other, rtol=1e-3) for one, other in zip(counted, wanted, strict=True))
 
 
 FURTHER: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mtp": ("decoder", {"mtp": {"depth": 1}}, {}),
-    "head.sentence": ("encoder", {"sentence_head": {"classes": 2}}, {"labels": torch.tensor([1, 0])}),
+    "head.sentence": ("encoder", {"sentence_head": {"classes": 2}}, {"signals": {LABELS: torch.tensor([1, 0])}}),
     "head.boundary": (
         "encoder",
         {"boundary_head": {"max_span": 2}},
-        {"boundaries": torch.tensor([0, 2]).expand(BATCH, LENGTH, 2)},
+        {"signals": {BOUNDARIES: torch.tensor([0, 2]).expand(BATCH, LENGTH, 2)}},
     ),
 }
 
@@ -276,8 +277,8 @@ def test_losses_of_further_heads_are_of_the_objective(path: str) -> None:
         config = DistillConfig(hard_weight=hard_weight, soft_weight=soft_weight)
         states = TeacherStates(config, (1, 3))
         with torch.no_grad():
-            states.output_logits = teacher(replace(Tokens.from_ids(ids), states=states))
-        learned = gradients(replace(tokens, states=StudentLosses(config, states)))
+            states.output_logits = teacher(Tokens.from_ids(ids).with_forward(states=states))
+        learned = gradients(tokens.with_forward(states=StudentLosses(config, states)))
         if soft_weight:
             # What the model's own head does not read is not trained by the soft loss.
             names = [parameter for parameter, _ in student.named_parameters()]
@@ -299,12 +300,12 @@ def test_two_stages() -> None:
     observe_states(teacher, None)
     states = TeacherStates(config, (1, 3))
     with torch.no_grad():
-        states.output_logits = teacher(replace(Tokens.from_ids(ids), states=states))
+        states.output_logits = teacher(Tokens.from_ids(ids).with_forward(states=states))
     reached = {}
     for progress in (0.0, 0.4, 0.5, 0.9):
         student.zero_grad()
         tokens = Tokens.from_ids(ids, aux_loss_weight=1.0, target_weight=0.1, progress=progress)
-        student(replace(tokens, states=StudentLosses(config, states)), ids).backward()
+        student(tokens.with_forward(states=StudentLosses(config, states)), ids).backward()
         gradient = student.get_parameter("embed.table.weight").grad
         assert gradient is not None
         reached[progress] = gradient.clone()
@@ -335,7 +336,7 @@ def test_a_teacher_is_run_up_to_the_last_block_that_is_wanted() -> None:
         calls.clear()
         states = TeacherStates(config, (1, 3), **limits)
         with torch.no_grad():
-            teacher(replace(Tokens.from_ids(ids), states=states))
+            teacher(Tokens.from_ids(ids).with_forward(states=states))
         return states
 
     whole = states_of()

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tests.conformance.made import close, ready
 from xscale.core.config import decode
-from xscale.nn.early_exit import EarlyExit, ExitPolicyConfig
+from xscale.nn.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
+from xscale.nn.forward import Forward
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.model.encoder import Encoder
@@ -179,7 +180,7 @@ def test_a_token_leaves_at_the_first_exit_that_the_policy_allows(kind: type[Any]
     made = built(kind, policy=policy)
     literal = Literal(made, policy, causal=kind is Decoder)
     early = EarlyExit(made.stack.exits.config.policy)
-    logits = made(Tokens.from_ids(ids(), early_exit=early))
+    logits = made(Tokens.from_ids(ids(), signals={EARLY_EXIT: early}))
     assert early.blocks is not None
     assert len(set(literal.blocks.values())) > 2, "tokens leave at different exits, and some do not"
     assert early.blocks.flatten().tolist() == [literal.blocks[place] for place in literal.places]
@@ -190,13 +191,14 @@ def test_a_token_leaves_at_the_first_exit_that_the_policy_allows(kind: type[Any]
 @torch.no_grad()
 def test_decoding_over_a_cache_is_the_parallel_form(policy: dict[str, Any]) -> None:
     made = built(policy=policy)
-    whole = made(Tokens.from_ids(ids(), early_exit=EarlyExit(decode(ExitPolicyConfig, policy))))
+    whole = made(Tokens.from_ids(ids(), signals={EARLY_EXIT: EarlyExit(decode(ExitPolicyConfig, policy))}))
     cache: dict[str, Any] = {}
     rows, skipped = [], False
     for first, last in [(0, 4), *((at, at + 1) for at in range(4, LENGTH))]:
         early = EarlyExit(decode(ExitPolicyConfig, policy))
         positions = torch.arange(first, last).expand(2, -1)
-        rows.append(made(Tokens(ids=ids()[:, first:last], positions=positions, cache=cache, early_exit=early)))
+        tokens = Tokens(ids()[:, first:last], positions, forward=Forward(cache=cache))
+        rows.append(made(tokens.with_signals({EARLY_EXIT: early})))
         assert early.blocks is not None
         skipped = skipped or int(early.blocks.max()) < DEPTH
     assert close(torch.cat(rows, 1), whole)
@@ -209,7 +211,8 @@ def test_later_tokens_do_not_change_when_a_token_leaves(policy: dict[str, Any]) 
     changed = ids()
     changed[:, 5:] = (changed[:, 5:] + 1) % VOCABULARY
     one, other = (
-        made(Tokens.from_ids(text, early_exit=EarlyExit(decode(ExitPolicyConfig, policy)))) for text in (ids(), changed)
+        made(Tokens.from_ids(text, signals={EARLY_EXIT: EarlyExit(decode(ExitPolicyConfig, policy))}))
+        for text in (ids(), changed)
     )
     assert close(one[:, :5], other[:, :5])
     assert not close(one[:, 5:], other[:, 5:])
@@ -255,8 +258,8 @@ def test_losses_end_by_the_depth_of_their_block() -> None:
         made(about, targets()).backward()
         found = {layer for layer in range(4) if made.stack.exits.at[str(layer)].head.weight.grad is not None}
         assert found == trained, progress
-        assert about.stats is not None
-        assert len(about.stats.means()) == 4, "the metrics have the same columns in all steps"
+        assert about.forward.stats is not None
+        assert len(about.forward.stats.means()) == 4, "the metrics have the same columns in all steps"
 
 
 def test_the_second_target_is_the_token_after_the_next() -> None:
@@ -303,8 +306,8 @@ def test_a_window_stays_within_its_document() -> None:
     for kind in (Decoder, Encoder):
         made = built(kind, policy=POLICIES[2])
         documents = (torch.arange(LENGTH) >= 4).long().expand(2, -1)
-        packed = made(Tokens.from_ids(ids(), documents=documents, early_exit=EarlyExit(policy)))
-        alone = made(Tokens.from_ids(ids()[:, 4:], early_exit=EarlyExit(policy)))
+        packed = made(Tokens.from_ids(ids(), documents=documents, signals={EARLY_EXIT: EarlyExit(policy)}))
+        alone = made(Tokens.from_ids(ids()[:, 4:], signals={EARLY_EXIT: EarlyExit(policy)}))
         assert close(packed[:, 4:], alone)
 
 
@@ -313,7 +316,7 @@ def test_generation_without_leaving_is_plain_generation() -> None:
     made = built(policy={"criterion": "entropy", "threshold": 0})
     policy, prompt = made.stack.exits.config.policy, ids()[0, :3]
     plain = made(Tokens.from_ids(ids()))
-    assert torch.equal(made(Tokens.from_ids(ids(), early_exit=EarlyExit(policy))), plain)
+    assert torch.equal(made(Tokens.from_ids(ids(), signals={EARLY_EXIT: EarlyExit(policy)})), plain)
     usual: dict[str, Any] = {"end": -1, "temperature": 0.9, "top_k": None, "window": LENGTH}
     texts = [generate(made, prompt, 6, policy=chosen, **usual) for chosen in (policy, None)]
     assert texts[0].tolist() == texts[1].tolist()
@@ -325,7 +328,7 @@ def test_generation_at_the_first_exit_is_that_of_a_model_of_one_block() -> None:
     made = built(policy={"criterion": "entropy", "threshold": 99})
     early = EarlyExit(made.stack.exits.config.policy)
     first = predicted(made, 0, states(made, Tokens.from_ids(ids()))[0])
-    assert close(made(Tokens.from_ids(ids(), early_exit=early)), first)
+    assert close(made(Tokens.from_ids(ids(), signals={EARLY_EXIT: early})), first)
     out = generate(made, ids()[0, :3], 1, end=-1, temperature=0, policy=made.stack.exits.config.policy)
     assert int(out[0]) == int(first[0, 2].argmax())
 
@@ -335,7 +338,7 @@ def test_global_tokens_do_not_leave() -> None:
     chosen = config(Encoder, model={"global_tokens": 2}, policy=POLICIES[0])
     made = ready(Encoder(chosen, VOCABULARY, LENGTH))
     early = EarlyExit(ExitPolicyConfig(criterion="entropy", threshold=2.6))
-    assert made(Tokens.from_ids(ids(), early_exit=early)).shape == (2, LENGTH, VOCABULARY)
+    assert made(Tokens.from_ids(ids(), signals={EARLY_EXIT: early})).shape == (2, LENGTH, VOCABULARY)
     assert early.blocks is not None
     assert early.blocks.shape == (2, LENGTH)
     assert int(early.blocks.min()) < DEPTH

@@ -1,7 +1,6 @@
 """Gates of sublayers under a budget, against the equations written out token by token."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +9,13 @@ from torch import Tensor
 
 from tests.conformance.made import close, drawn, ready
 from xscale.core.config import decode
+from xscale.nn import gates
+from xscale.nn.forward import Forward
 from xscale.nn.gates import GATES
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.nn.random import reseed
-from xscale.nn.tokens import Gating, Stats, Tokens
+from xscale.nn.tokens import Stats, Tokens
 
 VOCABULARY, LENGTH, BUDGETS, NOISE = 17, 7, [0.25, 0.5, 1.0], 0.8
 BLOCK: dict[str, Any] = {"mixer": {"kind": "attention", "heads": 2}, "ffn": {"kind": "dense", "hidden": 20}}
@@ -50,8 +51,8 @@ def literal(made: Any, x: Tensor, about: Tokens, budgets: list[int], alpha: floa
     """Outputs of the stack, and the mean gate of each sequence."""
     gates: list[list[Tensor]] = [[] for _ in budgets]
     for block in made.stack.blocks.values():
-        if about.rng_seed is not None:
-            reseed(about.rng_seed, block.path)
+        if about.forward.rng_seed is not None:
+            reseed(about.forward.rng_seed, block.path)
         for sublayer in (block.mixer, block.ffn):
             noise = torch.randn(x.shape[:2], dtype=x.dtype) if alpha else torch.zeros(x.shape[:2], dtype=x.dtype)
             added = sublayer.part(sublayer.norm(x, about), about)
@@ -103,9 +104,9 @@ def test_evaluation_decides_by_the_sign(budget: float | None) -> None:
 
 
 def test_a_caller_may_choose_the_budgets() -> None:
-    chosen = Gating(torch.zeros(4, dtype=torch.long))
+    chosen = torch.zeros(4, dtype=torch.long)
     small, made = model(budget=0.25).eval(), model().eval()
-    assert close(made(replace(tokens(), gating=chosen)), small(tokens()))
+    assert close(made(tokens().with_signals({gates.BUDGETS: chosen})), small(tokens()))
     assert not close(made(tokens()), small(tokens()))
 
 
@@ -139,15 +140,15 @@ def test_decoding_over_a_cache_is_the_parallel_form(kind: type[Any]) -> None:
     cache: dict[str, Any] = {}
     for first, last in [(0, 4), (4, 5), (5, 7)]:
         positions = torch.arange(first, last).expand(4, -1)
-        rows.append(made(Tokens(ids=ids[:, first:last], positions=positions, cache=cache), **source))
+        rows.append(made(Tokens(ids=ids[:, first:last], positions=positions, forward=Forward(cache=cache)), **source))
     assert close(torch.cat(rows, 1), whole)
 
 
 def test_encoder_and_decoder_draw_the_same_budgets() -> None:
     made = model(EncoderDecoder).train()
     about = tokens(rng_seed=3)
-    first, second = (stack.gates.draw(about).gating for stack in (made.encoder, made.decoder))
-    assert first.budgets.tolist() == second.budgets.tolist() == drawn_budgets(3, 4)
+    first, second = (stack.gates.draw(about).get(gates.BUDGETS) for stack in (made.encoder, made.decoder))
+    assert first.tolist() == second.tolist() == drawn_budgets(3, 4)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tests.conformance.made import close, ready
 from xscale.core.config import decode
+from xscale.nn.forward import Forward
 from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.nn.tokens import Tokens
 
@@ -65,7 +66,9 @@ def test_decoding_over_a_cache_is_the_parallel_form() -> None:
     cache: dict[str, Any] = {}
     for first, last in [(0, 4), (4, 5), (5, 9)]:
         positions = torch.arange(first, last).expand(2, -1)
-        rows.append(made(Tokens(ids=ids[:, first:last], positions=positions, cache=cache), source=source))
+        rows.append(
+            made(Tokens(ids=ids[:, first:last], positions=positions, forward=Forward(cache=cache)), source=source)
+        )
     assert close(torch.cat(rows, 1), whole)
 
 

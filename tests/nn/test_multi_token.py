@@ -87,7 +87,7 @@ def test_the_losses_and_gradients_are_those_of_the_equations(tied: bool, packs: 
     tokens, targets = text(documents)
     count = int((targets != IGNORE_INDEX).sum())
     stats = Stats()
-    loss = made(replace(tokens, target_weight=1 / count, aux_loss_weight=1.0, stats=stats), targets)
+    loss = made(tokens.with_forward(target_weight=1 / count, aux_loss_weight=1.0, stats=stats), targets)
     (loss / count).backward()
     gradients = {name: parameter.grad.clone() for name, parameter in made.named_parameters()}
     made.zero_grad()
@@ -109,7 +109,7 @@ def test_nothing_changes_but_training() -> None:
     without.load_state_dict({name: made.state_dict()[name] for name in without.state_dict()})
     assert torch.equal(made(tokens, targets), without(tokens, targets))
     assert torch.equal(made(tokens), without(tokens))
-    trained = made(replace(tokens, target_weight=0.1), targets)
+    trained = made(tokens.with_forward(target_weight=0.1), targets)
     assert torch.equal(trained, without(tokens, targets)), "the reported loss is that of the next token"
 
 
@@ -119,7 +119,7 @@ def test_no_target_is_read_before_it_is_predicted() -> None:
     seen: list[Tensor] = []
     made.mtp.at["2"].register_forward_hook(lambda _, __, out: seen.append(out.detach()))
     tokens, targets = text()
-    training = replace(tokens, target_weight=1.0)
+    training = tokens.with_forward(target_weight=1.0)
     made(training, targets)
     changed = tokens.ids.clone()
     changed[:, 6:] = (changed[:, 6:] + 1) % VOCABULARY

@@ -20,7 +20,7 @@ def test_bias_evens_a_skewed_load() -> None:
     spread = []
     for _ in range(60):
         tally = Stats()
-        moe(x, replace(tokens, stats=tally))
+        moe(x, tokens.with_forward(stats=tally))
         update_non_gradient_state(moe, tally.means())
         spread.append(tally.means()["moe/load"].std().item())
     assert spread[-1] < 0.3 * spread[0]
@@ -64,7 +64,7 @@ def test_balance_of_the_global_batch_evens_a_skewed_load() -> None:
             assert loss is not None
             loss.backward()
             optimizer.step()
-            moe(half, replace(tokens, ids=tokens.ids[:4], stats=tally))
+            moe(half, replace(tokens.with_forward(stats=tally), ids=tokens.ids[:4]))
         update_non_gradient_state(moe, tally.means())
         spread.append(tally.means()["moe/load"].std().item())
     assert spread[-1] < 0.5 * spread[0]

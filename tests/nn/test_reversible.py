@@ -7,6 +7,7 @@ import torch
 
 from tests.conformance.made import ready
 from xscale.core.config import decode
+from xscale.nn.forward import Forward
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.nn.tokens import Tokens
@@ -64,7 +65,9 @@ def test_token_by_token_gives_the_same() -> None:
     cache: dict[str, Any] = {}
     steps = []
     for place in range(LENGTH):
-        one = Tokens(about.ids[:, place : place + 1], about.positions[:, place : place + 1], cache=cache)
+        one = Tokens(
+            about.ids[:, place : place + 1], about.positions[:, place : place + 1], forward=Forward(cache=cache)
+        )
         steps.append(model(one))
     torch.testing.assert_close(torch.cat(steps, 1), model(about), rtol=1e-9, atol=1e-9)
 

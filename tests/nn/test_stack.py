@@ -129,7 +129,7 @@ def test_what_writes_into_the_residual_stream_starts_by_the_depth() -> None:
 def test_problems_are_said_once() -> None:
     wrong = StackConfig(depth=6, block=SMALL.model_copy(update={"mixer": Attention.Config(heads=3)}))
     assert len(Stack.check(wrong, dims(width=8), "stack")) == 1
-    with pytest.raises(ConfigError, match=r"depth: must be in \[1, 4096\], got 0"):
+    with pytest.raises(ConfigError, match=r"depth: must be in \[1, 1024\], got 0"):
         decode(StackConfig, {"depth": 0})
     rule = StackConfig(depth=2, block=SMALL, rules=(LayerRule(every=2, at=2, ffn=Dense.Config()),))
     assert "stack.rules.0: at=2 is outside the period every=2" in str(Stack.check(rule, dims(width=8), "stack")[0])

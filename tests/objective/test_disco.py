@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,10 @@ from tests.parallel.against_one import Found, alone, same
 from tests.train.test_load_run import call
 from tests.train.test_pairs import asked, trained
 from xscale.core.errors import EXIT_DONE, ConfigError
+from xscale.nn.attention.ops.mask import OBSERVED
 from xscale.nn.block import Block
+from xscale.nn.edges import CONTENT
+from xscale.nn.length_head import LENGTHS
 from xscale.nn.model.disentangled import Disentangled
 from xscale.nn.tokens import Tokens
 from xscale.objective.disco import Disco
@@ -37,7 +39,7 @@ def test_every_position_observes_a_subset_of_the_others() -> None:
     """Its size is uniform from 0 to N - 1, all subsets of a size are equally likely, and padding is in none."""
     count, length = 3000, 4
     batch = batch_of(count, length)
-    observed = batch.tokens.observed
+    observed = batch.tokens.get(OBSERVED)
     assert not observed.diagonal(dim1=1, dim2=2).any()
     assert not observed[:, length:].any()
     assert not observed[:, :, length:].any()
@@ -49,7 +51,7 @@ def test_every_position_observes_a_subset_of_the_others() -> None:
             assert abs(times / count - wanted) < 0.03, (place, subset)
     both = (observed[:, 0].sum(-1) == 0) & (observed[:, 1].sum(-1) == 0)
     assert abs(float(both.float().mean()) - 1 / 16) < 0.02, "positions draw independently"
-    assert batch.source.labels.tolist() == [length - 1] * count
+    assert batch.source.get(LENGTHS).tolist() == [length - 1] * count
     assert batch.targets[0].tolist() == [*batch.tokens.ids[0, :length].tolist(), -100, -100, -100]
 
 
@@ -80,7 +82,7 @@ def test_the_decoder_is_that_of_the_equations() -> None:
     """Queries begin as positions; the keys of every layer are of embeddings; and the length is that of the mean."""
     made = model().eval()
     batch = batch_of(1, 5)
-    observed = batch.tokens.observed[0]
+    observed = batch.tokens.get(OBSERVED)[0]
     read = [place for place in range(SOURCE) if batch.source.documents[0, place] == 0]
     memory = made.encode(batch.source)[0]
     positions = made.target.position.embed(torch.zeros(1, TARGET, 8, dtype=torch.float64), batch.tokens)[0]
@@ -115,7 +117,7 @@ def leaks(made: Disentangled, observed: Tensor) -> bool:
     source = Tokens.from_ids(torch.arange(10, 14)[None], rng_seed=7)
 
     def logits(ids: Tensor) -> Tensor:
-        out: Tensor = made(Tokens.from_ids(ids, observed=observed[None], rng_seed=7), None, source)
+        out: Tensor = made(Tokens.from_ids(ids, signals={OBSERVED: observed[None]}, rng_seed=7), None, source)
         return out[0]
 
     before, leaked, seen = logits(ids), False, False
@@ -132,13 +134,13 @@ def leaks(made: Disentangled, observed: Tensor) -> bool:
 def test_what_is_not_observed_leaks_by_no_detour(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = torch.diag(torch.ones(TARGET - 1), -1).bool()  # each position observes the one before it alone
     assert not leaks(model(), chain)
-    assert not leaks(model(), batch_of(1, TARGET).tokens.observed[0])
+    assert not leaks(model(), batch_of(1, TARGET).tokens.get(OBSERVED)[0])
     # The control: with keys of hidden states too, as of any decoder, the second layer reads what the first has seen.
     through = Block._through
 
     def contextual(self: Block, names: Any, x: Tensor, tokens: Tokens, *further: Any) -> Tensor:
-        content = None if tokens.content is None else tokens.content + x
-        return through(self, names, x, replace(tokens, content=content), *further)
+        content = None if tokens.get(CONTENT) is None else tokens.get(CONTENT) + x
+        return through(self, names, x, tokens.with_signals({CONTENT: content}), *further)
 
     monkeypatch.setattr(Block, "_through", contextual)
     assert leaks(model(), chain)

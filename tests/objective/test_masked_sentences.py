@@ -10,6 +10,7 @@ from torch import Tensor
 
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.model.encoder import Encoder
+from xscale.nn.pooler import LABELS
 from xscale.nn.tokens import Stats, Tokens
 from xscale.objective.masked_sentences import MaskedSentences
 from xscale.objective.objective import Batch, SpecialTokens
@@ -50,7 +51,7 @@ CLASSES = {"next": [IN_ORDER, RANDOM], "order": [IN_ORDER, SWAPPED], "three_way"
 @pytest.mark.parametrize("task", ["next", "order", "three_way"])
 def test_a_pair_is_composed_by_its_class(task: Any) -> None:
     batch = batch_of(300, task=task)
-    labels = batch.tokens.labels
+    labels = batch.tokens.get(LABELS)
     assert labels is not None
     types_of_batch, documents_of_batch = batch.tokens.types, batch.tokens.documents
     assert types_of_batch is not None
@@ -76,7 +77,7 @@ def test_tokens_are_masked_as_in_bert() -> None:
     """15 % of the tokens with the special ones; of these 80 % masked, 10 % random, 10 % kept; never a special one."""
     batch = batch_of(600)
     predicted = batch.targets != IGNORE_INDEX
-    labels = batch.tokens.labels
+    labels = batch.tokens.get(LABELS)
     assert labels is not None
     sizes = [len(CLASSES["next"][label]) for label in labels.tolist()]
     assert predicted.sum(1).tolist() == [round(0.15 * size) for size in sizes]
@@ -138,7 +139,7 @@ def test_draws_are_fixed_by_seed_and_number() -> None:
         assert torch.equal(alone.tokens.ids, whole.tokens.ids[row : row + 1])
         assert torch.equal(alone.targets, whole.targets[row : row + 1])
     # These are the draws of this version: a run that resumes has those that it began with.
-    labels = whole.tokens.labels
+    labels = whole.tokens.get(LABELS)
     assert labels is not None
     assert labels.tolist() == PINNED_LABELS
     assert (whole.targets[0] != IGNORE_INDEX).nonzero().flatten().tolist() == PINNED_PLACES
@@ -183,7 +184,7 @@ def test_the_loss_of_the_class_is_the_mean_over_sequences() -> None:
     head = model.head.sentence
     assert head is not None
     states = model.stack(model.embed(batch.tokens), batch.tokens)
-    labels = batch.tokens.labels
+    labels = batch.tokens.get(LABELS)
     assert labels is not None
     total, right = torch.zeros((), dtype=torch.float64), 0
     for row, label in zip(states, labels.tolist(), strict=True):
@@ -219,10 +220,10 @@ def test_types_choose_the_row_that_is_added() -> None:
     typed = model.embed(Tokens.from_ids(ids, types=types))
     for place, kind in enumerate(types[0].tolist()):
         assert torch.allclose(typed[0, place], plain[0, place] - model.embed.types[0] + model.embed.types[kind])
-    prefixed = Tokens.from_ids(ids, types=types, labels=torch.tensor([1])).with_global_tokens(2)
+    prefixed = Tokens.from_ids(ids, types=types, signals={LABELS: torch.tensor([1])}).with_global_tokens(2)
     assert prefixed.types is not None
     assert prefixed.types.tolist() == [[0, 0, *types[0].tolist()]]
-    assert prefixed.labels is not None
+    assert prefixed.get(LABELS) is not None
 
 
 def test_what_the_tokenizer_lacks_is_named() -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from tests.distributed import Pool
 from tests.parallel.against_one import alone, same
 from tests.train.tiny import recipe
+from xscale.nn.boundary_head import BOUNDARIES
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.model.encoder import Encoder
 from xscale.objective.objective import SpecialTokens
@@ -30,9 +31,9 @@ def test_spans_are_masked_as_wholes_and_have_boundaries() -> None:
     count = 400
     documents = (torch.arange(LENGTH + 1) >= 50).long().expand(count, -1)
     batch = objective().batch(TOKENS.expand(count, -1), documents, torch.arange(count))
-    assert batch.tokens.boundaries is not None
+    assert batch.tokens.get(BOUNDARIES) is not None
     fates: Counter[str] = Counter()
-    for ids, targets, boundaries in zip(batch.tokens.ids, batch.targets, batch.tokens.boundaries, strict=True):
+    for ids, targets, boundaries in zip(batch.tokens.ids, batch.targets, batch.tokens.get(BOUNDARIES), strict=True):
         predicted = (targets != IGNORE_INDEX).tolist()
         assert sum(predicted) == round(0.15 * LENGTH)
         starts = [place for place, (before, after) in enumerate(pairwise([False, *predicted])) if after and not before]
@@ -103,12 +104,12 @@ def test_the_boundary_loss_is_that_of_the_paper() -> None:
     gradients = torch.autograd.grad(objective().loss(model, batch) / 9, parameters)
     states, total = model.stack(model.embed(batch.tokens), batch.tokens), torch.zeros((), dtype=torch.float64)
     head: Any = model.head.boundary
-    assert batch.tokens.boundaries is not None
+    assert batch.tokens.get(BOUNDARIES) is not None
     for row in range(2):
         for place in range(LENGTH):
             target = int(batch.targets[row, place])
             if target != IGNORE_INDEX:
-                left, right = batch.tokens.boundaries[row, place].tolist()
+                left, right = batch.tokens.get(BOUNDARIES)[row, place].tolist()
                 hidden = torch.cat((states[row, left], states[row, right], head.positions[place - left - 1]))
                 hidden = head.first_norm(F.gelu(head.first.weight @ hidden + head.first.bias))
                 hidden = head.second_norm(F.gelu(head.second.weight @ hidden + head.second.bias))

@@ -181,6 +181,24 @@ def test_what_a_full_disk_refuses_is_written_later(facts, step, refused, written
     assert (lost in shouted.getvalue()) == (written < 12)
 
 
+def test_what_is_missing_is_said_where_the_end_fails_too(facts, step):
+    """A broken disk refuses what is kept, and then the flush of the file that is closed."""
+
+    class Closing(Writer):
+        def finish(self, report):
+            super().finish(report)
+            raise OSError(5, "Input/output error")
+
+    diary = Diary()
+    audience = ObserverGroup([diary, Closing(range(2, 99))], io.StringIO())
+    _run(audience, facts, step)
+    assert diary.heard[-1] == f"warning: 2 entries of rows could not be written {FULL}"
+    assert audience.unwritten() == "2 entries of rows"
+    audience = ObserverGroup([diary, Closing()], io.StringIO())
+    _run(audience, facts, step)
+    assert audience.unwritten() == "the end of rows"
+
+
 def test_what_is_kept_is_bounded_and_the_rest_counted(facts, step, monkeypatch):
     monkeypatch.setattr(backlogs, "LIMIT_BYTES", 1000)
     writer, diary = Writer(range(1, 9)), Diary()

@@ -52,6 +52,30 @@ def test_a_layer_that_uses_few_of_its_experts_has_collapsed(health, told, step):
     assert told == ["warning: step 5: blocks.1.ffn has collapsed onto 2 of its 6 experts"]
 
 
+def _drops(share, layer="blocks.1.ffn"):
+    return {f"{layer}/dropped": share}
+
+
+def test_heavy_drops_are_said_once_and_their_end_too(health, told, step):
+    for number in range(1, 40):
+        health.step(
+            step(number, statistics={**_drops(0.53), **_drops(0.84, "blocks.3.ffn"), **_drops(0.02, "blocks.5.ffn")})
+        )
+    assert told == [
+        "warning: step 10: blocks.3.ffn drops 84% of its tokens' assignments, 1 more layer over 30%; "
+        "more capacity_factor keeps them, a larger aux_loss_weight spreads them"
+    ]
+    for number in range(40, 80):
+        health.step(step(number, statistics={**_drops(0.05), **_drops(0.1, "blocks.3.ffn")}))
+    assert told[1:] == ["step 49: no layer drops more than 15% of its assignments any more"]
+
+
+def test_a_layer_at_the_bound_is_not_said_again_and_again(health, told, step):
+    for number in range(1, 200):
+        health.step(step(number, statistics=_drops(0.2 if number // 10 % 2 else 0.4)))
+    assert len(told) == 1
+
+
 def test_starved_is_relative_to_an_even_share():
     assert starved([0.09, 1.0, 1.0, 1.91]) == (0,)
     assert starved([0.11, 1.0, 1.0, 1.89]) == ()

@@ -90,3 +90,23 @@ def test_an_old_locale_is_no_reason_to_stop(facts):
     progress.start(facts())
     progress.sampled(SampleReport(1, "", "é\ud800"))
     assert b"| ??" in raw.getvalue()
+
+
+def test_a_slow_run_is_silent_for_half_a_minute_at_most(facts, step, monkeypatch):
+    """Steps of 12 s: of ten, those that follow 30 s of silence print a line too."""
+    now = [0.0]
+    monkeypatch.setattr("xscale.observe.progress.time.monotonic", lambda: now[0])
+    stream = io.StringIO()
+    progress = Progress(stream=stream)
+    progress.start(facts())
+    for number in range(1, 11):
+        now[0] += 12.0
+        progress.step(step(number))
+    assert re.findall(r"^step +(\d+)/40", stream.getvalue(), re.M) == ["1", "4", "7", "10"]
+
+
+def test_the_trained_parameters_are_said_where_they_are_fewer(facts):
+    for trained, said in ((None, "active), "), (20_500, "active, 20.5k trained), ")):
+        stream = io.StringIO()
+        Progress(stream=stream).start(facts(trained_parameters=trained))
+        assert said in stream.getvalue()

@@ -17,7 +17,6 @@ from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from xscale.optim.optimizer.adamw_8bit import AdamW8bit
 from xscale.optim.optimizer.optimizer import LocalParameter
 from xscale.planning.memory import states_per_element
-from xscale.train.check_optimizer import check_optimizer
 from xscale.train.settings import build_on_meta
 
 BETA1, BETA2, EPS, DECAY, LR, BLOCK, STEPS = 0.9, 0.95, 1e-8, 0.1, 1e-2, 16, 6
@@ -190,11 +189,11 @@ def test_a_shard_that_cuts_a_block_is_refused() -> None:
 def test_it_is_refused_without_torchao_and_with_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     zero = {"zero": {"engine": "deepspeed", "stage": 2}}
     settings = recipe(tmp_path, model=MODEL, optimizer={"kind": "adamw_8bit"}, parallel=zero)
-    monkeypatch.setattr("xscale.train.check_optimizer.find_spec", lambda name: None)
-    missing, flat = check_optimizer(settings)
+    monkeypatch.setattr("xscale.requirements.optimizer.find_spec", lambda name: None)
+    missing, flat = [problem for problem in settings.check() if problem.path == "optimizer.kind"]
     assert str(missing) == (
         "optimizer.kind: 'adamw_8bit' needs torchao, which is not installed. "
-        "Run: pip install 'torchao>=0.18,<0.19', or take adamw."
+        "Take adamw. Or run: pip install 'torchao>=0.18,<0.19'."
     )
     assert "has blocks of rows, and DeepSpeed flattens" in str(flat)
 

@@ -2,7 +2,9 @@
 
 import datetime
 import functools
+import json
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -222,9 +224,16 @@ def _at(rest: ShardedParameter) -> tuple[int, ...]:
 
 
 def alone(pool: Pool, model: dict[str, Any], **sections: Any) -> Found:
-    """The run of one process."""
-    found: Found = pool.run(trained, 1, model, {}, **sections)[0]
-    return found
+    """The run of one process: made once for a model and sections, however many layouts are compared with it."""
+    key = json.dumps([model, sections], sort_keys=True, default=repr)
+    known = _KNOWN.setdefault(pool, {})
+    if key not in known:
+        known[key] = pool.run(trained, 1, model, {}, **sections)[0]
+    return known[key]
+
+
+_KNOWN: weakref.WeakKeyDictionary[Pool, dict[str, Found]] = weakref.WeakKeyDictionary()
+"""Runs of one process, by their model and sections; no test changes one."""
 
 
 def same(pool: Pool, one: Found, ranks: int, model: dict[str, Any], parallel: dict[str, Any], **sections: Any) -> None:

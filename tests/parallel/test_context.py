@@ -249,7 +249,7 @@ def test_what_cannot_be_sharded_is_refused(changes: dict[str, Any], parallel: di
             {"heads": 2, "dropout": 0.1},
             "ring",
             "ring: dropout of attention weights draws the mask of all a head's scores, of which no rank has all",
-            "Take parallel.context.style=ulysses.",
+            "Take ulysses.",
         ),
         (
             {"heads": 3, "head_width": 8, "dropout": 0.1},

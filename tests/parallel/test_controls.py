@@ -110,7 +110,7 @@ CONTROLS = {
     "a region's output, summed": Control("parallel.region.sum_out", itself, "dense", TP),
     "words looked up, summed": Control("parallel.tensor.vocabulary.sum_out", itself, "dense", TP),
     "a loss over all words": Control("parallel.tensor.vocabulary.all_gather", repeated, "dense", TP),
-    "whole weights inside regions": Control("parallel.tensor.apply.all_reduce_replicated_grads", nothing, "dense", TP),
+    "whole weights inside regions": Control("parallel.tensor.table.all_reduce_replicated_grads", nothing, "dense", TP),
     "whole weights between regions": Control(
         "parallel.tensor.sequence.all_reduce_replicated_grads", nothing, "dense", SP
     ),

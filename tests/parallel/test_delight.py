@@ -29,4 +29,4 @@ def test_a_layout_trains_as_one_process(names: list[str], pool: Pool) -> None:
 
 def test_one_head_is_not_sharded() -> None:
     problems = [str(problem) for problem in asked(MODEL, {"mesh": {"tp": 2}}).check(2)]
-    assert any("tp=2 does not divide heads=1. Take tp among 1." in problem for problem in problems), problems
+    assert any("tp=2 does not divide heads=1. Take 1." in problem for problem in problems), problems

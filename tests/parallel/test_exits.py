@@ -76,7 +76,7 @@ def test_the_second_stage_has_the_numbers_of_one_process(pool: Pool) -> None:
 def test_layouts_that_do_not_know_who_left_are_refused() -> None:
     near = model(self_sampling=0.5, policy=NEAR)
     (problem,) = refused(near, 2, **PIPELINE)
-    assert "stages do not pass on which have left. Take pp=1, or stack.exits.self_sampling=null." in problem
+    assert "stages do not pass on which have left. Take 1, or model.stack.exits.self_sampling=null." in problem
     (problem,) = refused(near, 2, mesh={"cp": 2})
     assert "those of a window, which other ranks may have" in problem
     (problem,) = refused(near, 2, mesh={"tp": 2}, tensor={"sequence": True})
@@ -86,4 +86,4 @@ def test_layouts_that_do_not_know_who_left_are_refused() -> None:
 def test_an_exit_away_from_the_shared_head_is_refused() -> None:
     (problem,) = refused(model(depth=4, head="shared"), 2, **PIPELINE)
     assert "the exit after block 0 predicts by the model's head, which is on the last stage, from block 2" in problem
-    assert "Take stack.exits.head=own, stack.exits.blocks from 2 on, or pp=1." in problem
+    assert "Take 1, or model.stack.exits.head=own, or model.stack.exits.blocks=[2]." in problem

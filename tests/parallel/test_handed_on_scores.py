@@ -89,10 +89,10 @@ def test_a_stage_of_an_encoder_decoder_or_under_cp_cannot_begin_with_a_block_tha
     (problem,) = refused(BOTH, 2, **cut)
     assert "a stage begins with encoder.blocks.1, which reads the attention scores of the block before" in problem
     assert "4 x " in problem
-    assert "Take [2, 2], or tp" in problem
+    assert "Take [2, 2]. Or take tp" in problem
     (problem,) = refused(LEARNED, 4, **{**PIPELINE, "mesh": {"pp": 2, "cp": 2}})
     assert "with cp > 1 stages pass on hidden states alone" in problem
-    assert "Take pp=1, or cp=1." in problem
+    assert "Take 1, or parallel.mesh.cp=1." in problem
 
 
 def test_a_convolution_over_heads_needs_all_of_them() -> None:
@@ -112,6 +112,6 @@ def test_reused_scores_are_not_sent() -> None:
 def test_reused_scores_are_sharded_by_heads() -> None:
     reused, core = refused(LAZY, 3, mesh={"cp": 3})
     assert "cp=3 for mixer 'reused_attention': cp x tp = 3 does not divide heads=4" in reused + core
-    assert "Take cp=1 or 2 or 4." in reused + core
+    assert "Take 1, 2 or 4." in reused + core
     problems = " ".join(refused(LAZY, 2, mesh={"cp": 2}, context={"style": "ring"}))
     assert "mixer 'reused_attention' has scores with a shard of the heads" in problems

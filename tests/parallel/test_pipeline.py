@@ -148,16 +148,16 @@ def problems(parallel: dict[str, Any], model: dict[str, Any] = DENSE, ranks: int
 @pytest.mark.parametrize(
     ("parallel", "ranks", "batch", "said"),
     [
-        (layout(pp=8), 8, 8, "Take pp of at most 4"),
-        (layout("interleaved_1f1b", 4), 4, 8, "Take pp of at most 2"),
+        (layout(pp=8), 8, 8, "Take 4, 3, 2 or 1"),
+        (layout("interleaved_1f1b", 4), 4, 8, "Take 2 or 1"),
         (layout("interleaved_1f1b"), 2, 6, "Make it a multiple of 2"),
-        (layout("interleaved_1f1b", pipeline={"stages_per_rank": 1}), 2, 8, "schedule 1f1b"),
+        (layout("interleaved_1f1b", pipeline={"stages_per_rank": 1}), 2, 8, "schedule=1f1b"),
         (layout("dualpipe_v"), 2, 4, "zbv"),
         (layout("zbv"), 2, 8, "tied: false"),
-        (layout(pipeline={"blocks_per_stage": [1, 2]}), 2, 8, "Such as [2, 2]"),
-        (layout("zero_bubble", zero={"stage": 3}), 2, 8, "Take stage 0, 1 or 2"),
-        (layout("zero_bubble", recompute={"every": 1}), 2, 8, "Keep activations"),
-        (layout("zero_bubble", compile=True), 2, 8, "Take compile=false"),
+        (layout(pipeline={"blocks_per_stage": [1, 2]}), 2, 8, "Take [2, 2] or null"),
+        (layout("zero_bubble", zero={"stage": 3}), 2, 8, "Take 0, 1 or 2"),
+        (layout("zero_bubble", recompute={"every": 1}), 2, 8, "Take 0, or parallel.pipeline.schedule="),
+        (layout("zero_bubble", compile=True), 2, 8, "Take false, or parallel.pipeline.schedule="),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(parallel: dict[str, Any], ranks: int, batch: int, said: str) -> None:

@@ -161,4 +161,4 @@ def test_what_saves_or_splits_is_refused(parallel: dict[str, Any], ranks: int, s
 
 def test_stages_of_an_encoder_decoder_are_refused() -> None:
     (problem,) = refused(PAIR, 2, mesh={"pp": 2}, pipeline={"schedule": "1f1b"})
-    assert problem.endswith("Take pp=1, or block.residual=sequential.")
+    assert problem.endswith("Take 1. Or take stacks with block.residual=sequential.")

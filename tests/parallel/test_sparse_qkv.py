@@ -68,4 +68,4 @@ def test_sharded_heads_are_refused(output: bool) -> None:
     problems = [str(problem) for problem in asked(model(output=output), {"mesh": {"tp": 2}}).check(2)]
     (problem,) = [problem for problem in problems if "mixes the heads of a token" in problem]
     assert "mixer 'sparse_qkv' mixes the heads of a token, so tp cannot shard them" in problem
-    assert "Take tp=1, or the mixer attention." in problem
+    assert "Take 1, or model.stack.block.mixer.kind=attention." in problem

@@ -160,9 +160,9 @@ def test_members_are_what_each_would_be_alone(capsys: pytest.CaptureFixture[str]
     for more in lists:
         check(CONFIG, [*TINY, *more], 2, as_json=True)
         alone.append(json.loads(capsys.readouterr().out))
-    assert json.loads(done.output) == alone
+    assert json.loads(done.stdout) == alone
     done = CliRunner().invoke(wrapped(), [*words, "-", "--memory", "1e-3"], input=json.dumps(lists))
-    assert [one["fits"] for one in json.loads(done.output)] == [False, False]
+    assert [one["fits"] for one in json.loads(done.stdout)] == [False, False]
 
 
 def test_all_that_is_wrong_with_members_is_printed_and_with_which() -> None:

@@ -47,7 +47,16 @@ def test_the_fewest_ranks_that_make_a_mesh_pass_its_check_and_fewer_do_not(mesh:
     assert all(axes.check(config, fewer) for fewer in range(1, world))
 
 
-PLANS = ("classify", "finetune_classify", "tinybert_task", "bert", "structbert", "nsp-objective", "base-layers")
+PLANS = (
+    "classify",
+    "finetune_classify",
+    "tinybert_task",
+    "bert",
+    "structbert",
+    "nsp-objective",
+    "base-layers",
+    "hash-layers",
+)
 """Recipes whose samples or routers had no form in a plan; the others are planned with the long tests."""
 
 

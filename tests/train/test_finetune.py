@@ -227,7 +227,7 @@ def test_what_does_not_fit_labels_is_refused(tmp_path: Path) -> None:
     assert "'tag' reads 'tags'" in problems_of(tmp_path, objective={"kind": "tag"})
     refused = problems_of(tmp_path, data={"source": {"kind": "stdlib"}})
     assert "the documents of the source 'stdlib' are texts, and 'classify' reads labelled examples" in refused
-    assert "Take a source of labelled, stdlib_labelled" in refused
+    assert "Take data.source.kind=" in refused
     refused = problems_of(tmp_path, train={"freeze": ["stack.block.*"]})
     assert "train.freeze.0: no parameter has a name that matches 'stack.block.*'" in refused
     assert "objective.pair_types: tells" in problems_of(tmp_path, objective={"pair_types": True})

@@ -72,7 +72,7 @@ def test_flash_attn_is_refused_under_torch_compile(tmp_path: Path) -> None:
     compiled = decode(Recipe, encode(tiny.recipe(tmp_path)) | kernels | {"parallel": {"compile": True}})
     assert [str(problem) for problem in compiled.check()] == [
         "kernels.packed_attention: torch.compile would compile 'flash_attn' anew for each number of documents. "
-        "Leave it out, which takes FlexAttention, or take parallel.compile=false."
+        "Take parallel.compile=false. Or leave it out, which takes FlexAttention."
     ]
 
 

@@ -109,12 +109,12 @@ def test_what_does_not_fit_pairs_is_refused(tmp_path: Path) -> None:
     refused = problems_of(tmp_path, objective={"kind": "span"})
     assert "data.source: the documents of the source 'pairs' are pairs of a source and a target" in refused
     assert "a target, and 'span' reads texts" in refused
-    assert "Take a source of hub, jsonl, parquet, stdlib, text; or an objective of disco, seq2seq." in refused
+    assert "Take data.source.kind=hub, jsonl, parquet, stdlib or text, or objective.kind=seq2seq." in refused, refused
     assert "data.max_source_length: objective 'span' reads one text" in refused
     refused = problems_of(tmp_path, data={"source": {"kind": "stdlib"}})
     assert "the documents of the source 'stdlib' are texts" in refused
-    objectives = "causal, cpc, denoising, fill_in_middle, masked, masked_sentences, prefix_lm, span, span_boundary"
-    assert f"Take a source of pairs, stdlib_pairs; or an objective of {objectives}, ul2, ul2_decoder." in refused
+    lengths = "data.max_source_length=null and data.max_target_length=null"
+    assert f"or objective.kind=denoising, span or ul2, each with {lengths}." in refused, "those that read no pairs"
     refused = problems_of(tmp_path, data={"cross_documents": True})
     assert "data.cross_documents: 'seq2seq' hides padding as a document of its own. Take false." in refused
     refused = problems_of(tmp_path, data={"max_target_length": 33})

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from xscale.bench.machine import BenchDevice, one_thread
+from xscale.bench.harness.machine import BenchDevice, one_thread
+from xscale.bench.harness.timing import alternate, peak_bytes
 from xscale.core.errors import ConfigError, nearest
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.core import CORES, Core
@@ -31,7 +32,6 @@ from xscale.nn.module import name_modules, parameter_axes
 from xscale.nn.pattern.pattern import PATTERNS, Pattern, pattern_density
 from xscale.nn.pattern.window import Window
 from xscale.nn.tokens import Tokens
-from xscale_kernels.bench.timing import alternate, peak_bytes
 from xscale_kernels.select import UnusableError
 
 CPU = BenchDevice()

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
+from xscale.bench.harness.timing import Sample, alternate, host_clock
 from xscale.checkpoint.async_saver import AsyncSaver
 from xscale.checkpoint.disk import Disk, HashingFile, format_bytes
 from xscale.checkpoint.planner import Box, CheckpointPlan, divide_plans, paused_garbage_collection, write_items
 from xscale.checkpoint.save import save
 from xscale.core.file_safety import remove_folder
 from xscale.mesh.consensus import Result
-from xscale_kernels.bench.timing import Sample, alternate, host_clock
 
 ELEMENTS = 1 << 20
 """Elements of each float32 tensor."""

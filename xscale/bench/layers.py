@@ -17,17 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xscale.bench.machine import BenchDevice, one_thread
+from xscale.bench.harness.machine import BenchDevice, one_thread
+from xscale.bench.harness.timing import alternate, peak_bytes
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError, nearest
 from xscale.nn.dims import Dims
+from xscale.nn.forward import Forward
 from xscale.nn.init import materialize
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.module import name_modules
 from xscale.nn.position.position import POSITIONS
 from xscale.nn.random import reseed
 from xscale.nn.tokens import Tokens
-from xscale_kernels.bench.timing import alternate, peak_bytes
 
 CPU = BenchDevice()
 POSITION_CASES = ("relative", "shaw", "transformer_xl", "deberta")
@@ -153,7 +154,9 @@ class MixerCall(nn.Module):
     def __init__(self, mixer: Attention, length: int) -> None:
         super().__init__()
         self.mixer = mixer
-        self.tokens = Tokens(torch.zeros(1, length, dtype=torch.long), torch.arange(length)[None], rng_seed=0)
+        self.tokens = Tokens(
+            torch.zeros(1, length, dtype=torch.long), torch.arange(length)[None], forward=Forward(rng_seed=0)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         reseed(0, "layer")

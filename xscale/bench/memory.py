@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from xscale.bench.harness.timing import peak_bytes
 from xscale.bench.train_sides import collect
 from xscale.core.errors import ConfigError
 from xscale.measure.device import DEVICES
@@ -14,7 +15,6 @@ from xscale.mesh.mesh import leave_process_group
 from xscale.planning.plan import Hardware, plan
 from xscale.train.settings import Settings
 from xscale.train.setup import device_of, set_up
-from xscale_kernels.bench.timing import peak_bytes
 
 STEPS = 2
 """The second step has the optimizer's states from its beginning."""

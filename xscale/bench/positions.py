@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 
 from xscale.bench.attention import WIDTH, check_lengths, exponent, inputs
+from xscale.bench.harness.machine import one_thread
+from xscale.bench.harness.timing import alternate, host_clock, peak_bytes
 from xscale.bench.layers import additive_mask, attention_of
-from xscale.bench.machine import one_thread
 from xscale.core.errors import ConfigError, nearest
 from xscale.nn.tokens import Tokens
-from xscale_kernels.bench.timing import alternate, host_clock, peak_bytes
 
 RELATIVE_POSITIONS = ("relative", "gaussian", "shaw", "music_transformer", "transformer_xl", "deberta")
 """Positions whose terms of the scores have parameters and depend on the distance."""

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from xscale.bench.harness.timing import Timings, alternate, host_clock
 from xscale.bench.train_sides import XSCALE, SideBuilder, TrainingSide, training_sides, xscale_side
 from xscale.core.errors import ConfigError, nearest
 from xscale.mesh.environment import read_rank_info
 from xscale.mesh.mesh import leave_process_group
 from xscale.train.settings import Settings
 from xscale.train.setup import device_of
-from xscale_kernels.bench.timing import Timings, alternate, host_clock
 
 GPU_WARMUP = 3
 """Steps before the timed ones on a GPU: the first compiles, the second may compile once more."""

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xscale.bench.harness.timing import Sample, Timings
 from xscale.bench.llama import LlamaSizes, PlainLlama, TransformersLlama, llama_sizes
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
 from xscale.mesh.environment import read_rank_info
+from xscale.nn.forward import Stats
 from xscale.nn.init import materialize
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.moe.statistics import load_stats
-from xscale.nn.tokens import Stats
 from xscale.objective.objective import Batch
 from xscale.optim.optimizer.adamw import AdamW
 from xscale.parallel import precision
@@ -25,7 +26,6 @@ from xscale.parallel.plan import DTYPES
 from xscale.planning.plan import vocabulary_of
 from xscale.train.settings import Settings, build_on_meta
 from xscale.train.setup import RunParts, set_up
-from xscale_kernels.bench.timing import Sample, Timings
 
 XSCALE = "xscale"
 
@@ -172,8 +172,8 @@ def overload(batches: Sequence[Sequence[Batch]]) -> float | None:
         load_stats(value)["max"]
         for micro_batches in batches
         for batch in micro_batches
-        if batch.tokens.stats is not None
-        for name, value in batch.tokens.stats.means().items()
+        if batch.tokens.forward.stats is not None
+        for name, value in batch.tokens.forward.stats.means().items()
         if name.endswith("/load")
     ]
     return max(loads, default=None)

@@ -21,16 +21,24 @@ def load_torch_file(file: Path | IO[bytes], *, mmap: bool = False) -> Any:
         _rewind(file)
         try:
             with zipfile.ZipFile(file) as archive:
-                entries = archive.infolist()
-        except (zipfile.BadZipFile, NotImplementedError) as error:
+                _check_entries(archive)
+        except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
             raise ValueError(f"it is not an archive of torch.save: {error}") from None
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            raise ValueError("its archive is compressed")
     _rewind(file)
     content = torch.load(cast(IO[bytes], file), map_location="cpu", weights_only=True, mmap=mmap and archived)
     for tensor in _tensors(content):
         _check(tensor)
     return content
+
+
+def _check_entries(archive: zipfile.ZipFile) -> None:
+    """Raise ValueError, BadZipFile or RuntimeError for an entry that is compressed, or whose record is another's."""
+    entries = archive.infolist()
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise ValueError("its archive is compressed")
+    for entry in entries:
+        # Compares the names: torch would read the bytes of a tensor wherever its entry says that they are.
+        archive.open(entry).close()
 
 
 def _rewind(file: Path | IO[bytes]) -> None:

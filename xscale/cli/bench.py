@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from xscale.cli.options import ConfigFile, Json, Overrides, Record, read_config
+from xscale.cli.options import CommandWithSettings, ConfigFile, Json, Overrides, Record, read_config
 from xscale.cli.paths import path
 from xscale.core.errors import ConfigError
 
@@ -19,7 +19,7 @@ class BenchGroup(TyperGroup):
         if command is None:
             from xscale_kernels.select import operators
 
-            if cmd_name in (*operators(), "ops"):
+            if cmd_name in (*operators(), "ops", "parts"):
                 return super().get_command(ctx, "op")
         return command
 
@@ -46,8 +46,8 @@ Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
 )
 def bench_op(context: typer.Context) -> None:
     """OPERATOR, or ops for all: benchmark a fused operator after its tests. See `xscale bench rmsnorm --help`."""
+    from xscale.bench.operators.command import main as bench
     from xscale.mesh.environment import silence_profiler_log
-    from xscale_kernels.bench.__main__ import main as bench
 
     # On a CPU the peak of the memory is read from torch's profiler.
     silence_profiler_log()
@@ -97,7 +97,7 @@ def bench_attention(
         bench_positions(only or [], _lengths(lengths), heads or 8, as_json=json)
     else:
         from xscale.bench.attention import bench
-        from xscale.bench.machine import BenchDevice
+        from xscale.bench.harness.machine import BenchDevice
 
         bench(only or [], _lengths(lengths), heads or 1, BenchDevice.of(device, dtype), as_json=json)
 
@@ -119,8 +119,8 @@ def bench_layers(
     from xscale.mesh.environment import silence_profiler_log
 
     silence_profiler_log()
+    from xscale.bench.harness.machine import BenchDevice
     from xscale.bench.layers import bench
-    from xscale.bench.machine import BenchDevice
 
     bench(only or [], width, heads, _lengths(lengths), rounds, BenchDevice.of(device, dtype), as_json=json)
 
@@ -146,7 +146,7 @@ def bench_decode(
 ) -> None:
     """Benchmark greedy decoding against transformers with the same weights, after both generate the same tokens."""
     from xscale.bench.decode import DecodeSizes, bench
-    from xscale.bench.machine import BenchDevice
+    from xscale.bench.harness.machine import BenchDevice
 
     hidden = hidden or 11 * width // 4
     sizes = DecodeSizes(width, hidden, depth, heads, kv_heads, experts, top_k, vocabulary, prompt, tokens)
@@ -210,7 +210,7 @@ def _bench_trace(config: Path, steps: int, every: int, *, as_json: bool) -> None
     print(dumps(asdict(trace)) if as_json else show_trace(trace, every))
 
 
-@bench_app.command("memory")
+@bench_app.command("memory", cls=CommandWithSettings)
 def bench_memory(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -233,7 +233,7 @@ def bench_memory(
     print(dumps({name: asdict(row) for name, row in comparisons}) if json else show(comparisons))
 
 
-@bench_app.command("train")
+@bench_app.command("train", cls=CommandWithSettings)
 def bench_train(
     config: ConfigFile,
     overrides: Overrides = None,

@@ -8,6 +8,7 @@ import typer
 from xscale.cli.complete import complete_run
 from xscale.cli.options import (
     CheckpointFolder,
+    CommandWithSettings,
     Ema,
     Json,
     Overrides,
@@ -116,7 +117,7 @@ def checkpoint_export(
     raise typer.Exit(export_checkpoint(path, out, to, architecture, bar, plugins=plugins, ema=ema))
 
 
-@checkpoint_app.command("import")
+@checkpoint_app.command("import", cls=CommandWithSettings)
 def checkpoint_import(
     source: Annotated[Path, typer.Argument(help="A folder that the other library wrote.", parser=path)],
     run: Annotated[Path, typer.Argument(help="The run folder to create.", parser=path)],
@@ -134,7 +135,7 @@ def checkpoint_import(
     raise typer.Exit(import_checkpoint(source, run, config, overrides or [], origin, bar))
 
 
-@checkpoint_app.command("upcycle")
+@checkpoint_app.command("upcycle", cls=CommandWithSettings)
 def checkpoint_upcycle(
     dense: Annotated[
         Path, typer.Argument(help="The run folder of a dense model.", autocompletion=complete_run, parser=path)

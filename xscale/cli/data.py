@@ -1,16 +1,17 @@
 """`xscale data`: tokenizers and tokenised data."""
 
+import shlex
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from xscale.cli.complete import complete_recipe, complete_run
+from xscale.cli.complete import complete_recipe
 from xscale.cli.options import (
+    CommandWithSettings,
     ConfigFile,
     Json,
     Overrides,
-    Plugins,
     data_config,
     rank_from_launcher,
     read_config,
@@ -23,7 +24,7 @@ from xscale.core.errors import ConfigError
 data_app = typer.Typer(help="Train tokenizers; prepare and inspect tokenised data.", no_args_is_help=True)
 
 
-@data_app.command("tokenizer")
+@data_app.command("tokenizer", cls=CommandWithSettings)
 def data_tokenizer(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train the tokenizer of a config on its source."""
     from xscale.data.train_tokenizer import train_tokenizer
@@ -31,7 +32,7 @@ def data_tokenizer(config: ConfigFile, overrides: Overrides = None) -> None:
     print(train_tokenizer(data_config(config, overrides), progress=True))
 
 
-@data_app.command("prepare")
+@data_app.command("prepare", cls=CommandWithSettings)
 def data_prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     """Tokenise a config's source into Megatron .bin/.idx files, on one machine or on many nodes over MPI.
 
@@ -50,7 +51,7 @@ def data_prepare(config: ConfigFile, overrides: Overrides = None) -> None:
             print(f"{split.name}: {split.documents} documents, {len(split.tokens)} tokens in {split.indexed.bin}")
 
 
-@data_app.command("inspect")
+@data_app.command("inspect", cls=CommandWithSettings)
 def data_inspect(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -78,7 +79,7 @@ def data_verify(
         print(line)
 
 
-@data_app.command("stats")
+@data_app.command("stats", cls=CommandWithSettings)
 def data_stats(
     config: Annotated[
         Path,
@@ -109,50 +110,13 @@ def data_stats(
     print(to_json(statistics) if json else "\n".join(to_text(statistics)))
 
 
-@data_app.command("augment")
-def data_augment(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    *,
-    output: Annotated[Path, typer.Option(help="File to write, JSON lines; an interrupted job resumes.", parser=path)],
-    model: Annotated[
-        Path,
-        typer.Option(help="Run of a masked language model, such as BERT.", autocompletion=complete_run, parser=path),
-    ],
-    vectors: Annotated[
-        Path | None,
-        typer.Option(help="Text file of word vectors, such as GloVe's; default: such words stay.", parser=path),
-    ] = None,
-    copies: Annotated[int, typer.Option(min=1, help="New examples of each example.")] = 20,
-    probability: Annotated[float, typer.Option(min=0, max=1, help="Probability that a word is replaced.")] = 0.4,
-    candidates: Annotated[int, typer.Option(min=1, help="Candidates for a word.")] = 15,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
-    # As in `xscale.data.augment`, which imports numpy.
-    context: Annotated[
-        Literal["augmented", "original"],
-        typer.Option(help="Text that the model reads: with the words replaced so far, or the original (faster)."),
-    ] = "augmented",
-    batch_size: Annotated[int, typer.Option(min=1, help="Texts in a forward of the model.")] = 32,
-    plugins: Plugins = False,
-) -> None:
-    """Write labelled examples with new ones in which likely or similar words replace some (TinyBERT's augmentation).
-
-    A word that is one piece of the run's tokenizer is replaced by one of the most probable words of its model, another
-    one by one of the words with the nearest vectors. Labels stay. Examples of the validation split get no new ones.
-    """
-    _require_one_process()
-    from xscale.commands.augment_data import AugmentRequest, augment_data
-    from xscale.data.augment import Augmentation
-
-    settings = Augmentation(copies, probability, candidates, seed, context)
-    data = data_config(config, overrides)
-    for line in augment_data(AugmentRequest(data, output, model, vectors, settings, batch_size, plugins)):
-        print(line)
-
-
-def _require_one_process() -> None:
-    from xscale.mesh.environment import read_rank_info
-
-    if not (rank := read_rank_info()).is_single_process:
-        what = f"examples are augmented by one process, and this is one of {rank.world}"
-        raise ConfigError("WORLD_SIZE", what, "Start the command by itself.")
+@data_app.command(
+    "augment",
+    hidden=True,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def data_augment(context: typer.Context) -> None:
+    """Say where the command went, for one version."""
+    command = shlex.join(["python", "-m", "xscale_tinybert", *context.args])
+    raise ConfigError("xscale data augment", "TinyBERT's augmentation is a plugin of its own now", f"Run: {command}")

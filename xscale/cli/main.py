@@ -16,6 +16,7 @@ from xscale.cli.checkpoint import checkpoint_app
 from xscale.cli.data import data_app
 from xscale.cli.evaluate import evaluate
 from xscale.cli.generate import generate
+from xscale.cli.options import CommandWithSettings
 from xscale.cli.plan import plan
 from xscale.cli.plot import plot_app
 from xscale.cli.recipes import explain, init, list_parts
@@ -57,13 +58,13 @@ def _root(
     pass
 
 
-app.command()(train)
-app.command()(plan)
+app.command(cls=CommandWithSettings)(train)
+app.command(cls=CommandWithSettings)(plan)
 app.command("list")(list_parts)
 app.command()(explain)
 app.command()(init)
-app.command()(compare)
-app.command()(ladder)
+app.command(cls=CommandWithSettings)(compare)
+app.command(cls=CommandWithSettings)(ladder)
 app.command()(report)
 app.command()(generate)
 app.command("eval")(evaluate)
@@ -91,8 +92,11 @@ def doctor(context: typer.Context) -> None:
     raise typer.Exit(check_nodes(context.args))
 
 
-def main() -> None:
-    """Run the command line. Mistakes of the user are printed as sentences with exit status 2, without a traceback."""
+def main(command: Callable[[], object] = app) -> None:
+    """Run a command line, that of xscale or of a plugin, with the arguments of this process.
+
+    Mistakes of the user are printed as sentences with exit status 2, without a traceback.
+    """
     from xscale.mesh.environment import wait_passively
 
     wait_passively()
@@ -103,7 +107,7 @@ def main() -> None:
             warnings.showwarning = show_renamed_once(warnings.showwarning)
             if COMPLETION & set(sys.argv[1:2]):
                 _check_shell(sys.argv[1])
-            app()
+            command()
     except ConfigError as error:
         _print_errors([_sentence(problem) for problem in error.problems], same_on_all_ranks=error.same_on_all_ranks)
         sys.exit(EXIT_USER)

@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from xscale.cli.complete import complete_override, complete_recipe, complete_run
 from xscale.cli.paths import path
 from xscale.commands.recipes import RUNS, config_file
 from xscale.core.compose import Composed, compose, parse_file
-from xscale.core.errors import ConfigError
+from xscale.core.errors import ConfigError, near_name
 
 if TYPE_CHECKING:
     from xscale.data.config import DataConfig
@@ -87,6 +88,41 @@ PenaltyForm = Annotated[
     typer.Option(help="Form of that penalty: wu, ((5 + length) / 6)^alpha, or power, length^alpha; default: wu."),
 ]
 Record = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.", parser=path)]
+
+
+class CommandWithSettings(TyperCommand):
+    """A command with `Overrides`: an option that it does not have may be a setting, as in other trainers' commands."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        parameters = self.get_params(ctx)
+        options = {name: bool(getattr(option, "is_flag", False)) for option in parameters for name in option.opts}
+        before = ""
+        for argument in args:
+            if argument == "--":
+                break
+            name, _, value = argument.partition("=")
+            # What follows an option that takes a value is its value.
+            is_value = not options.get(before, True)
+            before = argument
+            if is_value or not name.startswith("--") or name in options or name in ctx.help_option_names:
+                continue
+            names = [option.lstrip("-") for option in options if option.startswith("--")]
+            word = name.lstrip("-")
+            fix = f"Did you mean --{near}?" if (near := near_name(word, names)) else _as_setting(word, value)
+            raise ConfigError(name, f"`{ctx.command_path}` has no such option", fix)
+        return super().parse_args(ctx, args)
+
+
+def _as_setting(option: str, value: str) -> str:
+    """A sentence on the config key that the name of an unknown option may mean."""
+    from xscale.commands.explain import config_keys
+
+    keys = config_keys()
+    query = option.replace("-", "_")
+    groups = keys.find(query)
+    meant = [group[0].path for group in groups] or keys.suggest(query)
+    example = f"{meant[0] if meant else 'train.steps'}={value or 'VALUE'}"
+    return f"Settings are given as key=value: {example}."
 
 
 def checkpoints_in(path: Path) -> Path:

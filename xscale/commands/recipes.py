@@ -82,6 +82,30 @@ def _named(word: str, folder: str) -> Path:
     return shipped[word]
 
 
+FAMOUS = {
+    "llama": ("dense_7b", "has LLaMA 2's 7B shape"),
+    "mixtral": ("mixtral_8x7b", "has the shape of Mixtral 8x7B"),
+    "gptoss": ("gpt_oss_20b", "has the shape of gpt-oss-20b"),
+    "switch": ("switch_1.6t", "has the shape of Switch-C"),
+    "nanogpt": ("small", "is a decoder of a million parameters for one machine"),
+}
+"""Beginning of a famous model's name, without signs -> the recipe of configs/run that is nearest, and why."""
+
+
+def _famous(word: str) -> str:
+    """A sentence on the recipe that stands for a famous model; empty for a word that names none."""
+    letters = "".join(letter for letter in word.lower() if letter.isalnum())
+    recipe, why = next((found for name, found in FAMOUS.items() if letters.startswith(name)), ("", ""))
+    return f"The recipe '{recipe}' {why}." if recipe else ""
+
+
+def _near(word: str) -> str:
+    """A sentence on the recipe or variant whose name is near."""
+    # A word of a few letters is near to too much: `llama` is no misspelling of `glam`.
+    close = get_close_matches(word, recipe_names(), n=1, cutoff=0.75)
+    return f"Did you mean '{close[0]}'?" if close else "`xscale list recipes` and `xscale list xformers` show them."
+
+
 def recipe_named(word: str) -> Path:
     """Return the recipe that `xscale train WORD` takes: one of configs/run, or a variant's.
 
@@ -91,8 +115,7 @@ def recipe_named(word: str) -> Path:
     if word in runs:
         return runs[word]
     if not catalogue.ids_like(word):
-        close = get_close_matches(word, recipe_names(), n=1)
-        fix = f"Did you mean '{close[0]}'?" if close else "`xscale list recipes` and `xscale list xformers` show them."
+        fix = _famous(word) or _near(word)
         raise ConfigError(word, "there is no such file, and no recipe or variant of this name", fix)
     return catalogue.variant_named(word)
 

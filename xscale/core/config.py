@@ -109,7 +109,8 @@ class Slot:
             return schema.model_validate(fields)
         except pydantic.ValidationError as error:
             # pydantic would flatten the part's errors into one string; passed as data they keep their paths.
-            raise PydanticCustomError("part", "faults", {"schema": schema, "faults": error.errors()}) from None
+            found = {"schema": schema, "faults": error.errors(), "family": self.family}
+            raise PydanticCustomError("part", "faults", found) from None
 
 
 def _refuse(what: str, fix: str = "", unknown_kind: str = "") -> PydanticCustomError:
@@ -155,7 +156,14 @@ def _tuples(value: Any) -> Any:
     return value
 
 
-def _problems(schema: Any, faults: Any, above: tuple[Any, ...], origin: dict[str, str]) -> list[Problem]:
+def _problems(
+    schema: Any,
+    faults: Any,
+    above: tuple[Any, ...],
+    origin: dict[str, str],
+    family: "Family[Any] | None" = None,
+) -> list[Problem]:
+    """The faults that pydantic found in data of `schema`, which lies at `above` and is a part of `family` if any."""
     problems: list[Problem] = []
     for number, fault in enumerate(faults):
         if len(problems) >= PROBLEMS_LISTED:
@@ -165,9 +173,10 @@ def _problems(schema: Any, faults: Any, above: tuple[Any, ...], origin: dict[str
             # pydantic counts the items that are right; each of the others has a problem of its own.
             continue
         if fault["type"] == "part":
-            problems += _problems(fault["ctx"]["schema"], fault["ctx"]["faults"], where, origin)
+            found = fault["ctx"]
+            problems += _problems(found["schema"], found["faults"], where, origin, found["family"])
         else:
-            problems.append(_problem(schema, fault, ".".join(str(part) for part in where), origin))
+            problems.append(_problem(schema, fault, ".".join(str(part) for part in where), origin, family))
     return problems
 
 
@@ -176,9 +185,14 @@ def _is_inside(loc: tuple[Any, ...], outer: tuple[Any, ...]) -> bool:
     return len(loc) > len(outer) and loc[: len(outer)] == outer
 
 
-def _problem(schema: Any, fault: Any, path: str, origin: dict[str, str]) -> Problem:
+def _problem(schema: Any, fault: Any, path: str, origin: dict[str, str], family: "Family[Any] | None") -> Problem:
     key_path = f"{plain(path, VALUE_CHARACTERS)} ({origin[path]})" if path in origin else plain(path, VALUE_CHARACTERS)
     if fault["type"] == "extra_forbidden":
+        if family is not None and (kinds := _kinds_with(family, schema, fault["loc"])):
+            what = f"unknown key for {family.name} '{schema.kind}'"
+            listed = ", ".join(kinds[:KINDS_LISTED]) + (" and others" if len(kinds) > KINDS_LISTED else "")
+            slot = path.rpartition(".")[0]
+            return Problem(key_path, what, f"It is a key of {listed}: choose one, as by {slot}.kind={kinds[0]}.")
         inside = ".".join(str(part) for part in fault["loc"])
         return Problem(key_path, "unknown key", _known_key(schema, fault["loc"], path.removesuffix(inside)))
     if fault["type"] == "xscale":
@@ -197,6 +211,17 @@ def _problem(schema: Any, fault: Any, path: str, origin: dict[str, str]) -> Prob
     value = fault["input"]
     got = "" if isinstance(value, dict | pydantic.BaseModel) else f", got {plain(repr(value), VALUE_CHARACTERS)}"
     return Problem(key_path, what + got, _other_spelling(fault["type"], value))
+
+
+KINDS_LISTED = 5
+
+
+def _kinds_with(family: "Family[Any]", schema: Any, loc: tuple[Any, ...]) -> list[str]:
+    """Kinds of the family that have the unknown key at `loc`; none where it is rather a misspelling of one here."""
+    key = str(loc[-1])
+    if len(loc) > 1 or is_near(key, _keys(schema, ())):
+        return []
+    return [entry.name for entry in family if key in entry.part.Config.model_fields]
 
 
 def _other_spelling(fault: str, value: Any) -> str:

@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 EXIT_DONE = 0
 EXIT_FAULT = 1
@@ -21,6 +22,8 @@ PROBLEMS = 120
 """Most problems that an error lists; it counts the others."""
 SENTENCE_CHARACTERS = 2000
 """Longest part of a message: it may quote what a file holds."""
+PATH_CHARACTERS = 500
+"""Longest path in a message: an override from anyone may be one."""
 
 
 def plain(text: str, limit: int = SENTENCE_CHARACTERS) -> str:
@@ -32,6 +35,20 @@ def plain(text: str, limit: int = SENTENCE_CHARACTERS) -> str:
     if not cut.isprintable():
         cut = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in " ".join(cut.splitlines()))
     return cut if len(text) <= limit else f"{cut[:limit]}..."
+
+
+Edit = tuple[str, Any]
+"""Dotted key of a recipe, and a value for it."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A change of a recipe that may end a problem."""
+
+    edits: tuple[Edit, ...]
+    """Keys with their values; an empty key is the one at fault."""
+    further: tuple[Edit, ...] = ()
+    """Edits that must go with them, which the solver has found."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +63,11 @@ class Problem:
     """A sentence that says how to fix it."""
     unknown_kind: str = field(default="", compare=False)
     """The name that is no part of the family: another family may have it."""
+    choices: tuple[Choice, ...] = field(default=(), compare=False, repr=False)
+    """Changes that may end it, of which the solver keeps those that do, and says them in `fix`."""
 
     def __str__(self) -> str:
-        path, what, fix = plain(self.path), plain(self.what), plain(self.fix)
+        path, what, fix = plain(self.path, PATH_CHARACTERS), plain(self.what), plain(self.fix)
         text = f"{path}: {what}" if path else what
         return f"{text}. {fix}" if fix else text
 
@@ -85,9 +104,14 @@ def _close(word: str, names: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
 
 
+def near_name(word: str, known: Iterable[str]) -> str:
+    """The known name that `word` may misspell; empty if there is none."""
+    return next(iter(_close(word, known)), "")
+
+
 def is_near(word: str, known: Iterable[str]) -> bool:
     """Whether `word` looks like a misspelling of one of the names."""
-    return bool(_close(word, known))
+    return bool(near_name(word, known))
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

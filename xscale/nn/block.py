@@ -10,7 +10,7 @@ from torch import Tensor
 from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
 from xscale.nn.dims import Dims
-from xscale.nn.edges import BlockEdges, Edge, HandedOn
+from xscale.nn.edges import CONTENT, BlockEdges, Edge, HandedOn
 from xscale.nn.ffn.ffn import FFNS, Ffn, Gated
 from xscale.nn.gates import Gate, GatesConfig, GateSum
 from xscale.nn.gates import check as check_gates
@@ -20,9 +20,10 @@ from xscale.nn.mixer.local_mixer import NeighbourReader
 from xscale.nn.mixer.mixer import MIXERS, Mixer, check_mixer
 from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm, Rms
-from xscale.nn.position.position import POSITIONS, Position
+from xscale.nn.position.position import POSITIONS, Position, check_block_position
 from xscale.nn.residual_gain import ResidualGain, ResidualWeight
 from xscale.nn.reversible import Streams
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 NORMLESS = ("rezero", "no_norm", "none")
@@ -112,7 +113,13 @@ class BlockConfig(Config):
 class Sublayer(Module):
     """A mixer or feed-forward part with its norm, dropout and residual connection."""
 
-    seams: ClassVar[tuple[str, ...]] = ("mix",)
+    seams: ClassVar[Seams] = {
+        "random": Role.DRAWS_BETWEEN_REGIONS,
+        "norm": Role.BETWEEN_REGIONS,
+        "after": Role.BETWEEN_REGIONS,
+        "part": Role.REGION,
+        "mix": Role.SEQUENCE_MIXING,
+    }
 
     def __init__(self, config: BlockConfig, dims: Dims, part: Mixer | Ffn, factor: float = 1.0) -> None:
         super().__init__()
@@ -164,7 +171,7 @@ class Sublayer(Module):
         return self.random.dropout(y, self._drop_probability(tokens), ("batch", "tokens", "width"), tokens)
 
     def _drop_probability(self, tokens: Tokens) -> float:
-        return self.dropout if self.training and tokens.rng_seed is not None else 0.0
+        return self.dropout if self.training and tokens.forward.rng_seed is not None else 0.0
 
     def normalised_input(self, x: Tensor, tokens: Tokens | None) -> Tensor:
         """Return what the part reads of x [B, T, D]: its norm, with placement pre or sandwich."""
@@ -193,7 +200,7 @@ class Sublayer(Module):
 class Block(Module):
     """[B, T, D] -> [B, T, D]. Sublayers have the names of `BlockConfig.named`."""
 
-    seams: ClassVar[tuple[str, ...]] = ("add_branch",)
+    seams: ClassVar[Seams] = {"position": Role.BLOCK_POSITION, "add_branch": Role.RESIDUAL_SUM}
     mixer: Sublayer
     cross: Sublayer | None
     ffn: Sublayer | None
@@ -240,7 +247,7 @@ class Block(Module):
                 problems += check_mixer(part, cross_dims(dims) if sublayer.part == "cross" else dims, at)
         problems += NORMS.of(config.norm).part.check(config.norm, dims, f"{path}.norm")
         problems += check_gates(config.gates, config.residual, config.placement, f"{path}.gates")
-        return problems + _check_position(config, dims, f"{path}.position")
+        return problems + check_block_position(config.position, dims, f"{path}.position")
 
     def sublayers(self) -> dict[str, Sublayer]:
         """Return the sublayers by name, in their order; those that blocks share belong to the stack."""
@@ -289,14 +296,14 @@ class Block(Module):
         edges: BlockEdges | None = None,
     ) -> Tensor:
         """Output [B, T, D] of sublayers `names`; `memory`: the encoder's output or a mask decoder's keys."""
-        before, edges = x, edges or BlockEdges(None, {})
+        before, edges, content = x, edges or BlockEdges(None, {}), tokens.get(CONTENT)
         for name in names:
             before, residual = (before, x) if name in self.parallel_sublayers else (x, None)
             sublayer: Sublayer = getattr(self, name)
             memory_and_source: tuple[Any, ...] = ()
             keys, key_tokens = memory
-            if tokens.content is not None and name.startswith("mixer"):
-                memory_and_source = (sublayer.normalised_input(tokens.content, tokens), tokens)
+            if content is not None and name.startswith("mixer"):
+                memory_and_source = (sublayer.normalised_input(content, tokens), tokens)
             elif self.pools_queries and name == "mixer" and keys is not None:
                 memory_and_source = (sublayer.normalised_input(keys, key_tokens), key_tokens)
             elif self.decoder_steps or name.startswith("cross"):
@@ -332,18 +339,6 @@ class Block(Module):
                 last = index
         self._through(self.order[: last + 1], x, tokens, edges=edges)
         return edges.handed_on()
-
-
-def _check_position(config: BlockConfig, dims: Dims, path: str) -> list[Problem]:
-    """List why the position cannot be added to the block's input."""
-    if config.position is None:
-        return []
-    entry = POSITIONS.of(config.position)
-    if entry.traits.where == "input":
-        return list(entry.part.check(config.position, dims, path))
-    what = f"'{entry.name}' acts within attention, and a block's position is added to its input"
-    can = ", ".join(POSITIONS.able(where="input"))
-    return [Problem(path, what, f"These can: {can}. Or take it as mixer.position.")]
 
 
 def _check_parallel(config: BlockConfig, path: str, *, cross: bool) -> list[Problem]:

@@ -19,7 +19,13 @@ from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm
+from xscale.nn.roles import Role, Seams
+from xscale.nn.signals import BATCH, TARGETS, Signal, TokenAxes
 from xscale.nn.tokens import Tokens
+
+BOUNDARIES = Signal[Tensor]("boundary_head.boundaries", TokenAxes((BATCH, TARGETS, "ends"), counts_tokens=True))
+"""[B, T, 2] places of the tokens before and after the masked span of each token; those of a token in no span are its
+own place. None: there are no spans."""
 
 
 class BoundaryHeadConfig(Config):
@@ -30,9 +36,9 @@ class BoundaryHeadConfig(Config):
 
 
 class BoundaryHead(Module):
-    """[B, T, D] and tokens with `boundaries` -> [B, T, D]."""
+    """[B, T, D] and tokens with `BOUNDARIES` -> [B, T, D]."""
 
-    seams: ClassVar[tuple[str, ...]] = ("full_sequence",)
+    seams: ClassVar[Seams] = {"full_sequence": Role.FULL_SEQUENCE}
     positions: Parameter
 
     def __init__(self, config: BoundaryHeadConfig, norm: Norm.Config, dims: Dims) -> None:
@@ -45,8 +51,9 @@ class BoundaryHead(Module):
         self.second_norm: Norm = NORMS.build(norm, width)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
-        assert tokens.boundaries is not None
-        left, right = tokens.boundaries.unbind(-1)  # [B, T]
+        boundaries = tokens.get(BOUNDARIES)
+        assert boundaries is not None
+        left, right = boundaries.unbind(-1)  # [B, T]
         full, own_places = self.full_sequence(x, tokens)
         around = [full.gather(1, index[..., None].expand(*index.shape, x.shape[2])) for index in (left, right)]
         table = self.use(self.positions).to(x.dtype)

@@ -31,6 +31,7 @@ from xscale.nn.auxiliary import attach
 from xscale.nn.init import Init
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module, name_modules
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
@@ -94,7 +95,8 @@ class DistillConfig(Config):
 class WidthMaps(Module):
     """The learned maps from the student's width to that of the teacher, which are used in training alone."""
 
-    seams: ClassVar[tuple[str, ...]] = ("embedding",)
+    beside_stages = True
+    seams: ClassVar[Seams] = {"embedding": Role.ON_FIRST_STAGE}
 
     def __init__(self, width: int, teacher_width: int, std: float, *, embedding: bool, hidden: bool) -> None:
         super().__init__()
@@ -228,9 +230,10 @@ class StudentLosses:
         if self.config.soft_over == "all":
             weight = self.config.soft_weight * stage
             return self._attach(loss, divergence / _text_count(tokens), weight, tokens, "distillation/soft_loss")
-        if tokens.stats is not None and tokens.aux_loss_weight and tokens.target_weight is not None:
-            share = tokens.target_weight / tokens.aux_loss_weight / tokens.fraction()
-            tokens.stats.add("distillation/soft_loss", divergence * share)
+        forward = tokens.forward
+        if forward.stats is not None and forward.aux_loss_weight and forward.target_weight is not None:
+            share = forward.target_weight / forward.aux_loss_weight / tokens.fraction()
+            forward.stats.add("distillation/soft_loss", divergence * share)
         return loss + self.config.soft_weight * stage * (divergence - divergence.detach())
 
     def _full(self, x: Tensor, tokens: Tokens) -> Tensor:
@@ -261,16 +264,16 @@ class StudentLosses:
     def _stage(self, tokens: Tokens, *, inner: bool) -> float:
         """Return 1 where the losses of inner states, or the others, are trained at this step, else 0."""
         until = self.config.inner_until
-        if until is None or tokens.progress is None:
+        if until is None or tokens.forward.progress is None:
             return 1.0
-        return float((tokens.progress < until) == inner)
+        return float((tokens.forward.progress < until) == inner)
 
     def _attach(self, x: Tensor, loss: Tensor, weight: float, tokens: Tokens, name: str) -> Tensor:
-        if tokens.stats is not None:
-            tokens.stats.add(name, loss)
-        if tokens.aux_loss_weight is None:
+        if tokens.forward.stats is not None:
+            tokens.forward.stats.add(name, loss)
+        if tokens.forward.aux_loss_weight is None:
             return x
-        return attach(x, loss, weight * tokens.aux_loss_weight * tokens.fraction())
+        return attach(x, loss, weight * tokens.forward.aux_loss_weight * tokens.fraction())
 
 
 def _first_compared(tokens: Tokens) -> int:

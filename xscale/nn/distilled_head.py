@@ -67,9 +67,9 @@ class DistilledHead:
     def __call__(self, x: Tensor, weight: Tensor, targets: Tensor, tokens: Tokens | None = None) -> Tensor:
         """x [N, D], this process' rows of the weight [V, D], targets [N] -> summed loss in nats, a scalar."""
         hard = self.hard(x, weight, targets, tokens)
-        if tokens is None or not isinstance(tokens.states, StudentLosses):
+        if tokens is None or not isinstance(tokens.forward.states, StudentLosses):
             return hard
-        taught, config = tokens.states.teacher.output_logits, tokens.states.config
+        taught, config = tokens.forward.states.teacher.output_logits, tokens.forward.states.config
 
         def soft() -> Tensor:
             assert taught is not None, "the soft loss reads the teacher's logits"
@@ -90,7 +90,7 @@ class DistilledHead:
             divergence: Tensor = SoftLoss.apply(z, t, config.temperature, self.vocabulary)  # type: ignore[no-untyped-call]
             return divergence
 
-        return tokens.states.predict(hard, soft, tokens)
+        return tokens.forward.states.predict(hard, soft, tokens)
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,9 @@ class DistilledClassHead:
     def __call__(self, outputs: Tensor, targets: Tensor, tokens: Tokens | None = None) -> Tensor:
         """Outputs [B, T, C] and targets [B, T] -> summed loss, a scalar."""
         hard = self.hard(outputs, targets, tokens)
-        if tokens is None or not isinstance(tokens.states, StudentLosses):
+        if tokens is None or not isinstance(tokens.forward.states, StudentLosses):
             return hard
-        taught, temperature = tokens.states.teacher.output_logits, tokens.states.config.temperature
+        taught, temperature = tokens.forward.states.teacher.output_logits, tokens.forward.states.config.temperature
 
         def soft() -> Tensor:
             assert taught is not None, "the soft loss reads the teacher's outputs"
@@ -117,4 +117,4 @@ class DistilledClassHead:
             divergence: Tensor = SoftLoss.apply(z, t, temperature, FullVocabulary())  # type: ignore[no-untyped-call]
             return divergence
 
-        return tokens.states.predict(hard, soft, tokens)
+        return tokens.forward.states.predict(hard, soft, tokens)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from xscale.core.config import Config
 from xscale.core.errors import Problem
+from xscale.nn.signals import Signal
 
 
 class ExitPolicyConfig(Config):
@@ -151,9 +152,9 @@ class EarlyExit:
         uncertainty = entropy(logits) / math.log(logits.shape[-1])
         reach, key = self.policy.window or 0, f"exits/{block}"
         before = uncertainty[:, :0]
-        if tokens.cache is not None and reach:
-            before = tokens.cache.get(key, before)
-            tokens.cache[key] = torch.cat((before, uncertainty), 1)[:, -reach:]
+        if tokens.forward.cache is not None and reach:
+            before = tokens.forward.cache.get(key, before)
+            tokens.forward.cache[key] = torch.cat((before, uncertainty), 1)[:, -reach:]
         return window_max(before, uncertainty, reach, causal=causal, documents=tokens.documents) < self.policy.threshold
 
     def _vote(self, logits: Tensor, tokens: Any, block: int, causal: bool) -> Tensor:
@@ -181,6 +182,10 @@ class EarlyExit:
         leader = predicted.gather(0, latest[None])[0]
         voted = (predicted == leader)[..., None]
         return most, (votes * voted).sum(0) / most[..., None]
+
+
+EARLY_EXIT = Signal[EarlyExit]("early_exit.state")
+"""State of the tokens at the exits of the stack; None: all blocks are computed for every token."""
 
 
 def entropy(logits: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from xscale.nn.attention.ops.mask import ScoreEdge
 from xscale.nn.gates import GATES, GateSum
 from xscale.nn.mixer.mixer import Mixer, ValueEdge
+from xscale.nn.signals import BATCH, TOKENS, Signal, TokenAxes
 
 Edge = ScoreEdge | ValueEdge
 VALUES = "values"
@@ -18,6 +19,10 @@ VALUES = "values"
 HandedOn = dict[str, Tensor]
 """Attention scores [B, H, T, S] before mask and softmax by sublayer, the sum of the gates [B, T] (`GATES`), and the
 values of the first layer [B, T, D / R] of the local heads (`VALUES`)."""
+
+CONTENT = Signal[Tensor]("edges.content", TokenAxes((BATCH, TOKENS, "width")))
+"""[B, T, D] embeddings of the tokens, of which each self-attention of a disentangled decoder makes its keys and values;
+None: they are of the hidden states, as the queries are."""
 
 
 class BlockEdges:

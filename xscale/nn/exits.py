@@ -8,7 +8,7 @@ With diversity (Sun et al. 2021) alpha mean_{j<l} CE(p_l, p_j) is subtracted for
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -18,12 +18,14 @@ from torch import Tensor, nn
 
 from xscale.core.config import Config
 from xscale.core.errors import Problem
+from xscale.core.requirements import KeyNeed
 from xscale.nn.auxiliary import attach
 from xscale.nn.dims import Dims
-from xscale.nn.early_exit import EarlyExit, ExitPolicyConfig
-from xscale.nn.head import IGNORE_INDEX, Head
+from xscale.nn.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
+from xscale.nn.head import IGNORE_INDEX, ONLY_LAST_LOGITS, Head
 from xscale.nn.module import Module
 from xscale.nn.norm import Norm
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
@@ -78,6 +80,8 @@ class Prediction:
 class Exit(Module):
     """The norm and the head after one block."""
 
+    seams: ClassVar[Seams] = {"norm": Role.BETWEEN_REGIONS}
+
     def __init__(self, norm: Norm | None, head: Head | None) -> None:
         """`head` None: the model's."""
         super().__init__()
@@ -94,7 +98,12 @@ class Exit(Module):
 class Exits(Module):
     """The exits of a stack, by the number of their block, and the weights of the losses."""
 
-    seams: ClassVar[tuple[str, ...]] = ("sum_over_sequence", "second_targets", "weigh_last", "second")
+    seams: ClassVar[Seams] = {
+        "sum_over_sequence": Role.SUM_OVER_TOKENS,
+        "second_targets": Role.TARGETS_AHEAD,
+        "weigh_last": Role.ON_LAST_STAGE,
+        "second": Role.ON_LAST_STAGE,
+    }
 
     def __init__(
         self, config: ExitsConfig, dims: Dims, norm: Callable[[], Norm], make_head: Callable[[], Head]
@@ -118,6 +127,20 @@ class Exits(Module):
         """Weight of the loss of each exit, by its block."""
         self.last_weight = depth / total if linear else 1.0
         """Weight of the loss of the model's own head."""
+
+    def needs(self) -> list[KeyNeed]:
+        needs, sampling, policy = [], self.config.self_sampling, self.config.policy
+        without = ((".self_sampling", None),)
+        if sampling is not None:
+            left = "tokens leave in training, and stages do not pass on which have left"
+            needs.append(KeyNeed("parallel.mesh.pp", (1,), left, without))
+        if sampling is not None and policy is not None and policy.window:
+            window = "tokens leave in training by those of a window, which other ranks may have"
+            needs.append(KeyNeed("parallel.mesh.cp", (1,), window, without))
+        if self.config.diversity:
+            read = "the diversity of exits reads the predictions of earlier ones, and stages do not pass on logits"
+            needs.append(KeyNeed("parallel.mesh.pp", (1,), read, ((".diversity", 0.0),)))
+        return needs
 
     @staticmethod
     def check(config: ExitsConfig | None, dims: Dims, path: str, *, refused: str | None) -> list[Problem]:
@@ -183,7 +206,7 @@ class Exits(Module):
     def attach_loss(self, layer: int, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
         """Return x [B, T, D], the output of block `layer`, with the loss of its exit attached; without an exit x."""
         targets = prediction.targets
-        if str(layer) not in self.at or targets is None or tokens.target_weight is None:
+        if str(layer) not in self.at or targets is None or tokens.forward.target_weight is None:
             return x
         if not self.is_trained(layer, tokens):
             # The metrics have the same columns in all steps: stages of a pipeline rely on it.
@@ -193,47 +216,48 @@ class Exits(Module):
         read = x if self.config.two_stage is None else x.detach()
         loss = self.at[str(layer)](read, targets, tokens, prediction)
         self._record(self.at[str(layer)], loss, tokens)
-        x = attach(x, loss, self.weights[layer] * tokens.target_weight)
+        x = attach(x, loss, self.weights[layer] * tokens.forward.target_weight)
         return self._attach_diversity(self.at[str(layer)], x, tokens, prediction)
 
     def leaving(self, tokens: Tokens) -> EarlyExit | None:
         """Return the state of the tokens of a forward that may leave; None: all blocks are computed for every token."""
         since, policy = self.config.self_sampling, self.config.policy
-        if since is None or policy is None or tokens.target_weight is None or progress_of(tokens) < since:
-            return tokens.early_exit
+        if since is None or policy is None or tokens.forward.target_weight is None or progress_of(tokens) < since:
+            return tokens.get(EARLY_EXIT)
         return EarlyExit(policy)
 
     @torch.no_grad()
     def leave(self, layer: int, x: Tensor, tokens: Tokens, prediction: Prediction, leaving: EarlyExit) -> None:
         """Let tokens leave after block `layer`, whose output is x [B, M + T, D]."""
         if str(layer) in self.at:
-            logits = self.at[str(layer)](x, None, replace(tokens, only_last_logits=False), prediction)
+            logits = self.at[str(layer)](x, None, tokens.with_signals({ONLY_LAST_LOGITS: False}), prediction)
             leaving.observe(layer + 1, logits, tokens, causal=self.causal)
 
     def logits(self, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
         """Return the logits [B, T, V] of tokens that may have left; x [B, M + T, D] is the output of the stack."""
-        assert tokens.early_exit is not None, "no token can leave"
-        every = replace(tokens, only_last_logits=False)
-        return tokens.early_exit.finish(self.depth, lambda: prediction.head(x, None, every))
+        leaving = tokens.get(EARLY_EXIT)
+        assert leaving is not None, "no token can leave"
+        every = tokens.with_signals({ONLY_LAST_LOGITS: False})
+        return leaving.finish(self.depth, lambda: prediction.head(x, None, every))
 
     def is_trained(self, layer: int, tokens: Tokens) -> bool:
         """Whether the exit after block `layer` has a loss at this step of the run."""
         progress, two_stage = progress_of(tokens), self.config.two_stage
-        if self.config.stop == "by_depth" and tokens.progress is not None:
+        if self.config.stop == "by_depth" and tokens.forward.progress is not None:
             return progress < (layer + 1) / (2 * self.depth)
         return two_stage is None or progress >= two_stage
 
     def attach_second(self, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
         """Return the output x [B, T, D] of the stack with the loss of the second target attached; without one x."""
         targets = prediction.targets
-        if targets is None or tokens.target_weight is None:
+        if targets is None or tokens.forward.target_weight is None:
             return x
         x = self._attach_diversity(None, x, tokens, prediction)
         if self.second is None:
             return x
         loss = self.second(x, self.second_targets(tokens, targets), tokens, prediction)
         self._record(self.second, loss, tokens)
-        return attach(x, loss, self.config.second_target * tokens.target_weight)
+        return attach(x, loss, self.config.second_target * tokens.forward.target_weight)
 
     def second_targets(self, tokens: Tokens, targets: Tensor) -> Tensor:
         """Return the targets [B, T] after the next ones. A seam: another rank may have them."""
@@ -244,9 +268,9 @@ class Exits(Module):
     def _attach_diversity(self, part: Any, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
         """Return x [B, T, D], which an exit reads, with its diversity as a loss; `part` None: the model's head."""
         alpha, targets, earlier = self.config.diversity, prediction.targets, prediction.log_probabilities
-        if not alpha or targets is None or tokens.target_weight is None:
+        if not alpha or targets is None or tokens.forward.target_weight is None:
             return x
-        every = replace(tokens, only_last_logits=False)
+        every = tokens.with_signals({ONLY_LAST_LOGITS: False})
         logits = prediction.head(x, None, every) if part is None else part(x, None, every, prediction)
         log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)  # [B, T, V]
         is_target = targets != IGNORE_INDEX
@@ -254,7 +278,7 @@ class Exits(Module):
         earlier.append(log_p)
         if not entropies:
             return x
-        return attach(x, -torch.stack(entropies).mean(), alpha * tokens.target_weight)
+        return attach(x, -torch.stack(entropies).mean(), alpha * tokens.forward.target_weight)
 
     def weigh_last(self, loss: Tensor, tokens: Tokens) -> Tensor:
         """Return the loss of the model's own head with its weight in the gradient; the value stays.
@@ -264,16 +288,17 @@ class Exits(Module):
         weight, two_stage = self.last_weight, self.config.two_stage
         if two_stage is not None:
             weight = 1.0 if progress_of(tokens) < two_stage else 0.0
-        if tokens.target_weight is None or weight == 1:
+        if tokens.forward.target_weight is None or weight == 1:
             return loss
         return loss.detach() + weight * (loss - loss.detach())
 
     def _record(self, part: Any, loss: Tensor, tokens: Tokens) -> None:
         """Record the mean loss of an exit over all targets of the step, as a mean over its micro-batches."""
-        if tokens.stats is None or tokens.aux_loss_weight is None or tokens.target_weight is None:
+        forward = tokens.forward
+        if forward.stats is None or forward.aux_loss_weight is None or forward.target_weight is None:
             return
         total = self.sum_over_sequence(loss.detach())
-        tokens.stats.add(f"{part.path}/loss", total * (tokens.target_weight / tokens.aux_loss_weight))
+        forward.stats.add(f"{part.path}/loss", total * (forward.target_weight / forward.aux_loss_weight))
 
     def sum_over_sequence(self, nats: Tensor) -> Tensor:
         """Sum a loss over the tokens of all sequences. A seam: a sequence may be sharded."""
@@ -282,7 +307,7 @@ class Exits(Module):
 
 def progress_of(tokens: Tokens) -> float:
     """Return the fraction of the run's steps that are done; 1 where there is no run."""
-    return 1.0 if tokens.progress is None else tokens.progress
+    return 1.0 if tokens.forward.progress is None else tokens.forward.progress
 
 
 def no_exits(stack: Any, *, predicts: bool, hands_on_scores: bool) -> str | None:

@@ -22,10 +22,17 @@ from xscale.nn.auxiliary import attach
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.module import Module
 from xscale.nn.random import reseed
-from xscale.nn.tokens import Gating, Tokens
+from xscale.nn.roles import Role, Seams
+from xscale.nn.signals import BATCH, Signal, TokenAxes
+from xscale.nn.tokens import Tokens
 
 GATES = "gates"
 """Key of the sum of the gates among what blocks hand on."""
+BUDGETS = Signal[Tensor]("gates.budgets", TokenAxes((BATCH,)))
+"""[B] index of each sequence's budget; None: a stack with gates draws them."""
+NOISE = Signal[Tensor]("gates.noise")
+"""Standard deviation of the gates' noise, a scalar tensor, which no compiled graph takes for a constant; None: there is
+no noise."""
 
 
 class GatesConfig(Config):
@@ -75,19 +82,19 @@ class Gate(Module):
 
     def forward(self, x: Tensor, tokens: Tokens, gates: GateSum | None) -> Tensor:
         """Return each token's gate for x [B, T, D], as [B, T, 1], and add it to the sum."""
-        gating = tokens.gating
-        assert gating is not None, "the stack draws the budgets"
-        biases = self.use(self.biases)[gating.budgets]  # [B, F]
+        budgets, noise = tokens.get(BUDGETS), tokens.get(NOISE)
+        assert budgets is not None, "the stack draws the budgets"
+        biases = self.use(self.biases)[budgets]  # [B, F]
         hidden = torch.relu(F.linear(x, self.use(self.first)) + biases[:, None])  # [B, T, F]
         logit = hidden @ self.use(self.second)[0] + self.use(self.bias)  # [B, T]
         logit = logit.to(torch.promote_types(logit.dtype, torch.float32))
         if not self.training:
             gate = (logit >= 0).to(logit.dtype)
-        elif gating.noise is None:
+        elif noise is None:
             gate = torch.sigmoid(logit)
         else:
             drawn = self.random.normal(logit, ("batch", "tokens"), tokens)
-            gate = torch.sigmoid(logit + gating.noise.to(logit.dtype) * drawn)
+            gate = torch.sigmoid(logit + noise.to(logit.dtype) * drawn)
         if gates is not None:
             gates.total = gates.total + gate
         return gate.to(x.dtype)[..., None]
@@ -96,7 +103,7 @@ class Gate(Module):
 class GateBudget(Module):
     """The budgets of a stack with gates, and their loss."""
 
-    seams: ClassVar[tuple[str, ...]] = ("sum_over_sequence", "attach_loss")
+    seams: ClassVar[Seams] = {"sum_over_sequence": Role.SUM_OVER_TOKENS, "attach_loss": Role.ON_LAST_STAGE}
     averages_tokens = True
     averages_text = True
 
@@ -117,34 +124,39 @@ class GateBudget(Module):
     def draw(self, tokens: Tokens) -> Tokens:
         """Return the tokens with a budget for each sequence, and the noise of this step of the run."""
         config, batch, device = self.config, len(tokens.ids), tokens.ids.device
-        if tokens.gating is not None:
+        if tokens.get(BUDGETS) is not None:
             return tokens
-        if not self.training or tokens.rng_seed is None:
+        if not self.training or tokens.forward.rng_seed is None:
             evaluated = config.budgets.index(config.evaluated)
-            return tokens.with_gating(Gating(torch.full((batch,), evaluated, device=device)))
+            return tokens.with_signals({BUDGETS: torch.full((batch,), evaluated, device=device)})
         # Not by the path of the module: the encoder and the decoder of a model draw the same budgets.
-        reseed(tokens.rng_seed, GATES)
+        reseed(tokens.forward.rng_seed, GATES)
         index = self.random.integers(len(config.budgets), (batch,), ("batch",), device)
-        alpha = config.noise * (1.0 if tokens.progress is None else tokens.progress)
-        return tokens.with_gating(Gating(index, torch.tensor(alpha, dtype=torch.float64, device=device)))
+        alpha = config.noise * (1.0 if tokens.forward.progress is None else tokens.forward.progress)
+        noise = torch.tensor(alpha, dtype=torch.float64, device=device)
+        return tokens.with_signals({BUDGETS: index, NOISE: noise})
 
     def attach_loss(self, x: Tensor, total: Tensor, tokens: Tokens) -> Tensor:
         """Return the output x [B, T, D] of the stack with the budget's loss attached; `total` [B, T] are the gates.
 
         A seam: a pipeline stage hands the gates on.
         """
-        gating, real = tokens.gating, tokens.real()
-        assert gating is not None
+        budgets, real = tokens.get(BUDGETS), tokens.real()
+        assert budgets is not None
         total = total if real is None else total * real
         if tokens.padding is None or real is None:
             lengths = total.new_full((len(total),), tokens.count() / tokens.fraction() / len(total))
         else:
             lengths = self.sum_over_sequence(real.sum(1).to(total.dtype))
         mean = self.sum_over_sequence(total.sum(1)) / (self.sublayers * lengths)  # [B]
-        if tokens.stats is not None:
-            tokens.stats.add(f"{self.path}/computed", mean.mean())
-        budget = mean.new_tensor(self.config.budgets)[gating.budgets]
-        return attach(x, self.config.loss_weight * (budget - mean).abs().mean(), tokens.aux_loss_weight)
+        forward = tokens.forward
+        if forward.stats is not None:
+            forward.stats.add(f"{self.path}/computed", mean.mean())
+        budget = mean.new_tensor(self.config.budgets)[budgets]
+        loss = self.config.loss_weight * (budget - mean).abs().mean()
+        # Each shard of a sequence has the whole loss, and the gradients of all shards are summed.
+        weight = None if forward.aux_loss_weight is None else forward.aux_loss_weight * tokens.fraction()
+        return attach(x, loss, weight)
 
     def sum_over_sequence(self, sums: Tensor) -> Tensor:
         """Sum the gates [B] of a part of each sequence over its parts. A seam: a sequence may be sharded."""

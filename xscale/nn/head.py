@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from xscale.nn.auxiliary import attach
-from xscale.nn.boundary_head import BoundaryHead
+from xscale.nn.boundary_head import BOUNDARIES, BoundaryHead
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import Activation, activation
 from xscale.nn.init import ZEROS
@@ -16,6 +16,8 @@ from xscale.nn.linear import Embedding, Linear
 from xscale.nn.module import Module, parameter_axes
 from xscale.nn.norm import NORMS, Norm
 from xscale.nn.pooler import SentenceHead
+from xscale.nn.roles import Role, Seams
+from xscale.nn.signals import Signal
 from xscale.nn.tokens import Tokens
 from xscale_kernels.linear_cross_entropy.op import linear_cross_entropy
 
@@ -38,10 +40,22 @@ IGNORE_INDEX = -100
 """A target with this value is ignored."""
 
 
+ONLY_LAST_LOGITS = Signal[bool]("head.only_last_logits")
+"""Whether the head returns the logits of the last token alone, [B, 1, V], as generation reads them."""
+
+
 class Head(Module):
     """Hidden states to logits; with `tied` the embedding's table is the weight (Press and Wolf 2017)."""
 
-    seams: ClassVar[tuple[str, ...]] = ("cross_entropy", "prediction_loss", "token_rows")
+    seams: ClassVar[Seams] = {
+        "transform": Role.IN_REGION,
+        "boundary": Role.IN_REGION,
+        "sentence": Role.IN_REGION,
+        "globals": Role.GLOBAL_TOKENS,
+        "cross_entropy": Role.VOCABULARY_LOSS,
+        "prediction_loss": Role.PREDICTION_LOSS,
+        "token_rows": Role.VOCABULARY_ROWS,
+    }
     weight: Parameter
     unpadded_vocabulary: int | None = None
     """Rows that are tokens: the further ones are padding, and have no probability; None: all rows are tokens."""
@@ -103,7 +117,7 @@ class Head(Module):
         x = x[:, self.globals :]
         if self.boundary is not None and targets is not None and tokens is not None:
             x = self._attach_boundary_loss(self.boundary, x, targets, tokens)
-        if tokens is not None and tokens.only_last_logits and targets is None:
+        if tokens is not None and tokens.get(ONLY_LAST_LOGITS) and targets is None:
             x = x[:, -1:]
         if self.transform is not None:
             x = self.transform(x)
@@ -138,20 +152,21 @@ class Head(Module):
         """
         if tokens is None:
             return self.cross_entropy(x, weight, targets)
-        return self.cross_entropy(x, weight, targets, tokens.label_smoothing, tokens.z_loss_weight)
+        return self.cross_entropy(x, weight, targets, tokens.forward.label_smoothing, tokens.forward.z_loss_weight)
 
     def _attach_boundary_loss(self, boundary: BoundaryHead, x: Tensor, targets: Tensor, tokens: Tokens) -> Tensor:
         """Return x [B, T, D] with the loss of the targets attached that the boundary head predicts."""
-        if tokens.boundaries is None or tokens.target_weight is None:
+        forward = tokens.forward
+        if tokens.get(BOUNDARIES) is None or forward.target_weight is None:
             return x
         predictions = boundary(x, tokens)  # [B, T, D]
         rows = self.token_rows(self.use(self.weight))
         loss = self.cross_entropy(predictions.flatten(0, 1), rows, targets.flatten())
-        if tokens.stats is not None and tokens.aux_loss_weight is not None:
+        if forward.stats is not None and forward.aux_loss_weight is not None:
             # Its mean over the targets of the step is the mean of these over its micro-batches, and their shards.
-            weight = tokens.target_weight / tokens.aux_loss_weight / tokens.fraction()
-            tokens.stats.add(f"{boundary.path}/loss", loss.detach() * weight)
-        return attach(x, loss, tokens.target_weight * tokens.further_loss_weight())
+            weight = forward.target_weight / forward.aux_loss_weight / tokens.fraction()
+            forward.stats.add(f"{boundary.path}/loss", loss.detach() * weight)
+        return attach(x, loss, forward.target_weight * tokens.further_loss_weight())
 
     def cross_entropy(
         self, x: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0

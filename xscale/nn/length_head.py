@@ -17,7 +17,12 @@ from xscale.nn.auxiliary import attach
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module
+from xscale.nn.roles import Role, Seams
+from xscale.nn.signals import BATCH, Signal, TokenAxes
 from xscale.nn.tokens import Tokens
+
+LENGTHS = Signal[Tensor]("length_head.lengths", TokenAxes((BATCH,)))
+"""[B] length of the target of each source, less 1; None: it is not told."""
 
 
 class LengthHeadConfig(Config):
@@ -28,7 +33,8 @@ class LengthHeadConfig(Config):
 class LengthHead(Module):
     """[B, S, D] -> logits [B, L] of the lengths 1 to L, the longest that the model takes."""
 
-    seams: ClassVar[tuple[str, ...]] = ("sum_over_sequence",)
+    beside_stages = True
+    seams: ClassVar[Seams] = {"sum_over_sequence": Role.SUM_OVER_TOKENS}
 
     def __init__(self, config: LengthHeadConfig, dims: Dims) -> None:
         super().__init__()
@@ -50,21 +56,22 @@ class LengthHead(Module):
         return logits
 
     def attach_loss(self, x: Tensor, memory: Tensor, source: Tokens, factor: float = 1.0) -> Tensor:
-        """Return x [B, T, D] with `factor` times the loss of the lengths `source.labels` + 1 attached; without labels
+        """Return x [B, T, D] with `factor` times the loss of the lengths attached that `source` tells; without them
         x itself."""
-        if source.labels is None or (source.aux_loss_weight is None and source.stats is None):
+        forward, lengths = source.forward, source.get(LENGTHS)
+        if lengths is None or (forward.aux_loss_weight is None and forward.stats is None):
             return x
         logits = self(memory, source)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = F.cross_entropy(logits, source.labels)
-        if source.stats is not None:
-            accuracy = (logits.argmax(-1) == source.labels).to(loss.dtype).mean()
-            source.stats.add(f"{self.path}/loss", loss)
-            source.stats.add(f"{self.path}/accuracy", accuracy)
-        if source.aux_loss_weight is None:
+        loss = F.cross_entropy(logits, lengths)
+        if forward.stats is not None:
+            accuracy = (logits.argmax(-1) == lengths).to(loss.dtype).mean()
+            forward.stats.add(f"{self.path}/loss", loss)
+            forward.stats.add(f"{self.path}/accuracy", accuracy)
+        if forward.aux_loss_weight is None:
             return x
         # Each shard of a sequence has the whole loss, and the gradients of all shards are summed.
-        return attach(x, loss, self.loss_weight * factor * source.aux_loss_weight * source.fraction())
+        return attach(x, loss, self.loss_weight * factor * forward.aux_loss_weight * source.fraction())
 
     def sum_over_sequence(self, x: Tensor) -> Tensor:
         """Sum over the tokens of the source, of x [B, D], the sum over this process' tokens. A seam: a sequence that

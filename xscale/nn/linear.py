@@ -8,6 +8,7 @@ from torch.nn import Parameter
 
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.module import Axis, Module
+from xscale.nn.roles import Role, Seams
 
 if TYPE_CHECKING:
     from xscale.nn.lora import Lora
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 class Linear(Module):
     """y = x W^T + b."""
 
-    seams: ClassVar[tuple[str, ...]] = ("matmul",)
+    seams: ClassVar[Seams] = {"matmul": Role.LINEAR_MAP}
     weight: Parameter
     lora: Optional["Lora"]
     """LoRA of the map, whose output is added; None: there is none."""
@@ -46,7 +47,7 @@ class Linear(Module):
 class Embedding(Module):
     """Rows of a table, by token id."""
 
-    seams: ClassVar[tuple[str, ...]] = ("lookup",)
+    seams: ClassVar[Seams] = {"lookup": Role.VOCABULARY_LOOKUP}
     weight: Parameter
 
     def __init__(self, vocabulary: int, width: int, init: Init, *, fix_norm: bool = False) -> None:

@@ -1,9 +1,9 @@
 """Base class of modules: declares parameters with named axes and an initialiser; `use` localises and casts them.
 
 Seams are the points at which an engine may put something else in place of what a module does. Parallelism shards
-parameters, guards regions with collectives, and substitutes at seams. A class lists its seams in `seams`; each is a
-method, a submodule or a callable attribute of that name, whose annotation says what a substitute must look like.
-Nothing else is replaced, and `substitute` is the only way to do it.
+parameters, guards regions with collectives, and substitutes at seams. A class lists its seams in `seams`, with the role
+of each (`xscale.nn.roles`); each is a method, a submodule or an attribute of that name. Nothing else is replaced, and
+`substitute` is the only way to do it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,14 +14,21 @@ from torch import Tensor, nn
 
 from xscale.core import config as schema
 from xscale.core.errors import Problem
+from xscale.core.requirements import KeyNeed
 from xscale.nn.init import Init
 from xscale.nn.post_step import WeightWriter
 from xscale.nn.random import RandomNumbers
+from xscale.nn.roles import Role, Seams
 
 
-def seams_of(module: object) -> frozenset[str]:
-    """The seams that the class of `module` and its base classes declare."""
-    return frozenset(seam for owner in type(module).__mro__ for seam in vars(owner).get("seams", ()))
+def seams_of(module: object) -> dict[str, Role]:
+    """The seams that the class of `module` and its base classes declare, with their roles; those of a subclass win."""
+    declared: dict[str, Role | None] = {}
+    for owner in reversed(type(module).__mro__):
+        seams = vars(owner).get("seams", {})
+        assert isinstance(seams, Mapping), f"{owner.__qualname__} gives its seams no roles (xscale.nn.roles): {seams}"
+        declared |= seams
+    return {seam: role for seam, role in declared.items() if role is not None}
 
 
 def substitute(module: object, seam: str, wrapper: Any) -> None:
@@ -54,8 +61,9 @@ CHOOSABLE_KERNELS = (
 class Module(nn.Module):
     """A `torch.nn.Module` that names the axes of its parameters and the seams at which an engine may substitute."""
 
-    seams: ClassVar[tuple[str, ...]] = ("param_hook", "random")
-    """Attributes and methods that `xscale.nn.module.substitute` may replace, besides those of the base classes."""
+    seams: ClassVar[Seams] = {"param_hook": Role.PARAMETERS, "random": Role.DRAWS}
+    """Attributes and methods that `xscale.nn.module.substitute` may replace, besides those of the base classes, each
+    with what it is."""
     keeps_precision = False
     """Whether its parameters are used in master precision, whatever the compute precision is."""
     averages_tokens = False
@@ -66,6 +74,8 @@ class Module(nn.Module):
     reads_token_counts = False
     """Whether its state follows from the counts of the token ids in the training data, which a run gives to
     `set_token_counts` before its first step."""
+    beside_stages = False
+    """Whether it stands beside embeddings, stacks and head of a model, on the pipeline stages that use it."""
     read_by_rows = False
     """Whether generation reads single rows of its matrices, which are then to be contiguous."""
     path: str
@@ -121,6 +131,20 @@ class Module(nn.Module):
         `weights` writes the parameters that hold it.
         """
         raise NotImplementedError
+
+    @property
+    def gathered_channels(self) -> int:
+        """Channels of a token, of all ranks, that are normalised at its seam with the role NORM_OVER_HEADS."""
+        return 0
+
+    @property
+    def summed_channels(self) -> int:
+        """Channels of a token, of all ranks, that are summed up at its seam with the role SUM_OVER_HEADS."""
+        return 0
+
+    def needs(self) -> list[KeyNeed]:
+        """List what the module needs of the layout and of the engine of a run, each with the reason."""
+        return []
 
     def use(self, parameter: Tensor) -> Tensor:
         """Local shard of `parameter` in compute dtype: what forward computes with."""

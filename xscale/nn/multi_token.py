@@ -9,7 +9,6 @@ token i module k has read t_{i+k}, and predicts the next one. The last k tokens 
 document, have no target k + 1 tokens ahead; they pass the blocks, and routers, as the others do.
 """
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +25,7 @@ from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm
+from xscale.nn.roles import Role, Seams
 from xscale.nn.stack import Stack, StackConfig
 from xscale.nn.tokens import Tokens
 
@@ -39,6 +39,12 @@ class MtpConfig(Config):
 
 class MtpModule(Module):
     """One module: the states of the module before and the embeddings of tokens ahead -> its states."""
+
+    seams: ClassVar[Seams] = {
+        "hidden_norm": Role.BETWEEN_REGIONS,
+        "embedding_norm": Role.BETWEEN_REGIONS,
+        "project": Role.BETWEEN_REGIONS,
+    }
 
     def __init__(self, stack: StackConfig, dims: Dims) -> None:
         """`stack` is that of the model."""
@@ -59,7 +65,8 @@ class MtpModule(Module):
 class MultiToken(Module):
     """The modules, whose losses are attached to the output of the model's stack in training."""
 
-    seams: ClassVar[tuple[str, ...]] = ("ahead", "embed_ahead")
+    beside_stages = True
+    seams: ClassVar[Seams] = {"ahead": Role.TOKENS_AHEAD, "embed_ahead": Role.EMBEDDING_OF_IDS}
 
     def __init__(self, config: MtpConfig, stack: StackConfig, dims: Dims) -> None:
         """`stack` is that of the model."""
@@ -110,11 +117,11 @@ class MultiToken(Module):
 
         `targets` [B, T] are the next tokens; `table` is the embedding, ids [B, T] -> [B, T, D].
         """
-        if targets is None or tokens.target_weight is None:
+        if targets is None or tokens.forward.target_weight is None:
             return x
-        weight = self.weight * tokens.target_weight * tokens.further_loss_weight()
+        weight = self.weight * tokens.forward.target_weight * tokens.further_loss_weight()
         # A teacher has no states and logits of these modules.
-        states, tokens = x, replace(tokens, states=None)
+        states, tokens = x, tokens.with_forward(states=None)
         for name, part in self.at.items():
             ids, learned = self.ahead(tokens, targets, int(name))
             states = part(states, self.embed_ahead(table, ids), tokens)
@@ -135,11 +142,12 @@ class MultiToken(Module):
 
     def _record(self, part: Any, loss: Tensor, tokens: Tokens) -> None:
         """Record the mean loss of a module over the targets of the step, as a mean over its micro-batches."""
-        if tokens.stats is None or tokens.aux_loss_weight is None or tokens.target_weight is None:
+        forward = tokens.forward
+        if forward.stats is None or forward.aux_loss_weight is None or forward.target_weight is None:
             return
         # The mean over shards of a sequence too, each of which has a part of the sum.
-        weight = tokens.target_weight / tokens.aux_loss_weight / tokens.fraction()
-        tokens.stats.add(f"{part.path}/loss", loss.detach() * weight)
+        weight = forward.target_weight / forward.aux_loss_weight / tokens.fraction()
+        forward.stats.add(f"{part.path}/loss", loss.detach() * weight)
 
 
 def shift_left(x: Tensor, places: int, fill: int) -> Tensor:

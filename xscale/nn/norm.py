@@ -19,10 +19,12 @@ from xscale.core.config import Config
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
 from xscale.nn.eager import eager
+from xscale.nn.forward import Stats
 from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.module import Part
 from xscale.nn.post_step import PostStepState, WeightWriter
-from xscale.nn.tokens import Stats, Tokens
+from xscale.nn.roles import Role, Seams
+from xscale.nn.tokens import Tokens
 from xscale_kernels.layernorm.op import layernorm
 from xscale_kernels.rmsnorm.op import rmsnorm
 
@@ -171,7 +173,7 @@ def check_places(config: Any, path: str) -> list[Problem]:
 class BatchStatisticsNorm(Norm):
     """A norm with a gain, a bias and running statistics; rows are tokens that are no padding, [N, D]."""
 
-    seams: ClassVar[tuple[str, ...]] = ("sum_over_batch",)
+    seams: ClassVar[Seams] = {"sum_over_batch": Role.SUM_OVER_BATCH}
     keeps_precision = True
     averages_tokens = True
     averages_text = True
@@ -230,7 +232,7 @@ class BatchNorm(BatchStatisticsNorm):
     def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         precise = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.training:
-            mean, variance = self._of_batch(rows_of(precise, tokens), None if tokens is None else tokens.stats)
+            mean, variance = self._of_batch(rows_of(precise, tokens), None if tokens is None else tokens.forward.stats)
         else:
             mean, variance = (self.use(running).to(precise.dtype) for running in (self.mean, self.variance))
         y = (precise - mean) * torch.rsqrt(variance + self.eps)
@@ -334,8 +336,8 @@ class PowerNorm(BatchStatisticsNorm):
         if self.training:
             count = precise[..., 0].numel() if tokens is None else tokens.count()
             weight = 1.0
-            if tokens is not None and tokens.aux_loss_weight is not None:
-                weight = tokens.aux_loss_weight * tokens.fraction()
+            if tokens is not None and tokens.forward.aux_loss_weight is not None:
+                weight = tokens.forward.aux_loss_weight * tokens.fraction()
             record = self._add_statistics(rows_of(precise.detach(), tokens), tokens, count, weight)
             real = None if tokens is None else tokens.real()
             # A token of padding has no loss, and so no correction.
@@ -350,7 +352,7 @@ class PowerNorm(BatchStatisticsNorm):
         self, rows: Tensor, tokens: Tokens | None, count: float, weight: float
     ) -> Callable[[Tensor, Tensor], None]:
         """Collect the quadratic mean, and return what collects the gradient's part along y in backward."""
-        stats = None if tokens is None else tokens.stats
+        stats = None if tokens is None else tokens.forward.stats
         if stats is None:
             return lambda gradient, y: None
         stats.record(self, "square", rows.square().sum(0, keepdim=True) / count)

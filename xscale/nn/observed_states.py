@@ -8,10 +8,11 @@ from torch import Tensor
 
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.eager import eager
+from xscale.nn.forward import InnerStates
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.module import Module
 from xscale.nn.stack import Stack
-from xscale.nn.tokens import InnerStates, Tokens
+from xscale.nn.tokens import Tokens
 
 
 def attentions_of(stack: Stack) -> dict[int, Attention]:
@@ -32,18 +33,18 @@ class ObservedBlocks:
 
     def __call__(self, block: Module, x: Any, tokens: Tokens, *inputs: Any) -> Any:
         """Return what the block returns: x [B, T, D], or also the scores that it hands on."""
-        if tokens.states is None:
+        if tokens.forward.states is None:
             return self.run(block, x, tokens, *inputs)
         layer = int(block.path.rsplit(".", 1)[1])
         if layer == 0:
-            x = tokens.states.hidden(-1, x, tokens)
-        if tokens.states.skips(layer):
+            x = tokens.forward.states.hidden(-1, x, tokens)
+        if tokens.forward.states.skips(layer):
             # The scores that blocks hand on, or the sums of gates, are the last input.
             return x if len(inputs) < 3 else (x, inputs[-1])
         result = self.run(block, x, tokens, *inputs)
         if isinstance(result, tuple):
-            return tokens.states.hidden(layer, result[0], tokens), *result[1:]
-        return tokens.states.hidden(layer, result, tokens) if isinstance(result, Tensor) else result
+            return tokens.forward.states.hidden(layer, result[0], tokens), *result[1:]
+        return tokens.forward.states.hidden(layer, result, tokens) if isinstance(result, Tensor) else result
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class ObservedOutput:
     def __call__(self, x: Any, scores: Any, tokens: Tokens) -> Any:
         """Return the output [B, T, D] of the stack."""
         out = self.finish(x, scores, tokens)
-        return out if tokens.states is None else tokens.states.output(out, tokens)
+        return out if tokens.forward.states is None else tokens.forward.states.output(out, tokens)
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,9 @@ class ObservedScores:
     def __call__(self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         """Return the heads' outputs [B, H, T, K]."""
         o = self.attend(x, tokens, q, k, v, mask)
-        return o if tokens.states is None else _hand_on(tokens.states, self.layer, q, k, mask, o, tokens)
+        return (
+            o if tokens.forward.states is None else _hand_on(tokens.forward.states, self.layer, q, k, mask, o, tokens)
+        )
 
 
 @eager

@@ -17,7 +17,12 @@ from xscale.nn.auxiliary import attach
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module
+from xscale.nn.roles import Role, Seams
+from xscale.nn.signals import BATCH, Signal, TokenAxes
 from xscale.nn.tokens import Tokens
+
+LABELS = Signal[Tensor]("pooler.labels", TokenAxes((BATCH,)))
+"""[B] class of each sequence, for the loss of a sentence head; None: there is none."""
 
 
 class SentenceHeadConfig(Config):
@@ -40,7 +45,7 @@ class SentenceHead(Module):
     """A pooler and a classifier, whose loss is attached to the hidden states as an auxiliary one: the mean over the
     sequences of a micro-batch, beside the loss of the tokens."""
 
-    seams: ClassVar[tuple[str, ...]] = ("first_state", "loss_fraction")
+    seams: ClassVar[Seams] = {"first_state": Role.FIRST_TOKEN, "loss_fraction": Role.LOSS_FRACTION}
 
     def __init__(self, config: SentenceHeadConfig, dims: Dims, globals: int = 0) -> None:
         """`globals`: M, the global tokens, which come before the text."""
@@ -63,15 +68,16 @@ class SentenceHead(Module):
         return x[:, self.globals]
 
     def attach_loss(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """Return x [B, M + T, D] with the loss of `tokens.labels` attached; without labels x itself."""
-        if tokens.labels is None or (tokens.aux_loss_weight is None and tokens.stats is None):
+        """Return x [B, M + T, D] with the loss of the `LABELS` attached; without labels x itself."""
+        forward, labels = tokens.forward, tokens.get(LABELS)
+        if labels is None or (forward.aux_loss_weight is None and forward.stats is None):
             return x
         logits = self(x, tokens)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = F.cross_entropy(logits, tokens.labels)
-        if tokens.stats is not None:
-            tokens.stats.add(f"{self.path}/loss", loss.detach())
-            tokens.stats.add(f"{self.path}/accuracy", (logits.argmax(-1) == tokens.labels).to(loss.dtype).mean())
-        if tokens.aux_loss_weight is None:
+        loss = F.cross_entropy(logits, labels)
+        if forward.stats is not None:
+            forward.stats.add(f"{self.path}/loss", loss.detach())
+            forward.stats.add(f"{self.path}/accuracy", (logits.argmax(-1) == labels).to(loss.dtype).mean())
+        if forward.aux_loss_weight is None:
             return x
-        return attach(x, loss, tokens.aux_loss_weight * self.loss_fraction * tokens.further_loss_weight())
+        return attach(x, loss, forward.aux_loss_weight * self.loss_fraction * tokens.further_loss_weight())

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.config import Config
+from xscale.core.requirements import KeyNeed
 from xscale.nn.auxiliary import attach, mean_over_text
 from xscale.nn.dims import Dims
 from xscale.nn.init import Init
@@ -63,6 +64,15 @@ class Halting(Module):
         self.declare("weight", (1, dims.width), ("state", "width"), dims.init)
         self.declare("bias", (1,), ("state",), Init("constant", value=config.bias), decays=False)
 
+    def needs(self) -> list[KeyNeed]:
+        without = ((".", None),)
+        sent = "each step hands on which tokens have halted and their outputs so far, and stages only hidden states"
+        mean = "the ponder cost is a mean over all tokens, and a rank's shard of them may end in padding"
+        return [
+            KeyNeed("parallel.mesh.pp", (1,), sent, without),
+            KeyNeed("parallel.mesh.cp", (1,), mean, without),
+        ]
+
     def start(self, x: Tensor) -> Pondered:
         """Return the state before the first step on x [B, T, D]."""
         zeros = torch.zeros(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
@@ -90,9 +100,9 @@ class Halting(Module):
     def finish(self, state: Pondered, tokens: Tokens) -> Tensor:
         """Return the outputs [B, T, D], with the ponder cost attached as an auxiliary loss."""
         cost = mean_over_text(state.steps + state.remainder, tokens.real())
-        if tokens.stats is not None:
-            tokens.stats.add(f"{self.path}/steps", mean_over_text(state.steps, tokens.real()))
-        return attach(state.output, self.config.ponder_weight * cost, tokens.aux_loss_weight)
+        if tokens.forward.stats is not None:
+            tokens.forward.stats.add(f"{self.path}/steps", mean_over_text(state.steps, tokens.real()))
+        return attach(state.output, self.config.ponder_weight * cost, tokens.forward.aux_loss_weight)
 
 
 def step_signal(x: Tensor, tokens: Tokens, step: int) -> Tensor:

@@ -1,15 +1,20 @@
 """Learned factors of a sublayer's output (ReZero) and of its residual connection (Admin)."""
 
+from typing import ClassVar
+
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.requirements import KeyNeed
 from xscale.nn.init import ONES, ZEROS
 from xscale.nn.module import Module
+from xscale.nn.roles import Role, Seams
 
 
 class ResidualWeight(Module):
     """The factor alpha of a residual branch, one scalar that starts at 0 (Bachlechner et al. 2021, ReZero)."""
 
+    seams: ClassVar[Seams] = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
     weight: Parameter
 
     def __init__(self) -> None:
@@ -27,11 +32,16 @@ class ResidualGain(Module):
     A training run gives them other values before its first step; see `xscale.train.residual_gains`.
     """
 
+    seams: ClassVar[Seams] = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
     weight: Parameter
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.declare("weight", (width,), ("width",), ONES, decays=False)
+
+    def needs(self) -> list[KeyNeed]:
+        why = "placement 'admin' sets gains by a pass before the first step, and DeepSpeed keeps its own copy"
+        return [KeyNeed("parallel.zero.engine", ("torch",), why, (("model.stack.block.placement", "post"),))]
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""

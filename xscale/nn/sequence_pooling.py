@@ -13,7 +13,7 @@ Zhou et al. 2021 (Informer), equation 5, "distilling": X' = MaxPool(ELU(Conv1d(X
 with stride 1, the pooling over three with stride 2.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
@@ -23,12 +23,14 @@ from torch import Tensor, nn
 
 from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
+from xscale.core.requirements import KeyNeed
 from xscale.nn.attention.core import CORES
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm
 from xscale.nn.position.position import POSITIONS
+from xscale.nn.signals import KEYS, TOKENS
 from xscale.nn.tokens import SharedValues, Tokens
 
 
@@ -73,18 +75,8 @@ class TokenWindows:
 
     def window_tokens(self, tokens: Tokens) -> Tokens:
         """Tokens [B, T] -> those of the windows [B, T'], with the fields of the first token of each."""
-
-        def take(value: Tensor | None) -> Tensor | None:
-            return None if value is None else value[:, self.first]
-
-        return replace(
-            tokens,
-            ids=tokens.ids[:, self.first],
-            positions=tokens.positions[:, self.first],
-            documents=take(tokens.documents),
-            padding=take(tokens.padding),
-            types=take(tokens.types),
-            boundaries=None,
+        return tokens.map_fields(
+            lambda value, about: about.select(value, (TOKENS, KEYS), self.first),
             pooled_from=tokens.pooled_from or len(self.of),
             shared_values=SharedValues(),
         )
@@ -148,9 +140,18 @@ class SequencePooling(Module):
         distills = config.before if config.method == "distill" else ()
         self.distilling = nn.ModuleDict({str(layer): Distilling(dims, config.norm) for layer in distills})
 
+    def needs(self) -> list[KeyNeed]:
+        without = ((".", None),)
+        received = "a stage would receive hidden states of another length than the sequence's"
+        window = "a window may have tokens of two ranks, and shorter sequences would be sharded anew"
+        return [
+            KeyNeed("parallel.mesh.pp", (1,), received, without),
+            KeyNeed("parallel.mesh.cp", (1,), window, without),
+        ]
+
     def start(self, tokens: Tokens) -> "PooledStates":
         """Begin a forward."""
-        assert tokens.cache is None, "a shortened sequence has no incremental form"
+        assert tokens.forward.cache is None, "a shortened sequence has no incremental form"
         return PooledStates(self, tokens)
 
     def output_tokens(self, tokens: Tokens) -> Tokens:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.requirements import KeyNeed
 from xscale.nn.init import Init
 from xscale.nn.module import Module
 from xscale.nn.post_step import PostStepState, WeightWriter
@@ -21,6 +22,10 @@ class Simplex(Module, PostStepState):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.declare("weight", (size,), ("state",), Init("constant", value=1 / size), decays=False)
+
+    def needs(self) -> list[KeyNeed]:
+        why = f"{self.path}.weight is projected onto the simplex after each step, and DeepSpeed keeps its own copy"
+        return [KeyNeed("parallel.zero.engine", ("torch",), why, (("model.stack.block.mixer.kind", "attention"),))]
 
     def forward(self) -> Tensor:
         """Return the vector [N]."""

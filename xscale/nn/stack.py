@@ -13,7 +13,7 @@ from xscale.core.errors import Problem
 from xscale.nn.attention.core import share_layer_tables
 from xscale.nn.block import ENDS_IN_NORM, NORMLESS, Block, BlockConfig, SublayerConfig
 from xscale.nn.dims import Dims
-from xscale.nn.early_exit import EarlyExit
+from xscale.nn.early_exit import EARLY_EXIT, EarlyExit
 from xscale.nn.edges import HandedOn, read_first_values
 from xscale.nn.exits import Exits, ExitsConfig, Prediction, no_exits
 from xscale.nn.ffn.ffn import FFNS, Ffn
@@ -30,6 +30,7 @@ from xscale.nn.quaternion import LinearMaps, use_quaternions
 from xscale.nn.random import reseed
 from xscale.nn.recurrent_depth import Halting, HaltingConfig, step_signal
 from xscale.nn.reversible import Streams, upcast_copy
+from xscale.nn.roles import Role, Seams
 from xscale.nn.sequence_pooling import SequencePooling, SequencePoolingConfig, token_fractions
 from xscale.nn.sharing import Share, share_sublayers
 from xscale.nn.stack_checks import check_blocks_together
@@ -62,7 +63,7 @@ class LayerRule(Config):
 
 
 class StackConfig(Config):
-    depth: int = Field(default=4, ge=1, le=4096)
+    depth: int = Field(default=4, ge=1, le=1024)
     """Number of blocks."""
     block: BlockConfig = BlockConfig()
     """The config of every block that no rule overrides."""
@@ -107,10 +108,17 @@ class StackConfig(Config):
 class Stack(Module):
     """[B, T, D] -> [B, T, D], with the final norm that pre-norm needs. Blocks keep their index on every layout."""
 
-    seams: ClassVar[tuple[str, ...]] = (
-        "run_block", "norm", "position", "core_tables", "position_tables", "shared", "first_handed_on",
-        "second_stream", "output",
-    )  # fmt: skip
+    seams: ClassVar[Seams] = {
+        "run_block": Role.BLOCK_CALL,
+        "norm": Role.BETWEEN_REGIONS,
+        "position": Role.IN_REGION,
+        "core_tables": Role.IN_REGION,
+        "position_tables": Role.BETWEEN_REGIONS,
+        "shared": Role.SHARED_BY_BLOCKS,
+        "first_handed_on": Role.HANDED_ON,
+        "second_stream": Role.SECOND_STREAM,
+        "output": Role.LAST_OUTPUT,
+    }
 
     def __init__(
         self,
@@ -226,8 +234,8 @@ class Stack(Module):
         if self.reversible:
             x = Streams(upcast_copy(x), self.second_stream(x))
         for layer in map(int, self.blocks):
-            if leaving is not None and tokens.target_weight is None and leaving.all_left():
-                if tokens.cache is None:
+            if leaving is not None and tokens.forward.target_weight is None and leaving.all_left():
+                if tokens.forward.cache is None:
                     break
                 handed_on = self._only_fill_cache(layer, x, tokens, prediction, leaving, handed_on)
                 continue
@@ -269,17 +277,17 @@ class Stack(Module):
     ) -> tuple[Any, HandedOn]:
         """Return the output of block `layer` for x [B, T, D], and what it hands on."""
         block = self._block(layer)
-        if tokens.rng_seed is not None:
+        if tokens.forward.rng_seed is not None:
             # Each block's dropout is a function of (seed, step, micro-batch, block): the same on every layout, and a
             # resumed run needs no saved generator to draw what the uninterrupted run would have drawn.
-            reseed(tokens.rng_seed, block.path)
+            reseed(tokens.forward.rng_seed, block.path)
         x, tokens = self._with_signal(layer, x, tokens), self._tokens_of(block, tokens)
         if self.hands_on or self.gates is not None:
             x, handed_on = self.run_block(block, x, tokens, memory, source, handed_on)
         else:
             x = self.run_block(block, x, tokens, memory, source)
-        if tokens.stats is not None:
-            tokens.stats.add_recorded()
+        if tokens.forward.stats is not None:
+            tokens.forward.stats.add_recorded()
         return x, handed_on
 
     def _only_fill_cache(
@@ -330,11 +338,11 @@ class Stack(Module):
         integer for a constant, and would be compiled anew for each micro-batch. Where its mixers are those of other
         blocks too, it has a cache of its own.
         """
-        if tokens.rng_seed is not None:
-            tokens = replace(tokens, rng_seed=0)
-        if self.shared is None or tokens.cache is None:
+        if tokens.forward.rng_seed is not None:
+            tokens = tokens.with_forward(rng_seed=0)
+        if self.shared is None or tokens.forward.cache is None:
             return tokens
-        return replace(tokens, cache=tokens.cache.setdefault(block.path, {}))
+        return tokens.with_forward(cache=tokens.forward.cache.setdefault(block.path, {}))
 
     def run_block(self, block: Block, *inputs: Any) -> Any:
         """`block(*inputs)`. A seam: activation checkpointing."""
@@ -343,7 +351,7 @@ class Stack(Module):
 
 def predict(stack: nn.Module, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
     """Return what the model's head makes of the output x [B, T, D] of its stack: logits, or the summed loss."""
-    if tokens.early_exit is not None and prediction.targets is None and isinstance(stack, Stack) and stack.exits:
+    if tokens.get(EARLY_EXIT) is not None and prediction.targets is None and isinstance(stack, Stack) and stack.exits:
         return stack.exits.logits(x, tokens, prediction)
     if isinstance(stack, Stack) and stack.exits is not None:
         x = stack.exits.attach_second(x, tokens, prediction)

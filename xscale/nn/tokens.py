@@ -1,87 +1,26 @@
-"""Per-token inputs of every module besides hidden states: ids, positions, documents, seed, cache, statistics."""
+"""Per-token inputs of every module besides hidden states: ids, positions, documents, and the forward of them all.
 
-from collections.abc import Callable, Iterator
+A part is called as `part(x, tokens)`. `Tokens` have what is per token; `Tokens.forward` has what is of the whole pass
+(`xscale.nn.forward`): its seed, weights of losses, statistics, cache. It is an attribute, so that parts keep their
+signature. What one part alone reads is a `Signal` (`xscale.nn.signals`), declared beside the part and read by `get`:
+a tensor with axes is carried here, anything else in the forward.
+
+Every tensor declares its axes, a field in its metadata and a signal in its declaration. `map_fields` alone walks over
+them: what copies tokens to a device, shards them over cp or sequence parallelism, pools them, puts global tokens before
+them or cuts samples says what it does to an axis, and names no field. A new field or signal needs no other line.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
-from xscale.nn.early_exit import EarlyExit
+from xscale.nn.forward import Forward
+from xscale.nn.forward import Stats as Stats
+from xscale.nn.signals import BATCH, KEYS, TARGETS, TOKENS, Signal, T, TokenAxes, axes, former_field
 from xscale_kernels.packed_attention import DocumentSpans, find_document_spans
-
-
-class HasPath(Protocol):
-    """A module that knows its path in the model."""
-
-    path: str
-
-
-class Stats:
-    """Running means of statistics from inside the model.
-
-    A recomputed forward adds nothing (`xscale.parallel.activation_checkpointing`): where only some of the blocks that
-    share a part are recomputed, its means would count them twice.
-    """
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, int] = {}
-        self._recorded: list[tuple[HasPath, str, Tensor]] = []
-
-    def add(self, name: str, value: Tensor) -> None:
-        """Add one observation of `name`: a fraction or a mean over the tokens of this forward."""
-        # In double precision sums are exactly the same for any assignment of micro-batches to ranks.
-        value = value.detach().double()
-        self._sums[name] = self._sums[name] + value if name in self._sums else value
-        self._counts[name] = self._counts.get(name, 0) + 1
-
-    def record(self, part: HasPath, name: str, value: Tensor) -> None:
-        """Add one observation of `name` of a part of a block, when the block is done.
-
-        A compiled block takes names and numbers of observations for constants: had it to read them, each block would
-        be compiled for itself, and anew for each micro-batch. So it reads neither, nor what is recorded before it.
-        """
-        self._recorded.append((part, name, value.detach()))
-
-    def add_recorded(self) -> None:
-        """Add what is recorded, each under `<path of the part>/<name>`."""
-        recorded, self._recorded = self._recorded, []
-        for part, name, value in recorded:
-            self.add(f"{part.path}/{name}", value)
-
-    def means(self) -> dict[str, Tensor]:
-        """Name -> mean over its observations."""
-        self.add_recorded()
-        return {name: total / self._counts[name] for name, total in self._sums.items()}
-
-    def copy(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Return the sums and the numbers of observations by name, as they are now."""
-        self.add_recorded()
-        return dict(self._sums), dict(self._counts)
-
-    def reset(self, state: tuple[dict[str, Tensor], dict[str, int]]) -> None:
-        """Set the observations to those of an earlier `copy`."""
-        self._sums, self._counts, self._recorded = dict(state[0]), dict(state[1]), []
-
-
-class Predictions:
-    """Predicted classes or scores of a micro-batch of an evaluation, with their targets and places."""
-
-    def __init__(self, places: Tensor) -> None:
-        """`places` [B, T, 2]: the number of each target's sample, and its index there."""
-        self._places = places
-        self._rows: list[Tensor] = []
-
-    def add(self, predicted: Tensor, targets: Tensor, is_target: Tensor) -> None:
-        """Add the predictions and targets, both [B, T], where there is a target."""
-        # In double precision all of them are exact: classes and places are integers below 2**53.
-        rows = (*self._places.unbind(-1), predicted.detach(), targets)
-        self._rows.append(torch.stack([row.double() for row in rows])[:, is_target])
-
-    def rows(self) -> Tensor:
-        """Return sample, index, prediction and target [4, N], in double precision, on the CPU."""
-        return torch.cat(self._rows, 1).cpu() if self._rows else torch.zeros(4, 0, dtype=torch.float64)
 
 
 class SharedValues:
@@ -135,109 +74,36 @@ def _tensors_of(value: Any) -> Iterator[Tensor]:
             yield from _tensors_of(getattr(value, attribute.name))
 
 
-class InnerStates(Protocol):
-    """Gets the states of a model in its forward and returns them, with losses attached if it likes (`distillation`)."""
-
-    def hidden(self, layer: int, x: Tensor, tokens: "Tokens") -> Tensor:
-        """Get x [B, T, D], the output of block `layer`, or for -1 the input of the first."""
-        ...
-
-    def attention(self, layer: int, q: Tensor, k: Tensor, mask: Any, o: Tensor, tokens: "Tokens") -> Tensor:
-        """Get q [B, H, T, K] and k [B, G, S, K] of block `layer`; return o [B, H, T, K], its heads' outputs."""
-        ...
-
-    def output(self, x: Tensor, tokens: "Tokens") -> Tensor:
-        """Get x [B, T, D], the output of the stack."""
-        ...
-
-    def skips(self, layer: int) -> bool:
-        """Whether block `layer` is not computed, and its output is its input."""
-        ...
-
-    def further_loss_weight(self, tokens: "Tokens") -> float:
-        """Return the factor of the losses of heads beside the model's own."""
-        ...
-
-
-@dataclass(frozen=True)
-class Gating:
-    """Inputs of the gates of a stack beside the hidden states (`xscale.nn.gates`)."""
-
-    budgets: Tensor
-    """[B] index of each sequence's budget."""
-    noise: Tensor | None = None
-    """Standard deviation of the gates' noise, a scalar tensor, which no compiled graph takes for a constant; None:
-    there is no noise."""
+FORWARD_FIELDS = frozenset(attribute.name for attribute in fields(Forward))
 
 
 @dataclass(frozen=True)
 class Tokens:
     """One micro-batch of tokens."""
 
-    ids: Tensor
+    ids: Tensor = field(metadata=axes(BATCH, TOKENS))
     """[B, T] token ids."""
-    positions: Tensor
+    positions: Tensor = field(metadata=axes(BATCH, TOKENS))
     """[B, T] position of each token, counted from its document's start if documents are masked from each other."""
-    documents: Tensor | None = None
+    documents: Tensor | None = field(default=None, metadata=axes(BATCH, TOKENS, fill=-1))
     """[B, T] index of each token's document; attention stays within a document. None: one document per row."""
-    padding: Tensor | None = None
+    padding: Tensor | None = field(default=None, metadata=axes(BATCH, TOKENS, fill=True))
     """[B, T], whether each token is of the padding behind a sample, a document of its own; None: none is, or it is
     among packed documents."""
-    types: Tensor | None = None
+    types: Tensor | None = field(default=None, metadata=axes(BATCH, TOKENS))
     """[B, T] type of each token (its segment, Devlin et al. 2019); None: every token has the first type."""
-    labels: Tensor | None = None
-    """[B] class of each sequence, for the loss of a sentence head; None: there is none."""
-    boundaries: Tensor | None = None
-    """[B, T, 2] places of the tokens before and after the masked span of each token, for a boundary head; those of a
-    token in no span are its own place. None: there are no spans."""
-    sentences: Tensor | None = None
-    """[B, K, N] ids of the masked sentences of each sequence, as they were, for a contrastive loss; None: none."""
-    sentence_globals: Tensor | None = None
-    """[B, K] index of the global token of each of these sentences."""
-    sentence_weight: float = 0.0
-    """Weight of the contrastive loss beside the loss of the tokens."""
-    prefix: Tensor | None = None
+    prefix: Tensor | None = field(default=None, metadata=axes(BATCH, TOKENS))
     """[B, T], whether each token is of its document's prefix, which all tokens of the document see (a prefix language
     model); None: there is no prefix, and the model's order decides."""
-    observed: Tensor | None = None
-    """[B, T, T], whether each query (row) observes each token, in the self-attention of a disentangled decoder (Kasai
-    et al. 2020); None: it observes all."""
-    content: Tensor | None = None
-    """[B, T, D] embeddings of the tokens, of which each self-attention of a disentangled decoder makes its keys and
-    values; None: they are of the hidden states, as the queries are."""
     global_tokens: int = 0
     """Tokens before the text that have no ids (global tokens); a shard has those of its sequence."""
     pooled_from: int | None = None
     """Tokens of the sequence of which these are windows, in a stack that has shortened it: a difference of indices is
     no distance. None: these are the tokens."""
-    rng_seed: int | None = None
-    """Seed of this micro-batch's random numbers (dropout, router noise). None: no random numbers, as in evaluation.
-    Blocks draw from generators that their stack has seeded, and find 0 here."""
-    aux_loss_weight: float | None = None
-    """Weight of auxiliary losses in this micro-batch's backward. None: no auxiliary loss."""
-    target_weight: float | None = None
-    """Weight of each target's loss in backward, 1 / (targets of the whole step), for the losses of exits. None: exits
-    have no loss."""
-    progress: float | None = None
-    """Fraction of the run's optimizer steps that are done. None: there is no run, as at the end of one."""
-    label_smoothing: float = 0.0
-    """Label smoothing of the loss of this micro-batch; 0 in evaluation."""
-    z_loss_weight: float = 0.0
-    """Weight of the z-loss of the logits in the loss of this micro-batch; 0 in evaluation."""
-    stats: Stats | None = None
-    """Collects the statistics of the parts; None: not collected."""
-    predictions: Predictions | None = None
-    """Collects what a head of classes predicts; None: not collected."""
-    cache: dict[str, Any] | None = None
-    """State of each mixer by its path during generation (KV cache); None otherwise."""
-    only_last_logits: bool = False
-    """Whether the head returns the logits of the last token alone, [B, 1, V], as generation reads them."""
-    early_exit: EarlyExit | None = None
-    """State of the tokens at the exits of the stack; None: all blocks are computed for every token."""
-    gating: Gating | None = None
-    """Budgets of the sequences, for the gates of the sublayers; None: a stack with gates draws them."""
-    states: InnerStates | None = None
-    """Gets the states of the model as they arise, for distillation; None: nothing does."""
+    carried: Mapping[str, tuple[TokenAxes, Tensor]] = field(default_factory=dict, hash=False)
+    """Axes and tensor of each signal of a part, by its key; read them with `get`, and set them with `with_signals`."""
+    forward: Forward = field(default_factory=Forward)
+    """The forward in which they are read, as a whole: its seed, weights of losses, statistics and cache."""
     shared_values: SharedValues = field(default_factory=SharedValues, compare=False, repr=False)
     """Values that all blocks share."""
 
@@ -254,15 +120,11 @@ class Tokens:
         """Return the documents [B, T] of all tokens of the sequences, of which these may be a shard."""
         return self.documents
 
-    @property
-    def contrasts_sentences(self) -> bool:
-        """Whether there are masked sentences and a contrastive loss of them, which evaluation has not."""
-        return self.sentences is not None and (self.aux_loss_weight is not None or self.stats is not None)
-
     def further_loss_weight(self) -> float:
         """Return the factor of the losses of heads beside the model's own, which belong to the objective's loss: 1; in
         distillation that of the objective's loss."""
-        return 1.0 if self.states is None else self.states.further_loss_weight(self)
+        states = self.forward.states
+        return 1.0 if states is None else states.further_loss_weight(self)
 
     def fraction(self) -> float:
         """Part of the micro-batch that these tokens stand for: 1; the shards of n ranks: 1 / n each."""
@@ -281,30 +143,50 @@ class Tokens:
 
     def without_padding(self, samples: Tensor, length: int) -> "Tokens":
         """Return the first `length` tokens of some samples [N], which have no padding."""
+
+        def cut(value: Tensor, about: TokenAxes) -> Tensor:
+            value = about.select(value, (TOKENS, KEYS, TARGETS), slice(length))
+            return about.select(value, (BATCH,), samples)
+
         changes: dict[str, Any] = {"padding": None, "documents": None, "shared_values": SharedValues()}
-        for name in ("ids", "positions", "types", "boundaries", "prefix", "content"):
-            if (value := getattr(self, name)) is not None:
-                changes[name] = value[samples, :length]
-        if self.observed is not None:
-            changes["observed"] = self.observed[samples, :length, :length]
-        if self.gating is not None:
-            changes["gating"] = replace(self.gating, budgets=self.gating.budgets[samples])
-        return replace(self, **changes)
+        return self.map_fields(cut, **changes)
 
     @staticmethod
-    def from_ids(ids: Tensor, documents: Tensor | None = None, **more_fields: Any) -> "Tokens":
-        """Tokens [B, T] at positions 0, 1, 2 ... from the start of each document."""
+    def from_ids(
+        ids: Tensor,
+        documents: Tensor | None = None,
+        *,
+        signals: Mapping[Signal[Any], Any] | None = None,
+        **more_fields: Any,
+    ) -> "Tokens":
+        """Tokens [B, T] at positions 0, 1, 2 ... from the start of each document. `more_fields` are those of `Tokens`,
+        or of its `Forward`, which are put there; `signals` the values of signals of parts."""
+        for name in more_fields:
+            if sentence := former_field(name):
+                raise TypeError(f"{sentence}; here it is in `signals`")
+        of_forward = {name: more_fields.pop(name) for name in FORWARD_FIELDS if name in more_fields}
+        if of_forward:
+            more_fields["forward"] = replace(more_fields.get("forward", Forward()), **of_forward)
         count = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)  # [B, T]
         if documents is not None:
             fresh = torch.ones_like(documents, dtype=torch.bool)
             fresh[:, 1:] = documents[:, 1:] != documents[:, :-1]
             starts = torch.where(fresh, count, 0).cummax(dim=1).values
             count = count - starts
-        return Tokens(ids=ids, positions=count, documents=documents, **more_fields)
+        tokens = Tokens(ids=ids, positions=count, documents=documents, **more_fields)
+        return tokens.with_signals(signals) if signals else tokens
 
-    def with_gating(self, gating: Gating) -> "Tokens":
-        """Return a copy with the budgets of the sequences."""
-        return replace(self, gating=gating)
+    def with_forward(self, **changes: Any) -> Self:
+        """Return a copy with changes to the fields of its `forward`."""
+        return replace(self, forward=replace(self.forward, **changes))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # Parts outside this repository read a field of the forward off the tokens, as it once was.
+            if name in FORWARD_FIELDS:
+                return getattr(self.forward, name)
+            raise AttributeError(former_field(name) or f"tokens have no '{name}'")
 
     def with_global_tokens(self, count: int) -> "Tokens":
         """Prepend `count` positions without token ids (global tokens); they count from 0, and the text after them."""
@@ -312,17 +194,9 @@ class Tokens:
             return self
         assert self.documents is None or self.padding is not None, "a global token belongs to no document"
         places = torch.arange(count, device=self.ids.device).expand(len(self.ids), -1)
-
-        def prepend(value: Tensor | None) -> Tensor | None:
-            return None if value is None else torch.cat((torch.zeros_like(places, dtype=value.dtype), value), 1)
-
-        return replace(
-            self,
-            documents=prepend(self.documents),
-            padding=prepend(self.padding),
-            ids=torch.cat((torch.zeros_like(places), self.ids), 1),
+        return self.map_fields(
+            lambda value, about: about.prepend(value, (TOKENS, KEYS), count),
             positions=torch.cat((places, self.positions + count), 1),
-            types=prepend(self.types),
             global_tokens=count,
             shared_values=SharedValues(),
         )
@@ -346,22 +220,39 @@ class Tokens:
             self.sample_lengths()
         return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def map_tensors(self, function: Callable[[Tensor], Tensor], **changes: Any) -> "Tokens":
-        """Apply a function to the tensor of each field that has one, and make `changes` to other fields."""
-        names = (
-            "ids",
-            "positions",
-            "documents",
-            "padding",
-            "types",
-            "labels",
-            "boundaries",
-            "sentences",
-            "sentence_globals",
-            "prefix",
-            "observed",
-        )
-        for name in names:
-            if (value := getattr(self, name)) is not None:
-                changes[name] = function(value)
-        return replace(self, **changes)
+    def get(self, signal: Signal[T]) -> T | None:
+        """Return the value of a part's signal; None: nobody has set it."""
+        if signal.axes is None:
+            of_forward: T | None = self.forward.signals.get(signal.key)
+            return of_forward
+        carried: Any = self.carried.get(signal.key)
+        value: T | None = None if carried is None else carried[1]
+        return value
+
+    def with_signals(self, values: Mapping[Signal[Any], Any]) -> Self:
+        """Return a copy with these values of signals of parts; None: it has none of that signal."""
+        carried, of_forward = dict(self.carried), dict(self.forward.signals)
+        for signal, value in values.items():
+            if signal.axes is None:
+                of_forward[signal.key] = value
+            elif value is None:
+                carried.pop(signal.key, None)
+            else:
+                carried[signal.key] = (signal.axes, value)
+        return replace(self, carried=carried, forward=replace(self.forward, signals=of_forward))
+
+    def map_fields(self, function: Callable[[Tensor, TokenAxes], Tensor], **changes: Any) -> Self:
+        """Apply a function of tensor and axes to each field and signal that has them, and make `changes` to fields.
+
+        Whatever maps, shards, pools or cuts the tokens goes through here, so that nothing is forgotten.
+        """
+        for attribute in fields(self):
+            value = getattr(self, attribute.name)
+            if "axes" in attribute.metadata and value is not None and attribute.name not in changes:
+                changes[attribute.name] = function(value, attribute.metadata["axes"])
+        carried = {key: (about, function(value, about)) for key, (about, value) in self.carried.items()}
+        return replace(self, carried=carried, **changes)
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor], **changes: Any) -> Self:
+        """Apply a function to the tensor of each field that has one, whatever its axes."""
+        return self.map_fields(lambda value, _: function(value), **changes)

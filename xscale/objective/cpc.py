@@ -8,8 +8,10 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import KeyNeed
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.init import seed_of
+from xscale.nn.sentence_contrast import SENTENCE_GLOBALS, SENTENCE_WEIGHT, SENTENCES
 from xscale.objective.masked import Masked
 from xscale.objective.objective import OBJECTIVES, Batch, ObjectiveTraits, SpecialTokens
 
@@ -42,6 +44,20 @@ class Cpc(Masked):
         return length // int(config.sentence_length)
 
     @classmethod
+    def needs(cls, config: Any) -> list[KeyNeed]:
+        twice = f"'{config.kind}' runs the model twice in a forward, "
+        return [
+            *super().needs(config),
+            KeyNeed("parallel.zero.engine", ("torch",), f"{twice}which is for the engine torch alone"),
+            KeyNeed(
+                "distill",
+                (None,),
+                f"{twice}and a student is compared with its teacher once",
+                instead=(("objective.kind", "masked"),),
+            ),
+        ]
+
+    @classmethod
     def check(cls, config: Any, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
         problems = super().check(config, specials, length, path)
         if cls.sentences(config, length) < 2:
@@ -58,10 +74,10 @@ class Cpc(Masked):
         masked[:, : count * length] = (
             torch.zeros(len(ids), count, dtype=torch.bool).scatter(1, chosen, True).repeat_interleave(length, 1)
         )
-        fields |= {
-            "sentences": of_sentences.gather(1, chosen[..., None].expand(-1, -1, length)),
-            "sentence_globals": chosen,
-            "sentence_weight": self.config.sentence_weight,
+        fields["signals"] = {
+            SENTENCES: of_sentences.gather(1, chosen[..., None].expand(-1, -1, length)),
+            SENTENCE_GLOBALS: chosen,
+            SENTENCE_WEIGHT: self.config.sentence_weight,
         }
         batch = super().batch(tokens, documents, index, **fields)
         assert self.specials.mask is not None

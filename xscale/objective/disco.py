@@ -12,8 +12,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from xscale.nn.attention.ops.mask import OBSERVED
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.init import seed_of
+from xscale.nn.length_head import LENGTHS
 from xscale.nn.tokens import Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, Objective, ObjectiveTraits
 
@@ -40,10 +42,11 @@ class Disco(Objective):
         rows = zip(counts.tolist(), index.tolist(), strict=True)
         observed = torch.stack([self._observed(count, target.shape[1], number) for count, number in rows])
         # No position observes padding, which needs no document of its own for that; it would have no source in one.
+        lengths = {LENGTHS: counts - 1}
         return Batch(
-            Tokens.from_ids(target, torch.zeros_like(target), observed=observed, **fields),
+            Tokens.from_ids(target, torch.zeros_like(target), signals={OBSERVED: observed}, **fields),
             target.masked_fill(is_padding, IGNORE_INDEX),
-            Tokens.from_ids(source, source_padding.long(), padding=source_padding, labels=counts - 1, **fields),
+            Tokens.from_ids(source, source_padding.long(), padding=source_padding, signals=lengths, **fields),
         )
 
     def _observed(self, count: int, length: int, number: int) -> Tensor:

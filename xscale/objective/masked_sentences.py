@@ -16,6 +16,7 @@ from torch import Tensor
 from xscale.core.errors import Problem
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.init import seed_of
+from xscale.nn.pooler import LABELS
 from xscale.nn.tokens import Tokens
 from xscale.objective.masked import Masked
 from xscale.objective.objective import OBJECTIVES, Batch, ObjectiveTraits, SpecialTokens
@@ -81,9 +82,10 @@ class MaskedSentences(Masked):
             torch.stack([getattr(sample, name) for sample in samples])
             for name in ("ids", "types", "targets", "padding")
         )
-        labels = torch.tensor([sample.label for sample in samples])
+        labels = {LABELS: torch.tensor([sample.label for sample in samples])}
         return Batch(
-            Tokens.from_ids(ids, padding.long(), padding=padding.bool(), types=types, labels=labels, **fields), targets
+            Tokens.from_ids(ids, padding.long(), padding=padding.bool(), types=types, signals=labels, **fields),
+            targets,
         )
 
     def _sample(self, tokens: Tensor, documents: Tensor, number: int) -> "MaskedPair":

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from xscale.core import config as schema
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
+from xscale.core.requirements import KeyNeed
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.tokens import Tokens
 
@@ -126,7 +127,7 @@ class Objective:
         (z-loss; Chowdhery et al. 2022, PaLM, take 1e-4); evaluations report the loss without it."""
 
     predicts_length: ClassVar[bool] = False
-    """Whether `Tokens.labels` of the source are the lengths of the targets less 1, for a length head."""
+    """Whether the source tells the lengths of the targets (`xscale.nn.length_head`), for a length head."""
 
     def __init__(self, config: Any, specials: SpecialTokens, length: int, seed: int) -> None:
         self.config = config
@@ -141,13 +142,21 @@ class Objective:
 
     @classmethod
     def classes(cls, config: Any) -> int | None:
-        """Return the number of classes of a sequence, which `Tokens.labels` tells; None: there are none."""
+        """Return the number of classes of a sequence, which a sentence head predicts; None: there are none."""
         return None
 
     @classmethod
     def check_model(cls, config: Any, *, causal: bool, path: str) -> list[Problem]:
         """List the problems with a model that is causal, or bidirectional."""
         return []
+
+    @classmethod
+    def needs(cls, config: Any) -> list[KeyNeed]:
+        """List what the objective needs of the data, of the layout and of the rest of a recipe."""
+        entry = OBJECTIVES.of(config)
+        if entry.traits.samples == "packed":
+            return []
+        return [KeyNeed("data.cross_documents", (False,), f"'{entry.name}' hides padding as a document of its own")]
 
     @classmethod
     def head_sizes(cls, config: Any) -> HeadSizes | None:
@@ -170,12 +179,12 @@ class Objective:
 
     @classmethod
     def max_span(cls, config: Any) -> int | None:
-        """Return the longest masked span, whose boundaries `Tokens.boundaries` tells; None: it tells none."""
+        """Return the longest masked span, by the ends of which a boundary head predicts; None: it tells none."""
         return None
 
     @classmethod
     def sentences(cls, config: Any, length: int) -> int | None:
-        """Return the sentences of a sample that global tokens stand for (`Tokens.sentences`); None: there are none."""
+        """Return the sentences of a sample that global tokens stand for; None: there are none."""
         return None
 
     def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
@@ -185,8 +194,8 @@ class Objective:
         `index` [B] the samples' numbers. Pairs are [B, S+T], S being `length`, and their documents are 0 for text and 1
         for padding. Sentences are [B, 2 N], N being `length` - 3, and their documents are 0 and 1 for the halves of
         consecutive text, 2 for text of another document, and 3 for padding. Labelled examples are [B, T], with
-        documents 0 and 1 as those of pairs, and `labels`. `fields` are further fields of `Tokens`: rng_seed,
-        aux_loss_weight, stats, label_smoothing, z_loss_weight.
+        documents 0 and 1 as those of pairs, and `labels`. `fields` are further fields of `Tokens`, such as the
+        `forward` of the micro-batch, for `Tokens.from_ids`.
         """
         raise NotImplementedError
 

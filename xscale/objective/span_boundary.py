@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.nn.boundary_head import BOUNDARIES
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.init import seed_of
 from xscale.nn.tokens import Tokens
@@ -49,7 +50,7 @@ class SpanBoundary(Masked):
         numbers = torch.zeros_like(ids) if within is None else within
         rows = [self._row(*row) for row in zip(ids, numbers, index.tolist(), strict=True)]
         inputs, targets, boundaries = (torch.stack(column) for column in zip(*rows, strict=True))
-        return Batch(Tokens.from_ids(inputs, within, boundaries=boundaries, **fields), targets)
+        return Batch(Tokens.from_ids(inputs, within, signals={BOUNDARIES: boundaries}, **fields), targets)
 
     def _row(self, ids: Tensor, documents: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs [T], targets [T] and boundaries [T, 2] of a sample; a token in no span is its own boundary."""

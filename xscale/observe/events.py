@@ -56,6 +56,8 @@ class RunFacts:
     """When the run began, in seconds since 1970."""
     repeats: tuple[str, ...] = ()
     """Work after the step `resumed_from` that a stop signal cut short and this process repeats, by name."""
+    trained_parameters: int | None = None
+    """Parameters that the optimizer changes, as with adapters or frozen ones; None: all of them."""
     data: Mapping[str, str] = field(default_factory=dict)
     """Sizes of the data in words, by what they are of: tokens, documents, epochs."""
 

@@ -18,6 +18,11 @@ def quantity(value: float) -> str:
     return f"{value:.{digits}f}{suffixes[0]}"
 
 
+def parameter_shares(active: int, trained: int | None) -> str:
+    """'1.2M active', or '1.2M active, 20.5k trained' where only some parameters are trained."""
+    return f"{quantity(active)} active" + ("" if trained is None else f", {quantity(trained)} trained")
+
+
 def duration(seconds: float) -> str:
     """'42 s', '3:07', '1:02:07', '3 d 04:10'."""
     if not math.isfinite(seconds):

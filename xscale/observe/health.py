@@ -10,6 +10,10 @@ from xscale.observe.observer import Observer
 
 STARVING = 0.1
 """Fraction of the mean expert load; Switch-style training recovers from more, seldom from less."""
+HEAVY_DROPS = 0.3
+"""Fraction of a layer's assignments whose drop is heavy: capacity leaves out a few per cent of a balanced load."""
+DROPS_AVERAGED = 10
+"""Reports that the dropped fraction is averaged over: a few, since drops are heaviest in a run's first steps."""
 HISTORY = 50
 """Steps that a loss is compared with; no loss is a spike before half of them are known."""
 
@@ -23,6 +27,8 @@ class Health(Observer):
         self._steps = steps
         self._loads: dict[str, tuple[int, list[float]]] = {}
         self._starving: dict[str, tuple[int, ...]] = {}
+        self._drops: dict[str, deque[float]] = {}
+        self._dropping: set[str] = set()
         self._losses: deque[float] = deque(maxlen=HISTORY)
         self._spiking = False
         self._skipped_before: int | None = None
@@ -31,8 +37,12 @@ class Health(Observer):
     def step(self, report: StepReport) -> None:
         self._look_at_loss(report)
         for name, value in report.statistics.items():
-            if isinstance(value, list) and name.rpartition("/")[2] == "load":
+            layer, _, statistic = name.rpartition("/")
+            if isinstance(value, list) and statistic == "load":
                 self._look_at_load(report.step, name, value)
+            elif not isinstance(value, list) and statistic == "dropped":
+                self._drops.setdefault(layer, deque(maxlen=DROPS_AVERAGED)).append(value)
+        self._look_at_drops(report.step)
 
     def finish(self, report: EndReport) -> None:
         # The loop reports each when it happens; this is for a reader of the last lines.
@@ -76,6 +86,24 @@ class Health(Observer):
         elif set(starving) - set(before):
             self._message(f"warning: step {step}: {layer} {_describe(starving, len(load))}")
 
+    def _look_at_drops(self, step: int) -> None:
+        means = {
+            layer: sum(values) / len(values) for layer, values in self._drops.items() if len(values) == DROPS_AVERAGED
+        }
+        heavy = {layer: mean for layer, mean in means.items() if mean > HEAVY_DROPS}
+        if new := heavy.keys() - self._dropping:
+            worst = max(new, key=lambda layer: heavy[layer])
+            others = f", {_layers(len(new) - 1)} over {HEAVY_DROPS:.0%}" if len(new) > 1 else ""
+            self._message(
+                f"warning: step {step}: {worst} drops {heavy[worst]:.0%} of its tokens' assignments{others}; "
+                "more capacity_factor keeps them, a larger aux_loss_weight spreads them"
+            )
+        # A layer is well again at half of the bound, so that one at the bound is not said again and again.
+        well = {layer for layer in self._dropping if means.get(layer, 1.0) < HEAVY_DROPS / 2}
+        self._dropping = (self._dropping | new) - well
+        if well and not self._dropping:
+            self._message(f"step {step}: no layer drops more than {HEAVY_DROPS / 2:.0%} of its assignments any more")
+
 
 def starved(load: list[float]) -> tuple[int, ...]:
     """The experts whose load is below `STARVING` times the mean of `load` [E]."""
@@ -93,3 +121,7 @@ def _describe(starving: tuple[int, ...], experts: int) -> str:
 
 def _steps(count: int) -> str:
     return f"{count} step" if count == 1 else f"{count} steps"
+
+
+def _layers(count: int) -> str:
+    return f"{count} more layer" if count == 1 else f"{count} more layers"

@@ -9,7 +9,15 @@ import yaml
 from xscale.core.atomic_write import AppendFile
 from xscale.observe.backlog import Backlog
 from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport, TaskReport
-from xscale.observe.format import duration, ema_clause, metrics_clause, printable, quantity, tasks_clause
+from xscale.observe.format import (
+    duration,
+    ema_clause,
+    metrics_clause,
+    parameter_shares,
+    printable,
+    quantity,
+    tasks_clause,
+)
 from xscale.observe.observer import Observer
 
 LOG_FILE = "log.txt"
@@ -26,9 +34,10 @@ class Log(Observer):
     def start(self, facts: RunFacts) -> None:
         begin = "starting" if facts.resumed_from is None else f"resuming from step {facts.resumed_from}"
         self._write(f"{begin}; steps {facts.first_step} to {facts.last_step}, {facts.tokens_per_step} tokens each")
+        shares = parameter_shares(facts.active_parameters, facts.trained_parameters)
         self._write(
             f"{facts.devices} x {facts.device}; {quantity(facts.parameters)} parameters, "
-            f"{quantity(facts.active_parameters)} active; {quantity(facts.flops_per_token)} FLOPs a token"
+            f"{shares}; {quantity(facts.flops_per_token)} FLOPs a token"
         )
         self._write("versions: " + ", ".join(f"{name} {version}" for name, version in facts.versions.items()))
         for note in facts.notes:

@@ -128,7 +128,7 @@ class ObserverGroup(Observer):
             self.message(warning)
         shown = len(self._warnings)
         self._notify(lambda observer: observer.finish(report))
-        for observer in [observer for observer in self._observers if _missing(observer)]:
+        for observer in [observer for observer in (*self._observers, *self._ended) if _missing(observer)]:
             error = None if observer.backlog is None else observer.backlog.error
             self._warnings.append(
                 f"warning: {_missing(observer)} could not be written" + (f" ({error})" if error else "")
@@ -138,7 +138,11 @@ class ObserverGroup(Observer):
             self._print(self._warnings)
 
     def unwritten(self) -> str:
-        ended = [f"the end of {observer.backlog.what}" for observer in self._ended if observer.backlog is not None]
+        ended = [
+            _missing(observer) or f"the end of {observer.backlog.what}"
+            for observer in self._ended
+            if observer.backlog is not None
+        ]
         return ", ".join([*filter(None, map(_missing, self._observers)), *ended])
 
     def _notify(self, call: Callable[[Observer], None]) -> None:

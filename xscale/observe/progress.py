@@ -2,19 +2,33 @@
 
 import math
 import sys
+import time
 from pathlib import Path
 from typing import ClassVar, TextIO
 
 from xscale.core.progress_bar import TerminalBar
 from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport, StepReport, TaskReport
-from xscale.observe.format import duration, ema_clause, metrics_clause, percentage, printable, quantity, tasks_clause
+from xscale.observe.format import (
+    duration,
+    ema_clause,
+    metrics_clause,
+    parameter_shares,
+    percentage,
+    printable,
+    quantity,
+    tasks_clause,
+)
 from xscale.observe.observer import Observer, due
+
+SILENCE_SECONDS = 30.0
+"""After so long without a line of a step the next step prints one, whatever its number."""
 
 
 class Progress(Observer):
     """Prints to `stream` (standard output). `steps` False: only messages, evaluations and samples.
 
-    On a terminal every step moves the bar; elsewhere every `every`-th step prints a line.
+    On a terminal every step moves the bar; elsewhere every `every`-th step prints a line, and each
+    that follows 30 s of silence.
     """
 
     shows_messages: ClassVar[bool] = True
@@ -26,12 +40,14 @@ class Progress(Observer):
         self._bar: TerminalBar | None = None
         self._first: StepReport | None = None
         self._evaluation: EvalReport | None = None
+        self._last_line = time.monotonic()
 
     def start(self, facts: RunFacts) -> None:
         self._facts = facts
         resumed = "" if facts.resumed_from is None else f", resumed from step {facts.resumed_from}"
+        shares = parameter_shares(facts.active_parameters, facts.trained_parameters)
         self.message(
-            f"{facts.folder}: {quantity(facts.parameters)} parameters ({quantity(facts.active_parameters)} active), "
+            f"{facts.folder}: {quantity(facts.parameters)} parameters ({shares}), "
             f"{quantity(facts.tokens_per_step)} tokens a step, {facts.devices} x {facts.device}{resumed}"
         )
         if self._steps and self._stream.isatty():
@@ -42,7 +58,8 @@ class Progress(Observer):
         self._first = self._first or report
         if self._bar is not None:
             self._bar.update(report.step, self._summary(report))
-        elif self._steps and due(report.step, self._every, self._facts):
+        elif self._steps and (due(report.step, self._every, self._facts) or self._is_silent_for_long()):
+            self._last_line = time.monotonic()
             width = len(str(self._facts.last_step))
             self._print(f"step {report.step:>{width}}/{self._facts.last_step}  {self._summary(report)}")
 
@@ -76,6 +93,9 @@ class Progress(Observer):
         if last is not None and (bits := _bits(last.bits_per_byte)) and report.baseline_bits_per_byte is not None:
             baseline = f"an order-2 byte model of the same text: {report.baseline_bits_per_byte:.4f}"
             self.message(f"validation: {bits.removeprefix(', ')}; {baseline}")
+
+    def _is_silent_for_long(self) -> bool:
+        return time.monotonic() - self._last_line > SILENCE_SECONDS
 
     def _summary(self, report: StepReport) -> str:
         """'loss 2.3104  12.3k tokens/s  MFU 31.2 %  1:02 left'."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.mesh import torch_private
 from xscale.mesh.torch_private import (
     DispatchKey,
@@ -146,19 +147,22 @@ def _load(saved: deque[tuple[str, Any]], name: str) -> Any:
 def check(parallel: ParallelConfig, path: str) -> list[Problem]:
     """Return problems of the settings; `path` is that of section `parallel`."""
     config, where = parallel.recompute, f"{path}.recompute"
+    every, uncompiled = take(1, key=f"{where}.every"), take(False, key=f"{path}.compile")
     problems = []
     if config.granularity != "full" and not config.every:
         what = f"granularity={config.granularity} needs recomputed blocks, and every=0 recomputes none"
-        problems.append(Problem(f"{where}.granularity", what, "Take every=1 for all blocks, or granularity=full."))
+        problems.append(Problem(f"{where}.granularity", what, choices=take("full") + every))
     elif config.granularity != "full" and parallel.compile:
         what = "torch.compile chooses by itself what compiled blocks save for backward"
-        problems.append(Problem(f"{where}.granularity", what, "Take granularity=full, or compile=false."))
+        problems.append(Problem(f"{where}.granularity", what, choices=take("full") + uncompiled))
     if config.offload and not config.every:
         what = "the inputs of recomputed blocks are offloaded, and every=0 recomputes none"
-        problems.append(Problem(f"{where}.offload", what, "Take false, or every=1 for all blocks."))
+        problems.append(Problem(f"{where}.offload", what, choices=take(False) + every))
     elif config.offload and config.granularity != "full":
         what = f"granularity={config.granularity} keeps the outputs of matmuls on the device, far more than the inputs"
-        problems.append(Problem(f"{where}.offload", what, "Take false, or granularity=full."))
+        problems.append(
+            Problem(f"{where}.offload", what, choices=take(False) + take("full", key=f"{where}.granularity"))
+        )
     return [*problems, *_check_regather(parallel, where)]
 
 
@@ -168,7 +172,11 @@ def check_model(model: nn.Module, parallel: ParallelConfig, path: str) -> list[P
     if not parallel.recompute.offload or not blocks:
         return []
     what = "reversible blocks have two residual streams, and one input of a block is offloaded"
-    return [Problem(f"{path}.recompute.offload", what, "Take false, or block.residual=sequential.")]
+    return [
+        Problem(
+            f"{path}.recompute.offload", what, "Or take stacks with block.residual=sequential.", choices=take(False)
+        )
+    ]
 
 
 def _check_regather(parallel: ParallelConfig, where: str) -> list[Problem]:
@@ -178,13 +186,14 @@ def _check_regather(parallel: ParallelConfig, where: str) -> list[Problem]:
     key_path = f"{where}.regather_sequence_parallel_input"
     if parallel.mesh.tp == 1 or not parallel.tensor.sequence:
         what = "no activations are all-gathered without sequence parallelism"
-        problems.append(Problem(key_path, what, "Take false, or tp above 1 with tensor.sequence=true."))
+        fix = "Or take tp above 1 with tensor.sequence=true."
+        problems.append(Problem(key_path, what, fix, choices=take(False)))
     if config.every == 1:
         what = "every block is recomputed, so none saves gathered activations"
-        problems.append(Problem(key_path, what, "Take false, or every=0 or a longer period."))
+        problems.append(Problem(key_path, what, choices=take(False) + take(0, 2, key=f"{where}.every")))
     if parallel.compile:
         what = "torch.compile chooses by itself what compiled blocks save for backward"
-        problems.append(Problem(key_path, what, "Take false, or compile=false."))
+        problems.append(Problem(key_path, what, choices=take(False) + take(False, key="parallel.compile")))
     return problems
 
 
@@ -242,7 +251,7 @@ def with_state_of_forward(run: Callable[..., Any], inputs: Sequence[Any]) -> Cal
     tokens = [argument for argument in inputs if isinstance(argument, Tokens)]
     shared = [(about.shared_values, about.shared_values.copy()) for about in tokens]
     # The tokens of a decoder and of its source may have the same statistics.
-    stats = {id(about.stats): about.stats for about in tokens if about.stats is not None}.values()
+    stats = {id(stats): stats for about in tokens if (stats := about.forward.stats) is not None}.values()
     before = [(collected, collected.copy()) for collected in stats]
     is_recomputation = False
 

@@ -6,19 +6,20 @@ from torch import Tensor, nn
 from xscale.mesh.collectives import copy_in, sum_out
 from xscale.mesh.mesh import Mesh
 from xscale.nn.module import substitute
-from xscale.nn.norm import BatchNorm
+from xscale.nn.roles import Role
+from xscale.parallel.roles import seams_in
 
 
 def apply(model: nn.Module, mesh: Mesh) -> int:
     """Substitute how batch norms sum over the tokens; return how many there are."""
-    norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
+    norms = list(seams_in(model.modules(), Role.SUM_OVER_BATCH))
     if mesh.replicas is None:
         return 0
     group = mesh.replicas["dp_replicate"].get_group()
     if dist.get_world_size(group) == 1:
         return 0
-    for norm in norms:
-        substitute(norm, "sum_over_batch", SumOverGroup(group))
+    for norm, seam, _ in norms:
+        substitute(norm, seam, SumOverGroup(group))
     return len(norms)
 
 

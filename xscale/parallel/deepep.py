@@ -26,11 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xscale.core.errors import Problem
-from xscale.nn.ffn.moe import Moe
 from xscale.nn.module import substitute
 from xscale.nn.moe.permutation import DispatchPlan, experts_of_rows
 from xscale.nn.moe.router.router import ROUTERS
+from xscale.nn.roles import Role
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
+from xscale.parallel.roles import seams_in
 from xscale_kernels.permute.op import permute, unpermute
 
 RANKS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
@@ -96,9 +97,9 @@ def apply(model: nn.Module, group: dist.ProcessGroup) -> None:
         substitute(moe, "apply_experts", ExpertsByDeepEp(moe, moe.apply_experts, buffer))
 
 
-def mixtures(model: nn.Module) -> list[Moe]:
+def mixtures(model: nn.Module) -> list[Any]:
     """Return the mixtures of the model."""
-    return [module for module in model.modules() if isinstance(module, Moe)]
+    return [mixture for mixture, *_ in seams_in(model.modules(), Role.EXPERT_CALLS)]
 
 
 class SharedBuffer:
@@ -124,7 +125,7 @@ class SharedBuffer:
 class ExpertsByDeepEp:
     """Substitute for `Moe.apply_experts`: tokens travel to the ranks of their experts, and sums of outputs back."""
 
-    def __init__(self, moe: Moe, inner: Callable[[Tensor, DispatchPlan], Tensor], buffer: SharedBuffer) -> None:
+    def __init__(self, moe: Any, inner: Callable[[Tensor, DispatchPlan], Tensor], buffer: SharedBuffer) -> None:
         self.moe, self.inner, self.buffer = moe, inner, buffer
 
     def __call__(self, flat: Tensor, plan: DispatchPlan) -> Tensor:

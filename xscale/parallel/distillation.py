@@ -8,48 +8,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from xscale.mesh.axes import Degrees
 from xscale.mesh.collectives import all_gather
 from xscale.mesh.mesh import Mesh
 from xscale.nn.attention.ops.dense import grouped_matmul, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
-from xscale.nn.class_head import ClassHead
 from xscale.nn.distillation import attention_scores
-from xscale.nn.distilled_head import DistilledClassHead, DistilledHead, FullVocabulary
-from xscale.nn.head import Head
-from xscale.nn.module import substitute
-from xscale.nn.observed_states import ObservedBlocks, ObservedOutput, ObservedScores, attentions_of
-from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.context.mask import ShardedAttentionMask
 from xscale.parallel.region import TensorRegion
 from xscale.parallel.sharding import dense_mesh
-from xscale.parallel.tensor.apply import GatherSequence
-
-
-def observe_states(model: nn.Module, vocabulary: FullVocabulary | None) -> None:
-    """Substitute wrappers that hand the states of a model to `Tokens.states`, if a forward has it.
-
-    `vocabulary`: that of a student's head; None for a teacher, and for a stage of a pipeline without a head, which
-    sends the output of its last block to the next one.
-    """
-    stack, head = getattr(model, "stack", None), getattr(model, "head", None)
-    if isinstance(stack, Stack):
-        substitute(stack, "run_block", ObservedBlocks(stack.run_block))
-        if isinstance(head, Head):
-            substitute(stack, "output", ObservedOutput(stack.output))
-        for layer, attention in attentions_of(stack).items():
-            substitute(attention, "attend_input", ObservedScores(layer, attention.attend_input))
-    if vocabulary is None:
-        return
-    if isinstance(head, ClassHead):
-        substitute(head, "class_loss", DistilledClassHead(head.class_loss, head.scores))
-        return
-    assert isinstance(head, Head)
-    substitute(head, "prediction_loss", DistilledHead(head.prediction_loss, vocabulary, head.soft_cap))
+from xscale.parallel.tensor.sequence import GatherSequence
 
 
 def sequence_gather(mesh: Mesh, config: ParallelConfig) -> Callable[[Tensor, Tokens], Tensor] | None:

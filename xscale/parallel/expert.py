@@ -23,13 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import kinds, take
 from xscale.mesh.collectives import all_to_all, all_to_all_counts
 from xscale.mesh.mesh import Mesh
-from xscale.nn.ffn.moe import Moe
 from xscale.nn.module import parameter_axes, substitute
 from xscale.nn.moe.permutation import Dispatch, ExpertsCall
+from xscale.nn.roles import Role
 from xscale.parallel import deepep
 from xscale.parallel.config import ExpertConfig
+from xscale.parallel.roles import RoleTable, apply_table
 
 
 def check(model: nn.Module, ep: int, path: str) -> list[Problem]:
@@ -41,12 +43,13 @@ def check(model: nn.Module, ep: int, path: str) -> list[Problem]:
         if "experts" in axes
     ]
     if ep > 1 and not counts:
-        return [Problem(f"{path}.ep", f"ep={ep} and the model has no experts", "Take ep=1, or an ffn of kind moe.")]
+        choices = take(1) + kinds(["moe"], "model.stack.block.ffn")
+        return [Problem(f"{path}.ep", f"ep={ep} and the model has no experts", choices=choices)]
     for experts in counts:
         if experts % ep:
-            fits = ", ".join(str(degree) for degree in range(1, experts + 1) if experts % degree == 0)
+            degrees = [degree for degree in range(1, experts + 1) if experts % degree == 0]
             what = f"ep={ep} does not divide experts={experts}"
-            problems[what] = Problem(f"{path}.ep", what, f"Take ep among {fits}.")
+            problems[what] = Problem(f"{path}.ep", what, choices=take(*degrees))
     return list(problems.values())
 
 
@@ -56,9 +59,7 @@ def apply(model: nn.Module, mesh: Mesh, config: ExpertConfig) -> None:
     if mesh.degrees.ep == 1 or mesh.experts is None:
         return
     group = mesh.experts["ep"].get_group()
-    for module in model.modules():
-        if isinstance(module, Moe):
-            substitute(module, "dispatch", AllToAll(group))
+    apply_table(EXPERT, model.modules(), group)
     if config.dispatch == "deepep":
         deepep.apply(model, group)
 
@@ -115,6 +116,15 @@ class AllToAll:
         """Rows to each rank and from each, of counts [R, E/R]; the one place where the host waits for the device."""
         send_rows, receive_rows = torch.stack((send.sum(1), receive.sum(1))).tolist()
         return send_rows, receive_rows
+
+
+def _dispatch(mixture: nn.Module, seam: str, group: dist.ProcessGroup) -> None:
+    """An all-to-all sends rows to the ranks of their experts, and their outputs back."""
+    substitute(mixture, seam, AllToAll(group))
+
+
+EXPERT: RoleTable = {Role.DISPATCH: _dispatch}
+"""Role -> what is done at a seam with it, called as (module, seam, group of ep)."""
 
 
 class _Reorder(torch.autograd.Function):

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.linear import Linear
 from xscale.nn.module import substitute
 from xscale.parallel.config import Float8Scaling, PrecisionConfig
@@ -39,19 +40,22 @@ def check(model: nn.Module, config: PrecisionConfig, path: str) -> list[Problem]
         if kernel == "torch":
             return []
         what = f"is {kernel}, and float8 is null, so nothing is multiplied in float8"
-        return [Problem(f"{path}.float8_kernel", what, "Leave it torch, or take float8=tensor, row or mx.")]
+        scalings = take("tensor", "row", "mx", key=f"{path}.float8")
+        return [Problem(f"{path}.float8_kernel", what, choices=take("torch") + scalings)]
     problems = []
     if config.compute != "bfloat16":
         what = f"float8 matmuls return bfloat16, and compute is {config.compute}"
-        problems.append(Problem(f"{path}.float8", what, "Take compute=bfloat16, or float8=null."))
+        choices = take(None) + take("bfloat16", key=f"{path}.compute")
+        problems.append(Problem(f"{path}.float8", what, choices=choices))
     if scaling == "mx" and kernel == "torch":
         what = "float8_kernel=torch has a scale per tensor or per row, and float8 is mx"
-        fix = "Take float8_kernel=torchao, or emulated to see its numerics on any device."
-        problems.append(Problem(f"{path}.float8_kernel", what, fix))
+        fix = "The kernel emulated shows the numerics on any device."
+        problems.append(Problem(f"{path}.float8_kernel", what, fix, choices=take("torchao", "emulated")))
     multiple = SIZE_MULTIPLES[scaling]
     if not any(_fits(linear.weight, scaling) for linear in float8_linears(model)):
         what = f"no linear map has sizes that {multiple} divides, so none can use float8"
-        problems.append(Problem(f"{path}.float8", what, f"Take widths that {multiple} divides, or float8=null."))
+        fix = f"Or take widths that {multiple} divides."
+        problems.append(Problem(f"{path}.float8", what, fix, choices=take(None)))
     return problems
 
 

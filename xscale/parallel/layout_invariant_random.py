@@ -4,13 +4,13 @@ Substitutes for `Module.random` (see `xscale.nn.random`), one for each way in wh
 substitute wraps the one before it, so that sequence parallelism in a shard of the sequence slices twice.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from xscale.nn.attention.core import Core
-from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.value_mixer import ValueMixer
-from xscale.nn.module import Axis, Module, substitute
+from xscale.nn.mixer.mixer import Mixer
+from xscale.nn.module import Axis, substitute
 from xscale.nn.random import Make, RandomNumbers, Shape
 from xscale.nn.tokens import Tokens
 from xscale.parallel.context.sequence_sharding import TokenShard
@@ -54,8 +54,15 @@ class ShardedRandomNumbers(RandomNumbers):
     def dropout(self, x: Tensor, p: float, dims: tuple[Axis, ...], tokens: Tokens | None = None) -> Tensor:
         if not p:
             return x
+        if self.axis not in dims:
+            return self.inner.dropout(x, p, dims, tokens)
         plain = RandomNumbers()
         return x * self.draw(lambda size: plain.dropout(x.new_ones(size), p, dims), tuple(x.shape), dims, tokens)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, p: float, *, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        return self.inner.attention(q, k, v, p, attn_mask=attn_mask, is_causal=is_causal)
 
     def dropout_add(
         self, x: Tensor, residual: Tensor, p: float, tokens: Tokens, implementation: str | None = None
@@ -127,7 +134,7 @@ class HeadsOfCore(ShardedRandomNumbers):
 
     axis = "heads"
 
-    def __init__(self, inner: RandomNumbers, core: Core | ValueMixer, heads: int) -> None:
+    def __init__(self, inner: RandomNumbers, core: Any, heads: int) -> None:
         super().__init__(inner)
         self.core, self.heads = core, heads
 
@@ -159,10 +166,8 @@ class HeadsOfCore(ShardedRandomNumbers):
         return self.dropout(scores.softmax(-1), p, ("batch", "heads", "state", "state")) @ v
 
 
-def draw_for_all_heads(attention: Attention) -> None:
-    """Substitute the random numbers of a core, and of cores inside it: those of all heads, of which some are local."""
-    heads = attention.query_channels // attention.head_width
-    for core, heads_of_core in attention.core.head_cores(heads):
-        for module in core.modules():
-            if isinstance(module, Module):
-                substitute(module, "random", HeadsOfCore(module.random, core, heads_of_core))
+def draw_for_all_heads(mixer: Mixer) -> None:
+    """Substitute the random numbers of what draws for the heads of a mixer: those of all heads, of which some are
+    local."""
+    for module, part, heads in mixer.draws_by_head():
+        substitute(module, "random", HeadsOfCore(module.random, part, heads))

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.parallel.config import LossScaleConfig, PrecisionConfig
 
 LARGEST = 2.0**40
@@ -44,13 +45,14 @@ def check(config: PrecisionConfig, path: str) -> list[Problem]:
         if scaling == LossScaleConfig():
             return []
         what = f"{config.compute} has the range of float32, and its loss is not scaled"
-        return [Problem(where, what, f"Leave it out, or take {path}.compute=float16.")]
+        return [Problem(where, what, "Or leave it out.", choices=take("float16", key=f"{path}.compute"))]
     for key in ("initial", "minimum"):
         value = getattr(scaling, key)
         if math.frexp(value)[0] != 0.5 or value > LARGEST:
             what = f"{value:g} is no power of 2 up to 2^40"
-            problems.append(Problem(f"{where}.{key}", what, f"Take {2.0 ** min(round(math.log2(value)), 40):g}."))
+            nearest = 2.0 ** min(round(math.log2(value)), 40)
+            problems.append(Problem(f"{where}.{key}", what, choices=take(nearest)))
     if scaling.minimum > scaling.initial:
         what = f"the scale begins at {scaling.initial:g}, below its minimum of {scaling.minimum:g}"
-        problems.append(Problem(f"{where}.initial", what, f"Take at least {scaling.minimum:g}."))
+        problems.append(Problem(f"{where}.initial", what, "Or more.", choices=take(scaling.minimum)))
     return problems

@@ -33,8 +33,8 @@ class ParallelPlan:
 
     def check(self, model: nn.Module | None, world: int) -> list[Problem]:
         """Return every problem on `world` ranks; `model` is on meta, or None when it could not be built."""
+        settings = self.settings(world)
         problems = axes.check(self.parallel.mesh, world)
-        settings = self._settings(axes.checkable_world(self.parallel.mesh, world))
         for step in STEPS:
             problems += step.check(None, settings)
         if model is not None:
@@ -44,7 +44,7 @@ class ParallelPlan:
 
     def estimate(self, model: nn.Module, world: int, micro_batches: int = 1) -> dict[str, dict[str, object]]:
         """Estimate the costs of each step for a full model on meta: step name -> values."""
-        settings = self._settings(world, micro_batches)
+        settings = self.settings(world, micro_batches)
         estimates = {step.name: step.estimate(model, settings) for step in STEPS}
         return {name: values for name, values in estimates.items() if values}
 
@@ -73,7 +73,7 @@ class ParallelPlan:
         self, model: nn.Module, mesh: Mesh, fill: FillParameters, log: Callable[[str], None] = lambda line: None
     ) -> nn.Module:
         """Apply all steps; `fill` gives each pipeline stage's parameters their storage."""
-        settings = self._settings(mesh.degrees.world)
+        settings = self.settings(mesh.degrees.world)
         for step in STEPS:
             model, line = step.apply(model, settings, mesh, fill)
             if line is not None:
@@ -84,8 +84,10 @@ class ParallelPlan:
         """Set up FSDP before a micro-batch; `last` says whether it is the step's last."""
         zero.set_gradient_sync(model, self.parallel, last=last)
 
-    def _settings(self, world: int | None, micro_batches: int = 1) -> StepSettings:
-        degrees = None if world is None else axes.resolve(self.parallel.mesh, world)
+    def settings(self, world: int, micro_batches: int = 1) -> StepSettings:
+        """Return what every step gets on `world` ranks, else on the fewest that the mesh fits."""
+        fitting = axes.checkable_world(self.parallel.mesh, world)
+        degrees = None if fitting is None else axes.resolve(self.parallel.mesh, fitting)
         return StepSettings(self.parallel, self.precision, degrees, self.length, micro_batches)
 
 

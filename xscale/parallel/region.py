@@ -10,16 +10,18 @@ its input.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xscale.mesh.collectives import all_gather, copy_in, gather_in, pad_to_multiple, scatter_out, sum_out
+from xscale.mesh.collectives import all_gather, copy_in, gather_in, scatter_out, sum_out
 from xscale.mesh.torch_private import _is_alias_of
 from xscale.nn.module import Module, substitute
+from xscale.nn.signals import TOKENS
 from xscale.nn.tokens import Tokens
 from xscale.parallel.sharding import holds_experts, shard_dim
 
@@ -104,6 +106,8 @@ class TensorRegion:
     """Sequence parallelism: activations outside regions are sharded along the sequence (Korthikanti et al. 2022)."""
     experts_replicated: bool = False
     """Whether experts are not sharded over tp."""
+    regathers: Callable[[str], bool] = lambda path: False
+    """Whether the sublayer at a path all-gathers its input again in backward, rather than save it."""
 
     @property
     def count(self) -> int:
@@ -112,6 +116,10 @@ class TensorRegion:
     @property
     def rank(self) -> int:
         return self.group.rank()
+
+    def first_of(self, count: int) -> int:
+        """Return the index of this rank's first of `count` heads, or hidden units, of all ranks."""
+        return self.rank * count // self.count
 
     def enter(self, x: Tensor, tokens: Tokens) -> Tensor:
         """All-gather (sequence parallelism) or copy an activation into a region: [B, T/R or T, D] -> [B, T, D].
@@ -124,9 +132,15 @@ class TensorRegion:
         """Reduce-scatter or all-reduce a partial sum out of a region: [B, T, D] -> [B, T/R or T, D]."""
         return scatter_out(y, self.group) if self.sequence else sum_out(y, self.group)
 
-    def shard(self, x: Tensor) -> Tensor:
-        """Slice this rank's part of the sequence from a replicated [B, T, ...]. No gradient."""
-        return pad_to_multiple(x, 1, self.count).chunk(self.count, 1)[self.rank]
+    def shard(self, x: Tensor, fill: int = 0) -> Tensor:
+        """Slice this rank's part of the sequence from a replicated [B, T, ...], padded with `fill`. No gradient."""
+        missing = -x.shape[1] % self.count
+        padded = F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing), value=fill) if missing else x
+        return padded.chunk(self.count, 1)[self.rank]
+
+    def shard_tokens(self, tokens: Tokens) -> Tokens:
+        """Slice this rank's part of the sequence from each field of the tokens."""
+        return tokens.map_fields(lambda value, about: self.shard(value, about.fill) if TOKENS in about.names else value)
 
 
 def wrap_region(part: nn.Module, region: TensorRegion, *, regather: bool = False) -> None:
@@ -162,7 +176,8 @@ def wrap_region(part: nn.Module, region: TensorRegion, *, regather: bool = False
 
 def _scale_auxiliary_loss(tokens: Tokens, ranks: int) -> Tokens:
     """Each rank of a region computes the full auxiliary loss, and gradients that leave the region are summed."""
-    return tokens if tokens.aux_loss_weight is None else replace(tokens, aux_loss_weight=tokens.aux_loss_weight / ranks)
+    weight = tokens.forward.aux_loss_weight
+    return tokens if weight is None else tokens.with_forward(aux_loss_weight=weight / ranks)
 
 
 def all_reduce_replicated_grads(part: nn.Module, region: TensorRegion) -> None:

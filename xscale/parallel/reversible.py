@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.block import Block, Sublayer
 from xscale.nn.module import substitute
 from xscale.parallel.activation_checkpointing import with_state_of_forward
@@ -29,21 +30,22 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
     if not reversible_blocks(model) or not config.recompute.reversible:
         return []
     where, problems = f"{path}.recompute", []
-    keeps = "parallel.recompute.reversible=false, which saves the activations of reversible blocks"
+    keeps = take(False, key=f"{where}.reversible")
     if config.recompute.every:
         what = "reversible blocks recompute their sublayers already"
-        problems.append(Problem(f"{where}.every", what, f"Take 0, or {keeps}."))
+        problems.append(Problem(f"{where}.every", what, choices=take(0) + keeps))
     if config.recompute.regather_sequence_parallel_input:
         what = "reversible blocks save no gathered activations"
-        problems.append(Problem(f"{where}.regather_sequence_parallel_input", what, f"Take false, or {keeps}."))
+        key = f"{where}.regather_sequence_parallel_input"
+        problems.append(Problem(key, what, choices=take(False) + keeps))
     if config.compile:
         what = "the inputs of reversible blocks are freed and written again, which torch.compile does not see"
-        problems.append(Problem(f"{path}.compile", what, f"Take false, or {keeps}."))
+        problems.append(Problem(f"{path}.compile", what, choices=take(False) + keeps))
     schedule = schedule_of(config.pipeline)
     if config.mesh.pp > 1 and schedule.splits_backward:
-        allowed = ", ".join(other.name for other in SCHEDULES.values() if not other.splits_backward)
+        able = [other.name for other in SCHEDULES.values() if not other.splits_backward]
         what = f"'{schedule.name}' splits the backward, and both parts would reconstruct the inputs"
-        problems.append(Problem(f"{path}.pipeline.schedule", what, f"Take one of {allowed}, or {keeps}."))
+        problems.append(Problem(f"{path}.pipeline.schedule", what, choices=take(*able) + keeps))
     return problems
 
 

@@ -6,18 +6,19 @@ from torch import Tensor, nn
 
 from xscale.mesh.mesh import Mesh
 from xscale.nn.module import substitute
-from xscale.nn.sentence_contrast import SentenceContrast
+from xscale.nn.roles import Role
 from xscale.parallel.batch_statistics import SumOverGroup
+from xscale.parallel.roles import seams_in
 
 
 def apply(model: nn.Module, mesh: Mesh) -> bool:
     """Substitute where the model's contrastive loss finds its negatives; return whether it has one, and others."""
-    losses = [module for module in model.modules() if isinstance(module, SentenceContrast)]
+    losses = list(seams_in(model.modules(), Role.NEGATIVES))
     if mesh.replicas is None or mesh.degrees.dp == 1:
         return False
     group = mesh.replicas["dp_replicate"].get_group()
-    for loss in losses:
-        substitute(loss, "gather", GatherOverGroup(group, mesh.data_rank, mesh.degrees.dp))
+    for loss, seam, _ in losses:
+        substitute(loss, seam, GatherOverGroup(group, mesh.data_rank, mesh.degrees.dp))
     return bool(losses)
 
 

@@ -12,8 +12,7 @@ from xscale.mesh import torch_private
 from xscale.mesh.axes import Degrees
 from xscale.mesh.mesh import Mesh
 from xscale.nn.block import Block
-from xscale.nn.ffn.moe import Moe
-from xscale.nn.mixer.attention import Attention
+from xscale.nn.roles import Role
 from xscale.parallel import (
     activation_checkpointing,
     batch_statistics,
@@ -29,6 +28,7 @@ from xscale.parallel import (
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 from xscale.parallel.engine.deepspeed import check as deepspeed
 from xscale.parallel.pipeline import check as pipeline
+from xscale.parallel.roles import seams_in
 from xscale.parallel.tensor import apply as tensor
 
 DTYPES = {
@@ -188,8 +188,8 @@ class ContextStep(_Step):
     ) -> tuple[nn.Module, str | None]:
         if not context.apply(model, mesh, settings.parallel):
             return model, None
-        attentions = [module for module in model.modules() if isinstance(module, Attention)]
-        styles = sorted({str(context.style_of(module, settings.parallel)) for module in attentions})
+        attentions = seams_in(model.modules(), Role.ATTENTION)
+        styles = sorted({str(context.style_of(module, settings.parallel)) for module, *_ in attentions})
         style = ", ".join(styles) or "no attention"
         return model, f"Applied context parallelism cp={mesh.degrees.cp} ({style}) to {len(_blocks(model))} blocks"
 
@@ -220,7 +220,7 @@ class ExpertStep(_Step):
         expert.apply(model, mesh, settings.parallel.expert)
         if mesh.degrees.ep == 1:
             return model, None
-        layers, dispatch = sum(isinstance(module, Moe) for module in model.modules()), ""
+        layers, dispatch = len(list(seams_in(model.modules(), Role.DISPATCH))), ""
         if settings.parallel.expert.dispatch != "all_to_all":
             dispatch = f", dispatch by {settings.parallel.expert.dispatch},"
         return model, f"Applied expert parallelism ep={mesh.degrees.ep}{dispatch} to {layers} MoE layers"

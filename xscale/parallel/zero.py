@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import change, take
 from xscale.mesh.axes import Degrees
 from xscale.mesh.mesh import Mesh
 from xscale.nn.block import Block
@@ -31,7 +32,10 @@ def check(config: ParallelConfig, degrees: Degrees, path: str) -> list[Problem]:
         reason = f"at stage {zero.stage} parameters are already resident"
         if zero.engine != "torch":
             reason = "DeepSpeed prefetches by itself"
-        return [Problem(where, f"prefetch needs ZeRO-3; {reason}", "Take prefetch=0, or stage 3 of the torch engine.")]
+        stage = change((f"{path}.zero.engine", "torch"), (f"{path}.zero.stage", 3))
+        if zero.engine == "torch":
+            stage = take(3, key=f"{path}.zero.stage")
+        return [Problem(where, f"prefetch needs ZeRO-3; {reason}", choices=take(0) + stage)]
     return []
 
 

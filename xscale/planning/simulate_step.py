@@ -73,6 +73,8 @@ def balance_routing(model: nn.Module) -> None:
             continue
         if "assign" in module.router.seams:
             substitute(module.router, "assign", _in_turn)
+        if "counted" in module.router.seams:
+            substitute(module.router, "counted", lambda row: row)
         dispatch, plan, apply_experts = module.dispatch, module.dispatch_plan, module.apply_experts
         if isinstance(apply_experts, ExpertsByDeepEp):
             # Its kernels take no tensors without numbers, so the step is that of the all-to-all.

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from xscale.data.loader import Loader, Samples
+from xscale.nn.forward import Forward, Stats
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.init import seed_of
-from xscale.nn.tokens import Stats
 from xscale.objective.objective import Batch, Objective
 from xscale.parallel.context import SequenceSharding, shard_tokens
 from xscale.parallel.context.document_runs import find_document_runs
@@ -50,12 +50,14 @@ class MicroBatches:
         """Make a training micro-batch, with its seed for dropout and the weight of its auxiliary losses."""
         micro_batch = self.objective.batch(
             *self._tensors(samples),
-            rng_seed=seed_of(self.seed, "noise", step, int(samples.index[0])),
-            aux_loss_weight=self.micro_batch / batch,
-            progress=None if self.steps is None else (step - 1) / self.steps,
-            stats=tally,
-            label_smoothing=self.objective.config.label_smoothing,
-            z_loss_weight=self.objective.config.z_loss_weight,
+            forward=Forward(
+                rng_seed=seed_of(self.seed, "noise", step, int(samples.index[0])),
+                aux_loss_weight=self.micro_batch / batch,
+                progress=None if self.steps is None else (step - 1) / self.steps,
+                stats=tally,
+                label_smoothing=self.objective.config.label_smoothing,
+                z_loss_weight=self.objective.config.z_loss_weight,
+            ),
             **_labels(samples),
         )
         sharding, targets = self.sequence_sharding, micro_batch.targets

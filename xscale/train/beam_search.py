@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from xscale.nn.head import ONLY_LAST_LOGITS
 from xscale.nn.tokens import Tokens
 from xscale.train.generate import incremental
 
@@ -105,7 +106,7 @@ class _Step:
             shape = [*self.memory.shape]
             shape[-3] = count
             cache["memory"] = self.memory.expand(shape)
-        tokens = Tokens.from_ids(ids, cache=cache, only_last_logits=True)
+        tokens = Tokens.from_ids(ids, cache=cache, signals={ONLY_LAST_LOGITS: True})
         if self.prefix:
             tokens = replace(tokens, prefix=tokens.positions < self.prefix)
         source = None if self.source is None else Tokens.from_ids(self.source.expand(count, -1))

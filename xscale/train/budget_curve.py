@@ -1,15 +1,16 @@
 """Accuracy against compute: evaluations of a model with gates at each budget it was trained for (Bapna et al. 2020)."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from xscale.mesh.collectives import sum_scalars
-from xscale.nn.gates import GateBudget
-from xscale.nn.tokens import Gating, Stats, Tokens
+from xscale.nn.forward import Stats
+from xscale.nn.gates import BUDGETS, GateBudget
+from xscale.nn.tokens import Tokens
 from xscale.objective.objective import Batch
 from xscale.train.exit_curve import score
 
@@ -63,4 +64,4 @@ def _at_budget(model: nn.Module, tokens: Tokens, budget: float, stats: Stats) ->
     """Return the tokens with that budget for all sequences."""
     index = gate_budgets(model)[0].config.budgets.index(budget)
     budgets = torch.full((len(tokens.ids),), index, device=tokens.ids.device)
-    return replace(tokens, gating=Gating(budgets), stats=stats)
+    return tokens.with_forward(stats=stats).with_signals({BUDGETS: budgets})

@@ -16,12 +16,12 @@ from xscale.nn.model.model import MODELS
 from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, HeadSizes, Objective
-from xscale.parallel.distillation import observe_states, scores_of_shard, sequence_gather
+from xscale.parallel.distillation import scores_of_shard, sequence_gather
 from xscale.parallel.sharded import stage_models
 from xscale.parallel.tensor.vocabulary import VocabParallelCrossEntropy, VocabularyShard
 from xscale.train.distill_check import check_teacher, layers_of
 from xscale.train.settings import Settings, build_on_meta
-from xscale.train.teacher import Teacher, load_teacher
+from xscale.train.teacher import Teacher, load_teacher, observe_states
 from xscale.train.teacher_source import check_vocabulary, find_teacher, teacher_degrees
 
 
@@ -64,7 +64,7 @@ class DistilledObjective(Objective):
         return self.objective.prompt_of(ids)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        if batch.tokens.target_weight is None:
+        if batch.tokens.forward.target_weight is None:
             return self.objective.loss(model, batch)
         config, stack = self.teacher.config, getattr(model, "stack", None)
         # A stage of a pipeline runs the teacher up to the blocks that its own learn from; the last one has the head.
@@ -83,7 +83,7 @@ class DistilledObjective(Objective):
             gather=self.gather,
             scores=scores_of_shard,
         )
-        return self.objective.loss(model, replace(batch, tokens=replace(batch.tokens, states=states)))
+        return self.objective.loss(model, replace(batch, tokens=batch.tokens.with_forward(states=states)))
 
 
 def distil(

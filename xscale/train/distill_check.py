@@ -8,6 +8,7 @@ from xscale.nn.attention.softmax import Softmax
 from xscale.nn.distillation import DistillConfig
 from xscale.nn.head import Head
 from xscale.nn.mixer.attention import Attention
+from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.model.model import MODELS
 from xscale.nn.observed_states import attentions_of
 from xscale.nn.stack import Stack
@@ -15,7 +16,7 @@ from xscale.objective.objective import OBJECTIVES
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.context.styles import sublayers_on_gathered
 from xscale.parallel.distillation import runs_equally_often, runs_in_one_stage
-from xscale.train.check_model import check_documents
+from xscale.train.hidden_tokens import parts_without_documents
 from xscale.train.settings import Settings, build_on_meta
 from xscale.train.teacher_source import BLOCKS, TeacherSource, find_teacher, teacher_degrees, teacher_folder
 
@@ -31,8 +32,8 @@ def layers_of(config: DistillConfig, student: nn.Module, teacher: nn.Module) -> 
     return config.layers_of(*depths)
 
 
-def check_distillation(settings: Settings, model: nn.Module | None, world: int) -> list[Problem]:
-    """List what the section `distill` and the student cannot be; needs no teacher. `model` is on meta, or None."""
+def check_distillation(settings: Settings, world: int) -> list[Problem]:
+    """List what the section `distill` cannot be; needs no teacher and no model."""
     config = settings.distill
     if config is None:
         return []
@@ -50,8 +51,7 @@ def check_distillation(settings: Settings, model: nn.Module | None, world: int) 
         what = "the maps are for the losses of embeddings and hidden states, which have no weight"
         problems.append(Problem(f"{PATH}.map_width", what, "Take null, or hidden_weight=1."))
     problems += _check_padding(settings, config)
-    problems += _check_layout(settings, config, world)
-    return problems + ([] if model is None else _check_model(model, config, settings.parallel))
+    return problems + _check_layout(settings, config, world)
 
 
 def _check_padding(settings: Settings, config: DistillConfig) -> list[Problem]:
@@ -99,7 +99,7 @@ def _check_ranks(settings: Settings, config: DistillConfig, world: int) -> list[
     return [Problem("parallel.mesh.order", what, "Put pp first, or take parallel.mesh.pp=1.")]
 
 
-def _check_model(model: nn.Module, config: DistillConfig, parallel: ParallelConfig) -> list[Problem]:
+def check_student(model: nn.Module, config: DistillConfig, parallel: ParallelConfig) -> list[Problem]:
     """Check a student on meta."""
     stack = getattr(model, "stack", None)
     problems = []
@@ -166,10 +166,13 @@ def _check_documents(settings: Settings, teacher: nn.Module) -> list[Problem]:
     pads = OBJECTIVES.of(settings.objective).traits.padded
     if settings.data.cross_documents and not pads:
         return []
-    also = "" if pads else ", or data.cross_documents=true"
+    fix = "Take another teacher." if pads else "Take another teacher, or data.cross_documents=true."
+    hidden = "padding" if settings.data.cross_documents else "documents"
+    reasons = [f"{family} '{kind}' cannot mask them" for family, kind in parts_without_documents(teacher)]
+    reasons += ["its global tokens are shared by them"] * bool(global_tokens_of(teacher))
     return [
-        Problem(f"{PATH}.teacher", f"of the teacher, {problem.what}", f"Take another teacher{also}.")
-        for problem in check_documents(teacher, pads and settings.data.cross_documents)
+        Problem(f"{PATH}.teacher", f"the teacher cannot tell the {hidden} of a sample apart: {reason}", fix)
+        for reason in reasons
     ]
 
 

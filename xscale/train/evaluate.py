@@ -11,8 +11,10 @@ from xscale.data.baseline import order2_bits_per_byte
 from xscale.data.loader import Corpus
 from xscale.data.prepared import Split
 from xscale.mesh.collectives import all_gather_columns, sum_scalars
+from xscale.nn.class_head import PREDICTIONS, Predictions
+from xscale.nn.forward import Stats
 from xscale.nn.head import IGNORE_INDEX
-from xscale.nn.tokens import Predictions, Stats
+from xscale.nn.pooler import LABELS
 from xscale.objective.objective import OBJECTIVES, Batch, Objective
 from xscale.parallel.sharded import StagedModel
 
@@ -60,7 +62,7 @@ def evaluate(
         if predicts_labels and counts:
             assert batch.places is not None, "predictions are told apart by their places"
             all_predictions.append(Predictions(batch.places))
-            batch = replace(batch, tokens=replace(batch.tokens, predictions=all_predictions[-1]))
+            batch = replace(batch, tokens=batch.tokens.with_signals({PREDICTIONS: all_predictions[-1]}))
         loss = objective.loss(model, scores.observed(batch, tally))
         if counts:
             scores.add(batch, tally)
@@ -98,7 +100,9 @@ class _SentenceScores:
 
     def observed(self, batch: Batch, tally: Stats) -> Batch:
         """Return the batch with its statistics collected, where its sequences have classes."""
-        return batch if batch.tokens.labels is None else replace(batch, tokens=replace(batch.tokens, stats=tally))
+        if batch.tokens.get(LABELS) is None:
+            return batch
+        return replace(batch, tokens=batch.tokens.with_forward(stats=tally))
 
     def add(self, batch: Batch, tally: Stats) -> None:
         """Add the scores of a micro-batch; a rank without the head has none."""

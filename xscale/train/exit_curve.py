@@ -1,7 +1,7 @@
 """Accuracy against compute: evaluations of a model whose tokens leave at its exits, at several thresholds."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xscale.mesh.collectives import sum_scalars
-from xscale.nn.early_exit import EarlyExit, ExitPolicyConfig
+from xscale.nn.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.stack import Stack
 from xscale.objective.objective import Batch
@@ -68,7 +68,7 @@ def _point(
     device = next(model.parameters()).device
     for batch, counts in batches:
         early = None if threshold is None else EarlyExit(policy.model_copy(update={"threshold": threshold}))
-        logits: Any = model(replace(batch.tokens, early_exit=early), None, batch.source)
+        logits: Any = model(batch.tokens.with_signals({EARLY_EXIT: early}), None, batch.source)
         if not counts:
             continue
         targets = batch.targets

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from xscale.core.errors import ConfigError, Problem
 from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.mesh.collectives import broadcast_int, sum_scalars
-from xscale.nn.early_exit import EarlyExit, ExitPolicyConfig
-from xscale.nn.head import Head
+from xscale.nn.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
+from xscale.nn.forward import Forward
+from xscale.nn.head import ONLY_LAST_LOGITS, Head
 from xscale.nn.init import seed_of
 from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.model.model import MODELS
@@ -62,11 +63,12 @@ def generate(
     for _ in range(limit):
         first = done if cache is not None else 0
         positions = torch.arange(first, len(ids), device=device)[None]
-        tokens = Tokens(ids=ids[None, first:], positions=positions, cache=cache, only_last_logits=True)
+        tokens = Tokens(ids[None, first:], positions, forward=Forward(cache=cache))
+        tokens = tokens.with_signals({ONLY_LAST_LOGITS: True})
         if prefix and first == 0:
             tokens = replace(tokens, prefix=positions < len(prompt))
         if policy is not None:
-            tokens = replace(tokens, early_exit=EarlyExit(policy))
+            tokens = tokens.with_signals({EARLY_EXIT: EarlyExit(policy)})
         logits = model(tokens, None, source_tokens)
         done = len(ids)
         # On a GPU the ranks' logits may differ in the last bit, and so in the token.

@@ -15,9 +15,9 @@ from xscale.checkpoint.in_memory import InMemoryCheckpoint
 from xscale.core.config import encode
 from xscale.core.errors import FaultError
 from xscale.mesh.collectives import MeanOverOwners, mean_tensors
+from xscale.nn.forward import Stats
 from xscale.nn.moe.statistics import copy_to_cpu, load_balance_metrics, nonfinite
 from xscale.nn.post_step import update_non_gradient_state
-from xscale.nn.tokens import Stats
 from xscale.observe import Observer, StepReport
 from xscale.observe.events import Statistic
 from xscale.observe.observer import is_due

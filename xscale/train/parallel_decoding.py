@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from xscale.nn.attention.ops.mask import OBSERVED
 from xscale.nn.tokens import Tokens
 from xscale.objective.disco import Disco
 
@@ -67,7 +68,7 @@ def decode_in_parallel(model: nn.Module, source: Tensor, objective: Disco, longe
     device = source.device
 
     def predict(ids: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = Tokens.from_ids(ids[None].to(device), observed=observed[None].to(device), cache=cache)
+        tokens = Tokens.from_ids(ids[None].to(device), cache=cache, signals={OBSERVED: observed[None].to(device)})
         logits = model(tokens, None, Tokens.from_ids(source[None]))[0]  # [N, V]
         best = torch.log_softmax(logits.double().cpu(), -1).max(-1)
         return best.indices, best.values

@@ -37,7 +37,8 @@ def run_facts(parts: RunParts, folder: Path, state: State, resumed: int | None) 
     tokens = settings.train.batch_size * settings.sample_tokens
     # The full model: a pipeline rank has only some of its blocks.
     full_model = build_on_meta(settings, parts.corpus.tokenizer.vocabulary)
-    trained = [parameter for parameter in sharded_parameters(full_model) if parameter.parameter.requires_grad]
+    every = sharded_parameters(full_model)
+    trained = [parameter for parameter in every if parameter.parameter.requires_grad]
     update_notes = OPTIMIZERS.of(settings.optimizer).part.describe(settings.optimizer, optimizer_weights(trained))
     return RunFacts(
         folder=folder,
@@ -47,6 +48,7 @@ def run_facts(parts: RunParts, folder: Path, state: State, resumed: int | None) 
         last_step=settings.train.steps,
         parameters=parts.model_size.parameters,
         active_parameters=parts.model_size.active,
+        trained_parameters=None if len(trained) == len(every) else sum(one.parameter.numel() for one in trained),
         flops_per_token=parts.flops_per_sample / settings.sample_tokens,
         tokens_per_step=tokens,
         devices=parts.mesh.rank_info.world,

@@ -303,6 +303,6 @@ def put_class_head(model: nn.Module, config: Model.Config, sizes: HeadSizes) -> 
     """Put the head of an objective on labels in place of the language-model head of a model on meta."""
     init, dense = Init(std=config.init_std), sizes.dense
     head = ClassHead(config.width, sizes.outputs, init, scores=sizes.scores, dense=dense, activation=sizes.activation)
-    head.globals = global_tokens_of(model)
+    substitute(head, "globals", global_tokens_of(model))
     substitute(model, "head", head)
     name_modules(model)

@@ -189,10 +189,10 @@ class Stepper:
 
 def _with_loss_weights(batch: Batch, target_weight: float, loss_scale: float) -> Batch:
     """Return the batch with the weights of all losses that its backward adds to that of the objective."""
-    auxiliary = batch.tokens.aux_loss_weight
+    auxiliary = batch.tokens.forward.aux_loss_weight
     scaled = None if auxiliary is None else auxiliary * loss_scale
     return replace(
-        batch, tokens=replace(batch.tokens, target_weight=target_weight * loss_scale, aux_loss_weight=scaled)
+        batch, tokens=batch.tokens.with_forward(target_weight=target_weight * loss_scale, aux_loss_weight=scaled)
     )
 
 

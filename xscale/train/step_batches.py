@@ -4,7 +4,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 
 from xscale.data.loader import Samples
-from xscale.nn.tokens import Stats
+from xscale.nn.forward import Stats
 from xscale.objective.objective import Batch
 from xscale.train.batches import MicroBatches
 from xscale.train.step import local_targets

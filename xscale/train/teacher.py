@@ -9,12 +9,19 @@ from torch import Tensor, nn
 from xscale.checkpoint.load import load
 from xscale.core.errors import ConfigError
 from xscale.mesh.mesh import Mesh, build_mesh, create_communicators
+from xscale.nn.class_head import ClassHead
 from xscale.nn.distillation import DistillConfig, TeacherStates
+from xscale.nn.distilled_head import DistilledClassHead, DistilledHead, FullVocabulary
+from xscale.nn.forward import Forward
+from xscale.nn.head import ONLY_LAST_LOGITS, Head
+from xscale.nn.module import substitute
+from xscale.nn.observed_states import ObservedBlocks, ObservedOutput, ObservedScores, attentions_of
+from xscale.nn.stack import Stack
 from xscale.nn.tokens import SharedValues, Tokens
 from xscale.objective.objective import Batch
 from xscale.parallel.config import ParallelConfig, ZeroConfig
 from xscale.parallel.context.sequence_sharding import SequenceSharding, TokenShard
-from xscale.parallel.distillation import TeacherRanks, observe_states, teacher_ranks
+from xscale.parallel.distillation import TeacherRanks, teacher_ranks
 from xscale.parallel.full_tensors import ShardedWeightWriter, gather_full
 from xscale.parallel.plan import ParallelPlan
 from xscale.parallel.sharded import fill_parameters, local_shape_and_offset, sharded_parameters
@@ -63,7 +70,8 @@ class Teacher:
         last = None if outputs else max(wanted, default=-1)
         states = TeacherStates(self.config, self.layers, wanted=wanted, last=last)
         needs_logits = outputs and self.config.soft_weight > 0
-        logits = self.model(replace(tokens, states=states, only_last_logits=not needs_logits), None, source)
+        observed = tokens.with_forward(states=states).with_signals({ONLY_LAST_LOGITS: not needs_logits})
+        logits = self.model(observed, None, source)
         states.output_logits = logits if needs_logits else None
         states.output_states = states.output_states if outputs else None
         scores = states.attention_scores
@@ -110,15 +118,8 @@ def _shard(states: TeacherStates, sharding: SequenceSharding) -> None:
 def _plain(tokens: Tokens) -> Tokens:
     """Return the full sequences' tokens without what belongs to the training of the student."""
     tokens = tokens.full if isinstance(tokens, TokenShard) else tokens
-    return Tokens(
-        tokens.ids,
-        tokens.positions,
-        tokens.documents,
-        types=tokens.types,
-        prefix=tokens.prefix,
-        observed=tokens.observed,
-        shared_values=SharedValues(),
-    )
+    # The teacher knows padding as a document of its own.
+    return replace(tokens, padding=None, forward=Forward(), shared_values=SharedValues())
 
 
 def load_teacher(
@@ -163,3 +164,25 @@ def load_teacher(
         load(source.checkpoint, tensors, only="model.", cast_types=True, verify=verify, group=mesh.background)
     observe_states(model, None)
     return model.eval(), teacher_ranks(mesh, own_mesh)
+
+
+def observe_states(model: nn.Module, vocabulary: FullVocabulary | None) -> None:
+    """Substitute wrappers that hand the states of a model to `Tokens.states`, if a forward has it.
+
+    `vocabulary`: that of a student's head; None for a teacher, and for a stage of a pipeline without a head, which
+    sends the output of its last block to the next one.
+    """
+    stack, head = getattr(model, "stack", None), getattr(model, "head", None)
+    if isinstance(stack, Stack):
+        substitute(stack, "run_block", ObservedBlocks(stack.run_block))
+        if isinstance(head, Head):
+            substitute(stack, "output", ObservedOutput(stack.output))
+        for layer, attention in attentions_of(stack).items():
+            substitute(attention, "attend_input", ObservedScores(layer, attention.attend_input))
+    if vocabulary is None:
+        return
+    if isinstance(head, ClassHead):
+        substitute(head, "class_loss", DistilledClassHead(head.class_loss, head.scores))
+        return
+    assert isinstance(head, Head)
+    substitute(head, "prediction_loss", DistilledHead(head.prediction_loss, vocabulary, head.soft_cap))

@@ -12,8 +12,8 @@ from xscale.mesh.collectives import all_gather_object
 from xscale.mesh.mesh import Mesh
 from xscale.nn.tokens import Tokens
 from xscale.parallel.sharded import StagedModel
-from xscale.train.check_model import check_padding
 from xscale.train.generate import generate
+from xscale.train.hidden_tokens import parts_that_count_padding
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def batches_of_one_length(model: nn.Module, lengths: Sequence[int], rows: int) -
     So there is no padding: a model may route, sort or average the tokens of a row. Where tokens of a micro-batch
     compete or are averaged, a forward has one row, so that no result depends on other rows.
     """
-    size = 1 if check_padding(model) else rows
+    size = 1 if parts_that_count_padding(model) else rows
     by_length: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         by_length.setdefault(length, []).append(index)

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from xscale_launch.files import check_line, open_append, read_regular
+from xscale_launch.files import check_line, open_append, read_run_file
 from xscale_launch.profile import Profile
 from xscale_launch.status import LaunchError
 from xscale_launch.typed_json import decode_json
@@ -146,7 +146,7 @@ def submitted_jobs(run: Path) -> list[SubmittedJob]:
             "Slurm by Ctrl-C or SIGTERM, and resume it with the same command"
         )
     jobs: list[SubmittedJob] = []
-    for number, line in enumerate(read_regular(path).splitlines(), start=1):
+    for number, line in enumerate(read_run_file(path).splitlines(), start=1):
         try:
             jobs += [decode_json(line, SubmittedJob)] if line.strip() else []
             # The id becomes an argument of scontrol and scancel.

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from xscale_launch import status
+from xscale_launch import attempts, status
 from xscale_launch.agent import PREFLIGHT_FAILED
 from xscale_launch.env import PORT_BASE, PORT_SPAN, PORT_STRIDE
 from xscale_launch.files import masked
@@ -193,7 +193,7 @@ def render(job: Job, *, shown: bool = False) -> str:
     parts.append(RENDEZVOUS.format(base=PORT_BASE, span=PORT_SPAN, stride=PORT_STRIDE, address=address))
     parts += [TRAP, _step(job), WAITING]
     numbers = {
-        "lost": status.NO_REPORT,
+        "lost": attempts.NO_REPORT,
         "done": status.DONE,
         "mistake": status.USER_MISTAKE,
         "go_on": status.RESUMABLE,

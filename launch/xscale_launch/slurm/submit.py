@@ -11,7 +11,7 @@ from pathlib import Path
 
 from xscale_launch import command, plan_query, profile, snapshot, status
 from xscale_launch.env import environment, for_submission
-from xscale_launch.files import remove_file, write_private
+from xscale_launch.files import make_run_folder, remove_file, write_private, write_run_file
 from xscale_launch.local import say
 from xscale_launch.paths import path_argument
 from xscale_launch.slurm import check_request, queue, script, sweep
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
         snapshot.config(folder, resolved)
     prepare(top)
     if members:
-        (top / "launch" / "members.txt").write_text("".join(f"{folder}\n" for folder in folders))
+        write_run_file(top / "launch" / "members.txt", "".join(f"{folder}\n" for folder in folders))
     snapshot.code(top, options.with_code)
     write_private(job.script, text)
     ids = submit_script(job, options.after, options.chain)
@@ -213,8 +213,12 @@ def require_idle(run: Path) -> None:
 
 
 def prepare(run: Path) -> None:
-    """Create the launcher's folders in the run folder, and delete the result of an earlier submission."""
-    (run / "launch" / "output").mkdir(parents=True, exist_ok=True)
+    """Create the launcher's folders in the run folder, and delete the result of an earlier submission.
+
+    `LaunchError` where one of them is a link: Slurm and the batch script would write to where it leads.
+    """
+    make_run_folder(run, "launch", "output")
+    make_run_folder(run, "launch", "attempts")
     for name in ("over", "crashes", "bad_nodes"):
         remove_file(run / "launch", name)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from xscale_launch import status
 from xscale_launch.command import columns
-from xscale_launch.files import read_regular
+from xscale_launch.files import open_run_file, read_run_file
 from xscale_launch.local import say
 from xscale_launch.paths import path_argument
 from xscale_launch.slurm import queue, submit
@@ -132,11 +132,11 @@ class StepMetrics:
 def progress(run: Path) -> RunProgress:
     """Read the last logged step of a run, and its exit status if it has ended."""
     metrics, over = run / "metrics.jsonl", run / "launch" / "over"
-    ended = status.parse_status(read_regular(over).decode(errors="replace")) if over.is_file() else None
+    ended = status.parse_status(read_run_file(over).decode(errors="replace")) if over.is_file() else None
     if over.is_file() and ended is None:
         raise LaunchError(f"{over} holds no exit status; `xscale launch resume {run}` removes it and resumes")
     if metrics.is_file():
-        for line in reversed(read_regular(metrics).splitlines()):
+        for line in reversed(read_run_file(metrics).splitlines()):
             try:
                 metric: StepMetrics = decode_json(line, StepMetrics)
             except ValueError:  # an incomplete line, being written, or that of an evaluation
@@ -148,7 +148,7 @@ def progress(run: Path) -> RunProgress:
 def folders(run: Path) -> list[Path]:
     """Return the run folder, or those of a sweep's members."""
     members = run / "launch" / "members.txt"
-    return [Path(line) for line in members.read_text().splitlines()] if members.is_file() else [run]
+    return [Path(line) for line in read_run_file(members).decode().splitlines()] if members.is_file() else [run]
 
 
 def show_logs(options: argparse.Namespace) -> int:
@@ -164,7 +164,7 @@ def show_logs(options: argparse.Namespace) -> int:
         raise LaunchError(f"{run} has no Slurm job to follow; use tail -f {path}")
     offset = 0
     if path is not None:
-        text = path.read_bytes()
+        text = read_run_file(path)
         print("\n".join(text.decode(errors="replace").splitlines()[-options.lines :]), flush=True)
         offset = len(text)
     if options.follow:
@@ -193,7 +193,7 @@ def follow(run: Path, options: argparse.Namespace, path: Path | None, offset: in
 
 def print_from(path: Path, offset: int) -> int:
     """Print the log from `offset`; return the new end."""
-    with path.open("rb") as file:
+    with open_run_file(path, "rb") as file:
         file.seek(offset)
         new = file.read()
     print(new.decode(errors="replace"), end="", flush=True)

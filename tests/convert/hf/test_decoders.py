@@ -19,6 +19,7 @@ from xscale.convert.hf.registry import (
     select_architecture,
 )
 from xscale.core.errors import ConfigError
+from xscale.nn.forward import Forward
 from xscale.nn.tokens import Tokens
 
 PROMPT, GENERATED = 5, 24
@@ -33,7 +34,7 @@ def greedy(model: Any, ids: torch.Tensor, count: int, source: Tokens | None = No
     first = 0
     for _ in range(count):
         positions = torch.arange(first, ids.shape[1])[None]
-        logits = model(Tokens(ids=ids[:, first:], positions=positions, cache=cache), source=source)
+        logits = model(Tokens(ids=ids[:, first:], positions=positions, forward=Forward(cache=cache)), source=source)
         first = ids.shape[1]
         ids = torch.cat((ids, logits[:, -1:].argmax(-1)), 1)
     return ids

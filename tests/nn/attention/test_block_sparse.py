@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from tests.conformance.made import dims, drawn, ready, tokens
+from xscale.bench.harness.timing import peak_bytes
 from xscale.core.errors import ConfigError
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.core import CORES
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
+from xscale.nn.forward import Forward
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.pattern.bigbird import BigBirdPattern
 from xscale.nn.pattern.fixed import Fixed
@@ -21,7 +23,6 @@ from xscale.nn.pattern.pattern import PATTERNS, Pattern
 from xscale.nn.pattern.window import Band, Window
 from xscale.nn.position.position import POSITIONS
 from xscale.nn.tokens import Tokens
-from xscale_kernels.bench.timing import peak_bytes
 
 BLOCK = 8
 
@@ -145,7 +146,7 @@ def test_positions_add_to_scores_without_a_number_for_each(kind: str, way: str) 
         torch.testing.assert_close(one, two)
     cache: dict[str, Any] = {}
     for first, end in ((0, 19), (19, 20), (20, 21), (21, 50)):
-        some = Tokens(around.ids[:, first:end], around.positions[:, first:end], cache=cache)
+        some = Tokens(around.ids[:, first:end], around.positions[:, first:end], forward=Forward(cache=cache))
         torch.testing.assert_close(sparse(x[:, first:end], some), wanted[:, first:end])
 
 

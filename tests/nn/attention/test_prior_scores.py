@@ -14,6 +14,7 @@ from xscale.nn.attention.evolving import Evolving
 from xscale.nn.attention.ops.mask import AttentionMask, ScoreEdge
 from xscale.nn.attention.prior_scores import PriorScores
 from xscale.nn.attention.softmax import Softmax
+from xscale.nn.forward import Forward
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.model.encoder import Encoder
 from xscale.nn.model.encoder_decoder import EncoderDecoder
@@ -239,7 +240,9 @@ def test_decoding_over_a_cache_is_the_parallel_form(kind: str, core: dict[str, A
     whole, cache, rows = built(Tokens.from_ids(ids()), **source), {}, []  # type: ignore[var-annotated]
     for first, last in [(0, 4), (4, 5), (5, 6), (6, 9)]:
         positions = torch.arange(first, last).expand(2, -1)
-        rows.append(built(Tokens(ids=ids()[:, first:last], positions=positions, cache=cache), **source))
+        rows.append(
+            built(Tokens(ids=ids()[:, first:last], positions=positions, forward=Forward(cache=cache)), **source)
+        )
     assert close(torch.cat(rows, 1), whole)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.conformance.made import close, dims, drawn, ready, tokens
 from xscale.nn.ffn.sparse import SparseFfn
+from xscale.nn.forward import Forward
 from xscale.nn.module import substitute
 from xscale.nn.random import RandomNumbers
 from xscale.nn.tokens import Tokens
@@ -121,7 +122,9 @@ def steps(part: SparseFfn, x: Tensor) -> Tensor:
     cache: dict[str, Any] = {}
     outputs = []
     for at in range(x.shape[1]):
-        around = Tokens(ids=torch.zeros(len(x), 1).long(), positions=torch.full((len(x), 1), at), cache=cache)
+        around = Tokens(
+            ids=torch.zeros(len(x), 1).long(), positions=torch.full((len(x), 1), at), forward=Forward(cache=cache)
+        )
         outputs.append(part(x[:, at : at + 1], around))
     return torch.cat(outputs, 1)
 

@@ -34,7 +34,9 @@ def test_micro_batches_add_up_to_the_batch(name: str) -> None:
 
     def gradients(samples: slice, weight: float | None) -> list[torch.Tensor]:
         around = tokens(LENGTH, batch=4)
-        around = replace(around, ids=around.ids[samples], positions=around.positions[samples], aux_loss_weight=weight)
+        around = replace(
+            around.with_forward(aux_loss_weight=weight), ids=around.ids[samples], positions=around.positions[samples]
+        )
         out = part(x[samples], around)
         return list(torch.autograd.grad(out.square().sum(), list(part.parameters())))
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.conformance.made import WIDTH, close, dims, drawn, numbered, other_from, ready, tokens
 from xscale.core.config import decode
+from xscale.nn.forward import Forward
 from xscale.nn.mixer.average_attention import AverageAttention
 from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.nn.tokens import Tokens
@@ -99,7 +100,9 @@ def test_generation_keeps_one_vector() -> None:
     whole, cache = part(y, tokens(50)), dict[str, Any]()
     for start in range(50):
         about = tokens(50)
-        here = Tokens(about.ids[:, start : start + 1], about.positions[:, start : start + 1], cache=cache)
+        here = Tokens(
+            about.ids[:, start : start + 1], about.positions[:, start : start + 1], forward=Forward(cache=cache)
+        )
         assert close(part(y[:, start : start + 1], here), whole[:, start : start + 1])
         (total, count) = cache[part.path]
         assert total.shape == (2, WIDTH)

@@ -10,6 +10,7 @@ import torch
 from tests.conformance.made import WIDTH, close, dims, drawn, ready, tokens
 from tests.nn.position.test_scores import EQUATIONS
 from xscale.core.config import decode
+from xscale.nn.forward import Forward
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.collaborative import Collaborative
 from xscale.nn.position.deberta import Deberta
@@ -93,7 +94,7 @@ def test_positions_add_terms_that_read_the_weighed_queries(position: dict[str, A
     cache: dict[str, Any] = {}
     for first, last in ((0, 5), (5, 6), (6, LENGTH)):
         ids, positions = tokens(LENGTH).ids[:, first:last], torch.arange(first, last).expand(2, -1)
-        assert close(part(x[:, first:last], Tokens(ids, positions, cache=cache)), out[:, first:last])
+        assert close(part(x[:, first:last], Tokens(ids, positions, forward=Forward(cache=cache))), out[:, first:last])
 
 
 def test_generation_caches_the_shared_keys_once() -> None:

@@ -1,7 +1,6 @@
 """Dynamic spans against the paper's equations, one query at a time, with their limit and their loss."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,7 +72,7 @@ def test_the_loss_is_lambda_times_the_mean_span() -> None:
     part, x = mixer(span_loss_weight=0.3), drawn(2, LENGTH, WIDTH)
     leaves = [part.span_weight, part.span_bias]
     plain, with_loss = (
-        torch.autograd.grad(part(x, replace(tokens(LENGTH), aux_loss_weight=weight)).sum(), leaves)
+        torch.autograd.grad(part(x, tokens(LENGTH).with_forward(aux_loss_weight=weight)).sum(), leaves)
         for weight in (None, 0.25)
     )
     wanted = torch.autograd.grad(0.25 * 0.3 * spans_of(part, x).mean(), leaves)

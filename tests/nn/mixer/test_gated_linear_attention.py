@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.conformance.made import WIDTH, close, dims, drawn, numbered, ready, tokens
 from tests.nn.mixer.test_mamba2 import linear, silu
 from xscale.nn.attention.ops.decayed_sums import ChannelDecayedSums
+from xscale.nn.forward import Forward
 from xscale.nn.mixer.gated_linear_attention import GatedLinearAttention
 from xscale.nn.tokens import Tokens
 
@@ -75,7 +76,9 @@ def test_generation_keeps_a_state_of_fixed_size() -> None:
     part, x = network(**CONFIGS[0]), drawn(2, 12, WIDTH)
     whole, cache, about = part(x, tokens(12)), dict[str, Any](), tokens(12)
     for start in range(12):
-        step = Tokens(about.ids[:, start : start + 1], about.positions[:, start : start + 1], cache=cache)
+        step = Tokens(
+            about.ids[:, start : start + 1], about.positions[:, start : start + 1], forward=Forward(cache=cache)
+        )
         assert close(part(x[:, start : start + 1], step), whole[:, start : start + 1])
         assert {name: kept.shape for name, kept in cache.items()} == {part.path: (2, 4, 4, 8)}
 

@@ -1,7 +1,6 @@
 """The attention guidance loss against the paper's norm, one row of weights at a time."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,7 +64,8 @@ def test_the_loss_is_the_papers(causal: bool, patterns: tuple[str, ...], documen
     assert part.k is not None
     leaves = [x, part.q.weight, part.k.weight]
     plain, with_loss = (
-        torch.autograd.grad(part(x, replace(around, aux_loss_weight=weight)).sum(), leaves) for weight in (None, 0.25)
+        torch.autograd.grad(part(x, around.with_forward(aux_loss_weight=weight)).sum(), leaves)
+        for weight in (None, 0.25)
     )
     wanted = torch.autograd.grad(0.25 * 0.6 * loss_of(part, patterns, x, around), leaves)
     for before, after, extra in zip(plain, with_loss, wanted, strict=True):
@@ -78,8 +78,8 @@ def test_the_weight_falls_linearly_to_zero() -> None:
     leaves = [x, part.q.weight]
 
     def added(progress: float | None) -> list[Tensor]:
-        around = replace(tokens(LENGTH), progress=progress)
-        out, plain = (part(x, replace(around, aux_loss_weight=weight)).sum() for weight in (0.25, None))
+        around = tokens(LENGTH).with_forward(progress=progress)
+        out, plain = (part(x, around.with_forward(aux_loss_weight=weight)).sum() for weight in (0.25, None))
         pairs = zip(*(torch.autograd.grad(y, leaves) for y in (out, plain)), strict=True)
         return [after - before for after, before in pairs]
 
@@ -93,14 +93,14 @@ def test_its_outputs_are_those_of_attention() -> None:
     part, plain = mixer("previous"), ready(Attention(Attention.Config(heads=HEADS), dims(length=LENGTH)))
     x = drawn(2, LENGTH, WIDTH)
     for weight in (None, 0.5):
-        around = replace(tokens(LENGTH), aux_loss_weight=weight)
+        around = tokens(LENGTH).with_forward(aux_loss_weight=weight)
         assert torch.equal(part(x, around), plain(x, around))
 
 
 def test_training_follows_the_pattern() -> None:
     patterns = ("previous", "delimiter", "first", "period")
     part, x = mixer(*patterns), drawn(2, LENGTH, WIDTH)
-    around = replace(tokens(LENGTH), aux_loss_weight=1.0)
+    around = tokens(LENGTH).with_forward(aux_loss_weight=1.0)
     optimizer = torch.optim.Adam(part.parameters(), lr=0.05)
     before = loss_of(part, patterns, x, around).item()
     for _ in range(30):

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.conformance import test_mixer as conformance
 from tests.conformance.made import close, dims, drawn, numbered, ready, tokens
 from xscale.core.config import decode
+from xscale.nn.forward import Forward
 from xscale.nn.mixer.hard_coded_gaussian import HardCodedGaussian
 from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.model.decoder import Decoder
@@ -120,7 +121,10 @@ def test_generation_keeps_what_the_band_reaches() -> None:
     part, cache = gaussian("paper"), dict[str, Any]()
     for start in range(30):
         about = tokens(30)
-        part(drawn(2, 1, WIDTH), Tokens(about.ids[:, :1], about.positions[:, start : start + 1], cache=cache))
+        part(
+            drawn(2, 1, WIDTH),
+            Tokens(about.ids[:, :1], about.positions[:, start : start + 1], forward=Forward(cache=cache)),
+        )
         assert cache[part.path].shape == (2, HEADS, 10, HEAD_WIDTH)
         assert cache[part.path].untyped_storage().nbytes() == 2 * HEADS * 10 * HEAD_WIDTH * 8
 

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.conformance.made import WIDTH, close, dims, drawn, numbered, ready, tokens
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
+from xscale.nn.forward import Forward
 from xscale.nn.mixer import lightweight_conv
 from xscale.nn.mixer.lightweight_conv import LightweightConv, convolve
 from xscale.nn.tokens import Tokens
@@ -96,7 +97,9 @@ def test_generation_keeps_the_last_inputs(dynamic: bool) -> None:
     whole, cache = part(y, tokens(LENGTH)), dict[str, Any]()
     for start in range(LENGTH):
         about = tokens(LENGTH)
-        here = Tokens(about.ids[:, start : start + 1], about.positions[:, start : start + 1], cache=cache)
+        here = Tokens(
+            about.ids[:, start : start + 1], about.positions[:, start : start + 1], forward=Forward(cache=cache)
+        )
         assert close(part(y[:, start : start + 1], here), whole[:, start : start + 1])
         assert cache[part.path].shape == (2, 12, WIDTH)
         assert cache[part.path].untyped_storage().nbytes() == 2 * 12 * WIDTH * 8

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tests.conformance.made import WIDTH, close, dims, drawn, numbered, ready, tokens
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
+from xscale.nn.forward import Forward
 from xscale.nn.mixer.local_rnn import LocalRnn
 from xscale.nn.tokens import Tokens
 
@@ -56,7 +57,9 @@ def test_generation_keeps_the_inputs_of_a_window() -> None:
     part, x = network(window=5), drawn(2, LENGTH, WIDTH)
     whole, cache, about = part(x, tokens(LENGTH)), dict[str, Any](), tokens(LENGTH)
     for start in range(LENGTH):
-        here = Tokens(about.ids[:, start : start + 1], about.positions[:, start : start + 1], cache=cache)
+        here = Tokens(
+            about.ids[:, start : start + 1], about.positions[:, start : start + 1], forward=Forward(cache=cache)
+        )
         assert close(part(x[:, start : start + 1], here), whole[:, start : start + 1])
         assert cache[part.path].untyped_storage().nbytes() == 2 * 4 * WIDTH * 8
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.conformance.made import dims, drawn, ready
 from tests.distributed import Pool
 from tests.parallel.against_one import alone, same
+from xscale.nn.forward import Forward
 from xscale.nn.mixer.kv_cache import KvCache
 from xscale.nn.mixer.mla import Mla
 from xscale.nn.position.rope import Rope
@@ -78,7 +79,9 @@ def test_generation_caches_the_latent_and_one_rotated_key() -> None:
     part, x, cache = built(), drawn(1, LENGTH, WIDTH), {}
     outputs = []
     for t in range(LENGTH):
-        about = Tokens(ids=torch.zeros(1, 1, dtype=torch.long), positions=torch.tensor([[t]]), cache=cache)
+        about = Tokens(
+            ids=torch.zeros(1, 1, dtype=torch.long), positions=torch.tensor([[t]]), forward=Forward(cache=cache)
+        )
         outputs.append(part(x[:, t : t + 1], about))
     torch.testing.assert_close(torch.cat(outputs, 1), part(x, TOKENS), rtol=1e-9, atol=1e-12)
     (kept,) = cache.values()

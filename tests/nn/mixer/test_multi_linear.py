@@ -12,6 +12,7 @@ from tests.parallel.test_heads import TENSOR
 from tests.parallel.test_tensor import refused
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
+from xscale.nn.forward import Forward
 from xscale.nn.mixer.multi_linear import MultiLinear
 from xscale.nn.tokens import Tokens
 
@@ -71,7 +72,7 @@ def test_generation_keeps_the_sum_over_earlier_tokens(chunks: list[int]) -> None
     whole, start = part(x, about), 0
     for size in chunks:
         new = slice(start, start + size)
-        here = Tokens(about.ids[:, new], about.positions[:, new], cache=cache)
+        here = Tokens(about.ids[:, new], about.positions[:, new], forward=Forward(cache=cache))
         assert close(part(x[:, new], here), whole[:, new])
         start += size
     _, total = cache[part.path]

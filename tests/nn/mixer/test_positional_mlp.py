@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.conformance.made import WIDTH, close, dims, drawn, ready, tokens
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
+from xscale.nn.forward import Forward
 from xscale.nn.init import materialize
 from xscale.nn.mixer.positional_mlp import Gmlp, MlpMixer
 from xscale.nn.tokens import Tokens
@@ -62,7 +63,9 @@ def test_generation_keeps_the_normalised_half() -> None:
     part, x = gmlp(), drawn(2, LENGTH, WIDTH)
     whole, cache, about = part(x, tokens(LENGTH)), dict[str, Any](), tokens(LENGTH)
     for start in range(LENGTH):
-        here = Tokens(about.ids[:, start : start + 1], about.positions[:, start : start + 1], cache=cache)
+        here = Tokens(
+            about.ids[:, start : start + 1], about.positions[:, start : start + 1], forward=Forward(cache=cache)
+        )
         assert close(part(x[:, start : start + 1], here), whole[:, start : start + 1])
 
 

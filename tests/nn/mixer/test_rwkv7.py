@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.conformance.made import WIDTH, close, dims, drawn, numbered, ready, tokens
 from xscale.nn.attention.ops.generalized_delta_rule import GeneralizedDeltaRule
 from xscale.nn.attention.ops.recurrence import advance_state
+from xscale.nn.forward import Forward
 from xscale.nn.init import materialize
 from xscale.nn.mixer.rwkv7 import Rwkv7
 from xscale.nn.module import name_modules
@@ -102,7 +103,9 @@ def test_generation_keeps_a_state_of_fixed_size() -> None:
     part, x = network(), drawn(2, 12, WIDTH)
     whole, cache, about = part(x, tokens(12)), dict[str, Any](), tokens(12)
     for start in range(12):
-        step = Tokens(about.ids[:, start : start + 1], about.positions[:, start : start + 1], cache=cache)
+        step = Tokens(
+            about.ids[:, start : start + 1], about.positions[:, start : start + 1], forward=Forward(cache=cache)
+        )
         assert close(part(x[:, start : start + 1], step), whole[:, start : start + 1])
         assert sum(kept.numel() for kept in cache.values()) == 2 * (4 * 8 * 8 + WIDTH)
 

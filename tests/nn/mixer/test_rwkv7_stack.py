@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.conformance.made import close, drawn, numbered, ready, tokens
 from tests.nn.mixer.test_rwkv7 import SMALL, literal
 from xscale.nn.ffn.rwkv7_channel_mixing import Rwkv7ChannelMixing
+from xscale.nn.forward import Forward
 from xscale.nn.init import materialize
 from xscale.nn.mixer.rwkv7 import Rwkv7
 from xscale.nn.model.decoder import Decoder
@@ -112,7 +113,7 @@ def test_generation_is_the_full_forward() -> None:
     model, about, cache = network(), tokens(LENGTH), dict[str, Any]()
     whole = model(about)
     for begin, end in [(0, 5), (5, 6), (6, LENGTH)]:
-        new = Tokens(about.ids[:, begin:end], about.positions[:, begin:end], cache=cache)
+        new = Tokens(about.ids[:, begin:end], about.positions[:, begin:end], forward=Forward(cache=cache))
         assert close(model(new), whole[:, begin:end])
     parts = {name.removeprefix("stack.blocks.") for name in cache}
     assert parts == {
@@ -127,7 +128,9 @@ def test_tokens_that_have_left_fill_the_caches_of_later_blocks() -> None:
     ended = []
     for run in (first, first.fill_cache):
         cache = dict[str, Any]()
-        handed_on: Any = run(x, Tokens(about.ids, about.positions, cache=cache), *[None] * 2 * (run is first), {})
+        handed_on: Any = run(
+            x, Tokens(about.ids, about.positions, forward=Forward(cache=cache)), *[None] * 2 * (run is first), {}
+        )
         handed_on = handed_on[1] if run is first else handed_on
         ended.append((cache, second(x, about, None, None, handed_on)[0]))
     (cache, expected), (filled, computed) = ended

@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.conformance.made import WIDTH, close, dims, drawn, ready, tokens
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
+from xscale.nn.forward import Forward
 from xscale.nn.init import materialize
 from xscale.nn.mixer.s4 import S4, Chunk, convolve, diagonal_plus_correction
 from xscale.nn.module import name_modules
@@ -97,7 +98,9 @@ def test_convolution_and_recurrence_are_the_dense_recurrence(length: int, used: 
         cache: dict[str, Any] = {}
         about, outputs = tokens(used, batch=1), []
         for start in range(used):
-            here = Tokens(about.ids[:, start : start + 1], about.positions[:, start : start + 1], cache=cache)
+            here = Tokens(
+                about.ids[:, start : start + 1], about.positions[:, start : start + 1], forward=Forward(cache=cache)
+            )
             outputs.append(part(u[:, start : start + 1], here))
         assert (torch.cat(outputs, 1) - expected).abs().max() < 1e-9
 
@@ -127,7 +130,9 @@ def test_generation_keeps_a_state_and_goes_on_beyond_the_kernel() -> None:
     longer = network(40)
     cache: dict[str, Any] = {}
     with torch.no_grad():
-        whole = part(u, Tokens(torch.zeros(1, 40, dtype=torch.long), torch.arange(40)[None], cache=cache))
+        whole = part(
+            u, Tokens(torch.zeros(1, 40, dtype=torch.long), torch.arange(40)[None], forward=Forward(cache=cache))
+        )
         c, state = cache[part.path]
         assert (c.shape, state.shape) == ((WIDTH, 4), (1, WIDTH, 4))
         # The same C in a kernel of another length is another C~ = C (I - Abar^40).

@@ -37,4 +37,4 @@ def test_is_accepted_and_takes_a_step(file: Path) -> None:
     missing = [name for name in wanting if model.get_parameter(name).grad is None]
     # A bigram or a memory reads only some rows, but no parameter is left out of the graph.
     assert missing == []
-    assert all(value.isfinite().all() for value in tokens.stats.means().values())
+    assert all(value.isfinite().all() for value in tokens.forward.stats.means().values())

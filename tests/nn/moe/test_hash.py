@@ -7,6 +7,7 @@ import torch
 
 from tests.nn.moe.mixture import D, V, router, sample
 from xscale.core.errors import ConfigError
+from xscale.nn.forward import Forward
 from xscale.nn.moe.router.router import ROUTERS, Router, RouterDims
 from xscale.nn.post_step import WeightWriter
 from xscale.nn.tokens import Tokens
@@ -82,7 +83,8 @@ def test_documents_and_generation(function: str) -> None:
     cache: dict[str, object] = {}
     steps = [
         part(
-            x[0, at : at + 1], Tokens(tokens.ids[:, at : at + 1], tokens.positions[:, at : at + 1], cache=cache)
+            x[0, at : at + 1],
+            Tokens(tokens.ids[:, at : at + 1], tokens.positions[:, at : at + 1], forward=Forward(cache=cache)),
         ).expert
         for at in range(24)
     ]

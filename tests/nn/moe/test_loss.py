@@ -41,8 +41,8 @@ def test_global_batch_is_the_loss_of_the_whole_batch(kind: str) -> None:
     moe.path, moe.router.path = "moe", "moe.router"
     tallies = [Stats(), Stats()]
     for half, tally in zip(x, tallies, strict=True):
-        assert moe.router(half, replace(tokens, stats=tally)).stats["aux"].item() == 0, "no step was before"
-        moe(half[None], replace(tokens, ids=tokens.ids[:1], stats=tally))
+        assert moe.router(half, tokens.with_forward(stats=tally)).stats["aux"].item() == 0, "no step was before"
+        moe(half[None], replace(tokens.with_forward(stats=tally), ids=tokens.ids[:1]))
     seen = [tally.means() for tally in tallies]
     update_non_gradient_state(moe, {name: sum(one[name] for one in seen) / 2 for name in seen[0]})
     together = mixture(router={"kind": kind}).router(x.flatten(0, 1), tokens).stats["aux"].item()

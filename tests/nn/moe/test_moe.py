@@ -1,7 +1,5 @@
 """The mixture: its output written out literally, its gradients, its edges, and the seam of expert parallelism."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -98,7 +96,7 @@ def test_gradients(kind: str, capacity: float | None) -> None:
     def run(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         torch.manual_seed(0)
         given = dict(zip(names, weights, strict=True))
-        y = torch.func.functional_call(moe, given, (x, replace(tokens, aux_loss_weight=None)))
+        y = torch.func.functional_call(moe, given, (x, tokens.with_forward(aux_loss_weight=None)))
         torch.manual_seed(0)
         inside = {name.removeprefix("router."): one for name, one in given.items() if name.startswith("router.")}
         loss = torch.func.functional_call(moe.router, inside, (x.flatten(0, 1), tokens)).loss
@@ -165,7 +163,7 @@ def test_evaluation_has_its_own_capacity_and_generation_none() -> None:
     assert torch.equal(moe.eval()(x, tokens), free(x, tokens))
     moe = mixture(capacity_factor=0.5).eval()
     assert torch.equal(moe(x, tokens), dropped)
-    assert torch.equal(moe(x, replace(tokens, cache={})), free(x, tokens))
+    assert torch.equal(moe(x, tokens.with_forward(cache={})), free(x, tokens))
 
 
 @pytest.mark.parametrize("hidden", [8, 64])
@@ -238,7 +236,7 @@ def test_expert_dropout_only_where_noise_is_wanted() -> None:
     x, tokens = sample(rng_seed=1)
     moe, plain = mixture(expert_dropout=0.4), mixture()
     assert not torch.equal(moe(x, tokens), plain(x, tokens))
-    assert torch.equal(moe(x, replace(tokens, rng_seed=None)), plain(x, tokens))
+    assert torch.equal(moe(x, tokens.with_forward(rng_seed=None)), plain(x, tokens))
     assert torch.equal(moe.eval()(x, tokens), plain(x, tokens))
 
 
@@ -252,7 +250,7 @@ def test_gates_that_are_zero_or_not_finite_show(score: str) -> None:
     moe.path = "stack.blocks.1.ffn.part"
     for bad in (float("nan"), float("inf")):
         assert not moe(torch.full_like(x, bad), tokens).isfinite().any()
-    assert nonfinite(tokens.stats.means()) == ["stack.blocks.1.ffn.part"]
+    assert nonfinite(tokens.forward.stats.means()) == ["stack.blocks.1.ffn.part"]
     if score == "sigmoid":
         with torch.no_grad():
             moe.router.weight.fill_(-1e5)

@@ -1,6 +1,5 @@
 """A mixture's path for one token of generation computes what the path for any number of tokens does."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ def test_one_token_is_as_several(name: str) -> None:
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
     x, tokens = sample(rows=1, length=1, cache={})
     assert part._has_shortcut(x[0], tokens)
-    watched = replace(tokens, stats=Stats())
+    watched = tokens.with_forward(stats=Stats())
     assert not part._has_shortcut(x[0], watched)
     torch.testing.assert_close(part(x, tokens), part(x, watched), rtol=1e-12, atol=1e-12)
 
@@ -46,6 +45,6 @@ def test_training_and_a_substitute_take_the_other_path() -> None:
     assert not part._has_shortcut(x[0], tokens)
     with torch.no_grad():
         assert part._has_shortcut(x[0], tokens)
-        assert not part._has_shortcut(x[0], replace(tokens, cache=None))
+        assert not part._has_shortcut(x[0], tokens.with_forward(cache=None))
         substitute(part, "dispatch", lambda rows, counts, experts: experts(rows, counts))
         assert not part._has_shortcut(x[0], tokens)

@@ -152,9 +152,9 @@ def test_rows_of_dropped_assignments_change_nothing(data: dict[str, object], mon
         torch.manual_seed(0)
         y = moe(x, tokens)
         (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
-        assert tokens.stats is not None
-        results.append([y, x.grad, *(p.grad for p in moe.parameters()), *tokens.stats.means().values()])
-    (dropped,) = (value for name, value in tokens.stats.means().items() if name.endswith("dropped"))
+        assert tokens.forward.stats is not None
+        results.append([y, x.grad, *(p.grad for p in moe.parameters()), *tokens.forward.stats.means().values()])
+    (dropped,) = (value for name, value in tokens.forward.stats.means().items() if name.endswith("dropped"))
     assert dropped > 0 or "capacity_factor" not in data
     for exact, padded in zip(*results, strict=True):
         torch.testing.assert_close(padded, exact, rtol=1e-11, atol=1e-13)

@@ -13,7 +13,7 @@ def test_observations() -> None:
     moe = mixture(capacity_factor=0.75, router={"kind": "topk", "z_loss_weight": 0.001})
     moe.path = "here"
     moe(x, tokens)
-    seen = tokens.stats.means()
+    seen = tokens.forward.stats.means()
     probabilities = (x.flatten(0, 1) @ moe.router.weight.t()).softmax(1)
     load = probabilities.topk(2).indices.flatten().bincount(minlength=4)
     torch.testing.assert_close(seen["here/load"], load.double() / 96)

@@ -14,6 +14,7 @@ from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.ops.relative_blocks import relative_attention
 from xscale.nn.attention.ops.relative_spans import add_by_columns
 from xscale.nn.dims import Dims
+from xscale.nn.forward import Forward
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.position.distance_tables import DistanceTables
 from xscale.nn.tokens import Tokens
@@ -90,7 +91,7 @@ def test_a_prompt_after_cached_tokens(position: dict[str, Any], blocks: list[Att
     parallel = mixer(x, tokens_of(LENGTH))
     for start, end in ((0, 8), (8, LENGTH)):
         tokens = tokens_of(LENGTH)
-        part = Tokens(tokens.ids[:, start:end], tokens.positions[:, start:end], cache=cache)
+        part = Tokens(tokens.ids[:, start:end], tokens.positions[:, start:end], forward=Forward(cache=cache))
         assert close(mixer(x[:, start:end], part), parallel[:, start:end])
     assert [mask.offset for mask in blocks] == [0, 0, 8]
 
@@ -141,7 +142,7 @@ def test_gradients_are_those_of_differences(causal: bool, reach: int | None) -> 
 def test_others_compute_all_scores(kind: str, changes: dict[str, Any], blocks: list[AttentionMask]) -> None:
     mixer = network({"kind": kind}, **changes).train()
     tokens = tokens_of(LENGTH)
-    mixer(drawn(2, LENGTH, WIDTH), Tokens(tokens.ids, tokens.positions, rng_seed=0))
+    mixer(drawn(2, LENGTH, WIDTH), Tokens(tokens.ids, tokens.positions, forward=Forward(rng_seed=0)))
     # Disagreement reads the bias of T5 by pair, and takes terms of queries as its core, softmax, does.
     assert len(blocks) == (changes.get("core") == {"kind": "disagreement"} and kind == "transformer_xl")
     network({"kind": kind}).bfloat16()(drawn(2, LENGTH, WIDTH).bfloat16(), tokens)

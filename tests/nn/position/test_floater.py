@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.conformance.made import close, dims, drawn, ready, tokens
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
+from xscale.nn.forward import Forward
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.nn.module import name_modules
@@ -113,7 +114,7 @@ def test_generation_goes_on_from_the_last_position() -> None:
     whole = made.embed(x, about)
     for size in (3, 1, 8, 1, 15, 1):
         new = slice(start, start + size)
-        here = Tokens(about.ids[:, new], about.positions[:, new], cache=cache)
+        here = Tokens(about.ids[:, new], about.positions[:, new], forward=Forward(cache=cache))
         assert close(made.embed(x[:, new], here), whole[:, new])
         start += size
     assert cache[made.path].shape == (LENGTH + 20, WIDTH)

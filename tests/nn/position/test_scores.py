@@ -12,6 +12,7 @@ from tests.conformance.made import close, dims, drawn, numbered, ready
 from xscale.core.config import decode
 from xscale.nn.attention.core import CORES
 from xscale.nn.dims import Dims
+from xscale.nn.forward import Forward
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mla import Mla
 from xscale.nn.position.pairs import Pairs
@@ -138,7 +139,7 @@ def test_decoding_equals_the_parallel_form(position: dict[str, Any]) -> None:
     mixer, x = network(position), drawn(2, 24, WIDTH)
     whole, cache = mixer(x, at(24)), dict[str, Any]()
     for start, end in ((0, 9), (9, 10), (10, 15), *((step, step + 1) for step in range(15, 24))):
-        tokens = Tokens(at(24).ids[:, start:end], at(24).positions[:, start:end], cache=cache)
+        tokens = Tokens(at(24).ids[:, start:end], at(24).positions[:, start:end], forward=Forward(cache=cache))
         assert close(mixer(x[:, start:end], tokens), whole[:, start:end])
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.conformance.made import close, dims, drawn, numbered, ready
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
+from xscale.nn.forward import Forward
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.tokens import Tokens
 
@@ -91,7 +92,7 @@ def test_decoding_equals_the_parallel_form() -> None:
     mixer, x = network(causal=True), drawn(2, 20, WIDTH)
     whole, cache = mixer(x, at(20)), dict[str, Any]()
     for start, end in ((0, 8), (8, 13), *((step, step + 1) for step in range(13, 20))):
-        tokens = Tokens(at(20).ids[:, start:end], at(20).positions[:, start:end], cache=cache)
+        tokens = Tokens(at(20).ids[:, start:end], at(20).positions[:, start:end], forward=Forward(cache=cache))
         assert close(mixer(x[:, start:end], tokens), whole[:, start:end])
 
 

@@ -368,7 +368,8 @@ def test_what_it_cannot_do_is_refused_with_what_would_work(
 
 def test_an_optimizer_of_whole_matrices_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     entry = OPTIMIZERS.get("adamw")
-    monkeypatch.setattr(OPTIMIZERS, "of", lambda _: replace(entry, traits=replace(entry.traits, elementwise=False)))
+    matrices = replace(entry, traits=replace(entry.traits, elementwise=False))
+    monkeypatch.setitem(OPTIMIZERS._entries, "adamw", matrices)
     assert recipe(tmp_path, **SINGLE).check(2) == []
     (problem,) = recipe(tmp_path, parallel=zero(2), **SINGLE).check(2)
     assert problem.path == "optimizer.kind"

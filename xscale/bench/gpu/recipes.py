@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale.bench.gpu.case import GpuContext
-from xscale.bench.machine import ROOT
+from xscale.bench.harness.machine import ROOT
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
 from xscale.recipe import Recipe, read

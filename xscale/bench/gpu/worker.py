@@ -106,8 +106,7 @@ def describe(context: Any) -> dict[str, Any]:
     import numpy
     import torch
 
-    from xscale.bench.machine import describe_machine
-    from xscale_kernels.bench.report import version
+    from xscale.bench.harness.machine import describe_machine, version
 
     return {
         **describe_machine(context.torch_device),

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xscale.bench.machine import ROOT, describe_machine
+from xscale.bench.harness.machine import ROOT, describe_machine
+from xscale.bench.harness.timing import alternate, clock_of
 from xscale.bench.moe.layers import (
     TOLERANCE,
     LayerSizes,
@@ -34,7 +35,6 @@ from xscale.nn.init import replace_parameters
 from xscale.nn.module import substitute
 from xscale.nn.tokens import Tokens
 from xscale.parallel.expert import AllToAll
-from xscale_kernels.bench.timing import alternate, clock_of
 from xscale_kernels.permute.op import permute, unpermute
 
 BALANCED = "xscale, balanced routing"

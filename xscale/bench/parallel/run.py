@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from xscale.bench.harness.timing import Sample, alternate, host_clock
 from xscale.bench.parallel import torch_side as torch_sides
 from xscale.bench.parallel.sizes import RANKS, SEED, BenchBatch, ParallelSizes, batch_slice
 from xscale.bench.torchrun import relaunch_under_torchrun, report_from_rank0
@@ -26,7 +27,6 @@ from xscale.parallel.config import ContextConfig, ParallelConfig, PipelineConfig
 from xscale.parallel.pipeline.executor import Pipeline
 from xscale.parallel.plan import ParallelPlan
 from xscale.parallel.sharded import sharded_parameters
-from xscale_kernels.bench.timing import Sample, alternate, host_clock
 
 
 class XscaleSide:

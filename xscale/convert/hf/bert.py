@@ -16,6 +16,7 @@ from xscale.convert.hf.architecture import (
     activation_of,
     classic_block,
 )
+from xscale.convert.hf.keys import keys_from_hf, keys_to_hf
 from xscale.convert.mapping import (
     DUPLICATED,
     WeightMapping,
@@ -26,6 +27,17 @@ from xscale.convert.mapping import (
     with_biases,
 )
 
+KEYS = {
+    "hidden_size": "width",
+    "num_hidden_layers": "stack.depth",
+    "num_attention_heads": "stack.block.mixer.heads",
+    "attention_probs_dropout_prob": "stack.block.mixer.dropout",
+    "hidden_dropout_prob": "stack.block.dropout",
+    "layer_norm_eps": "stack.block.norm.eps",
+    "initializer_range": "init_std",
+    "tie_word_embeddings": "tied",
+}
+"""Keys with the same value, in both directions."""
 TYPES = "token types: every token has the first type, unless an objective on sentences told others"
 
 
@@ -54,25 +66,17 @@ class BertFamily:
         if block is None or config.embedding_norm is None:
             return {}
         require.one_of("model.embedding_norm", config.embedding_norm, block.norm)
-        mixer, ffn = block.mixer, block.ffn
+        ffn = block.ffn
         SentenceHeadLayout.require(config, require)
         require.one_of("model.head_bias", config.head_bias, True)
         require.one_of("model.global_tokens", config.global_tokens, 0)
         require.one_of("model.transform", config.transform, "gelu" if self.first else ffn.activation)
-        return {
+        return keys_to_hf(KEYS, config) | {
             "vocab_size": sizes.vocabulary,
-            "hidden_size": config.width,
-            "num_hidden_layers": config.stack.depth,
-            "num_attention_heads": mixer.heads,
             "intermediate_size": ffn.hidden or 4 * config.width,
             "hidden_act": ACTIVATIONS.get(ffn.activation),
             "max_position_embeddings": (config.position.length or sizes.length) + self._before(sizes.pad),
             "type_vocab_size": config.token_types or self.types,
-            "layer_norm_eps": block.norm.eps,
-            "initializer_range": config.init_std,
-            "hidden_dropout_prob": block.dropout,
-            "attention_probs_dropout_prob": mixer.dropout,
-            "tie_word_embeddings": config.tied,
         }
 
     def _before(self, pad: int) -> int:
@@ -85,36 +89,20 @@ class BertFamily:
             require.one_of("pad_token_id", data["pad_token_id"], 0, 1)
         act = activation_of(data["hidden_act"], require, "hidden_act")
         norm = {"kind": "layer", "eps": data["layer_norm_eps"]}
-        mixer = {
-            "kind": "attention",
-            "heads": data["num_attention_heads"],
-            "bias": True,
-            "dropout": float(data["attention_probs_dropout_prob"]),
-        }
-        dropout = float(data["hidden_dropout_prob"])
+        ffn = {"kind": "dense", "hidden": data["intermediate_size"], "activation": act, "bias": True}
         length = data["max_position_embeddings"] - self._before(data["pad_token_id"] or 0)
-        return {
+        block = {"mixer": {"kind": "attention", "bias": True}, "ffn": ffn, "norm": norm, "placement": "post"}
+        section = {
             "kind": "encoder",
-            "width": data["hidden_size"],
             "position": {"kind": "learned", "length": length},
-            "tied": data["tie_word_embeddings"],
-            "dropout": dropout,
-            "init_std": data["initializer_range"],
+            "dropout": float(data["hidden_dropout_prob"]),
             "embedding_norm": norm,
             "token_types": data["type_vocab_size"],
             "transform": "gelu" if self.first else act,
             "head_bias": True,
-            "stack": {
-                "depth": data["num_hidden_layers"],
-                "block": {
-                    "mixer": mixer,
-                    "ffn": {"kind": "dense", "hidden": data["intermediate_size"], "activation": act, "bias": True},
-                    "norm": norm,
-                    "placement": "post",
-                    "dropout": dropout,
-                },
-            },
+            "stack": {"block": block},
         }
+        return keys_from_hf(KEYS, data, section)
 
     def weights(self, config: Any, sizes: ModelSizes) -> list[WeightMapping]:
         block, body = "stack.blocks.{i}", self.body

@@ -14,7 +14,8 @@ from xscale.convert.hf.architecture import (
     activation_of,
     classic_block,
 )
-from xscale.convert.hf.bert import TYPES
+from xscale.convert.hf.bert import KEYS, TYPES
+from xscale.convert.hf.keys import keys_from_hf, keys_to_hf
 from xscale.convert.mapping import DUPLICATED, WeightMapping, per_block, weight, with_biases
 
 NAME = "deberta-v2"
@@ -28,18 +29,15 @@ def to_hf(config: Any, sizes: ModelSizes, require: Requirements) -> Data:
     require.one_of("model.embedding_norm", getattr(config.embedding_norm, "kind", None), "layer")
     if block is None or config.embedding_norm is None:
         return {}
-    position, mixer, ffn = config.position, block.mixer, block.ffn
+    position, ffn = config.position, block.ffn
     require.one_of("model.embedding_norm", config.embedding_norm, block.norm)
     require.one_of("model.position.shared", position.shared, True)
     require.one_of("model.position.norm", position.norm, None, block.norm)
     require.one_of("model.head_bias", config.head_bias, True)
     require.one_of("model.global_tokens", config.global_tokens, 0)
     require.one_of("model.transform", config.transform, ffn.activation)
-    return {
+    return keys_to_hf(KEYS, config) | {
         "vocab_size": sizes.vocabulary,
-        "hidden_size": config.width,
-        "num_hidden_layers": config.stack.depth,
-        "num_attention_heads": mixer.heads,
         "intermediate_size": ffn.hidden or 4 * config.width,
         "hidden_act": ACTIVATIONS.get(ffn.activation),
         "max_position_embeddings": sizes.length,
@@ -51,11 +49,6 @@ def to_hf(config: Any, sizes: ModelSizes, require: Requirements) -> Data:
         "pos_att_type": ["p2c", "c2p"],
         "position_biased_input": False,
         "type_vocab_size": config.token_types,
-        "layer_norm_eps": block.norm.eps,
-        "initializer_range": config.init_std,
-        "hidden_dropout_prob": block.dropout,
-        "attention_probs_dropout_prob": mixer.dropout,
-        "tie_word_embeddings": config.tied,
         "legacy": True,
     }
 
@@ -77,7 +70,7 @@ def from_hf(data: Data, require: Requirements) -> Data:
         require.reject("legacy", what, "legacy=true would map.")
     act = activation_of(data["hidden_act"], require, "hidden_act")
     norm = {"kind": "layer", "eps": data["layer_norm_eps"]}
-    buckets, dropout = data.get("position_buckets", -1), float(data["hidden_dropout_prob"])
+    buckets = data.get("position_buckets", -1)
     distance = data.get("max_relative_positions", -1)
     position = {
         "kind": "deberta",
@@ -86,34 +79,19 @@ def from_hf(data: Data, require: Requirements) -> Data:
         "norm": norm if NORM in str(data.get("norm_rel_ebd", "none")).lower() else None,
         "shared": True,
     }
-    mixer = {
-        "kind": "attention",
-        "heads": data["num_attention_heads"],
-        "bias": True,
-        "dropout": float(data["attention_probs_dropout_prob"]),
-    }
-    return {
+    ffn = {"kind": "dense", "hidden": data["intermediate_size"], "activation": act, "bias": True}
+    block = {"mixer": {"kind": "attention", "bias": True}, "ffn": ffn, "norm": norm, "placement": "post"}
+    section = {
         "kind": "encoder",
-        "width": data["hidden_size"],
         "position": position,
-        "tied": data["tie_word_embeddings"],
-        "dropout": dropout,
-        "init_std": data["initializer_range"],
+        "dropout": float(data["hidden_dropout_prob"]),
         "embedding_norm": norm,
         "token_types": data["type_vocab_size"],
         "transform": act,
         "head_bias": True,
-        "stack": {
-            "depth": data["num_hidden_layers"],
-            "block": {
-                "mixer": mixer,
-                "ffn": {"kind": "dense", "hidden": data["intermediate_size"], "activation": act, "bias": True},
-                "norm": norm,
-                "placement": "post",
-                "dropout": dropout,
-            },
-        },
+        "stack": {"block": block},
     }
+    return keys_from_hf(KEYS, data, section)
 
 
 def weights(config: Any, sizes: ModelSizes) -> list[WeightMapping]:

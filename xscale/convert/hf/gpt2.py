@@ -11,6 +11,7 @@ from xscale.convert.hf.architecture import (
     activation_of,
     classic_block,
 )
+from xscale.convert.hf.keys import keys_from_hf, keys_to_hf
 from xscale.convert.mapping import (
     CONCATENATED,
     CONCATENATED_TRANSPOSED,
@@ -21,26 +22,30 @@ from xscale.convert.mapping import (
     with_biases,
 )
 
+KEYS = {
+    "n_embd": "width",
+    "n_layer": "stack.depth",
+    "n_head": "stack.block.mixer.heads",
+    "layer_norm_epsilon": "stack.block.norm.eps",
+    "initializer_range": "init_std",
+    "embd_pdrop": "dropout",
+    "resid_pdrop": "stack.block.dropout",
+    "attn_pdrop": "stack.block.mixer.dropout",
+    "tie_word_embeddings": "tied",
+}
+"""Keys with the same value, in both directions."""
+
 
 def to_hf(config: Any, sizes: ModelSizes, require: Requirements) -> Data:
     block = classic_block(config, "pre", require)
     if block is None:
         return {}
-    mixer, ffn = block.mixer, block.ffn
-    return {
+    ffn = block.ffn
+    return keys_to_hf(KEYS, config) | {
         "vocab_size": sizes.vocabulary,
         "n_positions": config.position.length or sizes.length,
-        "n_embd": config.width,
-        "n_layer": config.stack.depth,
-        "n_head": mixer.heads,
         "n_inner": ffn.hidden or 4 * config.width,
         "activation_function": ACTIVATIONS.get(ffn.activation),
-        "layer_norm_epsilon": block.norm.eps,
-        "initializer_range": config.init_std,
-        "resid_pdrop": block.dropout,
-        "embd_pdrop": config.dropout,
-        "attn_pdrop": mixer.dropout,
-        "tie_word_embeddings": config.tied,
     }
 
 
@@ -54,25 +59,18 @@ def from_hf(data: Data, require: Requirements) -> Data:
         "activation": activation_of(data["activation_function"], require, "activation_function"),
         "bias": True,
     }
-    mixer = {"kind": "attention", "heads": data["n_head"], "bias": True, "dropout": float(data["attn_pdrop"])}
-    return {
-        "kind": "decoder",
-        "width": data["n_embd"],
-        "position": {"kind": "learned", "length": data["n_positions"]},
-        "tied": data["tie_word_embeddings"],
-        "dropout": float(data["embd_pdrop"]),
-        "init_std": data["initializer_range"],
-        "stack": {
-            "depth": data["n_layer"],
-            "block": {
-                "mixer": mixer,
-                "ffn": ffn,
-                "norm": {"kind": "layer", "eps": data["layer_norm_epsilon"]},
-                "placement": "pre",
-                "dropout": float(data["resid_pdrop"]),
-            },
-        },
+    block = {
+        "mixer": {"kind": "attention", "bias": True},
+        "ffn": ffn,
+        "norm": {"kind": "layer"},
+        "placement": "pre",
     }
+    section = {
+        "kind": "decoder",
+        "position": {"kind": "learned", "length": data["n_positions"]},
+        "stack": {"block": block},
+    }
+    return keys_from_hf(KEYS, data, section)
 
 
 def weights(config: Any, sizes: ModelSizes) -> list[WeightMapping]:

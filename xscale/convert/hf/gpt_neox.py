@@ -11,10 +11,23 @@ from xscale.convert.hf.architecture import (
     activation_of,
     uniform_block,
 )
+from xscale.convert.hf.keys import keys_from_hf, keys_to_hf
 from xscale.convert.hf.layers import dynamic_length, rope_from_hf, rope_to_hf
 from xscale.convert.mapping import WeightMapping, interleaved_qkv, per_block, weight, with_biases
 
 BLOCK = "model.stack.block"
+KEYS = {
+    "hidden_size": "width",
+    "num_hidden_layers": "stack.depth",
+    "num_attention_heads": "stack.block.mixer.heads",
+    "attention_bias": "stack.block.mixer.bias",
+    "attention_dropout": "stack.block.mixer.dropout",
+    "hidden_dropout": "stack.block.dropout",
+    "layer_norm_eps": "stack.block.norm.eps",
+    "initializer_range": "init_std",
+    "tie_word_embeddings": "tied",
+}
+"""Keys with the same value, in both directions."""
 
 
 def to_hf(config: Any, sizes: ModelSizes, require: Requirements) -> Data:
@@ -41,20 +54,11 @@ def to_hf(config: Any, sizes: ModelSizes, require: Requirements) -> Data:
         what = f"{config.position.fraction} of {config.width // mixer.heads} channels is an odd number"
         require.reject("model.position.fraction", what, "A fraction with an even number of channels would map.")
     require.one_of("model.stack.block.residual", block.residual, "sequential", "parallel")
-    return {
+    return keys_to_hf(KEYS, config) | {
         "vocab_size": sizes.vocabulary,
-        "hidden_size": config.width,
-        "num_hidden_layers": config.stack.depth,
-        "num_attention_heads": mixer.heads,
         "intermediate_size": ffn.hidden or 4 * config.width,
         "hidden_act": ACTIVATIONS.get(ffn.activation),
         "max_position_embeddings": sizes.length,
-        "initializer_range": config.init_std,
-        "layer_norm_eps": block.norm.eps,
-        "attention_dropout": mixer.dropout,
-        "hidden_dropout": block.dropout,
-        "attention_bias": mixer.bias,
-        "tie_word_embeddings": config.tied,
         "use_parallel_residual": block.residual == "parallel",
         "rope_parameters": rope_to_hf(config.position) | {"partial_rotary_factor": config.position.fraction},
         **dynamic_length(config.position),
@@ -62,13 +66,6 @@ def to_hf(config: Any, sizes: ModelSizes, require: Requirements) -> Data:
 
 
 def from_hf(data: Data, require: Requirements) -> Data:
-    dropout = float(data["hidden_dropout"])
-    mixer = {
-        "kind": "attention",
-        "heads": data["num_attention_heads"],
-        "bias": data["attention_bias"],
-        "dropout": float(data["attention_dropout"]),
-    }
     ffn = {
         "kind": "dense",
         "hidden": data["intermediate_size"],
@@ -76,21 +73,18 @@ def from_hf(data: Data, require: Requirements) -> Data:
         "bias": True,
     }
     block = {
-        "mixer": mixer,
+        "mixer": {"kind": "attention"},
         "ffn": ffn,
-        "norm": {"kind": "layer", "eps": data["layer_norm_eps"]},
+        "norm": {"kind": "layer"},
         "residual": "parallel" if data["use_parallel_residual"] else "sequential",
-        "dropout": dropout,
     }
-    return {
+    section = {
         "kind": "decoder",
-        "width": data["hidden_size"],
         "position": rope_from_hf(data["rope_parameters"], data, require, partial=True),
-        "tied": data["tie_word_embeddings"],
-        "dropout": dropout,
-        "init_std": data["initializer_range"],
-        "stack": {"depth": data["num_hidden_layers"], "block": block},
+        "dropout": float(data["hidden_dropout"]),
+        "stack": {"block": block},
     }
+    return keys_from_hf(KEYS, data, section)
 
 
 def weights(config: Any, sizes: ModelSizes) -> list[WeightMapping]:

@@ -18,9 +18,21 @@ from xscale.convert.hf.architecture import (
     activation_of,
     classic_block,
 )
+from xscale.convert.hf.keys import keys_from_hf, keys_to_hf
 from xscale.convert.mapping import Tensors, Transform, WeightMapping, per_block, weight, with_biases
 
 SEGMENTS = 2
+
+KEYS = {
+    "d_model": "width",
+    "n_layer": "stack.depth",
+    "n_head": "stack.block.mixer.heads",
+    "dropout": "stack.block.dropout",
+    "layer_norm_eps": "stack.block.norm.eps",
+    "initializer_range": "init_std",
+    "tie_word_embeddings": "tied",
+}
+"""Keys with the same value, in both directions."""
 
 
 def to_hf(config: Any, sizes: ModelSizes, require: Requirements) -> Data:
@@ -37,18 +49,11 @@ def to_hf(config: Any, sizes: ModelSizes, require: Requirements) -> Data:
     require.one_of("model.token_types", config.token_types, 0)
     require.one_of("model.dropout", config.dropout, block.dropout)
     require.one_of("model.stack.block.mixer.dropout", mixer.dropout, block.dropout)
-    return {
+    return keys_to_hf(KEYS, config) | {
         "vocab_size": sizes.vocabulary,
-        "d_model": config.width,
-        "n_layer": config.stack.depth,
-        "n_head": mixer.heads,
         "d_inner": ffn.hidden or 4 * config.width,
         "ff_activation": ACTIVATIONS.get(ffn.activation),
         "attn_type": "bi",
-        "layer_norm_eps": block.norm.eps,
-        "initializer_range": config.init_std,
-        "dropout": block.dropout,
-        "tie_word_embeddings": config.tied,
     }
 
 
@@ -63,25 +68,20 @@ def from_hf(data: Data, require: Requirements) -> Data:
         require.reject("clamp_len", what, "-1 would map.")
     act = activation_of(data["ff_activation"], require, "ff_activation")
     dropout = float(data["dropout"])
-    return {
-        "kind": "encoder",
-        "width": data["d_model"],
-        "position": {"kind": "transformer_xl"},
-        "tied": data["tie_word_embeddings"],
-        "dropout": dropout,
-        "init_std": data["initializer_range"],
-        "head_bias": True,
-        "stack": {
-            "depth": data["n_layer"],
-            "block": {
-                "mixer": {"kind": "attention", "heads": data["n_head"], "dropout": dropout},
-                "ffn": {"kind": "dense", "hidden": data["d_inner"], "activation": act, "bias": True},
-                "norm": {"kind": "layer", "eps": data["layer_norm_eps"]},
-                "placement": "post",
-                "dropout": dropout,
-            },
-        },
+    block = {
+        "mixer": {"kind": "attention", "dropout": dropout},
+        "ffn": {"kind": "dense", "hidden": data["d_inner"], "activation": act, "bias": True},
+        "norm": {"kind": "layer"},
+        "placement": "post",
     }
+    section = {
+        "kind": "encoder",
+        "position": {"kind": "transformer_xl"},
+        "dropout": dropout,
+        "head_bias": True,
+        "stack": {"block": block},
+    }
+    return keys_from_hf(KEYS, data, section)
 
 
 def weights(config: Any, sizes: ModelSizes) -> list[WeightMapping]:

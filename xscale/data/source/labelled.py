@@ -36,9 +36,9 @@ class Labelled(PairSource):
         classes: tuple[str, ...] = ("negative", "positive")
         """Names of the classes or tags, in the order of their numbers; not read for scores."""
         group_field: str | None = None
-        """The key or column of a text that examples of one group share, such as the original of examples that
-        `xscale data augment` wrote: a group is in one split, which the hash of that text decides; null: the hash of
-        the example's own text does."""
+        """The key or column of a text that examples of one group share, such as the original of augmented
+        examples: a group is in one split, which the hash of that text decides; null: the hash of the example's own text
+        does."""
         longest: int = pydantic.Field(default=16 << 20, ge=1)
         """Longest allowed line, in bytes."""
 

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from xscale.core.config import Config
 from xscale.core.errors import Problem
-from xscale.nn.attention.core import CORES, CoreTraits
+from xscale.nn.attention.core import CORES, SCORES
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.auxiliary import attach
@@ -37,20 +37,7 @@ class SpanConfig(Config):
 
 @CORES.register(
     "adaptive_span",
-    traits=CoreTraits(
-        causal=True,
-        bidirectional=True,
-        cross=False,
-        per_head=True,
-        cost="2*T*S*K",
-        context=("ulysses",),
-        dropout=True,
-        bias=True,
-        position_terms=True,
-        documents=True,
-        prefix=True,
-        decode=True,
-    ),
+    traits=replace(SCORES, cross=False),
     deviations=(
         "All scores are computed, also those that the mask hides; the authors' code trims keys to the longest span.",
         "Spans are clamped to [0, S] where they are used, and gradients that lead out of it dropped; the authors' code "

@@ -33,6 +33,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.pattern.fixed import Fixed
 from xscale.nn.pattern.grid import Grid
 from xscale.nn.pattern.pattern import PATTERNS, Pattern, check_pattern, pattern_layout
+from xscale.nn.roles import Role, Seams
 from xscale_kernels.block_sparse_attention import IMPLEMENTATIONS, BlockLayout, block_sparse_attention, layout_from_mask
 from xscale_kernels.select import choose, log_choice
 
@@ -56,7 +57,7 @@ from xscale_kernels.select import choose, log_choice
 )
 class BlockSparse(Core):
     uses_relative_bias = True
-    seams: ClassVar[tuple[str, ...]] = ("build_plan",)
+    seams: ClassVar[Seams] = {"build_plan": Role.KERNEL_PLAN}
 
     class Config(Core.Config):
         pattern: Annotated[Pattern.Config, Slot(PATTERNS)] = Fixed.Config()
@@ -117,6 +118,10 @@ class BlockSparse(Core):
             blocks = self._flex.pattern_blocks(layouts, grid, q.device, packed=mask.query_documents is not None)
             return self._flex.attend(q, k, v, mask, blocks, self.sink_logits())
         return self._gather(q, k, v, mask, dropout)
+
+    @property
+    def layout_block(self) -> int | None:
+        return self.config.block
 
     def block_layout(self, length: int, heads: int) -> Any:
         config = self.config

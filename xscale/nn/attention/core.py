@@ -64,6 +64,24 @@ class CoreTraits:
     """Has parameters without a gradient, which `update_state` moves by statistics of the step's tokens."""
 
 
+SCORES = CoreTraits(
+    causal=True,
+    bidirectional=True,
+    cross=True,
+    per_head=True,
+    cost="2*T*S*K",
+    context=("ulysses",),
+    dropout=True,
+    bias=True,
+    position_terms=True,
+    documents=True,
+    prefix=True,
+    decode=True,
+)
+"""Traits of a core that computes a score of each query and key, and normalises them over the keys, as softmax attention
+does. Such cores declare `replace(SCORES, ...)`, by what is otherwise with them."""
+
+
 class Core(Part, PostStepState):
     """Base class of attention cores, built as `Core(config, dims, heads, head_width)`."""
 
@@ -111,6 +129,17 @@ class Core(Part, PostStepState):
     def hides_padding(self, documents: bool) -> bool:
         """Whether it hides the padding behind a sample from its text, by causal order or as a document of its own."""
         return (self.causal or documents) and not self.counts_keys
+
+    @property
+    def layout_block(self) -> int | None:
+        """Tokens of a block of `block_layout`; None: it has no such layout."""
+        return None
+
+    @property
+    def unsummable_state(self) -> str | None:
+        """Why the states of a sequence's shards cannot be summed for the style scan; None: they can, or are carried on
+        by a transition."""
+        return None
 
     @property
     def transition_size(self) -> int:

@@ -8,36 +8,25 @@ Each is the mean over tokens, and is added to the loss with its weight; in the p
 The sum over pairs of heads is the square of a sum over heads, so no pair is formed.
 """
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from xscale.nn.attention.core import CORES, CoreTraits
+from xscale.nn.attention.core import CORES, SCORES
 from xscale.nn.attention.ops.dense import repeat_kv, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.auxiliary import attach, mean_over_text
 from xscale.nn.dims import Dims
+from xscale.nn.roles import Role, Seams
 
 
 @CORES.register(
     "disagreement",
-    traits=CoreTraits(
-        causal=True,
-        bidirectional=True,
-        cross=True,
-        per_head=True,
-        cost="2*T*S*K",
-        dropout=True,
-        bias=True,
-        position_terms=True,
-        documents=True,
-        prefix=True,
-        exact=True,
-        decode=True,
-    ),
+    traits=replace(SCORES, context=(), exact=True),
     deviations=("Each term is the mean over the tokens of a micro-batch; the paper does not say how it adds them up.",),
 )
 class Disagreement(Softmax):
@@ -53,7 +42,7 @@ class Disagreement(Softmax):
 
     averages_tokens = True
     averages_text = True
-    seams: ClassVar[tuple[str, ...]] = ("sum_heads",)
+    seams: ClassVar[Seams] = {"sum_over_heads": Role.SUM_OVER_HEADS}
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)
@@ -84,9 +73,9 @@ class Disagreement(Softmax):
 
         Tokens of `padding` [B, T] are left out.
         """
-        similar = (self.sum_heads(x) / self.heads).square().sum(-1)
+        similar = (self.sum_over_heads(x) / self.heads).square().sum(-1)
         return mean_over_text(similar, None if padding is None else ~padding)
 
-    def sum_heads(self, x: Tensor) -> Tensor:
+    def sum_over_heads(self, x: Tensor) -> Tensor:
         """Sum x [B, H, T, N] over all heads: [B, T, N]. A seam: tensor parallelism adds up those of all ranks."""
         return x.sum(1)

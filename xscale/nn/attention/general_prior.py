@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
-from xscale.nn.attention.core import CORES, CoreTraits
+from xscale.nn.attention.core import CORES, SCORES, CoreTraits
 from xscale.nn.attention.ops.dense import grouped_matmul, masked_softmax, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.prior_scores import ScoreCore
@@ -30,22 +30,7 @@ from xscale.nn.position.position import POSITIONS
 
 @CORES.register(
     "general_prior",
-    traits=CoreTraits(
-        causal=True,
-        bidirectional=True,
-        cross=True,
-        per_head=True,
-        cost="2*T*S*K",
-        context=("ulysses",),
-        dropout=True,
-        bias=True,
-        position_terms=True,
-        documents=True,
-        prefix=True,
-        exact=True,
-        decode=True,
-        previous_scores=True,
-    ),
+    traits=replace(SCORES, exact=True, previous_scores=True),
 )
 class GeneralPrior(ScoreCore):
     class Config(ScoreCore.Config):

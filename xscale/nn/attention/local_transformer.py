@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import Problem
-from xscale.nn.attention.core import CORES, CoreTraits
+from xscale.nn.attention.core import CORES, SCORES
 from xscale.nn.attention.ops.dense import repeat_kv, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.softmax import Softmax
@@ -29,20 +29,7 @@ NARROWEST = 0.01
 
 @CORES.register(
     "local_transformer",
-    traits=CoreTraits(
-        causal=True,
-        bidirectional=True,
-        cross=True,
-        per_head=True,
-        cost="2*T*S*K + T*K*K + 2*T*K",
-        context=("ulysses",),
-        dropout=True,
-        bias=True,
-        position_terms=True,
-        documents=True,
-        prefix=True,
-        decode=True,
-    ),
+    traits=replace(SCORES, cost="2*T*S*K + T*K*K + 2*T*K"),
     deviations=(
         "In a causal model I and the mean of the keys are of the tokens up to the query, not of a whole sentence.",
     ),

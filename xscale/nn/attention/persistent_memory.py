@@ -7,12 +7,14 @@ is added. A feed-forward layer with a softmax in place of its ReLU is attention 
 them needs no feed-forward layer (`ffn: none`).
 """
 
+from dataclasses import replace
+
 import torch
 from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
-from xscale.nn.attention.core import CORES, Core, CoreTraits
+from xscale.nn.attention.core import CORES, SCORES, Core
 from xscale.nn.attention.ops.dense import repeat_kv, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
@@ -21,21 +23,7 @@ from xscale.nn.init import Init
 
 @CORES.register(
     "persistent_memory",
-    traits=CoreTraits(
-        normalised=False,
-        causal=True,
-        bidirectional=True,
-        cross=True,
-        per_head=True,
-        cost="2*T*(S + persistent)*K",
-        context=("ulysses",),
-        dropout=True,
-        bias=True,
-        position_terms=True,
-        documents=True,
-        prefix=True,
-        decode=True,
-    ),
+    traits=replace(SCORES, normalised=False, cost="2*T*(S + persistent)*K"),
     deviations=(
         "The persistent vectors start with the paper's variances, 1/K and 1/N; the authors' code learns them at "
         "variance 1 times those factors, which makes an optimizer's step on them larger.",

@@ -7,12 +7,13 @@ to the next block. With w_1 = w_2 = 1 this is residual attention (He et al. 2021
 layer of a lazy block (Ying et al. 2021, LazyFormer), whose other layers have the mixer `reused_attention`.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 
-from xscale.nn.attention.core import CORES, Core, CoreTraits
+from xscale.nn.attention.core import CORES, SCORES, Core
 from xscale.nn.attention.ops.dense import grouped_matmul, masked_softmax, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
@@ -47,22 +48,7 @@ class ScoreCore(Core):
 
 @CORES.register(
     "prior_scores",
-    traits=CoreTraits(
-        causal=True,
-        bidirectional=True,
-        cross=True,
-        per_head=True,
-        cost="2*T*S*K",
-        context=("ulysses",),
-        dropout=True,
-        bias=True,
-        position_terms=True,
-        documents=True,
-        prefix=True,
-        exact=True,
-        decode=True,
-        previous_scores=True,
-    ),
+    traits=replace(SCORES, exact=True, previous_scores=True),
 )
 class PriorScores(ScoreCore):
     own_weight: Parameter

@@ -65,6 +65,10 @@ class Rfa(Core):
             # Its last column is a bias, so none of it decays.
             self.declare("gate", (heads, head_width + 1), ("heads", "state"), ZEROS, decays=False)
 
+    @property
+    def unsummable_state(self) -> str | None:
+        return "gated states decay and cannot be summed; take gated=false" if self.config.gated else None
+
     @classmethod
     def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
         if not config.gated or (dims.causal and not dims.cross):

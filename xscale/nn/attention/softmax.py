@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import ConfigError, Problem
-from xscale.nn.attention.core import CORES, Core, CoreTraits
+from xscale.nn.attention.core import CORES, SCORES, Core, CoreTraits
 from xscale.nn.attention.ops.dense import grouped_matmul, masked_softmax, upcast
 from xscale.nn.attention.ops.flex import KERNEL_BLOCK, FlexAttention, KeyBlocks
 from xscale.nn.attention.ops.mask import AttentionMask
@@ -31,21 +31,7 @@ LEAST_PACKED = 512
 
 @CORES.register(
     "softmax",
-    traits=CoreTraits(
-        causal=True,
-        bidirectional=True,
-        cross=True,
-        per_head=True,
-        cost="2*T*S*K",
-        context=("ring", "ulysses"),
-        dropout=True,
-        bias=True,
-        position_terms=True,
-        documents=True,
-        prefix=True,
-        exact=True,
-        decode=True,
-    ),
+    traits=replace(SCORES, context=("ring", "ulysses"), exact=True),
 )
 class Softmax(Core):
     reads_bias: ClassVar[bool] = False

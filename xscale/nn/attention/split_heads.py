@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
 from xscale.nn.attention.block_sparse import BlockSparse
-from xscale.nn.attention.core import CORES, Core, CoreTraits
+from xscale.nn.attention.core import CORES, SCORES, Core, CoreTraits
 from xscale.nn.attention.ops.dense import repeat_kv
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.softmax import Softmax
@@ -32,20 +32,7 @@ ANY_CORE = ("position_dependent", "random", "running_stats")
 
 @CORES.register(
     "split_heads",
-    traits=CoreTraits(
-        causal=True,
-        bidirectional=True,
-        cross=False,
-        per_head=True,
-        cost="2 * T * w * K",
-        context=("ulysses",),
-        bias=True,
-        position_terms=True,
-        documents=True,
-        position_dependent=True,
-        dropout=True,
-        decode=True,
-    ),
+    traits=replace(SCORES, position_dependent=True, prefix=False, cross=False, cost="2 * T * w * K"),
 )
 class SplitHeads(Core):
     class Config(Core.Config):

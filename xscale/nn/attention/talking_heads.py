@@ -6,11 +6,13 @@ P_l and P_w mix the heads of each pair of query and key. A bias of the position 
 it. With identity matrices it is softmax attention.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from xscale.nn.attention.core import CORES, Core, CoreTraits
+from xscale.nn.attention.core import CORES, SCORES, Core
 from xscale.nn.attention.ops.dense import grouped_matmul, masked_softmax, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
@@ -19,20 +21,7 @@ from xscale.nn.init import Init
 
 @CORES.register(
     "talking_heads",
-    traits=CoreTraits(
-        normalised=False,
-        causal=True,
-        bidirectional=True,
-        cross=True,
-        per_head=False,
-        cost="2*T*S*(K + H)",
-        dropout=True,
-        bias=True,
-        position_terms=True,
-        documents=True,
-        prefix=True,
-        decode=True,
-    ),
+    traits=replace(SCORES, context=(), normalised=False, per_head=False, cost="2*T*S*(K + H)"),
     deviations=("Queries, softmax and values have one number of heads; the paper allows three.",),
 )
 class TalkingHeads(Core):

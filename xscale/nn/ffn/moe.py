@@ -31,6 +31,7 @@ from xscale.nn.moe.router.router import ROUTERS, Router, RouterDims
 from xscale.nn.moe.router.topk import TopKRouter
 from xscale.nn.moe.statistics import record_stats
 from xscale.nn.random import hash63
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 from xscale_kernels.permute.op import permute, unpermute
 from xscale_kernels.torch_private import calls_directly
@@ -75,7 +76,11 @@ class Moe(Ffn):
         """Let later tokens decide how a causal model's token is routed or whether it is dropped."""
 
     averages_tokens = True
-    seams: ClassVar[tuple[str, ...]] = ("dispatch", "dispatch_plan", "apply_experts")
+    seams: ClassVar[Seams] = {
+        "dispatch": Role.DISPATCH,
+        "dispatch_plan": Role.ROUTING,
+        "apply_experts": Role.EXPERT_CALLS,
+    }
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
@@ -137,7 +142,7 @@ class Moe(Ffn):
         plan, aux_loss = self.dispatch_plan(x, tokens)
         y = self.apply_experts(flat, plan).view(x.shape)  # [B, T, D]
         if aux_loss is not None:
-            y = attach(y, aux_loss, tokens.aux_loss_weight)
+            y = attach(y, aux_loss, tokens.forward.aux_loss_weight)
         return y if self.shared is None else self._add_shared(x, y, self.shared(x, tokens))
 
     def apply_experts(self, flat: Tensor, plan: DispatchPlan) -> Tensor:
@@ -154,8 +159,8 @@ class Moe(Ffn):
         """Whether `flat` is the one token of a step of generation, and nothing else acts on the path to the experts."""
         return (
             len(flat) == 1
-            and tokens.cache is not None
-            and tokens.stats is None
+            and tokens.forward.cache is not None
+            and tokens.forward.stats is None
             and type(self.dispatch) is LocalDispatch
             and "dispatch_plan" not in vars(self)
             and not self.kernel_choices
@@ -183,14 +188,14 @@ class Moe(Ffn):
         flat, config = x.flatten(0, 1), self.config
         routing = self.router(flat, tokens)
         # Generation sees other micro-batches than training did, so a capacity would drop other tokens.
-        capacity = self.capacity(len(flat)) if tokens.cache is None else None
+        capacity = self.capacity(len(flat)) if tokens.forward.cache is None else None
         plan = plan_dispatch(
             *(routing, config.experts, capacity, config.drop_policy, config.capacity_groups),
             fixed_shapes=self.fixed_shapes(flat),
         )
-        if tokens.stats is not None:
-            record_stats(tokens.stats, self, routing, plan)
-        if self.training and tokens.rng_seed is not None and config.expert_dropout:
+        if tokens.forward.stats is not None:
+            record_stats(tokens.forward.stats, self, routing, plan)
+        if self.training and tokens.forward.rng_seed is not None and config.expert_dropout:
             plan = replace(plan, dropout_keys=self._dropout_keys(plan))
         return plan, routing.loss
 

@@ -79,7 +79,7 @@ class ProductKeyMemory(Ffn):
         flat = x.flatten(0, 1)  # [N, D]
         scores, index = self.nearest(flat)  # [N, H, k]
         weights = scores.softmax(-1).view(*x.shape[:2], *scores.shape[1:])  # [B, T, H, k]
-        p = self.config.dropout if self.training and tokens.rng_seed is not None else 0.0
+        p = self.config.dropout if self.training and tokens.forward.rng_seed is not None else 0.0
         weights = self.random.dropout(weights, p, ("batch", "tokens", "state", "state"), tokens)
         table = self.use(self.values)
         y = F.embedding_bag(

@@ -9,6 +9,8 @@ The products are dense there. In generation, where a forward has few tokens, onl
 that the controller picks are read: 1 / N of them for each token.
 """
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -19,6 +21,7 @@ from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn, FfnTraits
 from xscale.nn.linear import Linear
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 DRAWN_OF = 1 << 53
@@ -33,6 +36,8 @@ DRAWN_OF = 1 << 53
     ),
 )
 class SparseFfn(Ffn):
+    seams: ClassVar[Seams] = {"first_hidden": Role.FIRST_HIDDEN}
+
     class Config(Ffn.Config):
         hidden: int | None = Field(default=None, ge=1)
         """F, hidden units; null: four times the model's width."""
@@ -49,6 +54,8 @@ class SparseFfn(Ffn):
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
+        self.first_hidden = 0
+        """Index in the model of the first local hidden unit: set when they are sharded over ranks."""
         self.block_size, self.temperature = config.block_size, config.temperature
         self.hard_fraction = config.hard_fraction
         hidden = config.hidden or 4 * dims.width
@@ -73,14 +80,19 @@ class SparseFfn(Ffn):
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         logits = self.control(self.reduce(x)).unflatten(-1, (-1, self.block_size))  # [B, T, F / N, N]
-        if self.training and tokens.rng_seed is not None:
+        if self.training and tokens.forward.rng_seed is not None:
             mask = self.soft_mask(logits, tokens)
-        elif tokens.cache is not None and x.shape[0] * x.shape[1] < self.block_size:
+        elif tokens.forward.cache is not None and x.shape[0] * x.shape[1] < self.block_size:
             return self.read_chosen(x, logits.argmax(-1))
         else:
             mask = F.one_hot(logits.argmax(-1), self.block_size)
         y: Tensor = self.down(F.relu(self.up(x)) * mask.flatten(-2).to(x.dtype))
         return y
+
+    @property
+    def hidden_units(self) -> int:
+        """F, of all ranks."""
+        return self.blocks * self.block_size
 
     def soft_mask(self, logits: Tensor, tokens: Tokens) -> Tensor:
         """Gumbel-softmax over the units of each block, or its one-hot argmax: logits [B, T, F / N, N] -> the same."""

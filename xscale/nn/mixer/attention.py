@@ -10,16 +10,18 @@ from torch import Tensor
 from xscale.core.config import Slot
 from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention.core import CORES, Core
-from xscale.nn.attention.ops.mask import AttentionMask, ScoreEdge
+from xscale.nn.attention.ops.mask import OBSERVED, AttentionMask, ScoreEdge
 from xscale.nn.attention.ops.without_padding import attend_text
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
+from xscale.nn.mixer.attention_heads import AttentionHeads
 from xscale.nn.mixer.kv_cache import KvCache
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
 from xscale.nn.norm import NORMS, Norm
 from xscale.nn.position.pairs import Pairs, PositionPairs
 from xscale.nn.position.position import POSITIONS, Position, PositionTerms
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
@@ -27,7 +29,7 @@ from xscale.nn.tokens import Tokens
     "attention",
     traits=MixerTraits(causal=True, bidirectional=True, cross=True, documents=True, decode=True, prefix=True),
 )
-class Attention(Mixer):
+class Attention(AttentionHeads):
     class Config(Mixer.Config):
         heads: int = Field(default=8, ge=1)
         """H, query heads."""
@@ -62,7 +64,12 @@ class Attention(Mixer):
                 object.__setattr__(self, "shared_qk", False)
             return self
 
-    seams: ClassVar[tuple[str, ...]] = ("attend", "attend_input", "make_mask", "norm_all_heads")
+    seams: ClassVar[Seams] = {
+        "attend": Role.ATTENTION,
+        "attend_input": Role.OBSERVED_INPUT,
+        "make_mask": Role.ATTENTION_MASK,
+        "norm_all_heads": Role.NORM_OVER_HEADS,
+    }
     cores: ClassVar[tuple[str, ...] | None] = None
     """Kinds of the cores that the mixer can hold; None: any."""
     shards_sequence: ClassVar[bool] = True
@@ -227,8 +234,8 @@ class Attention(Mixer):
                 q, k = position.rotate_both(q, k, tokens)
             elif position is not None:
                 q, k = position.rotate(q, tokens), position.rotate(k, key_tokens)
-            if tokens.cache is not None:
-                k, v = tokens.cache.setdefault(self.path, KvCache()).append(k, v)
+            if tokens.forward.cache is not None:
+                k, v = tokens.forward.cache.setdefault(self.path, KvCache()).append(k, v)
         if self.query_factor is not None:
             q = q * self.query_factor
         mask = self.with_state(self.make_mask(q, k, tokens, key_tokens), tokens, edge)
@@ -237,9 +244,9 @@ class Attention(Mixer):
     def with_state(self, mask: AttentionMask, tokens: Tokens, edge: ScoreEdge | None) -> AttentionMask:
         """Return the mask with the scores that blocks hand on, and the core's state during generation."""
         mask = mask if edge is None else replace(mask, score_edge=edge)
-        if not self.core.keeps_state or tokens.cache is None:
+        if not self.core.keeps_state or tokens.forward.cache is None:
             return mask
-        return replace(mask, cache=tokens.cache.setdefault(f"{self.path}.core", {}))
+        return replace(mask, cache=tokens.forward.cache.setdefault(f"{self.path}.core", {}))
 
     def project(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, H, T, K] of x [B, T, D], keys and values [B, G, S, K] of `memory` [B, S, D]; None: x."""
@@ -270,21 +277,6 @@ class Attention(Mixer):
     def previous_score_heads(self) -> int:
         return self.core.previous_score_heads
 
-    @property
-    def query_channels(self) -> int:
-        """H * K, of all ranks."""
-        return self.q.weight.shape[0]
-
-    @property
-    def key_channels(self) -> int:
-        """G * K, of all ranks."""
-        return self.key_projection.weight.shape[0]
-
-    @property
-    def key_projection(self) -> Linear:
-        """The projection of the keys."""
-        return self.q if self.k is None else self.k
-
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], -1, self.head_width).transpose(1, 2)  # [B, H, T, K]
 
@@ -308,11 +300,11 @@ class Attention(Mixer):
 
     def _memory(self, memory: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Keys and values of the other sequence, [B, G, S, K]; during generation they are computed once."""
-        if tokens.cache is None:
+        if tokens.forward.cache is None:
             return self._keys(memory)
-        if self.path not in tokens.cache:
-            tokens.cache[self.path] = self._keys(memory)
-        cached: tuple[Tensor, Tensor] = tokens.cache[self.path]
+        if self.path not in tokens.forward.cache:
+            tokens.forward.cache[self.path] = self._keys(memory)
+        cached: tuple[Tensor, Tensor] = tokens.forward.cache[self.path]
         return cached
 
     def keeps_documents_apart(self, tokens: Tokens, key_tokens: Tokens) -> bool:
@@ -343,11 +335,11 @@ class Attention(Mixer):
                 key_padding=key_tokens.padding,
                 query_padding=tokens.padding,
                 key_prefix=key_tokens.prefix,
-                observed=None if self.cross else tokens.observed,
-                dropout=0.0 if tokens.rng_seed is None else self.dropout,
+                observed=None if self.cross else tokens.get(OBSERVED),
+                dropout=0.0 if tokens.forward.rng_seed is None else self.dropout,
                 shared_qk=self.shared_qk,
-                stats=tokens.stats,
-                aux_loss_weight=tokens.aux_loss_weight,
+                stats=tokens.forward.stats,
+                aux_loss_weight=tokens.forward.aux_loss_weight,
                 device=q.device,
             )
 
@@ -390,7 +382,7 @@ class Attention(Mixer):
     def _bias(self, k: Tensor, tokens: Tokens) -> Any:
         assert self.position is not None
         keys = tokens.positions
-        if tokens.cache is not None:
+        if tokens.forward.cache is not None:
             # Cached tokens have the positions 0, 1, 2 ...
             keys = k.new_tensor(range(k.shape[2])).to(keys.dtype).expand(keys.shape[0], -1)
         return self.position.bias(tokens.positions, keys)

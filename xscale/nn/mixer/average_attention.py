@@ -18,6 +18,7 @@ from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
@@ -33,11 +34,14 @@ class AverageAttention(Mixer):
         """Whether the feed-forward network and the gates have biases, as in the paper."""
 
     uses_position: ClassVar[bool] = False
-    seams: ClassVar[tuple[str, ...]] = ("gate",)
+    seams: ClassVar[Seams] = {"first_hidden": Role.FIRST_HIDDEN, "sum_over_heads": Role.SUM_OVER_HEADS}
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
+        self.width = dims.width
         width, hidden = dims.width, config.hidden or 4 * dims.width
+        self.first_hidden = 0
+        """Index of the first local channel of the gates: set when they are sharded over ranks."""
         self.up = Linear(width, hidden, ("ffn", "width"), dims.init, bias=config.bias)
         self.down = Linear(hidden, width, ("width", "ffn"), dims.init, bias=config.bias)
         # Channels of the gates are shared out as hidden units are: each depends on all of y and g.
@@ -46,7 +50,7 @@ class AverageAttention(Mixer):
 
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         mean = self.mean(x, tokens)
-        return self.gate(x, self.down(F.relu(self.up(mean))))
+        return self.gated_sum(x, self.sum_over_heads(self.down(F.relu(self.up(mean)))))
 
     def mean(self, x: Tensor, tokens: Tokens) -> Tensor:
         """Mean of each token of x [B, T, D] and those before it, in its document: [B, T, D]."""
@@ -54,22 +58,33 @@ class AverageAttention(Mixer):
         counts = torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]  # [T, 1]
         if tokens.documents is not None:
             counts = tokens.positions[..., None] + 1  # [B, T, 1]
-        if tokens.cache is not None:
-            earlier, count = tokens.cache.get(self.path, (torch.zeros_like(total[:, 0]), 0))
+        if tokens.forward.cache is not None:
+            earlier, count = tokens.forward.cache.get(self.path, (torch.zeros_like(total[:, 0]), 0))
             total, counts = total + earlier[:, None], counts + count
-            tokens.cache[self.path] = (total[:, -1].clone(), count + x.shape[1])
+            tokens.forward.cache[self.path] = (total[:, -1].clone(), count + x.shape[1])
         mean: Tensor = (total / counts).to(x.dtype)
         return mean
 
-    def gate(self, y: Tensor, g: Tensor) -> Tensor:
-        """i * y + f * g, all [B, T, D]. A seam: tensor parallelism has a part of the sum g and some of the gates."""
-        i, f = self.gates(y, g)
-        return i * y + f * g
+    def sum_over_heads(self, g: Tensor) -> Tensor:
+        """What the local hidden units add to the output g [B, T, D] of the feed-forward network -> g. A seam."""
+        return g
 
-    def gates(self, y: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Input and forget gates of the local channels."""
+    def gated_sum(self, y: Tensor, g: Tensor) -> Tensor:
+        """i * y + f * g, all [B, T, D], with zeros in the channels whose gates are not local."""
         both = torch.cat((y, g), -1)  # [B, T, 2 D]
-        return self.input_gate(both).sigmoid(), self.forget_gate(both).sigmoid()
+        i, f = self.input_gate(both).sigmoid(), self.forget_gate(both).sigmoid()
+        first, local = self.first_hidden, i.shape[-1]
+        gated = i * y.narrow(-1, first, local) + f * g.narrow(-1, first, local)
+        return F.pad(gated, (first, self.width - first - local)) if local < self.width else gated
+
+    @property
+    def hidden_units(self) -> int:
+        """Channels of the gates, of all ranks."""
+        return self.width
+
+    @property
+    def summed_channels(self) -> int:
+        return self.width
 
 
 def _segment_sums(x: Tensor, tokens: Tokens) -> Tensor:

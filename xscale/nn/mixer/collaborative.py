@@ -132,8 +132,8 @@ class Collaborative(Attention):
             k, v = self._keys(x)
             if self.position is not None:
                 q, k = self.position.rotate_both(q, k, tokens)
-            if tokens.cache is not None:
-                k, v = tokens.cache.setdefault(self.path, KvCache()).append(k, v)
+            if tokens.forward.cache is not None:
+                k, v = tokens.forward.cache.setdefault(self.path, KvCache()).append(k, v)
         key_tokens = source if source is not None and self.cross else tokens
         assert self.query_factor is not None
         q, k, v = q * self.query_factor, k.expand(-1, q.shape[1], -1, -1), self._pad(v)

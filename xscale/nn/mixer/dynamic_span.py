@@ -62,4 +62,4 @@ class DynamicSpan(Attention):
         score_bias = score_bias if mask.bias is None else score_bias + mask.bias
         o = self.attend(q, k, v, replace(mask, bias=score_bias))
         # Ranks that share the heads have equally many, so that the mean of their means is that of all heads.
-        return attach(o, self.loss_weight * mean_over_text(spans, tokens.real()), tokens.aux_loss_weight)
+        return attach(o, self.loss_weight * mean_over_text(spans, tokens.real()), tokens.forward.aux_loss_weight)

@@ -124,7 +124,7 @@ class Branches(Convolution):
         return left_output + widened(self._drop(right_output, tokens), left_output.shape[-1])
 
     def _drop(self, x: Tensor, tokens: Tokens) -> Tensor:
-        drops = self.dropout if self.training and tokens.rng_seed is not None else 0.0
+        drops = self.dropout if self.training and tokens.forward.rng_seed is not None else 0.0
         return self.random.dropout(x, drops, ("batch", "tokens", "width"), tokens)
 
     def multiply_adds(self, queries: int, keys: int) -> float:

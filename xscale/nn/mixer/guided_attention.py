@@ -59,7 +59,7 @@ class GuidedAttention(Attention):
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)
-        self.heads = config.heads
+        self.all_heads = config.heads
         self.patterns, self.guidance_weight = config.patterns, config.guidance_weight
         self.guidance_until = config.guidance_until
         self.ids = {"delimiter": config.delimiter_ids, "period": config.period_ids}
@@ -85,8 +85,8 @@ class GuidedAttention(Attention):
 
     def attend_input(self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         o = self.attend(q, k, v, mask)
-        guidance_weight = self.weight_at(tokens.progress)
-        if tokens.aux_loss_weight is None or not guidance_weight:
+        guidance_weight = self.weight_at(tokens.forward.progress)
+        if tokens.forward.aux_loss_weight is None or not guidance_weight:
             return o
         assert isinstance(self.core, Softmax)
         weights = self.core.attention_weights(q, k, mask)  # [B, H, T, S]
@@ -96,10 +96,10 @@ class GuidedAttention(Attention):
             for head in range(first, min(first + local, len(self.patterns)))
         ]
         # A rank's share of the loss is weighted as if it had all heads.
-        factor = guidance_weight * self.heads / local
+        factor = guidance_weight * self.all_heads / local
         # A rank without a guided head joins the others' collectives in backward.
         loss = factor * (torch.stack(distances).sum() if distances else 0.0 * weights.sum())
-        return attach(o, loss, tokens.aux_loss_weight)
+        return attach(o, loss, tokens.forward.aux_loss_weight)
 
     def weight_at(self, progress: float | None) -> float:
         """Return lambda after the fraction `progress` of the run's steps; None: there is no run."""

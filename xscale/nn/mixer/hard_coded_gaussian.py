@@ -72,9 +72,9 @@ class HardCodedGaussian(ValueMixer):
     def mix(self, x: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
         length, band = v.shape[2], self.left + self.right
         past = v.new_zeros(*v.shape[:2], self.left, v.shape[3])
-        if tokens.cache is not None:
-            past = tokens.cache.get(self.path, past)
-            tokens.cache[self.path] = torch.cat((past, v), 2).narrow(2, length, self.left).clone()
+        if tokens.forward.cache is not None:
+            past = tokens.forward.cache.get(self.path, past)
+            tokens.forward.cache[self.path] = torch.cat((past, v), 2).narrow(2, length, self.left).clone()
         block = min(max(band, SHORTEST_BLOCK), length)
         surplus = -length % block
         padded = F.pad(torch.cat((past, v), 2), (0, 0, 0, self.right + surplus))

@@ -29,6 +29,7 @@ from xscale.nn.linear import Linear
 from xscale.nn.mixer.local_mixer import LocalMixer, same_document
 from xscale.nn.mixer.mixer import MIXERS, MixerTraits
 from xscale.nn.mixer.value_mixer import ValueMixer
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 CHUNK = 1 << 17
@@ -56,7 +57,7 @@ class LightweightConv(ValueMixer, LocalMixer):
         dropout: float = Field(default=0.0, ge=0, lt=1)
         """Dropout probability of the normalised kernels' entries (DropConnect)."""
 
-    seams: ClassVar[tuple[str, ...]] = ("own_heads",)
+    seams: ClassVar[Seams] = {"sum_over_heads": Role.SUM_OVER_HEADS}
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)
@@ -93,17 +94,22 @@ class LightweightConv(ValueMixer, LocalMixer):
 
     def kernels(self, v: Tensor, tokens: Tokens) -> Tensor:
         """Normalised kernels of the local heads by v [B, T, H * K]: [B, T, H, k] if dynamic, otherwise [1, 1, H, k]."""
-        drops = self.dropout if self.training and tokens.rng_seed is not None else 0.0
+        drops = self.dropout if self.training and tokens.forward.rng_seed is not None else 0.0
         if self.predict is None:
             kernels = upcast(self.use(self.kernel)).softmax(-1)
             return self.random.dropout(kernels, drops, ("heads", "state"))[None, None]
-        logits = self.own_heads(self.predict(v))
-        logits = logits.reshape(*logits.shape[:2], -1, self.kernel_size)  # [B, T, H, k]
+        logits = self.sum_over_heads(self.predict(v))
+        logits = logits.reshape(*logits.shape[:2], -1, self.kernel_size)  # [B, T, heads, k]
+        logits = logits.narrow(2, self.first_head, v.shape[-1] // self.head_width)  # [B, T, H, k]
         return self.random.dropout(upcast(logits).softmax(-1), drops, ("batch", "tokens", "heads", "state"), tokens)
 
-    def own_heads(self, logits: Tensor) -> Tensor:
-        """Logits of all heads [B, T, heads * k] -> of the local ones. A seam: tensor parallelism sums them first."""
+    def sum_over_heads(self, logits: Tensor) -> Tensor:
+        """What the local channels add to the logits of all heads [B, T, heads * k] -> the logits. A seam."""
         return logits
+
+    @property
+    def summed_channels(self) -> int:
+        return 0 if self.predict is None else len(self.predict.weight)
 
     @property
     def exchanged_width(self) -> int:

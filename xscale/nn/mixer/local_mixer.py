@@ -12,13 +12,14 @@ from torch import Tensor
 
 from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.module import Module
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
 class NeighbourReader(Module):
     """A module whose output for a token depends on a few tokens around it."""
 
-    seams: ClassVar[tuple[str, ...]] = ("with_neighbours",)
+    seams: ClassVar[Seams] = {"with_neighbours": Role.NEIGHBOURS}
     left: int
     """Tokens that are read before each token."""
     right: int = 0
@@ -34,9 +35,9 @@ class NeighbourReader(Module):
         the new tokens, and those before them come from `tokens.cache`.
         """
         past = x.new_zeros(len(x), self.left, x.shape[2])
-        if tokens.cache is not None:
-            past = tokens.cache.get(self.path, past)
-            tokens.cache[self.path] = torch.cat((past, x), 1).narrow(1, x.shape[1], self.left).clone()
+        if tokens.forward.cache is not None:
+            past = tokens.forward.cache.get(self.path, past)
+            tokens.forward.cache[self.path] = torch.cat((past, x), 1).narrow(1, x.shape[1], self.left).clone()
         documents = tokens.documents
         if documents is not None:
             documents = F.pad(documents, (self.left, self.right), value=-1)

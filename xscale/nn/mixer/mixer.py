@@ -12,7 +12,7 @@ from xscale.core.registry import Family
 from xscale.nn.attention.core import CORES
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.without_padding import without_padding
-from xscale.nn.module import Part
+from xscale.nn.module import Module, Part
 from xscale.nn.tokens import Tokens
 
 
@@ -104,6 +104,17 @@ class Mixer(Part):
     def reads_scores(cls, config: Any) -> bool:
         """Whether a mixer of this config reads the scores of the previous block, where there is one."""
         return False
+
+    @property
+    def head_counts(self) -> dict[str, int]:
+        """Keys of the config with numbers of heads, of all ranks, that tensor parallelism must divide. For a mixer with
+        the seam `first_head`."""
+        return {"heads": self.heads}  # type: ignore[dict-item]
+
+    def draws_by_head(self) -> "list[tuple[Module, Any, int]]":
+        """List the modules that draw random numbers for heads, each with the part whose `first_head` says which are
+        local, and with its heads of all ranks. For a mixer with the seam `first_head`."""
+        return [(self, self, self.heads)]  # type: ignore[list-item]
 
     def multiply_adds(self, queries: int, keys: int) -> float:
         """Multiply-adds of a forward over one sequence, besides those of its weight matrices."""

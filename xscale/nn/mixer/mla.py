@@ -134,8 +134,8 @@ class Mla(Attention):
             plain, turned = q.tensor_split([self.plain_width], -1)
             q = torch.cat((plain, self.position.rotate(turned, tokens)), -1)
             rotated = self.position.rotate(rotated, tokens)
-        if tokens.cache is not None:
-            latent, rotated = tokens.cache.setdefault(self.path, KvCache()).append(latent, rotated)
+        if tokens.forward.cache is not None:
+            latent, rotated = tokens.forward.cache.setdefault(self.path, KvCache()).append(latent, rotated)
         k, v = self._expand(latent[:, 0], rotated)
         if self.query_factor is not None:
             q = q * self.query_factor

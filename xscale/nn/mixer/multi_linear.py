@@ -15,6 +15,8 @@ takes N^2 R D multiply-adds. In a causal model T_b[i, j, m] is 0 where j or m is
 Packed documents are computed one by one, each with the rows of W_o from its first token on.
 """
 
+from typing import ClassVar
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -27,6 +29,7 @@ from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import MIXERS, MixerTraits
 from xscale.nn.mixer.positional_mlp import PositionalMixer
 from xscale.nn.mixer.synthesizer import ValueCache
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
@@ -42,6 +45,7 @@ from xscale.nn.tokens import Tokens
     ),
 )
 class MultiLinear(PositionalMixer):
+    seams: ClassVar[Seams] = {"first_hidden": Role.FIRST_HIDDEN}
     diagonals: Parameter
     output: Parameter
 
@@ -55,7 +59,7 @@ class MultiLinear(PositionalMixer):
         super().__init__()
         self.causal, self.length = dims.causal, config.length or dims.length
         self.factors = config.factors
-        self.first_factor = 0
+        self.first_hidden = 0
         """Index in the model of the first local factor: set when factors are sharded over ranks."""
         # Products of three factors are of the size of their cubes: they start at the size of the mixer's input.
         start = Init(std=dims.width**-0.5)
@@ -72,9 +76,9 @@ class MultiLinear(PositionalMixer):
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         q, k, v = self.q(x), self.k(x), self.v(x)  # [B, T, R]
         diagonal = upcast(self.use(self.diagonals)).softmax(-1).mean(0)  # [R]
-        q = q * diagonal.narrow(0, self.first_factor, q.shape[-1]).to(q.dtype)
+        q = q * diagonal.narrow(0, self.first_hidden, q.shape[-1]).to(q.dtype)
         weight = self.use(self.output).to(q.dtype)
-        if tokens.documents is None or tokens.cache is not None:
+        if tokens.documents is None or tokens.forward.cache is not None:
             return self._mix(q, k, v, weight, tokens)
         rows = []
         for row, documents in enumerate(tokens.documents):
@@ -97,8 +101,8 @@ class MultiLinear(PositionalMixer):
     def _causal(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, tokens: Tokens) -> Tensor:
         """Output [B, T, D] of the new tokens' factors [B, T, R]; `weight` is W_o."""
         new_k, new_v, earlier = k, v, None
-        if tokens.cache is not None:
-            factors, earlier = tokens.cache.get(self.path, (ValueCache(), None))
+        if tokens.forward.cache is not None:
+            factors, earlier = tokens.forward.cache.get(self.path, (ValueCache(), None))
             k, v = factors.append(torch.stack((k, v), 1)).unbind(1)  # [B, S, R] each
         length, new = k.shape[1], q.shape[1]
         check_trained_length(self.path, length, self.length)
@@ -112,9 +116,14 @@ class MultiLinear(PositionalMixer):
         total = upcast(step).cumsum(1)
         if earlier is not None:
             total = total + earlier[:, None]
-        if tokens.cache is not None:
-            tokens.cache[self.path] = (factors, total[:, -1].clone())
+        if tokens.forward.cache is not None:
+            tokens.forward.cache[self.path] = (factors, total[:, -1].clone())
         return torch.einsum("bir,bird->bid", q, total.to(q.dtype))
+
+    @property
+    def hidden_units(self) -> int:
+        """R, factors of all ranks."""
+        return self.factors
 
     def multiply_adds(self, queries: int, keys: int) -> float:
         # Causal, each of two products has half of the pairs of positions. W_o is not counted with the weight matrices.

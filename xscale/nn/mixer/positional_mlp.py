@@ -30,6 +30,7 @@ from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
 from xscale.nn.mixer.synthesizer import ValueCache
 from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.norm import Layer, Norm
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
@@ -68,7 +69,7 @@ class Gmlp(PositionalMixer):
         bias: bool = True
         """Whether the two projections of channels have biases."""
 
-    seams: ClassVar[tuple[str, ...]] = ("normalise",)
+    seams: ClassVar[Seams] = {"norm_all_heads": Role.NORM_OVER_HEADS}
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
@@ -92,12 +93,12 @@ class Gmlp(PositionalMixer):
 
     @without_padding
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
-        gate = self.normalise(self.norm, F.gelu(self.up_gate(x)))  # [B, T, F / 2]
+        gate = self.norm_all_heads(self.norm, F.gelu(self.up_gate(x)))  # [B, T, F / 2]
         queries = gate.shape[1]
-        if tokens.cache is not None:
-            if self.path not in tokens.cache:
-                tokens.cache[self.path] = ValueCache()
-            gate = tokens.cache[self.path].append(gate[:, None])[:, 0]  # [B, S, F / 2]
+        if tokens.forward.cache is not None:
+            if self.path not in tokens.forward.cache:
+                tokens.forward.cache[self.path] = ValueCache()
+            gate = tokens.forward.cache[self.path].append(gate[:, None])[:, 0]  # [B, S, F / 2]
         keys = gate.shape[1]
         check_trained_length(self.path, keys, self.length)
         weights = self.weights(keys).narrow(0, keys - queries, queries)  # [T, S]
@@ -115,10 +116,14 @@ class Gmlp(PositionalMixer):
         spatial = spatial[:length, :length]
         return spatial.tril() if self.causal else spatial
 
-    def normalise(self, norm: Norm, x: Tensor) -> Tensor:
+    def norm_all_heads(self, norm: Norm, x: Tensor) -> Tensor:
         """norm(x), x [B, T, F / 2]. A seam: the norm is over all channels, of which tensor parallelism has some."""
         out: Tensor = norm(x)
         return out
+
+    @property
+    def gathered_channels(self) -> int:
+        return len(self.up.weight)
 
     def multiply_adds(self, queries: int, keys: int) -> float:
         return float(self.up.weight.shape[0]) * queries * keys / (2 if self.causal else 1)

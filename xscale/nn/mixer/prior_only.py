@@ -52,8 +52,8 @@ class PriorOnly(ValueMixer):
     def mix(self, x: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
         queries = v.shape[2]
         positions = tokens.positions
-        if tokens.cache is not None:
-            v = tokens.cache.setdefault(self.path, ValueCache()).append(v)
+        if tokens.forward.cache is not None:
+            v = tokens.forward.cache.setdefault(self.path, ValueCache()).append(v)
             # Cached tokens have the positions 0, 1, 2 ...
             positions = positions.new_tensor(range(v.shape[2])).expand(len(positions), -1)
         keys = v.shape[2]
@@ -73,7 +73,7 @@ class PriorOnly(ValueMixer):
         )
         scores = upcast(scores.to(torch.promote_types(scores.dtype, v.dtype)))
         weights = masked_softmax(scores, None if mask.allowed is None else ~mask.allowed.to(x.device))
-        if self.training and tokens.rng_seed is not None and self.dropout:
+        if self.training and tokens.forward.rng_seed is not None and self.dropout:
             weights = weights.expand(len(x), -1, -1, -1)
             weights = self.random.dropout(weights, self.dropout, ("batch", "heads", "state", "state"))
         return weights.to(v.dtype) @ v

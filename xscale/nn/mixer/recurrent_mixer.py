@@ -16,13 +16,14 @@ from xscale.nn.init import Init
 from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.module import Module
 from xscale.nn.norm import Norm
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
 class RecurrentMixer(Mixer):
     """A causal mixer of heads, each with a state; a subclass makes a `Recurrence` of x and calls `scan`."""
 
-    seams: ClassVar[tuple[str, ...]] = ("scan", "norm_all_heads")
+    seams: ClassVar[Seams] = {"first_head": Role.FIRST_HEAD, "scan": Role.SCAN, "norm_all_heads": Role.NORM_OVER_HEADS}
     uses_position: ClassVar[bool] = False
     shards_sequence: ClassVar[bool] = True
     heads: int
@@ -39,9 +40,9 @@ class RecurrentMixer(Mixer):
 
         In generation the state before the new tokens comes from `tokens.cache`, and the one after them goes there.
         """
-        if tokens.cache is None:
+        if tokens.forward.cache is None:
             return recurrence.outputs_and_state()[0]
-        out, tokens.cache[self.path] = recurrence.outputs_and_state(tokens.cache.get(self.path))
+        out, tokens.forward.cache[self.path] = recurrence.outputs_and_state(tokens.forward.cache.get(self.path))
         return out
 
     def norm_all_heads(self, norm: Norm, x: Tensor) -> Tensor:
@@ -58,14 +59,9 @@ class RecurrentMixer(Mixer):
         raise NotImplementedError
 
     @property
-    def gathered_channels(self) -> int:
-        """Channels of a token, of all ranks, that `norm_all_heads` normalises."""
-        return 0
-
-    @property
-    def head_counts(self) -> dict[str, int]:
-        """Keys of the config with numbers of heads, of all ranks, that tensor parallelism must divide."""
-        return {"heads": self.heads}
+    def state_elements(self) -> int:
+        """Numbers that a shard of a sequence sends to each other one, of all heads."""
+        return self.heads * self.transition_size()
 
 
 def check_steps(config: Any, path: str) -> list[Problem]:

@@ -17,6 +17,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.mixer.mixer import MIXERS, MixerTraits
 from xscale.nn.mixer.synthesizer import ValueCache
 from xscale.nn.mixer.value_mixer import ValueMixer
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
@@ -33,7 +34,7 @@ class ReusedAttention(ValueMixer):
         dropout: float = Field(default=0.0, ge=0, lt=1)
         """Dropout probability of the attention weights; the paper has none, as the layers share one map."""
 
-    seams: ClassVar[tuple[str, ...]] = ("attend",)
+    seams: ClassVar[Seams] = {"attend": Role.REUSED_ATTENTION}
     needs_previous_scores: ClassVar[bool] = True
     shards_sequence: ClassVar[bool] = True
 
@@ -73,17 +74,17 @@ class ReusedAttention(ValueMixer):
             v, key_tokens = self._values_of_memory(memory, tokens), source
         else:
             v, key_tokens = self.values(x), tokens
-            if tokens.cache is not None:
-                v = tokens.cache.setdefault(self.path, ValueCache()).append(v)
+            if tokens.forward.cache is not None:
+                v = tokens.forward.cache.setdefault(self.path, ValueCache()).append(v)
         return self.project_output(self.attend(v, tokens, key_tokens, edge))
 
     def _values_of_memory(self, memory: Tensor, tokens: Tokens) -> Tensor:
         """Values of the other sequence [B, H, S, K]; during generation they are computed once."""
-        if tokens.cache is None:
+        if tokens.forward.cache is None:
             return self.values(memory)
-        if self.path not in tokens.cache:
-            tokens.cache[self.path] = (self.values(memory),)
-        (v,) = tokens.cache[self.path]
+        if self.path not in tokens.forward.cache:
+            tokens.forward.cache[self.path] = (self.values(memory),)
+        (v,) = tokens.forward.cache[self.path]
         return v  # type: ignore[no-any-return]
 
     def attend(self, v: Tensor, tokens: Tokens, key_tokens: Tokens, edge: ScoreEdge | None) -> Tensor:
@@ -113,7 +114,7 @@ class ReusedAttention(ValueMixer):
             device=scores.device,
         )
         weights = masked_softmax(scores, None if mask.allowed is None else ~mask.allowed.to(scores.device))
-        drops = self.training and tokens.rng_seed is not None
+        drops = self.training and tokens.forward.rng_seed is not None
         return self.random.dropout(weights, self.dropout if drops else 0.0, ("batch", "heads", "state", "state"))
 
     def multiply_adds(self, queries: int, keys: int) -> float:

@@ -35,6 +35,7 @@ from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
 from xscale.nn.mixer.without_padding import require_one_document
 from xscale.nn.module import Module
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 from xscale.nn.traceable_property import TraceableProperty
 
@@ -307,13 +308,13 @@ class S4(Mixer):
         bias: bool = True
         """Whether the linear map after the convolution has a bias."""
 
-    seams: ClassVar[tuple[str, ...]] = ("convolve",)
+    seams: ClassVar[Seams] = {"convolve": Role.CONVOLUTION, "first_hidden": Role.FIRST_HIDDEN}
     uses_position: ClassVar[bool] = False
     shards_sequence: ClassVar[bool] = True
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
-        self.first_channel = 0
+        self.first_hidden = 0
         """Index in the model of the first local channel: set when channels are sharded over ranks."""
         length = config.length or dims.length
         self.ssm = StateSpace(dims.width, config.states, length, (config.min_step, config.max_step))
@@ -333,8 +334,8 @@ class S4(Mixer):
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         require_one_document(self.path, tokens)
         skip = self.ssm.use(self.ssm.skip)
-        u = upcast(x.narrow(-1, self.first_channel, len(skip)))  # [B, T, D]
-        y = self.convolve(u, tokens) if tokens.cache is None else self.recur(u, tokens.cache)
+        u = upcast(x.narrow(-1, self.first_hidden, len(skip)))  # [B, T, D]
+        y = self.convolve(u, tokens) if tokens.forward.cache is None else self.recur(u, tokens.forward.cache)
         out: Tensor = self.o(F.gelu(y + skip * u).to(x.dtype))
         return out
 
@@ -342,6 +343,21 @@ class S4(Mixer):
         """K * u, u [B, T, D] -> [B, T, D]. A seam: where the sequence is sharded, other ranks have tokens before u."""
         self.check_length(u.shape[1])
         return convolve(u, self.ssm.kernel()[:, : u.shape[1]])
+
+    @property
+    def hidden_units(self) -> int:
+        """Channels, each with a state space of its own, of all ranks."""
+        return len(self.ssm.skip)
+
+    def chunk(self, length: int) -> Chunk:
+        """Return the state space models over `length` adjacent tokens of a longer sequence."""
+        return Chunk(self.ssm, length)
+
+    @property
+    def state_elements(self) -> int:
+        """Numbers of the states of all channels, which a shard of a sequence sends to each other one."""
+        channels, pairs = self.ssm.log_decay.shape
+        return channels * 2 * pairs
 
     def check_length(self, length: int) -> None:
         """Raise a ConfigError when a sequence of `length` tokens is longer than the kernel."""

@@ -140,10 +140,10 @@ class Synthesizer(ValueMixer):
 
     def mix(self, x: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
         queries = v.shape[2]
-        if tokens.cache is not None:
-            if self.path not in tokens.cache:
-                tokens.cache[self.path] = ValueCache()
-            v = tokens.cache[self.path].append(v)
+        if tokens.forward.cache is not None:
+            if self.path not in tokens.forward.cache:
+                tokens.forward.cache[self.path] = ValueCache()
+            v = tokens.forward.cache[self.path].append(v)
         keys = v.shape[2]
         if keys > self.length:
             what = f"{self.path} has scores for {self.length} positions, and the sequence has {keys} tokens"
@@ -155,7 +155,7 @@ class Synthesizer(ValueMixer):
             scores = self._scores_of_positions(keys - queries, queries, keys, tokens)
         allowed = self._allowed(queries, keys, tokens)
         weights = masked_softmax(upcast(scores), None if allowed is None else ~allowed)  # [B or 1, H, T, S]
-        if self.training and tokens.rng_seed is not None and self.dropout:
+        if self.training and tokens.forward.rng_seed is not None and self.dropout:
             weights = weights.expand(len(x), -1, -1, -1)
             weights = self.random.dropout(weights, self.dropout, ("batch", "heads", "state", "state"))
         weights = weights.to(v.dtype)

@@ -14,6 +14,7 @@ from xscale.core.errors import Problem
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import Mixer
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
@@ -27,6 +28,7 @@ class ValueMixer(Mixer):
         """Whether the projections of values and output have biases."""
 
     uses_position: ClassVar[bool] = False
+    seams: ClassVar[Seams] = {"first_head": Role.FIRST_HEAD}
 
     def __init__(self, config: Any, dims: Dims) -> None:
         super().__init__()

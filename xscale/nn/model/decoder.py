@@ -12,6 +12,7 @@ from xscale.nn.model.embed import Embed
 from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, model_dims
 from xscale.nn.module import name_modules
 from xscale.nn.multi_token import MtpConfig, MultiToken
+from xscale.nn.roles import Role, Seams
 from xscale.nn.stack import Stack, StackConfig, predict
 from xscale.nn.tokens import Tokens
 
@@ -25,7 +26,7 @@ class Decoder(Model):
         """Multi-token prediction (DeepSeek-V3): modules behind the stack that predict further tokens in training;
         null: none."""
 
-    seams: ClassVar[tuple[str, ...]] = ("embed", "head", "mtp")
+    seams: ClassVar[Seams] = {"embed": Role.STACK_INPUT, "head": Role.MODEL_OUTPUT, "mtp": Role.ON_LAST_STAGE}
 
     def __init__(self, config: Config, vocabulary: int, length: int) -> None:
         super().__init__()

@@ -8,7 +8,6 @@ third token that observes it.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
+from xscale.nn.edges import CONTENT
 from xscale.nn.length_head import LengthHead, LengthHeadConfig
 from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.nn.model.model import MODELS, ModelTraits, model_dims
@@ -23,12 +23,15 @@ from xscale.nn.module import Module, name_modules
 from xscale.nn.norm import NORMS, Norm
 from xscale.nn.position.learned import Sinusoidal
 from xscale.nn.position.position import POSITIONS, Position
+from xscale.nn.roles import Role, Seams
 from xscale.nn.stack import StackConfig
 from xscale.nn.tokens import Tokens
 
 
 class PositionQueries(Module):
     """The positions [B, T, D] of tokens, without their embeddings, with a norm of their own if embeddings have one."""
+
+    beside_stages = True
 
     def __init__(self, position: Position, norm: Norm | None) -> None:
         super().__init__()
@@ -56,7 +59,7 @@ class Disentangled(EncoderDecoder):
         """Predicts the length of a target from its source, for decoding; null: nothing does."""
 
     causal: ClassVar[bool] = False
-    seams: ClassVar[tuple[str, ...]] = ("queries", "length")
+    seams: ClassVar[Seams] = {"queries": Role.STACK_INPUT, "length": Role.ON_LAST_STAGE}
 
     def __init__(self, config: Config, vocabulary: int, length: int) -> None:
         super().__init__(config, vocabulary, length)
@@ -86,11 +89,11 @@ class Disentangled(EncoderDecoder):
         assert source is not None, "an encoder-decoder needs a source"
         memory = self.memory(tokens, source)
         read = self.encoder.output_tokens(source)
-        if tokens.cache is not None and self.length is not None and "lengths" not in tokens.cache:
-            tokens.cache["lengths"] = self.length(memory, read)
+        if tokens.forward.cache is not None and self.length is not None and "lengths" not in tokens.forward.cache:
+            tokens.forward.cache["lengths"] = self.length(memory, read)
         content = self.target(tokens)  # [B, T, D]
         # Every iteration of decoding has other tokens, of which no keys are kept.
-        about = replace(tokens, content=content, cache=None)
+        about = tokens.with_forward(cache=None).with_signals({CONTENT: content})
         x = self.decoder(self.queries(content, tokens), about, memory, read)
         if self.length is not None and targets is not None:
             x = self.length.attach_loss(x, memory, read, tokens.further_loss_weight())

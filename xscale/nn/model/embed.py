@@ -1,6 +1,7 @@
 """Token embeddings, with input position encodings, after global tokens if any."""
 
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +15,14 @@ from xscale.nn.module import Module
 from xscale.nn.norm import NORMS, Norm
 from xscale.nn.position.position import POSITIONS, Position
 from xscale.nn.random import reseed
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
 class Embed(Module):
     """Token ids [B, T] -> [B, M + T, D], M the global tokens."""
 
+    seams: ClassVar[Seams] = {"embed": Role.EMBEDDING}
     start: Parameter
     types: Parameter
 
@@ -58,6 +61,10 @@ class Embed(Module):
         self.norm: Norm | None = None if norm is None else NORMS.build(norm, dims.width)
 
     def forward(self, tokens: Tokens) -> Tensor:
+        return self.embed(tokens)
+
+    def embed(self, tokens: Tokens) -> Tensor:
+        """Token ids [B, T] -> [B, M + T, D]. A seam: where the sequence is sharded, each rank keeps its shard."""
         x: Tensor = self.table(tokens.ids)
         if self.scale is not None:
             x = x * self.scale
@@ -71,9 +78,9 @@ class Embed(Module):
             x = torch.cat((start + x.mean(1, keepdim=True) if self.mean else start, x), 1)  # [B, M + T, D]
         if self.norm is not None:
             x = self.norm(x)
-        if self.training and tokens.rng_seed is not None and self.dropout:
+        if self.training and tokens.forward.rng_seed is not None and self.dropout:
             # Dropout is seeded by name, as in a stack, so that neither the layout nor a restart changes it.
-            reseed(tokens.rng_seed, self.path)
+            reseed(tokens.forward.rng_seed, self.path)
             x = self.random.dropout(x, self.dropout, ("batch", "tokens", "width"), tokens)
         return x if self.project is None else self.project(x)
 

@@ -18,7 +18,8 @@ from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, mo
 from xscale.nn.module import name_modules
 from xscale.nn.norm import NORMS, Norm
 from xscale.nn.pooler import SentenceHead, SentenceHeadConfig
-from xscale.nn.sentence_contrast import SentenceContrast
+from xscale.nn.roles import Role, Seams
+from xscale.nn.sentence_contrast import SENTENCES, SentenceContrast, contrasts_sentences
 from xscale.nn.stack import Stack, StackConfig, predict
 from xscale.nn.tokens import Tokens
 
@@ -52,7 +53,7 @@ class Encoder(Model):
         global_mean: bool = False
         """Whether the mean of the text's embeddings is added to each global token (the relay of Star-Transformer)."""
 
-    seams: ClassVar[tuple[str, ...]] = ("embed", "head", "contrast")
+    seams: ClassVar[Seams] = {"embed": Role.STACK_INPUT, "head": Role.MODEL_OUTPUT, "contrast": Role.SENTENCE_LOSS}
 
     def __init__(self, config: Config, vocabulary: int, length: int) -> None:
         super().__init__()
@@ -127,7 +128,7 @@ class Encoder(Model):
             raise ConfigError("data.cross_documents", what, "Set it to true, or model.global_tokens to 0.")
         prefixed, prediction = tokens.with_global_tokens(count), Prediction(self.head, targets)
         x = self.stack(self.embed(tokens), prefixed, prediction=prediction)
-        if self.contrast is not None and tokens.sentences is not None and targets is not None:
+        if self.contrast is not None and tokens.get(SENTENCES) is not None and targets is not None:
             x = self._attach_contrast(self.contrast, x, prefixed)
         return predict(self.stack, x, prefixed, prediction)
 
@@ -136,8 +137,9 @@ class Encoder(Model):
 
         `tokens` have the global tokens too.
         """
-        if tokens.sentences is None or not tokens.contrasts_sentences:
+        sentences = tokens.get(SENTENCES)
+        if sentences is None or not contrasts_sentences(tokens):
             return x
-        alone = Tokens.from_ids(tokens.sentences.flatten(0, 1), rng_seed=tokens.rng_seed)  # [B * K, N]
+        alone = Tokens.from_ids(sentences.flatten(0, 1), rng_seed=tokens.forward.rng_seed)  # [B * K, N]
         prefixed = alone.with_global_tokens(self.global_tokens)
         return contrast.attach_loss(x, tokens, self.stack(self.embed(alone), prefixed), prefixed)

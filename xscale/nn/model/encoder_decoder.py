@@ -13,6 +13,7 @@ from xscale.nn.model.embed import Embed
 from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, model_dims
 from xscale.nn.module import name_modules
 from xscale.nn.norm import NORMS, Norm
+from xscale.nn.roles import Role, Seams
 from xscale.nn.stack import Stack, StackConfig
 from xscale.nn.t_fixup import check_mixers, init_by_t_fixup
 from xscale.nn.tokens import Tokens
@@ -39,7 +40,13 @@ class EncoderDecoder(Model):
         """Initial weights: normal with `init_std`; t_fixup scales embeddings and linear maps by width and depth, for
         placement no_norm without warm-up (Huang et al. 2020)."""
 
-    seams: ClassVar[tuple[str, ...]] = ("source", "target", "encoder", "decoder", "head")
+    seams: ClassVar[Seams] = {
+        "source": Role.STACK_INPUT,
+        "target": Role.STACK_INPUT,
+        "encoder": Role.STACK,
+        "decoder": Role.STACK,
+        "head": Role.MODEL_OUTPUT,
+    }
     causal: ClassVar[bool] = True
     """Whether the decoder is causal."""
 
@@ -100,11 +107,11 @@ class EncoderDecoder(Model):
 
     def memory(self, tokens: Tokens, source: Tokens) -> Tensor:
         """Return `encode(source)`; during generation the source is encoded once."""
-        if tokens.cache is None:
+        if tokens.forward.cache is None:
             return self.encode(source)
-        if "memory" not in tokens.cache:
-            tokens.cache["memory"] = self.encode(source)
-        memory: Tensor = tokens.cache["memory"]
+        if "memory" not in tokens.forward.cache:
+            tokens.forward.cache["memory"] = self.encode(source)
+        memory: Tensor = tokens.forward.cache["memory"]
         return memory
 
     def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from xscale.nn.ffn.ffn import Dense, Ffn, Gated, GateLimits, activation, gated_h
 from xscale.nn.init import ZEROS
 from xscale.nn.module import Axis, Module
 from xscale.nn.random import hashed_dropout
+from xscale.nn.roles import Role, Seams
 from xscale_kernels.gated_activation.op import activate, gated_activation
 from xscale_kernels.grouped_gemm import gate_up, gated, plain
 from xscale_kernels.grouped_gemm.gated import grouped_gated
@@ -23,6 +25,7 @@ from xscale_kernels.grouped_gemm.plain import grouped_plain
 class Experts(Module):
     """Rows sorted by expert -> their outputs. The weights' first dimension says how many experts are local."""
 
+    seams: ClassVar[Seams] = {"first_hidden": Role.FIRST_HIDDEN}
     up: Parameter
     down: Parameter
     kind: str
@@ -33,6 +36,8 @@ class Experts(Module):
         super().__init__()
         assert isinstance(config, Dense.Config | Gated.Config)
         width, has_gate = dims.width, isinstance(config, Gated.Config)
+        self.first_hidden = 0
+        """Index in the model of the first local hidden unit: set when they are sharded over ranks."""
         self.limits = GateLimits()
         if isinstance(config, Gated.Config):
             hidden = gated_hidden(config.hidden, width)
@@ -103,6 +108,11 @@ class Experts(Module):
         gate = self._grouped_linear(rows, self.gate, self.gate_bias, tokens_per_expert)
         gate, up = self.limits.apply(gate, up)
         return gated_activation(gate, up, self.kind, implementation=kernel)
+
+    @property
+    def hidden_units(self) -> int:
+        """F, of all ranks."""
+        return self.up.shape[1]
 
     def of_token(self, x: Tensor, experts: list[int]) -> Tensor:
         """Outputs [k, D] of `experts` for one token x [1, D], without dropout: its row need not be grouped."""

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from xscale.nn.forward import HasPath, Stats
 from xscale.nn.moe.permutation import DispatchPlan
 from xscale.nn.moe.routing import Routing
-from xscale.nn.tokens import HasPath, Stats
 
 
 def record_stats(stats: Stats, mixture: HasPath, routing: Routing, plan: DispatchPlan) -> None:

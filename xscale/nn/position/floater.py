@@ -104,15 +104,15 @@ class Floater(Position):
         count = max(self.length, tokens.positions.shape[1])
         if not self.training:
             count = max(count, tokens.shared_values.get_or_compute("floater/last", last) + 1)
-        if tokens.cache is None:
+        if tokens.forward.cache is None:
             return self._solve(self.use(self.initial), 0, count)
-        encodings: Tensor | None = tokens.cache.get(self.path)
+        encodings: Tensor | None = tokens.forward.cache.get(self.path)
         if encodings is None:
             encodings = self._solve(self.use(self.initial), 0, count)
         elif len(encodings) < count:
             following = self._solve(encodings[-1], len(encodings) - 1, count - len(encodings) + 1)
             encodings = torch.cat((encodings, following[1:]))
-        tokens.cache[self.path] = encodings
+        tokens.forward.cache[self.path] = encodings
         return encodings
 
     def _solve(self, value: Tensor, first: int, count: int) -> Tensor:

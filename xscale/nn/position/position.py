@@ -12,6 +12,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.module import Part
 from xscale.nn.position.distance_tables import DistanceTables
 from xscale.nn.position.pairs import Pairs, PositionPairs
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
@@ -33,7 +34,7 @@ class PositionTraits:
 class Position(Part):
     """Built as `Position(config, dims, heads, head_width)`; heads and head_width are 0 where it acts on the input."""
 
-    seams: ClassVar[tuple[str, ...]] = ("bias", "embed")
+    seams: ClassVar[Seams] = {"bias": Role.SCORE_BIAS, "embed": Role.POSITION_EMBEDDING}
     adds_bias = False
     """Whether `bias` returns a tensor: where = bias."""
     adds_scores = False
@@ -61,7 +62,7 @@ class Position(Part):
         return cls.adds_values
 
     def embed(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """[B, T, D] -> [B, T, D]: where = input. It reads no more of the tokens than their positions, and the cache.
+        """[B, T, D] -> [B, T, D]: where = input. It reads what the tokens have for each token alone, and the cache.
 
         A seam: sequence parallelism adds the encodings of its own tokens.
         """
@@ -177,3 +178,15 @@ class NoPosition(Position):
 
     def __init__(self, config: Position.Config, dims: Dims, heads: int = 0, head_width: int = 0) -> None:
         super().__init__()
+
+
+def check_block_position(config: Any, dims: Dims, path: str) -> list[Problem]:
+    """List why a position with this config, None for none, cannot be added to the input of a block."""
+    if config is None:
+        return []
+    entry = POSITIONS.of(config)
+    if entry.traits.where == "input":
+        return list(entry.part.check(config, dims, path))
+    what = f"'{entry.name}' acts within attention, and a block's position is added to its input"
+    can = ", ".join(POSITIONS.able(where="input"))
+    return [Problem(path, what, f"These can: {can}. Or take it as mixer.position.")]

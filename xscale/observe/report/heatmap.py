@@ -1,5 +1,11 @@
-"""Heat map of the load of each expert over time: one row an expert, one column a span of steps; small PNG pictures."""
+"""Heat map of the load of each expert over time: one row an expert, one column a span of steps; small PNG pictures.
 
+A cell is a pixel that the browser enlarges, and what is unknown is transparent, so that the page's colour shows: a
+picture takes a few kB, and needs no axes but those that the page writes beside it.
+"""
+
+import base64
+import io
 import math
 from collections.abc import Sequence
 from html import escape
@@ -10,13 +16,6 @@ from xscale.observe.report.chart import number
 
 if TYPE_CHECKING:
     import numpy
-import base64
-import io
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import numpy
-
 
 Colour = tuple[int, int, int, int]
 """Red, green, blue, alpha; 0 to 255."""

@@ -3,10 +3,10 @@
 from torch import nn
 
 import xscale.parallel.context.ulysses as ulysses
-from xscale.core.errors import Problem
+from xscale.core.errors import Choice, Problem
+from xscale.core.requirements import instead, take
 from xscale.nn.attention.core import CORES
 from xscale.nn.block import Sublayer
-from xscale.nn.exits import Exits
 from xscale.nn.ffn.ffn import FFNS
 from xscale.nn.ffn.moe import Moe
 from xscale.nn.mixer.attention import Attention
@@ -15,8 +15,6 @@ from xscale.nn.mixer.reused_attention import ReusedAttention
 from xscale.nn.model.disentangled import Disentangled
 from xscale.nn.module import Part
 from xscale.nn.norm import NORMS
-from xscale.nn.recurrent_depth import Halting
-from xscale.nn.sequence_pooling import SequencePooling
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.context.gathered import mixers_of
 from xscale.parallel.context.styles import modules_with_shard, style_of, sublayers_on_gathered
@@ -35,38 +33,28 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
     gathered = sublayers_on_gathered(model, config)
     if gathered and config.tensor.sequence and config.mesh.tp > 1:
         what = "mixers on the gathered sequence read all of it, and between blocks tp has shards of a shard"
-        fix = f"Take false, or {path}.context.gather=false with mixers that have a style."
-        problems.append(Problem(f"{path}.tensor.sequence", what, fix))
+        choices = take(False) + take(False, key=f"{path}.context.gather")
+        problems.append(Problem(f"{path}.tensor.sequence", what, choices=choices))
     problems += _check_handed_on_scores(model, gathered, where)
     has_shard = modules_with_shard(model, gathered)
     for module in has_shard:
-        if isinstance(module, SequencePooling):
-            what = "a window may have tokens of two ranks, and shorter sequences would be sharded anew"
-            problems.append(Problem(where, what, "Take cp=1, or stack.pooling=null."))
-        if isinstance(module, Halting):
-            what = "the ponder cost is a mean over all tokens, and a rank's shard of them may end in padding"
-            problems.append(Problem(where, what, "Take cp=1, or stack.halting=null."))
-        if isinstance(module, Exits) and module.config.self_sampling is not None and module.config.policy is not None:
-            what = "tokens leave in training by those of a window, which other ranks may have"
-            problem = Problem(where, what, "Take cp=1, or stack.exits.self_sampling=null.")
-            problems += [problem] * bool(module.config.policy.window)
         if isinstance(module, Attention) and module.shards_sequence:
             problems += _check_attention(module, config, path)
         elif isinstance(module, ReusedAttention):
             problems += _check_reused_scores(module, config, path)
         elif isinstance(module, Mixer) and not module.shards_sequence:
             what = f"mixer '{_kind(module)}' mixes the full sequence, and each rank would have a shard of it"
-            can = ", ".join(entry.name for entry in MIXERS if entry.part.shards_sequence)
-            fix = f"Take cp=1, {path}.context.gather=true, or one of these mixers: {can}."
-            problems.append(Problem(where, what, fix))
+            able = [entry.name for entry in MIXERS if entry.part.shards_sequence]
+            choices = _gathered(path) + instead("mixer", _kind(module), able)
+            problems.append(Problem(where, what, choices=choices))
         if isinstance(module, Sublayer) and not isinstance(module.part, Mixer):
             problems += _check_ffn(module.part, where)
     for norm in norms_between_regions(model):
         traits = NORMS.get(_kind(norm)).traits
         if not (traits.per_token or traits.batch_statistics):
-            can = ", ".join(NORMS.able(per_token=True))
             what = f"norm '{_kind(norm)}' mixes tokens, and each rank would have a shard of the sequence"
-            problems.append(Problem(where, what, f"Take cp=1, or one of these norms: {can}."))
+            choices = take(1) + instead("norm", _kind(norm), NORMS.able(per_token=True))
+            problems.append(Problem(where, what, choices=choices))
     return list({str(problem): problem for problem in problems}.values())
 
 
@@ -77,7 +65,7 @@ def _check_handed_on_scores(model: nn.Module, gathered: list[Sublayer], where: s
     if not inside.intersection(mixers) or inside.issuperset(mixers):
         return []
     what = "attention scores pass between mixers on the gathered sequence and mixers with a shard of the heads"
-    return [Problem(where, what, "Take cp=1, or one core in all blocks.")]
+    return [Problem(where, what, "Or take one core in all blocks.", choices=take(1))]
 
 
 def _check_attention(attention: Attention, config: ParallelConfig, path: str) -> list[Problem]:
@@ -91,16 +79,22 @@ def _check_attention(attention: Attention, config: ParallelConfig, path: str) ->
         f"{style}: {reason}" for style, reason in reported.items()
     )
     works = [style for style, reason in reasons_by_style.items() if reason is None]
-    can = ", ".join(entry.name for entry in CORES if entry.traits.context)
-    options = [f"{path}.context.style={' or '.join(works)}"] if works else []
     degrees = _working_degrees(attention, config)
-    options += [f"{path}.mesh.cp={' or '.join(map(str, degrees))}"] if degrees else []
-    fix = f"Take {', or '.join(options)}." if options else f"Take cp=1, {path}.context.gather=true, or one of: {can}."
+    choices = take(*works) + take(*degrees, key=f"{path}.mesh.cp")
+    if not choices:
+        able = [entry.name for entry in CORES if entry.traits.context]
+        choices = take(1, key=f"{path}.mesh.cp") + _gathered(path)[1:] + instead("core", kind, able)
+    fix = ""
     if attention.dropout and not works:
-        fix += (
-            " Without dropout of attention weights (mixer.dropout=0) more styles work; the blocks' dropout always does."
+        fix = (
+            "Without dropout of attention weights (mixer.dropout=0) more styles work; the blocks' dropout always does."
         )
-    return [Problem(f"{path}.context.style", what, fix)]
+    return [Problem(f"{path}.context.style", what, fix, choices=choices)]
+
+
+def _gathered(path: str) -> tuple[Choice, ...]:
+    """Return the choices of one rank for a sequence, at the key of cp, and of all of it on each rank."""
+    return take(1) + take(True, key=f"{path}.context.gather")
 
 
 def _check_observed(model: Disentangled, config: ParallelConfig, path: str) -> list[Problem]:
@@ -108,8 +102,9 @@ def _check_observed(model: Disentangled, config: ParallelConfig, path: str) -> l
     for module in model.decoder.modules():
         if isinstance(module, Attention) and not module.cross and style_of(module, config) == "ring":
             what = "each token observes others of its own choice, whose scores are computed by ulysses alone"
-            fix = f"Take {path}.context.style=ulysses, with heads that cp x tp divides, or cp=1."
-            return [Problem(f"{path}.context.style", what, fix)]
+            fix = "The heads must be a multiple of cp x tp then."
+            choices = take("ulysses") + take(1, key=f"{path}.mesh.cp")
+            return [Problem(f"{path}.context.style", what, fix, choices=choices)]
     return []
 
 
@@ -118,11 +113,11 @@ def _check_reused_scores(mixer: ReusedAttention, config: ParallelConfig, path: s
     problems = []
     if config.context.style not in ("auto", "ulysses"):
         what = f"mixer '{_kind(mixer)}' has scores with a shard of the heads, which only ulysses makes"
-        problems.append(Problem(f"{path}.context.style", what, "Take auto or ulysses."))
+        problems.append(Problem(f"{path}.context.style", what, choices=take("auto", "ulysses")))
     if reason := ulysses.unsupported_reason(mixer, cp, tp):
         degrees = [cp for cp in range(1, mixer.heads + 1) if ulysses.unsupported_reason(mixer, cp, tp) is None]
         what = f"a sequence cannot be sharded over cp={cp} for mixer '{_kind(mixer)}': {reason}"
-        problems.append(Problem(f"{path}.mesh.cp", what, f"Take cp={' or '.join(map(str, degrees or [1]))}."))
+        problems.append(Problem(f"{path}.mesh.cp", what, choices=take(*(degrees or [1]))))
     return problems
 
 
@@ -150,9 +145,9 @@ def _check_ffn(part: nn.Module, where: str) -> list[Problem]:
         return []
     traits = FFNS.get(_kind(part)).traits
     if not (traits.per_token or traits.token_shift):
-        can = ", ".join([*FFNS.able(per_token=True), *FFNS.able(token_shift=True)])
         what = f"ffn '{_kind(part)}' mixes tokens, and each rank would have a shard of the sequence"
-        problems.append(Problem(where, what, f"Take cp=1, moe, or one of these: {can}."))
+        able = [*FFNS.able(per_token=True), *FFNS.able(token_shift=True), "moe"]
+        problems.append(Problem(where, what, choices=take(1) + instead("ffn", _kind(part), able)))
     return problems
 
 

@@ -5,7 +5,7 @@ nor memory in it, and does so in the rest of the block.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -33,10 +33,10 @@ class GatheredSequence:
         if memory is not None:
             assert isinstance(source, TokenShard), "both sequences are sharded"
             memory, source = sharding.gather(memory, source.length), source.full
-        full, weight = tokens.full, tokens.aux_loss_weight
+        full, weight = tokens.full, tokens.forward.aux_loss_weight
         if weight is not None:
             # Every rank has the auxiliary loss of the full sequence, and gradients are summed over ranks.
-            full = replace(full, aux_loss_weight=weight / sharding.count)
+            full = full.with_forward(aux_loss_weight=weight / sharding.count)
         y = self.inner(sharding.gather(x, tokens.length), full, memory, source, edge=edge)
         return sharding.shard(y)
 

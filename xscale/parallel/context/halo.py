@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xscale.mesh.collectives import all_to_all
-from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.core import Core
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.mixer.attention import Attention
@@ -20,7 +19,7 @@ def unsupported_reason(attention: Attention, cp: int, tp: int) -> str | None:
     """Return why halo exchange cannot be used; None when it can."""
     if not attention.causal:
         return "halo exchange needs a causal pattern"
-    if not isinstance(attention.core, BlockSparse):
+    if attention.core.layout_block is None:
         return "the core has no block layout"
     if attention.position is not None and attention.position.adds_scores:
         return "a position's terms of the scores read the queries and keys of all tokens"
@@ -43,8 +42,8 @@ def traffic(attention: Attention, cp: int, tp: int, length: int) -> float:
 def needed_key_positions(core: Core, length: int, heads: int, size: int, ranks: int) -> list[list[list[int]]]:
     """Return [rank][owner] -> key positions that the rank's queries see, relative to the owner's first token."""
     block_layout: NDArray[np.bool_] = np.any(core.block_layout(length, heads), axis=0)  # [blocks, blocks]
-    assert isinstance(core, BlockSparse)
-    block = core.config.block
+    block = core.layout_block
+    assert block is not None
     needs = []
     for rank in range(ranks):
         first, end = min(rank * size, length), min((rank + 1) * size, length)

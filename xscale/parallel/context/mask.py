@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.attention.ops.mask import OBSERVED, AttentionMask
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.position.pairs import Pairs
 from xscale.nn.position.position import Position, PositionTerms
@@ -68,7 +68,7 @@ class ShardedAttentionMask(AttentionMask):
     def _plain(self) -> AttentionMask:
         """Return the mask of all queries on all keys, without a bias."""
         documents = self.documents
-        weight = self.query_shard.aux_loss_weight
+        weight = self.query_shard.forward.aux_loss_weight
         return AttentionMask(
             queries=self.query_shard.length,
             keys=self.key_shard.length,
@@ -85,7 +85,7 @@ class ShardedAttentionMask(AttentionMask):
             observed=self.observed,
             dropout=self.dropout,
             shared_qk=self.shared_qk,
-            stats=self.query_shard.stats,
+            stats=self.query_shard.forward.stats,
             # Each rank has a mean over its heads, and gradients are summed over the ranks.
             aux_loss_weight=None if weight is None else weight / self.sharding.count,
             device=self.query_shard.ids.device,
@@ -120,8 +120,8 @@ class ShardedMaskBuilder:
             causal=attention.causal,
             documents=documents,
             hides_padding=attention.core.hides_padding(documents),
-            observed=None if attention.cross else tokens.full.observed,
-            dropout=0.0 if tokens.rng_seed is None else attention.dropout,
+            observed=None if attention.cross else tokens.full.get(OBSERVED),
+            dropout=0.0 if tokens.forward.rng_seed is None else attention.dropout,
             shared_qk=attention.shared_qk,
             query_shard=tokens,
             key_shard=key_tokens,

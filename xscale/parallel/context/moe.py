@@ -45,8 +45,6 @@ class GlobalRouting:
         """The plan of this rank's shard x [B, P, D], and its fraction of the loss that every rank computes in full."""
         if not isinstance(tokens, TokenShard):
             return self.inner(x, tokens)
-        full = replace(
-            tokens.full, rng_seed=tokens.rng_seed, aux_loss_weight=tokens.aux_loss_weight, stats=tokens.stats
-        )
+        full = replace(tokens.full, forward=tokens.forward)
         plan, aux_loss = self.inner(tokens.sharding.gather(x, tokens.length), full)
         return self.select_rows(plan, tokens), None if aux_loss is None else aux_loss / tokens.sharding.count

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from xscale.mesh.collectives import all_to_all
-from xscale.nn.mixer.local_mixer import NeighbourReader
 from xscale.nn.tokens import Tokens
 from xscale.parallel.context.sequence_sharding import SequenceSharding, TokenShard
 
@@ -21,19 +21,20 @@ def needed_positions(rank: int, owner: int, size: int, length: int, left: int, r
     return [position - owner * size for position in around if position // size == owner]
 
 
-def traffic(reader: NeighbourReader, cp: int, tp: int, length: int) -> float:
+def traffic(reader: Any, cp: int, tp: int, length: int) -> float:
     """Estimate the mean elements a rank sends in the forward of one sequence."""
     size = 2 * -(-length // (2 * cp))
     pairs = [(rank, owner) for rank in range(cp) for owner in range(cp)]
     sent = sum(len(needed_positions(*pair, size, length, reader.left, reader.right)) for pair in pairs)
-    return reader.exchanged_width / (tp if reader.sharded_over_tp else 1) * sent / cp
+    return float(reader.exchanged_width / (tp if reader.sharded_over_tp else 1) * sent / cp)
 
 
 @dataclass(frozen=True)
 class NeighbourExchange:
     """Substitute for a `with_neighbours` over a sequence sharded over cp in adjacent chunks."""
 
-    reader: NeighbourReader
+    reader: Any
+    """Says how many neighbours it reads, `left` and `right`."""
     inner: Callable[[Tensor, Tokens], tuple[Tensor, Tensor | None]]
     """Finds the neighbours in a sequence that is not sharded."""
 

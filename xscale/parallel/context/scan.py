@@ -13,7 +13,6 @@ from torch import Tensor
 from xscale.mesh.collectives import all_gather
 from xscale.nn.attention.core import Core
 from xscale.nn.attention.ops.mask import AttentionMask
-from xscale.nn.attention.rfa import Rfa
 from xscale.nn.mixer.attention import Attention
 from xscale.parallel.context.mask import ShardedAttentionMask
 from xscale.parallel.context.sequence_sharding import SequenceSharding
@@ -24,9 +23,7 @@ def unsupported_reason(attention: Attention, cp: int, tp: int) -> str | None:
     """Return why a state cannot be passed on; None when it can."""
     if not attention.causal:
         return "only causal attention has a state to pass on"
-    if isinstance(attention.core, Rfa) and attention.core.config.gated:
-        return "gated states decay and cannot be summed; take gated=false"
-    return None
+    return attention.core.unsummable_state
 
 
 def traffic(attention: Attention, cp: int, tp: int, length: int) -> float:

@@ -1,12 +1,13 @@
 """Sharding of a sequence over the ranks of cp, the shard of tokens that one of them has, and its dropout masks."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from xscale.mesh.collectives import gather_in, pad_to_multiple
+from xscale.nn.signals import TARGETS, TOKENS
 from xscale.nn.tokens import SharedValues, Tokens
 
 
@@ -109,20 +110,10 @@ class TokenShard(Tokens):
         """Return this rank's shard of the sequence with `count` global tokens before it."""
         if not count:
             return self
-        full, sharding, boundaries = self.full.with_global_tokens(count), self.sharding, self.full.boundaries
-        return replace(
-            self,
-            ids=sharding.shard(full.ids),
-            positions=sharding.shard(full.positions),
-            documents=None if full.documents is None else sharding.shard(full.documents, fill=-1),
-            padding=None if full.padding is None else sharding.shard(full.padding, fill=True),
-            types=None if full.types is None else sharding.shard(full.types),
-            # A shard has global tokens up to the head, where places of the text would no longer tell where it begins.
-            boundaries=None if boundaries is None else sharding.shard_predicted(boundaries + count),
-            global_tokens=count,
-            shared_values=SharedValues(),
-            full=full,
-        )
+        full = self.full.with_global_tokens(count)
+        resharded = shard_tokens(full, self.sharding, self.targets)
+        # The weights of losses, and what was set since the text was sharded, are this shard's.
+        return replace(resharded, forward=self.forward, carried={**self.carried, **resharded.carried})
 
     def fraction(self) -> float:
         """1 / the ranks of cp."""
@@ -135,27 +126,18 @@ class TokenShard(Tokens):
 
 def shard_tokens(tokens: Tokens, sharding: SequenceSharding, targets: Tensor | None = None) -> TokenShard:
     """Slice this rank's shard of the tokens, whose `targets` are [B, T]."""
-    return TokenShard(
-        ids=sharding.shard(tokens.ids),
-        positions=sharding.shard(tokens.positions),
-        documents=None if tokens.documents is None else sharding.shard(tokens.documents, fill=-1),
-        padding=None if tokens.padding is None else sharding.shard(tokens.padding, fill=True),
-        types=None if tokens.types is None else sharding.shard(tokens.types),
-        labels=tokens.labels,
-        boundaries=None if tokens.boundaries is None else sharding.shard(tokens.boundaries),
-        sentences=tokens.sentences,
-        sentence_globals=tokens.sentence_globals,
-        sentence_weight=tokens.sentence_weight,
-        rng_seed=tokens.rng_seed,
-        aux_loss_weight=tokens.aux_loss_weight,
-        target_weight=tokens.target_weight,
-        progress=tokens.progress,
-        label_smoothing=tokens.label_smoothing,
-        z_loss_weight=tokens.z_loss_weight,
-        stats=tokens.stats,
-        predictions=tokens.predictions,
-        cache=tokens.cache,
-        full=tokens,
-        sharding=sharding,
-        targets=targets,
+    local = _cut(tokens, sharding)
+    values = {attribute.name: getattr(local, attribute.name) for attribute in fields(local)}
+    return TokenShard(**values | {"shared_values": SharedValues()}, full=tokens, sharding=sharding, targets=targets)
+
+
+def _cut(tokens: Tokens, sharding: SequenceSharding) -> Tokens:
+    """Return the tokens with this rank's shard of each field along the sequence."""
+    before = tokens.global_tokens
+    # A shard has global tokens up to the head, where places of the text would no longer tell where it begins.
+    shard_text = sharding.shard_predicted if before else sharding.shard
+    local = tokens.map_fields(
+        lambda value, about: sharding.shard(value, about.fill) if TOKENS in about.names else value
     )
+    local = local.map_fields(lambda value, about: value + before if about.counts_tokens else value)
+    return local.map_fields(lambda value, about: shard_text(value, about.fill) if TARGETS in about.names else value)

@@ -11,31 +11,28 @@ so traffic does not grow with the sequence.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from xscale.mesh.collectives import gather_in
 from xscale.nn.attention.ops.recurrence import Recurrence, advance_state
-from xscale.nn.mixer.recurrent_mixer import RecurrentMixer
-from xscale.nn.mixer.s4 import S4, Chunk, convolve
+from xscale.nn.mixer.s4 import convolve
 from xscale.nn.tokens import Tokens
 from xscale.parallel.context.sequence_sharding import TokenShard
 
 
-def traffic(mixer: S4 | RecurrentMixer, cp: int, tp: int, length: int) -> float:
+def traffic(mixer: Any, cp: int, tp: int, length: int) -> float:
     """Estimate the elements a rank sends in the forward of one sequence: its state, to each other rank."""
-    if isinstance(mixer, RecurrentMixer):
-        return mixer.heads / tp * mixer.transition_size() * (cp - 1)
-    channels, pairs = mixer.ssm.log_decay.shape
-    return channels / tp * 2 * pairs * (cp - 1)
+    return float(mixer.state_elements / tp * (cp - 1))
 
 
 @dataclass(frozen=True)
 class StateSpaceScan:
     """Substitute for `S4.convolve` over a sequence sharded over cp in adjacent chunks."""
 
-    mixer: S4
+    mixer: Any
     inner: Callable[[Tensor, Tokens], Tensor]
     """Convolves a sequence that is not sharded."""
 
@@ -46,7 +43,7 @@ class StateSpaceScan:
         sharding = tokens.sharding
         assert not sharding.balanced, "a state is passed on to the next rank"
         self.mixer.check_length(tokens.length)
-        chunk = Chunk(self.mixer.ssm, u.shape[1])
+        chunk = self.mixer.chunk(u.shape[1])
         ended = chunk.end_state(u).flatten(1)[:, None]  # [B, 1, D * N]
         every = gather_in(ended, sharding.count, sharding.group).view(len(u), sharding.count, u.shape[2], -1)
         # Every rank scans all states: what it does not use has a gradient of zeros, which the others wait for.
@@ -54,7 +51,8 @@ class StateSpaceScan:
         for state in every.unbind(1)[:-1]:
             before.append(chunk.advance_state(before[-1]) + state)
         prior = torch.stack(before)[sharding.rank]
-        return convolve(u, chunk.kernel()) + chunk.response(prior)
+        out: Tensor = convolve(u, chunk.kernel()) + chunk.response(prior)
+        return out
 
 
 @dataclass(frozen=True)

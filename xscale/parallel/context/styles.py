@@ -15,14 +15,11 @@ import xscale.parallel.context.ulysses as ulysses
 from xscale.mesh.mesh import Mesh
 from xscale.nn.attention.core import ContextStyle
 from xscale.nn.block import Sublayer
-from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.local_mixer import NeighbourReader
 from xscale.nn.mixer.mixer import Mixer
-from xscale.nn.mixer.recurrent_mixer import RecurrentMixer
-from xscale.nn.mixer.reused_attention import ReusedAttention
-from xscale.nn.mixer.s4 import S4
 from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.model.model import Model
+from xscale.nn.module import seams_of
+from xscale.nn.roles import Role
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.context.gathered import gathered_sublayers
 from xscale.parallel.context.gathered import traffic as gathered_traffic
@@ -31,6 +28,7 @@ from xscale.parallel.context.ring import Ring
 from xscale.parallel.context.scan import Scan
 from xscale.parallel.context.sequence_sharding import SequenceSharding
 from xscale.parallel.context.ulysses import Ulysses
+from xscale.parallel.roles import seams_in
 
 STYLES: dict[ContextStyle, tuple[ModuleType, Callable[[Any], Any]]] = {
     "scan": (scan, Scan),
@@ -39,16 +37,23 @@ STYLES: dict[ContextStyle, tuple[ModuleType, Callable[[Any], Any]]] = {
     "halo": (halo, Halo),
 }
 """In the order in which `auto` tries them."""
+OTHER_STYLES: dict[Role, tuple[str, ModuleType]] = {
+    Role.REUSED_ATTENTION: ("ulysses", ulysses),
+    Role.SCAN: ("scan", state_space),
+    Role.CONVOLUTION: ("scan", state_space),
+    Role.NEIGHBOURS: ("neighbours", neighbours),
+}
+"""Role of what reads other tokens beside attention -> its style, and the module that knows its traffic."""
 
 
 def sublayers_on_gathered(model: nn.Module, config: ParallelConfig) -> list[Sublayer]:
     """List the sublayers whose mixer runs on the gathered sequence."""
 
     def has_style(mixer: Mixer) -> bool:
-        if isinstance(mixer, ReusedAttention):
+        if Role.REUSED_ATTENTION in seams_of(mixer).values():
             has_ulysses = config.context.style in ("auto", "ulysses")
             return has_ulysses and ulysses.unsupported_reason(mixer, config.mesh.cp, config.mesh.tp) is None
-        if isinstance(mixer, Attention) and mixer.shards_sequence:
+        if Role.ATTENTION in seams_of(mixer).values() and mixer.shards_sequence:
             return isinstance(style_of(mixer, config), str)
         return mixer.shards_sequence
 
@@ -61,7 +66,7 @@ def modules_with_shard(model: nn.Module, gathered: list[Sublayer]) -> list[nn.Mo
     return [module for module in model.modules() if module not in inside]
 
 
-def style_of(attention: Attention, config: ParallelConfig) -> ContextStyle | dict[ContextStyle, str | None]:
+def style_of(attention: Any, config: ParallelConfig) -> ContextStyle | dict[ContextStyle, str | None]:
     """Return the style of an attention; if none works, the reason of each (None: works, but is not configured)."""
     wanted = config.context.style
     reasons: dict[ContextStyle, str | None] = {style: _refuses(style, attention, config) for style in STYLES}
@@ -70,7 +75,7 @@ def style_of(attention: Attention, config: ParallelConfig) -> ContextStyle | dic
     return wanted if reasons[wanted] is None else reasons
 
 
-def _refuses(style: ContextStyle, attention: Attention, config: ParallelConfig) -> str | None:
+def _refuses(style: ContextStyle, attention: Any, config: ParallelConfig) -> str | None:
     traits = attention.core.traits
     if style not in traits.context:
         allows = ", ".join(traits.context) or "none"
@@ -105,17 +110,13 @@ def _styled_modules(
     gathered = sublayers_on_gathered(model, config)
     for sublayer in gathered:
         yield "gather", sublayer, lambda sublayer, cp, tp, length: gathered_traffic(sublayer, cp, length)
-    for module in modules_with_shard(model, gathered):
-        if isinstance(module, Attention):
+    for module, _, role in seams_in(modules_with_shard(model, gathered), Role.ATTENTION, *OTHER_STYLES):
+        if role is Role.ATTENTION:
             style = style_of(module, config)
             assert isinstance(style, str), "`check` comes first"
             yield style, module, STYLES[style][0].traffic
-        elif isinstance(module, ReusedAttention):
-            yield "ulysses", module, ulysses.traffic
-        elif isinstance(module, S4 | RecurrentMixer):
-            yield "scan", module, state_space.traffic
-        elif isinstance(module, NeighbourReader):
-            yield "neighbours", module, neighbours.traffic
+        else:
+            yield OTHER_STYLES[role][0], module, OTHER_STYLES[role][1].traffic
 
 
 def sequence_sharding_of(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> SequenceSharding | None:
@@ -127,8 +128,8 @@ def sequence_sharding_of(model: nn.Module, mesh: Mesh, config: ParallelConfig) -
     if mesh.context is None:
         return None
     sharded = modules_with_shard(model, sublayers_on_gathered(model, config))
-    styles = {style_of(module, config) for module in sharded if isinstance(module, Attention)}
+    styles = {style_of(module, config) for module, *_ in seams_in(sharded, Role.ATTENTION)}
     # The other styles, local mixers and state space models need adjacent chunks on a rank.
-    adjacent = any(isinstance(module, NeighbourReader | RecurrentMixer | S4) for module in sharded)
+    adjacent = any(True for _ in seams_in(sharded, Role.SCAN, Role.CONVOLUTION, Role.NEIGHBOURS))
     balanced = "ring" in styles and styles <= {"ring", "ulysses"} and not adjacent
     return SequenceSharding(mesh.context, balanced, global_tokens_of(model))

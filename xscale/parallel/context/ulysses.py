@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,38 +12,35 @@ from xscale.mesh.collectives import all_to_all, pad_to_multiple
 from xscale.nn.attention.core import Core
 from xscale.nn.attention.ops.mask import AttentionMask, ScoreEdge
 from xscale.nn.attention.ops.without_padding import attend_text
-from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.reused_attention import ReusedAttention
 from xscale.nn.module import Module, substitute
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 from xscale.parallel.context.mask import ShardedAttentionMask
 from xscale.parallel.context.sequence_sharding import SequenceSharding, TokenShard
+from xscale.parallel.roles import seams_in
 
 
-def unsupported_reason(mixer: Attention | ReusedAttention, cp: int, tp: int) -> str | None:
+def unsupported_reason(mixer: Any, cp: int, tp: int) -> str | None:
     """Return why heads cannot be sharded over cp; None when they can."""
-    if isinstance(mixer, ReusedAttention):
-        heads, period = mixer.heads, 1
-    else:
-        heads, period = mixer.query_channels // mixer.head_width, mixer.core.head_period
+    heads, core = mixer.heads, getattr(mixer, "core", None)
+    period = 1 if core is None else core.head_period
+    if core is not None and any(seams_in(core.modules(), Role.NORM_OVER_HEADS, Role.SUM_OVER_HEADS)):
+        return "the core reads all heads, of which a rank would have some"
     if heads % (cp * tp * period) == 0:
         return None
     turns = f"; a rank needs a multiple of {period} heads" if period > 1 else ""
     return f"cp x tp = {cp * tp} does not divide heads={heads}{turns}"
 
 
-def traffic(mixer: Attention | ReusedAttention, cp: int, tp: int, length: int) -> float:
+def traffic(mixer: Any, cp: int, tp: int, length: int) -> float:
     """Estimate the elements a rank sends in the forward of one sequence: q, k, v and o, except its own shard.
 
     A mixer that reuses scores has v and o alone.
     """
-    if isinstance(mixer, ReusedAttention):
-        sent_heads = 2 * (mixer.heads // tp)
-    else:
-        heads = mixer.query_channels // mixer.head_width // tp
-        kv_heads = max(1, mixer.key_channels // mixer.head_width // tp)
-        sent_heads = 2 * heads + 2 * math.lcm(kv_heads, cp)
-    return sent_heads * mixer.head_width * (length / cp) * (cp - 1) / cp
+    sent_heads = 2 * (mixer.heads // tp)
+    if hasattr(mixer, "core"):
+        sent_heads += 2 * math.lcm(max(1, mixer.kv_heads // tp), cp)
+    return float(sent_heads * mixer.head_width * (length / cp) * (cp - 1) / cp)
 
 
 @dataclass
@@ -106,7 +104,7 @@ class Ulysses:
 class UlyssesOfReusedScores:
     """Substitute for the `attend` of a mixer that reuses scores, which have a shard of the heads and all tokens."""
 
-    mixer: ReusedAttention
+    mixer: Any
     inner: Callable[[Tensor, Tokens, Tokens, ScoreEdge | None], Tensor]
     """Weights the values of an unsharded sequence."""
 

@@ -5,10 +5,7 @@ from itertools import pairwise
 from torch import nn
 
 from xscale.core.errors import Problem
-from xscale.nn.exits import Exits
-from xscale.nn.layer_mix import LayerMix
-from xscale.nn.recurrent_depth import Halting
-from xscale.nn.sequence_pooling import SequencePooling
+from xscale.core.requirements import kinds, take
 from xscale.nn.stack import Stack
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.pipeline.schedule import SCHEDULES, schedule_of
@@ -31,29 +28,29 @@ def check(model: nn.Module, config: ParallelConfig, path: str, length: int = 0) 
         return []
     if stage_layout(model) is None:
         what = f"{type(model).__name__} is not made of embeddings, stacks and one head, so it has no stages"
-        return [Problem(f"{path}.mesh.pp", what, "Take pp=1, or a decoder, encoder or encoder_decoder.")]
+        models = kinds(["decoder", "encoder", "encoder_decoder"], "model")
+        return [Problem(f"{path}.mesh.pp", what, choices=take(1) + models)]
     problems = _check_engine(config, path)
-    if any(isinstance(module, SequencePooling) for module in model.modules()):
-        what = "a stage would receive hidden states of another length than the sequence's"
-        problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or stack.pooling=null."))
     problems += _check_streams(model, path)
     schedule, blocks = schedule_of(pipeline), len(block_paths(model))
     if schedule.interleaved and pipeline.stages_per_rank < 2:
         what = f"interleaved_1f1b needs at least 2 stages per rank, got {pipeline.stages_per_rank}"
-        problems.append(Problem(f"{path}.pipeline.stages_per_rank", what, "Take at least 2, or schedule 1f1b."))
+        choices = take(2) + take("1f1b", key=f"{path}.pipeline.schedule")
+        problems.append(Problem(f"{path}.pipeline.stages_per_rank", what, choices=choices))
         return problems
     count = schedule.stages(pipeline, pp)
     on_each_rank = "" if count == pp else f" ({schedule.stages_per_rank(pipeline)} on each of {pp} ranks)"
     if count > blocks:
         what = f"{count} stages{on_each_rank} are more than the model's {blocks} blocks; each needs at least one"
         most = blocks // schedule.stages_per_rank(pipeline)
-        fix = f"Take pp of at most {most}." if most > 1 else "Take a deeper model or schedule 1f1b, or pp=1."
-        return [*problems, Problem(f"{path}.mesh.pp", what, fix)]
+        degrees = [degree for degree in range(most, 0, -1) if degree < pp]
+        choices = take(*degrees) + take("1f1b", key=f"{path}.pipeline.schedule")
+        return [*problems, Problem(f"{path}.mesh.pp", what, "Or take a deeper model.", choices=choices)]
     sizes = pipeline.blocks_per_stage
     if sizes is not None and (len(sizes) != count or sum(sizes) != blocks or min(sizes) < 1):
         what = f"{list(sizes)} does not split the model's {blocks} blocks into {count} stages{on_each_rank}"
         example = [blocks // count + (stage < blocks % count) for stage in range(count)]
-        problems.append(Problem(f"{path}.pipeline.blocks_per_stage", what, f"Such as {example}, or null."))
+        problems.append(Problem(f"{path}.pipeline.blocks_per_stage", what, choices=take(example, None)))
         return problems
     stage_blocks = split(model, pipeline, count, length)
     problems += _check_handed_on_scores(model, stage_blocks, config, path, length)
@@ -98,19 +95,14 @@ def _one_copy(name: str, *, looks_up: bool) -> str:
 def _check_streams(model: nn.Module, path: str) -> list[Problem]:
     """List what blocks hand on, or read of all blocks, that stages do not."""
     problems = []
-    if any(isinstance(module, Halting) for module in model.modules()):
-        what = "each step hands on which tokens have halted and their outputs so far, and stages only hidden states"
-        problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or stack.halting=null."))
-    if any(isinstance(module, LayerMix) for module in model.modules()):
-        what = "the decoder reads the outputs of all encoder blocks, and stages pass on that of the last one"
-        problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or model.transparent=false."))
     stacks = [module for module in model.modules() if isinstance(module, Stack)]
     if len(stacks) > 1 and any(stack.gates is not None for stack in stacks):
         what = "stages of an encoder-decoder pass on hidden states, and the budget's loss reads the gates of all blocks"
-        problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or block.gates=null."))
+        problems.append(Problem(f"{path}.mesh.pp", what, "Or take stacks with block.gates=null.", choices=take(1)))
     if len(stacks) > 1 and any(stack.reversible for stack in stacks):
         what = "stages of an encoder-decoder pass on one residual stream, and reversible blocks have two"
-        problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or block.residual=sequential."))
+        fix = "Or take stacks with block.residual=sequential."
+        problems.append(Problem(f"{path}.mesh.pp", what, fix, choices=take(1)))
     return problems
 
 
@@ -137,13 +129,14 @@ def _check_handed_on_scores(
         what += f"; the scores would be {count} x {length}^2 = {count * length**2:,} numbers a sequence"
     stages = len(stage_blocks)
     starts = [number for number, block in enumerate(blocks) if number and not heads[block]]
-    instead = "cp=1" if config.mesh.cp > 1 else "tp, which shards the heads, or ZeRO"
+    fix = "" if config.mesh.cp > 1 else "Or take tp, which shards the heads, or ZeRO."
+    without = take(1, key=f"{path}.mesh.cp") if config.mesh.cp > 1 else ()
     if len(starts) < stages - 1:
-        most = f"pp of at most {len(starts) + 1}" if starts else "pp=1"
-        return [Problem(f"{path}.mesh.pp", what, f"Take {most}, or {instead}.")]
+        degrees = range(len(starts) + 1, 0, -1)
+        return [Problem(f"{path}.mesh.pp", what, fix, choices=take(*degrees) + without)]
     chosen = [starts[number * len(starts) // (stages - 1)] for number in range(stages - 1)]
     sizes = [end - start for start, end in pairwise([0, *chosen, len(blocks)])]
-    return [Problem(f"{path}.pipeline.blocks_per_stage", what, f"Take {sizes}, or {instead}.")]
+    return [Problem(f"{path}.pipeline.blocks_per_stage", what, fix, choices=take(sizes) + without)]
 
 
 def _check_handed_on_values(model: nn.Module, stage_blocks: list[list[str]], path: str) -> list[Problem]:
@@ -155,25 +148,22 @@ def _check_handed_on_values(model: nn.Module, stage_blocks: list[list[str]], pat
     ):
         return []
     what = "blocks read the values of the first layer, and stages of an encoder-decoder pass on hidden states alone"
-    return [Problem(f"{path}.mesh.pp", what, "Take pp=1, or mixer.value_latent_width=null.")]
+    fix = "Or take mixers with value_latent_width=null."
+    return [Problem(f"{path}.mesh.pp", what, fix, choices=take(1))]
 
 
 def _check_exits(model: nn.Module, stage_blocks: list[list[str]], path: str) -> list[Problem]:
     """Check that each exit has its head on its stage."""
     exits, blocks = exits_of(model), block_paths(model)
-    if any(isinstance(module, Exits) and module.config.self_sampling is not None for module in model.modules()):
-        what = "tokens leave in training, and stages do not pass on which have left"
-        return [Problem(f"{path}.mesh.pp", what, "Take pp=1, or stack.exits.self_sampling=null.")]
-    if any(isinstance(module, Exits) and module.config.diversity for module in model.modules()):
-        what = "the diversity of exits reads the predictions of earlier ones, and stages do not pass on logits"
-        return [Problem(f"{path}.mesh.pp", what, "Take pp=1, or stack.exits.diversity=0.")]
     last = len(blocks) - len(stage_blocks[-1])
     away = [layer for layer, part in exits.items() if part.head is None and layer < last]
     if not away:
         return []
     what = f"the exit after block {away[0]} predicts by the model's head, which is on the last stage, from block {last}"
-    fix = f"Take stack.exits.head=own, stack.exits.blocks from {last} on, or pp=1."
-    return [Problem(f"{path}.mesh.pp", what, fix)]
+    later = [layer for layer in exits if layer >= last]
+    choices = take(1) + take("own", key="model.stack.exits.head")
+    choices += take(later, key="model.stack.exits.blocks") if later else ()
+    return [Problem(f"{path}.mesh.pp", what, choices=choices)]
 
 
 def _check_engine(config: ParallelConfig, path: str) -> list[Problem]:
@@ -181,16 +171,17 @@ def _check_engine(config: ParallelConfig, path: str) -> list[Problem]:
     if not schedule.splits_backward:
         return []
     problems = []
-    allowed = ", ".join(other.name for other in SCHEDULES.values() if not other.splits_backward)
+    able = [other.name for other in SCHEDULES.values() if not other.splits_backward]
+    schedules = take(*able, key=f"{path}.pipeline.schedule")
     if config.zero.stage == 3:
         what = f"'{schedule.name}' splits the backward and needs gathered parameters, and ZeRO-3 reshards them"
-        problems.append(Problem(f"{path}.zero.stage", what, f"Take stage 0, 1 or 2, or a schedule of {allowed}."))
+        problems.append(Problem(f"{path}.zero.stage", what, choices=take(0, 1, 2) + schedules))
     if config.compile:
         what = f"'{schedule.name}' splits the backward, and compiled blocks free the activations of its second part"
-        problems.append(Problem(f"{path}.compile", what, f"Take compile=false, or a schedule of {allowed}."))
+        problems.append(Problem(f"{path}.compile", what, choices=take(False) + schedules))
     if config.recompute.every:
         what = f"'{schedule.name}' splits the backward, and both parts would recompute the forward"
-        problems.append(Problem(f"{path}.recompute", what, f"Keep activations, or take a schedule of {allowed}."))
+        problems.append(Problem(f"{path}.recompute.every", what, choices=take(0) + schedules))
     return problems
 
 
@@ -202,8 +193,10 @@ def check_micro_batches(config: ParallelConfig, micros: int, path: str) -> list[
     name = config.pipeline.schedule
     if name == "interleaved_1f1b" and micros % pp:
         what = f"'{name}' takes micro-batches in rounds of pp={pp}, and a step has {micros} per rank"
-        return [Problem(where, what, f"Make it a multiple of {pp} by train.batch_size or micro_batch_size, or 1f1b.")]
+        fix = f"Or make it a multiple of {pp} by train.batch_size or train.micro_batch_size."
+        return [Problem(where, what, fix, choices=take("1f1b"))]
     if name == "dualpipe_v" and micros < 2 * pp:
         what = f"'{name}' needs at least as many micro-batches as stages, {2 * pp}, and a step has {micros} per rank"
-        return [Problem(where, what, "Take a larger train.batch_size or a smaller micro_batch_size, or zbv.")]
+        fix = "Or take a larger train.batch_size or a smaller train.micro_batch_size."
+        return [Problem(where, what, fix, choices=take("zbv"))]
     return []

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from xscale.mesh.mesh import Mesh
 from xscale.nn.model.embed import global_tokens_of
+from xscale.nn.sentence_contrast import SENTENCES, contrasts_sentences
 from xscale.nn.tokens import Tokens
 from xscale.parallel.config import ParallelConfig, PipelineConfig
 from xscale.parallel.context.sequence_sharding import TokenShard
@@ -82,8 +83,9 @@ class PipelineSpec:
             batch, length = len(read.ids), self._local_length(read)
             precise = torch.promote_types(dtype, torch.float32)
             if sent.sentences:
-                if tokens.sentences is not None and tokens.contrasts_sentences:
-                    texts, count, words = tokens.sentences.shape
+                sentences = tokens.get(SENTENCES)
+                if sentences is not None and contrasts_sentences(tokens):
+                    texts, count, words = sentences.shape
                     length = self.length_of(self.global_tokens + words)
                     specs.append(TensorSpec((texts * count, length, self.width), dtype))
                 continue
@@ -99,7 +101,7 @@ class PipelineSpec:
                 continue
             queries = length
             # With a cache the tokens are the last ones of the sequence.
-            keys = queries if tokens.cache is None else int(tokens.positions[0, -1]) + 1
+            keys = queries if tokens.forward.cache is None else int(tokens.positions[0, -1]) + 1
             shape = (batch, sent.score_heads // self.tp, queries, keys)
             specs.append(TensorSpec(shape, precise))
         return specs

@@ -3,20 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from torch import nn
 
 from xscale.nn.block import Block
-from xscale.nn.distillation import WidthMaps
-from xscale.nn.exits import Exit, Exits
 from xscale.nn.ffn.ffn import active_fractions
 from xscale.nn.head import Head
-from xscale.nn.length_head import LengthHead
 from xscale.nn.mixer.mixer import Mixer
-from xscale.nn.model.disentangled import PositionQueries
-from xscale.nn.model.embed import Embed, global_tokens_of
-from xscale.nn.module import Module
-from xscale.nn.multi_token import MtpModule, MultiToken
+from xscale.nn.model.embed import global_tokens_of
+from xscale.nn.module import Module, seams_of
+from xscale.nn.roles import Role
 from xscale.nn.stack import Stack
 from xscale.parallel.config import PipelineConfig
 
@@ -30,22 +27,26 @@ class StageLayout:
     stacks: tuple[str, ...]
 
 
-BESIDE_STAGES = (WidthMaps, PositionQueries, LengthHead, MultiToken)
-"""Parts of a model that stand on the stages that use them: maps of a student's states to a teacher's, the first queries
-of a disentangled decoder, what predicts the length of a target, and the modules of multi-token prediction."""
 STAGE_LAYOUTS = (StageLayout(("embed",), ("stack",)), StageLayout(("source", "target"), ("encoder", "decoder")))
 
 
 def stage_layout(model: nn.Module) -> StageLayout | None:
     """Return the model's layout; None when it cannot be split into stages."""
     for layout in STAGE_LAYOUTS:
-        expected = {**dict.fromkeys(layout.inputs, Embed), **dict.fromkeys(layout.stacks, Stack), "head": Head}
         # What has no parameters, as a loss on hidden states, stands on each stage.
         children = {name: child for name, child in model.named_children() if any(True for _ in child.parameters())}
-        children = {name: child for name, child in children.items() if not isinstance(child, BESIDE_STAGES)}
-        if children.keys() == expected.keys() and all(isinstance(children[name], expected[name]) for name in expected):
+        children = {name: child for name, child in children.items() if not getattr(child, "beside_stages", False)}
+        if children.keys() != {*layout.inputs, *layout.stacks, "head"}:
+            continue
+        embeds = all(_embeds_tokens(children[name]) for name in layout.inputs)
+        stacks = all(isinstance(children[name], Stack) for name in layout.stacks)
+        if embeds and stacks and isinstance(children["head"], Head):
             return layout
     return None
+
+
+def _embeds_tokens(child: nn.Module) -> bool:
+    return Role.EMBEDDING in seams_of(child).values()
 
 
 def block_paths(model: nn.Module) -> list[str]:
@@ -78,19 +79,19 @@ def block_costs(model: nn.Module, length: int) -> tuple[list[float], float]:
     assert isinstance(head, Head)
     after = exits_of(model)
     costs = [cost + float(head.weight.numel()) * (layer in after) for layer, cost in enumerate(costs)]
-    mtp = getattr(model, "mtp", None)
-    if not isinstance(mtp, MultiToken):
+    mtp: Any = getattr(model, "mtp", None)
+    if mtp is None:
         return costs, float(head.weight.numel())
     ahead = [block for block in mtp.modules() if isinstance(block, Block)]
-    projections = sum(part.project.weight.numel() for part in mtp.modules() if isinstance(part, MtpModule))
+    projections = sum(part.project.weight.numel() for part in mtp.at.values())
     heads = float(head.weight.numel() * (1 + len(mtp.at)))
     return costs, heads + projections + sum(_cost(block, full_length) for block in ahead)
 
 
-def exits_of(model: nn.Module) -> dict[int, Exit]:
+def exits_of(model: nn.Module) -> dict[int, Any]:
     """Return the exits of the model by the number of their block; only a model of one stack has any."""
-    exits = [module for module in model.modules() if isinstance(module, Exits)]
-    return {int(layer): part for module in exits for layer, part in module.at.items() if isinstance(part, Exit)}
+    stacks = [module for module in model.modules() if isinstance(module, Stack) and module.exits is not None]
+    return {int(layer): part for stack in stacks if stack.exits for layer, part in stack.exits.at.items()}
 
 
 def _cost(block: nn.Module, length: int) -> float:
@@ -160,7 +161,7 @@ def stages_of_shared_params(model: nn.Module, stage_blocks: list[list[str]]) -> 
                 names[id(parameter)] = f"{stack}.{name}"
                 users.setdefault(id(parameter), set()).add(number)
     maps = getattr(model, "distillation", None)
-    if isinstance(maps, WidthMaps) and maps.hidden is not None:
+    if maps is not None and maps.hidden is not None:
         names[id(maps.hidden.weight)] = "distillation.hidden.weight"
         users[id(maps.hidden.weight)] = set(range(len(stage_blocks)))
     return {names[key]: sorted(stages) for key, stages in users.items() if len(stages) > 1}

@@ -12,16 +12,18 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from xscale.nn.block import Block
-from xscale.nn.distillation import WidthMaps
-from xscale.nn.edges import VALUES, HandedOn
+from xscale.nn.edges import CONTENT, VALUES, HandedOn
 from xscale.nn.gates import GATES
 from xscale.nn.linear import Embedding
 from xscale.nn.model.disentangled import Disentangled
 from xscale.nn.module import Module, substitute
 from xscale.nn.reversible import Streams, upcast_copy
+from xscale.nn.roles import Role
+from xscale.nn.sentence_contrast import SENTENCES
 from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
 from xscale.parallel.pipeline.split import params_shared_by_blocks, stage_layout, stages_of_shared_params
+from xscale.parallel.roles import RoleTable, apply_table
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class ReceivedSentences(ReceivedHidden):
 
     def forward(self, tokens: Tokens) -> Tensor | None:
         alone = self.sentences.received
-        return self.received if alone is None or tokens.sentences is not None else alone
+        return self.received if alone is None or tokens.get(SENTENCES) is not None else alone
 
 
 class HiddenStub:
@@ -150,6 +152,33 @@ class SendHidden(Module):
         return x
 
 
+def _leave_out(module: nn.Module, seam: str) -> None:
+    """Take a submodule away, or let a method that attaches a loss return its first argument."""
+    part = getattr(module, seam)
+    substitute(module, seam, None if part is None or isinstance(part, nn.Module) else lambda x, *_: x)
+
+
+def _send_hidden(model: nn.Module, seam: str) -> None:
+    """Return what the next stage needs in place of the output."""
+    substitute(model, seam, SendHidden())
+
+
+def _send_sentences(model: nn.Module, seam: str) -> None:
+    """Send the states of sentences by themselves behind those of the text."""
+    if getattr(model, seam) is not None:
+        substitute(model, seam, SendSentences())
+
+
+BEFORE_LAST: RoleTable = {
+    Role.MODEL_OUTPUT: _send_hidden,
+    Role.ON_LAST_STAGE: _leave_out,
+    Role.SENTENCE_LOSS: _send_sentences,
+}
+"""Role -> what all stages but the last do at a seam with it, called as (module, seam)."""
+AFTER_FIRST: RoleTable = {Role.ON_FIRST_STAGE: _leave_out}
+"""Role -> what all stages but the first do."""
+
+
 @dataclass
 class PipelineStage:
     """One stage of the model on this rank."""
@@ -191,12 +220,9 @@ def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> Pipelin
         _keep_blocks(model.get_submodule(name), paths, name)
     looks_up = getattr(model, "mtp", None) is not None
     if not last:
-        substitute(model, "head", SendHidden())
-        if looks_up:
-            substitute(model, "mtp", None)
-    maps = getattr(model, "distillation", None)
-    if index and isinstance(maps, WidthMaps):
-        substitute(maps, "embedding", None)
+        apply_table(BEFORE_LAST, model.modules())
+    if index:
+        apply_table(AFTER_FIRST, model.modules())
     stage = PipelineStage(index, model, [], [], last)
     if len(layout.stacks) == 1:
         stack = model.get_submodule(layout.stacks[0])
@@ -208,8 +234,6 @@ def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> Pipelin
         if stack.gates is not None:
             received |= {GATES: 0} if index else {}
             sent += [] if last else [GATES]
-            if not last:
-                substitute(stack.gates, "attach_loss", lambda x, total, tokens: x)
         _hand_on_edges(stage, stack, received, sent)
         if stack.reversible:
             _hand_on_streams(stage, stack)
@@ -233,9 +257,6 @@ def _keep_blocks(stack: nn.Module, paths: list[str], name: str) -> None:
     if stack.exits is not None:
         for layer in [layer for layer in stack.exits.at if layer not in stack.blocks]:
             del stack.exits.at[layer]
-        if final not in stack.blocks:
-            substitute(stack.exits, "weigh_last", lambda out, tokens: out)
-            substitute(stack.exits, "second", None)
     used = {name.split(".")[0] for name, _ in params_shared_by_blocks(stack, list(stack.blocks.values()))}
     if "position" not in used:
         substitute(stack, "position", None)
@@ -303,8 +324,6 @@ def _hand_on_sentences(stage: PipelineStage) -> None:
         stage.stubs[stage.stubs.index(embed)] = received
         stage.stubs.append(stub)
         stage.inputs.append(StageInput(sentences=True))
-    if not stage.last:
-        substitute(stage.model, "contrast", SendSentences())
 
 
 def _hand_on_streams(stage: PipelineStage, stack: Stack) -> None:
@@ -341,8 +360,6 @@ def _two_stacks(stage: PipelineStage, paths: list[str], tied: bool) -> None:
             substitute(model, "queries", ReceivedHidden("queries"))
     elif not stage.last:
         model.get_submodule("decoder").register_forward_hook(_with_content if disentangled else _with_memory)
-    if disentangled and not stage.last:
-        substitute(model, "length", None)
 
 
 def _with_memory(_: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> tuple[Tensor, Tensor]:
@@ -350,4 +367,4 @@ def _with_memory(_: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> tuple[Te
 
 
 def _with_content(_: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return out, inputs[1].content, inputs[2]
+    return out, inputs[1].get(CONTENT), inputs[2]

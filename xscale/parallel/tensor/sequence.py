@@ -6,24 +6,23 @@ padding.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from xscale.core.errors import Problem
-from xscale.mesh.collectives import slice_in
-from xscale.nn.block import Block, Sublayer
-from xscale.nn.exits import Exit
-from xscale.nn.layer_mix import LayerMix
+from xscale.core.requirements import instead, kinds, take
+from xscale.mesh.collectives import gather_out, slice_in
 from xscale.nn.model.disentangled import Disentangled
-from xscale.nn.model.embed import Embed
 from xscale.nn.module import substitute
-from xscale.nn.multi_token import MtpModule, MultiToken
 from xscale.nn.norm import NORMS, Norm
+from xscale.nn.roles import Role
 from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
 from xscale.parallel.layout_invariant_random import TokensOverTensor
 from xscale.parallel.region import TensorRegion, all_reduce_replicated_grads
+from xscale.parallel.roles import RoleTable, seams_in, wrap_by
 
 
 def check(model: nn.Module, path: str) -> list[Problem]:
@@ -42,57 +41,51 @@ def check(model: nn.Module, path: str) -> list[Problem]:
         key = next((key for key, is_set in reading.items() if is_set), None)
         if key is not None:
             what = f"stack.{key} reads the tokens between the blocks, of which each rank would have a shard"
-            problems[key] = Problem(path, what, f"Take false, or a stack without {key}.")
+            problems[key] = Problem(path, what, f"Or take a stack without {key}.", choices=take(False))
     if isinstance(model, Disentangled):
         what = "the first queries are positions of the full sequence, of which each rank would have a shard"
-        problems["disentangled"] = Problem(path, what, "Take false, or model.kind=encoder_decoder.")
+        choices = take(False) + kinds(["encoder_decoder"], "model")
+        problems["disentangled"] = Problem(path, what, choices=choices)
     for norm in norms_between_regions(model):
         kind = norm.Config.kind
         assert kind is not None
         traits = NORMS.get(kind).traits
         if traits.batch_statistics or not traits.per_token:
             what = f"norm '{kind}' reads all tokens of the batch, and each rank would have a shard of the sequence"
-            can = ", ".join(NORMS.able(per_token=True, batch_statistics=False))
-            problems[kind] = Problem(path, what, f"Take false, or one of these norms: {can}.")
+            choices = take(False) + instead("norm", kind, NORMS.able(per_token=True, batch_statistics=False))
+            problems[kind] = Problem(path, what, choices=choices)
     return list(problems.values())
 
 
 def norms_between_regions(model: nn.Module) -> list[Norm]:
     """Return the norms that are applied between regions."""
-    norms: list[Norm | None] = []
-    for module in model.modules():
-        if isinstance(module, Sublayer):
-            norms += [module.norm, module.after]
-        if isinstance(module, Stack | Exit):
-            norms.append(module.norm)
-        if isinstance(module, MtpModule):
-            norms += [module.hidden_norm, module.embedding_norm]
-    return [norm for norm in norms if norm is not None]
+    parts = [getattr(module, seam) for module, seam, _ in seams_in(model.modules(), Role.BETWEEN_REGIONS)]
+    return [part for part in parts if isinstance(part, Norm)]
 
 
-def apply(model: nn.Module, region: TensorRegion) -> None:
-    """Shard the sequence after the embeddings; the regions of the head and of the sublayers all-gather it."""
-    for module in model.modules():
-        if isinstance(module, Embed):
-            module.register_forward_hook(lambda _, __, x: slice_in(x, region.group))
-        if isinstance(module, Sublayer):
-            substitute(module, "random", TokensOverTensor(module.random, region))
-            for gain in (module.alpha, module.omega):
-                if gain is not None:
-                    all_reduce_replicated_grads(gain, region)
-        if isinstance(module, Block) and module.position is not None:
-            substitute(module.position, "embed", EmbedOwnTokens(module.position.embed, region))
-            all_reduce_replicated_grads(module.position, region)
-        if isinstance(module, Stack) and module.position_tables is not None:
-            all_reduce_replicated_grads(module.position_tables, region)
-        if isinstance(module, LayerMix):
-            all_reduce_replicated_grads(module, region)
-        if isinstance(module, MtpModule):
-            all_reduce_replicated_grads(module.project, region)
-        if isinstance(module, MultiToken):
-            substitute(module, "embed_ahead", ShardAhead(module.embed_ahead, region))
-    for norm in norms_between_regions(model):
-        all_reduce_replicated_grads(norm, region)
+def _between_regions(module: nn.Module, seam: str, region: TensorRegion) -> None:
+    """All-reduce the gradients of a submodule that each rank uses for its own tokens; None: there is none."""
+    part = getattr(module, seam)
+    if part is not None:
+        all_reduce_replicated_grads(part, region)
+
+
+def _parameters_between_regions(module: nn.Module, seam: str, region: TensorRegion) -> None:
+    """All-reduce the gradients of the parameters, which each rank uses for its own tokens."""
+    all_reduce_replicated_grads(module, region)
+
+
+def _block_position(block: nn.Module, seam: str, region: TensorRegion) -> None:
+    """Adds the encodings of this rank's tokens; the gradients of its parameters are all-reduced."""
+    position = getattr(block, seam)
+    if position is not None:
+        substitute(position, "embed", EmbedOwnTokens(position.embed, region))
+        all_reduce_replicated_grads(position, region)
+
+
+def _replicated_input(module: nn.Module, seam: str, region: TensorRegion) -> None:
+    """Gathers the hidden states of all tokens, of which each rank has a shard."""
+    substitute(module, seam, GatherSequence(region))
 
 
 @dataclass(frozen=True)
@@ -105,17 +98,42 @@ class EmbedOwnTokens:
 
     def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
         """x [B, T/R, D], tokens of the full sequence -> [B, T/R, D]."""
-        return self.inner(x, replace(tokens, positions=self.region.shard(tokens.positions)))
+        return self.inner(x, self.region.shard_tokens(tokens))
 
 
 @dataclass(frozen=True)
-class ShardAhead:
-    """Embeddings of tokens ahead, of which each rank of tp has a shard of the sequence."""
+class ShardEmbeddings:
+    """Embeddings of the full sequence, of which each rank of tp keeps a shard."""
 
-    inner: Callable[[nn.Module, Tensor], Tensor]
+    inner: Callable[..., Tensor]
     """Looks up all of them."""
     region: TensorRegion
 
-    def __call__(self, table: nn.Module, ids: Tensor) -> Tensor:
-        """ids [B, T] -> [B, T/R, D]."""
-        return slice_in(self.inner(table, ids), self.region.group)
+    def __call__(self, *inputs: Any) -> Tensor:
+        """Embeddings [B, T, D] of `inputs` -> [B, T/R, D]."""
+        return slice_in(self.inner(*inputs), self.region.group)
+
+
+@dataclass(frozen=True)
+class GatherSequence:
+    """Hidden states of the full sequence, for a replicated head or loss; each rank has its own shard's gradient."""
+
+    region: TensorRegion
+
+    def __call__(self, x: Tensor, tokens: Tokens | None) -> Tensor:
+        """[B, T/R, D] -> [B, T, D]."""
+        assert tokens is not None, "a shard does not tell the length of its sequence"
+        padded = x.shape[1] * self.region.count
+        return gather_out(x.mT, padded, self.region.group).mT[:, : tokens.ids.shape[1]]
+
+
+SEQUENCE: RoleTable = {
+    Role.EMBEDDING: wrap_by(ShardEmbeddings),
+    Role.EMBEDDING_OF_IDS: wrap_by(ShardEmbeddings),
+    Role.DRAWS_BETWEEN_REGIONS: wrap_by(TokensOverTensor),
+    Role.BETWEEN_REGIONS: _between_regions,
+    Role.PARAMETERS_BETWEEN_REGIONS: _parameters_between_regions,
+    Role.BLOCK_POSITION: _block_position,
+    Role.REPLICATED_INPUT: _replicated_input,
+}
+"""Role -> what is done at a seam with it beside `tensor.table.TENSOR`, called as (module, seam, region)."""

@@ -10,13 +10,13 @@ from torch import Tensor
 from xscale.bench.attention import WIDTH, core_run, multiply_adds, sdpa_sides
 from xscale.bench.gpu.case import CaseReporter, GpuCase, GpuContext
 from xscale.bench.gpu.cases.packed import SECONDS, Call, draw_qkv, report_attention
-from xscale.bench.machine import BenchDevice
+from xscale.bench.harness.machine import BenchDevice
+from xscale.bench.harness.timing import milliseconds_of, peak_bytes, time_calls
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.core import CORES
 from xscale.nn.attention.ops.flex import KERNEL_BLOCK, FlexAttention, KeyBlocks
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.pattern.pattern import PATTERNS
-from xscale_kernels.bench.timing import milliseconds_of, peak_bytes, time_calls
 from xscale_kernels.packed_attention.op import packed_attention
 from xscale_kernels.select import UnusableError
 

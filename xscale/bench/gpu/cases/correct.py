@@ -8,7 +8,7 @@ from functools import partial
 from importlib.util import find_spec
 
 from xscale.bench.gpu.case import CaseReporter, GpuCase, GpuContext
-from xscale.bench.machine import ROOT
+from xscale.bench.harness.machine import ROOT
 
 PROCESSES = 12
 FILES = {

@@ -6,7 +6,7 @@ from typing import Any
 
 from xscale.bench.decode import DecodeSizes, bench_model
 from xscale.bench.gpu.case import CaseReporter, GpuCase, GpuContext
-from xscale.bench.machine import BenchDevice
+from xscale.bench.harness.machine import BenchDevice
 
 TOY = DecodeSizes(
     width=16, hidden=32, depth=1, heads=2, kv_heads=1, experts=2, top_k=1, vocabulary=32, prompt=3, tokens=4

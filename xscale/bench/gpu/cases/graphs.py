@@ -9,12 +9,12 @@ import torch
 from xscale.bench.gpu.case import CaseReporter, GpuCase, GpuContext
 from xscale.bench.gpu.cases.training import ONE_DOCUMENT
 from xscale.bench.gpu.recipes import training_recipe
+from xscale.bench.harness.timing import milliseconds_of, time_calls
 from xscale.bench.train_sides import collect
 from xscale.core.errors import ConfigError
 from xscale.mesh.environment import read_rank_info
 from xscale.mesh.mesh import leave_process_group
 from xscale.train.setup import RunParts, set_up
-from xscale_kernels.bench.timing import milliseconds_of, time_calls
 
 MODELS: Mapping[str, tuple[str, ...]] = {
     "dense 1.3B, 4 x 4096 tokens": ("train.batch_size=4",),

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from xscale.bench.gpu.case import CaseReporter, GpuCase, GpuContext, free_memory
-from xscale_kernels.bench.report import measure_case, with_compiled
-from xscale_kernels.bench.timing import ceilings
+from xscale.bench.harness.timing import ceilings
+from xscale.bench.operators.report import measure_case, with_compiled
 from xscale_kernels.select import operators
 
 LATER = ("packed_attention", "block_sparse_attention")

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xscale.bench.gpu.case import CaseReporter, GpuCase, GpuContext
+from xscale.bench.harness.timing import milliseconds_of, peak_bytes, time_calls
 from xscale.nn.attention.ops.flex import KERNEL_BLOCK, FlexAttention, KeyBlocks
 from xscale.nn.attention.ops.mask import AttentionMask
-from xscale_kernels.bench.timing import milliseconds_of, peak_bytes, time_calls
 from xscale_kernels.cases import ForwardBackward
 from xscale_kernels.packed_attention.op import IMPLEMENTATIONS, packed_attention
 from xscale_kernels.select import UnusableError

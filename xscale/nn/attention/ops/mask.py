@@ -7,10 +7,15 @@ import torch
 from torch import Tensor
 
 from xscale.nn.attention.ops.recurrence import Recurrence
+from xscale.nn.forward import Stats
 from xscale.nn.position.position import Position, PositionTerms
-from xscale.nn.tokens import Stats
+from xscale.nn.signals import BATCH, KEYS, TOKENS, Signal, TokenAxes
 from xscale.nn.traceable_property import TraceableProperty
 from xscale_kernels.packed_attention import DocumentSpans, find_document_spans
+
+OBSERVED = Signal[Tensor]("attention.observed", TokenAxes((BATCH, TOKENS, KEYS)))
+"""[B, T, T], whether each query (row) observes each token, in the self-attention of a disentangled decoder (Kasai et
+al. 2020); None: it observes all."""
 
 
 @dataclass

@@ -87,7 +87,7 @@ class ZLoss:
 
     def aux_losses(self, tokens: Tokens, logits: Tensor) -> Losses:
         """Logits [N, E]; no loss if it has no weight, or nothing in this forward uses it."""
-        if not self.weight or (tokens.aux_loss_weight is None and tokens.stats is None):
+        if not self.weight or (tokens.forward.aux_loss_weight is None and tokens.forward.stats is None):
             return None, {}
         z = z_loss(logits)
         return self.weight * z, {"z": z}
@@ -124,7 +124,7 @@ class AuxLoss(PostStepState):
         """
         total, stats = self.z_loss.aux_losses(tokens, logits)
         weight = self.config.aux_loss_weight
-        if tokens.stats is None and (tokens.aux_loss_weight is None or not weight):
+        if tokens.forward.stats is None and (tokens.forward.aux_loss_weight is None or not weight):
             return total, stats
         token = torch.arange(len(experts), device=experts.device).repeat_interleave(experts.shape[1])
         load = self.router.load

@@ -14,6 +14,7 @@ from xscale.nn.moe.router.balance import ZLoss
 from xscale.nn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits
 from xscale.nn.moe.router.select import LinearScore
 from xscale.nn.moe.routing import Routing
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
@@ -30,7 +31,7 @@ class BalancedAssignmentRouter(Router):
     class Config(LinearScore.Config, ZLoss.Config):
         pass
 
-    seams: ClassVar[tuple[str, ...]] = ("assign",)
+    seams: ClassVar[Seams] = {"assign": Role.ASSIGNMENT}
 
     def __init__(self, config: Any, dims: RouterDims) -> None:
         super().__init__()

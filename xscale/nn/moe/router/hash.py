@@ -8,7 +8,7 @@ step; then the table is state of the model, in every checkpoint.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -22,6 +22,7 @@ from xscale.nn.moe.router.router import ROUTERS, Router, RouterDims, RouterTrait
 from xscale.nn.moe.routing import Routing
 from xscale.nn.post_step import WeightWriter
 from xscale.nn.random import hash63
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
@@ -34,6 +35,7 @@ from xscale.nn.tokens import Tokens
 )
 class HashRouter(Router):
     table: Parameter
+    seams: ClassVar[Seams] = {"counted": Role.TOKEN_TABLE}
 
     class Config(Router.Config):
         function: Literal["random", "balanced", "rolled", "bigram", "previous", "position"] = "random"
@@ -100,11 +102,7 @@ class HashRouter(Router):
         ids, function, seed = tokens.ids, self.config.function, self.config.seed + number
         if function == "balanced":
             table = self.use(self.table) if self.fixed_table is None else self.fixed_table.to(ids.device)
-            row = table[number]
-            if not row.is_cuda and bool((row < 0).any()):
-                what = "a balanced hash follows the counts of the ids in the training data, which only a run has"
-                raise ConfigError(f"{self.path}.frequencies", what, "Give one number of 0 or more for each id.")
-            return row[ids.flatten()].long()
+            return self.counted(table[number])[ids.flatten()].long()
         if function == "rolled":
             return torch.remainder(ids.flatten() + seed, self.per_hash)
         if function == "random":
@@ -117,11 +115,18 @@ class HashRouter(Router):
             hashed = hash63(seed, ids, self.previous(tokens))
         return torch.remainder(hashed.flatten(), self.per_hash)
 
+    def counted(self, row: Tensor) -> Tensor:
+        """Return `row`, the experts [V] of the ids; refuses one without counts. A seam: a plan has no numbers."""
+        if not row.is_cuda and bool((row < 0).any()):
+            what = "a balanced hash follows the counts of the ids in the training data, which only a run has"
+            raise ConfigError(f"{self.path}.frequencies", what, "Give one number of 0 or more for each id.")
+        return row
+
     def previous(self, tokens: Tokens) -> Tensor:
         """[B, T]: the id before each token in its document, -1 at the document's start."""
         ids = tokens.ids
         before = torch.full_like(ids[:, :1], -1)
-        if tokens.cache is not None:
-            before = tokens.cache.get(self.path, before)
-            tokens.cache[self.path] = ids[:, -1:]
+        if tokens.forward.cache is not None:
+            before = tokens.forward.cache.get(self.path, before)
+            tokens.forward.cache[self.path] = ids[:, -1:]
         return torch.cat([before, ids[:, :-1]], dim=1).masked_fill(tokens.positions == 0, -1)

@@ -73,7 +73,7 @@ class NoisyTopKRouter(Router):
     ) -> Losses:
         """Z-loss, importance loss and load loss. Logits and noise `std` [N, E], weights and experts [N, k]."""
         loss, stats = self.z_loss.aux_losses(tokens, clean)
-        if tokens.aux_loss_weight is None and tokens.stats is None:
+        if tokens.forward.aux_loss_weight is None and tokens.forward.stats is None:
             return loss, stats
         importance = torch.zeros_like(clean).scatter(1, experts, weights).sum(0)  # [E]
         stats["importance"] = cv_squared(importance)

@@ -83,7 +83,7 @@ class Router(Part, PostStepState):
 
     def draws(self, tokens: Tokens) -> bool:
         """Whether this forward may use random numbers."""
-        return self.training and tokens.rng_seed is not None
+        return self.training and tokens.forward.rng_seed is not None
 
     def update_state(self, means: dict[str, Tensor], weights: WeightWriter) -> None:
         """Move the state that follows the load (bias, load of the global batch); see `nn.post_step`.

@@ -5,12 +5,9 @@ from importlib.util import find_spec
 from torch import nn
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import change, take
 from xscale.mesh.axes import Degrees
-from xscale.nn.residual_gain import ResidualGain
-from xscale.nn.simplex import Simplex
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
-
-TORCH = "Use parallel.zero.engine=torch"
 
 
 def check(config: ParallelConfig, precision: PrecisionConfig, degrees: Degrees, path: str) -> list[Problem]:
@@ -21,57 +18,47 @@ def check(config: ParallelConfig, precision: PrecisionConfig, degrees: Degrees, 
         if (offload.optimizer, offload.parameters) == ("none", "none"):
             return []
         what = "the torch engine does not offload"
-        return [Problem(f"{zero}.offload", what, "Use parallel.zero.engine=deepspeed, which does, or offload nothing.")]
+        nothing = change((f"{zero}.offload.optimizer", "none"), (f"{zero}.offload.parameters", "none"))
+        return [Problem(f"{zero}.offload", what, choices=take("deepspeed", key=f"{zero}.engine") + nothing)]
     if find_spec("deepspeed") is None:
         what = "the package deepspeed is not installed"
-        return [Problem(f"{zero}.engine", what, f"pip install 'deepspeed>=0.19,<0.20', or {TORCH.lower()}.")]
+        return [Problem(f"{zero}.engine", what, "Or run: pip install 'deepspeed>=0.19,<0.20'.", choices=take("torch"))]
     return _layout(config, degrees, path) + _offload(config, zero) + _numbers(config, precision, path)
 
 
 def check_model(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
     """Problems of a model on meta."""
-    if config.zero.engine == "deepspeed" and (projected := _projected(model)):
-        what = f"{projected} is projected onto the simplex after each step, and DeepSpeed keeps its own copy"
-        return [Problem(f"{path}.zero.engine", what, f"{TORCH}, or the mixer attention.")]
-    if config.zero.engine == "deepspeed" and any(isinstance(module, ResidualGain) for module in model.modules()):
-        what = "placement 'admin' sets gains by a pass before the first step, and DeepSpeed keeps its own copy"
-        return [Problem(f"{path}.zero.engine", what, f"{TORCH}, or placement=post.")]
     fixed = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if config.zero.engine == "torch" or config.zero.stage < 3 or not fixed:
         return []
     what = f"DeepSpeed's stage 3 would shard {fixed[0]} too, which has no gradient"
     without = "bias_update_rate, the core routing_transformer, trainable=false"
-    fix = f"Use stage 1 or 2, a model without it ({without}), or {TORCH.lower()}."
-    return [Problem(f"{path}.zero.stage", what, fix)]
-
-
-def _projected(model: nn.Module) -> str | None:
-    """Return the first parameter that is projected after each step; None without one."""
-    return next((f"{path}.weight" for path, module in model.named_modules() if isinstance(module, Simplex)), None)
+    fix = f"Or take a model without it ({without})."
+    return [Problem(f"{path}.zero.stage", what, fix, choices=take(1, 2) + take("torch", key=f"{path}.zero.engine"))]
 
 
 def _layout(config: ParallelConfig, degrees: Degrees, path: str) -> list[Problem]:
-    problems = []
+    problems, torch = [], take("torch", key=f"{path}.zero.engine")
     if degrees.world == 1:
         what = "DeepSpeed shards over several processes, and there is one"
-        fix = f"Start several (xscale launch local --processes 2), or {TORCH.lower()}."
-        problems.append(Problem(f"{path}.zero.engine", what, fix))
+        fix = "Or start several: xscale launch local --processes 2."
+        problems.append(Problem(f"{path}.zero.engine", what, fix, choices=torch))
     if config.zero.stage == 0:
         what = "stage 0 shards nothing"
-        problems.append(Problem(f"{path}.zero.stage", what, f"Use stage 1, 2 or 3. {TORCH} for stage 0."))
+        problems.append(Problem(f"{path}.zero.stage", what, choices=take(1, 2, 3) + torch))
     if degrees.pp > 1:
         what = "DeepSpeed cannot run our pipeline: it would miss the gradients of all stages but one"
-        problems.append(Problem(f"{path}.mesh.pp", what, f"Use pp=1 with tp or cp in its place. {TORCH} with pp."))
+        problems.append(Problem(f"{path}.mesh.pp", what, "Or take tp or cp.", choices=torch + take(1)))
     if degrees.dp_replicate > 1:
         what = "DeepSpeed shards over all data-parallel ranks and does not replicate such groups"
-        problems.append(Problem(f"{path}.mesh.dp_replicate", what, f"Use dp_replicate=1. {TORCH} for hybrid sharding."))
+        problems.append(Problem(f"{path}.mesh.dp_replicate", what, choices=take(1) + torch))
     if degrees.has_expert_layout:
         what = (
             "DeepSpeed reduces gradients over all data-parallel ranks, and these experts are sharded otherwise; "
             "it supports only its own MoE layers, by private groups, and those not at stage 3"
         )
-        fix = f"Use ep=1, with tp_in_experts=true where tp is above 1. {TORCH} for expert parallelism."
-        problems.append(Problem(f"{path}.mesh.ep", what, fix))
+        alone = change(("", 1), (f"{path}.mesh.tp_in_experts", True)) if degrees.tp > 1 else take(1)
+        problems.append(Problem(f"{path}.mesh.ep", what, choices=alone + torch))
     return problems
 
 
@@ -80,14 +67,14 @@ def _offload(config: ParallelConfig, zero: str) -> list[Problem]:
     places = {offload.optimizer, offload.parameters}
     if offload.parameters != "none" and config.zero.stage < 3:
         what = f"at stage {config.zero.stage} parameters are replicated and stay on the device"
-        fix = "Use stage 3, or offload only the optimizer."
-        problems.append(Problem(f"{zero}.offload.parameters", what, fix))
+        choices = take("none") + take(3, key=f"{zero}.stage")
+        problems.append(Problem(f"{zero}.offload.parameters", what, choices=choices))
     if offload.optimizer == "nvme" and config.zero.stage < 3:
         what = f"DeepSpeed offloads the states of stage {config.zero.stage} to the CPU only"
-        problems.append(Problem(f"{zero}.offload.optimizer", what, "Use stage 3, or cpu."))
+        problems.append(Problem(f"{zero}.offload.optimizer", what, choices=take("cpu") + take(3, key=f"{zero}.stage")))
     if offload.parameters != "none" and offload.optimizer == "none":
         what = "DeepSpeed cannot keep states on the device when it offloads the parameters"
-        problems.append(Problem(f"{zero}.offload.optimizer", what, "Use cpu or nvme for the optimizer too."))
+        problems.append(Problem(f"{zero}.offload.optimizer", what, choices=take("cpu", "nvme")))
     if "nvme" in places and offload.folder is None:
         problems.append(Problem(f"{zero}.offload.folder", "nvme offload needs a folder", "Give one on a local disk."))
     if "nvme" not in places and offload.folder is not None:
@@ -108,17 +95,19 @@ def missing_async_io() -> str | None:
 
 
 def _numbers(config: ParallelConfig, precision: PrecisionConfig, path: str) -> list[Problem]:
-    problems = []
+    problems, torch = [], take("torch", key=f"{path}.zero.engine")
     if precision.master == "float64":
         what = "DeepSpeed stores parameters in float32"
-        problems.append(Problem("precision.master", what, f"Use master=float32. {TORCH} for float64."))
+        problems.append(Problem("precision.master", what, choices=take("float32") + torch))
     if precision.compute == "float16":
         what = "DeepSpeed would scale the loss by itself, and its scale is not saved here"
-        problems.append(Problem("precision.compute", what, f"Use bfloat16. {TORCH} for float16."))
+        problems.append(Problem("precision.compute", what, choices=take("bfloat16") + torch))
     if precision.float8 is not None:
         what = "float8 matmuls are not supported with DeepSpeed"
-        problems.append(Problem("precision.float8", what, f"Use float8=null. {TORCH} for float8."))
+        problems.append(Problem("precision.float8", what, choices=take(None) + torch))
     if config.compile and config.zero.stage == 3:
         what = "DeepSpeed's stage 3 fetches parameters inside a block's forward, which torch.compile cannot capture"
-        problems.append(Problem(f"{path}.compile", what, f"Use compile=false, or stage 1 or 2. {TORCH} for both."))
+        problems.append(
+            Problem(f"{path}.compile", what, choices=take(False) + take(1, 2, key=f"{path}.zero.stage") + torch)
+        )
     return problems

@@ -1,0 +1,1 @@
+"""Timing and the description of the machine, which all benchmarks share."""

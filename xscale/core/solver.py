@@ -1,0 +1,151 @@
+"""The solver of requirements: it lists what contradicts, and advises the changes that it has found to be accepted.
+
+A change may meet one requirement and break another. Then the solver looks for further changes that mend the other, and
+names them together; a change for which there are none is not named, so that no two messages send a user in a circle.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from xscale.core.errors import Choice, Edit, Problem
+from xscale.core.requirements import Facts
+from xscale.core.yaml_reader import flow_text
+
+Edits = tuple[Edit, ...]
+Change = Callable[[Edits], Facts | None]
+"""Makes the facts of the recipe with these edits; None: a value of them is refused by itself."""
+
+LISTED = 6
+"""At most so many values of one key are tried until they work, and named."""
+TOGETHER = 2
+"""At most so many further choices are made together with one."""
+TRIALS = 120
+"""At most so many changed recipes are checked for one problem."""
+NOTHING = "No change that was tried is accepted."
+
+
+def solve(facts: Facts, change: Change) -> list[Problem]:
+    """List the problems of a recipe, each with the changes that would end it."""
+    before = facts.problems()
+    return [
+        _Advice(name, problem, {key: len(value) for key, value in before.items()}, change).advised()
+        for name, problems in before.items()
+        for problem in problems
+    ]
+
+
+@dataclass
+class _Advice:
+    """Advice on one problem of the requirement `name`."""
+
+    name: str
+    problem: Problem
+    before: dict[str, int]
+    """Number of problems of each requirement."""
+    change: Change
+    trials: int = field(default=0, init=False)
+
+    def advised(self) -> Problem:
+        """Return the problem with the choices that work, and the sentence that says them."""
+        if not self.problem.choices:
+            return self.problem
+        choices = tuple(self._working())
+        texts = [_sentence(choices, self.problem.path) if choices else NOTHING, self.problem.fix]
+        return replace(self.problem, choices=choices, fix=" ".join(text for text in texts if text))
+
+    def _working(self) -> list[Choice]:
+        """Return the choices that work; of those that set the same keys, the ones that need no other edit, if any."""
+        groups: dict[tuple[str, ...], list[Choice]] = {}
+        for choice in self.problem.choices:
+            edits = _edits_at(choice, self.problem.path)
+            group = groups.setdefault(tuple(key for key, _ in edits), [])
+            if len(group) < LISTED and (completed := self._complete(edits, TOGETHER)):
+                group.append(Choice(edits, completed[len(edits) :]))
+        simple = [[choice for choice in group if not choice.further] or group for group in groups.values()]
+        choices = [choice for group in simple for choice in group]
+        return [choice for choice in choices if not any(_is_part(other, choice) for other in choices)]
+
+    def _complete(self, edits: Edits, further: int) -> Edits | None:
+        """Return the edits, with those of up to `further` other choices, that end the problem and add none."""
+        self.trials += 1
+        facts = None if self.trials > TRIALS else self.change(edits)
+        if facts is None:
+            return None
+        after = facts.problems()
+        if len(after.get(self.name, ())) >= self.before[self.name]:
+            return None
+        added = [
+            problem
+            for name, problems in after.items()
+            if len(problems) > self.before.get(name, 0)
+            for problem in problems
+        ]
+        if not added:
+            return edits
+        if further == 0:
+            return None
+        return self._mended(edits, added[0], further - 1)
+
+    def _mended(self, edits: Edits, problem: Problem, further: int) -> Edits | None:
+        """Return the edits with those that end a problem which they made."""
+        keys = {key for key, _ in edits}
+        for choice in problem.choices:
+            more = _edits_at(choice, problem.path)
+            if not any(_overlaps(key, other) for key, _ in more for other in keys):
+                completed = self._complete((*edits, *more), further)
+                if completed is not None:
+                    return completed
+        return None
+
+
+def _is_part(choice: Choice, other: Choice) -> bool:
+    """Whether a choice makes some of the edits of another, and no further ones."""
+    edits = (*other.edits, *other.further)
+    return len(choice.edits) < len(other.edits) and all(edit in edits for edit in (*choice.edits, *choice.further))
+
+
+def _overlaps(key: str, other: str) -> bool:
+    """Whether an edit of one key undoes one of the other."""
+    return key == other or other.startswith(f"{key}.")
+
+
+def _edits_at(choice: Choice, path: str) -> Edits:
+    return tuple((key or path, value) for key, value in choice.edits)
+
+
+def _sentence(choices: tuple[Choice, ...], path: str) -> str:
+    """Say choices: those that set the same keys together, those of the key at fault first."""
+    groups: dict[tuple[str, ...], list[Choice]] = {}
+    for choice in choices:
+        keys = tuple(key for key, _ in choice.edits)
+        distinct = {flow_text(value) for _, value in choice.edits}
+        # Different values of several keys are one choice; one value for all of them is listed with others.
+        groups.setdefault(keys if len(distinct) == 1 else (*keys, *distinct), []).append(choice)
+    ordered = sorted(groups.values(), key=lambda group: group[0].edits[0][0] != path)
+    return f"Take {', or '.join(_phrase(group, path) for group in ordered)}."
+
+
+def _phrase(group: list[Choice], path: str) -> str:
+    """Say choices that set the same keys."""
+    first = group[0]
+    if len({flow_text(value) for _, value in first.edits}) > 1:
+        return _with("", (*first.edits, *first.further))
+    (key, _), *further_keys = first.edits
+    start = "" if key == path else f"{key}="
+    shared = first.further if all(choice.further == first.further for choice in group) else ()
+    values = [
+        flow_text(choice.edits[0][1]) + ("" if shared or not choice.further else _with(" with ", choice.further))
+        for choice in group
+    ]
+    also = f", and so {_with('', tuple(further_keys), '')}" if further_keys else ""
+    apiece = ", each" if len(group) > 1 and shared else ""
+    return f"{start}{_listed(values)}{also}{apiece}{_with(' with ', shared) if shared else ''}"
+
+
+def _with(start: str, edits: Edits, value: str | None = None) -> str:
+    texts = [key if value is not None else f"{key}={flow_text(edit)}" for key, edit in edits]
+    return start + " and ".join(texts)
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

@@ -1,0 +1,35 @@
+"""Requirements of a model on its own config, and on the kernels."""
+
+from xscale.core.errors import Problem
+from xscale.core.requirements import take
+from xscale.data.config import DataConfig
+from xscale.nn.model.model import MODELS, Model
+from xscale.nn.module import CHOOSABLE_KERNELS
+from xscale.nn.norm import check_places
+from xscale.parallel.config import ParallelConfig
+from xscale_kernels.packed_attention.op import LIBRARIES as PACKED_LIBRARIES
+from xscale_kernels.select import unknown
+
+
+def model_fits_itself(model: Model.Config, data: DataConfig) -> list[Problem]:
+    """The parts of the model's config go together, at the sequence length of the data."""
+    problems: list[Problem] = MODELS.of(model).part.check(model, (64, data.sequence_length), "model")
+    return problems + check_places(model, "model")
+
+
+def kernels_can_be_chosen(kernels: dict[str, str], parallel: ParallelConfig) -> list[Problem]:
+    """Each operator and its implementation are there, and may be chosen."""
+    faults = unknown(kernels)
+    for operator in kernels.keys() - faults.keys() - set(CHOOSABLE_KERNELS):
+        what = f"the implementation of '{operator}' cannot be chosen here"
+        faults[operator] = (what, f"These can: {', '.join(CHOOSABLE_KERNELS)}.")
+    problems = [Problem(f"kernels.{operator}", what, fix) for operator, (what, fix) in faults.items()]
+    named = kernels.get("packed_attention")
+    if named in PACKED_LIBRARIES and parallel.compile:
+        what = f"torch.compile would compile '{named}' anew for each number of documents"
+        fix, choices = "Or leave it out, which takes FlexAttention.", take(False, key="parallel.compile")
+        problems.append(Problem("kernels.packed_attention", what, fix, choices=choices))
+    return problems
+
+
+REQUIREMENTS = (model_fits_itself, kernels_can_be_chosen)
