@@ -50,7 +50,8 @@ class TextModel(nn.Module):
             tokenizer = TOKENIZERS.build(config, Path(settings.data.folder))
             vocabulary = tokenizer.vocabulary
         size = vocabulary_of(settings) if vocabulary is None else vocabulary
-        return cls(build_on_mesh(settings, size, mesh, draw_weights=True), settings, mesh.device, tokenizer)
+        tokens = size if tokenizer is None else tokenizer.unpadded_vocabulary
+        return cls(build_on_mesh(settings, (size, tokens), mesh, draw_weights=True), settings, mesh.device, tokenizer)
 
     @classmethod
     def loaded(cls, folder: Path, *, plugins: bool = False) -> "TextModel":
@@ -67,6 +68,8 @@ class TextModel(nn.Module):
         self, ids: Tensor, source: Tensor | None = None, targets: Tensor | None = None, *, share: float = 1.0
     ) -> Tensor:
         """Logits [B, T, V] of ids [B, T]; with `targets` [B, T] their summed loss in nats, -100 ignored.
+
+        Ids that are padding of the vocabulary have the least finite logit.
 
         Encoder-decoders read `source` [B, S] and write `ids`, as in training.
 

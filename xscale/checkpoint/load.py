@@ -127,6 +127,12 @@ def read_state(path: Path) -> dict[str, Any]:
     return _state(path)[1]
 
 
+def unpadded_vocabulary_of(state: dict[str, Any], vocabulary: int) -> int:
+    """Return the rows of a `vocabulary` that have a probability in a run with this state in its checkpoint."""
+    rows = state.get("unpadded_vocabulary")
+    return rows if type(rows) is int and 0 < rows < vocabulary else vocabulary
+
+
 def load_tensors(path: Path, names: list[str] | None = None, *, verify: bool = True) -> dict[str, Tensor]:
     """Read full tensors to this process's CPU, without a model: those of `names`, by default all."""
     reader = CheckpointReader(path, verify=verify)

@@ -57,9 +57,13 @@ def import_run(
         return EXIT_FAULT
     with removed_on_failure(run):
         settings, tokenizer = _settings(converted, source, run, config, base, say)
-        model = model_from_weights(settings, converted.sizes.vocabulary, converted.weights)
+        rows = converted.sizes.vocabulary
+        # An export leaves out the rows of padding that the run's tokenizer has.
+        padded = rows if tokenizer is None else max(rows, tokenizer.vocabulary)
+        model = model_from_weights(settings, padded, converted.weights)
         keep_special_ids(source, converted.config, tokenizer, run)
-        path = create_run(settings, model, run, tokenizer=tokenizer)
+        unpadded = rows if padded > rows else None
+        path = create_run(settings, model, run, tokenizer=tokenizer, unpadded_vocabulary=unpadded)
     say(f"{path}: written; `xscale train {run}/config.yaml` resumes from it")
     return EXIT_DONE
 

@@ -22,6 +22,6 @@ def merge_run(source: Path, run: Path, say: Callable[[str], None] = print, *, pl
     settings = loaded.settings.model_copy(update={"lora": None, "run": of_run})
     weights = merge_lora(loaded.model)
     model = model_from_weights(settings, loaded.tokenizer.vocabulary, weights)
-    path = create_run(settings, model, run, tokenizer=loaded.tokenizer)
+    path = create_run(settings, model, run, tokenizer=loaded.tokenizer, unpadded_vocabulary=loaded.unpadded_vocabulary)
     say(f"{path}: written, with the LoRA of step {loaded.step} merged; `xscale checkpoint export` exports it")
     return EXIT_DONE

@@ -59,7 +59,7 @@ def upcycle_run(
         for reason in why_output_changes(moe, weights[f"{path}.up.weight"].shape[0]):
             changed = True
             say(f"{path}: its output changes, because {reason}")
-    path = create_run(settings, model, run, tokenizer=loaded.tokenizer)
+    path = create_run(settings, model, run, tokenizer=loaded.tokenizer, unpadded_vocabulary=loaded.unpadded_vocabulary)
     _compare(loaded, model, settings, sequences, changed, say)
     say(f"{path}: written; train it with `xscale train {run}/config.yaml`")
     return EXIT_DONE

@@ -51,6 +51,7 @@ class ClassHead(Head):
         "boundary": None,
         "sentence": None,
         "cross_entropy": None,
+        "token_rows": None,
         "replicated_input": Role.REPLICATED_INPUT,
         "prediction_loss": None,
         "class_loss": Role.CLASS_LOSS,

@@ -25,7 +25,7 @@ class FullVocabulary:
 
     def own(self, logits: Tensor, count: int) -> Tensor:
         """Return those of the logits [N, V] whose tokens this process has, [N, count]."""
-        return logits
+        return logits.narrow(-1, 0, count)
 
     def logsumexp(self, logits: Tensor) -> Tensor:
         """[N, V] -> [N]."""

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from xscale.nn.auxiliary import attach
@@ -13,7 +13,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import Activation, activation
 from xscale.nn.init import ZEROS
 from xscale.nn.linear import Embedding, Linear
-from xscale.nn.module import Module
+from xscale.nn.module import Module, parameter_axes
 from xscale.nn.norm import NORMS, Norm
 from xscale.nn.pooler import SentenceHead
 from xscale.nn.roles import Role, Seams
@@ -54,8 +54,11 @@ class Head(Module):
         "globals": Role.GLOBAL_TOKENS,
         "cross_entropy": Role.VOCABULARY_LOSS,
         "prediction_loss": Role.PREDICTION_LOSS,
+        "token_rows": Role.VOCABULARY_ROWS,
     }
     weight: Parameter
+    unpadded_vocabulary: int | None = None
+    """Rows that are tokens: the further ones are padding, and have no probability; None: all rows are tokens."""
 
     def __init__(
         self,
@@ -107,7 +110,7 @@ class Head(Module):
         scalar. M are the global tokens.
 
         `tokens` are those of `x`; a wrapper of the head may need them. A target of -100 is ignored. With targets, the
-        logits of a whole batch never exist at once.
+        logits of a whole batch never exist at once. The logits of padding rows are the least finite number.
         """
         if self.sentence is not None and targets is not None and tokens is not None:
             x = self.sentence.attach_loss(x, tokens)
@@ -127,10 +130,20 @@ class Head(Module):
             # The bias is one more column, so that the (vocabulary-parallel) loss needs no bias argument.
             weight = torch.cat((weight, self.use(self.bias)[:, None]), 1)  # [V, D + 1]
             x = F.pad(x, (0, 1), value=1.0)
+        rows, weight = len(weight), self.token_rows(weight)
         if targets is None:
-            logits = F.linear(x, weight)
-            return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+            logits: Tensor = F.linear(x, weight)
+            if self.soft_cap is not None:
+                logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
+            if len(weight) == rows:
+                return logits
+            # Finite, so that a probability of 0 times its logarithm is 0.
+            return F.pad(logits, (0, rows - len(weight)), value=torch.finfo(logits.dtype).min)
         return self.prediction_loss(x.flatten(0, 1), weight, targets.flatten(), tokens)
+
+    def token_rows(self, rows: Tensor) -> Tensor:
+        """Leave out the padding rows of a weight [V, D]. A seam: the rows of a shard of the vocabulary."""
+        return rows if self.unpadded_vocabulary is None else rows[: self.unpadded_vocabulary]
 
     def prediction_loss(self, x: Tensor, weight: Tensor, targets: Tensor, tokens: Tokens | None = None) -> Tensor:
         """x [N, D], weight [V, D], targets [N] -> summed loss in nats, a scalar of float32 or wider.
@@ -147,7 +160,8 @@ class Head(Module):
         if tokens.get(BOUNDARIES) is None or forward.target_weight is None:
             return x
         predictions = boundary(x, tokens)  # [B, T, D]
-        loss = self.cross_entropy(predictions.flatten(0, 1), self.use(self.weight), targets.flatten())
+        rows = self.token_rows(self.use(self.weight))
+        loss = self.cross_entropy(predictions.flatten(0, 1), rows, targets.flatten())
         if forward.stats is not None and forward.aux_loss_weight is not None:
             # Its mean over the targets of the step is the mean of these over its micro-batches, and their shards.
             weight = forward.target_weight / forward.aux_loss_weight / tokens.fraction()
@@ -177,3 +191,15 @@ class Head(Module):
             implementation=kernel,
         )
         return losses.sum() if half else losses
+
+
+def vocabulary_parameters(model: nn.Module) -> frozenset[str]:
+    """Return the full names of the parameters that have a row for each token of the vocabulary."""
+    return frozenset(name for name, axes in parameter_axes(model).items() if axes[:1] == ("vocab",))
+
+
+def hide_padding(model: nn.Module, vocabulary: int, unpadded: int) -> None:
+    """Give no probability to the rows `unpadded` .. `vocabulary` of the heads of a model that predict tokens."""
+    for module in model.modules():
+        if isinstance(module, Head) and len(module.weight) == vocabulary and unpadded < vocabulary:
+            module.unpadded_vocabulary = unpadded

@@ -44,6 +44,7 @@ class Role(Enum):
     # The vocabulary, which tp shards.
     VOCABULARY_LOOKUP = "(ids, table [V, D]) -> rows of a table over the vocabulary"
     VOCABULARY_LOSS = "(x, weight [V, D], targets) -> the cross-entropy over the vocabulary"
+    VOCABULARY_ROWS = "(weight [V, D]) -> its rows that are tokens, without padding"
 
     # The sequence, which cp shards, and sp between regions.
     EMBEDDING = "(tokens) -> x [B, T, D], the start of the residual stream"

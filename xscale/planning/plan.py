@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -94,9 +95,10 @@ def plan(settings: Settings, world: int, hardware: Hardware = Hardware()) -> dic
 
 
 def vocabulary_of(settings: Settings) -> int:
-    """Vocabulary size of the configured tokenizer; the byte tokenizer has 260 entries."""
+    """Rows of the vocabulary that the configured tokenizer has, or will have once it is trained."""
     config = settings.data.tokenizer
-    return TOKENIZERS.of(config).part.planned_vocabulary(config) or 260
+    planned: int | None = TOKENIZERS.of(config).part.planned_vocabulary(config)
+    return TOKENIZERS.build(config, Path(settings.data.folder)).vocabulary if planned is None else planned
 
 
 def _model_states(settings: Settings, model: nn.Module, degrees: Degrees, device: Device | None) -> dict[str, Any]:

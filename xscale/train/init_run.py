@@ -13,6 +13,7 @@ from xscale.core.errors import ConfigError
 from xscale.core.file_safety import remove_file, remove_folder
 from xscale.data.stored_tokenizer import store_tokenizer
 from xscale.data.tokenizer.tokenizer import Tokenizer
+from xscale.nn.head import vocabulary_parameters
 from xscale.nn.init import replace_parameters
 from xscale.optim.optimizer.optimizer import OPTIMIZERS, Optimizer
 from xscale.parallel.engine.fsdp import full_state, optimizer_weights
@@ -45,12 +46,18 @@ def removed_on_failure(run: Path) -> Iterator[None]:
 
 
 def model_from_weights(settings: Settings, vocabulary: int, weights: Mapping[str, Tensor]) -> nn.Module:
-    """The model of `settings` on one device, with these weights (by parameter name) in master precision."""
+    """The model of `settings` on one device, with these weights (by parameter name) in master precision.
+
+    Weights for fewer tokens than `vocabulary` get rows of padding, zeros.
+    """
     model = build_on_meta(settings, vocabulary)
-    master = DTYPES[settings.precision.master]
+    master, padded = DTYPES[settings.precision.master], vocabulary_parameters(model)
 
     def replacement(name: str, old: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(weights[name].to(master), requires_grad=old.requires_grad)
+        weight = weights[name].to(master)
+        if name in padded and len(weight) < len(old):
+            weight = torch.cat((weight, weight.new_zeros(len(old) - len(weight), *weight.shape[1:])))
+        return nn.Parameter(weight, requires_grad=old.requires_grad)
 
     replace_parameters(model, replacement)
     return model
@@ -63,11 +70,13 @@ def create_run(
     states: Mapping[str, Mapping[str, Tensor]] | None = None,
     optimizer_steps: int = 0,
     tokenizer: Tokenizer | None = None,
+    unpadded_vocabulary: int | None = None,
 ) -> Path:
     """Write the config and the checkpoint of step 0 into `run`; returns the checkpoint's path.
 
     `states` (kind -> parameter name -> tensor) are the optimizer's after `optimizer_steps` steps; None: fresh ones.
-    `tokenizer` is copied into `run`; None: the first training run copies its own.
+    `tokenizer` is copied into `run`; None: the first training run copies its own. `unpadded_vocabulary`: rows of the
+    vocabulary that have a probability; None: all.
     """
     parameters = sharded_parameters(model)
     trained = [parameter for parameter in parameters if parameter.parameter.requires_grad]
@@ -78,7 +87,8 @@ def create_run(
             for name, value in values.items():
                 tensors[f"optimizer.{kind}.{name}"].copy_(value)
     optimizer.set_counters({**optimizer.counters(), "step": optimizer_steps})
-    state = State(tokenizer_fingerprint=None if tokenizer is None else tokenizer.fingerprint)
+    fingerprint = None if tokenizer is None else tokenizer.fingerprint
+    state = State(tokenizer_fingerprint=fingerprint, unpadded_vocabulary=unpadded_vocabulary)
     with removed_on_failure(run):
         path = save(run / CHECKPOINTS, 0, tensors, state.encode(optimizer), encode(settings))
         if tokenizer is not None:

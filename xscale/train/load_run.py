@@ -13,7 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from xscale.checkpoint.files import MANIFEST as MANIFEST_FILE
-from xscale.checkpoint.load import WEIGHTS, CheckpointReader, averages_of, load, read_some, read_state
+from xscale.checkpoint.load import (
+    WEIGHTS,
+    CheckpointReader,
+    averages_of,
+    load,
+    read_some,
+    read_state,
+    unpadded_vocabulary_of,
+)
 from xscale.checkpoint.search import find_to_read
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError, Problem
@@ -55,6 +63,8 @@ class LoadedRun:
     """Those of the run, on one process and without its layout."""
     step: int
     tokenizer: Tokenizer
+    unpadded_vocabulary: int
+    """Rows of its vocabulary that have a probability."""
     mesh: Mesh
     model: nn.Module
     parameters: list[ShardedParameter]
@@ -84,20 +94,22 @@ def load_run(
     path = find_to_read(folder / CHECKPOINTS).path if checkpoint is None else checkpoint
     if path is None:
         raise ConfigError(str(folder), "the run has no checkpoint yet", "Wait for the first one.")
-    fingerprint = read_state(path).get("tokenizer_fingerprint")
-    tokenizer = open_run_tokenizer(folder, settings.data, fingerprint)
+    state = read_state(path)
+    tokenizer = open_run_tokenizer(folder, settings.data, state.get("tokenizer_fingerprint"))
     rank_info = read_rank_info()
     degrees = axes.resolve(settings.parallel.mesh, rank_info.world)
     mesh = init_mesh(rank_info, degrees, device_of(settings, rank_info), settings.parallel.longest_timeout_seconds)
     length = settings.data.sequence_length if sequence_length is None else sequence_length
     require_model_for(settings, length, tokenizer.vocabulary, option)
-    model = build_on_mesh(with_sequence_length(settings, length), tokenizer.vocabulary, mesh, draw_weights=False)
+    unpadded = unpadded_vocabulary_of(state, tokenizer.vocabulary)
+    sizes = (tokenizer.vocabulary, unpadded)
+    model = build_on_mesh(with_sequence_length(settings, length), sizes, mesh, draw_weights=False)
     parameters = sharded_parameters(model)
     weights = {f"model.{parameter.name}": parameter.parameter.detach() for parameter in parameters}
     loaded = load(path, weights, only="model.", verify=settings.checkpoint.verify)
     if ema:
         load_ema(path, parameters)
-    return LoadedRun(folder, settings, loaded.step, tokenizer, mesh, model, parameters)
+    return LoadedRun(folder, settings, loaded.step, tokenizer, unpadded, mesh, model, parameters)
 
 
 def run_of(folder: Path) -> Path:
@@ -119,12 +131,13 @@ def load_ema(path: Path, parameters: Sequence[ShardedParameter]) -> None:
     read_some(path, averages)
 
 
-def build_on_mesh(settings: Settings, vocabulary: int, mesh: Mesh, *, draw_weights: bool) -> nn.Module:
+def build_on_mesh(settings: Settings, vocabulary: tuple[int, int], mesh: Mesh, *, draw_weights: bool) -> nn.Module:
     """Build the model of `settings` on a mesh. ConfigError where its layout is not possible.
 
-    `draw_weights`: give it the initial weights of `run.seed`; otherwise they are NaN until they are loaded.
+    `vocabulary`: its rows, and how many of them are tokens. `draw_weights`: give it the initial weights of `run.seed`;
+    otherwise they are NaN until they are loaded.
     """
-    model = build_on_meta(settings, vocabulary)
+    model = build_on_meta(settings, *vocabulary)
     plan = ParallelPlan(settings.parallel, settings.precision, settings.data.sequence_length)
     if problems := plan.check(model, mesh.rank_info.world):
         raise ConfigError(problems)
@@ -229,7 +242,7 @@ def exit_curve_of_run(
             fix = "Train with model.stack.exits.policy, such as {criterion: entropy, threshold: 1}."
             raise ConfigError(str(folder), what, fix)
         count = len(stack.exits.at)
-        chosen = policy.thresholds(count, loaded.tokenizer.vocabulary) if thresholds is None else thresholds
+        chosen = policy.thresholds(count, loaded.unpadded_vocabulary) if thresholds is None else thresholds
         problems = [
             problem
             for value in chosen

@@ -225,7 +225,12 @@ def resume(parts: RunParts, folder: Path, memory: InMemoryCheckpoint | None) -> 
             if not parts.has_weights:
                 what = "the checkpoint that the run was to resume from is no longer there"
                 raise FaultError(f"{folder / CHECKPOINTS}: {what}. Start the same command again, or restore it")
-            fresh = State(sequence_length=length, tokenizer_fingerprint=parts.corpus.tokenizer.fingerprint)
+            tokenizer = parts.corpus.tokenizer
+            fresh = State(
+                sequence_length=length,
+                tokenizer_fingerprint=tokenizer.fingerprint,
+                unpadded_vocabulary=tokenizer.unpadded_vocabulary,
+            )
             return Resumed(fresh, None, [*on_disk.reasons, *messages])
         state, step, config = state_of(restored.loaded, parts), restored.loaded.step, restored.loaded.config
     engine.after_load()

@@ -16,6 +16,7 @@ from xscale.data.config import DataConfig
 from xscale.data.source.source import SOURCES, Labels
 from xscale.nn.class_head import ClassHead
 from xscale.nn.distillation import DistillConfig, add_width_maps
+from xscale.nn.head import hide_padding
 from xscale.nn.init import Init
 from xscale.nn.lora import LoraConfig, add_lora
 from xscale.nn.model.decoder import Decoder
@@ -263,10 +264,16 @@ def labels_problems(settings: Settings, labels: Labels, data: str) -> list[Probl
     return []
 
 
-def build_on_meta(settings: Settings, vocabulary: int) -> nn.Module:
-    """The full model without storage, on torch's meta device; ConfigError for sizes that torch cannot count."""
+def build_on_meta(settings: Settings, vocabulary: int, unpadded_vocabulary: int | None = None) -> nn.Module:
+    """The full model without storage, on torch's meta device; ConfigError for sizes that torch cannot count.
+
+    `unpadded_vocabulary`: rows of the vocabulary that are tokens, to which alone the model gives a probability; None:
+    all.
+    """
     try:
-        return _build_on_meta(settings, vocabulary)
+        model = _build_on_meta(settings, vocabulary)
+        hide_padding(model, vocabulary, unpadded_vocabulary or vocabulary)
+        return model
     except RuntimeError as error:
         if "overflow" not in str(error):
             raise

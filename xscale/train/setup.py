@@ -1,12 +1,13 @@
 """Set up a run from its settings: mesh, data, model, engine and micro-batches."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from xscale.checkpoint.load import read_state, unpadded_vocabulary_of
 from xscale.checkpoint.search import newest_on_this_process
 from xscale.core.errors import ConfigError, Problem
 from xscale.data.config import DataConfig
@@ -142,9 +143,10 @@ def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False) ->
     adopt_tokenizer(settings, mesh)
     corpus = prepare_and_open_data(settings, rank_info, *data_of_run(settings), mesh)
     tokenizer = corpus.tokenizer
-    specials = special_tokens_of(tokenizer)
+    unpadded = _unpadded_vocabulary(settings, mesh, tokenizer)
+    specials = replace(special_tokens_of(tokenizer), vocabulary=unpadded)
     length, source_length = settings.data.sequence_length, settings.data.source_length
-    model = build_on_meta(settings, tokenizer.vocabulary)
+    model = build_on_meta(settings, tokenizer.vocabulary, unpadded)
     plan = ParallelPlan(settings.parallel, settings.precision, length)
     objective_type = OBJECTIVES.of(settings.objective).part
     problems = plan.check(model, rank_info.world) + objective_type.check(
@@ -184,6 +186,19 @@ def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False) ->
         peak=peak_flops(device, plan.compute),
         has_weights=draw_weights,
     )
+
+
+def _unpadded_vocabulary(settings: Settings, mesh: Mesh, tokenizer: Tokenizer) -> int:
+    """Rows of the vocabulary that have a probability, as the run began; of a new run those of tokens. Collective."""
+    folder = Path(settings.run.dir) / CHECKPOINTS
+
+    def read() -> int:
+        newest = newest_on_this_process(folder)
+        if newest is None:
+            return tokenizer.unpadded_vocabulary
+        return unpadded_vocabulary_of(read_state(newest[1]), tokenizer.vocabulary)
+
+    return Consensus(mesh.background).on_rank0(folder, read)
 
 
 def _has_checkpoint(settings: Settings, mesh: Mesh) -> bool:

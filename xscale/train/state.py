@@ -37,6 +37,9 @@ class State:
     """Tokens of a sample, the unit of `consumed` and `skipped_samples`; None: that of the checkpoint's config."""
     tokenizer_fingerprint: str | None = None
     """Fingerprint of the run's tokenizer; None: not known, in checkpoints of earlier versions."""
+    unpadded_vocabulary: int | None = None
+    """Rows of the vocabulary that have a probability; None: all, padding too, as in runs of earlier versions and in
+    imported models, whose authors trained them so."""
 
     loss_scale: float | None = None
     """Scale of the loss at the next step; None: the run has not begun, or the loss is not scaled."""
@@ -60,6 +63,7 @@ class State:
         # Earlier versions did not write them.
         for name, default in (
             ("tokenizer_fingerprint", None),
+            ("unpadded_vocabulary", None),
             ("loss_scale", None),
             ("loss_scale_steps", 0),
             ("pending", []),
@@ -69,9 +73,10 @@ class State:
             raise ValueError(f"the state has other fields: {', '.join(sorted(values.keys() ^ names)) or 'one twice'}")
         for name in ("step", "consumed", "tokens", "skipped", "skipped_in_a_row", "loss_scale_steps"):
             _require(name, values[name], _is_count(values[name]))
-        for name in ("best_step", "sequence_length"):
+        for name in ("best_step", "sequence_length", "unpadded_vocabulary"):
             _require(name, values[name], values[name] is None or _is_count(values[name]))
-        _require("sequence_length", values["sequence_length"], values["sequence_length"] != 0)
+        for name in ("sequence_length", "unpadded_vocabulary"):
+            _require(name, values[name], values[name] != 0)
         fingerprint = values["tokenizer_fingerprint"]
         _require("tokenizer_fingerprint", fingerprint, fingerprint is None or isinstance(fingerprint, str))
         best = values["best_bits_per_byte"]

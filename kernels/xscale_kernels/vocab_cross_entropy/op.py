@@ -100,8 +100,13 @@ def vocab_statistics(
     hidden: [N, D]. weight: [V_local, D] and bias [V_local]: the vocabulary entries from `first` on. targets: [N] int64
     over the whole vocabulary, or terms.ignore_index. chunk: tokens in one block of logits.
 
+    A rank may have no entry: its lse is minus infinity.
+
     Raises UnusableError when the named implementation refuses.
     """
+    if not weight.shape[0]:
+        nothing = hidden.new_zeros(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
+        return Statistics(nothing - float("inf"), nothing, nothing)
     choice = choose("vocab_cross_entropy", IMPLEMENTATIONS, implementation, hidden, terms)
     chunk = chunk or default_chunk(weight.shape[0], hidden.device)
     shard = VocabShard(hidden, weight, bias, targets, first, terms, chunk)
@@ -142,6 +147,9 @@ def vocab_gradients(
     lse: [N], combined over the ranks. seed: [N]. vocabulary: its global size. The rest as in
     vocab_statistics. hidden's gradient is a partial sum over ranks; weight's and bias's are complete.
     """
+    if not weight.shape[0]:
+        dbias = None if bias is None else torch.zeros_like(bias)
+        return Gradients(torch.zeros_like(hidden), torch.zeros_like(weight), dbias)
     choice = choose("vocab_cross_entropy (gradients)", IMPLEMENTATIONS, implementation, hidden, terms)
     chunk = chunk or default_chunk(weight.shape[0], hidden.device)
     shard = VocabShard(hidden, weight, bias, targets, first, terms, chunk)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from xscale.checkpoint.load import AverageReader, CheckpointReader, read_config
+from xscale.checkpoint.load import AverageReader, CheckpointReader, read_config, read_state, unpadded_vocabulary_of
 from xscale.checkpoint.tools import find_checkpoint
 from xscale.convert.compare import TOLERANCE, compare_logits
 from xscale.convert.hf.architecture import Architecture, ModelSizes
@@ -26,10 +26,38 @@ from xscale.convert.mapping import WeightMapping
 from xscale.core.errors import EXIT_DONE, EXIT_FAULT, ConfigError
 from xscale.core.file_safety import remove_folder
 from xscale.data.tokenizer.tokenizer import Tokenizer
-from xscale.nn.model.model import Model
+from xscale.nn.head import vocabulary_parameters
+from xscale.nn.model.model import MODELS, Model
 
 SHARD = 5 << 30
 """Maximum bytes of a safetensors file, unless one tensor alone is larger."""
+
+
+class WithoutPadding:
+    """Reads a checkpoint without the padding rows of its vocabulary, which have no probability.
+
+    transformers would give them one.
+    """
+
+    def __init__(self, opened: CheckpointReader, model: Model.Config, rows: int, length: int) -> None:
+        """`rows`: those of the vocabulary in the checkpoint."""
+        self.opened, self.entries = opened, opened.entries
+        self.rows = unpadded_vocabulary_of(read_state(opened.path), rows)
+        """Rows of the vocabulary that are read."""
+        with torch.device("meta"):
+            built: nn.Module = MODELS.build(model, rows, length)
+        self.cut = frozenset() if self.rows == rows else vocabulary_parameters(built)
+
+    def tensors(self, names: list[str]) -> dict[str, Tensor]:
+        """Read full tensors to the CPU, as `CheckpointReader.tensors`."""
+        tensors = self.opened.tensors(names)
+        return {
+            name: tensor[: self.rows] if name.removeprefix("model.") in self.cut else tensor
+            for name, tensor in tensors.items()
+        }
+
+
+Reader = CheckpointReader | WithoutPadding
 
 
 def export_model(
@@ -60,7 +88,8 @@ def export_model(
         tokenizer = tokenizer_of(path, config["data"])
     special = special_ids(tokenizer, config["data"]) if kept is None else kept.ids
     pad, eos = special.get("pad_token_id") or 0, special.get("eos_token_id")
-    sizes = ModelSizes(table.shape[0], config["data"]["sequence_length"], pad, eos if isinstance(eos, int) else 2)
+    reader = WithoutPadding(opened, model, table.shape[0], config["data"]["sequence_length"])
+    sizes = ModelSizes(reader.rows, config["data"]["sequence_length"], pad, eos if isinstance(eos, int) else 2)
     head = class_head_of({name.removeprefix("model."): entry.shape for name, entry in opened.entries.items()}, config)
     if head is None:
         chosen, data = select_architecture(model, sizes, architecture)
@@ -73,13 +102,13 @@ def export_model(
     try:
         for message in export_generation_config(path, part, same_tokenizer=kept is not None):
             say(message)
-        return _write(opened, chosen, model, sizes, data, tokenizer, part, out, tolerance, say)
+        return _write(reader, chosen, model, sizes, data, tokenizer, part, out, tolerance, say)
     finally:
         remove_folder(part.parent, part.name)
 
 
 def _write(
-    opened: CheckpointReader,
+    opened: Reader,
     architecture: Architecture,
     model: Model.Config,
     sizes: ModelSizes,
@@ -124,17 +153,17 @@ def lost_losses(architecture: Architecture, model: Model.Config) -> list[str]:
     return [f"router z-loss: the weight of {values} is not exported, because {architecture.name} has no such loss"]
 
 
-def model_names(opened: CheckpointReader) -> list[str]:
+def model_names(opened: Reader) -> list[str]:
     return [name for name in opened.entries if name.startswith("model.")]
 
 
-def check_complete(opened: CheckpointReader, mapping: list[WeightMapping]) -> None:
+def check_complete(opened: Reader, mapping: list[WeightMapping]) -> None:
     """Assert that the mapping contains every tensor of the model."""
     covered = {f"model.{name}" for mapped in mapping for name in mapped.xscale_names}
     assert covered == set(model_names(opened)), covered ^ set(model_names(opened))
 
 
-def to_external(opened: CheckpointReader, mapping: list[WeightMapping]) -> Iterator[tuple[str, Tensor]]:
+def to_external(opened: Reader, mapping: list[WeightMapping]) -> Iterator[tuple[str, Tensor]]:
     """Yield (external name, tensor), one mapping after the other."""
     for mapped in mapping:
         tensors = opened.tensors([f"model.{name}" for name in mapped.xscale_names])

@@ -15,10 +15,15 @@ class Byte(Tokenizer):
         super().__init__(config, folder)
         self.first = self.sentinels.stop
         """Id of byte 0."""
-        self.vocabulary = -(-(self.first + 256) // MULTIPLE) * MULTIPLE
-        unused = self.vocabulary - self.first - 256
+        self.unpadded_vocabulary = self.first + 256
+        self.vocabulary = self.planned_vocabulary(config)
+        unused = self.vocabulary - self.unpadded_vocabulary
         self.table = [b""] * self.first + [bytes([value]) for value in range(256)] + [b""] * unused
         self.set_template(f"byte-{config.sentinels}")
+
+    @classmethod
+    def planned_vocabulary(cls, config: Any) -> int:
+        return -(-(len(special_tokens(config.sentinels)) + 256) // MULTIPLE) * MULTIPLE
 
     def encode(self, text: str) -> list[int]:
         return [self.first + value for value in text.encode("utf-8")]

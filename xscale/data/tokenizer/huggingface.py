@@ -86,6 +86,7 @@ class HuggingFace(FileTokenizer):
         super().__init__(config, folder)
         self.processor, text = _open(self.file)
         self.vocabulary = max(self.processor.get_vocab().values(), default=-1) + 1
+        self.unpadded_vocabulary = self.vocabulary
         if config.file and config.vocabulary is not None:
             self.vocabulary = max(self.vocabulary, config.vocabulary)
         data = decode_json(text)

@@ -61,6 +61,8 @@ class Tokenizer:
 
     vocabulary: int
     """Ids are in [0, vocabulary)."""
+    unpadded_vocabulary: int
+    """Ids from here on are padding, which no text has and a model gives no probability."""
     fingerprint: str
     """Hash of everything that determines the ids of a document."""
     text_fingerprint: str = ""
@@ -93,6 +95,7 @@ class Tokenizer:
 
         A constructor ends with it. ConfigError when a beginning-of-text token is asked for and there is none.
         """
+        self.unpadded_vocabulary = getattr(self, "unpadded_vocabulary", self.vocabulary)
         add_bos = bool(template) if self.config.add_bos is None else self.config.add_bos
         if add_bos and not template:
             if self.bos is None:

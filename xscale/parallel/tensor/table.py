@@ -23,7 +23,7 @@ from xscale.parallel.layout_invariant_random import HiddenOverTensor, draw_for_a
 from xscale.parallel.region import TensorRegion, all_reduce_replicated_grads, wrap_region
 from xscale.parallel.roles import RoleTable, wrap_by
 from xscale.parallel.sharding import holds_experts, shard_dim
-from xscale.parallel.tensor.vocabulary import VocabParallelCrossEntropy, VocabParallelEmbedding
+from xscale.parallel.tensor.vocabulary import ShardTokenRows, VocabParallelCrossEntropy, VocabParallelEmbedding
 
 
 @dataclass(frozen=True)
@@ -133,12 +133,22 @@ def _lookup(embedding: Embedding, seam: str, region: TensorRegion) -> None:
     substitute(embedding, seam, VocabParallelEmbedding(region, _first_row(embedding.weight, region)))
 
 
+def _unpadded(head: Head) -> int:
+    return head.weight.shape[0] if head.unpadded_vocabulary is None else head.unpadded_vocabulary
+
+
+def _vocabulary_rows(head: Head, seam: str, region: TensorRegion) -> None:
+    """Each rank leaves out the padding among its rows of the vocabulary."""
+    substitute(head, seam, ShardTokenRows(_first_row(head.weight, region), _unpadded(head)))
+
+
 def _vocabulary_loss(head: Head, seam: str, region: TensorRegion) -> None:
     """Make the head a region, whose logits each rank has of its rows of the vocabulary."""
     vocabulary = head.weight.shape[0]
     kernel = head.kernel_choices.get("vocab_cross_entropy")
     first = _first_row(head.weight, region)
-    substitute(head, seam, VocabParallelCrossEntropy(region, first, vocabulary, kernel, head.soft_cap))
+    unpadded = _unpadded(head)
+    substitute(head, seam, VocabParallelCrossEntropy(region, first, unpadded, kernel, head.soft_cap))
 
     def enter(_: nn.Module, inputs: tuple[Tensor, Tensor | None, Tokens]) -> tuple[Any, ...]:
         x, targets, tokens = inputs
@@ -165,5 +175,6 @@ TENSOR: RoleTable = {
     Role.DISPATCH: _dispatch,
     Role.VOCABULARY_LOOKUP: _lookup,
     Role.VOCABULARY_LOSS: _vocabulary_loss,
+    Role.VOCABULARY_ROWS: _vocabulary_rows,
 }
 """Role -> what is done at a seam with it, called as (module, seam, region)."""

@@ -53,6 +53,19 @@ class VocabularyShard(FullVocabulary):
 
 
 @dataclass(frozen=True)
+class ShardTokenRows:
+    """Leaves out the padding rows of a shard of the vocabulary, which may have no others."""
+
+    first: int
+    """Token id of this rank's first row."""
+    unpadded_vocabulary: int
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[V_local, D] -> its rows that are tokens."""
+        return rows[: max(0, self.unpadded_vocabulary - self.first)]
+
+
+@dataclass(frozen=True)
 class VocabParallelCrossEntropy:
     """Cross-entropy of a head whose vocabulary is sharded over tp; every rank gets the same loss."""
 
@@ -60,7 +73,7 @@ class VocabParallelCrossEntropy:
     first: int
     """Token id of this rank's first row."""
     vocabulary: int
-    """Size of the full vocabulary."""
+    """Size of the full vocabulary, without padding."""
     kernel: str | None = None
     """Implementation that the recipe names."""
     soft_cap: float | None = None
