@@ -32,6 +32,7 @@ from tests.golden.shrink import RECIPES, ROOT, VARIANTS, small
 from xscale import api
 from xscale.bench.compare import read_comparison, slug
 from xscale.core.config import decode, encode
+from xscale.core.errors import EXIT_REQUEUE
 from xscale.core.yaml_reader import parse
 from xscale.recipe import Recipe
 
@@ -119,6 +120,9 @@ def row_of(case: Case, *, compiled: bool = False) -> Row:
             names.update(f"{key} {tuple(value.shape)}\n".encode())
             weights.update(value.contiguous().numpy().tobytes())
         status = api.train(recipe)
+        if status == EXIT_REQUEUE:
+            # A run takes a signal as a wish to stop; here all of them are meant.
+            sys.exit(f"stopped by a signal in {case.name}")
         assert status == 0, f"{case.name} ended with {status}"
         lines = (folder / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
         losses = tuple(line["loss"] for line in map(json.loads, lines) if "loss" in line)

@@ -115,7 +115,9 @@ class MixtralExperts(nn.Module):
 
     def __init__(self, sizes: LlamaSizes) -> None:
         super().__init__()
-        E, F_, D = sizes.experts, sizes.hidden, sizes.width
+        E = sizes.experts
+        F_ = sizes.hidden
+        D = sizes.width
         self.top_k = sizes.top_k
         self.router = nn.Linear(D, E, bias=False)
         self.gate, self.up = (nn.Parameter(torch.empty(E, F_, D).normal_(std=D**-0.5)) for _ in range(2))

@@ -90,7 +90,9 @@ class AsyncSaver:
         `when_busy`: what a save does while the previous one is in flight. `failure_limit`: number of consecutive
         failures that are only reported (by `finished`); the next one is raised.
         """
-        self._folder, self._when_busy, self._failure_limit = folder, when_busy, failure_limit
+        self._folder = folder
+        self._when_busy = when_busy
+        self._failure_limit = failure_limit
         self._retention = (keep_last, keep_every)
         self._ranks = consensus(group)
         assert self._ranks.is_single_process or group is not None, "asynchronous saves need their own process group"

@@ -25,7 +25,9 @@ class CheckpointError(FaultError):
     """A checkpoint could not be written or read; every rank raises the same error."""
 
     def __init__(self, path: object, what: str, fix: str = "") -> None:
-        self.path, self.what, self.fix = str(path), plain(what), fix
+        self.path = str(path)
+        self.what = plain(what)
+        self.fix = fix
         super().__init__(f"{path}: {self.what}. {fix}".rstrip() if fix else f"{path}: {self.what}")
 
     def __reduce__(self) -> tuple[type, tuple[str, ...]]:

@@ -218,7 +218,9 @@ def _check_tensor(
     name: str, entry: TensorStorageMetadata, storage: Mapping[MetadataIndex, _StorageInfo], complete: bool
 ) -> None:
     """Check that the boxes of a tensor are stored and in it; if `complete`, that they are it."""
-    shape, chunks, properties = entry.size, entry.chunks, entry.properties
+    shape = entry.size
+    chunks = entry.chunks
+    properties = entry.properties
     if not isinstance(properties, TensorProperties) or not isinstance(properties.dtype, torch.dtype):
         raise ValueError(f"has no dtype of {name}")
     if not _are_counts(shape) or not isinstance(chunks, list) or math.prod(shape) >= 2**63:

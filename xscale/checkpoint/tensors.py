@@ -124,7 +124,10 @@ class _FileSlice(io.RawIOBase):
     """`length` bytes of an open file from `start` on, as a file."""
 
     def __init__(self, file: "io.BufferedReader[Any]", start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
+        self._file = file
+        self._start = start
+        self._length = length
+        self._at = 0
 
     def readable(self) -> bool:
         return True

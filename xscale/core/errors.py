@@ -67,7 +67,9 @@ class Problem:
     """Changes that may end it, of which the solver keeps those that do, and says them in `fix`."""
 
     def __str__(self) -> str:
-        path, what, fix = plain(self.path, PATH_CHARACTERS), plain(self.what), plain(self.fix)
+        path = plain(self.path, PATH_CHARACTERS)
+        what = plain(self.what)
+        fix = plain(self.fix)
         text = f"{path}: {what}" if path else what
         return f"{text}. {fix}" if fix else text
 

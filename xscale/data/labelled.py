@@ -31,7 +31,9 @@ class LabelledDataset(ShuffledDataset):
     ) -> None:
         """`texts` and `column` are the tokens and the labels of the same documents."""
         super().__init__(seed, shuffle)
-        self.texts, self.column, self.labels = texts, column, labels
+        self.texts = texts
+        self.column = column
+        self.labels = labels
         self.sample_length, self.pad = config.sequence_length, tokenizer.pad
         self.begin = [] if tokenizer.bos is None else [tokenizer.bos]
         """Begins each sample: its output stands for the whole example."""

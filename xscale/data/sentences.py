@@ -44,7 +44,9 @@ class SentenceDataset(ShuffledDataset):
             what = f"a pair of texts and its {SPECIAL_TOKENS} special tokens need {SPECIAL_TOKENS + 2}"
             raise ConfigError("data.sequence_length", what, f"Take at least {SPECIAL_TOKENS + 2}.")
         indexed = split.indexed
-        self.pad, self.eos, self.tokens = tokenizer.pad, tokenizer.eos, indexed.tokens
+        self.pad = tokenizer.pad
+        self.eos = tokenizer.eos
+        self.tokens = indexed.tokens
         self.bounds = indexed.bounds[split.first : split.stop + 1]
         self.starts = indexed.sequence_starts
         self.chunks = _chunks(self.starts, self.bounds, self.budget)

@@ -132,7 +132,9 @@ def split_statistics(
 
     `size` is the bytes of its text, None: by its tokens; `train` the counts of the train split, for another split.
     """
-    documents, tokens, lengths = split.documents, int(split.starts[-1]), np.diff(split.starts)
+    documents = split.documents
+    tokens = int(split.starts[-1])
+    lengths = np.diff(split.starts)
     if size is None and tokenizer is not None:
         size = int(counted.counts @ tokenizer.byte_lengths())
     has_unknown = tokenizer is not None and tokenizer.unk != tokenizer.eos

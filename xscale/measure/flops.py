@@ -84,7 +84,9 @@ def _counts(model: nn.Module) -> Iterator[_Count]:
     fractions = active_fractions(model)
     heads = {id(module.weight) for module in model.modules() if isinstance(module, Head)}
     tables = {id(module.weight) for module in model.modules() if isinstance(module, Embedding)} - heads
-    axes, shared, pooled = parameter_axes(model), _repeated_sublayers(model), _pooled_blocks(model)
+    axes = parameter_axes(model)
+    shared = _repeated_sublayers(model)
+    pooled = _pooled_blocks(model)
     quaternions = {id(module.weight) for module in model.modules() if isinstance(module, QuaternionLinear)}
     shared_exits = sum(isinstance(module, Exit) and module.head is None for module in model.modules())
     shared_exits += sum(isinstance(module, MtpModule) for module in model.modules())

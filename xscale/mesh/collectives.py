@@ -121,7 +121,9 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, rows: Tensor, outgoing: list[int], incoming: list[int], group: Any) -> Tensor:
-        context.outgoing, context.incoming, context.group = outgoing, incoming, group
+        context.outgoing = outgoing
+        context.incoming = incoming
+        context.group = group
         received = rows.new_empty((sum(incoming), *rows.shape[1:]))
         dist.all_to_all_single(received, rows.contiguous(), incoming, outgoing, group=group)
         return received
@@ -302,7 +304,9 @@ def slice_in(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 class _GatherOut(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, length: int, group: Any) -> Tensor:
-        context.group, context.size, context.shard_size = group, x.shape[-1], -(-length // group.size())
+        context.group = group
+        context.size = x.shape[-1]
+        context.shard_size = -(-length // group.size())
         return all_gather(pad_to_multiple(x, -1, context.shard_size), -1, group).narrow(-1, 0, length)
 
     @staticmethod

@@ -63,7 +63,9 @@ def is_lost_rank(error: Exception) -> bool:
 def _record_of(entry: dict[str, object]) -> CollectiveRecord:
     group = entry["process_group"]
     assert isinstance(group, tuple)
-    name, ranks, is_message = str(entry["profiling_name"]).rpartition(":")[2], _ranks(group[0]), bool(entry["is_p2p"])
+    name = str(entry["profiling_name"]).rpartition(":")[2]
+    ranks = _ranks(group[0])
+    is_message = bool(entry["is_p2p"])
     over = bool(entry["retired"]) or entry["state"] == "completed"
     seconds = time.time() - int(str(entry["time_created_ns"])) / 1e9
     number = int(str(entry["p2p_seq_id" if is_message else "collective_seq_id"]))

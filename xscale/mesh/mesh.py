@@ -123,7 +123,9 @@ def init_process_group(rank_info: RankInfo, backend: str, timeout: datetime.time
     if dist.is_initialized():
         return
     check_rendezvous(rank_info.world)
-    rank, world, address = rank_info.rank, rank_info.world, rendezvous_to_serve()
+    rank = rank_info.rank
+    world = rank_info.world
+    address = rendezvous_to_serve()
     try:
         listener = listener_of_store(*address) if rank == 0 and address is not None else None
         if listener is not None and address is not None:
@@ -266,7 +268,10 @@ def rank_grids(degrees: Degrees) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     Ranks ascend along an axis into which others are folded, as they do within a process group.
     """
-    pp, dp_replicate, tp, ep = degrees.pp, degrees.dp_replicate, degrees.tp, degrees.ep
+    pp = degrees.pp
+    dp_replicate = degrees.dp_replicate
+    tp = degrees.tp
+    ep = degrees.ep
     shards = torch.tensor(degrees.groups_along("dp_shard", "cp")).view(pp, dp_replicate, tp, -1)
     dense = shards.transpose(2, 3).unsqueeze(3)
     folded = shards if degrees.tp_in_experts else torch.tensor(degrees.groups_along("dp_shard", "cp", "tp"))

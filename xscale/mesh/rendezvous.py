@@ -63,7 +63,9 @@ def wait_for_keys(
 
     After `say_after` seconds one line on standard error says for which ranks this rank waits `until` what, and `why`.
     """
-    begin, pause, said = time.monotonic(), POLL_SECONDS, False
+    begin = time.monotonic()
+    pause = POLL_SECONDS
+    said = False
     missing = list(keys)
     while missing:
         # One question for all; single ones only once something is to be said about them.

@@ -296,7 +296,9 @@ class Block(Module):
         edges: BlockEdges | None = None,
     ) -> Tensor:
         """Output [B, T, D] of sublayers `names`; `memory`: the encoder's output or a mask decoder's keys."""
-        before, edges, content = x, edges or BlockEdges(None, {}), tokens.get(CONTENT)
+        before = x
+        edges = edges or BlockEdges(None, {})
+        content = tokens.get(CONTENT)
         for name in names:
             before, residual = (before, x) if name in self.parallel_sublayers else (x, None)
             sublayer: Sublayer = getattr(self, name)

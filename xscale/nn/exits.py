@@ -110,7 +110,9 @@ class Exits(Module):
     ) -> None:
         """`norm` and `make_head` build the parts of one exit."""
         super().__init__()
-        self.config, self.depth, self.causal = config, dims.depth, dims.causal
+        self.config = config
+        self.depth = dims.depth
+        self.causal = dims.causal
         depth = dims.depth
         after = config.after(depth)
         self.at = nn.ModuleDict(
@@ -267,7 +269,9 @@ class Exits(Module):
 
     def _attach_diversity(self, part: Any, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
         """Return x [B, T, D], which an exit reads, with its diversity as a loss; `part` None: the model's head."""
-        alpha, targets, earlier = self.config.diversity, prediction.targets, prediction.log_probabilities
+        alpha = self.config.diversity
+        targets = prediction.targets
+        earlier = prediction.log_probabilities
         if not alpha or targets is None or tokens.forward.target_weight is None:
             return x
         every = tokens.with_signals({ONLY_LAST_LOGITS: False})

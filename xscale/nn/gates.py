@@ -123,7 +123,9 @@ class GateBudget(Module):
 
     def draw(self, tokens: Tokens) -> Tokens:
         """Return the tokens with a budget for each sequence, and the noise of this step of the run."""
-        config, batch, device = self.config, len(tokens.ids), tokens.ids.device
+        config = self.config
+        batch = len(tokens.ids)
+        device = tokens.ids.device
         if tokens.get(BUDGETS) is not None:
             return tokens
         if not self.training or tokens.forward.rng_seed is None:

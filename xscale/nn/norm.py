@@ -117,7 +117,9 @@ class Ada(Norm):
 
     def __init__(self, config: Config, width: int) -> None:
         super().__init__()
-        self.eps, self.scale, self.slope = config.eps, config.scale, config.slope
+        self.eps = config.eps
+        self.scale = config.scale
+        self.slope = config.slope
 
     def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         precise = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -314,7 +316,9 @@ class PowerNorm(BatchStatisticsNorm):
 
     def __init__(self, config: Config, width: int) -> None:
         super().__init__(width, config.eps)
-        self.alpha, self.warmup_steps, self.groups = config.alpha, config.warmup_steps, config.groups
+        self.alpha = config.alpha
+        self.warmup_steps = config.warmup_steps
+        self.groups = config.groups
         self.declare_running("square", width, ones=True)
         self.declare_running("correction", width, ones=False)
         self.declare_running("steps", width, ones=False)

@@ -188,7 +188,9 @@ class PooledStates:
             return x, None, None
         if self._first_stage is None:
             self._first_stage = x
-        keys, key_tokens, windows = x, self.stage_tokens, self._pooling.split(self.stage_tokens)
+        keys = x
+        key_tokens = self.stage_tokens
+        windows = self._pooling.split(self.stage_tokens)
         if config.method == "distill":
             x = self._pooling.distilling[str(layer)](x, key_tokens, windows)
         else:

@@ -53,7 +53,9 @@ class Masked(Objective):
     def _draw(self, ids: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Ids [B, T] and numbers [B] of samples -> which tokens are predicted, uniform numbers and random tokens, each
         [B, T]."""
-        predicted, fate, random = [], [], []
+        predicted = []
+        fate = []
+        random = []
         length = ids.shape[1]
         for is_text, number in zip(self.specials.is_text(ids), index.tolist(), strict=True):
             generator = torch.Generator().manual_seed(seed_of(self.seed, "masked", number))

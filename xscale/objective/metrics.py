@@ -18,7 +18,9 @@ def class_metrics(predicted: Tensor, targets: Tensor, classes: int) -> dict[str,
     """
     counts = torch.bincount(targets * classes + predicted, minlength=classes * classes)
     confusion = counts.view(classes, classes).double()  # [target, predicted]
-    hits, of_target, of_predicted = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
+    hits = confusion.diagonal()
+    of_target = confusion.sum(1)
+    of_predicted = confusion.sum(0)
     total = float(confusion.sum())
     occurs = (of_target + of_predicted) > 0
     f1 = (2 * hits / (of_target + of_predicted))[occurs].mean()

@@ -60,7 +60,10 @@ def corrupt_spans(
     corrupted, spans = counts
     lengths = _random_partition(corrupted, spans, generator)
     gaps = _random_partition(len(row) - corrupted, spans, generator)
-    source, source_at, target, target_at = [], [], [], []
+    source = []
+    source_at = []
+    target = []
+    target_at = []
     at = 0
     for gap, size, sentinel in zip(gaps, lengths, specials.sentinels, strict=False):
         first = at + gap

@@ -67,7 +67,10 @@ class Ul2Decoder(Ul2):
         """
         generator = torch.Generator().manual_seed(seed_of(self.seed, "ul2_decoder", number))
         counts = torch.unique_consecutive(documents, return_counts=True)[1].tolist()
-        ids, numbers, prefix, begin = [], [], [], 0
+        ids = []
+        numbers = []
+        prefix = []
+        begin = 0
         room = total = len(row)
         for document, count in enumerate(counts):
             denoiser = self.config.denoisers[int(torch.randint(len(self.config.denoisers), (), generator=generator))]

@@ -52,7 +52,10 @@ class ComparedRun:
         Another process begins at the first step after one that the record says it resumed from; records of earlier
         versions do not say it, and there only seconds that fall show it.
         """
-        offset, seconds_before, step_before, summed = 0.0, 0.0, None, []
+        offset = 0.0
+        seconds_before = 0.0
+        step_before = None
+        summed = []
         for step, seconds in zip(self.history.steps, self.history.scalars["seconds"], strict=True):
             resumed = any(step_before <= start < step for start in self.record.resumed_from) if step_before else False
             if seconds < seconds_before or resumed:
@@ -281,7 +284,9 @@ def _ranking(runs: Sequence[ComparedRun], groups: Sequence[RunGroup], measure: s
     order = sorted(runs, key=lambda run: run.best(measure) or (math.inf, 0))
     rows = ""
     for run in order:
-        best, scalars, facts = run.best(measure), run.history.scalars, run.record.facts
+        best = run.best(measure)
+        scalars = run.history.scalars
+        facts = run.record.facts
         group = labels[run]
         end = run.record.end
         cells = [

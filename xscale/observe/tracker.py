@@ -28,7 +28,9 @@ class Tracker(Observer):
     """
 
     def __init__(self, folder: Path, every_steps: int, id_file: str) -> None:
-        self._folder, self._every, self._id_file = folder, every_steps, folder / id_file
+        self._folder = folder
+        self._every = every_steps
+        self._id_file = folder / id_file
         self._facts: RunFacts | None = None
         name = type(self).__name__
         self.backlog: Backlog[Callable[[], None]] = Backlog(name, lambda call: call(), LONGEST_PAUSE)

@@ -193,7 +193,9 @@ def bubble(choice: LayoutChoice, micro_batches: int) -> float:
 
 
 def _seconds(cost_model: CostModel, choice: LayoutChoice) -> float:
-    degrees, device, micro_batches = choice.degrees, cost_model.device, choice.micro_batches(cost_model)
+    degrees = choice.degrees
+    device = cost_model.device
+    micro_batches = choice.micro_batches(cost_model)
     recomputation = 1 + (1 / (3 * choice.every) if choice.every and choice.granularity == "full" else 0)
     compute = cost_model.flops * recomputation / degrees.world / (device.flops_in(cost_model.compute) * device.reach)
     exposed = _layer_traffic_seconds(cost_model, choice, micro_batches) + max(

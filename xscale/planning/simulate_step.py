@@ -75,7 +75,9 @@ def balance_routing(model: nn.Module) -> None:
             substitute(module.router, "assign", _in_turn)
         if "counted" in module.router.seams:
             substitute(module.router, "counted", lambda row: row)
-        dispatch, plan, apply_experts = module.dispatch, module.dispatch_plan, module.apply_experts
+        dispatch = module.dispatch
+        plan = module.dispatch_plan
+        apply_experts = module.apply_experts
         if isinstance(apply_experts, ExpertsByDeepEp):
             # Its kernels take no tensors without numbers, so the step is that of the all-to-all.
             substitute(module, "apply_experts", apply_experts.inner)

@@ -93,7 +93,9 @@ class _Step:
     """Computes the next tokens of several hypotheses; a source is encoded once, where the model has a cache for it."""
 
     def __init__(self, model: nn.Module, source: Tensor | None, prefix: int) -> None:
-        self.model, self.source, self.prefix = model, source, prefix
+        self.model = model
+        self.source = source
+        self.prefix = prefix
         self.has_cache = incremental(model)
         self.memory: Tensor | None = None
 

@@ -87,7 +87,9 @@ def bleu_at_end(parts: RunParts, on_token: Callable[[], None]) -> str | None:
     sentence with their BLEU and that of the sources as they stand. None: no pairs, or not rank 0. Collective.
 
     `on_token` is called on all ranks at each token; where a target is written in parallel, before each of them."""
-    settings, corpus, device = parts.settings, parts.corpus, parts.mesh.device
+    settings = parts.settings
+    corpus = parts.corpus
+    device = parts.mesh.device
     count, is_rank0 = settings.train.bleu_pairs, parts.mesh.rank_info.is_rank0
     if not count or corpus.validation is None:
         return None

@@ -217,7 +217,9 @@ def _check_blocks(config: DistillConfig, student: nn.Module, teacher: nn.Module)
     stack, teacher_stack = (getattr(model, "stack", None) for model in (student, teacher))
     if not isinstance(stack, Stack) or not isinstance(teacher_stack, Stack):
         return [Problem(f"{PATH}.teacher", "it has no single stack of blocks", "Take the soft loss alone.")]
-    depth, layers, problems = len(teacher_stack.blocks), layers_of(config, student, teacher), []
+    depth = len(teacher_stack.blocks)
+    layers = layers_of(config, student, teacher)
+    problems = []
     if layers is None or len(layers) != len(stack.blocks) or any(not 0 <= layer < depth for layer in layers):
         what = f"the {len(stack.blocks)} blocks of the student do not map to the {depth} of the teacher"
         fix = f"Give {len(stack.blocks)} numbers from 0 to {depth - 1}."

@@ -35,7 +35,11 @@ class InterruptibleWork:
         around: Sequence[Callable[[], AbstractContextManager[object]]] = (),
     ) -> None:
         """`around`: contexts of each piece of work."""
-        self._works, self._state, self._stop, self._model, self._around = works, state, stop, model, around
+        self._works = works
+        self._state = state
+        self._stop = stop
+        self._model = model
+        self._around = around
         # The config that the run resumes with may have no work of such a name.
         state.pending = [name for name in state.pending if name in works]
 

@@ -50,7 +50,9 @@ class _LmMethods:
 
     def __init__(self, scorer: Scorer, tokenizer: Tokenizer, window: int) -> None:
         super().__init__()
-        self.scorer, self.text_tokenizer, self.max_length = scorer, tokenizer, window
+        self.scorer = scorer
+        self.text_tokenizer = tokenizer
+        self.max_length = window
 
     @property
     def eot_token_id(self) -> int:

@@ -257,7 +257,9 @@ class Loop:
         )
 
     def _report(self, gradients: StepGradients, lr: float, means: dict[str, Tensor], seconds: float) -> None:
-        parts, state, train = self.parts, self.state, self.parts.settings.train
+        parts = self.parts
+        state = self.state
+        train = self.parts.settings.train
         flops = parts.flops_per_sample * train.batch_size / seconds
         peak = None if parts.peak is None else parts.peak * parts.mesh.rank_info.world
         self.observer.step(

@@ -23,7 +23,9 @@ def operator_table(finished: profile, steps: int, *, on_gpu: bool) -> str:
     Times are those of the device that computes: kernels on a GPU, operators on a CPU. There the row of a phase, such
     as `forward`, is the time between its operators, which Python takes.
     """
-    seconds, calls, flops = dict[str, float](), dict[str, float](), dict[str, float]()
+    seconds = dict[str, float]()
+    calls = dict[str, float]()
+    flops = dict[str, float]()
     for event in finished.key_averages():
         name = "step" if STEP.fullmatch(event.key) else event.key
         if event.flops:

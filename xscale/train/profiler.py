@@ -49,7 +49,11 @@ class StepProfiler:
         beat: Callable[[str], object] = str,
     ) -> None:
         """`message` gets the tables and the name of the folder, `beat` the name of what may take long as it begins."""
-        self._config, self._rank, self._timer, self._message, self._beat = config, rank_info.rank, timer, message, beat
+        self._config = config
+        self._rank = rank_info.rank
+        self._timer = timer
+        self._message = message
+        self._beat = beat
         self._run = run
         self._folder = run if config is None else run / PROFILES / f"step-{config.at:08d}"
         self._first = 0 if config is None else config.at

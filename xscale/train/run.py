@@ -232,7 +232,9 @@ def resume(parts: RunParts, folder: Path, memory: InMemoryCheckpoint | None) -> 
                 unpadded_vocabulary=tokenizer.unpadded_vocabulary,
             )
             return Resumed(fresh, None, [*on_disk.reasons, *messages])
-        state, step, config = state_of(restored.loaded, parts), restored.loaded.step, restored.loaded.config
+        state = state_of(restored.loaded, parts)
+        step = restored.loaded.step
+        config = restored.loaded.config
     engine.after_load()
     before = Consensus(group).on_rank0(folder, lambda: with_defaults(config or read_config(folder) or encode(settings)))
     now = encode(settings)

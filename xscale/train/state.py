@@ -83,7 +83,9 @@ class State:
         _require("best_bits_per_byte", best, best is None or (_is_number(best) and 0 <= best < 2**63))
         scale = values["loss_scale"]
         _require("loss_scale", scale, scale is None or (_is_number(scale) and 0 < scale < 2**63))
-        losses, spans, optimizer = values["losses"], values["skipped_samples"], values["optimizer"]
+        losses = values["losses"]
+        spans = values["skipped_samples"]
+        optimizer = values["optimizer"]
         _require("losses", losses, isinstance(losses, list) and all(map(_is_number, losses)))
         pairs = isinstance(spans, list) and all(
             isinstance(span, list) and len(span) == 2 and all(map(_is_count, span)) and span[0] <= span[1]

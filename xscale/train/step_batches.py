@@ -30,7 +30,9 @@ class StepBatches:
 
     def __init__(self, batches: MicroBatches, batch_size: int, last_step: int) -> None:
         """`batch_size`: sequences in a step, over all ranks. `last_step`: the last that this process takes."""
-        self._batches, self._batch_size, self._last = batches, batch_size, last_step
+        self._batches = batches
+        self._batch_size = batch_size
+        self._last = last_step
         self._samples: Generator[Samples, None, None] | None = None
         self._next_step = 1
         self._made: StepBatch | None = None

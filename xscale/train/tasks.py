@@ -107,7 +107,9 @@ def report_tasks(parts: RunParts, step: int, on_forward: Callable[[], None]) -> 
     begin = time.perf_counter()
     on_forward()
     settings, tokenizer = parts.settings, parts.corpus.tokenizer
-    window, rows, tasks = settings.data.sequence_length, settings.train.micro_batch_size, settings.train.tasks
+    window = settings.data.sequence_length
+    rows = settings.train.micro_batch_size
+    tasks = settings.train.tasks
     scorer = TextScorer(parts.model, parts.mesh, window, rows, tokenizer.decode, tokenizer.eos, on_forward)
     request = _request_of(tasks)
     results = evaluate_on_all_ranks(

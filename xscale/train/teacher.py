@@ -106,7 +106,9 @@ def _shard(states: TeacherStates, sharding: SequenceSharding) -> None:
     """Slice this rank's shard from the states of all tokens [B, T, ...], and that of its queries from the scores.
 
     They are 0 at the student's global tokens."""
-    shard, outputs, logits = sharding.shard_predicted, states.output_states, states.output_logits
+    shard = sharding.shard_predicted
+    outputs = states.output_states
+    logits = states.output_logits
     states.attention_scores = {
         layer: shard(scores.transpose(1, 2)).transpose(1, 2) for layer, scores in states.attention_scores.items()
     }

@@ -34,7 +34,9 @@ def teacher_run(settings: Settings) -> Settings | None:
         return None
     data = encode(settings)
     data["distill"] = data["about"] = data["train"]["stop_after"] = data["lora"] = None
-    data["init"], data["train"]["freeze"], data["train"]["ema_decay"] = encode(InitConfig()), [], None
+    data["init"] = encode(InitConfig())
+    data["train"]["freeze"] = []
+    data["train"]["ema_decay"] = None
     data["run"] = encode(RunConfig(seed=settings.run.seed, device=settings.run.device))
     data["run"]["dir"] = str(teacher_folder(settings))
     try:
@@ -104,7 +106,9 @@ def _of_hugging_face(folder: Path, settings: Settings, *, weights: bool) -> Teac
 
     if weights:
         converted = import_model(folder)
-        section, sizes, tensors = converted.model, converted.sizes, converted.weights
+        section = converted.model
+        sizes = converted.sizes
+        tensors = converted.weights
     else:
         _, section, sizes = model_from_hf_config(read_config(resolve_snapshot(folder)))
         tensors = None

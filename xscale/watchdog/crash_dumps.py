@@ -39,7 +39,9 @@ class CrashDumps:
     """
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
-        self.folder, self.rank, self.world = folder, rank, world
+        self.folder = folder
+        self.rank = rank
+        self.world = world
         self.pending_message: object | None = None
         """The message between two ranks that this rank waits for: under gloo torch records collectives only."""
 

@@ -232,7 +232,9 @@ class IoHeartbeat:
 
     def __init__(self, watchdog: Watchdog, progress: SharedCounter, seconds: float | None = None) -> None:
         """`seconds`: longest time in which no disk makes progress; None: that of the watchdog."""
-        self._watchdog, self._progress, self._seconds = watchdog, progress, seconds
+        self._watchdog = watchdog
+        self._progress = progress
+        self._seconds = seconds
         self._reported, self._sum = 0, 0
 
     def __call__(self, operations: int) -> None:

@@ -86,7 +86,10 @@ class WorkerPool:
     """The worker that runs cases; another one imports what it needs meanwhile, so that a crash costs no time."""
 
     def __init__(self, options: Mapping[str, Any], logs: Path, folder: Path) -> None:
-        self._options, self._logs, self._folder, self._count = options, logs, folder, 0
+        self._options = options
+        self._logs = logs
+        self._folder = folder
+        self._count = 0
         self._current: GpuWorker | None = None
         self._spare: GpuWorker | None = None
 

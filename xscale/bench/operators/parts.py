@@ -26,7 +26,9 @@ def backward_of_columns(device: str, T: int = 32768, heads: int = 32, K: int = 1
     """Backward over a window, with and without a column that all rows see, with as many and with fewer kv heads."""
     name = "triton" if device == "cuda" else "cpu"
     module = next(entry for entry in implementations("block_sparse_attention") if entry.name == name)
-    dtype, rule, calls = torch.bfloat16 if device == "cuda" else torch.float32, ScoreModifier(K**-0.5, True), Calls()
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    rule = ScoreModifier(K**-0.5, True)
+    calls = Calls()
     for groups in (heads, kv_heads):
         q, out = (torch.randn(1, heads, T, K, device=device, dtype=dtype) for _ in range(2))
         k, v = (torch.randn(1, groups, T, K, device=device, dtype=dtype) for _ in range(2))

@@ -43,7 +43,9 @@ class DistilBertFamily(BertFamily):
         return super().from_hf(data | of_bert | {"layer_norm_eps": EPS, "type_vocab_size": 0}, require)
 
     def weights(self, config: Any, sizes: ModelSizes) -> list[WeightMapping]:
-        block, hf_layer, embeddings = "stack.blocks.{i}", f"{BODY}.transformer.layer.{{i}}", f"{BODY}.embeddings"
+        block = "stack.blocks.{i}"
+        hf_layer = f"{BODY}.transformer.layer.{{i}}"
+        embeddings = f"{BODY}.embeddings"
         layer = [
             weight(f"{block}.mixer.part.{part}.weight", f"{hf_layer}.attention.{name}.weight")
             for part, name in (("q", "q_lin"), ("k", "k_lin"), ("v", "v_lin"), ("o", "out_lin"))

@@ -39,7 +39,9 @@ def to_hf(config: Any, sizes: ModelSizes, require: Requirements) -> Data:
     require.one_of(f"{BLOCK}.ffn", block.ffn.kind, "dense")
     if require.problems:
         return {}
-    mixer, ffn, at = block.mixer, block.ffn, f"{BLOCK}.mixer"
+    mixer = block.mixer
+    ffn = block.ffn
+    at = f"{BLOCK}.mixer"
     require.one_of(f"{BLOCK}.norm.bias", block.norm.bias, True)
     require.one_of(f"{at}.core", mixer.core.kind, "softmax")
     require.one_of(f"{at}.kv_heads", mixer.kv_heads, None, mixer.heads)

@@ -226,7 +226,9 @@ class _Lines:
     """The decoded lines of a table, with the byte offset up to which they are read."""
 
     def __init__(self, stream: IO[bytes], file: str, longest: int) -> None:
-        self.stream, self.file, self.longest = stream, file, longest
+        self.stream = stream
+        self.file = file
+        self.longest = longest
         self.offset = 0
 
     def __iter__(self) -> "_Lines":

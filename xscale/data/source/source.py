@@ -86,7 +86,9 @@ class BadDocumentError(ConfigError):
     def __init__(self, reason: str, file: str, offset: int, problem: Problem) -> None:
         """`reason`: the kind of fault, to be counted. `offset`: the document's first byte in the decompressed file."""
         super().__init__(problem)
-        self.reason, self.file, self.offset = reason, file, offset
+        self.reason = reason
+        self.file = file
+        self.offset = offset
 
     def __reduce__(self) -> tuple[type, tuple[tuple[Problem, ...]]]:
         return ConfigError, (self.problems,)

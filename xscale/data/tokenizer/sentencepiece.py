@@ -134,7 +134,9 @@ class SentencePiece(FileTokenizer):
         if eos is None:
             what = "the model names no end-of-document token"
             raise ConfigError(str(file), what, "Set data.tokenizer.eos to one of its pieces.")
-        self.eos, self.bos, self.unk = eos, named("bos", processor.bos_id()), processor.unk_id()
+        self.eos = eos
+        self.bos = named("bos", processor.bos_id())
+        self.unk = processor.unk_id()
         pad = named("pad", processor.pad_id())
         self.pad = eos if pad is None else pad
         self.mask = self._id_of("<mask>")

@@ -169,7 +169,9 @@ class Etc(Core):
         mask: AttentionMask,
     ) -> Tensor:
         """Output of the long tokens [B, H, T - count, K]."""
-        size, length, clip = self.config.radius + 1, k.shape[2], self.config.max_distance
+        size = self.config.radius + 1
+        length = k.shape[2]
+        clip = self.config.max_distance
         rows = split_chunks(q, 2, size)  # [B, H, N, C, K]
         local_k, local_v = (with_neighbour_chunks(split_chunks(x, 2, size), 2, True) for x in (k, v))
         query = torch.arange(rows.shape[2] * size, device=q.device).view(-1, size, 1)

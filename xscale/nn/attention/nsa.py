@@ -160,7 +160,9 @@ class Nsa(Core):
         return weights @ shared
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
-        config, size, width = self.config, self.config.selection_block, head_width
+        config = self.config
+        size = self.config.selection_block
+        width = head_width
         runs = max(0, (keys - config.compression_block) // config.compression_stride + 1)
         blocks = -(-keys // size)
         past = sum(min(config.top_blocks - 1, at) for at in range(blocks)) * size

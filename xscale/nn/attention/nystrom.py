@@ -70,7 +70,9 @@ class Nystrom(Core):
         assert not mask.causal
         k, v = repeat_kv(k, q.shape[1]), repeat_kv(v, q.shape[1])
         count = min(self.config.landmarks, q.shape[2], k.shape[2])
-        q, k, values = upcast(q) * q.shape[-1] ** -0.5, upcast(k), upcast(v)
+        q = upcast(q) * q.shape[-1] ** -0.5
+        k = upcast(k)
+        values = upcast(v)
         q_landmarks, k_landmarks = segment_means(q, count), segment_means(k, count)
         left = (q @ k_landmarks.mT).softmax(-1)  # [B, H, T, M]
         middle = (q_landmarks @ k_landmarks.mT).softmax(-1)  # [B, H, M, M]

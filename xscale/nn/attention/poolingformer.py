@@ -127,7 +127,9 @@ class Poolingformer(Core):
         Queries and pools whose indices leave the same remainder by the stride form a sequence of their own, in which
         the pools that a query sees are a band.
         """
-        batch, stride, length = len(q), self.config.stride, q.shape[2]
+        batch = len(q)
+        stride = self.config.stride
+        length = q.shape[2]
         rows = [split_chunks(x, 2, stride).movedim(3, 1).flatten(0, 1) for x in (q, k, v)]  # [B*stride, H, N, K]
         count = rows[0].shape[2]
         documents = None

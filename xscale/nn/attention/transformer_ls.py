@@ -60,7 +60,9 @@ class TransformerLs(Core):
         self.declare("gains", (4, head_width), ("state", "state"), ONES, decays=False)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-        dtype, size, queries = v.dtype, self.config.segment, mask.queries
+        dtype = v.dtype
+        size = self.config.segment
+        queries = mask.queries
         # Pad queries for cached tokens: segments are counted from the start of the sequence.
         q = F.pad(upcast(q), (0, 0, mask.offset, 0)) * q.shape[-1] ** -0.5
         k, v = repeat_kv(upcast(k), q.shape[1]), repeat_kv(upcast(v), q.shape[1])

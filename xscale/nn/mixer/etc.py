@@ -63,7 +63,9 @@ class EtcAttention(Attention):
             return Linear(dims.width, inner, ("heads", "width"), dims.init, bias=config.bias)
 
         if config.projections != "shared":
-            self.global_q, self.global_k, self.global_v = projection(), projection(), projection()
+            self.global_q = projection()
+            self.global_k = projection()
+            self.global_v = projection()
         if config.projections == "pieces":
             self.l2g_k, self.l2g_v, self.g2g_k, self.g2g_v = (projection() for _ in range(4))
         self.global_o: Linear | None = None

@@ -56,7 +56,9 @@ class Windows:
     ) -> None:
         """Cut from `near` [B, left + T + right, C], where (left, right) = `around`; `window` are those of a window."""
         first, length = around[0] - window[0], near.shape[1] - sum(around)
-        self.length, self.left, self.size = length, window[0], sum(window) + 1
+        self.length = length
+        self.left = window[0]
+        self.size = sum(window) + 1
         self.x = near.narrow(1, first, length + sum(window))
         self.documents = None if documents is None else documents.narrow(1, first, length + sum(window))
 

@@ -36,7 +36,9 @@ class LocalRnn(LocalMixer):
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
-        self.cell, self.window, self.width = config.cell, config.window, dims.width
+        self.cell = config.cell
+        self.window = config.window
+        self.width = dims.width
         self.left = config.window - 1
         gates = 3 if config.cell == "gru" else 4
         # Every gate reads the whole state at every step, so that no axis is sharded over tp.

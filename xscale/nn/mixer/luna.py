@@ -34,7 +34,9 @@ class NestedAttention(Module):
 
     def forward(self, queries: Tensor, context: Tensor) -> Tensor:
         """Attend from queries [B, T, D] to the context [B, S, D] -> [B, T, D]."""
-        q, k, v = self._heads(self.q(queries)), self._heads(self.k(context)), self._heads(self.v(context))
+        q = self._heads(self.q(queries))
+        k = self._heads(self.k(context))
+        v = self._heads(self.v(context))
         out: Tensor = self.o(dense_attention(q, k, v).transpose(1, 2).flatten(2))
         return out
 

@@ -67,9 +67,13 @@ class Mamba2(RecurrentMixer):
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
-        self.heads, self.groups, self.states = config.heads, config.groups, config.states
+        self.heads = config.heads
+        self.groups = config.groups
+        self.states = config.states
         self.head_width = config.head_width or 2 * dims.width // config.heads
-        inner, shared, bias = self.heads * self.head_width, config.groups * config.states, config.bias
+        inner = self.heads * self.head_width
+        shared = config.groups * config.states
+        bias = config.bias
         self.gate = Linear(dims.width, inner, ("heads", "width"), dims.init, bias=bias)
         self.x = Linear(dims.width, inner, ("heads", "width"), dims.init, bias=bias)
         # All ranks of tp have the B and C of all groups: they are narrow, and there may be fewer groups than ranks.

@@ -72,7 +72,9 @@ class Mla(Attention):
         self.plain_width = config.head_width or dims.width // heads
         self.value_width = config.value_width or self.plain_width
         self.head_width = self.plain_width + config.rope_width
-        self.cross, self.causal, self.dropout = False, dims.causal, config.dropout
+        self.cross = False
+        self.causal = dims.causal
+        self.dropout = config.dropout
         self.core_separates_documents = CORES.of(config.core).part.traits_of(config.core).documents
         self.shared_qk, self.qk_norm_over, self.q_norm, self.k_norm = False, "head", None, None
         self.query_factor = None if config.scale is None else config.scale * self.head_width**0.5

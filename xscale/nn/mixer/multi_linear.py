@@ -100,7 +100,9 @@ class MultiLinear(PositionalMixer):
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, tokens: Tokens) -> Tensor:
         """Output [B, T, D] of the new tokens' factors [B, T, R]; `weight` is W_o."""
-        new_k, new_v, earlier = k, v, None
+        new_k = k
+        new_v = v
+        earlier = None
         if tokens.forward.cache is not None:
             factors, earlier = tokens.forward.cache.get(self.path, (ValueCache(), None))
             k, v = factors.append(torch.stack((k, v), 1)).unbind(1)  # [B, S, R] each

@@ -73,7 +73,9 @@ class NarrowAndLocal(Attention):
         heads = config.heads
         self.head_width = config.head_width or dims.width // heads
         self.narrow_width = config.narrow_width
-        self.cross, self.causal, self.dropout = False, dims.causal, config.dropout
+        self.cross = False
+        self.causal = dims.causal
+        self.dropout = config.dropout
         self.core = SplitHeads(config.core, dims, heads, self.head_width)
         self.core.widths = (self.narrow_width, self.head_width)
         self.core_separates_documents = self.core.traits.documents

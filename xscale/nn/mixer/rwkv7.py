@@ -129,7 +129,9 @@ class Rwkv7(RecurrentMixer):
     ) -> Tensor:
         change = self.shift(x, tokens) - x
         mixed = {name: x + change * self.use(self.get_parameter(f"mix_{name}")) for name in SHIFTS}
-        r, k, v = self.r(mixed["r"]), upcast(self.k(mixed["k"])), self._values(mixed["v"], edge)
+        r = self.r(mixed["r"])
+        k = upcast(self.k(mixed["k"]))
+        v = self._values(mixed["v"], edge)
         log_decay = -math.exp(-0.5) * upcast(self.decay_map(mixed["d"], torch.tanh)).sigmoid()
         rate = upcast(self.rate_map(mixed["a"])).sigmoid()
         gate = self.gate_map(mixed["g"], torch.sigmoid)

@@ -164,7 +164,9 @@ class SparseQkv(Attention):
         super(Attention, self).__init__()
         heads, width = config.heads, dims.width
         self.width, self.head_width = width, width // heads
-        self.cross, self.causal, self.dropout = False, dims.causal, config.dropout
+        self.cross = False
+        self.causal = dims.causal
+        self.dropout = config.dropout
         self.core_separates_documents = CORES.of(config.core).part.traits_of(config.core).documents
         core_shares = CORES.of(config.core).part.shares_qk(config.core)
         self.shared_qk = core_shares if config.shared_qk is None else config.shared_qk

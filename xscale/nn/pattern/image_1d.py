@@ -32,7 +32,9 @@ class Image1d(Pattern):
         """l_m, tokens before the query block that all its queries see besides their own block."""
 
     def make_layout(self, grid: Grid) -> Layout:
-        query, memory, block = self.config.query_length, self.config.memory_length, grid.block
+        query = self.config.query_length
+        memory = self.config.memory_length
+        block = grid.block
         first = grid.row * block // query * query - memory
         end = ((grid.row + 1) * block - 1) // query * query + query
         seen: Layout = (grid.column * block < end) & ((grid.column + 1) * block > first)

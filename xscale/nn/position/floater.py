@@ -86,7 +86,9 @@ class Floater(Position):
 
     def __init__(self, config: Config, dims: Dims, heads: int = 0, head_width: int = 0) -> None:
         super().__init__()
-        self.interval, self.steps, self.length = config.interval, config.steps, dims.length
+        self.interval = config.interval
+        self.steps = config.steps
+        self.length = dims.length
         self.declare("initial", (dims.width,), ("width",), dims.init)
         self.layer_tables = Dynamics(dims.width, config.hidden or dims.width)
 

@@ -124,7 +124,10 @@ class _Scale:
         elif roomy:
             room = 0.04 * (high - low)
             low, high = low if low == 0 else low - room, high + room
-        self.low, self.high, self.start, self.end = low, high, start, end
+        self.low = low
+        self.high = high
+        self.start = start
+        self.end = end
 
     def __call__(self, value: float) -> float:
         value = math.log10(value) if self.log else value
@@ -191,7 +194,9 @@ def _band(band: SeedRange, across: _Scale, up: _Scale, *, log: bool) -> str:
 
 
 def _line(line: Curve, across: _Scale, up: _Scale, *, log: bool, unit: str) -> str:
-    path, pen_down, dots = [], False, []
+    path = []
+    pen_down = False
+    dots = []
     points = thin(line.x, line.y)
     every = max(1, len(points) // NAMED_POINTS)
     for index, (x, y) in enumerate(points):

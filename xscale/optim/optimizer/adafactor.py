@@ -98,7 +98,9 @@ class Adafactor(Optimizer):
         targets: list[Tensor] = []
         for index, gradient in enumerate(gradients):
             squared = gradient.square().add_(self.config.eps)
-            row, column, square = self.row[index], self.column[index], self.square[index]
+            row = self.row[index]
+            column = self.column[index]
+            square = self.square[index]
             if square is not None:
                 square.lerp_(squared, 1 - decay)
             if row is not None and column is not None:
@@ -118,7 +120,9 @@ class Adafactor(Optimizer):
 
     def _update(self, index: int, gradient: Tensor) -> Tensor:
         """The gradient over the root of its second moments, of the weight's shape."""
-        row, column, square = self.row[index], self.column[index], self.square[index]
+        row = self.row[index]
+        column = self.column[index]
+        square = self.square[index]
         if row is None or column is None:
             assert square is not None
             return gradient * square.rsqrt()

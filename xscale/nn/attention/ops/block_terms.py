@@ -53,7 +53,10 @@ class BlockTerms:
         self, places: TermPlaces, tables: Sequence[Tensor | None], scale: float, power: float, *, folds: bool
     ) -> None:
         """`folds`: the content bias is added to the queries, not to the scores, since nothing comes between them."""
-        self.places, self.scale, self.power, self.folds = places, scale, power, folds
+        self.places = places
+        self.scale = scale
+        self.power = power
+        self.folds = folds
         known = dict(zip(NAMES, tables, strict=True))
         self.bias, self.content_bias, self.position_bias = (
             known[name] for name in ("bias", "content_bias", "position_bias")

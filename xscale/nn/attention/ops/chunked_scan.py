@@ -57,7 +57,9 @@ def trigonometric_attention(
 
 def linear_sums(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, kernel: str | None = None) -> Tensor:
     """sum_j (q_i . k_j) v_j over the allowed keys: [B, H, T, K], float32 at least."""
-    q, k, v = upcast(q), upcast(k), upcast(v)
+    q = upcast(q)
+    k = upcast(k)
+    v = upcast(v)
     if mask.causal:
         earlier = None if mask.prior_state is None else PriorState(mask.prior_state, mask.prior_document)
         return _causal(q, k, v, mask.offset, mask.key_documents, kernel, earlier)

@@ -103,7 +103,9 @@ class ChannelDecayedSums:
             scores = scores * same[:, None]
             lead, keep = lead * first[:, None, ..., None], keep * last[:, None, ..., None]
             fade = fade * first[:, None, :, -1, None, None]
-        inside, rows, keys = scores @ v, q * lead, (k * keep).mT
+        inside = scores @ v
+        rows = q * lead
+        keys = (k * keep).mT
         if state is None:
             state = v.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
         out = []

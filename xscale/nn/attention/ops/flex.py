@@ -158,7 +158,9 @@ class FlexAttention:
         gradients go into all of them. A bias by distance costs N numbers of each head, N the distances that differ,
         and rows of queries or keys N of each token: see `ScoreTerms`. `sinks` [H] are logits in the denominators.
         """
-        block, length, causal = self.block, mask.keys, mask.causal
+        block = self.block
+        length = mask.keys
+        causal = mask.causal
         layouts, documents = blocks.layouts, mask.query_documents
         score_mod = ScoreTerms.of(q, k, mask, self.soft_cap).score_mod(length)
         padded = -length % self.step

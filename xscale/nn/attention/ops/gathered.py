@@ -235,7 +235,9 @@ class _Work:
         batch, heads = q.shape[:2]
         groups, self.block = k.shape[1], k.shape[3]
         self.q, self.k, self.v = (x.reshape(-1, *x.shape[3:]) for x in (q, k, v))
-        self.plan, self.block_mask, self.options = plan, block_mask, options
+        self.plan = plan
+        self.block_mask = block_mask
+        self.options = options
         self.bias: Bias | None = None
         if bias is not None:
             line = RelativeBias(bias, q.shape[2], q.shape[3], self.block)
@@ -339,7 +341,9 @@ class _Work:
 
     def _positions(self, chunk: UnitChunk) -> tuple[Tensor, Tensor]:
         """Positions of the units' queries [U, Q] and keys [U, d*b]."""
-        size, block, device = self.q.shape[1], self.block, self.q.device
+        size = self.q.shape[1]
+        block = self.block
+        device = self.q.device
         queries = self.block_mask.first_query + chunk.rows[:, None] * size + torch.arange(size, device=device)
         keys = chunk.columns[:, :, None] * block + torch.arange(block, device=device)
         return queries, keys.flatten(1)

@@ -221,13 +221,17 @@ class SkewedScores:
 
     def __init__(self, buffer: Tensor, span: RelativeSpan, rows_within: slice) -> None:
         """View a buffer of at least `size` numbers; they are not initialised."""
-        rows, columns, keys = span.rows, span.columns, span.end - span.begin
+        rows = span.rows
+        columns = span.columns
+        keys = span.end - span.begin
         self.margin, self.stride = rows - 1, self.row_stride(span)
         self._flat, self._first_near = buffer, self.margin + span.near - span.begin
         near, far = span.near - span.begin, span.far - span.begin
         self.scores = buffer.as_strided((rows, keys), (self.stride, 1), self.margin)
         """[n, keys]."""
-        self.before, self.near, self.far = self.scores[:, :near], self.scores[:, near:far], self.scores[:, far:]
+        self.before = self.scores[:, :near]
+        self.near = self.scores[:, near:far]
+        self.far = self.scores[:, far:]
         """[n, before], [n, c] and [n, beyond]: keys before the reach, near ones, and those beyond the reach."""
         distances = (rows, rows + columns - 1)
         self.by_distance = buffer.as_strided(distances, (self.stride + 1, 1), self._first_near - self.margin)

@@ -40,7 +40,9 @@ class ScoreTerms:
     @classmethod
     def of(cls, q: Tensor, k: Tensor, mask: AttentionMask, soft_cap: float | None = None) -> "ScoreTerms":
         """Compute the terms of q [B, H, T, K] and k [B, G, T, K]: those of `mask`, whose position adds no values."""
-        heads, scale, terms = q.shape[1], q.shape[-1] ** -0.5, mask.position_terms
+        heads = q.shape[1]
+        scale = q.shape[-1] ** -0.5
+        terms = mask.position_terms
         dtype = torch.promote_types(q.dtype, torch.float32)
         cap = None if soft_cap is None else torch.full((heads,), soft_cap, dtype=dtype, device=q.device)
         if mask.relative_bias is None and terms is None:

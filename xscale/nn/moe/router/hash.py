@@ -99,7 +99,9 @@ class HashRouter(Router):
 
     def hash(self, tokens: Tokens, number: int) -> Tensor:
         """[N]: hash function `number` of each token, in [0, experts per hash)."""
-        ids, function, seed = tokens.ids, self.config.function, self.config.seed + number
+        ids = tokens.ids
+        function = self.config.function
+        seed = self.config.seed + number
         if function == "balanced":
             table = self.use(self.table) if self.fixed_table is None else self.fixed_table.to(ids.device)
             return self.counted(table[number])[ids.flatten()].long()
