@@ -1,4 +1,4 @@
-"""What a command advises for a word that it does not know: the key, the recipe or the part that was meant, or none."""
+"""Advice of a command for a word that it does not know: the key, the recipe or the part that was meant, or none."""
 
 import pytest
 from typer.testing import CliRunner

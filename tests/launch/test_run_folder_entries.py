@@ -75,7 +75,7 @@ WRITERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "the folder of the logs": ("logs", lambda run: open_append(run / "logs" / "rank-1.log")),
     "the folder of the logs of local ranks": ("logs", started_locally),
 }
-"""What the launcher writes: the entry, and the call."""
+"""Entries that the launcher writes, each with the call."""
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_the_launcher_writes_nothing_elsewhere(
 def test_a_failure_is_recorded_as_the_first_one_alone(
     kind: Callable[[Path, Path], None], tmp_path: Path, outside: Path
 ) -> None:
-    """What stands in its place is taken for that of another task."""
+    """An entry in its place is taken for that of another task."""
     (tmp_path / ATTEMPT).mkdir(parents=True)
     kind(tmp_path / ATTEMPT / "fault", outside)
     before = contents(outside)

@@ -95,7 +95,7 @@ FAMOUS = {
 def _famous(word: str) -> str:
     """A sentence on the recipe that stands for a famous model; empty for a word that names none."""
     letters = "".join(letter for letter in word.lower() if letter.isalnum())
-    recipe, why = next((found for name, found in FAMOUS.items() if letters.startswith(name)), ("", ""))
+    recipe, why = next((stand_in for name, stand_in in FAMOUS.items() if letters.startswith(name)), ("", ""))
     return f"The recipe '{recipe}' {why}." if recipe else ""
 
 

@@ -109,8 +109,8 @@ class Slot:
             return schema.model_validate(fields)
         except pydantic.ValidationError as error:
             # pydantic would flatten the part's errors into one string; passed as data they keep their paths.
-            found = {"schema": schema, "faults": error.errors(), "family": self.family}
-            raise PydanticCustomError("part", "faults", found) from None
+            context = {"schema": schema, "faults": error.errors(), "family": self.family}
+            raise PydanticCustomError("part", "faults", context) from None
 
 
 def _refuse(what: str, fix: str = "", unknown_kind: str = "") -> PydanticCustomError:
@@ -173,8 +173,8 @@ def _problems(
             # pydantic counts the items that are right; each of the others has a problem of its own.
             continue
         if fault["type"] == "part":
-            found = fault["ctx"]
-            problems += _problems(found["schema"], found["faults"], where, origin, found["family"])
+            part = fault["ctx"]
+            problems += _problems(part["schema"], part["faults"], where, origin, part["family"])
         else:
             problems.append(_problem(schema, fault, ".".join(str(part) for part in where), origin, family))
     return problems

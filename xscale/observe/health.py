@@ -93,9 +93,9 @@ class Health(Observer):
         heavy = {layer: mean for layer, mean in means.items() if mean > HEAVY_DROPS}
         if new := heavy.keys() - self._dropping:
             worst = max(new, key=lambda layer: heavy[layer])
-            others = f", {_layers(len(new) - 1)} over {HEAVY_DROPS:.0%}" if len(new) > 1 else ""
+            further = f", {_layers(len(new) - 1)} over {HEAVY_DROPS:.0%}" if len(new) > 1 else ""
             self._message(
-                f"warning: step {step}: {worst} drops {heavy[worst]:.0%} of its tokens' assignments{others}; "
+                f"warning: step {step}: {worst} drops {heavy[worst]:.0%} of its tokens' assignments{further}; "
                 "more capacity_factor keeps them, a larger aux_loss_weight spreads them"
             )
         # A layer is well again at half of the bound, so that one at the bound is not said again and again.
