@@ -48,7 +48,7 @@ def run_facts(parts: RunParts, folder: Path, state: State, resumed: int | None) 
         last_step=settings.train.steps,
         parameters=parts.model_size.parameters,
         active_parameters=parts.model_size.active,
-        trained_parameters=None if len(trained) == len(every) else sum(each.parameter.numel() for each in trained),
+        trained_parameters=None if len(trained) == len(every) else sum(weight.parameter.numel() for weight in trained),
         flops_per_token=parts.flops_per_sample / settings.sample_tokens,
         tokens_per_step=tokens,
         devices=parts.mesh.rank_info.world,
