@@ -49,7 +49,10 @@ def test_out_and_in_again(tmp_path: Path) -> None:
     before, after = (load_tensors(next(folder.glob("checkpoints/step-*"))) for folder in (tmp_path / "run", again))
     assert before.keys() == after.keys()
     names = [name for name in before if name.startswith("model.")]
-    assert all(torch.equal(before[name], after[name]) for name in names)
+    for name in names:
+        # An export has no padding rows: an import makes them anew.
+        rows = 361 if len(before[name]) == 384 else None
+        assert torch.equal(before[name][:rows], after[name][:rows]), name
     found, wanted = evaluate_run(again, 4), evaluate_run(tmp_path / "run", 4)
     assert found["step"] == 0
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
@@ -71,9 +74,9 @@ def test_without_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "tokenizer:" not in said
     (tmp_path / "out" / "xscale_tokenizer.json").unlink()
     status, said = call("checkpoint", "import", tmp_path / "out", tmp_path / "theirs")
-    assert "tokenizer: imported, 361 ids (the embedding has 384 rows)" in said.replace("\n", " ")
+    assert "tokenizer: imported, 361 ids" in said.replace("\n", " ")
     (tmp_path / "out" / "tokenizer.json").unlink()
-    assert "of 384 ids" in call("checkpoint", "import", tmp_path / "out", tmp_path / "other")[1].replace("\n", " ")
+    assert "of 361 ids" in call("checkpoint", "import", tmp_path / "out", tmp_path / "other")[1].replace("\n", " ")
     text = (tmp_path / "plain" / "config.yaml").read_text()
     assert "kind: byte" in text
     # Text is written without a corpus: nothing is tokenised, and no tokenizer trained.

@@ -15,6 +15,7 @@ from xscale.core.errors import ConfigError
 from xscale.core.registry import Entry, Family
 from xscale.nn.attention.core import CORES
 from xscale.nn.dims import Dims
+from xscale.nn.forward import Forward
 from xscale.nn.mixer.local_mixer import LocalMixer
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
 from xscale.nn.module import substitute
@@ -183,7 +184,9 @@ def test_incremental_is_parallel(case: Case, chunks: list[int]) -> None:
     start, outputs = 0, []
     for size in chunks:
         around = tokens(start + size)
-        here = type(around)(ids=around.ids[:, start:], positions=around.positions[:, start:], cache=cache)
+        here = type(around)(
+            ids=around.ids[:, start:], positions=around.positions[:, start:], forward=Forward(cache=cache)
+        )
         outputs.append(part(x[:, start : start + size], here))
         start += size
     assert close(torch.cat(outputs, 1), whole)

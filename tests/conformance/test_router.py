@@ -13,7 +13,7 @@ from xscale.core.registry import Entry
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.moe.router.router import ROUTERS, Router, RouterDims
 from xscale.nn.moe.routing import Routing
-from xscale.nn.tokens import SharedValues, Tokens
+from xscale.nn.tokens import FORWARD_FIELDS, SharedValues, Tokens
 
 TOKENS, EXPERTS = 128, 8
 SEED = 3
@@ -30,7 +30,9 @@ def built(entry: Entry[Any], noise: bool = False) -> Router:
 
 def around(**changes: Any) -> Tokens:
     """One sequence in training, with auxiliary losses wanted."""
-    return replace(tokens(TOKENS, 1), **{"rng_seed": SEED, "aux_loss_weight": 1.0, **changes})
+    about = tokens(TOKENS, 1).with_forward(rng_seed=SEED, aux_loss_weight=1.0)
+    forward = {name: changes.pop(name) for name in FORWARD_FIELDS if name in changes}
+    return replace(about.with_forward(**forward), **changes)
 
 
 def routed(router: Router, x: Tensor, about: Tokens, seed: int = SEED) -> Routing:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-SAID = {"title", "description", "default", "$schema", "$defs", "format", "x-renamed"}
+SAID = {"title", "description", "default", "examples", "$schema", "$defs", "format", "x-renamed"}
 """Keywords that refuse nothing."""
 TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),

@@ -139,7 +139,7 @@ def test_padding_has_no_correction_of_power() -> None:
     with torch.no_grad():
         norm.get_parameter("correction").copy_(drawn(WIDTH, seed=3))
     for rows, tokens in (
-        (x, Padded(mask, mask, aux_loss_weight=0.3)),
+        (x, Padded(mask, mask, forward=Forward(aux_loss_weight=0.3))),
         (x[mask == 0][None], Tokens(torch.zeros(1, 3), torch.zeros(1, 3), forward=Forward(aux_loss_weight=0.3))),
     ):
         leaf = rows.clone().requires_grad_()

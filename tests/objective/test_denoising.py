@@ -204,4 +204,4 @@ def test_padding_is_hidden_also_where_documents_are_not(tmp_path: Path) -> None:
     assert recipe(tmp_path, objective={"kind": "span"}, **settings).check() == []
     (problem,) = recipe(tmp_path, objective={"kind": "denoising"}, **settings).check()
     assert "objective: core 'linformer' cannot mask the padding of a sample" in str(problem)
-    assert "Take an objective without padding, or one of: " in str(problem)
+    assert "Take objective.kind=span, or model.encoder.block.mixer.core.kind=" in str(problem)

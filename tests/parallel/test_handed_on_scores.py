@@ -99,7 +99,7 @@ def test_a_convolution_over_heads_needs_all_of_them() -> None:
     (problem,) = refused(EVOLVING, 2, mesh={"tp": 2})
     assert "core 'evolving' mixes heads, so tp cannot shard them" in problem
     (problem,) = refused(EVOLVING, 2, mesh={"cp": 2})
-    assert "prior_scores" in problem
+    assert "parallel.context.gather=true" in problem
 
 
 def test_reused_scores_are_not_sent() -> None:

@@ -137,11 +137,13 @@ def test_only_what_is_read_is_sent() -> None:
 )
 def test_what_has_no_heads_is_not_sharded_over_tp(name: str, kind: str) -> None:
     problems = {str(problem) for problem in asked(MODELS[name], {"mesh": {"tp": 2}}).check(2)}
-    assert any(f"'{kind}' has neither heads nor hidden units" in problem and "tp=1" in problem for problem in problems)
+    assert any(
+        f"'{kind}' has neither heads nor hidden units" in problem and "Take 1" in problem for problem in problems
+    )
 
 
 def test_more_ranks_than_heads_are_refused() -> None:
     problems = {
         str(problem) for problem in asked(model(["light"]), {"mesh": {"tp": 3}}, train={"batch_size": 9}).check(3)
     }
-    assert any("tp=3 does not divide heads=4" in problem and "1, 2, 4" in problem for problem in problems), problems
+    assert any("tp=3 does not divide heads=4" in problem and "1, 2 or 4" in problem for problem in problems), problems

@@ -137,7 +137,7 @@ def test_a_sharded_sequence_is_refused(section: dict[str, Any]) -> None:
     kinds = {rule["mixer"]["kind"] for rule in section["stack"]["rules"]}
     assert len(problems) == len(kinds)
     for kind in kinds:
-        assert any(f"mixer '{kind}' mixes the full sequence" in problem and "cp=1" in problem for problem in problems)
+        assert any(f"mixer '{kind}' mixes the full sequence" in problem and "Take 1" in problem for problem in problems)
 
 
 def test_channels_that_tp_does_not_divide_are_refused() -> None:

@@ -150,7 +150,7 @@ def problems(parallel: dict[str, Any], model: dict[str, Any] = DENSE, ranks: int
     [
         (layout(pp=8), 8, 8, "Take 4, 3, 2 or 1"),
         (layout("interleaved_1f1b", 4), 4, 8, "Take 2 or 1"),
-        (layout("interleaved_1f1b"), 2, 6, "Make it a multiple of 2"),
+        (layout("interleaved_1f1b"), 2, 6, "Or make it a multiple of 2"),
         (layout("interleaved_1f1b", pipeline={"stages_per_rank": 1}), 2, 8, "schedule=1f1b"),
         (layout("dualpipe_v"), 2, 4, "zbv"),
         (layout("zbv"), 2, 8, "tied: false"),

@@ -194,7 +194,8 @@ def test_the_average_is_exported(tmp_path: Path) -> None:
     gain, table = state["model.norm.weight"], state["model.embed_tokens.weight"]
     assert gain.equal(before["ema.stack.norm.weight"])
     assert not gain.equal(before["model.stack.norm.weight"])
-    assert table.equal(before["model.embed.table.weight"])
+    # An export has no padding rows.
+    assert table.equal(before["model.embed.table.weight"][: len(table)])
     with pytest.raises(ConfigError, match=r"--ema: 'deepspeed-universal' has the states of the optimizer"):
         call("checkpoint", "export", tmp_path / "run", tmp_path / "other", "--ema", "--to", "deepspeed-universal")
 

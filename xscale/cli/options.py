@@ -95,7 +95,11 @@ class CommandWithSettings(TyperCommand):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         parameters = self.get_params(ctx)
-        options = {name: bool(getattr(option, "is_flag", False)) for option in parameters for name in option.opts}
+        options = {
+            name: bool(getattr(option, "is_flag", False))
+            for option in parameters
+            for name in (*option.opts, *option.secondary_opts)
+        }
         before = ""
         for argument in args:
             if argument == "--":

@@ -198,6 +198,11 @@ def vocabulary_parameters(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, axes in parameter_axes(model).items() if axes[:1] == ("vocab",))
 
 
+def with_padding_rows(weight: Tensor, rows: int) -> Tensor:
+    """Return a weight with a row for each token, and rows of zeros for padding up to `rows`."""
+    return torch.cat((weight, weight.new_zeros(rows - len(weight), *weight.shape[1:])))
+
+
 def hide_padding(model: nn.Module, vocabulary: int, unpadded: int) -> None:
     """Give no probability to the rows `unpadded` .. `vocabulary` of the heads of a model that predict tokens."""
     for module in model.modules():

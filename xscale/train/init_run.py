@@ -13,7 +13,7 @@ from xscale.core.errors import ConfigError
 from xscale.core.file_safety import remove_file, remove_folder
 from xscale.data.stored_tokenizer import store_tokenizer
 from xscale.data.tokenizer.tokenizer import Tokenizer
-from xscale.nn.head import vocabulary_parameters
+from xscale.nn.head import vocabulary_parameters, with_padding_rows
 from xscale.nn.init import replace_parameters
 from xscale.optim.optimizer.optimizer import OPTIMIZERS, Optimizer
 from xscale.parallel.engine.fsdp import full_state, optimizer_weights
@@ -56,7 +56,7 @@ def model_from_weights(settings: Settings, vocabulary: int, weights: Mapping[str
     def replacement(name: str, old: nn.Parameter) -> nn.Parameter:
         weight = weights[name].to(master)
         if name in padded and len(weight) < len(old):
-            weight = torch.cat((weight, weight.new_zeros(len(old) - len(weight), *weight.shape[1:])))
+            weight = with_padding_rows(weight, len(old))
         return nn.Parameter(weight, requires_grad=old.requires_grad)
 
     replace_parameters(model, replacement)

@@ -16,6 +16,7 @@ from xscale.data.stored_tokenizer import open_stored_tokenizer, require_fingerpr
 from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.mesh import Mesh
+from xscale.nn.head import vocabulary_parameters, with_padding_rows
 from xscale.nn.lora import MARK
 from xscale.objective.objective import OBJECTIVES, HeadSizes
 from xscale.parallel.full_tensors import ShardedWeightWriter, free_gathered_weights
@@ -86,7 +87,15 @@ def load_initial_weights(
     path = Path(source)
     if is_hf_folder(path):
         head = OBJECTIVES.of(settings.objective).part.head_sizes(settings.objective)
-        return _load_hf(path, shapes, parameters, head, ShardedWeightWriter(model))
+        weights, unused = _read_hf(path, shapes, head)
+        # An export of transformers has no padding rows.
+        lacks_padding = [
+            name
+            for name in vocabulary_parameters(full_model) & weights.keys()
+            if len(weights[name]) == tokenizer.unpadded_vocabulary < tokenizer.vocabulary
+        ]
+        padded = {name: with_padding_rows(weights[name], tokenizer.vocabulary) for name in lacks_padding}
+        return _load_hf(path, shapes, {**weights, **padded}, parameters, ShardedWeightWriter(model)) + unused
     group = mesh.background
     checkpoint = path if (path / MANIFEST).exists() else find_newest(path / CHECKPOINTS, group=group).path
     if checkpoint is None:
@@ -113,14 +122,10 @@ def _entries(checkpoint: Path, verify: bool) -> tuple[str | None, dict[str, tupl
     return read_state(checkpoint).get("tokenizer_fingerprint"), shapes
 
 
-def _load_hf(
-    folder: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    parameters: list[ShardedParameter],
-    head: HeadSizes | None,
-    writer: ShardedWeightWriter,
-) -> list[str]:
-    """Fill the parameters from a folder of transformers, which each process reads. `head`: that of classes, if any."""
+def _read_hf(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], head: HeadSizes | None
+) -> tuple[Mapping[str, Tensor], list[str]]:
+    """Read the weights of a folder of transformers; the messages say what is not used. `head`: that of classes."""
     from xscale.convert.hf.import_model import import_body, import_model
 
     weights: Mapping[str, Tensor]
@@ -129,12 +134,22 @@ def _load_hf(
         weights, unused = import_body(folder, dense=head.activation if head.dense else None)
     else:
         weights = import_model(folder, sentence_head=any(name.startswith(SENTENCE_HEAD) for name in shapes)).weights
+    return weights, [f"init.from: not used of {folder}: {_listed(list(unused))}"] * bool(unused)
+
+
+def _load_hf(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    weights: Mapping[str, Tensor],
+    parameters: list[ShardedParameter],
+    writer: ShardedWeightWriter,
+) -> list[str]:
+    """Fill the parameters from the weights of a folder of transformers, which each process reads."""
     matching = match(str(folder), {name: tuple(tensor.shape) for name, tensor in weights.items()}, shapes)
     for parameter in parameters:
         if parameter.name in set(matching.loaded):
             writer.write(parameter.parameter, weights[parameter.name])
-    not_used = [f"init.from: not used of {folder}: {_listed(list(unused))}"] * bool(unused)
-    return matching.sentences(str(folder)) + not_used
+    return matching.sentences(str(folder))
 
 
 def is_hf_folder(path: Path) -> bool:

@@ -18,6 +18,8 @@ from xscale.convert.hf.import_model import import_body, import_model
 from xscale.core.errors import EXIT_DONE, ConfigError
 from xscale.nn.tokens import Tokens
 
+TABLE = "embed.table.weight"
+"""Parameter with a row for each token; an export leaves out those of padding."""
 BERT: dict[str, Any] = {**SECTIONS["bert"][1], "token_types": 2}
 CLASSIFIER = "BertForSequenceClassification"
 LABELLED = {"kind": "labelled", "classes": CLASSES}
@@ -60,7 +62,8 @@ def test_a_classifier_goes_out_and_back(changes: dict[str, Any], tmp_path: Path)
         torch.testing.assert_close(model.model(Tokens.from_ids(ids, types=types))[:, 0], logits, rtol=1e-4, atol=1e-5)
     again = weights(classify(tmp_path, "again", model={**BERT, **changes}, init={"from": str(out)}))
     for name, value in weights(path).items():
-        torch.testing.assert_close(again[name], value, rtol=0, atol=1e-6, msg=name)
+        rows = external.get_input_embeddings().num_embeddings if name == TABLE else None
+        torch.testing.assert_close(again[name][:rows], value[:rows], rtol=0, atol=1e-6, msg=name)
 
 
 # Without --architecture the head decides where the blocks do not.
@@ -92,7 +95,8 @@ def test_classifiers_of_other_architectures_go_out_and_back(name: str, tmp_path:
     assert "drawn from the seed" not in (again / "log.txt").read_text()
     ours, theirs = weights(again), weights(path)
     for parameter, value in theirs.items():
-        torch.testing.assert_close(ours[parameter], value, rtol=0, atol=1e-6, msg=parameter)
+        rows = external.get_input_embeddings().num_embeddings if parameter == TABLE else None
+        torch.testing.assert_close(ours[parameter][:rows], value[:rows], rtol=0, atol=1e-6, msg=parameter)
     # A dense layer with another activation is another head.
     other = {"tanh": "relu", "relu": "tanh"}[activation]
     read, unused = import_body(tmp_path / "out", dense=other)
