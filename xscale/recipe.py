@@ -10,6 +10,7 @@ from xscale.core.compose import COMMAND_LINE, Composed, compose, leaves
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.foreign import foreign_errors
+from xscale.core.unchosen import name_unchosen
 from xscale.core.yaml_reader import flow_text
 from xscale.mesh import axes
 from xscale.nn.mixer.mixer import MIXERS
@@ -135,7 +136,7 @@ def read_and_check(
             raise ConfigError(problems) from None
     if world is None:
         world = axes.min_world_size(recipe.parallel.mesh)
-    problems += recipe.check(world, invalid)
+    problems += name_unchosen(recipe.check(world, invalid), composed)
     if check_machine is not None and (problems or world == 1):
         problems += check_machine(recipe, invalid)
     if problems:
