@@ -147,7 +147,9 @@ def test_a_run_begins_with_the_head_of_a_folder(tmp_path: Path) -> None:
     names = [name for name in base if name.startswith("model.")]
     assert any("sentence.classifier" in name for name in names)
     for name in names:
-        torch.testing.assert_close(tensors[name], base[name], rtol=0, atol=1e-7, msg=name)
+        # An export has no padding rows.
+        rows = 361 if len(base[name]) == 384 else None
+        torch.testing.assert_close(tensors[name][:rows], base[name][:rows], rtol=0, atol=1e-7, msg=name)
 
 
 @pytest.mark.parametrize("name", CLASSES)
