@@ -8,6 +8,7 @@ import typer
 from xscale.cli.complete import complete_run
 from xscale.cli.main import main
 from xscale.cli.options import CommandWithSettings, ConfigFile, Overrides, Plugins, data_config
+from xscale.cli.paths import path
 from xscale.core.errors import ConfigError
 
 app = typer.Typer(
@@ -22,12 +23,14 @@ def augment(
     config: ConfigFile,
     overrides: Overrides = None,
     *,
-    output: Annotated[Path, typer.Option(help="File to write, JSON lines; an interrupted job resumes.")],
+    output: Annotated[Path, typer.Option(help="File to write, JSON lines; an interrupted job resumes.", parser=path)],
     model: Annotated[
-        Path, typer.Option(help="Run of a masked language model, such as BERT.", autocompletion=complete_run)
+        Path,
+        typer.Option(help="Run of a masked language model, such as BERT.", autocompletion=complete_run, parser=path),
     ],
     vectors: Annotated[
-        Path | None, typer.Option(help="Text file of word vectors, such as GloVe's; default: such words stay.")
+        Path | None,
+        typer.Option(help="Text file of word vectors, such as GloVe's; default: such words stay.", parser=path),
     ] = None,
     copies: Annotated[int, typer.Option(min=1, help="New examples of each example.")] = 20,
     probability: Annotated[float, typer.Option(min=0, max=1, help="Probability that a word is replaced.")] = 0.4,

@@ -48,3 +48,7 @@ def test_a_choice_that_was_made_is_not_called_missing() -> None:
     """Neither one of the command line nor one of a file."""
     assert "No config chooses" not in refusal(["model/attention_bigbird"], ["objective.kind=causal"])
     assert "No config chooses" not in refusal(["model/attention_bigbird", "objective/causal"], [])
+
+
+def test_a_key_of_the_default_is_no_choice() -> None:
+    assert "No config chooses objective" in refusal(["model/attention_bigbird"], ["objective.label_smoothing=0.1"])

@@ -5,8 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
-import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +13,16 @@ from typing import Any
 import pytest
 
 from tests.faults.dying import save_step
+from tests.faults.planted_entries import (
+    dangling_link,
+    device,
+    fifo,
+    file,
+    folder,
+    link_to_file,
+    link_to_folder,
+    unix_socket,
+)
 from tests.train.tiny import recipe, run
 from xscale.checkpoint import tools
 from xscale.checkpoint.search import find_newest
@@ -29,48 +37,6 @@ from xscale.train.run_folder import open_folder
 
 NESTED = ("checkpoints/step-00000004", "checkpoints/.step-00000006.writing", "checkpoints/.step-00000006.replaced")
 """Entries of folders of the run that another save would rename or make."""
-
-
-def link_to_file(path: Path, outside: Path) -> None:
-    path.symlink_to(outside / "file")
-
-
-def link_to_folder(path: Path, outside: Path) -> None:
-    path.symlink_to(outside / "folder")
-
-
-def dangling_link(path: Path, outside: Path) -> None:
-    path.symlink_to(outside / "new")
-
-
-def fifo(path: Path, outside: Path) -> None:
-    os.mkfifo(path)
-
-
-def folder(path: Path, outside: Path) -> None:
-    path.mkdir()
-
-
-def file(path: Path, outside: Path) -> None:
-    path.write_text("this is something else\n")
-
-
-def unix_socket(path: Path, outside: Path) -> None:
-    # A path of a socket has at most 107 bytes.
-    here = Path.cwd()
-    os.chdir(path.parent)
-    try:
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(path.name)
-    finally:
-        os.chdir(here)
-
-
-def device(path: Path, outside: Path) -> None:
-    try:
-        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 5))
-    except PermissionError as error:
-        pytest.skip(f"a device needs root: {error}")
 
 
 KINDS = (link_to_file, link_to_folder, dangling_link, fifo, folder, file, unix_socket, device)

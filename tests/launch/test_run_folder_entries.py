@@ -9,32 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.faults.planted_entries import dangling_link, fifo, folder, link_to_file, link_to_folder
 from xscale_launch import attempts, local, snapshot, supervise
 from xscale_launch.files import make_run_folder, open_append, open_run_file, read_run_file
 from xscale_launch.preflight import write_speed
 from xscale_launch.slurm import submit, watch
 from xscale_launch.status import LaunchError
-
-
-def link_to_file(path: Path, outside: Path) -> None:
-    path.symlink_to(outside / "file")
-
-
-def link_to_folder(path: Path, outside: Path) -> None:
-    path.symlink_to(outside / "folder")
-
-
-def dangling_link(path: Path, outside: Path) -> None:
-    path.symlink_to(outside / "new")
-
-
-def fifo(path: Path, outside: Path) -> None:
-    os.mkfifo(path)
-
-
-def folder(path: Path, outside: Path) -> None:
-    path.mkdir()
-
 
 KINDS = (link_to_file, link_to_folder, dangling_link, fifo, folder)
 ATTEMPT = "launch/attempts/7.0"

@@ -45,7 +45,8 @@ def _sentence(path: str, configs: list[str]) -> str:
 
 
 def _is_chosen(path: str, composed: Composed) -> bool:
-    return any(key == path or key.startswith(f"{path}.") for key in composed.origin)
+    """Whether a config gives the part, or its kind: one that gives a key of the default chooses nothing."""
+    return path in composed.origin or f"{path}.kind" in composed.origin
 
 
 def shipped_configs(path: str, kinds: Sequence[Any]) -> list[str]:

@@ -57,18 +57,10 @@ class State:
     @staticmethod
     def check(data: dict[str, Any], counters: Collection[str]) -> None:
         """Raise ValueError, with a clause, unless `data` is what `encode` writes for an optimizer with `counters`."""
-        values = {State.RENAMED.get(name, name): value for name, value in data.items()}
+        renamed = {State.RENAMED.get(name, name): value for name, value in data.items()}
         names = {item.name for item in fields(State)} | {"optimizer"}
-        twice = len(values) != len(data)
-        # Earlier versions did not write them.
-        for name, default in (
-            ("tokenizer_fingerprint", None),
-            ("unpadded_vocabulary", None),
-            ("loss_scale", None),
-            ("loss_scale_steps", 0),
-            ("pending", []),
-        ):
-            values.setdefault(name, default)
+        twice = len(renamed) != len(data)
+        values = {**OF_EARLIER_VERSIONS, **renamed}
         if values.keys() != names or twice:
             raise ValueError(f"the state has other fields: {', '.join(sorted(values.keys() ^ names)) or 'one twice'}")
         for name in ("step", "consumed", "tokens", "skipped", "skipped_in_a_row", "loss_scale_steps"):
@@ -84,14 +76,9 @@ class State:
         scale = values["loss_scale"]
         _require("loss_scale", scale, scale is None or (_is_number(scale) and 0 < scale < 2**63))
         losses = values["losses"]
-        spans = values["skipped_samples"]
         optimizer = values["optimizer"]
         _require("losses", losses, isinstance(losses, list) and all(map(_is_number, losses)))
-        pairs = isinstance(spans, list) and all(
-            isinstance(span, list) and len(span) == 2 and all(map(_is_count, span)) and span[0] <= span[1]
-            for span in spans
-        )
-        _require("skipped_samples", spans, pairs)
+        _require("skipped_samples", values["skipped_samples"], _are_spans(values["skipped_samples"]))
         _require("pending", values["pending"], _are_names(values["pending"]))
         _require("optimizer", optimizer, isinstance(optimizer, dict) and all(map(_is_count, optimizer.values())))
         # An engine that has no optimizer yet does not know its counters.
@@ -120,6 +107,23 @@ class State:
         """Copy every field of `other`."""
         for name, value in vars(other).items():
             setattr(self, name, value)
+
+
+OF_EARLIER_VERSIONS: dict[str, Any] = {
+    "tokenizer_fingerprint": None,
+    "unpadded_vocabulary": None,
+    "loss_scale": None,
+    "loss_scale_steps": 0,
+    "pending": [],
+}
+"""Fields that earlier versions did not write, with what they stand for there."""
+
+
+def _are_spans(value: Any) -> bool:
+    """Whether the value is a list of [first, end] of samples."""
+    return isinstance(value, list) and all(
+        isinstance(span, list) and len(span) == 2 and all(map(_is_count, span)) and span[0] <= span[1] for span in value
+    )
 
 
 def _is_count(value: Any) -> bool:

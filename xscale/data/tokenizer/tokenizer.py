@@ -56,8 +56,9 @@ class Tokenizer:
         """Whether documents and prompts begin with the beginning-of-text token; null: as the template of an existing
         file says, and not for a tokenizer that is trained here."""
         add_eos: bool = True
-        """Whether documents end with the end-of-document token, by which a model learns where a text ends. The template
-        of an existing file does not change it. Pairs, labelled examples and sentences need it."""
+        """Whether documents end with the end-of-document token, by which a model learns where a text ends: it is
+        what separates documents that are packed into a sample. The template of an existing file does not change it.
+        Pairs, labelled examples and sentences need it."""
 
     vocabulary: int
     """Ids are in [0, vocabulary)."""
