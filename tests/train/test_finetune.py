@@ -205,6 +205,7 @@ def test_a_tokenizer_that_was_left_behind_is_not_taken(tmp_path: Path, monkeypat
     """A folder of transformers has no tokenizer of ours: the run takes the configured one, whatever its folder has."""
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
+    monkeypatch.setattr(init_weights, "_read_hf", lambda *_: ({}, []))
     monkeypatch.setattr(init_weights, "_load_hf", lambda *_: [])
     left = Byte(Byte.Config(sentinels=5), tmp_path)
     (tmp_path / "run").mkdir()
