@@ -16,7 +16,8 @@ from xscale.nn.linear import Linear
 from xscale.nn.module import Module, seams_of, substitute
 from xscale.nn.roles import Role, Seams
 
-ENGINES = frozenset({"parallel", "planning", "bench", "train", "measure", "checkpoint"})
+ROOMS_OF_RUNS = frozenset({"step", "run", "distill", "generate", "evaluate", "train"})
+ENGINES = ROOMS_OF_RUNS | {"parallel", "planning", "bench", "measure", "checkpoint"}
 """Packages that are given a model of another package."""
 
 

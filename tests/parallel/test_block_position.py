@@ -8,7 +8,7 @@ import torch
 from tests.distributed import Pool
 from tests.parallel.against_one import alone, asked, built, same
 from tests.parallel.models import changed
-from xscale.train.generate import generate, incremental
+from xscale.generate.generate import generate, incremental
 
 MODEL: dict[str, Any] = {
     "kind": "decoder",

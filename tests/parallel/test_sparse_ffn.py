@@ -7,7 +7,7 @@ import torch
 
 from tests.distributed import Pool
 from tests.parallel.against_one import alone, asked, built, same
-from xscale.train.generate import generate
+from xscale.generate.generate import generate
 
 FFN: dict[str, Any] = {"kind": "sparse", "hidden": 48, "block_size": 6, "controller_width": 5, "hard_fraction": 0.5}
 BLOCK: dict[str, Any] = {"mixer": {"kind": "attention", "heads": 4}, "ffn": FFN, "dropout": 0.1}

@@ -7,9 +7,9 @@ import torch
 
 from tests.distributed import Pool
 from tests.parallel.against_one import alone, asked, built, same
+from xscale.generate.generate import generate, incremental
 from xscale.parallel import context
-from xscale.train.generate import generate, incremental
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 MIXER: dict[str, Any] = {"kind": "sparse_qkv", "heads": 4, "modules": 8}
 FFN: dict[str, Any] = {"kind": "sparse", "hidden": 32, "block_size": 4}

@@ -8,13 +8,13 @@ from xscale.core.requirements import instead, take
 from xscale.nn.attention.core import CORES
 from xscale.nn.block import Sublayer
 from xscale.nn.ffn.ffn import FFNS
-from xscale.nn.ffn.moe import Moe
+from xscale.nn.ffn.moe.moe import Moe
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.mixer.reused_attention import ReusedAttention
 from xscale.nn.model.disentangled import Disentangled
 from xscale.nn.module import Part
-from xscale.nn.norm import NORMS
+from xscale.nn.norm.norm import NORMS
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.context.gathered import mixers_of
 from xscale.parallel.context.styles import modules_with_shard, style_of, sublayers_on_gathered

@@ -13,19 +13,19 @@ from xscale.core.requirements import instead, take
 from xscale.mesh.mesh import Mesh
 from xscale.nn.attention.core import CORES
 from xscale.nn.block import Sublayer
-from xscale.nn.ffn.moe import Moe
+from xscale.nn.ffn.moe.moe import Moe
 from xscale.nn.ffn.sparse import SparseFfn
-from xscale.nn.head import Head
+from xscale.nn.head.head import Head
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.module import Module, parameter_axes
 from xscale.nn.quaternion import QuaternionLinear
 from xscale.nn.roles import Role
 from xscale.nn.stack import Stack
-from xscale.parallel.activation_checkpointing import is_recomputed
 from xscale.parallel.config import ParallelConfig
-from xscale.parallel.region import TensorRegion
+from xscale.parallel.recompute.activation_checkpointing import is_recomputed
 from xscale.parallel.roles import apply_table, seams_in
-from xscale.parallel.sharding import RULES, dense_mesh
+from xscale.parallel.shard.region import TensorRegion
+from xscale.parallel.shard.sharding import RULES, dense_mesh
 from xscale.parallel.tensor import sequence
 from xscale.parallel.tensor.table import TENSOR
 

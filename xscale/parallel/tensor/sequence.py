@@ -16,13 +16,13 @@ from xscale.core.requirements import instead, kinds, take
 from xscale.mesh.collectives import gather_out, slice_in
 from xscale.nn.model.disentangled import Disentangled
 from xscale.nn.module import substitute
-from xscale.nn.norm import NORMS, Norm
+from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.roles import Role
 from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
 from xscale.parallel.layout_invariant_random import TokensOverTensor
-from xscale.parallel.region import TensorRegion, all_reduce_replicated_grads
 from xscale.parallel.roles import RoleTable, seams_in, wrap_by
+from xscale.parallel.shard.region import TensorRegion, all_reduce_replicated_grads
 
 
 def check(model: nn.Module, path: str) -> list[Problem]:

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xscale.mesh.collectives import all_gather, sum_out
-from xscale.nn.distilled_head import FullVocabulary
-from xscale.nn.head import IGNORE_INDEX
-from xscale.parallel.region import TensorRegion
+from xscale.nn.head.distilled_head import FullVocabulary
+from xscale.nn.head.head import IGNORE_INDEX
+from xscale.parallel.shard.region import TensorRegion
 from xscale_kernels.cross_entropy import LossTerms
 from xscale_kernels.vocab_cross_entropy import Statistics, vocab_gradients, vocab_loss, vocab_statistics
 
