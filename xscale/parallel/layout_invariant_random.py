@@ -1,6 +1,7 @@
 """Layout-invariant random numbers: a rank draws those of the global tensor and takes its slice, as one process draws.
 
-Substitutes for `Module.random` (see `xscale.nn.random`), one for each way in which activations are sharded. A
+Substitutes for `Module.random` (see `xscale.nn.random`), one for each way in which activations are sharded; that of
+context parallelism is in `xscale.parallel.context.sequence_sharding`. A
 substitute wraps the one before it, so that sequence parallelism in a shard of the sequence slices twice.
 """
 
@@ -13,7 +14,6 @@ from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.module import Axis, substitute
 from xscale.nn.random import Make, RandomNumbers, Shape
 from xscale.nn.tokens import Tokens
-from xscale.parallel.context.sequence_sharding import TokenShard
 from xscale.parallel.region import TensorRegion
 
 
@@ -75,23 +75,6 @@ class ShardedRandomNumbers(RandomNumbers):
             return plain.dropout_add(x.new_ones(shape), x.new_zeros(shape), p, tokens, implementation)
 
         return residual + x * self.draw(mask, tuple(x.shape), ("batch", "tokens", "width"), tokens)
-
-
-class TokensOverContext(ShardedRandomNumbers):
-    """Draws over a sequence that is sharded over cp."""
-
-    axis = "tokens"
-
-    def global_size(self, local: int, tokens: Tokens | None) -> int:
-        return tokens.length if isinstance(tokens, TokenShard) else local
-
-    def full_tokens(self, tokens: Tokens | None) -> Tokens | None:
-        return tokens.full if isinstance(tokens, TokenShard) else tokens
-
-    def shard(self, full: Tensor, dim: int, local: int, tokens: Tokens | None) -> Tensor:
-        assert isinstance(tokens, TokenShard)
-        assert dim == 1, "a sequence is the second dim of [B, T, ...]"
-        return tokens.sharding.shard(full)
 
 
 class TokensOverTensor(ShardedRandomNumbers):

@@ -18,7 +18,7 @@ from xscale.nn.norm import NORMS
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.context.gathered import mixers_of
 from xscale.parallel.context.styles import modules_with_shard, style_of, sublayers_on_gathered
-from xscale.parallel.tensor.sequence import norms_between_regions
+from xscale.parallel.roles import norms_between_regions
 
 
 def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:

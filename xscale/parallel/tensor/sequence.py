@@ -16,13 +16,13 @@ from xscale.core.requirements import instead, kinds, take
 from xscale.mesh.collectives import gather_out, slice_in
 from xscale.nn.model.disentangled import Disentangled
 from xscale.nn.module import substitute
-from xscale.nn.norm import NORMS, Norm
+from xscale.nn.norm import NORMS
 from xscale.nn.roles import Role
 from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
 from xscale.parallel.layout_invariant_random import TokensOverTensor
 from xscale.parallel.region import TensorRegion, all_reduce_replicated_grads
-from xscale.parallel.roles import RoleTable, seams_in, wrap_by
+from xscale.parallel.roles import RoleTable, norms_between_regions, wrap_by
 
 
 def check(model: nn.Module, path: str) -> list[Problem]:
@@ -55,12 +55,6 @@ def check(model: nn.Module, path: str) -> list[Problem]:
             choices = take(False) + instead("norm", kind, NORMS.able(per_token=True, batch_statistics=False))
             problems[kind] = Problem(path, what, choices=choices)
     return list(problems.values())
-
-
-def norms_between_regions(model: nn.Module) -> list[Norm]:
-    """Return the norms that are applied between regions."""
-    parts = [getattr(module, seam) for module, seam, _ in seams_in(model.modules(), Role.BETWEEN_REGIONS)]
-    return [part for part in parts if isinstance(part, Norm)]
 
 
 def _between_regions(module: nn.Module, seam: str, region: TensorRegion) -> None:
