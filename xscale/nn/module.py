@@ -142,6 +142,19 @@ class Module(nn.Module):
         """Channels of a token, of all ranks, that are summed up at its seam with the role SUM_OVER_HEADS."""
         return 0
 
+    @property
+    def summed_parts(self) -> "list[Module]":
+        """Submodules of a tensor-parallel region whose outputs are terms of its sum, so that each must be sharded."""
+        return []
+
+    def tp_problems(self, tp: int, path: str) -> list[Problem]:
+        """List why tensor parallelism over `tp` ranks cannot shard it; `path` is that of the degree."""
+        return []
+
+    def sp_problems(self, path: str) -> list[Problem]:
+        """List why it cannot work between regions on a shard of the sequence; `path` is that of `tensor.sequence`."""
+        return []
+
     def needs(self) -> list[KeyNeed]:
         """List what the module needs of the layout and of the engine of a run, each with the reason."""
         return []

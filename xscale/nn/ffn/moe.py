@@ -18,6 +18,7 @@ from xscale.nn.auxiliary import attach
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn, FfnTraits, Gated
 from xscale.nn.linear import Linear
+from xscale.nn.module import Module
 from xscale.nn.moe.experts import Experts
 from xscale.nn.moe.permutation import (
     Dispatch,
@@ -121,6 +122,10 @@ class Moe(Ffn):
         if factor is None or math.isinf(factor):
             return None
         return math.ceil(factor * self.experts_per_token() * -(-tokens // config.capacity_groups) / config.experts)
+
+    @property
+    def summed_parts(self) -> list[Module]:
+        return [] if self.shared is None else [self.shared]
 
     def experts_per_token(self) -> float:
         """Mean number of experts a token uses if no tokens are dropped."""

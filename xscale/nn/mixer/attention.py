@@ -74,8 +74,6 @@ class Attention(AttentionHeads):
     """Kinds of the cores that the mixer can hold; None: any."""
     shards_sequence: ClassVar[bool] = True
     """Whether context parallelism may shard the sequence if the core can; false where `attend_input` reads all of x."""
-    mixes_heads: ClassVar[bool] = False
-    """Whether a projection needs all heads of a token at once, so that tensor parallelism cannot shard them."""
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
+from xscale.core.requirements import kinds, take
 from xscale.nn.edges import CONTENT
 from xscale.nn.length_head import LengthHead, LengthHeadConfig
 from xscale.nn.model.encoder_decoder import EncoderDecoder
@@ -82,6 +83,10 @@ class Disentangled(EncoderDecoder):
             what = "the length of a target is predicted from one output of the encoder, not from those of all blocks"
             problems += [Problem(f"{path}.transparent", what, "Take false.")] * (config.length_head is not None)
         return problems + list(_check_decoder(config.decoder, f"{path}.decoder"))
+
+    def sp_problems(self, path: str) -> list[Problem]:
+        what = "the first queries are positions of the full sequence, of which each rank would have a shard"
+        return [Problem(path, what, choices=take(False) + kinds(["encoder_decoder"], "model"))]
 
     def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         """In generation the cache keeps the encoder's output as `memory` and the logits [B, L] of the target's

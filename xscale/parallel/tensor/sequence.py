@@ -12,10 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from xscale.core.errors import Problem
-from xscale.core.requirements import instead, kinds, take
+from xscale.core.requirements import instead, take
 from xscale.mesh.collectives import gather_out, slice_in
-from xscale.nn.model.disentangled import Disentangled
-from xscale.nn.module import substitute
+from xscale.nn.module import Module, substitute
 from xscale.nn.norm import NORMS
 from xscale.nn.roles import Role
 from xscale.nn.stack import Stack
@@ -26,7 +25,7 @@ from xscale.parallel.roles import RoleTable, norms_between_regions, wrap_by
 
 
 def check(model: nn.Module, path: str) -> list[Problem]:
-    """Return norms that need the full sequence."""
+    """Return what reads all tokens of the sequence between regions."""
     problems = {}
     for stack in [module for module in model.modules() if isinstance(module, Stack)]:
         decodes = any(block.decoder_steps for block in stack.blocks.values())
@@ -42,10 +41,9 @@ def check(model: nn.Module, path: str) -> list[Problem]:
         if key is not None:
             what = f"stack.{key} reads the tokens between the blocks, of which each rank would have a shard"
             problems[key] = Problem(path, what, f"Or take a stack without {key}.", choices=take(False))
-    if isinstance(model, Disentangled):
-        what = "the first queries are positions of the full sequence, of which each rank would have a shard"
-        choices = take(False) + kinds(["encoder_decoder"], "model")
-        problems["disentangled"] = Problem(path, what, choices=choices)
+    for module in model.modules():
+        if isinstance(module, Module):
+            problems |= {problem.what: problem for problem in module.sp_problems(path)}
     for norm in norms_between_regions(model):
         kind = norm.Config.kind
         assert kind is not None
