@@ -5,6 +5,7 @@ context parallelism is in `xscale.parallel.context.sequence_sharding`. A
 substitute wraps the one before it, so that sequence parallelism in a shard of the sequence slices twice.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.module import Axis, substitute
-from xscale.nn.random import Make, RandomNumbers, Shape
+from xscale.nn.random import RandomNumbers
 from xscale.nn.tokens import Tokens
 from xscale.parallel.region import TensorRegion
 
@@ -37,7 +38,13 @@ class ShardedRandomNumbers(RandomNumbers):
         """Slice this rank's `local` elements of a global tensor along `dim`."""
         return full.narrow(dim, self.offset(self.axis), local)
 
-    def draw(self, make: Make, shape: Shape, dims: tuple[Axis, ...], tokens: Tokens | None = None) -> Tensor:
+    def draw(
+        self,
+        make: Callable[[tuple[int, ...]], Tensor],
+        shape: tuple[int, ...],
+        dims: tuple[Axis, ...],
+        tokens: Tokens | None = None,
+    ) -> Tensor:
         assert len(shape) == len(dims), f"{len(shape)} sizes, {len(dims)} dims"
         if self.axis not in dims:
             return self.inner.draw(make, shape, dims, tokens)
@@ -71,7 +78,7 @@ class ShardedRandomNumbers(RandomNumbers):
         if not p:
             return plain.dropout_add(x, residual, p, tokens, implementation)
 
-        def mask(shape: Shape) -> Tensor:
+        def mask(shape: tuple[int, ...]) -> Tensor:
             return plain.dropout_add(x.new_ones(shape), x.new_zeros(shape), p, tokens, implementation)
 
         return residual + x * self.draw(mask, tuple(x.shape), ("batch", "tokens", "width"), tokens)

@@ -10,7 +10,7 @@ from xscale.core.errors import ConfigError
 from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.mesh.mesh import Mesh
 from xscale.nn.distillation import StudentLosses, WidthMaps
-from xscale.nn.distilled_head import FullVocabulary
+from xscale.nn.distilled_head import FullVocabulary, LocalVocabulary
 from xscale.nn.head import Head
 from xscale.nn.model.model import MODELS
 from xscale.nn.stack import Stack
@@ -122,7 +122,7 @@ def _layout(settings: Settings, mesh: Mesh) -> str:
     return f"frozen, tp={degrees.tp}, ZeRO-{settings.distill.zero}"
 
 
-def vocabulary_of(head: Head) -> FullVocabulary:
+def vocabulary_of(head: Head) -> LocalVocabulary:
     """Return this rank's part of the vocabulary of a student's head."""
     loss: Any = head.cross_entropy
     return VocabularyShard(loss.region, loss.first) if isinstance(loss, VocabParallelCrossEntropy) else FullVocabulary()

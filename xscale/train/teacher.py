@@ -11,7 +11,7 @@ from xscale.core.errors import ConfigError
 from xscale.mesh.mesh import Mesh, build_mesh, create_communicators
 from xscale.nn.class_head import ClassHead
 from xscale.nn.distillation import DistillConfig, TeacherStates
-from xscale.nn.distilled_head import DistilledClassHead, DistilledHead, FullVocabulary
+from xscale.nn.distilled_head import DistilledClassHead, DistilledHead, LocalVocabulary
 from xscale.nn.forward import Forward
 from xscale.nn.head import ONLY_LAST_LOGITS, Head
 from xscale.nn.module import substitute
@@ -168,7 +168,7 @@ def load_teacher(
     return model.eval(), teacher_ranks(mesh, own_mesh)
 
 
-def observe_states(model: nn.Module, vocabulary: FullVocabulary | None) -> None:
+def observe_states(model: nn.Module, vocabulary: LocalVocabulary | None) -> None:
     """Substitute wrappers that hand the states of a model to `Tokens.states`, if a forward has it.
 
     `vocabulary`: that of a student's head; None for a teacher, and for a stage of a pipeline without a head, which

@@ -20,7 +20,7 @@ from xscale.nn.mixer.kv_cache import KvCache
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
 from xscale.nn.norm import NORMS, Norm
 from xscale.nn.position.pairs import Pairs, PositionPairs
-from xscale.nn.position.position import POSITIONS, Position, PositionTerms
+from xscale.nn.position.position import POSITIONS, Position
 from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
@@ -346,7 +346,7 @@ class Attention(AttentionHeads):
             pairs = self.pairs(q.shape[2], k.shape[2])
             if tokens.pooled_from is not None:
                 pairs = PositionPairs.of(pairs, tokens.positions, key_tokens.positions, tokens.pooled_from)
-            return replace(compute(), position_terms=PositionTerms(position, pairs))
+            return replace(compute(), position_terms=position.terms_of_pairs(pairs))
         if position is None or not position.adds_bias:
             key = f"mask/{self.causal}/{q.shape[2]}/{k.shape[2]}/{self.dropout}/{self.cross}/{self.shared_qk}"
             mask: AttentionMask = tokens.shared_values.get_or_compute(key, compute)

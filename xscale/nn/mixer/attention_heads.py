@@ -25,6 +25,8 @@ class AttentionHeads(Mixer):
     """Whether a projection needs all heads of a token at once, so that tensor parallelism cannot shard them."""
     qk_norm_over: str = "head"
     """What the queries and the keys are normalised over: `head`, or all `heads`."""
+    chooses_observed: bool = False
+    """Whether each token observes others of its own choice (`OBSERVED`): set by a model in which they do."""
     head_width: int
     q: Linear
     k: Linear | None

@@ -18,6 +18,7 @@ from xscale.core.errors import Problem
 from xscale.core.requirements import kinds, take
 from xscale.nn.edges import CONTENT
 from xscale.nn.length_head import LengthHead, LengthHeadConfig
+from xscale.nn.mixer.attention import Attention
 from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.nn.model.model import MODELS, ModelTraits, model_dims
 from xscale.nn.module import Module, name_modules
@@ -25,6 +26,7 @@ from xscale.nn.norm import NORMS, Norm
 from xscale.nn.position.learned import Sinusoidal
 from xscale.nn.position.position import POSITIONS, Position
 from xscale.nn.roles import Role, Seams
+from xscale.nn.signals import Signal
 from xscale.nn.stack import StackConfig
 from xscale.nn.tokens import Tokens
 
@@ -60,6 +62,7 @@ class Disentangled(EncoderDecoder):
         """Predicts the length of a target from its source, for decoding; null: nothing does."""
 
     causal: ClassVar[bool] = False
+    signals_of_decoder: ClassVar[tuple[Signal[Tensor], ...]] = (CONTENT,)
     seams: ClassVar[Seams] = {"queries": Role.STACK_INPUT, "length": Role.ON_LAST_STAGE}
 
     def __init__(self, config: Config, vocabulary: int, length: int) -> None:
@@ -67,6 +70,9 @@ class Disentangled(EncoderDecoder):
         assert self.target.position is not None, "see `check`"
         norm = config.embedding_norm
         self.queries = PositionQueries(self.target.position, None if norm is None else NORMS.build(norm, config.width))
+        for module in self.decoder.modules():
+            if isinstance(module, Attention) and not module.cross:
+                module.chooses_observed = True
         self.length: LengthHead | None = None
         if config.length_head is not None:
             self.length = LengthHead(config.length_head, model_dims(config, vocabulary, length, causal=False))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from xscale.mesh.collectives import gather_in, pad_to_multiple
 from xscale.nn.signals import TARGETS, TOKENS
-from xscale.nn.tokens import SharedValues, Tokens
+from xscale.nn.tokens import Tokens
 from xscale.parallel.layout_invariant_random import ShardedRandomNumbers
 
 
@@ -128,8 +128,10 @@ class TokenShard(Tokens):
 def shard_tokens(tokens: Tokens, sharding: SequenceSharding, targets: Tensor | None = None) -> TokenShard:
     """Slice this rank's shard of the tokens, whose `targets` are [B, T]."""
     local = _cut(tokens, sharding)
-    values = {attribute.name: getattr(local, attribute.name) for attribute in fields(local)}
-    return TokenShard(**values | {"shared_values": SharedValues()}, full=tokens, sharding=sharding, targets=targets)
+    # Values that blocks share are of a shard or of the full sequence.
+    names = [attribute.name for attribute in fields(local) if attribute.name != "shared_values"]
+    values = {name: getattr(local, name) for name in names}
+    return TokenShard(**values, full=tokens, sharding=sharding, targets=targets)
 
 
 def _cut(tokens: Tokens, sharding: SequenceSharding) -> Tokens:
