@@ -65,6 +65,6 @@ def test_two_stages_of_a_rank_cannot_share_dynamics() -> None:
     model = changed(FLOATER, stack__depth=8)
     problems = [str(problem) for problem in asked(model, {"mesh": {"pp": 2}, "pipeline": pipeline}).check(2)]
     assert any(
-        "two copies of stack.position_tables." in problem and "or another stack.block.position." in problem
+        "two copies of stack.position_tables." in problem and "Or take another stack.block.position." in problem
         for problem in problems
     ), problems

@@ -47,7 +47,8 @@ def apply_mup(model: nn.Module, mup: MupConfig, width: int, init_std: float) -> 
     square, outputs = _maps_of_heads(model)
     for module in model.modules():
         _set_multipliers(module, mup, ratio)
-        for name in module.init if isinstance(module, Module) else ():
+    for module in [module for module in model.modules() if isinstance(module, Module)]:
+        for name in module.init:
             is_constant = round(module.init[name].std, 12) in constants
             if name in module.linear_maps:
                 if is_constant and (set(module.axes[name]) <= HIDDEN_AXES or module in square):

@@ -60,11 +60,12 @@ def apply(model: nn.Module) -> int:
 def add_and_free(sublayer: Any, first: Tensor, second: Tensor, *inputs: Any) -> Tensor:
     """first + f(second), all [B, T, D]; frees the memory of `first`, which backward writes before it is read."""
     if not (sublayer.training and torch.is_grad_enabled() and second.requires_grad):
-        return first + sublayer.branch(second, *inputs)
+        added: Tensor = sublayer.branch(second, *inputs)
+        return first + added
     freed = FreedTensor(first)
 
     def run(second: Tensor, *inputs: Any) -> Tensor:
-        y = sublayer.branch(second, *inputs)
+        y: Tensor = sublayer.branch(second, *inputs)
         freed.restore(y)
         return y
 

@@ -1,6 +1,6 @@
 """What context parallelism reads of a mixer with an attention, which has a seam of the role ATTENTION."""
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -20,14 +20,14 @@ class ShardedAttention(Protocol):
     dropout: float
     """Dropout probability of the attention weights."""
     head_width: int
-    shards_sequence: bool
+    shards_sequence: ClassVar[bool]
     """Whether the sequence may be sharded if the core can."""
     chooses_observed: bool
     """Whether each token observes others of its own choice, `Tokens.get(OBSERVED)`."""
     shared_qk: bool
     uses_relative_bias: bool
     """Whether the core takes a bias by distance."""
-    reads_bias: bool
+    reads_bias: ClassVar[bool]
     """Whether it reads the bias by pair."""
     q: Any
     """Projections and norms of queries and keys, which the terms of a position may read."""

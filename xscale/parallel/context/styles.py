@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -53,7 +53,7 @@ def sublayers_on_gathered(model: nn.Module, config: ParallelConfig) -> list[Any]
             has_ulysses = config.context.style in ("auto", "ulysses")
             return has_ulysses and ulysses.unsupported_reason(mixer, config.mesh.cp, config.mesh.tp) is None
         if Role.ATTENTION in seams_of(mixer).values() and mixer.shards_sequence:
-            return isinstance(style_of(mixer, config), str)
+            return isinstance(style_of(cast(ShardedAttention, mixer), config), str)
         return mixer.shards_sequence
 
     return gathered_sublayers(model, has_style) if config.context.gather else []

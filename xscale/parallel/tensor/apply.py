@@ -60,7 +60,8 @@ def _check_sizes(model: nn.Module, config: ParallelConfig, where: str) -> list[P
                 problems.append(Problem(where, what, fix, choices=lower))
             if axis == "vocab" and size <= (tp - 1) * -(-size // tp):
                 what = f"vocabulary of {size} leaves some of tp={tp} ranks with no rows"
-                problems.append(Problem(where, what, "Take a lower tp, or a larger vocabulary."))
+                lower = take(*[degree for degree in range(1, tp) if size > (degree - 1) * -(-size // degree)])
+                problems.append(Problem(where, what, "Or take a larger vocabulary.", choices=lower))
     return problems
 
 
