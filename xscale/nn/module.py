@@ -181,6 +181,19 @@ class Part(Module):
         return []
 
 
+def unmet_needs(model: nn.Module, settings: Any) -> Iterator[Problem]:
+    """Yield the problems of the needs of the model's modules (`Module.needs`) with `settings`; each reason once.
+
+    Needs of sections that `settings` do not have are left out.
+    """
+    reasons: set[tuple[str, str]] = set()
+    for path, module in model.named_modules():
+        for need in module.needs() if isinstance(module, Module) else ():
+            if (need.key, need.why) not in reasons and hasattr(settings, need.key.partition(".")[0]):
+                reasons.add((need.key, need.why))
+                yield from need.problems(settings, f"model.{path}")
+
+
 def name_modules(model: nn.Module) -> None:
     """Set the `path` of every Module."""
     for path, module in model.named_modules():
