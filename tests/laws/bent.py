@@ -15,13 +15,6 @@ BENT: dict[str, dict[str, str]] = {
         "launch/xscale_launch/profile.py: yaml": "for who writes profiles as YAML; without it TOML is asked for",
     },
     "rooms": {"xscale/nn": "passes over the depth and kinds of residual stream get folders of their own"},
-    "knots": dict.fromkeys(
-        (
-            "xscale.parallel: context layout_invariant_random tensor",
-            "xscale.parallel: engine plan steps",
-        ),
-        "to be cut: steps know the engine's checks, and random numbers those of a sharded sequence",
-    ),
     "random draws": {
         "xscale/nn/init.py: Generator": INITIALISER,
         "xscale/nn/init.py: normal_": INITIALISER,

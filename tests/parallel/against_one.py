@@ -93,13 +93,13 @@ def sequence_sharding(settings: Settings, mesh: Mesh) -> context.SequenceShardin
 
 def trained(model: dict[str, Any], parallel: dict[str, Any], *, steps: int = STEPS, **sections: Any) -> Found:
     """Train on this rank of as many as there are."""
-    settings, mesh, network, plan = built(model, parallel, **sections)
+    settings, mesh, network, _ = built(model, parallel, **sections)
     spread = sequence_sharding(settings, mesh)
     every = sharded_parameters(network)
     rests = [rest for rest in every if rest.parameter.requires_grad]
     found = Found(started=_pieces(every))
     objective: Objective = OBJECTIVES.build(settings.objective, SPECIALS, settings.data.source_length, SEED)
-    engine = make_engine(settings, network, plan, every, mesh)
+    engine = make_engine(settings, network, every, mesh)
     assert isinstance(engine, FsdpEngine)
     optimizer = _Watched(engine.optimizer)
     engine.optimizer = cast(Optimizer, optimizer)

@@ -25,11 +25,11 @@ PP = {"mesh": {"pp": 2}}
 
 def steps(parallel: dict[str, Any], poisoned: int | None, **sections: Any) -> tuple[list[tuple[float, bool]], bool]:
     """Loss of each of three steps and whether it was taken; and whether the poisoned one moved a parameter here."""
-    settings, mesh, network, plan = built(MODEL, parallel, train={"micro_batch_size": 2}, **sections)
+    settings, mesh, network, _ = built(MODEL, parallel, train={"micro_batch_size": 2}, **sections)
     objective = OBJECTIVES.build(settings.objective, SPECIALS, LENGTH, SEED)
     rests = sharded_parameters(network)
     repeats = mesh.degrees.tp * mesh.degrees.pp
-    stepper = Stepper(make_engine(settings, network, plan, rests, mesh), objective, mesh.device, repeats)
+    stepper = Stepper(make_engine(settings, network, rests, mesh), objective, mesh.device, repeats)
     apart = not settings.data.cross_documents
     scale = [1.0]
     for head in [one for one in network.modules() if isinstance(one, Head)]:

@@ -28,9 +28,9 @@ STAGES = 3
 
 def events(parallel: dict[str, Any], micros: int) -> list[str]:
     """Bytes that a step's forwards and backwards send on this rank; the step before has warmed up."""
-    settings, mesh, network, plan = built(MODEL, parallel, train={"batch_size": 2 * micros, "micro_batch_size": 1})
+    settings, mesh, network, _ = built(MODEL, parallel, train={"batch_size": 2 * micros, "micro_batch_size": 1})
     objective = OBJECTIVES.build(settings.objective, SPECIALS, LENGTH, SEED)
-    engine = make_engine(settings, network, plan, sharded_parameters(network), mesh)
+    engine = make_engine(settings, network, sharded_parameters(network), mesh)
     stepper = Stepper(engine, objective, mesh.device)
     apart = not settings.data.cross_documents
     batches = [

@@ -13,7 +13,7 @@ from tests.train.tiny import losses, metrics, recipe, run
 from xscale.checkpoint.load import load_tensors, read_state
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE
 from xscale.optim.optimizer.adamw import AdamW
-from xscale.parallel.config import LossScaleConfig
+from xscale.parallel.config import LossScaleConfig, ParallelConfig
 from xscale.parallel.engine.fsdp import FsdpEngine
 from xscale.parallel.precision.loss_scale import LossScale
 
@@ -109,8 +109,7 @@ def test_gradients_are_divided_by_the_scale(clip: float | None) -> None:
 
     owner: Any = torch.nn.Linear(1, 1)
     optimizer: Any = Optimizer()
-    plan: Any = None
-    engine = FsdpEngine(owner, plan, optimizer, [], torch.device("cpu"), 1, clip)
+    engine = FsdpEngine(owner, ParallelConfig(), optimizer, [], torch.device("cpu"), 1, clip)
     engine.gradients, engine.loss_scale = [torch.tensor([3.0, 4.0]) * 1024], 1024.0
     engine.apply(0.1, 5.0)
     ((gradients, scale),) = updates

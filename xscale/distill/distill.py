@@ -13,7 +13,7 @@ from xscale.distill.teacher import Teacher, load_teacher, observe_states
 from xscale.distill.teacher_source import check_vocabulary, find_teacher, teacher_degrees
 from xscale.mesh.mesh import Mesh
 from xscale.nn.head.distillation import StudentLosses, WidthMaps
-from xscale.nn.head.distilled_head import FullVocabulary
+from xscale.nn.head.distilled_head import FullVocabulary, LocalVocabulary
 from xscale.nn.head.head import Head
 from xscale.nn.model.model import MODELS
 from xscale.nn.stack import Stack
@@ -122,7 +122,7 @@ def _layout(settings: Settings, mesh: Mesh) -> str:
     return f"frozen, tp={degrees.tp}, ZeRO-{settings.distill.zero}"
 
 
-def vocabulary_of(head: Head) -> FullVocabulary:
+def vocabulary_of(head: Head) -> LocalVocabulary:
     """Return this rank's part of the vocabulary of a student's head."""
     loss: Any = head.cross_entropy
     return VocabularyShard(loss.region, loss.first) if isinstance(loss, VocabParallelCrossEntropy) else FullVocabulary()

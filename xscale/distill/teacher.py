@@ -14,7 +14,7 @@ from xscale.nn.adapt.observed_states import ObservedBlocks, ObservedOutput, Obse
 from xscale.nn.forward import Forward
 from xscale.nn.head.class_head import ClassHead
 from xscale.nn.head.distillation import DistillConfig, TeacherStates
-from xscale.nn.head.distilled_head import DistilledClassHead, DistilledHead, FullVocabulary
+from xscale.nn.head.distilled_head import DistilledClassHead, DistilledHead, LocalVocabulary
 from xscale.nn.head.head import ONLY_LAST_LOGITS, Head
 from xscale.nn.module import substitute
 from xscale.nn.stack import Stack
@@ -168,7 +168,7 @@ def load_teacher(
     return model.eval(), teacher_ranks(mesh, own_mesh)
 
 
-def observe_states(model: nn.Module, vocabulary: FullVocabulary | None) -> None:
+def observe_states(model: nn.Module, vocabulary: LocalVocabulary | None) -> None:
     """Substitute wrappers that hand the states of a model to `Tokens.states`, if a forward has it.
 
     `vocabulary`: that of a student's head; None for a teacher, and for a stage of a pipeline without a head, which

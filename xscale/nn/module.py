@@ -138,6 +138,19 @@ class Module(nn.Module):
         """Channels of a token, of all ranks, that are summed up at its seam with the role SUM_OVER_HEADS."""
         return 0
 
+    @property
+    def summed_parts(self) -> "list[Module]":
+        """Submodules of a tensor-parallel region whose outputs are terms of its sum, so that each must be sharded."""
+        return []
+
+    def tp_problems(self, tp: int, path: str) -> list[Problem]:
+        """List why tensor parallelism over `tp` ranks cannot shard it; `path` is that of the degree."""
+        return []
+
+    def sp_problems(self, path: str) -> list[Problem]:
+        """List why it cannot work between regions on a shard of the sequence; `path` is that of `tensor.sequence`."""
+        return []
+
     def needs(self) -> list[KeyNeed]:
         """List what the module needs of the layout and of the engine of a run, each with the reason."""
         return []
@@ -162,6 +175,19 @@ class Part(Module):
     def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
         """List the problems of `config` within a model of `dims`; `path` is the config's dotted path."""
         return []
+
+
+def unmet_needs(model: nn.Module, settings: Any) -> Iterator[Problem]:
+    """Yield the problems of the needs of the model's modules (`Module.needs`) with `settings`; each reason once.
+
+    Needs of sections that `settings` do not have are left out.
+    """
+    reasons: set[tuple[str, str]] = set()
+    for path, module in model.named_modules():
+        for need in module.needs() if isinstance(module, Module) else ():
+            if (need.key, need.why) not in reasons and hasattr(settings, need.key.partition(".")[0]):
+                reasons.add((need.key, need.why))
+                yield from need.problems(settings, f"model.{path}")
 
 
 def name_modules(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from xscale.core.errors import Problem
 from xscale.mesh import axes
 from xscale.mesh.mesh import Mesh
+from xscale.nn.module import unmet_needs
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 from xscale.parallel.shard import zero
 from xscale.parallel.steps import DTYPES, STEPS, FillParameters, StepSettings, compile_blocks
@@ -38,6 +39,7 @@ class ParallelPlan:
         for step in STEPS:
             problems += step.check(None, settings)
         if model is not None:
+            problems += unmet_needs(model, self)
             for step in STEPS:
                 problems += step.check(model, settings)
         return problems

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
-from xscale.nn.block import Block, Sublayer
+from xscale.nn.block import Block
 from xscale.nn.module import substitute
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.pipeline.schedule import SCHEDULES, schedule_of
@@ -57,14 +57,15 @@ def apply(model: nn.Module) -> int:
     return len(blocks)
 
 
-def add_and_free(sublayer: Sublayer, first: Tensor, second: Tensor, *inputs: Any) -> Tensor:
+def add_and_free(sublayer: Any, first: Tensor, second: Tensor, *inputs: Any) -> Tensor:
     """first + f(second), all [B, T, D]; frees the memory of `first`, which backward writes before it is read."""
     if not (sublayer.training and torch.is_grad_enabled() and second.requires_grad):
-        return first + sublayer.branch(second, *inputs)
+        added: Tensor = sublayer.branch(second, *inputs)
+        return first + added
     freed = FreedTensor(first)
 
     def run(second: Tensor, *inputs: Any) -> Tensor:
-        y = sublayer.branch(second, *inputs)
+        y: Tensor = sublayer.branch(second, *inputs)
         freed.restore(y)
         return y
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.mesh import torch_private
 from xscale.mesh.axes import Degrees
 from xscale.mesh.mesh import Mesh
@@ -137,7 +138,8 @@ class PrecisionStep(_Step):
         if precision.compute != "float64" or precision.master == "float64":
             return loss_scale.check(precision, "precision")
         what = "master parameters would have a narrower dtype than the computation"
-        return [Problem("precision.master", what, "Take master=float64 with compute=float64.")]
+        narrower = take("float32", "bfloat16", key="precision.compute")
+        return [Problem("precision.master", what, choices=take("float64") + narrower)]
 
     def apply(
         self, model: nn.Module, settings: StepSettings, mesh: Mesh, fill: FillParameters

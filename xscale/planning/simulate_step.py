@@ -218,7 +218,7 @@ def simulate_step(
         tracer.gradient_shapes = {shape for parameter in model.parameters() for shape in _shapes(parameter)}
         with fake, tracer, tracer.watching_resizes("gathered_parameters"), _few_row_blocks(settings):
             with tracer.labelled(kind="optimizer"):
-                engine = make_engine(settings, model, plan, sharded_tensors, mesh)
+                engine = make_engine(settings, model, sharded_tensors, mesh)
             state_bytes = dict(tracer.live)
             batches = [shard_over_cp(_faked(batch, fake), sharding) for batch in global_batches]
             stepper = Stepper(engine, objective, torch.device("cpu"), repeats=degrees.tp * degrees.pp)

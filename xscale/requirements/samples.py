@@ -117,7 +117,7 @@ def _hides_prefix(mixer: Mixer, model: Model.Config, parallel: ParallelConfig) -
         what = f"position '{kind}' of a causal model tells no distances to later tokens from each other"
         choices = _instead(model, "position", kind, ["rope", "learned", "sinusoidal"]) + without
         return Problem("model.position", what, choices=choices)
-    if parallel.mesh.cp > 1 and context.style_of(mixer, parallel) in ("ring", "scan", "halo"):
+    if parallel.mesh.cp > 1 and str(context.style_of(mixer, parallel)) in ("ring", "scan", "halo"):
         what = "a prefix is seen by tokens of earlier shards, whose scores are computed by ulysses alone"
         choices = take("ulysses") + take(1, key="parallel.mesh.cp") + without
         return Problem("parallel.context.style", what, choices=choices)

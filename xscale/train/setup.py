@@ -96,7 +96,7 @@ def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False) ->
     objective: Objective = OBJECTIVES.build(settings.objective, specials, source_length, settings.run.seed)
     objective, lines = distil(settings, objective, model, tokenizer, mesh, fresh=draw_weights)
     applied += lines
-    engine = make_engine(settings, model, plan, parameters, mesh)
+    engine = make_engine(settings, model, parameters, mesh)
     held_out = corpus.validation
     return RunParts(
         settings=settings,
@@ -141,9 +141,7 @@ def _has_checkpoint(settings: Settings, mesh: Mesh) -> bool:
     return newest is not None and settings.parallel.zero.engine == "torch"
 
 
-def make_engine(
-    settings: Settings, model: nn.Module, plan: ParallelPlan, parameters: list[ShardedParameter], mesh: Mesh
-) -> Engine:
+def make_engine(settings: Settings, model: nn.Module, parameters: list[ShardedParameter], mesh: Mesh) -> Engine:
     """The engine that owns parameters, gradients and optimizer states."""
     clip, degrees = settings.train.clip_grad_norm, mesh.degrees
     if settings.parallel.zero.engine == "deepspeed":
@@ -167,7 +165,7 @@ def make_engine(
     decay = settings.train.ema_decay
     return FsdpEngine(
         model,
-        plan,
+        settings.parallel,
         optimizer,
         parameters,
         mesh.device,

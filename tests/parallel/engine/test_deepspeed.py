@@ -57,8 +57,8 @@ def trained(model: dict[str, Any], parallel: dict[str, Any], *, without: bool = 
     `without`: the last micro-batch's gradients are left out.
     """
     forget()
-    settings, mesh, network, plan = built(model, parallel, **sections)
-    engine: Engine = make_engine(settings, network, plan, sharded_parameters(network), mesh)
+    settings, mesh, network, _ = built(model, parallel, **sections)
+    engine: Engine = make_engine(settings, network, sharded_parameters(network), mesh)
     objective: Objective = OBJECTIVES.build(settings.objective, SPECIALS, LENGTH, SEED)
     if without:
         backward = engine.backward
@@ -231,8 +231,8 @@ def test_a_gradient_that_is_left_out_is_seen(ones: dict[str, Seen], pool: Pool) 
 def held_between_steps(parallel: dict[str, Any]) -> tuple[int, int]:
     """Bytes of this rank's parameters and of what is stepped, and those that a plan counts."""
     forget()
-    settings, mesh, network, plan = built(DENSE, parallel, **SINGLE)
-    engine = make_engine(settings, network, plan, sharded_parameters(network), mesh)
+    settings, mesh, network, _ = built(DENSE, parallel, **SINGLE)
+    engine = make_engine(settings, network, sharded_parameters(network), mesh)
     assert isinstance(engine, DeepSpeedEngine)
     parts = [getattr(one, "ds_tensor", one.data) for one in network.parameters()]
     stepped = [value for number in range(len(engine.partition.flats)) for value in engine._states(number).values()]

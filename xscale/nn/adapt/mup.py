@@ -46,23 +46,32 @@ def apply_mup(model: nn.Module, mup: MupConfig, width: int, init_std: float) -> 
     constants = frozenset(round(std, 12) for std in (init_std, *(init_std / (2 * depth) ** 0.5 for depth in depths)))
     square, outputs = _maps_of_heads(model)
     for module in model.modules():
-        if isinstance(module, Head) and not isinstance(module, ClassHead):
-            module.scale = (1.0 if module.scale is None else module.scale) / ratio
-        if isinstance(module, Attention) and mup.base_head_width is not None:
-            factor = 1.0 if module.query_factor is None else module.query_factor
-            module.query_factor = factor * (mup.base_head_width / module.head_width) ** 0.5
-        if not isinstance(module, Module):
-            continue
+        _set_multipliers(module, mup, ratio)
+    for module in [module for module in model.modules() if isinstance(module, Module)]:
         for name in module.init:
-            axes, constant = module.axes[name], round(module.init[name].std, 12) in constants
+            is_constant = round(module.init[name].std, 12) in constants
             if name in module.linear_maps:
-                if constant and (set(axes) <= HIDDEN_AXES or module in square):
+                if is_constant and (set(module.axes[name]) <= HIDDEN_AXES or module in square):
                     _set_rule(module, name, ratio, ratio**-0.5)
             elif module.decays[name] and (isinstance(module, Router) or module in outputs):
-                if axes == ("state", "width") and (constant or module.init[name].kind == "zeros"):
-                    _set_rule(module, name, ratio, 1 / ratio)
-            elif not module.decays[name] or _is_vector_like(module, axes):
+                _set_rule_of_outputs(module, name, ratio, is_constant=is_constant)
+            elif not module.decays[name] or _is_vector_like(module, module.axes[name]):
                 _set_rule(module, name, 1.0, 1.0)
+
+
+def _set_multipliers(module: nn.Module, mup: MupConfig, ratio: float) -> None:
+    """Set the factor of the logits of a head, and that of the scores of an attention."""
+    if isinstance(module, Head) and not isinstance(module, ClassHead):
+        module.scale = (1.0 if module.scale is None else module.scale) / ratio
+    if isinstance(module, Attention) and mup.base_head_width is not None:
+        factor = 1.0 if module.query_factor is None else module.query_factor
+        module.query_factor = factor * (mup.base_head_width / module.head_width) ** 0.5
+
+
+def _set_rule_of_outputs(module: Module, name: str, ratio: float, *, is_constant: bool) -> None:
+    """Set the rule of a matrix from the width to a few experts or classes, unless its start depends on the width."""
+    if module.axes[name] == ("state", "width") and (is_constant or module.init[name].kind == "zeros"):
+        _set_rule(module, name, ratio, 1 / ratio)
 
 
 def _maps_of_heads(model: nn.Module) -> tuple[set[nn.Module], set[nn.Module]]:

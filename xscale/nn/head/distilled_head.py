@@ -7,7 +7,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,20 +19,30 @@ from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.tokens import Tokens
 
 
+class LocalVocabulary(Protocol):
+    """The logits of a vocabulary that this process has; parallelism shards it."""
+
+    def own(self, logits: Tensor, count: int) -> Tensor:
+        """Return those of the logits [N, V] whose tokens this process has, [N, count]."""
+
+    def logsumexp(self, logits: Tensor) -> Tensor:
+        """Over the vocabulary: [N, count] -> [N]."""
+
+    def total(self, sums: Tensor) -> Tensor:
+        """Sum over the shards of the vocabulary: [N] -> [N]."""
+
+
 @dataclass(frozen=True)
 class FullVocabulary:
     """The logits of all tokens of the vocabulary, as one process has them."""
 
     def own(self, logits: Tensor, count: int) -> Tensor:
-        """Return those of the logits [N, V] whose tokens this process has, [N, count]."""
         return logits.narrow(-1, 0, count)
 
     def logsumexp(self, logits: Tensor) -> Tensor:
-        """[N, V] -> [N]."""
         return logits.logsumexp(-1)
 
     def total(self, sums: Tensor) -> Tensor:
-        """Sum over the shards of the vocabulary: [N] -> [N]."""
         return sums
 
 
@@ -40,7 +50,7 @@ class SoftLoss(torch.autograd.Function):
     """KL(softmax(t / temperature) || softmax(z / temperature)), summed over N tokens whose logits may be sharded."""
 
     @staticmethod
-    def forward(context: Any, z: Tensor, t: Tensor, temperature: float, vocabulary: FullVocabulary) -> Tensor:
+    def forward(context: Any, z: Tensor, t: Tensor, temperature: float, vocabulary: LocalVocabulary) -> Tensor:
         """z and t, the logits [N, V] of student and teacher, in float32 or wider -> a scalar."""
         z, t = z / temperature, t / temperature
         log_sum, teacher_log_sum = vocabulary.logsumexp(z), vocabulary.logsumexp(t)
@@ -61,7 +71,7 @@ class DistilledHead:
     """The loss of a student's head: the objective's, with the gradient of the soft loss."""
 
     hard: Callable[..., Tensor]
-    vocabulary: FullVocabulary
+    vocabulary: LocalVocabulary
     soft_cap: float | None
 
     def __call__(self, x: Tensor, weight: Tensor, targets: Tensor, tokens: Tokens | None = None) -> Tensor:

@@ -30,6 +30,7 @@ from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims
 from xscale.nn.ffn.moe.router.topk import TopKRouter
 from xscale.nn.ffn.moe.statistics import record_stats
 from xscale.nn.linear import Linear
+from xscale.nn.module import Module
 from xscale.nn.random import hash63
 from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
@@ -121,6 +122,10 @@ class Moe(Ffn):
         if factor is None or math.isinf(factor):
             return None
         return math.ceil(factor * self.experts_per_token() * -(-tokens // config.capacity_groups) / config.experts)
+
+    @property
+    def summed_parts(self) -> list[Module]:
+        return [] if self.shared is None else [self.shared]
 
     def experts_per_token(self) -> float:
         """Mean number of experts a token uses if no tokens are dropped."""

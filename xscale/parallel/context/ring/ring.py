@@ -19,8 +19,8 @@ from xscale.nn.attention.core import Core
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.eager import eager
-from xscale.nn.mixer.attention import Attention
 from xscale.nn.position.position import POSITIONS
+from xscale.parallel.context.attention import ShardedAttention
 from xscale.parallel.context.mask import ShardedAttentionMask
 from xscale.parallel.context.ring.flash_parts import FlashParts
 from xscale.parallel.context.ring.tile_terms import PositionParameters, TermGradients, TileTerms
@@ -32,10 +32,12 @@ TILE = 512
 """Queries of a tile."""
 
 
-def unsupported_reason(attention: Attention, cp: int, tp: int) -> str | None:
+def unsupported_reason(attention: ShardedAttention, cp: int, tp: int) -> str | None:
     """Return why ring attention cannot be used; None when it can."""
     if attention.dropout:
         return "dropout of attention weights draws the mask of all a head's scores, of which no rank has all"
+    if attention.chooses_observed:
+        return "each token observes others of its own choice, whose scores only ulysses computes"
     if getattr(attention.core, "soft_cap", None) is not None:
         return "the tiles of the ring do not cap scores"
     position = attention.position
@@ -44,7 +46,7 @@ def unsupported_reason(attention: Attention, cp: int, tp: int) -> str | None:
     return None
 
 
-def traffic(attention: Attention, cp: int, tp: int, length: int) -> float:
+def traffic(attention: ShardedAttention, cp: int, tp: int, length: int) -> float:
     """Estimate the elements a rank sends in the forward of one sequence: k and v of all ranks but the next."""
     kv_heads = max(1, attention.key_channels // attention.head_width // tp)
     return 2 * kv_heads * attention.head_width * (length / cp) * (cp - 1)
