@@ -11,6 +11,8 @@ KeyPath = tuple[str | int, ...]
 SEGMENT = re.compile(r"([^\[\]]+)((?:\[(?:[0-9]{1,9}|\*|)\])*)")
 """A name and the entries of a list that are meant: `rules[0]`, or all of them: `rules[*]`, `rules[]`."""
 EXAMPLE = "For example train.steps=20."
+SHOWN = 60
+"""Characters of a part of a key that a message shows."""
 
 
 class Segment(NamedTuple):
@@ -42,7 +44,8 @@ def parse_path(text: str) -> list[Segment]:
         match = SEGMENT.fullmatch(part)
         if match is None:
             fix = f"{EXAMPLE} An entry of a list is written name[0], and all of them name[*]."
-            raise ConfigError(text, f"'{part}' is no part of a key", fix)
+            shown = part if len(part) <= SHOWN else f"{part[:SHOWN]}..."
+            raise ConfigError(text, f"'{shown}' is no part of a key", fix)
         indices = re.findall(r"\[([0-9]*|\*)\]", match[2])
         segments.append(Segment(match[1], tuple(int(index) if is_index(index) else None for index in indices)))
     return segments
