@@ -8,9 +8,9 @@ from typing import Any
 
 from xscale.core.compose import COMMAND_LINE, Composed, compose, leaves
 from xscale.core.config import decode, encode
+from xscale.core.config_keys.override_path import is_index
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.foreign import foreign_errors
-from xscale.core.override_path import is_index
 from xscale.core.unchosen import name_unchosen
 from xscale.core.yaml_reader import flow_text
 from xscale.mesh import axes
@@ -18,7 +18,7 @@ from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.position.position import POSITIONS
 from xscale.requirements.check import check
 from xscale.requirements.model import model_fits_itself
-from xscale.train.settings import Settings
+from xscale.settings.settings import Settings
 
 LISTED = 8
 """At most so many values are listed in a warning."""

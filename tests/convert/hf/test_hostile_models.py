@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tests.bounds import bounded, listing
 from tests.faults.dying import save_step
 from tests.faults.planted_entries import dangling_link, fifo, link_to_file, link_to_folder
-from xscale.commands.import_hf import import_run
+from xscale.commands.checkpoints.import_hf import import_run
 from xscale.convert.hf.tokenizer import GENERATION, IDS, ORIGIN, export_generation_config, kept_special_ids
 from xscale.core.errors import ConfigError
 from xscale.data.tokenizer.huggingface import HuggingFace
@@ -332,7 +332,7 @@ def test_a_folder_that_was_there_keeps_what_it_had(good: Path, tmp_path: Path, m
     def full(*_: Any, **__: Any) -> None:
         raise ConfigError(str(run), "the disk is full")
 
-    monkeypatch.setattr("xscale.train.init_run.write_config", full)
+    monkeypatch.setattr("xscale.run.init_run.write_config", full)
     before = listing(run)
     with pytest.raises(ConfigError, match="the disk is full"):
         import_run(good, run, None, [], say=lambda line: None)
