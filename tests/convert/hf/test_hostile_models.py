@@ -13,7 +13,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.bounds import bounded, listing
+from tests.faults.dying import save_step
+from tests.faults.planted_entries import dangling_link, fifo, link_to_file, link_to_folder
 from xscale.commands.checkpoints.import_hf import import_run
+from xscale.convert.hf.tokenizer import GENERATION, IDS, ORIGIN, export_generation_config, kept_special_ids
 from xscale.core.errors import ConfigError
 from xscale.data.tokenizer.huggingface import HuggingFace
 
@@ -99,6 +102,11 @@ def repeated(folder: Path) -> None:
     pickled(weights)(folder)
 
 
+def fifo_for_generation(folder: Path) -> None:
+    (folder / GENERATION).unlink(missing_ok=True)
+    os.mkfifo(folder / GENERATION)
+
+
 ONE = "config.json"
 CONFIGS: dict[str, tuple[Change, str]] = {
     "layers without end": (config(num_hidden_layers=10**9), "num_hidden_layers: 1000000000 is more than the tensors"),
@@ -136,6 +144,14 @@ CONFIGS: dict[str, tuple[Change, str]] = {
     "a config that is binary": (written(ONE, b"\xff\xfe\x00"), "is not a config of transformers"),
     "an empty config": (written(ONE, b""), "is not a config of transformers"),
     "an integer of 5,000 digits": (written(ONE, b'{"vocab_size": ' + b"9" * 5000 + b"}"), "an integer of 5000 digits"),
+    "generation settings nested deeply": (
+        written(GENERATION, b"[" * 100_000),
+        f"{GENERATION}: the file is not a config",
+    ),
+    "generation settings that are a list": (written(GENERATION, b"[1]"), f"{GENERATION}: the file is not a config"),
+    "generation settings that are torn": (written(GENERATION, b'{"a'), f"{GENERATION}: the file is not a config"),
+    "an id of 31 digits": (written(GENERATION, b'{"eos_token_id": ' + b"9" * 31 + b"}"), f"{GENERATION}: the file is"),
+    "generation settings in a FIFO": (fifo_for_generation, f"{GENERATION}: the file is not a config"),
     "a padding id beyond the words": (config(pad_token_id=4_000_000_000), ""),
     "a torn file of weights": (torn, "model.safetensors: the file cannot be read"),
     "a file of weights that is none": (written("model.safetensors", b"\xff" * 100), "the file cannot be read"),
@@ -321,3 +337,19 @@ def test_a_folder_that_was_there_keeps_what_it_had(good: Path, tmp_path: Path, m
     with pytest.raises(ConfigError, match="the disk is full"):
         import_run(good, run, None, [], say=lambda line: None)
     assert listing(run) == before
+
+
+@pytest.mark.parametrize("kind", [link_to_file, link_to_folder, dangling_link, fifo], ids=lambda kind: kind.__name__)
+def test_what_an_import_kept_is_read_through_no_link(kind: Callable[[Path, Path], None], tmp_path: Path) -> None:
+    """An export writes it, and may be published: a file that a link of the run folder names must not get there."""
+    path = save_step(tmp_path / "run" / "checkpoints", 1)
+    (tmp_path / "outside" / "folder").mkdir(parents=True)
+    (tmp_path / "outside" / "file").write_text('{"mine": 1}')
+    (tmp_path / "run" / ORIGIN).mkdir()
+    for name in (IDS, GENERATION):
+        kind(tmp_path / "run" / ORIGIN / name, tmp_path / "outside")
+    with pytest.raises(ConfigError, match=rf"{IDS}: the file cannot be read.*not a file"):
+        kept_special_ids(path)
+    with pytest.raises(ConfigError, match=rf"{GENERATION}: the file cannot be read.*not a file"):
+        export_generation_config(path, tmp_path, same_tokenizer=True)
+    assert not (tmp_path / GENERATION).exists()

@@ -15,7 +15,7 @@ from xscale.core.errors import ConfigError, Problem
 from xscale.core.files.file_safety import decode_json, read_regular
 from xscale.core.foreign import foreign_errors
 
-CONFIG_JSON = "config.json"
+CONFIG_JSON, GENERATION_JSON = "config.json", "generation_config.json"
 FIX = "Give a folder that `save_pretrained` wrote."
 CONFIG_BYTES = 8 << 20
 CHEAP_SIZE, CHEAP_LAYERS, CHEAP_EXPERTS = 1 << 16, 1 << 10, 1 << 16
@@ -61,10 +61,10 @@ def read_config_json(folder: Path, headers: Headers) -> dict[str, Any]:
     if not file.is_file():
         what = f"file {CONFIG_JSON} is missing" if folder.is_dir() else "the folder does not exist"
         raise ConfigError(str(folder), what, FIX)
-    with foreign_errors(file, "the file is not a config of transformers", FIX):
-        stored = decode_json(read_regular(file, CONFIG_BYTES))
-        if not isinstance(stored, dict):
-            raise ValueError("it is not an object of JSON")
+    stored = _read_object(file)
+    # The library reads it with the model, and its errors do not say which file it was.
+    if (folder / GENERATION_JSON).exists():
+        _read_object(folder / GENERATION_JSON)
     if problems := size_problems(stored, headers):
         raise ConfigError([Problem(f"{file}: {problem.path}", problem.what, problem.fix) for problem in problems])
     from transformers import AutoConfig
@@ -74,6 +74,14 @@ def read_config_json(folder: Path, headers: Headers) -> dict[str, Any]:
             str(folder), local_files_only=True, trust_remote_code=False
         ).to_dict()
     return config
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    with foreign_errors(file, "the file is not a config of transformers", FIX):
+        stored = decode_json(read_regular(file, CONFIG_BYTES))
+        if not isinstance(stored, dict):
+            raise ValueError("it is not an object of JSON")
+    return stored
 
 
 def size_problems(config: Mapping[str, Any], headers: Headers) -> list[Problem]:

@@ -13,6 +13,7 @@ from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
 from xscale.core.files.atomic_write import write_atomically
 from xscale.core.files.file_safety import check_name, decode_json, read_regular, remove_file, remove_folder
+from xscale.core.files.run_files import kind_of, read_run_file
 from xscale.core.foreign import foreign_errors, quiet_panics
 from xscale.data.config import DataConfig
 from xscale.data.corpus.prepared import open_tokenizer
@@ -178,9 +179,9 @@ def kept_special_ids(checkpoint: Path) -> SpecialIds | None:
     None: the run was not imported, or it was trained with another tokenizer than the imported one.
     """
     file = checkpoint.parent.parent / ORIGIN / IDS
-    if not file.is_file():
+    if kind_of(file) is None:
         return None
-    kept = _read_json(file)
+    kept = _read_json(file, read_run_file)
     fingerprint = kept.get("tokenizer_fingerprint")
     if read_state(checkpoint).get("tokenizer_fingerprint") != fingerprint:
         return None
@@ -193,17 +194,18 @@ def kept_special_ids(checkpoint: Path) -> SpecialIds | None:
 def export_generation_config(checkpoint: Path, folder: Path, *, same_tokenizer: bool) -> list[str]:
     """Write the generation settings of the imported model into `folder`; returns messages."""
     file = checkpoint.parent.parent / ORIGIN / GENERATION
-    if not file.is_file():
+    if kind_of(file) is None:
         return []
     if not same_tokenizer:
         return [f"{GENERATION}: not exported, because the run was trained with another tokenizer than the imported one"]
-    (folder / GENERATION).write_text(json.dumps(_read_json(file), indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(_read_json(file, read_run_file), indent=2) + "\n"
+    (folder / GENERATION).write_text(text, encoding="utf-8")
     return []
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path, read: Callable[[Path], bytes] = read_regular) -> dict[str, Any]:
     try:
-        content = decode_json(read_regular(file))
+        content = decode_json(read(file))
     except (OSError, ValueError) as error:
         raise ConfigError(str(file), f"the file cannot be read: {error}", "Copy it again, or delete it.") from None
     if not isinstance(content, dict):
