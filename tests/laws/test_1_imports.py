@@ -30,10 +30,11 @@ MAY: dict[str, frozenset[str]] = {
     "watchdog": frozenset({"core", "mesh"}),
     "train": ALL | {"convert", "observe", "watchdog"},
     "planning": ALL | {"train"},
+    "conformance": ALL | {"train"},
     "requirements": ALL | {"observe", "train"},
-    "recipe": ALL | {"observe", "train", "requirements"},
+    "recipe": ALL | {"observe", "train", "requirements", "conformance"},
     "bench": ALL | {"train", "planning", "observe", "convert", "recipe"},
-    "commands": ALL | {"train", "planning", "observe", "convert", "bench", "recipe"},
+    "commands": ALL | {"train", "planning", "observe", "convert", "bench", "recipe", "conformance"},
     "cli": ALL
     | {"xscale_launch", "observe", "watchdog", "train", "convert", "planning", "bench", "commands", "recipe"},
     "text_model": ALL | {"train", "planning", "observe"},

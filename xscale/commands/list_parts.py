@@ -1,42 +1,13 @@
 """`xscale list`: tables of the families and their parts, and the catalogue of variants."""
 
 import dataclasses
-import importlib
 import json
 from typing import Any
 
 from xscale.commands import catalogue, recipes
+from xscale.conformance.families import FAMILIES, families
 from xscale.core.errors import ConfigError
 from xscale.core.registry import Family
-
-FAMILIES = {
-    "model": "xscale.nn.model.model:MODELS",
-    "mixer": "xscale.nn.mixer.mixer:MIXERS",
-    "core": "xscale.nn.attention.core:CORES",
-    "pattern": "xscale.nn.pattern.pattern:PATTERNS",
-    "position": "xscale.nn.position.position:POSITIONS",
-    "norm": "xscale.nn.norm:NORMS",
-    "ffn": "xscale.nn.ffn.ffn:FFNS",
-    "router": "xscale.nn.moe.router.router:ROUTERS",
-    "objective": "xscale.objective.objective:OBJECTIVES",
-    "optimizer": "xscale.optim.optimizer.optimizer:OPTIMIZERS",
-    "schedule": "xscale.optim.schedule:SCHEDULES",
-    "source": "xscale.data.source.source:SOURCES",
-    "tokenizer": "xscale.data.tokenizer.tokenizer:TOKENIZERS",
-}
-"""Name of each family -> its registry, as module:attribute: the only list of them, in the order of `xscale list`."""
-
-
-def family_named(name: str) -> Family[Any]:
-    """Return the family of that name; imports its package and nothing else. KeyError for an unknown name."""
-    module, _, attribute = FAMILIES[name].partition(":")
-    family: Family[Any] = getattr(importlib.import_module(module), attribute)
-    return family
-
-
-def families() -> dict[str, Family[Any]]:
-    """Return every family by name."""
-    return {name: family_named(name) for name in FAMILIES}
 
 
 def show(name: str | None, *, as_json: bool, tokens: int | None = None, kind: str | None = None) -> None:
