@@ -19,7 +19,7 @@ from xscale.recipe import read_and_check
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/how-to/new-attention.md"
-EXAMPLE = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
+EXAMPLE = re.findall(r'```python title="mine.py"\n(.*?)```', PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
 """The core of the documentation."""
 LEAK = ("allowed / allowed.sum(-1, keepdim=True)", "(allowed + 1) / (allowed + 1).sum(-1, keepdim=True)")
 CHEATS = {

@@ -1,8 +1,9 @@
 """Set up a run from its settings: mesh, data, model, engine and micro-batches."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from xscale.checkpoint.load import read_state, unpadded_vocabulary_of
 from xscale.checkpoint.search import newest_on_this_process
 from xscale.core.errors import ConfigError, Problem
+from xscale.data.caller_samples import CallerSamples
 from xscale.data.config import DataConfig
 from xscale.data.loader import Corpus, Loader, open_corpus
 from xscale.data.prepare import missing_files, prepare, require_run_tokenizer
@@ -128,10 +130,13 @@ def padding_note(tokenizer: Tokenizer) -> list[str]:
     return [line] if padded else []
 
 
-def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False) -> RunParts:
+def set_up(
+    settings: Settings, rank_info: RankInfo, *, resumes: bool = False, samples: Iterable[Any] | None = None
+) -> RunParts:
     """Set up the run. Collective over all ranks. ConfigError for problems that only the data or the machine shows.
 
-    With `resumes` no weights are drawn where there is a checkpoint, which the caller then loads.
+    With `resumes` no weights are drawn where there is a checkpoint, which the caller then loads. `samples`: the
+    training samples, where they are not those of the data.
     """
     # Rank 0 prepares the data for all, so that it alone looks for files.
     if problems := check_machine(settings, invalid=["data"]):
@@ -142,6 +147,7 @@ def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False) ->
     mesh = init_mesh(rank_info, degrees, device, seconds, lambda: check_same_config(settings), io_seconds)
     adopt_tokenizer(settings, mesh)
     corpus = prepare_and_open_data(settings, rank_info, *data_of_run(settings), mesh)
+    corpus = with_caller_samples(settings, corpus, samples)
     tokenizer = corpus.tokenizer
     unpadded = _unpadded_vocabulary(settings, mesh, tokenizer)
     specials = replace(special_tokens_of(tokenizer), vocabulary=unpadded)
@@ -291,6 +297,21 @@ def prepare_and_open_data(
     if tokenizer is not None:
         require_run_tokenizer(corpus.tokenizer, tokenizer, corpus.sets[0].path)
     return corpus
+
+
+def with_caller_samples(settings: Settings, corpus: Corpus, samples: Iterable[Any] | None) -> Corpus:
+    """The corpus with `samples` in the place of its training samples. ConfigError where a run on samples has none."""
+    if samples is None:
+        if settings.data.from_caller:
+            what = "the training samples of this run are those that its caller gives, and there is none here"
+            raise ConfigError("data.from_caller", what, "Use xscale.train(recipe, data=...), or another run.dir.")
+        return corpus
+    if corpus.records != "text" or settings.data.split_sentences:
+        what = f"'{settings.objective.kind}' does not train on packed samples, as the caller's are"
+        raise ConfigError("objective.kind", what, "Take causal or another objective on text, or give no data.")
+    needed = settings.train.steps * settings.train.batch_size
+    dataset = CallerSamples(samples, settings.data.sequence_length, needed)
+    return replace(corpus, train=Loader(dataset, vocabulary=corpus.tokenizer.vocabulary))
 
 
 def evaluation_sequences(available: int, wanted: int | None) -> int:

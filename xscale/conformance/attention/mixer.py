@@ -204,7 +204,7 @@ def a_local_mixer_reads_its_neighbours_alone(case: Case) -> None:
         part, x = built(case, causal=causal), drawn(2, LENGTH, WIDTH)
         assert isinstance(part, LocalMixer)
         full, exchange = part(x, tokens(LENGTH, documents=numbers)), part.with_neighbours
-        kept = []
+        kept: list[Any] = []
 
         def keep(x: Tensor, around: Any, exchange: Any = exchange, kept: list[Any] = kept) -> Any:
             kept.append(exchange(x, around))
