@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +54,7 @@ def load_model(folder: str | Path, *, plugins: bool = False) -> TextModel:
     return TextModel.loaded(Path(folder), plugins=plugins)
 
 
-def train(recipe: Recipe, data: Iterable[Any] | None = None) -> int:
+def train(recipe: Recipe, data: Any = None) -> int:
     """Train a recipe in this process, or as a rank of a job; a run whose folder has checkpoints resumes.
 
     `data`: the training samples, T + 1 token ids each with T = `data.sequence_length`, or a tuple of them and their

@@ -89,7 +89,7 @@ def a_token_reads_the_one_before_it_in_its_document(entry: Entry[Any]) -> None:
     differs = (part(changed, tokens(LENGTH)) - full).abs().amax((0, 2)) > 1e-9
     assert differs.nonzero().flatten().tolist() == [7, 8]
     packed = part(x, tokens(LENGTH, documents=numbered(9, 2, LENGTH - 11)))
-    apart = [part(piece, tokens(piece.shape[1])) for piece in x.split([9, 2, LENGTH - 11], 1)]
+    apart = [part(piece, tokens(piece.shape[1])) for piece in torch.split(x, [9, 2, LENGTH - 11], 1)]
     assert close(packed, torch.cat(apart, 1))
     cache, around = dict[str, Any](), tokens(LENGTH)
     for begin, end in [(0, 5), (5, 6), (6, LENGTH)]:

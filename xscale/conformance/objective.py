@@ -109,8 +109,8 @@ def model_for(entry: Entry[Any]) -> Model:
 
 def tensors(batch: Batch) -> list[Tensor]:
     outcome = [batch.tokens.ids, batch.tokens.positions, batch.targets]
-    if batch.tokens.get(OBSERVED) is not None:
-        outcome.append(batch.tokens.get(OBSERVED))
+    if (observed := batch.tokens.get(OBSERVED)) is not None:
+        outcome.append(observed)
     return outcome + ([batch.source.ids, batch.source.positions] if batch.source else [])
 
 

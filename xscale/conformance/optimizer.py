@@ -116,6 +116,7 @@ def what_it_saved_goes_on_bitwise(entry: Entry[Any]) -> None:
     for name, tensors in second.states().items():
         for tensor, saved in zip(tensors, kept[name], strict=True):
             if tensor is not None:
+                assert saved is not None
                 tensor.copy_(saved)
     second.set_counters(counters)
     for step in range(5, 8):

@@ -38,8 +38,8 @@ def at_places(part: Position, q: Tensor, k: Tensor, positions: Tensor) -> Tensor
     """Terms of the scores of queries and keys at these places of a longer sequence, with nothing between them."""
     length = int(positions.max()) + 1
     rows = positions[:, None, :, None].expand_as(q)
-    longer = [q.new_zeros(*q.shape[:2], length, q.shape[3]).scatter(2, rows, x) for x in (q, k)]
-    terms = part.scores(*longer, every_pair(length))
+    queries, keys = (q.new_zeros(*q.shape[:2], length, q.shape[3]).scatter(2, rows, x) for x in (q, k))
+    terms = part.scores(queries, keys, every_pair(length))
     batch = torch.arange(len(q))[:, None, None]
     return terms.movedim(1, 3)[batch, positions[:, :, None], positions[:, None]].movedim(3, 1)
 

@@ -82,6 +82,7 @@ def special_ids_are_first_and_say_nothing(entry: Entry[Any], folder: Path) -> No
     names = special_tokens(len(tokenizer.sentinels))
     assert [tokenizer.piece(token) for token in range(len(names))] == names
     assert names[tokenizer.eos] == "</s>"
+    assert tokenizer.mask is not None
     assert names[tokenizer.mask] == "<mask>"
     assert tokenizer.sentinels == range(5, len(names))
     assert tokenizer.decode(range(len(names))) == ""

@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -67,7 +67,7 @@ from xscale.watchdog.watchdog import StopSignal, Watchdog
 from xscale_kernels.select import UnusableError
 
 
-def train(settings: Settings, samples: Iterable[Any] | None = None) -> int:
+def train(settings: Settings, samples: Any = None) -> int:
     """Train as `settings` say, on `samples` if they are the caller's. Collective.
 
     Returns the exit status: 0 done, 75 stopped on purpose and resumable.
@@ -99,7 +99,7 @@ def train(settings: Settings, samples: Iterable[Any] | None = None) -> int:
 
 
 def check_and_train(
-    settings: Settings, check: Callable[[int], list[Problem]], samples: Iterable[Any] | None = None
+    settings: Settings, check: Callable[[int], list[Problem]], samples: Any = None
 ) -> int:
     """Train, after `check` for this many ranks and a check of the machine: ConfigError lists all problems. Collective.
 
@@ -127,7 +127,7 @@ def _train_teacher(settings: Settings, rank_info: RankInfo, stop: StopSignal, be
 
 
 def _train(
-    settings: Settings, rank_info: RankInfo, stop: StopSignal, began: float, samples: Iterable[Any] | None = None
+    settings: Settings, rank_info: RankInfo, stop: StopSignal, began: float, samples: Any = None
 ) -> int:
     with removed_if_refused(Path(settings.run.dir), rank_info.is_rank0):
         folder = open_folder(settings)

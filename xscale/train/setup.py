@@ -1,6 +1,6 @@
 """Set up a run from its settings: mesh, data, model, engine and micro-batches."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,7 @@ def padding_note(tokenizer: Tokenizer) -> list[str]:
 
 
 def set_up(
-    settings: Settings, rank_info: RankInfo, *, resumes: bool = False, samples: Iterable[Any] | None = None
+    settings: Settings, rank_info: RankInfo, *, resumes: bool = False, samples: Any = None
 ) -> RunParts:
     """Set up the run. Collective over all ranks. ConfigError for problems that only the data or the machine shows.
 
@@ -299,7 +299,7 @@ def prepare_and_open_data(
     return corpus
 
 
-def with_caller_samples(settings: Settings, corpus: Corpus, samples: Iterable[Any] | None) -> Corpus:
+def with_caller_samples(settings: Settings, corpus: Corpus, samples: Any) -> Corpus:
     """The corpus with `samples` in the place of its training samples. ConfigError where a run on samples has none."""
     if samples is None:
         if settings.data.from_caller:

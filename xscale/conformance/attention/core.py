@@ -193,10 +193,8 @@ def documents_of_two_sequences_stay_apart(entry: Entry[Any], keys: tuple[int, ..
     """Cross attention over packed documents is that over each pair of documents by itself."""
     part, (q, k, v) = core(entry, causal=True, cross=True), qkv(LENGTH, sum(keys))
     packed = run(part, q, k, v, causal=False, query_documents=numbered(*DOCUMENTS), key_documents=numbered(*keys))
-    separate = [
-        run(part, queries, *pair, causal=False)
-        for queries, *pair in zip(q.split(DOCUMENTS, 2), k.split(keys, 2), v.split(keys, 2), strict=True)
-    ]
+    pieces = (torch.split(x, list(lengths), 2) for x, lengths in ((q, DOCUMENTS), (k, keys), (v, keys)))
+    separate = [run(part, *piece, causal=False) for piece in zip(*pieces, strict=True)]
     assert close(torch.cat(separate, 2), packed)
 
 

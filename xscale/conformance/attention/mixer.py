@@ -239,6 +239,7 @@ def choices(annotation: Any) -> list[Any]:
 @check("mixer", lambda entry: "core" in type(example(entry)).model_fields)
 def every_choice_of_a_core_is_refused_or_runs(entry: Entry[Any]) -> None:
     """A choice in a core's config fits the mixer or is refused: by `check`, or by a kernel for the device."""
+    config: Any
     for _, config in settings(entry, "bidirectional", True):
         for name, field in type(config.core).model_fields.items():
             for value in choices(field.annotation):

@@ -39,11 +39,12 @@ def a_padded_sample_is_as_it_is_alone(case: Case) -> None:
         mixer = built(case, causal=causal)
         x = drawn(len(LENGTHS), LENGTH, WIDTH)
         batch = padded(LENGTHS, tokens(LENGTH, batch=len(LENGTHS)))
-        leaf = x.clone().requires_grad_()
+        leaf, padding = x.clone().requires_grad_(), batch.padding
+        assert padding is not None
         full = mixer(leaf, batch)
         assert full.isfinite().all(), "what stands at padding is read by norms"
         weights = drawn(*x.shape, seed=3)
-        (slope,) = torch.autograd.grad((full * weights * ~batch.padding[..., None]).sum(), leaf)
+        (slope,) = torch.autograd.grad((full * weights * ~padding[..., None]).sum(), leaf)
         for row, length in enumerate(LENGTHS):
             alone = x[row : row + 1, :length].clone().requires_grad_()
             out = mixer(alone, Tokens.from_ids(batch.ids[row : row + 1, :length]))
