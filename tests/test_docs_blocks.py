@@ -15,7 +15,7 @@ import typer
 
 from tests.test_docs import PAGES, ROOT, titled_blocks
 from xscale.cli.main import app
-from xscale.commands.recipes import config_file
+from xscale.commands.show.recipes import config_file
 from xscale.core.compose import compose
 from xscale.core.errors import ConfigError
 from xscale.recipe import read_and_check

@@ -9,7 +9,7 @@ from tests.conformance.checked import each_case
 from xscale.conformance import norm as suite
 from xscale.conformance.check import Arguments, Check
 from xscale.core.registry import Entry, Family
-from xscale.nn.norm import Norm, NormTraits
+from xscale.nn.norm.norm import Norm, NormTraits
 from xscale.nn.tokens import Tokens
 
 

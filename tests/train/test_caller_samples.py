@@ -11,7 +11,7 @@ import pytest
 import xscale
 from tests.train.tiny import recipe
 from xscale.core.errors import ConfigError
-from xscale.data.caller_samples import CallerSamples
+from xscale.data.samples.caller_samples import CallerSamples
 from xscale.recipe import Recipe
 
 LENGTH = 32

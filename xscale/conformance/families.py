@@ -1,4 +1,4 @@
-"""The families of parts by name."""
+"""The families of interchangeable parts, by name."""
 
 import importlib
 from typing import Any
@@ -11,9 +11,9 @@ FAMILIES = {
     "core": "xscale.nn.attention.core:CORES",
     "pattern": "xscale.nn.pattern.pattern:PATTERNS",
     "position": "xscale.nn.position.position:POSITIONS",
-    "norm": "xscale.nn.norm:NORMS",
+    "norm": "xscale.nn.norm.norm:NORMS",
     "ffn": "xscale.nn.ffn.ffn:FFNS",
-    "router": "xscale.nn.moe.router.router:ROUTERS",
+    "router": "xscale.nn.ffn.moe.router.router:ROUTERS",
     "objective": "xscale.objective.objective:OBJECTIVES",
     "optimizer": "xscale.optim.optimizer.optimizer:OPTIMIZERS",
     "schedule": "xscale.optim.schedule:SCHEDULES",

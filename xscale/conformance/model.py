@@ -10,7 +10,7 @@ from torch import Tensor
 from xscale.conformance.check import check, is_near
 from xscale.conformance.small_parts import VOCABULARY, close, example, noisy, numbered, ready
 from xscale.core.registry import Entry
-from xscale.nn.head import IGNORE_INDEX
+from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.model.model import Model
 from xscale.nn.tokens import SharedValues, Tokens
 

@@ -8,7 +8,7 @@ from xscale.conformance.check import check
 from xscale.conformance.small_parts import WIDTH, close, dims, drawn, fitting, ready, slope_fits
 from xscale.core.registry import Entry
 from xscale.nn.init import draw
-from xscale.nn.norm import Norm
+from xscale.nn.norm.norm import Norm
 from xscale.nn.post_step import WeightWriter
 from xscale.nn.tokens import Stats, Tokens
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from xscale.conformance.check import check
 from xscale.conformance.small_parts import VOCABULARY, WIDTH, close, drawn, fitting, noisy, ready, tokens
 from xscale.core.registry import Entry
+from xscale.nn.ffn.moe.router.router import Router, RouterDims
+from xscale.nn.ffn.moe.routing import Routing
 from xscale.nn.init import ZEROS, Init
-from xscale.nn.moe.router.router import Router, RouterDims
-from xscale.nn.moe.routing import Routing
 from xscale.nn.tokens import FORWARD_FIELDS, SharedValues, Tokens
 
 TOKENS, EXPERTS = 128, 8
