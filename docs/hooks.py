@@ -124,7 +124,7 @@ def config_page() -> str:
 def parts_page() -> str:
     """Every family, its traits, and each part with its paper, traits and keys."""
     from xscale.commands.show.explain import config_keys
-    from xscale.commands.show.families import families
+    from xscale.conformance.families import families
     from xscale.core.config_keys.keys import Key, value_text
 
     keys = config_keys()

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from xscale.commands.show.families import FAMILIES, family_named
+from xscale.conformance.families import FAMILIES, family_named
+from xscale.conformance.small_parts import example as example
 from xscale.core.registry import Entry, Family
 
 
@@ -23,8 +24,3 @@ def each(parts: Iterable[Entry[Any]]) -> pytest.MarkDecorator:
     """Run a test once for each of `parts`, as its argument `entry`."""
     names = list(parts)
     return pytest.mark.parametrize("entry", names, ids=[entry.name for entry in names])
-
-
-def example(entry: Entry[Any]) -> Any:
-    """A config of the part for sizes of tens: its own `example()` where the defaults are made for thousands."""
-    return getattr(entry.part, "example", entry.part.Config)()

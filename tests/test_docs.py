@@ -41,6 +41,12 @@ def commands(page: Path) -> list[str]:
     return [line for block in blocks for line in block.splitlines() if line.strip()]
 
 
+def titled_blocks(page: Path) -> dict[str, str]:
+    """The page's blocks that are whole files: the file's name -> its text."""
+    blocks = re.findall(r'```\w+ title="([^"]+)"\n(.*?)```', page.read_text(encoding="utf-8"), re.DOTALL)
+    return dict(blocks)
+
+
 def section(name: str) -> str:
     """The text between the README's marks of that name."""
     match = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", README, re.DOTALL)
@@ -82,7 +88,8 @@ def shortened(command: str) -> str:
     if not re.search(CONFIG, command) or "--print-config" in command or " init " in command:
         return command
     words = list(SHORT)
-    text = "" if "data.source" in command else " 'data.source={kind: text, paths: [xscale/core, xscale/nn]}'"
+    own = "data.source" in command or "my_table" in command
+    text = "" if own else " 'data.source={kind: text, paths: [xscale/core, xscale/nn]}'"
     small = "" if " compare " in command else " data.tokenizer.vocabulary=1024"
     if " bench " in command:
         words.append("--steps=1")
@@ -119,12 +126,36 @@ FIRST = (ROOT / "README.md",)
     ],
 )
 def test_the_commands_of_a_page_run(checkout: Path, page: Path) -> None:
-    """Runs the commands in the page's order, since some commands use what others made."""
+    """Runs the commands in the page's order, since some commands use what others made, with the page's files there."""
+    for name, text in titled_blocks(page).items():
+        if not name.startswith("configs/"):
+            (checkout / name).write_text(text, encoding="utf-8")
     for command in commands(page):
         if command.startswith(("make ", "source ")):
             continue
         done = start(shortened(command), checkout)
         assert done.returncode == 0, f"{shortened(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def test_the_home_page_leads_to_every_page() -> None:
+    """And to no page that is there after `make docs` alone."""
+    home = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    linked = {(ROOT / "docs" / link).resolve() for link in re.findall(r"\]\(([\w/.-]+\.md)", home)}
+    assert linked == {page for page in (ROOT / "docs").rglob("*.md") if page.name != "index.md"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_link_leads_to_a_page_of_the_repository(page: Path) -> None:
+    """A page that is made with the site alone (`make docs`) is a dead link for a reader of the repository."""
+    links = re.findall(r"\]\(([\w/.-]+\.md)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).is_file()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_config_that_a_page_shows_is_the_file(page: Path) -> None:
+    for name, text in titled_blocks(page).items():
+        if name.startswith("configs/"):
+            assert (ROOT / name).read_text(encoding="utf-8").endswith(text), name
 
 
 def test_there_are_commands_to_run() -> None:

@@ -54,16 +54,21 @@ def load_model(folder: str | Path, *, plugins: bool = False) -> TextModel:
     return TextModel.loaded(Path(folder), plugins=plugins)
 
 
-def train(recipe: Recipe) -> int:
+def train(recipe: Recipe, data: Any = None) -> int:
     """Train a recipe in this process, or as a rank of a job; a run whose folder has checkpoints resumes.
+
+    `data`: the training samples, T + 1 token ids each with T = `data.sequence_length`, or a tuple of them and their
+    documents; tokenizer and validation remain those of the recipe. Sample i of the run is `data[i]`, or what the
+    iterable yields after i others: a resumed run reads on behind those that it has consumed, so the same samples must
+    come in the same order. On several ranks each rank is given all samples, and reads its own.
 
     Returns the exit status: 0 done, 75 stopped on purpose and resumable. ConfigError lists what this machine lacks. A
     script may call it without a main guard.
     """
     _before_torch()
-    from xscale.train.run import check_and_train
+    from xscale.train import run_recipe
 
-    return check_and_train(recipe, recipe.check)
+    return run_recipe(recipe, data)
 
 
 def _before_torch() -> None:

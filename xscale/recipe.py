@@ -1,6 +1,5 @@
 """A recipe: the config of one whole run, checked before any process or GPU starts."""
 
-import importlib
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -10,7 +9,7 @@ from xscale.core.compose import COMMAND_LINE, Composed, compose, leaves
 from xscale.core.config import decode, encode
 from xscale.core.config_keys.override_path import is_index
 from xscale.core.errors import ConfigError, Problem
-from xscale.core.foreign import foreign_errors
+from xscale.core.plugins import import_plugins, plugin_names
 from xscale.core.unchosen import name_unchosen
 from xscale.core.yaml_reader import flow_text
 from xscale.mesh import axes
@@ -74,7 +73,7 @@ def read(file: Path, overrides: list[str]) -> tuple[Recipe, Composed]:
 
 def decode_recipe(composed: Composed) -> Recipe:
     """Validate a composed config; a ConfigError lists every problem. Plugins are imported first."""
-    if problems := _import_plugins(composed.data):
+    if problems := _load_plugins(composed):
         raise ConfigError(problems)
     return decode(Recipe, composed.data, composed.origin)
 
@@ -119,9 +118,9 @@ def read_and_check(
     sections, and what `check_machine` returns: it gets the recipe and the sections whose values were refused. With
     several ranks it is asked only if there are other problems, because each rank must come to the same result.
     """
-    problems = [*composed.problems, *_import_plugins(composed.data)]
+    problems = [*composed.problems, *_load_plugins(composed)]
     if len(problems) > len(composed.problems):
-        # Parts of a missing plugin would look like misspelt ones.
+        # Parts of a missing plugin would look like misspelt ones; one that breaks a promise is no part.
         raise ConfigError(problems)
     invalid: frozenset[str] = frozenset()
     try:
@@ -145,17 +144,13 @@ def read_and_check(
     return recipe, world
 
 
-def _import_plugins(data: dict[str, Any]) -> list[Problem]:
-    problems: list[Problem] = []
-    for plugin in _plugins(data):
-        try:
-            with foreign_errors("plugins", f"'{plugin}' cannot be imported", "Is it installed?"):
-                importlib.import_module(plugin)
-        except ConfigError as error:
-            problems += error.problems
+def _load_plugins(composed: Composed) -> list[Problem]:
+    """Import the plugins that a config names; list those that cannot be imported, and parts that break a promise."""
+    names = plugin_names(composed.data)
+    folders = dict.fromkeys(file.parent for file in composed.files)
+    problems = import_plugins(names, folders)
+    if names and not problems:
+        from xscale.conformance.run import broken_promises
+
+        problems = broken_promises(names)
     return problems
-
-
-def _plugins(data: dict[str, Any]) -> list[str]:
-    plugins = data.get("plugins", [])
-    return [name for name in plugins if isinstance(name, str)] if isinstance(plugins, list | tuple) else []

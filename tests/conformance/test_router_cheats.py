@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conformance import test_router as suite
+from xscale.conformance import router as suite
 from xscale.core.registry import Entry, Family
 from xscale.nn.ffn.moe.router.balance import load_balancing_loss
 from xscale.nn.ffn.moe.router.router import Router, RouterDims, RouterTraits
@@ -73,13 +73,13 @@ def registered(part: type[Router], **changes: Any) -> Entry[Any]:
 
 
 CHECKS = [
-    suite.test_it_is_chosen_by_whom_it_says,
-    suite.test_experts_overflow_where_declared,
-    suite.test_it_looks_where_it_says,
-    suite.test_the_future_leaks_where_declared,
-    suite.test_the_load_is_evened_as_declared,
-    suite.test_it_learns_where_declared,
-    suite.test_random_numbers_only_where_declared,
+    suite.it_is_chosen_by_whom_it_says,
+    suite.experts_overflow_where_declared,
+    suite.it_looks_where_it_says,
+    suite.the_future_leaks_where_declared,
+    suite.the_load_is_evened_as_declared,
+    suite.it_learns_where_declared,
+    suite.random_numbers_only_where_declared,
 ]
 
 
@@ -91,20 +91,20 @@ def test_an_honest_router_passes(check: Any) -> None:
 @pytest.mark.parametrize(
     ("part", "changes", "check"),
     [
-        (Plain, {"choice": "expert"}, suite.test_it_is_chosen_by_whom_it_says),
-        (Plain, {"top_k": 2}, suite.test_it_is_chosen_by_whom_it_says),
-        (Plain, {"drops": False}, suite.test_experts_overflow_where_declared),
-        (Plain, {"scope": "batch"}, suite.test_it_looks_where_it_says),
-        (OverBatch, {}, suite.test_it_looks_where_it_says),
-        (OverBatch, {}, suite.test_the_future_leaks_where_declared),
-        (Plain, {"causal": False}, suite.test_the_future_leaks_where_declared),
-        (Lossless, {}, suite.test_the_load_is_evened_as_declared),
-        (Plain, {"balance": "none"}, suite.test_the_load_is_evened_as_declared),
-        (Plain, {"balance": "assignment"}, suite.test_the_load_is_evened_as_declared),
-        (Deaf, {}, suite.test_it_learns_where_declared),
-        (Plain, {"learned": False}, suite.test_it_learns_where_declared),
-        (Noisy, {}, suite.test_random_numbers_only_where_declared),
-        (Plain, {"random": True}, suite.test_random_numbers_only_where_declared),
+        (Plain, {"choice": "expert"}, suite.it_is_chosen_by_whom_it_says),
+        (Plain, {"top_k": 2}, suite.it_is_chosen_by_whom_it_says),
+        (Plain, {"drops": False}, suite.experts_overflow_where_declared),
+        (Plain, {"scope": "batch"}, suite.it_looks_where_it_says),
+        (OverBatch, {}, suite.it_looks_where_it_says),
+        (OverBatch, {}, suite.the_future_leaks_where_declared),
+        (Plain, {"causal": False}, suite.the_future_leaks_where_declared),
+        (Lossless, {}, suite.the_load_is_evened_as_declared),
+        (Plain, {"balance": "none"}, suite.the_load_is_evened_as_declared),
+        (Plain, {"balance": "assignment"}, suite.the_load_is_evened_as_declared),
+        (Deaf, {}, suite.it_learns_where_declared),
+        (Plain, {"learned": False}, suite.it_learns_where_declared),
+        (Noisy, {}, suite.random_numbers_only_where_declared),
+        (Plain, {"random": True}, suite.random_numbers_only_where_declared),
     ],
 )
 def test_a_cheat_is_caught(part: type[Router], changes: dict[str, Any], check: Any) -> None:
@@ -113,6 +113,6 @@ def test_a_cheat_is_caught(part: type[Router], changes: dict[str, Any], check: A
 
 
 def test_a_routing_that_sends_a_token_twice_to_one_expert_is_caught() -> None:
-    suite.test_a_routing_is_whole(registered(Plain), True)
+    suite.a_routing_is_whole(registered(Plain), True)
     with pytest.raises(AssertionError):
-        suite.test_a_routing_is_whole(registered(Doubles), True)
+        suite.a_routing_is_whole(registered(Doubles), True)

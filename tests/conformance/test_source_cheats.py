@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance import test_source as suite
+from xscale.conformance import source as suite
 from xscale.core.registry import Entry, Family
 from xscale.data.source.source import ByteRange, Document, Source, SourceTraits
 
@@ -76,9 +76,9 @@ def registered(part: type[Source]) -> Entry[Any]:
 @pytest.mark.parametrize(
     ("cheat", "check"),
     [
-        (Hoarder, suite.test_what_is_bounded_never_holds_the_corpus),
-        (Nameless, suite.test_what_is_resumable_has_names_and_an_order_that_stay),
-        (Half, suite.test_shards_are_the_whole),
+        (Hoarder, suite.what_is_bounded_never_holds_the_corpus),
+        (Nameless, suite.what_is_resumable_has_names_and_an_order_that_stay),
+        (Half, suite.shards_are_the_whole),
     ],
 )
 def test_a_cheat_is_caught(cheat: type[Source], check: Any, tmp_path: Path) -> None:
@@ -90,10 +90,10 @@ def test_a_cheat_is_caught(cheat: type[Source], check: Any, tmp_path: Path) -> N
 def test_an_order_that_changes_is_caught(tmp_path: Path) -> None:
     random.seed(0)
     with pytest.raises(AssertionError):
-        suite.test_what_is_resumable_has_names_and_an_order_that_stay(registered(Shuffled), tmp_path)
+        suite.what_is_resumable_has_names_and_an_order_that_stay(registered(Shuffled), tmp_path)
 
 
-def test_a_socket_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    suite.test_what_downloads_nothing_opens_no_socket(registered(Lines), tmp_path, monkeypatch)
+def test_a_socket_is_caught(tmp_path: Path) -> None:
+    suite.what_downloads_nothing_opens_no_socket(registered(Lines), tmp_path)
     with pytest.raises(AssertionError):
-        suite.test_what_downloads_nothing_opens_no_socket(registered(Caller), tmp_path, monkeypatch)
+        suite.what_downloads_nothing_opens_no_socket(registered(Caller), tmp_path)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance import test_tokenizer as suite
+from xscale.conformance import tokenizer as suite
 from xscale.core.registry import Entry, Family
 from xscale.data.tokenizer.tokenizer import Tokenizer, TokenizerTraits, special_tokens
 
@@ -53,7 +53,8 @@ def registered(part: type[Tokenizer], *, trained: bool = False) -> Entry[Any]:
 
 
 def gives_back(part: type[Tokenizer], folder: Path, text: str) -> None:
-    suite.test_what_is_lossless_gives_every_text_back.hypothesis.inner_test(registered(part), {"cheat": folder}, text)
+    entry = registered(part)
+    suite.gives_back(entry, suite.built(entry, folder), text)
 
 
 @pytest.mark.parametrize(("cheat", "written"), [(Lower, "Köln"), (Believes, "</s>")])
@@ -64,12 +65,12 @@ def test_a_loss_is_caught(cheat: type[Tokenizer], written: str, tmp_path: Path) 
 
 
 def test_special_ids_that_say_something_are_caught(tmp_path: Path) -> None:
-    suite.test_special_ids_are_first_and_say_nothing(registered(Letters), {"cheat": tmp_path})
+    suite.special_ids_are_first_and_say_nothing(registered(Letters), tmp_path)
     with pytest.raises(AssertionError):
-        suite.test_special_ids_are_first_and_say_nothing(registered(Speaks), {"cheat": tmp_path})
+        suite.special_ids_are_first_and_say_nothing(registered(Speaks), tmp_path)
 
 
 def test_one_that_needs_no_training_and_says_it_does_is_caught(tmp_path: Path) -> None:
-    suite.test_only_what_is_trained_is_missing_before(registered(Letters), tmp_path)
+    suite.only_what_is_trained_is_missing_before(registered(Letters), tmp_path)
     with pytest.raises(AssertionError):
-        suite.test_only_what_is_trained_is_missing_before(registered(Letters, trained=True), tmp_path)
+        suite.only_what_is_trained_is_missing_before(registered(Letters, trained=True), tmp_path)

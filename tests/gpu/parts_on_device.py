@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.conformance import made
-from tests.conformance.test_objective import batches, model_for
-from tests.conformance.test_objective import built as built_objective
 from tests.families import example, family
+from xscale.conformance import small_parts as made
+from xscale.conformance.objective import batches, model_for
+from xscale.conformance.objective import built as built_objective
 from xscale.core.config import decode, encode
 from xscale.core.registry import Entry
 from xscale.nn.attention.core import CORES

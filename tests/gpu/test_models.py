@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conformance.test_optimizer import gradients, weights
 from tests.families import each, example
 from tests.gpu.parts_on_device import PartOnDevice, build, relative_difference, subjects
+from xscale.conformance.optimizer import gradients, weights
 from xscale.core.registry import Entry
 from xscale.optim.optimizer.optimizer import OPTIMIZERS, LocalParameter
 

@@ -6,6 +6,7 @@ MPI = "MPI's library alone knows the ranks that mpirun started; imported when th
 FUSED_DROPOUT = "the kernel of dropout and residual draws itself; xscale.nn.random alone calls it, at global shapes"
 INITIALISER = "initial weights: a function of the seed and the parameter's name, drawn in this one place"
 DEEPSPEED = "DeepSpeed has no argument for it, and reads a global"
+CHECKED = "a part alone in a check, in one process: its weights are its inputs"
 READER = "a file reader of torch, made to read without unpickling; it talks to nobody"
 BENT: dict[str, dict[str, str]] = {
     # law -> {path, `path: what` or `path:function`: the reason}
@@ -48,6 +49,11 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/parallel/shard/full_tensors.py: copy_": "this is the writer of shards itself",
         "xscale/checkpoint/in_memory.py: copy_": "shards that the engine gave out to be loaded; "
         "`Engine.after_load` frees what was gathered from them",
+        "xscale/conformance/attention/core.py: copy_": CHECKED,
+        "xscale/conformance/attention/core_extremes.py: copy_": CHECKED,
+        "xscale/conformance/attention/core_running_stats.py: data": CHECKED,
+        "xscale/conformance/norm.py: copy_": CHECKED,
+        "xscale/conformance/small_parts.py: add_": CHECKED,
         "xscale/commands/checkpoints/megatron.py: copy_": "the weights of Megatron-LM's model, in one process",
         "xscale/parallel/precision/precision.py: data": "another dtype of the same weights, in a process that infers",
         "xscale/generate/generate.py: data": "another memory order of the same weights, in a process that infers",
@@ -65,6 +71,8 @@ BENT: dict[str, dict[str, str]] = {
         "launch/xscale_launch/profile.py: yaml.BaseLoader": "the launcher runs without xscale; all values are texts",
     },
     "text to ids": {
+        "xscale/conformance/tokenizer.py: encode": "the tokenizer itself is checked",
+        "xscale/conformance/tokenizer.py: encode_with_offsets": "the tokenizer itself is checked",
         "xscale/convert/hf/tokenizer.py: encode": "the same text in two libraries: its begin is compared apart",
         "plugins/xscale_tinybert/augment.py: encode_with_offsets": "its `ModelInput` has the begin and the end",
         "xscale/data/corpus/labels.py: encode": "the objective writes the token before the first of an example's texts",
@@ -85,6 +93,8 @@ BENT: dict[str, dict[str, str]] = {
         "launch/xscale_launch/slurm/sweep.py: .read_bytes": "a file that the user names, which may be a pipe",
     },
     "nothing global": {
+        "xscale/conformance/source.py: socket.socket": "a source that says that it downloads nothing is read without "
+        "sockets; put back when it is read",
         "xscale/data/parallel_map.py: sys.modules": "a worker must not run the user's script again; set back at once",
         "xscale/cli/main.py: warnings.showwarning": "the interpreter's only way to show a warning otherwise; put back "
         "when the command ends",

@@ -14,7 +14,7 @@ from tests.families import FAMILIES, family
 from tests.laws.bent import unbent
 from tests.laws.tree import ROOT, File, files, imports, plant
 
-SUITE = ("tests/conformance",)
+SUITE = ("tests/conformance", "xscale/conformance")
 
 
 def test_every_family_is_in_the_table() -> None:

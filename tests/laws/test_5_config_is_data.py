@@ -12,6 +12,7 @@ import pytest
 from tests.families import each, entries, family
 from tests.laws.tree import ROOT
 from xscale.bench.compare import Comparison
+from xscale.conformance.alternatives import neighbours
 from xscale.core import compose
 from xscale.core.config import Config, Slot, decode, encode
 from xscale.core.registry import Entry
@@ -50,35 +51,6 @@ def held(config: Config) -> Config:
     slot = Annotated[Config, Slot(family(config.family))]
     holder: type[Config] = pydantic.create_model("Holder", __base__=Config, part=(slot, ...))
     return holder.model_validate({"part": config})
-
-
-def neighbours(config: Config) -> Iterator[Config]:
-    """Configs that differ in one field, as far as the schema allows."""
-    for name, field in type(config).model_fields.items():
-        for value in alternatives(field.annotation, getattr(config, name)):
-            try:
-                yield type(config).model_validate({**dict(config), name: value})
-            except pydantic.ValidationError:
-                continue
-
-
-def alternatives(annotation: Any, value: Any) -> list[Any]:
-    if get_origin(annotation) is Literal:
-        return [one for one in get_args(annotation) if one != value]
-    match value:
-        case bool():
-            return [not value]
-        case int():
-            return [value + 1, value * 2]
-        case float():
-            return [value / 3, value + 0.1, 1e-30]
-        case str():
-            return [f"{value}x", "1e-3", "null", "yes", "ä: [#"]
-        case None:
-            return [1, "1", 0.5, True]
-        case tuple():
-            return [(*value, "x"), (*value, 1)]
-    return []
 
 
 @each(entries())

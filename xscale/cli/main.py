@@ -18,7 +18,7 @@ from xscale.cli.generate import generate
 from xscale.cli.options import CommandWithSettings
 from xscale.cli.plan import plan
 from xscale.cli.plot import plot_app
-from xscale.cli.recipes import explain, init, list_parts
+from xscale.cli.recipes import check_part, explain, init, list_parts
 from xscale.cli.runs import compare, ladder, report
 from xscale.cli.streams import check_arguments, open_closed_streams
 from xscale.cli.train import train
@@ -66,6 +66,7 @@ app.command(cls=CommandWithSettings)(plan)
 app.command("list")(list_parts)
 app.command()(explain)
 app.command()(init)
+app.command("check-part")(check_part)
 app.command(cls=CommandWithSettings)(compare)
 app.command(cls=CommandWithSettings)(ladder)
 app.command()(report)

@@ -73,3 +73,13 @@ def init(
     from xscale.commands.show.recipes import init as run
 
     run(recipe, out)
+
+
+def check_part(
+    module: Annotated[str, typer.Argument(help="A Python file, such as mine.py, or the name of a module.")],
+    names: Annotated[list[str] | None, typer.Argument(help="Parts of it; default: all.")] = None,
+) -> None:
+    """Check a part of your own: what its traits declare, held against what it does. Exit status 1: a check fails."""
+    from xscale.commands.check_part import check_part as run
+
+    raise typer.Exit(run(module, names or []))

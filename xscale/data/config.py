@@ -59,6 +59,9 @@ class DataConfig(Config):
     a sentence ends at the end of a line or at punctuation. Existing prepared data must have been written so."""
     cross_documents: bool = False
     """Whether attention may cross document boundaries within a packed sample."""
+    from_caller: bool = False
+    """Whether the training samples are those of `xscale.train(recipe, data=...)`, which sets it; the tokenizer and the
+    validation set are those of the source."""
     shuffle: bool = True
     """Shuffle the samples, differently in each epoch; false: in the order of the text."""
     workers: int | None = pydantic.Field(default=None, ge=1)

@@ -1,6 +1,5 @@
 """Load a run on one process, for generation, evaluation or a new run made from it; needs nothing but the run folder."""
 
-import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from xscale.checkpoint.load import (
 from xscale.checkpoint.search import find_to_read
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError, Problem
-from xscale.core.foreign import foreign_errors
+from xscale.core.plugins import import_plugins, plugin_names
 from xscale.data.corpus.stored_tokenizer import open_run_tokenizer
 from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.mesh import axes
@@ -142,10 +141,9 @@ def read_settings(folder: Path, *, plugins: bool = False) -> Settings:
 @contextmanager
 def plugins_of(config: dict[str, Any], where: Path, *, imported: bool) -> Iterator[None]:
     """Import the plugins that a run's config names, if `imported`; otherwise say so of a part that is unknown."""
-    plugins = config.get("plugins")
-    named = [name for name in plugins if isinstance(name, str)] if isinstance(plugins, list | tuple) else []
-    if imported:
-        import_plugins(named)
+    named = plugin_names(config)
+    if imported and (problems := import_plugins(named)):
+        raise ConfigError(problems)
     try:
         yield
     except ConfigError as error:
@@ -154,13 +152,6 @@ def plugins_of(config: dict[str, Any], where: Path, *, imported: bool) -> Iterat
         what = f"the run's config names plugins, which are not imported: {', '.join(named)}"
         fix = "Give --plugins to import them; they run as part of this command."
         raise ConfigError([Problem(str(where), what, fix), *error.problems]) from None
-
-
-def import_plugins(names: list[str]) -> None:
-    """Import modules that may register parts. ConfigError for one that cannot be imported."""
-    for name in names:
-        with foreign_errors("plugins", f"'{name}' cannot be imported", "Is it installed?"):
-            importlib.import_module(name)
 
 
 def single_process(settings: AnySettings) -> AnySettings:

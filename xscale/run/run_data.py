@@ -1,12 +1,15 @@
 """The data of a run: its tokenizer, its corpus and the micro-batches of this rank."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from xscale.checkpoint.search import newest_on_this_process
 from xscale.core.errors import ConfigError
 from xscale.data.config import DataConfig
 from xscale.data.corpus.prepare import missing_files, prepare, require_run_tokenizer
 from xscale.data.corpus.stored_tokenizer import open_stored_tokenizer, with_tokenizer
+from xscale.data.samples.caller_samples import CallerSamples
 from xscale.data.samples.loader import Corpus, Loader, open_corpus
 from xscale.data.tokenizer.tokenizer import UNUSED, Tokenizer
 from xscale.mesh.consensus import Consensus
@@ -89,6 +92,21 @@ def prepare_and_open_data(
     if tokenizer is not None:
         require_run_tokenizer(corpus.tokenizer, tokenizer, corpus.sets[0].path)
     return corpus
+
+
+def with_caller_samples(settings: Settings, corpus: Corpus, samples: Any) -> Corpus:
+    """The corpus with `samples` in the place of its training samples. ConfigError where a run on samples has none."""
+    if samples is None:
+        if settings.data.from_caller:
+            what = "the training samples of this run are those that its caller gives, and there is none here"
+            raise ConfigError("data.from_caller", what, "Use xscale.train(recipe, data=...), or another run.dir.")
+        return corpus
+    if corpus.records != "text" or settings.data.split_sentences:
+        what = f"'{settings.objective.kind}' does not train on packed samples, as the caller's are"
+        raise ConfigError("objective.kind", what, "Take causal or another objective on text, or give no data.")
+    needed = settings.train.steps * settings.train.batch_size
+    dataset = CallerSamples(samples, settings.data.sequence_length, needed)
+    return replace(corpus, train=Loader(dataset, vocabulary=corpus.tokenizer.vocabulary))
 
 
 def evaluation_sequences(available: int, wanted: int | None) -> int:

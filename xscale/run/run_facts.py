@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from xscale.core.config import encode
+from xscale.data.samples.caller_samples import CallerSamples
 from xscale.data.samples.loader import Corpus
 from xscale.mesh.environment import waiting_policy
 from xscale.nn.mixer.attention import Attention
@@ -80,6 +81,9 @@ def data_facts(corpus: Corpus, samples: int) -> dict[str, str]:
             tokens, documents = sum(len(split.tokens) for split in splits), sum(split.documents for split in splits)
             name = "training data" if part == "train" else "validation data"
             facts[name] = f"{quantity(tokens)} tokens in {documents:,} documents"
+    if isinstance(corpus.train.data, CallerSamples):
+        facts["training data"] = f"{samples:,} samples of the caller"
+        return facts
     facts["epochs"] = f"{samples / len(corpus.train.data):.3g}, of {len(corpus.train.data):,} samples each"
     return facts
 

@@ -42,6 +42,7 @@ FIXED = (
     *(
         f"data.{key}"
         for key in (
+            "from_caller",
             "source",
             "tokenizer",
             "prepared",

@@ -69,8 +69,11 @@ from xscale.watchdog.watchdog import StopSignal, Watchdog
 from xscale_kernels.select import UnusableError
 
 
-def train(settings: Settings) -> int:
-    """Train as `settings` say. Returns the exit status: 0 done, 75 stopped on purpose and resumable. Collective."""
+def train(settings: Settings, samples: Any = None) -> int:
+    """Train as `settings` say, on `samples` if they are the caller's. Collective.
+
+    Returns the exit status: 0 done, 75 stopped on purpose and resumable.
+    """
     began = time.perf_counter()
     rank_info = read_rank_info()
     if settings.parallel.compile:
@@ -84,7 +87,7 @@ def train(settings: Settings) -> int:
                 status = _train_teacher(teacher, rank_info, stop, began)
                 if status != EXIT_DONE:
                     return status
-            return _train(settings, rank_info, stop, began)
+            return _train(settings, rank_info, stop, began, samples)
         except UnusableError as error:
             raise ConfigError("kernels", str(error), "Choose a usable implementation, or none.") from error
         except (KeyboardInterrupt, RuntimeError):
@@ -97,10 +100,13 @@ def train(settings: Settings) -> int:
             return EXIT_REQUEUE
 
 
-def check_and_train(settings: Settings, check: Callable[[int], list[Problem]]) -> int:
+def check_and_train(
+    settings: Settings, check: Callable[[int], list[Problem]], samples: Any = None
+) -> int:
     """Train, after `check` for this many ranks and a check of the machine: ConfigError lists all problems. Collective.
 
-    `check` is that of the recipe, of which this package knows the settings.
+    `check` is that of the recipe, of which this package knows the settings. `samples`: training samples instead of
+    those of the data, by number or in an order that stays.
     """
     try:
         if problems := check(read_rank_info().world) + check_machine(settings):
@@ -108,7 +114,7 @@ def check_and_train(settings: Settings, check: Callable[[int], list[Problem]]) -
     except ConfigError as error:
         error.same_on_all_ranks = True
         raise
-    return train(settings)
+    return train(settings, samples)
 
 
 def _train_teacher(settings: Settings, rank_info: RankInfo, stop: StopSignal, began: float) -> int:
@@ -122,7 +128,9 @@ def _train_teacher(settings: Settings, rank_info: RankInfo, stop: StopSignal, be
     return _train(settings, rank_info, stop, began)
 
 
-def _train(settings: Settings, rank_info: RankInfo, stop: StopSignal, began: float) -> int:
+def _train(
+    settings: Settings, rank_info: RankInfo, stop: StopSignal, began: float, samples: Any = None
+) -> int:
     with removed_if_refused(Path(settings.run.dir), rank_info.is_rank0):
         folder = open_folder(settings)
         if (step := finished_step(settings, folder)) is not None:
@@ -131,7 +139,7 @@ def _train(settings: Settings, rank_info: RankInfo, stop: StopSignal, began: flo
                 done = f"finished at step {step}, nothing to do; train.steps above {step} trains on"
                 print(f"{folder}: {done}", flush=True)
             return EXIT_DONE
-        parts = set_up(settings, rank_info, resumes=True)
+        parts = set_up(settings, rank_info, resumes=True, samples=samples)
         # A prompt or a task that cannot be used must not end the run after many steps.
         encode_prompts(settings, parts.corpus.tokenizer)
         require_tasks(settings.train.tasks, Consensus(parts.mesh.background))

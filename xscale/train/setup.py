@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ from xscale.run.run_data import (
     padding_note,
     prepare_and_open_data,
     special_tokens_of,
+    with_caller_samples,
 )
 from xscale.run.run_folder import CHECKPOINTS, check_same_config
 from xscale.settings.settings import Settings, build_on_meta
@@ -61,10 +63,11 @@ def check_machine(settings: Settings, invalid: Collection[str] = ()) -> list[Pro
     return problems if "data" in invalid else problems + missing_files(data_of_run(settings)[0])
 
 
-def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False) -> RunParts:
+def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False, samples: Any = None) -> RunParts:
     """Set up the run. Collective over all ranks. ConfigError for problems that only the data or the machine shows.
 
-    With `resumes` no weights are drawn where there is a checkpoint, which the caller then loads.
+    With `resumes` no weights are drawn where there is a checkpoint, which the caller then loads. `samples`: the
+    training samples, where they are not those of the data.
     """
     # Rank 0 prepares the data for all, so that it alone looks for files.
     if problems := check_machine(settings, invalid=["data"]):
@@ -75,6 +78,7 @@ def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False) ->
     mesh = init_mesh(rank_info, degrees, device, seconds, lambda: check_same_config(settings), io_seconds)
     adopt_tokenizer(settings, mesh)
     corpus = prepare_and_open_data(settings, rank_info, *data_of_run(settings), mesh)
+    corpus = with_caller_samples(settings, corpus, samples)
     tokenizer = corpus.tokenizer
     unpadded = _unpadded_vocabulary(settings, mesh, tokenizer)
     specials = replace(special_tokens_of(tokenizer), vocabulary=unpadded)

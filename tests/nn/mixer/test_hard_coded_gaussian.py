@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.conformance import test_mixer as conformance
 from tests.conformance.made import close, dims, drawn, numbered, ready, tokens
+from xscale.conformance.attention import mixer as conformance
 from xscale.core.config import decode
 from xscale.nn.forward import Forward
 from xscale.nn.mixer.hard_coded_gaussian import HardCodedGaussian
@@ -109,12 +109,12 @@ def test_it_keeps_its_traits(setting: str) -> None:
     case = MIXERS.get("hard_coded_gaussian"), HardCodedGaussian.Config(heads=4, **SETTINGS[setting])
     # Tokens that no head can reach would not be missed: the suite's settings have one at the next token.
     if setting in ("paper", "own"):
-        conformance.test_the_future_does_not_leak(case)
-        conformance.test_it_looks_both_ways(case)
-    conformance.test_packed_documents_stay_apart(case)
-    conformance.test_gradients_fit_differences(case)
+        conformance.the_future_does_not_leak(case)
+        conformance.it_looks_both_ways(case)
+    conformance.packed_documents_stay_apart(case)
+    conformance.gradients_fit_differences(case)
     for chunks in ([1] * 12, [5, 1, 1, 5], [70, 1, 2, 1]):
-        conformance.test_incremental_is_parallel(case, chunks)
+        conformance.incremental_is_parallel(case, chunks)
 
 
 def test_generation_keeps_what_the_band_reaches() -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.conformance import test_mixer as conformance
 from tests.conformance.made import close, dims, drawn, numbered, ready, tokens
+from xscale.conformance.attention import mixer as conformance
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
 from xscale.nn.materialize import materialize
@@ -137,16 +137,16 @@ CONFORMANCE = {
 @EVERY
 def test_it_keeps_its_traits(generator: str) -> None:
     case = CONFORMANCE[generator]
-    conformance.test_the_future_does_not_leak(case)
-    conformance.test_it_looks_both_ways(case)
-    conformance.test_packed_documents_stay_apart(case)
-    conformance.test_gradients_fit_differences(case)
+    conformance.the_future_does_not_leak(case)
+    conformance.it_looks_both_ways(case)
+    conformance.packed_documents_stay_apart(case)
+    conformance.gradients_fit_differences(case)
 
 
 @EVERY
 @pytest.mark.parametrize("chunks", [[1] * 12, [5, 1, 1, 5], [70, 1, 2, 1]], ids=str)
 def test_decoding_is_parallel(generator: str, chunks: list[int]) -> None:
-    conformance.test_incremental_is_parallel(CONFORMANCE[generator], chunks)
+    conformance.incremental_is_parallel(CONFORMANCE[generator], chunks)
 
 
 @EVERY

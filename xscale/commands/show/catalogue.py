@@ -108,7 +108,7 @@ def rows(kind: str | None = None) -> list[Row]:
 
 
 def _row(about: "About", status: str, recipe: "Recipe | None") -> Row:
-    from xscale.commands.show.families import family_named
+    from xscale.conformance.families import family_named
 
     parts = [] if recipe is None else parts_of(recipe)
     entries = [(family, family_named(family).get(name)) for family, name in parts]
@@ -203,7 +203,7 @@ def _details(entry: Row) -> str:
 
 def show_word(word: str, *, as_json: bool) -> None:
     """Print what `word` is among the parts and the catalogue's rows; ConfigError if it is neither."""
-    from xscale.commands.show.families import families
+    from xscale.conformance.families import families
 
     known = families()
     parts = {name: family.get(word) for name, family in known.items() if word in family}
@@ -228,7 +228,7 @@ def show_word(word: str, *, as_json: bool) -> None:
 
 def where(word: str) -> str:
     """A sentence on what `word` is and which recipe has it; empty for an unknown word."""
-    from xscale.commands.show.families import families
+    from xscale.conformance.families import families
 
     homes = [f"a {name}{_owner(name)}" for name, family in families().items() if word in family]
     like = ids_like(word)
@@ -249,7 +249,7 @@ def ids_like(word: str) -> list[str]:
 
 def _owner(family: str) -> str:
     """The part whose config chooses among the family, such as ` of the core block_sparse`; empty for a section."""
-    from xscale.commands.show.families import families
+    from xscale.conformance.families import families
 
     owners = [
         f"{name} {entry.name}"

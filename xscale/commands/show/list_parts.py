@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from xscale.commands.show import catalogue, recipes
-from xscale.commands.show.families import FAMILIES, families
+from xscale.conformance.families import FAMILIES, families
 from xscale.core.errors import ConfigError
 from xscale.core.registry import Family
 

@@ -1,0 +1,1 @@
+"""Checks of attention cores and of the mixers around them."""
