@@ -100,9 +100,7 @@ def train(settings: Settings, samples: Any = None) -> int:
             return EXIT_REQUEUE
 
 
-def check_and_train(
-    settings: Settings, check: Callable[[int], list[Problem]], samples: Any = None
-) -> int:
+def check_and_train(settings: Settings, check: Callable[[int], list[Problem]], samples: Any = None) -> int:
     """Train, after `check` for this many ranks and a check of the machine: ConfigError lists all problems. Collective.
 
     `check` is that of the recipe, of which this package knows the settings. `samples`: training samples instead of
@@ -128,9 +126,7 @@ def _train_teacher(settings: Settings, rank_info: RankInfo, stop: StopSignal, be
     return _train(settings, rank_info, stop, began)
 
 
-def _train(
-    settings: Settings, rank_info: RankInfo, stop: StopSignal, began: float, samples: Any = None
-) -> int:
+def _train(settings: Settings, rank_info: RankInfo, stop: StopSignal, began: float, samples: Any = None) -> int:
     with removed_if_refused(Path(settings.run.dir), rank_info.is_rank0):
         folder = open_folder(settings)
         if (step := finished_step(settings, folder)) is not None:
