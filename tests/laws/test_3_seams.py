@@ -16,7 +16,8 @@ from xscale.nn.linear import Linear
 from xscale.nn.module import Module, seams_of, substitute
 from xscale.nn.roles import Role, Seams
 
-ENGINES = frozenset({"parallel", "planning", "bench", "train", "measure", "checkpoint"})
+ROOMS_OF_RUNS = frozenset({"step", "run", "distill", "generate", "evaluate", "train"})
+ENGINES = ROOMS_OF_RUNS | {"parallel", "planning", "bench", "measure", "checkpoint"}
 """Packages that are given a model of another package."""
 
 
@@ -270,6 +271,6 @@ def test_the_engine_names_base_classes_alone() -> None:
 
 
 def test_a_part_that_the_engine_names_is_found(tmp_path: Path) -> None:
-    text = "from xscale.nn.ffn.moe import Moe\nfrom xscale.nn.norm import NORMS, Norm\n"
+    text = "from xscale.nn.ffn.moe.moe import Moe\nfrom xscale.nn.norm.norm import NORMS, Norm\n"
     plant(tmp_path, xscale__parallel__tensor=text)
     assert classes_named(tmp_path) == {"Moe", "Norm"}

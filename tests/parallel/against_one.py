@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tests.distributed import Pool
 from tests.parallel.models import OBJECTIVES as LEARNS
 from tests.train.tiny import recipe
+from xscale.evaluate.evaluate import evaluate
 from xscale.mesh import axes
 from xscale.mesh.collectives import MeanOverOwners, mean_tensors
 from xscale.mesh.environment import RankInfo, read_rank_info
@@ -28,15 +29,14 @@ from xscale.objective.objective import OBJECTIVES, Batch, Objective, SpecialToke
 from xscale.optim.optimizer.optimizer import Optimizer
 from xscale.parallel import context
 from xscale.parallel.engine.fsdp import FsdpEngine
-from xscale.parallel.full_tensors import ShardedWeightWriter
 from xscale.parallel.plan import ParallelPlan
-from xscale.parallel.sharded import ShardedParameter, local_shape_and_offset, sharded_parameters
+from xscale.parallel.shard.full_tensors import ShardedWeightWriter
+from xscale.parallel.shard.sharded import ShardedParameter, local_shape_and_offset, sharded_parameters
 from xscale.recipe import Recipe
-from xscale.train.batches import shard_over_cp
-from xscale.train.evaluate import evaluate
-from xscale.train.settings import Settings, build_on_meta
+from xscale.settings.settings import Settings, build_on_meta
+from xscale.step.batches import shard_over_cp
+from xscale.step.step import Stepper
 from xscale.train.setup import make_engine
-from xscale.train.step import Stepper
 
 TOLERANCE = 1e-9
 DOUBLE = {"compute": "float64", "master": "float64"}

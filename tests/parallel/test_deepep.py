@@ -17,11 +17,11 @@ from tests.distributed import Pool, RankError
 from tests.nn.moe.mixture import mixture
 from tests.parallel.test_expert import EXPERTS, built, passed
 from xscale.core.config import decode
-from xscale.nn.init import replace_parameters
+from xscale.nn.ffn.moe.permutation import plan_dispatch
+from xscale.nn.ffn.moe.router.router import ROUTERS
+from xscale.nn.ffn.moe.routing import Routing
+from xscale.nn.materialize import replace_parameters
 from xscale.nn.module import substitute
-from xscale.nn.moe.permutation import plan_dispatch
-from xscale.nn.moe.router.router import ROUTERS
-from xscale.nn.moe.routing import Routing
 from xscale.parallel import deepep
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 from xscale.parallel.expert import AllToAll

@@ -6,9 +6,9 @@ import torch
 from tests.distributed import Pool
 from tests.parallel.against_one import BATCH, alone, asked, built, same
 from tests.parallel.features import CP, FEATURES, FLOATER, PP, REFUSED, SPARSE, TP, Section, ranks_of, sparse_qkv
+from xscale.generate.generate import generate, incremental
 from xscale.parallel import context
-from xscale.train.generate import generate, incremental
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 CASES = [
     pytest.param(name, layout, marks=[] if layout in feature.quick else pytest.mark.long, id=f"{name} on {layout}")

@@ -22,7 +22,7 @@ from xscale.nn.roles import Role
 from xscale.parallel.context.table import CONTEXT
 from xscale.parallel.tensor import apply as tensor
 from xscale.parallel.tensor.table import TENSOR
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 FILE = Path(__file__).with_name("outside_parts.py")
 SLOPED = {"kind": "attention", "heads": 4, "kv_heads": 2, "core": {"kind": "sloped"}, "dropout": 0.1}

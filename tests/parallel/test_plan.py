@@ -11,7 +11,7 @@ from tests.parallel.models import MODELS
 from xscale.mesh.environment import read_rank_info
 from xscale.parallel import plan as plans
 from xscale.parallel.plan import STEPS, ParallelPlan
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 ORDER = ("pipeline", "context", "expert", "tensor", "activation checkpointing", "compile", "zero", "materialize")
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from tests.distributed import Pool
 from tests.parallel.against_one import LENGTH, SEED, SPECIALS, batch_of, built
 from tests.parallel.models import DENSE, changed
-from xscale.nn.head import Head
+from xscale.nn.head.head import Head
 from xscale.objective.objective import OBJECTIVES
 from xscale.parallel.pipeline.p2p import P2PChannel
-from xscale.parallel.sharded import sharded_parameters
+from xscale.parallel.shard.sharded import sharded_parameters
+from xscale.step.step import Stepper
 from xscale.train.setup import make_engine
-from xscale.train.step import Stepper
 
 MODEL = changed(DENSE, tied=False)
 HALF = {"compute": "bfloat16", "master": "float32"}

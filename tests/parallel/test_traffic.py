@@ -14,10 +14,10 @@ from xscale.core.errors import ConfigError
 from xscale.mesh import axes
 from xscale.objective.objective import OBJECTIVES
 from xscale.parallel.config import ParallelConfig
-from xscale.parallel.sharded import sharded_parameters
-from xscale.parallel.zero import prefetched_blocks
+from xscale.parallel.shard.sharded import sharded_parameters
+from xscale.parallel.shard.zero import prefetched_blocks
+from xscale.step.step import Stepper
 from xscale.train.setup import make_engine
-from xscale.train.step import Stepper
 
 MODEL = changed(DENSE, tied=False)
 GROUPS = 5
@@ -81,7 +81,7 @@ def test_what_they_send_in_a_pipeline(stage: int, pool: Pool) -> None:
 
 def careless(stage: int) -> tuple[int, int]:
     """The same without saying which micro-batch is the last."""
-    with patch("xscale.parallel.zero.set_gradient_sync", lambda *_, **__: None):
+    with patch("xscale.parallel.shard.zero.set_gradient_sync", lambda *_, **__: None):
         return sent(layout(stage), 3)
 
 

@@ -7,7 +7,7 @@ of each (`xscale.nn.roles`); each is a method, a submodule or an attribute of th
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from xscale.core import config as schema
 from xscale.core.errors import Problem
 from xscale.core.requirements import KeyNeed
+from xscale.nn.axes import AXES, Axis
 from xscale.nn.init import Init
 from xscale.nn.post_step import WeightWriter
 from xscale.nn.random import RandomNumbers
@@ -43,11 +44,6 @@ def substitute(module: object, seam: str, wrapper: Any) -> None:
     )
     assert hasattr(module, seam), f"{type(module).__qualname__} has nothing at its seam '{seam}'"
     setattr(module, seam, wrapper)
-
-
-Axis = Literal["vocab", "heads", "kv_heads", "ffn", "experts", "width", "depth", "tokens", "batch", "state"]
-"""Meaning of a dimension of a parameter. Closed: a plan maps each of these to a mesh axis, or to none."""
-AXES: tuple[str, ...] = get_args(Axis)
 
 
 CHOOSABLE_KERNELS = (

@@ -7,7 +7,7 @@ from xscale.core.requirements import instead, kinds, take
 from xscale.nn.attention.core import CORES
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.mixer import MIXERS
-from xscale.nn.norm import NORMS
+from xscale.nn.norm.norm import NORMS
 from xscale.nn.position.position import POSITIONS
 from xscale.nn.quaternion import check as check_quaternions
 from xscale.nn.reversible import check as check_reversible

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from xscale.core.errors import Choice, Problem
 from xscale.core.requirements import instead, take
+from xscale.nn.ffn.moe.permutation import DispatchPlan, experts_of_rows
+from xscale.nn.ffn.moe.router.router import ROUTERS
 from xscale.nn.module import substitute
-from xscale.nn.moe.permutation import DispatchPlan, experts_of_rows
-from xscale.nn.moe.router.router import ROUTERS
 from xscale.nn.roles import Role
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 from xscale.parallel.roles import seams_in

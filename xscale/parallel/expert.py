@@ -11,7 +11,7 @@ tokens, and M' the rows that the experts of this rank receive from all ranks:
 6. All-to-all back (`all_to_all`): outputs [M', D] -> [M, D], in the order of step 2, on the ranks the tokens came from.
 7. Unpermute and combine (`unpermute`): outputs [M, D], times the router's weights, summed per token -> [N, D].
 
-Steps 1, 2 and 7 are local (`xscale/nn/ffn/moe.py`); `AllToAll` below does steps 3 to 6 and calls the experts in step 5.
+Steps 1, 2 and 7 are local (`xscale/nn/ffn/moe/moe.py`); `AllToAll` below does steps 3 to 6, with the experts in 5.
 With `parallel.expert.dispatch=deepep` steps 2 to 7 are those of `deepep.py`.
 """
 

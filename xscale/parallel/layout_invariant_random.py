@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xscale.nn.axes import Axis
 from xscale.nn.mixer.mixer import Mixer
-from xscale.nn.module import Axis, substitute
+from xscale.nn.module import substitute
 from xscale.nn.random import RandomNumbers
 from xscale.nn.tokens import Tokens
-from xscale.parallel.region import TensorRegion
+from xscale.parallel.shard.region import TensorRegion
 
 
 class ShardedRandomNumbers(RandomNumbers):

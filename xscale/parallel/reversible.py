@@ -15,9 +15,9 @@ from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.block import Block
 from xscale.nn.module import substitute
-from xscale.parallel.activation_checkpointing import with_state_of_forward
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.pipeline.schedule import SCHEDULES, schedule_of
+from xscale.parallel.recompute.activation_checkpointing import with_state_of_forward
 
 
 def reversible_blocks(model: nn.Module) -> list[Block]:

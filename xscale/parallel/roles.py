@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from xscale.nn.module import seams_of, substitute
-from xscale.nn.norm import Norm
+from xscale.nn.norm.norm import Norm
 from xscale.nn.roles import Role
 
 RoleTable = dict[Role, Callable[..., None]]

@@ -8,14 +8,14 @@ from torch import nn
 from xscale.core.errors import Problem
 from xscale.core.requirements import reads, take
 from xscale.mesh.axes import MeshConfig
+from xscale.nn.adapt.lora import LoraConfig, lora_paths
 from xscale.nn.ffn.sparse import SparseFfn
 from xscale.nn.linear import Linear
-from xscale.nn.lora import LoraConfig, lora_paths
 from xscale.nn.mixer.attention import Attention
 from xscale.optim.groups import nearest_patterns
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.pipeline.schedule import SCHEDULES, schedule_of
-from xscale.train.settings import Settings, TrainConfig
+from xscale.settings.settings import Settings, TrainConfig
 
 
 def frozen_patterns_match(built_model: nn.Module, train: TrainConfig) -> Iterator[Problem]:

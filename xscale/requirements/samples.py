@@ -9,8 +9,8 @@ from xscale.core.registry import Entry
 from xscale.core.requirements import kinds, part_paths, take
 from xscale.data.config import DataConfig
 from xscale.nn.attention.core import CORES
-from xscale.nn.class_head import ClassHead
 from xscale.nn.exits import Exits
+from xscale.nn.head.class_head import ClassHead
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.model.embed import global_tokens_of
@@ -19,7 +19,7 @@ from xscale.nn.stack import Stack
 from xscale.objective.objective import OBJECTIVES, ObjectiveTraits
 from xscale.parallel import context
 from xscale.parallel.config import ParallelConfig
-from xscale.train.hidden_tokens import FAMILIES, parts_that_count_padding, parts_without_documents
+from xscale.settings.hidden_tokens import FAMILIES, parts_that_count_padding, parts_without_documents
 
 ObjectiveEntry = Entry[ObjectiveTraits]
 

@@ -29,6 +29,7 @@ from tests.train.tiny import losses, recipe, run
 from xscale.checkpoint.load import load_tensors
 from xscale.checkpoint.planner import local_shards
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE
+from xscale.evaluate.evaluate import evaluate
 from xscale.mesh.flat_shard import FlatShard
 from xscale.nn.tokens import Stats
 from xscale.objective.objective import OBJECTIVES, Objective
@@ -36,13 +37,12 @@ from xscale.optim.optimizer.optimizer import OPTIMIZERS
 from xscale.parallel.engine.deepspeed import check as deepspeed
 from xscale.parallel.engine.deepspeed.engine import DeepSpeedEngine
 from xscale.parallel.engine.protocol import Engine
-from xscale.parallel.sharded import sharded_parameters
+from xscale.parallel.shard.sharded import sharded_parameters
 from xscale.planning.memory import deepspeed_memory
-from xscale.train.batches import shard_over_cp
-from xscale.train.evaluate import evaluate
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
+from xscale.step.batches import shard_over_cp
+from xscale.step.step import Stepper
 from xscale.train.setup import make_engine
-from xscale.train.step import Stepper
 
 pytestmark = pytest.mark.long
 

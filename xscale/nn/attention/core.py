@@ -12,9 +12,10 @@ from xscale.core.registry import Family
 from xscale.core.requirements import instead, take
 from xscale.nn.attention.ops.dense import grouped_matmul, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.axes import Axis
 from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS
-from xscale.nn.module import Axis, Module, Part
+from xscale.nn.module import Module, Part
 from xscale.nn.position.position import Position
 from xscale.nn.post_step import PostStepState
 

@@ -18,7 +18,7 @@ from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention_heads import AttentionHeads
 from xscale.nn.mixer.kv_cache import KvCache
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
-from xscale.nn.norm import NORMS, Norm
+from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.position.pairs import Pairs, PositionPairs
 from xscale.nn.position.position import POSITIONS, Position
 from xscale.nn.roles import Role, Seams

@@ -17,12 +17,12 @@ from xscale.core.config import Slot
 from xscale.core.errors import Problem
 from xscale.core.requirements import kinds, take
 from xscale.nn.edges import CONTENT
-from xscale.nn.length_head import LengthHead, LengthHeadConfig
+from xscale.nn.head.length_head import LengthHead, LengthHeadConfig
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.nn.model.model import MODELS, ModelTraits, model_dims
 from xscale.nn.module import Module, name_modules
-from xscale.nn.norm import NORMS, Norm
+from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.position.learned import Sinusoidal
 from xscale.nn.position.position import POSITIONS, Position
 from xscale.nn.roles import Role, Seams

@@ -11,7 +11,7 @@ from xscale.nn.attention.core import CORES
 from xscale.nn.ffn.ffn import FFNS
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.module import seams_of
-from xscale.nn.norm import NORMS
+from xscale.nn.norm.norm import NORMS
 from xscale.nn.roles import Role
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.context.attention import ShardedAttention

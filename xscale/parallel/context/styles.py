@@ -8,7 +8,7 @@ from torch import nn
 
 import xscale.parallel.context.halo as halo
 import xscale.parallel.context.neighbours as neighbours
-import xscale.parallel.context.ring as ring
+import xscale.parallel.context.ring.ring as ring
 import xscale.parallel.context.scan as scan
 import xscale.parallel.context.state_space as state_space
 import xscale.parallel.context.ulysses as ulysses
@@ -23,7 +23,7 @@ from xscale.parallel.context.attention import ShardedAttention
 from xscale.parallel.context.gathered import gathered_sublayers
 from xscale.parallel.context.gathered import traffic as gathered_traffic
 from xscale.parallel.context.halo import Halo
-from xscale.parallel.context.ring import Ring
+from xscale.parallel.context.ring.ring import Ring
 from xscale.parallel.context.scan import Scan
 from xscale.parallel.context.sequence_sharding import SequenceSharding
 from xscale.parallel.context.ulysses import Ulysses

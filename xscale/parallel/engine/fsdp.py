@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from xscale.mesh.collectives import sum_tensor
 from xscale.optim.groups import ClipGroup, clip_factor, clip_groups
 from xscale.optim.optimizer.optimizer import LocalParameter, Optimizer
-from xscale.parallel import zero
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.ema import ExponentialMovingAverage
-from xscale.parallel.full_tensors import ShardedWeightWriter, free_gathered_weights
-from xscale.parallel.sharded import ShardedParameter
+from xscale.parallel.shard import zero
+from xscale.parallel.shard.full_tensors import ShardedWeightWriter, free_gathered_weights
+from xscale.parallel.shard.sharded import ShardedParameter
 from xscale_kernels.squared_norm.op import squared_norm
 from xscale_kernels.torch_private import foreach_mul_
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from xscale.nn.block import Block
 from xscale.nn.edges import VALUES
 from xscale.nn.gates import GATES
+from xscale.nn.head.sentence_contrast import SENTENCES
 from xscale.nn.linear import Embedding
 from xscale.nn.model.model import Model
 from xscale.nn.module import Module, substitute
 from xscale.nn.reversible import upcast_copy
 from xscale.nn.roles import Role
-from xscale.nn.sentence_contrast import SENTENCES
 from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
 from xscale.parallel.pipeline.split import (

@@ -11,15 +11,15 @@ from torch import nn
 from xscale.core.errors import Problem
 from xscale.core.requirements import divisors, instead, take
 from xscale.mesh.mesh import Mesh
-from xscale.nn.head import Head
+from xscale.nn.head.head import Head
 from xscale.nn.module import Module, parameter_axes
 from xscale.nn.roles import Role
 from xscale.nn.stack import Stack
-from xscale.parallel.activation_checkpointing import is_recomputed
 from xscale.parallel.config import ParallelConfig
-from xscale.parallel.region import TensorRegion
+from xscale.parallel.recompute.activation_checkpointing import is_recomputed
 from xscale.parallel.roles import apply_table, seams_in
-from xscale.parallel.sharding import RULES, dense_mesh
+from xscale.parallel.shard.region import TensorRegion
+from xscale.parallel.shard.sharding import RULES, dense_mesh
 from xscale.parallel.tensor import sequence
 from xscale.parallel.tensor.table import TENSOR
 

@@ -15,13 +15,13 @@ from xscale.core.errors import Problem
 from xscale.core.requirements import instead, take
 from xscale.mesh.collectives import gather_out, slice_in
 from xscale.nn.module import Module, substitute
-from xscale.nn.norm import NORMS
+from xscale.nn.norm.norm import NORMS
 from xscale.nn.roles import Role
 from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
 from xscale.parallel.layout_invariant_random import TokensOverTensor
-from xscale.parallel.region import TensorRegion, all_reduce_replicated_grads
 from xscale.parallel.roles import RoleTable, norms_between_regions, wrap_by
+from xscale.parallel.shard.region import TensorRegion, all_reduce_replicated_grads
 
 
 def check(model: nn.Module, path: str) -> list[Problem]:

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xscale.mesh.collectives import all_gather, sum_out
-from xscale.nn.head import IGNORE_INDEX
-from xscale.parallel.region import TensorRegion
+from xscale.nn.head.head import IGNORE_INDEX
+from xscale.parallel.shard.region import TensorRegion
 from xscale_kernels.cross_entropy import LossTerms
 from xscale_kernels.vocab_cross_entropy import Statistics, vocab_gradients, vocab_loss, vocab_statistics
 
@@ -36,7 +36,7 @@ class VocabParallelEmbedding:
 @dataclass(frozen=True)
 class VocabularyShard:
     """This rank's part of the logits that a student and its teacher have over a vocabulary sharded over tp, in the
-    place of `xscale.nn.distilled_head.FullVocabulary`."""
+    place of `xscale.nn.head.distilled_head.FullVocabulary`."""
 
     region: TensorRegion
     first: int
