@@ -28,6 +28,8 @@ NEWER, OLDER = "step-00000004", "step-00000002"
 UNKNOWN = [
     "tokenizer_fingerprint deleted",
     "tokenizer_fingerprint null",
+    "unpadded_vocabulary deleted",
+    "unpadded_vocabulary null",
     "sequence_length null",
     "loss_scale deleted",
     "loss_scale_steps deleted",

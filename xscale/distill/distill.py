@@ -108,7 +108,8 @@ def distil(
         head = getattr(stage, "head", None)
         observe_states(stage, vocabulary_of(head) if isinstance(head, Head) else None)
     lines = [
-        f"distill: teacher {MODELS.of(source.settings.model).summary} of {source.folder}, {_layout(settings, mesh)}"
+        f"distill: teacher {MODELS.of(source.settings.model).summary} of {source.checkpoint or source.folder}, "
+        f"{_layout(settings, mesh)}"
     ]
     if config.init_from_teacher and fresh:
         count = sum(teacher.copy_to(stage) for stage in stage_models(model))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from xscale.checkpoint.search import newest_on_this_process
+from xscale.checkpoint.search import newest_on_this_process, warn_of_older
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError, Problem
 from xscale.data.tokenizer.tokenizer import Tokenizer
@@ -95,6 +95,8 @@ def find_teacher(settings: Settings, *, weights: bool = False) -> TeacherSource:
         what = f"{folder} is no run with a checkpoint and no folder of Hugging Face transformers"
         fix = f"Train one first (xscale train CONFIG run.dir={folder}), or set distill.train_teacher."
         raise ConfigError("distill.teacher", what, fix)
+    if run == folder and newest is not None:
+        warn_of_older(run / CHECKPOINTS, newest[0])
     fingerprint = read_state(checkpoint).get("tokenizer_fingerprint")
     return TeacherSource(folder, decode(Settings, config), checkpoint, fingerprint=fingerprint)
 

@@ -45,12 +45,15 @@ def removed_on_failure(run: Path) -> Iterator[None]:
         raise
 
 
-def model_from_weights(settings: Settings, vocabulary: int, weights: Mapping[str, Tensor]) -> nn.Module:
+def model_from_weights(
+    settings: Settings, vocabulary: int, weights: Mapping[str, Tensor], unpadded_vocabulary: int | None = None
+) -> nn.Module:
     """The model of `settings` on one device, with these weights (by parameter name) in master precision.
 
-    Weights for fewer tokens than `vocabulary` get rows of padding, zeros.
+    Weights for fewer tokens than `vocabulary` get rows of padding, zeros. `unpadded_vocabulary`: rows of the
+    vocabulary that have a probability; None: all.
     """
-    model = build_on_meta(settings, vocabulary)
+    model = build_on_meta(settings, vocabulary, unpadded_vocabulary)
     master, padded = DTYPES[settings.precision.master], vocabulary_parameters(model)
 
     def replacement(name: str, old: nn.Parameter) -> nn.Parameter:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from xscale.checkpoint.errors import consensus
 from xscale.checkpoint.files import MANIFEST
 from xscale.checkpoint.load import CheckpointReader, read_some
-from xscale.checkpoint.search import find_newest, newest_on_this_process
+from xscale.checkpoint.search import find_newest, newest_on_this_process, warn_of_older
 from xscale.core.errors import ConfigError, Problem
 from xscale.data.config import DataConfig
 from xscale.data.corpus.stored_tokenizer import open_stored_tokenizer, require_fingerprint, store_tokenizer
@@ -97,9 +97,13 @@ def load_initial_weights(
         padded = {name: with_padding_rows(weights[name], tokenizer.vocabulary) for name in lacks_padding}
         return _load_hf(path, shapes, {**weights, **padded}, parameters, ShardedWeightWriter(model)) + unused
     group = mesh.background
-    checkpoint = path if (path / MANIFEST).exists() else find_newest(path / CHECKPOINTS, group=group).path
-    if checkpoint is None:
-        raise _no_weights(source)
+    checkpoint = path
+    if not (path / MANIFEST).exists():
+        newest = find_newest(path / CHECKPOINTS, group=group)
+        if newest.path is None or newest.step is None:
+            raise _no_weights(source)
+        checkpoint = newest.path
+        warn_of_older(path / CHECKPOINTS, newest.step)
     ranks = consensus(group, "read")
     reader = ranks.on_rank0(checkpoint, lambda: _entries(checkpoint, settings.checkpoint.verify))
     fingerprint, there = reader
@@ -110,7 +114,7 @@ def load_initial_weights(
     tensors = {f"{PREFIX}{parameter.name}": parameter.parameter.detach() for parameter in parameters}
     free_gathered_weights(model)
     read_some(checkpoint, {name: tensor for name, tensor in tensors.items() if name[len(PREFIX) :] in wanted}, group)
-    return matching.sentences(source)
+    return matching.sentences(str(checkpoint))
 
 
 def _entries(checkpoint: Path, verify: bool) -> tuple[str | None, dict[str, tuple[int, ...]]]:

@@ -54,13 +54,14 @@ def upcycle_run(
         what = "the overrides turn no dense ffn of that run into a mixture"
         fix = "Give overrides such as model.stack.block.ffn={kind: moe, experts: 8, expert: ...}."
         raise ConfigError("upcycle", what, fix)
-    model = model_from_weights(settings, vocabulary, upcycle(meta_model, weights, settings.run.seed))
+    unpadded = loaded.unpadded_vocabulary
+    model = model_from_weights(settings, vocabulary, upcycle(meta_model, weights, settings.run.seed), unpadded)
     changed = False
     for path, moe in upcycled.items():
         for reason in why_output_changes(moe, weights[f"{path}.up.weight"].shape[0]):
             changed = True
             say(f"{path}: its output changes, because {reason}")
-    path = create_run(settings, model, run, tokenizer=loaded.tokenizer, unpadded_vocabulary=loaded.unpadded_vocabulary)
+    path = create_run(settings, model, run, tokenizer=loaded.tokenizer, unpadded_vocabulary=unpadded)
     _compare(loaded, model, settings, sequences, changed, say)
     say(f"{path}: written; train it with `xscale train {run}/config.yaml`")
     return EXIT_DONE

@@ -8,9 +8,11 @@ from xscale.core.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
 """Names of keys and indices of entries, from the root: `("model", "stack", "rules", 0, "every")`."""
-SEGMENT = re.compile(r"([^\[\]]+)((?:\[(?:\d+|\*|)\])*)")
+SEGMENT = re.compile(r"([^\[\]]+)((?:\[(?:[0-9]{1,9}|\*|)\])*)")
 """A name and the entries of a list that are meant: `rules[0]`, or all of them: `rules[*]`, `rules[]`."""
 EXAMPLE = "For example train.steps=20."
+SHOWN = 60
+"""Characters of a part of a key that a message shows."""
 
 
 class Segment(NamedTuple):
@@ -30,6 +32,11 @@ class Target:
     """Values that the config leaves at their default above the key: lists, and the parts of slots."""
 
 
+def is_index(text: str) -> bool:
+    """Whether the text is the index of an entry of a list."""
+    return re.fullmatch("[0-9]{1,9}", text) is not None
+
+
 def parse_path(text: str) -> list[Segment]:
     """Parse a typed path; ConfigError where it is none."""
     segments = []
@@ -37,9 +44,10 @@ def parse_path(text: str) -> list[Segment]:
         match = SEGMENT.fullmatch(part)
         if match is None:
             fix = f"{EXAMPLE} An entry of a list is written name[0], and all of them name[*]."
-            raise ConfigError(text, f"'{part}' is no part of a key", fix)
-        indices = re.findall(r"\[(\d+|\*|)\]", match[2])
-        segments.append(Segment(match[1], tuple(int(index) if index.isdigit() else None for index in indices)))
+            shown = part if len(part) <= SHOWN else f"{part[:SHOWN]}..."
+            raise ConfigError(text, f"'{shown}' is no part of a key", fix)
+        indices = re.findall(r"\[([0-9]*|\*)\]", match[2])
+        segments.append(Segment(match[1], tuple(int(index) if is_index(index) else None for index in indices)))
     return segments
 
 

@@ -4,7 +4,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from xscale.core.config_keys.keys import ConfigKeys
-from xscale.core.config_keys.override_path import KeyPath, Segment, Target, is_plain, parse_path, path_text
+from xscale.core.config_keys.override_path import KeyPath, Segment, Target, is_index, is_plain, parse_path, path_text
 from xscale.core.config_keys.present_keys import PresentKey, Word, below, entry, kind_of, root_of, walk
 from xscale.core.errors import ConfigError, nearest
 
@@ -133,7 +133,7 @@ def _by_path(
         return [above.path]
     step, *after = steps
     if isinstance(above.value, list | tuple):
-        return _entries(keys, above, int(step) if isinstance(step, str) and step.isdigit() else step, after, text)
+        return _entries(keys, above, int(step) if isinstance(step, str) and is_index(step) else step, after, text)
     if not isinstance(step, str):
         what = "has no entries in this recipe" if above.value is None else "is no list"
         raise ConfigError(
