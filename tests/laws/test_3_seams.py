@@ -249,7 +249,7 @@ BASE_CLASSES = frozenset(
         "Module", "Norm", "Pairs", "Position", "RandomNumbers", "Recurrence", "Role", "Stack", "Tokens", "WeightWriter",
     }
 )  # fmt: skip
-"""What the engine may know of `xscale.nn`: base classes, and the data that passes through seams."""
+"""Names of `xscale.nn` that the engine may know: base classes, and the data that passes through seams."""
 
 
 def classes_named(root: Path) -> set[str]:

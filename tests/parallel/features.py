@@ -252,4 +252,4 @@ REFUSED: dict[str, tuple[Section, Section, tuple[str, ...]]] = {
         ("two copies of stack.position_tables.", "Or take another stack.block.position."),
     ),
 }
-"""What is refused -> the model, the layout, and what one problem says."""
+"""Name of a refusal -> the model, the layout, and the words of one problem."""

@@ -60,8 +60,8 @@ def _check_steps(config: Any, dims: Dims, path: str) -> list[Problem]:
     norm = NORMS.of(config.block.norm)
     if config.exits is not None and config.exits.norm and norm.traits.batch_statistics:
         what = f"'{norm.name}' collects statistics in every step, and an exit does not see the tokens of every step"
-        others = kinds(NORMS.able(batch_statistics=False), f"{path}.block.norm")
-        problems.append(Problem(f"{path}.exits.norm", what, choices=take(False) + others))
+        norms = kinds(NORMS.able(batch_statistics=False), f"{path}.block.norm")
+        problems.append(Problem(f"{path}.exits.norm", what, choices=take(False) + norms))
     if config.block.residual == "reversible" and hand_on_scores:
         what = "reversible blocks keep nothing for backward, and scores that blocks hand on would be kept"
         problems.append(Problem(f"{path}.block.residual", what, choices=take("sequential") + without_scores))

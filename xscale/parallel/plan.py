@@ -12,7 +12,7 @@ from xscale.mesh.mesh import Mesh
 from xscale.nn.module import unmet_needs
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 from xscale.parallel.shard import zero
-from xscale.parallel.steps import DTYPES, STEPS, FillParameters, StepSettings, compile_blocks
+from xscale.parallel.steps import DTYPES, STEPS, FillParameters, StepSettings
 
 
 @dataclass(frozen=True)
@@ -93,4 +93,4 @@ class ParallelPlan:
         return StepSettings(self.parallel, self.precision, degrees, self.length, micro_batches)
 
 
-__all__ = ["DTYPES", "STEPS", "ParallelPlan", "compile_blocks"]
+__all__ = ["DTYPES", "STEPS", "ParallelPlan"]

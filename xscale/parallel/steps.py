@@ -9,12 +9,11 @@ from torch import nn
 
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
-from xscale.mesh import torch_private
 from xscale.mesh.axes import Degrees
 from xscale.mesh.mesh import Mesh
-from xscale.nn.block import Block
 from xscale.nn.roles import Role
 from xscale.parallel import batch_statistics, context, deepep, expert, reversible, sentence_contrast
+from xscale.parallel.compiled_blocks import blocks_of, compile_blocks
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 from xscale.parallel.engine.deepspeed import check as deepspeed
 from xscale.parallel.pipeline import check as pipeline
@@ -120,7 +119,7 @@ class PipelineStep(_Step):
 
         paths = block_paths(model)
         staged = executor.apply(model, mesh, settings.parallel, settings.compute, settings.length)
-        local = [str(paths.index(block.path)) for block in _blocks(staged) if block.path in paths]
+        local = [str(paths.index(block.path)) for block in blocks_of(staged) if block.path in paths]
         schedule = settings.parallel.pipeline.schedule
         return (
             staged,
@@ -194,7 +193,7 @@ class ContextStep(_Step):
         attentions = seams_in(model.modules(), Role.ATTENTION)
         styles = sorted({str(context.style_of(module, settings.parallel)) for module, *_ in attentions})
         style = ", ".join(styles) or "no attention"
-        return model, f"Applied context parallelism cp={mesh.degrees.cp} ({style}) to {len(_blocks(model))} blocks"
+        return model, f"Applied context parallelism cp={mesh.degrees.cp} ({style}) to {len(blocks_of(model))} blocks"
 
 
 class BatchStatisticsStep(_Step):
@@ -247,7 +246,7 @@ class TensorStep(_Step):
         if mesh.degrees.tp == 1:
             return model, None
         sequence = " with sequence parallelism" if settings.parallel.tensor.sequence else ""
-        return model, f"Applied tensor parallelism tp={mesh.degrees.tp}{sequence} to {len(_blocks(model))} blocks"
+        return model, f"Applied tensor parallelism tp={mesh.degrees.tp}{sequence} to {len(blocks_of(model))} blocks"
 
 
 class Float8Step(_Step):
@@ -294,7 +293,7 @@ class CompileStep(_Step):
         if not settings.parallel.compile:
             return model, None
         compile_blocks(model)
-        return model, f"Applied torch.compile to {len(_blocks(model))} blocks"
+        return model, f"Applied torch.compile to {len(blocks_of(model))} blocks"
 
 
 class ZeroStep(_Step):
@@ -354,28 +353,6 @@ STEPS: tuple[Step, ...] = (
     MaterializeStep(),
 )
 """All steps, in the order in which they are applied."""
-
-
-GRAPHS_OF_A_BLOCK = 4
-"""Graphs that a block may need: of training and of evaluation, with and without the values that blocks share."""
-
-
-def compile_blocks(model: nn.Module) -> None:
-    """Compile each block with torch.compile, in place: names stay, and equal blocks share the compiled code.
-
-    Random numbers are drawn as without compilation, because dropout must not depend on a rank's graph. Blocks that
-    differ have graphs of their own: torch would compile the first eight, and compute the others as without, with a
-    warning in its log.
-    """
-    blocks = _blocks(model)
-    limit = torch_private.dynamo_config.recompile_limit
-    torch_private.dynamo_config.recompile_limit = max(limit, GRAPHS_OF_A_BLOCK * len(blocks))
-    for block in blocks:
-        block.compile(dynamic=False, options={"fallback_random": True})
-
-
-def _blocks(model: nn.Module) -> list[Block]:
-    return [module for module in model.modules() if isinstance(module, Block)]
 
 
 def _degree(mesh: Mesh, axis: str) -> int:

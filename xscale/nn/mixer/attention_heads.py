@@ -24,7 +24,7 @@ class AttentionHeads(Mixer):
     mixes_heads: ClassVar[bool] = False
     """Whether a projection needs all heads of a token at once, so that tensor parallelism cannot shard them."""
     qk_norm_over: str = "head"
-    """What the queries and the keys are normalised over: `head`, or all `heads`."""
+    """Channels over which queries and keys are normalised: of a `head`, or of all `heads`."""
     chooses_observed: bool = False
     """Whether each token observes others of its own choice (`OBSERVED`): set by a model in which they do."""
     head_width: int
@@ -69,7 +69,7 @@ class AttentionHeads(Mixer):
         self.core.first_head = first
 
     def tp_problems(self, tp: int, path: str) -> list[Problem]:
-        """As of the base class. The engine itself checks that `tp` divides the heads."""
+        """List why it cannot be sharded, besides a degree that does not divide the heads: the engine checks that."""
         heads, kv_heads = self.heads, self.kv_heads
         problems = []
         if heads % tp == 0 and kv_heads % tp and tp % kv_heads:

@@ -1,4 +1,4 @@
-"""What context parallelism reads of a mixer with an attention, which has a seam of the role ATTENTION."""
+"""Protocol of a mixer with an attention, a seam of the role ATTENTION: all that context parallelism reads of it."""
 
 from typing import Any, ClassVar, Protocol
 
