@@ -98,6 +98,14 @@ def why_ranks_are_missing(world: int) -> str:
     )
 
 
+def launcher_stop_seconds() -> float | None:
+    """How long the launcher that started this process waits after a signal before it kills it; None: nobody says."""
+    try:
+        return float(os.environ["XSCALE_STOP_SECONDS"])
+    except (KeyError, ValueError):
+        return None
+
+
 def set_deepspeed_accelerator(kind: str) -> None:
     """Set the device type, `cpu` or `cuda`, which DeepSpeed reads when it is first imported."""
     os.environ["DS_ACCELERATOR"] = kind

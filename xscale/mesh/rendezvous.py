@@ -67,9 +67,9 @@ def _connected_store(rank: int, world: int, timeout: timedelta) -> Store:
         return store  # type: ignore[no-any-return]
     listener = listener_of_store(*address) if rank == 0 else None
     with listener or contextlib.nullcontext():
-        more = {} if listener is None else {"master_listen_fd": listener.detach()}
-        return dist.TCPStore(  # type: ignore[attr-defined, no-any-return]
-            *(*address, world, rank == 0, timeout, False), multi_tenant=True, **more
+        descriptor = None if listener is None else listener.detach()
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            *(*address, world, rank == 0, timeout, False), multi_tenant=True, master_listen_fd=descriptor
         )
 
 
