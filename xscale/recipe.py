@@ -8,6 +8,7 @@ from typing import Any
 
 from xscale.core.compose import COMMAND_LINE, Composed, compose, leaves
 from xscale.core.config import decode, encode
+from xscale.core.config_keys.override_path import is_index
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.foreign import foreign_errors
 from xscale.core.unchosen import name_unchosen
@@ -17,7 +18,7 @@ from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.position.position import POSITIONS
 from xscale.requirements.check import check
 from xscale.requirements.model import model_fits_itself
-from xscale.train.settings import Settings
+from xscale.settings.settings import Settings
 
 LISTED = 8
 """At most so many values are listed in a warning."""
@@ -98,7 +99,7 @@ def dropped_values(recipe: Recipe, composed: Composed) -> list[Problem]:
 def _changed(data: Any, path: str, value: Any) -> bool:
     """Whether `data` has a key at the dotted path, with another value."""
     for name in path.split("."):
-        if isinstance(data, list) and name.isdigit() and int(name) < len(data):
+        if isinstance(data, list) and is_index(name) and int(name) < len(data):
             data = data[int(name)]
             continue
         if not isinstance(data, dict) or name not in data:

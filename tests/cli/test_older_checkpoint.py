@@ -8,6 +8,8 @@ import pytest
 
 from tests.train.tiny import recipe, run
 from xscale.cli.main import main
+from xscale.core.compose import dump
+from xscale.core.config import encode
 
 COMMANDS = {
     "eval": ["eval", "RUN", "--sequences", "2"],
@@ -18,6 +20,8 @@ COMMANDS = {
     "checkpoint consolidate": ["checkpoint", "consolidate", "RUN", "OUT"],
     "checkpoint export": ["checkpoint", "export", "RUN", "OUT", "--to", "deepspeed-universal"],
 }
+READ_BY_RUNS = {"initial weights": ("init", "from"), "a teacher": ("distill", "teacher")}
+"""Keys of a run's config that name another run, whose newest checkpoint it reads."""
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +88,20 @@ def test_a_step_that_is_asked_for_is_no_warning(
     assert status == 0, err
     assert "warning" not in err
     assert "2" in out + err
+
+
+@pytest.mark.parametrize("what", READ_BY_RUNS)
+def test_a_run_that_reads_another_says_which_step(
+    what: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section, key = READ_BY_RUNS[what]
+    data = {"folder": str(folder.parent / "data")}
+    settings = recipe(tmp_path, data=data, train={"steps": 1, "eval_every": 0}, **{section: {key: str(folder)}})
+    (tmp_path / "config.yaml").write_text(dump(encode(settings)))
+    status, out, err = call(["train", str(tmp_path / "config.yaml")], monkeypatch, capsys)
+    assert status == 0, err
+    lines = [line for line in err.splitlines() if "warning" in line]
+    assert len(lines) == 1, err
+    assert "step-00000004: the file state.json is missing" in lines[0]
+    assert lines[0].endswith("step 2 is read instead")
+    assert "checkpoints/step-00000002" in (tmp_path / "run" / "log.txt").read_text() + out

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from xscale.core.atomic_write import (
+from xscale.core.errors import ConfigError
+from xscale.core.files.atomic_write import (
     TEMPORARY_SUFFIX,
     AppendFile,
     atomic_write,
     reporting_full_disk,
     write_atomically,
 )
-from xscale.core.errors import ConfigError
 
 
 def test_content_is_replaced_at_the_end_of_the_block(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_the_error_of_the_removal_does_not_hide_the_first(tmp_path: Path, monkey
     def refuse(*_: object) -> None:
         raise OSError("the first")
 
-    monkeypatch.setattr("xscale.core.atomic_write.remove_file", remove)
+    monkeypatch.setattr("xscale.core.files.atomic_write.remove_file", remove)
     monkeypatch.setattr("os.fsync", refuse)
     with pytest.raises(OSError, match="the first"):
         write_atomically(tmp_path / "file", b"new")

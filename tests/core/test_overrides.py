@@ -7,8 +7,8 @@ import pytest
 from xscale.api import load_recipe
 from xscale.core.compose import COMMAND_LINE, SCHEMA, Composed, compose_mapping, configs_folder, dump
 from xscale.core.config import OTHERS_WORDS, decode, encode
+from xscale.core.config_keys.keys import read_keys
 from xscale.core.errors import ConfigError
-from xscale.core.keys import read_keys
 from xscale.recipe import Recipe
 
 MIXTURE = {"kind": "moe", "experts": 8, "shared": "gated", "capacity_factor": 1.25, "router": {"kind": "switch"}}
@@ -96,6 +96,9 @@ def test_parts_and_lists_at_their_defaults_are_set_too() -> None:
         ),
         (f"{RULES}[0.ffn.experts=4", "'rules[0' is no part of a key"),
         ("train.steps[0]=4", "train.steps is no list"),
+        (f"{RULES}[\u00b2].every=2", "'rules[\u00b2]' is no part of a key"),
+        (f"{RULES}[{'9' * 5000}].every=2", "is no part of a key"),
+        (f"{RULES}.{'9' * 5000}.every=2", "whose entries have keys and not the list"),
         (
             "data.blend[0].weight=2",
             "data.blend has no entries in this recipe. Give the whole list",
@@ -111,6 +114,7 @@ def test_an_override_that_means_nothing_names_what_would_work(override: str, sai
     with pytest.raises(ConfigError) as caught:
         composed(override)
     assert said in str(caught.value)
+    assert len(str(caught.value)) < 3000
 
 
 def test_the_python_interface_takes_them() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from xscale.data.corpus_state import CorpusState, state_of
+from xscale.data.corpus.corpus_state import CorpusState, state_of
 from xscale.data.source.source import ByteRange
 
 A, B = "one text\n", "two text\n"

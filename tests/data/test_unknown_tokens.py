@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from xscale.core.config import decode
-from xscale.data import shards
 from xscale.data.config import DataConfig
-from xscale.data.prepare import prepare
+from xscale.data.corpus import shards
+from xscale.data.corpus.prepare import prepare
 
 VOCABULARY = {"[UNK]": 0, "[SEP]": 1, "[PAD]": 2, "hello": 3}
 UNKNOWN_SHARES = {

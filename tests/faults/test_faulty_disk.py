@@ -19,7 +19,7 @@ from tests.train.tiny import recipe, run
 from xscale.checkpoint.search import find_newest
 from xscale.core.errors import EXIT_DONE, ConfigError, FaultError
 from xscale.recipe import Recipe
-from xscale.train.step import StepGradients, Stepper
+from xscale.step.step import StepGradients, Stepper
 
 STEPS = 200
 SMALL = {
@@ -146,15 +146,15 @@ def drive(seed: int, folder: Path, data: Path, capsys: pytest.CaptureFixture[str
             assert (folder / "run" / "report.html").exists()
             assert "done at step" in (folder / "run" / "log.txt").read_text()
         elif steps and "the end of metrics.jsonl" not in said:
-            last = max([*saved, *steps])
+            # A checkpoint whose save failed in its last call is there all the same.
+            last = max([*saved, *steps, newest.step or 0])
             # Rows of evaluations may be among those that are missing.
             assert STEPS - len(steps) <= count + (STEPS - last), (last, count, len(steps))
         # On a disk that works the same command ends the run.
         assert run(settings) == EXIT_DONE, capsys.readouterr()
         assert find_newest(folder / "run" / "checkpoints", hashes=True).step == STEPS
-        resumed = saved[-1] if saved else 0
         ended = {row["step"] for row in rows(folder / "run") if "loss" in row}
-        assert ended >= set(range(resumed + 1, STEPS + 1)) or (status == 1 and newest.step == STEPS)
+        assert ended >= set(range((newest.step or 0) + 1, STEPS + 1))
     return f"status {status}" + (", rows missing" if count else "")
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -116,11 +117,12 @@ def test_a_node_goes_and_fewer_ranks_go_on(tmp_path: Path, count_cases: Callable
     double = {"compute": "float64", "master": "float64"}
     sections = {"precision": double, "checkpoint": {"every_steps": 2}}
     config = write(tmp_path, "struck", plugins=["struck_plugin"], **sections)
-    endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
-    rendezvous = ("--rdzv-backend=c10d", endpoint, "--rdzv-conf=last_call_timeout=3,join_timeout=60,timeout=60")
+    port = free_port()
+    rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", WAITS)
     options = (*rendezvous, "--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3", "--monitor-interval=0.2")
     nodes = [torchrun(tmp_path, *options, config=config)]
-    time.sleep(1.0)
+    # Whoever comes first holds the store of the rendezvous, and the node that is lost must not.
+    wait_for_listener(port)
     nodes.append(torchrun(tmp_path, *options, config=config, STRUCK="1"))
     try:
         first, _ = nodes[0].communicate(timeout=600)
@@ -143,8 +145,23 @@ def test_a_node_goes_and_fewer_ranks_go_on(tmp_path: Path, count_cases: Callable
     count_cases(1, "a node lost, half of the ranks go on")
 
 
+WAITS = "--rdzv-conf=last_call_timeout=20,join_timeout=300,timeout=300"
+"""How long the first node waits for the second, which a busy machine starts late, and for a lost one to come back."""
+
+
+def wait_for_listener(port: int, seconds: float = 300) -> None:
+    """Return once something listens at the port of this machine."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+            return
+        except OSError:
+            assert time.monotonic() < end, f"nothing listens at port {port}"
+            time.sleep(0.1)
+
+
 def free_port() -> int:
-    import socket
 
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))

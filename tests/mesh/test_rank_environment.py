@@ -4,18 +4,20 @@ import contextlib
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from tests.ports import free_ports
-from xscale.core.errors import ConfigError, FaultError
+from xscale.cli.main import main
+from xscale.core.errors import EXIT_USER, ConfigError, FaultError
 from xscale.mesh import rendezvous
 from xscale.mesh.environment import RankInfo, check_rendezvous, read_rank_info, why_ranks_are_missing
 from xscale.mesh.rendezvous import announce_leaving, attempt_store, leave_last, names_of, open_store, wait_for_keys
 from xscale_launch.env import mpi_ranks, slurm_ranks
-from xscale_launch.mpi_rank import rank_from_launcher
+from xscale_launch.mpi.mpi_rank import rank_from_launcher
 from xscale_launch.status import LaunchError
 
 RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
@@ -42,6 +44,8 @@ REFUSED = {
     "WORLD_SIZE=two": ({**RANK, "WORLD_SIZE": "two"}, "WORLD_SIZE: is 'two', which is no number"),
     "WORLD_SIZE=0": ({**RANK, "WORLD_SIZE": "0"}, "RANK: is 0, and the ranks of WORLD_SIZE=0 are"),
     "a rank beyond the world": ({**RANK, "RANK": "5"}, "RANK: is 5, and the ranks of WORLD_SIZE=2 are 0 to 1"),
+    "a rank of 5,000 digits": ({**RANK, "RANK": "9" * 5000}, "RANK: is '9999999999"),
+    "a rank in other digits": ({**RANK, "RANK": "\u0663"}, "RANK: is '\u0663', which is no number"),
     "a local rank beyond": ({**RANK, "LOCAL_RANK": "2"}, "LOCAL_RANK: is 2, and the ranks of LOCAL_WORLD_SIZE=2 are"),
 }
 
@@ -55,10 +59,27 @@ def test_ranks_that_cannot_be_are_refused(case: str) -> None:
     assert len(refused.value.problems) == 1
 
 
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_program_refuses_them_in_a_sentence(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An error is printed by rank 0, which nobody knows here."""
+    given, sentence = REFUSED[case]
+    monkeypatch.setattr("sys.argv", ["xscale", "train", "quickstart", f"run.dir={tmp_path / 'run'}"])
+    with variables(given), pytest.raises(SystemExit) as left:
+        main()
+    lines = capsys.readouterr().err.splitlines()
+    assert left.value.code == EXIT_USER
+    assert len(lines) == 1
+    assert lines[0].startswith(f"xscale: {sentence}")
+    assert not (tmp_path / "run").exists()
+
+
 MEETINGS = {
     "no address": ({"MASTER_PORT": "29500"}, "MASTER_ADDR: is not set, and RANK and WORLD_SIZE=2 say"),
     "no port": ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT: is not set"),
     "port abc": ({**MEETING, "MASTER_PORT": "abc"}, "MASTER_PORT: is 'abc', which is no port"),
+    "a port of 5,000 digits": ({**MEETING, "MASTER_PORT": "9" * 5000}, "MASTER_PORT: is '9999999999"),
     "port 0": ({**MEETING, "MASTER_PORT": "0"}, "MASTER_PORT: is '0', which is no port"),
     "port 99999": ({**MEETING, "MASTER_PORT": "99999"}, "MASTER_PORT: is '99999', which is no port"),
 }

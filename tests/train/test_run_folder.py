@@ -13,8 +13,8 @@ import torch
 from tests.distributed import Pool
 from tests.train.tiny import metrics, recipe, run
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, FaultError
+from xscale.run.run_folder import LISTED, differences, problems_of, read_config
 from xscale.train.loop import Loop
-from xscale.train.run_folder import LISTED, differences, problems_of, read_config
 from xscale.train.run_work import RunWork
 
 

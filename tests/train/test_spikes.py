@@ -14,10 +14,10 @@ from tests.train.test_resume import equal
 from tests.train.tiny import losses, metrics, recipe, run
 from xscale.checkpoint.load import load_tensors, read_state
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE
-from xscale.train.batches import MicroBatches
+from xscale.settings.settings import TrainConfig
+from xscale.step.batches import MicroBatches
+from xscale.step.step import Stepper, decide
 from xscale.train.loop import Loop
-from xscale.train.settings import TrainConfig
-from xscale.train.step import Stepper, decide
 
 BAD = 42
 """A sample of step 6, counted from 1, at a batch of 8."""

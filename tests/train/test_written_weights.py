@@ -12,7 +12,7 @@ from tests.distributed import Pool
 from tests.train.tiny import losses, metrics, recipe, run
 from xscale.checkpoint.load import load_tensors
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE
-from xscale.train.step import StepDecision
+from xscale.step.step import StepDecision
 
 Section = dict[str, Any]
 DOUBLE = {"compute": "float64", "master": "float64"}

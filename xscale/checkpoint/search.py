@@ -13,9 +13,9 @@ from xscale.checkpoint import manifest
 from xscale.checkpoint.disk import Disk
 from xscale.checkpoint.errors import DamageError, consensus
 from xscale.checkpoint.files import bad_folder, bad_folders, hidden_folders, step_folder, visible_steps
-from xscale.core.atomic_write import write_atomically
 from xscale.core.errors import ConfigError, NoticeWarning
-from xscale.core.run_files import kind_of
+from xscale.core.files.atomic_write import write_atomically
+from xscale.core.files.run_files import kind_of
 from xscale.mesh.consensus import Consensus
 
 REASON = "reason.txt"
@@ -76,16 +76,34 @@ def find_to_read(folder: Path, *, step: int | None = None, strict: bool = False)
     if step is not None:
         return SearchResult(_checkpoint_of_step(folder, step), step)
     newest = find_newest(folder)
-    if newest.path is None:
+    if newest.step is None:
         return newest
-    damaged = [(passed, reason) for passed, reason in _set_aside(folder) if passed > (newest.step or 0)]
-    reasons = [*newest.reasons, *(f"step {passed} was set aside ({reason})" for passed, reason in damaged)]
-    if reasons:
-        what = f"the newest checkpoint is damaged: {'; '.join(reasons)}"
-        if strict:
-            raise ConfigError(str(folder), what, f"Without --strict, step {newest.step} is read.")
-        warnings.warn(f"{what}; step {newest.step} is read instead", OlderCheckpointWarning, stacklevel=3)
+    if strict and (what := why_older(folder, newest.step)):
+        raise ConfigError(str(folder), what, f"Without --strict, step {newest.step} is read.")
+    warn_of_older(folder, newest.step)
     return newest
+
+
+def warn_of_older(folder: Path, step: int) -> None:
+    """Warn with an OlderCheckpointWarning where `step` is read as newer checkpoints are damaged. Not collective."""
+    if what := why_older(folder, step):
+        warnings.warn(f"{what}; step {step} is read instead", OlderCheckpointWarning, stacklevel=3)
+
+
+def why_older(folder: Path, step: int) -> str:
+    """Say which checkpoints newer than `step` are damaged or were set aside; empty: none. Not collective."""
+    reasons = []
+    for newer, path in visible_steps(folder):
+        if newer <= step:
+            break
+        try:
+            _manifest_with_sizes(path)
+        except DamageError as damage:
+            reasons.append(f"{damage.path}: {damage.what}; passed over")
+        except ConfigError as error:
+            reasons.append(f"{error}; passed over")
+    reasons += [f"step {number} was set aside ({why})" for number, why in _set_aside(folder) if number > step]
+    return f"the newest checkpoint is damaged: {'; '.join(reasons)}" if reasons else ""
 
 
 def _checkpoint_of_step(folder: Path, step: int) -> Path:

@@ -6,11 +6,10 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from xscale import __version__
 from xscale.cli.bench import bench_app
 from xscale.cli.checkpoint import checkpoint_app
 from xscale.cli.data import data_app
@@ -25,6 +24,10 @@ from xscale.cli.streams import check_arguments, open_closed_streams
 from xscale.cli.train import train
 from xscale.core.errors import EXIT_FAULT, EXIT_USER, ConfigError, FaultError, NoticeWarning, Problem
 from xscale.core.renamed import RenamedWarning
+from xscale.core.version import __version__
+
+if TYPE_CHECKING:
+    from xscale.mesh.environment import RankInfo
 
 COMPLETION = {"--install-completion", "--show-completion"}
 SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
@@ -136,7 +139,7 @@ def _sentence(problem: Problem) -> str:
     """The problem, with the place of a part that another family has, or of a variant, if its kind is one."""
     if not problem.unknown_kind:
         return str(problem)
-    from xscale.commands.catalogue import where
+    from xscale.commands.show.catalogue import where
 
     location = where(problem.unknown_kind)
     return str(replace(problem, fix=f"{location}.") if location else problem)
@@ -150,20 +153,26 @@ def show_renamed_once(show: Callable[..., None]) -> Callable[..., None]:
         if not issubclass(category, RenamedWarning | NoticeWarning):
             show(message, category, *location, **options)
             return
-        from xscale.mesh.environment import read_rank_info
-
-        if str(message) not in shown and read_rank_info().is_rank0:
+        if str(message) not in shown and _speaking_rank().is_rank0:
             print(f"xscale: warning: {message}", file=sys.stderr, flush=True)
         shown.add(str(message))
 
     return show_warning
 
 
+def _speaking_rank() -> "RankInfo":
+    """Read which rank prints a message; where the variables of ranks are what is refused, a single process does."""
+    from xscale.mesh.environment import RankInfo, read_rank_info
+
+    try:
+        return read_rank_info()
+    except ConfigError:
+        return RankInfo()
+
+
 def _print_errors(sentences: list[str], *, same_on_all_ranks: bool) -> None:
     """Print errors on stderr: by rank 0 only if all ranks have the same, otherwise by each rank with its number."""
-    from xscale.mesh.environment import read_rank_info
-
-    rank = read_rank_info()
+    rank = _speaking_rank()
     if same_on_all_ranks and not rank.is_rank0:
         return
     prefix = "xscale" if rank.is_single_process or same_on_all_ranks else f"xscale (rank {rank.rank})"

@@ -10,6 +10,9 @@ from xscale.core.errors import ConfigError, Problem
 
 FIX = "Let torchrun, srun, mpirun or `xscale launch` set it, or unset RANK for one process alone."
 
+SHOWN = 40
+"""Characters of a variable that a message shows."""
+
 
 @dataclass(frozen=True)
 class RankInfo:
@@ -41,9 +44,9 @@ def read_rank_info() -> RankInfo:
     numbers = []
     for name, default in names.items():
         text = os.environ.get(name, str(default))
-        numbers.append(int(text) if text.isdecimal() else default)
-        if not text.isdecimal():
-            problems.append(Problem(name, f"is {text!r}, which is no number of a rank or of ranks", FIX))
+        numbers.append(int(text) if _is_number(text) else default)
+        if not _is_number(text):
+            problems.append(Problem(name, f"is {text[:SHOWN]!r}, which is no number of a rank or of ranks", FIX))
     rank, world, local_rank, local_world = numbers
     for name, number, of, count in (
         ("RANK", rank, "WORLD_SIZE", world),
@@ -56,10 +59,14 @@ def read_rank_info() -> RankInfo:
     return RankInfo(rank, world, local_rank, local_world)
 
 
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 10
+
+
 def rendezvous_to_serve() -> tuple[str, int] | None:
     """MASTER_ADDR and MASTER_PORT, where rank 0 listens; None without them, or where torchrun itself listens."""
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not port.isdecimal() or not address:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not _is_number(port) or not address:
         return None
     return address, int(port)
 
@@ -76,8 +83,9 @@ def check_rendezvous(world: int) -> None:
         what = f"is not set, and RANK and WORLD_SIZE={world} say that this is one of several processes"
         problems.append(Problem("MASTER_ADDR", what, FIX))
     port = os.environ.get("MASTER_PORT", "")
-    if not port.isdecimal() or not 0 < int(port) < 2**16:
-        problems.append(Problem("MASTER_PORT", f"is {port!r}, which is no port" if port else "is not set", FIX))
+    if not _is_number(port) or not 0 < int(port) < 2**16:
+        what = f"is {port[:SHOWN]!r}, which is no port" if port else "is not set"
+        problems.append(Problem("MASTER_PORT", what, FIX))
     if problems:
         raise ConfigError(problems)
 

@@ -15,24 +15,24 @@ from xscale.checkpoint.in_memory import InMemoryCheckpoint
 from xscale.core.config import encode
 from xscale.core.errors import FaultError
 from xscale.mesh.collectives import MeanOverOwners, mean_tensors
+from xscale.nn.ffn.moe.statistics import copy_to_cpu, load_balance_metrics, nonfinite
 from xscale.nn.forward import Stats
-from xscale.nn.moe.statistics import copy_to_cpu, load_balance_metrics, nonfinite
 from xscale.nn.post_step import update_non_gradient_state
 from xscale.observe import Observer, StepReport
 from xscale.observe.events import Statistic
 from xscale.observe.observer import is_due
-from xscale.parallel.full_tensors import ShardedWeightWriter
-from xscale.parallel.loss_scale import LossScale
-from xscale.parallel.sharded import StagedModel
+from xscale.parallel.precision.loss_scale import LossScale
+from xscale.parallel.shard.full_tensors import ShardedWeightWriter
+from xscale.parallel.shard.sharded import StagedModel
+from xscale.run.parts import RunParts
+from xscale.run.saved_state import state_check, state_of
+from xscale.run.state import State
+from xscale.step.step import SpikeError, StepDecision, StepGradients, decide
+from xscale.step.step_batches import StepBatches
 from xscale.train.garbage_collection import GarbageCollection
 from xscale.train.interruptible_work import InterruptibleWork
 from xscale.train.kernel_log import KernelSelectionLog
 from xscale.train.profiler import StepProfiler
-from xscale.train.saved_state import state_check, state_of
-from xscale.train.setup import RunParts
-from xscale.train.state import State
-from xscale.train.step import SpikeError, StepDecision, StepGradients, decide
-from xscale.train.step_batches import StepBatches
 from xscale.watchdog.distributed_stop import DistributedStop
 from xscale.watchdog.watchdog import IoHeartbeat, Watchdog
 
