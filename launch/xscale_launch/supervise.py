@@ -20,6 +20,8 @@ from xscale_launch.status import LaunchError
 TICK_SECONDS = 0.05
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1
+STOP_VARIABLE = "XSCALE_STOP_SECONDS"
+"""Tells a worker how long the launcher waits for it after a signal."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,10 @@ class Supervisor:
         with self._handle_signals():
             try:
                 for worker in self._workers:
-                    self._processes[worker.rank] = start_worker(worker, ignore_usr1=self._signal_children)
+                    # The trainer compares it with the time that a save may take.
+                    variables = {**worker.environment, STOP_VARIABLE: f"{self._timeouts.stop:g}"}
+                    started = start_worker(replace(worker, environment=variables), ignore_usr1=self._signal_children)
+                    self._processes[worker.rank] = started
                 while len(self._codes) < len(self._workers):
                     self._collect()
                     self._forward_signals()

@@ -1,10 +1,21 @@
 """Atomic writes: the old content or the new, and no temporary file is left."""
 
+import errno
+import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from xscale.core.files.atomic_write import TEMPORARY_SUFFIX, atomic_write, write_atomically
+from xscale.core.errors import ConfigError
+from xscale.core.files.atomic_write import (
+    TEMPORARY_SUFFIX,
+    AppendFile,
+    atomic_write,
+    reporting_full_disk,
+    write_atomically,
+)
 
 
 def test_content_is_replaced_at_the_end_of_the_block(tmp_path: Path) -> None:
@@ -58,3 +69,58 @@ def test_the_error_of_the_removal_does_not_hide_the_first(tmp_path: Path, monkey
     with pytest.raises(OSError, match="the first"):
         write_atomically(tmp_path / "file", b"new")
     assert removals == []
+
+
+DISKS = {
+    "a full disk": (errno.ENOSPC, True),
+    "a quota": (errno.EDQUOT, True),
+    "a limit on the size of files": (errno.EFBIG, True),
+    "a read-only disk": (errno.EROFS, True),
+    "a folder of somebody else": (errno.EACCES, True),
+    "an immutable folder": (errno.EPERM, True),
+    "a broken disk": (errno.EIO, False),
+    "a stale handle of NFS": (errno.ESTALE, False),
+}
+"""Error of a write -> whether it is the user's to mend: a sentence that names the file, the reason and the way out."""
+
+
+@pytest.mark.parametrize("case", DISKS)
+def test_a_disk_that_takes_no_data_is_a_sentence(case: str, tmp_path: Path) -> None:
+    number, is_the_users = DISKS[case]
+    path = tmp_path / "train.bin"
+    with pytest.raises(ConfigError if is_the_users else OSError) as raised, reporting_full_disk(path):
+        raise OSError(number, os.strerror(number), str(path))
+    assert os.strerror(number) in str(raised.value)
+    if isinstance(raised.value, ConfigError):
+        assert str(raised.value).startswith(f"{path}: cannot be written")
+        assert "data.folder" in str(raised.value)
+
+
+@pytest.mark.parametrize("case", DISKS)
+def test_an_entry_that_a_disk_does_not_take_leaves_none_of_it(case: str, tmp_path: Path) -> None:
+    """Half of the entry is written before the error; the next entry follows the last whole one."""
+    path = tmp_path / "metrics.jsonl"
+    file = AppendFile(path)
+    file.write("whole\n")
+    file._file = TornFile(file._file, DISKS[case][0])  # type: ignore[assignment]
+    with pytest.raises(OSError, match=re.escape(os.strerror(DISKS[case][0]))):
+        file.write("torn entry\n")
+    file.write("next\n")
+    file.close()
+    assert path.read_text() == "whole\nnext\n"
+
+
+class TornFile:
+    """A file that takes four bytes and then fails."""
+
+    def __init__(self, file: Any, number: int) -> None:
+        self._file, self._number, self._written = file, number, False
+
+    def write(self, data: memoryview) -> int:
+        if self._written:
+            raise OSError(self._number, os.strerror(self._number))
+        self._written = True
+        return int(self._file.write(data[:4]))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.ports import free_ports
 from xscale.cli.main import main
 from xscale.core.errors import EXIT_USER, ConfigError, FaultError
 from xscale.mesh import rendezvous
-from xscale.mesh.environment import check_rendezvous, read_rank_info, why_ranks_are_missing
-from xscale.mesh.rendezvous import announce_leaving, attempt_store, leave_last, names_of, wait_for_keys
+from xscale.mesh.environment import RankInfo, check_rendezvous, read_rank_info, why_ranks_are_missing
+from xscale.mesh.rendezvous import announce_leaving, attempt_store, leave_last, names_of, open_store, wait_for_keys
 from xscale_launch.env import mpi_ranks, slurm_ranks
 from xscale_launch.mpi.mpi_rank import rank_from_launcher
 from xscale_launch.status import LaunchError
@@ -162,6 +163,63 @@ def test_rank_0_says_which_ranks_are_missing(
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 1
     assert said[0].startswith("xscale: rank 0 has waited 0 s for ranks 1, 2, 3 to start. RANK and")
+
+
+WAITING = {
+    "the second rank of rank 0's node": (RankInfo(1, 4, 1, 2), True),
+    "the first rank of another node": (RankInfo(2, 4, 0, 2), True),
+    "the second rank of another node": (RankInfo(3, 4, 1, 2), False),
+}
+"""Rank -> whether it says that rank 0 is missing: one of a node does, but all of the node where rank 0 should be."""
+
+
+@pytest.mark.parametrize("case", WAITING)
+def test_a_rank_without_rank_0_says_for_what_it_waits(
+    case: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank_info, says = WAITING[case]
+    port, rank = free_ports(1), rank_info.rank
+    monkeypatch.setattr(rendezvous, "SAY_SECONDS", 0.2)
+    with (
+        variables({**RANK, **MEETING, "MASTER_PORT": str(port)}),
+        pytest.raises(FaultError, match=rf"^rank {rank} waited 1 s for rank 0 of 4, .* at 127.0.0.1:{port}\. RANK and"),
+    ):
+        open_store(rank_info, timedelta(seconds=1))
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("xscale: ")]
+    assert len(said) == says
+    assert all(line.startswith(f"xscale: rank {rank} has waited 0 s for rank 0 of 4, which has the") for line in said)
+    assert all("env -u RANK xscale ..." in line for line in said)
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_a_rank_that_waits_for_others_than_rank_0_says_so(
+    says: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the store is torchrun's, which answers without rank 0."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    monkeypatch.setattr(rendezvous, "SAY_SECONDS", 0.1)
+    with (
+        variables(RANK),
+        pytest.raises(FaultError, match=r"^rank 2 waited 0 s for the others of 4 to start\. RANK and"),
+    ):
+        attempt_store(store, 2, 4, timedelta(seconds=0.4), says=says)
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == says
+    assert not says or said[0].startswith(
+        "xscale: rank 2 has waited 0 s for the other ranks of 4 to start; rank 0 names"
+    )
+
+
+@pytest.mark.parametrize("by", ["address", "name"])
+def test_rank_0_waits_for_nobody_in_its_store(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine's name is no address to listen at; torch's own store would wait there for all, and name none."""
+    if by == "name":
+        monkeypatch.setattr(rendezvous, "listener_of_store", lambda name, port: None)
+    with variables({**RANK, **MEETING, "MASTER_PORT": str(free_ports(1))}):
+        store = open_store(RankInfo(0, 2, 0, 2), timedelta(seconds=2))
+        other = open_store(RankInfo(1, 2, 1, 2), timedelta(seconds=2))
+    other.set("key", "value")
+    assert store.get("key") == b"value"
 
 
 def test_ranks_that_came_are_not_named(capfd: pytest.CaptureFixture[str]) -> None:

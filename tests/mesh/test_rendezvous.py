@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from xscale.core.errors import ConfigError
+from xscale.core.errors import ConfigError, FaultError
 from xscale.mesh.rendezvous import attempt_store, claim_gpu, listener_of_store
 
 
@@ -67,7 +67,7 @@ def test_the_store_listens_at_one_address() -> None:
 def test_a_rank_that_does_not_come() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     store.set("attempt", "old")
-    with pytest.raises(TimeoutError, match="rank 1 waited 0 s for the others to start"):
+    with pytest.raises(FaultError, match="rank 1 waited 0 s for the others of 2 to start"):
         attempt_store(store, 1, 2, timedelta(seconds=0.2))
 
 

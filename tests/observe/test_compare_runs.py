@@ -87,6 +87,9 @@ LIVES = {
     "a quick restart": (((1, 4, 1.0), (5, 8, 1.0)), [1, 2, 3, 4, 5, 6, 7, 8]),
     "a restart that is slow to its first step": (((1, 2, 1.0), (3, 4, 30.0)), [1, 2, 32, 33]),
     "three processes, the last one slow": (((1, 3, 1.0), (4, 4, 2.0), (5, 6, 9.0)), [1, 2, 3, 5, 14, 15]),
+    "a process for each step": (((1, 1, 3.0), (2, 2, 3.0), (3, 3, 3.0)), [3, 6, 9]),
+    "restarts that take as long as the steps before": (((1, 2, 1.0), (3, 3, 2.0), (4, 4, 2.0)), [1, 2, 4, 6]),
+    "no logged step before a restart": (((1, 0, 9.0), (1, 2, 1.0)), [1, 2]),
     "the first process resumed": (((11, 12, 5.0), (13, 13, 8.0)), [5, 6, 14]),
 }
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from xscale.watchdog.watchdog import StopSignal
 from xscale_launch.supervise import children
 
 ROOT = Path(__file__).parents[2]
@@ -125,3 +126,55 @@ def test_training_of_a_tokenizer_says_so_and_stops_at_once(words: list[str], tmp
     assert "Traceback" not in said, said
     assert not list(tmp_path.glob("data/*/tokenizer.model"))
     assert ("before the first step" in said) == (words == ["train"])
+
+
+STOPS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
+"""Every signal by which a user, a terminal, a quota or a cluster asks a process to end."""
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_signal_in_training_is_a_wish_to_stop(name: str) -> None:
+    number = signal.Signals[name]
+    before = signal.getsignal(number)
+    with StopSignal(speaks=False) as stop:
+        stop.training_begins()
+        os.kill(os.getpid(), number)
+        assert stop.cause == name
+        assert stop.seconds > 0
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_signal_before_training_ends_the_process(name: str) -> None:
+    with StopSignal(speaks=False) as stop, pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.Signals[name])
+    assert stop.cause == name
+
+
+PAIRS = {
+    "the warning and the end of a job": ("SIGUSR1", "SIGTERM"),
+    "the end twice": ("SIGTERM", "SIGTERM"),
+    "a soft limit each second": ("SIGXCPU", "SIGXCPU"),
+    "a closed terminal after Ctrl-C": ("SIGINT", "SIGHUP"),
+}
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_the_first_of_two_signals_is_the_cause(case: str) -> None:
+    first, second = PAIRS[case]
+    with StopSignal(speaks=False) as stop:
+        stop.training_begins()
+        os.kill(os.getpid(), signal.Signals[first])
+        os.kill(os.getpid(), signal.Signals[second])
+    assert stop.cause == first
+
+
+def test_a_run_of_nohup_goes_on_when_its_terminal_is_closed() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignal(speaks=False) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.cause is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

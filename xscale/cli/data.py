@@ -39,6 +39,7 @@ def data_prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     An interrupted preparation resumes: finished shards are kept.
     """
     from xscale.commands.data.prepare_data import prepare
+    from xscale.data.corpus.shards import unknown_sentence
     from xscale.mesh.environment import read_rank_info
 
     rank_from_launcher()
@@ -49,6 +50,8 @@ def data_prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     for split in (prepared.train, prepared.validation):
         if split is not None:
             print(f"{split.name}: {split.documents} documents, {len(split.tokens)} tokens in {split.indexed.bin}")
+    if prepared.manifest is not None and (sentence := unknown_sentence(prepared.manifest)):
+        print(sentence)
 
 
 @data_app.command("inspect", cls=CommandWithSettings)

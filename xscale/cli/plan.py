@@ -1,5 +1,6 @@
 """`xscale plan`: what a run needs, without starting it."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -54,6 +55,8 @@ def plan(
             raise ConfigError("--members", "cannot be combined with --search or --draw", "Omit --search and --draw.")
         commands.members(config, overrides or [], members.read(), world, machine)
         return
+    if not json:
+        _say_contradicting_deadline(config, overrides or [])
     if machine is None:
         commands.check(config, overrides or [], world, as_json=json)
         return
@@ -63,3 +66,29 @@ def plan(
         commands.search(config, overrides or [], world, machine, best=best, as_json=json)
         return
     raise typer.Exit(commands.run(config, overrides or [], world, machine, draw=draw, as_json=json))
+
+
+def _say_contradicting_deadline(config: Path, overrides: list[str]) -> None:
+    """Say where the config's own deadline of a save contradicts the cluster to which `xscale launch slurm` submits.
+
+    The launcher refuses such a config. It asks for a plan as JSON, and knows which cluster was chosen.
+    """
+    from xscale.core.compose import compose_leniently
+    from xscale_launch.profile import find_file, load
+    from xscale_launch.slurm.save_deadline import contradiction
+    from xscale_launch.status import LaunchError
+
+    composed = compose_leniently(config, overrides)
+    section = composed.data.get("checkpoint")
+    deadline = section.get("deadline_seconds") if isinstance(section, dict) else None
+    if not isinstance(deadline, int | float):
+        return
+    try:
+        file = find_file(None, Path.home(), Path.cwd())
+        signal_seconds = load(file, None).signal_seconds
+    except LaunchError:
+        # A bad file of clusters is the launcher's to refuse.
+        return
+    origin = composed.origin.get("checkpoint.deadline_seconds", str(config))
+    if file is not None and (sentence := contradiction(deadline, origin, signal_seconds)):
+        print(f"xscale: warning: {sentence} ({file})", file=sys.stderr, flush=True)

@@ -1,5 +1,6 @@
 """`xscale train`: a run, in one process or as a rank of several."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,4 +57,16 @@ def _checked_recipe(config: Path, overrides: list[str]) -> "Recipe":
         raise
     if rank.is_rank0:
         say_at_start(recipe, composed)
+        _warn_of_deadline(recipe.checkpoint.deadline_seconds)
     return recipe
+
+
+def _warn_of_deadline(deadline: float) -> None:
+    """Say so where the launcher kills this process before it would give up the save of a signal."""
+    from xscale.mesh.environment import launcher_stop_seconds
+
+    stop_seconds = launcher_stop_seconds()
+    if stop_seconds is not None and deadline > stop_seconds:
+        what = f"checkpoint.deadline_seconds is {deadline:g} s, but the launcher kills a rank {stop_seconds:g} s"
+        fix = f"Set checkpoint.deadline_seconds below {stop_seconds:g}, or let the launcher wait longer."
+        print(f"xscale: warning: {what} after a signal, in the middle of its save. {fix}", file=sys.stderr, flush=True)

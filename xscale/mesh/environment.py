@@ -71,6 +71,11 @@ def rendezvous_to_serve() -> tuple[str, int] | None:
     return address, int(port)
 
 
+def meeting_place() -> str:
+    """MASTER_ADDR:MASTER_PORT, for a message."""
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
 def check_rendezvous(world: int) -> None:
     """ConfigError unless MASTER_ADDR and MASTER_PORT say where the ranks of a world of this size meet."""
     problems = []
@@ -90,8 +95,8 @@ def why_ranks_are_missing(world: int) -> str:
     if "SLURM_STEP_NUM_TASKS" in os.environ and os.environ.get("SLURM_PROCID") == os.environ.get("RANK"):
         shell = "an interactive shell (srun --pty)" if "SLURM_PTY_PORT" in os.environ else "a Slurm step"
         return (
-            f"This is task 0 of {shell} of {world} tasks, which all have to start this command: use srun without "
-            "--pty. For one process alone: env -u SLURM_STEP_NUM_TASKS xscale ..."
+            f"This is task {os.environ['SLURM_PROCID']} of {shell} of {world} tasks, which all have to start this "
+            "command: use srun without --pty. For one process alone: env -u SLURM_STEP_NUM_TASKS xscale ..."
         )
     if any(name.startswith("TORCHELASTIC_") for name in os.environ):
         return "torchrun started this rank: start the same torchrun command on every node, or look there why it ended."
@@ -99,6 +104,14 @@ def why_ranks_are_missing(world: int) -> str:
         f"RANK and WORLD_SIZE={world} are set: start every rank with the same MASTER_ADDR and MASTER_PORT, or look why "
         "it ended. For one process alone: env -u RANK xscale ..."
     )
+
+
+def launcher_stop_seconds() -> float | None:
+    """How long the launcher that started this process waits after a signal before it kills it; None: nobody says."""
+    try:
+        return float(os.environ["XSCALE_STOP_SECONDS"])
+    except (KeyError, ValueError):
+        return None
 
 
 def set_deepspeed_accelerator(kind: str) -> None:

@@ -29,9 +29,9 @@ from xscale.mesh.rendezvous import (
     claim_gpu,
     gpu_name,
     leave_last,
-    listener_of_store,
+    open_store,
 )
-from xscale.mesh.torch_private import Store, _abort_process_group, _get_default_store, _resolve_process_group
+from xscale.mesh.torch_private import _abort_process_group, _get_default_store, _resolve_process_group
 
 
 @dataclass(frozen=True)
@@ -125,18 +125,9 @@ def init_process_group(rank_info: RankInfo, backend: str, timeout: datetime.time
     check_rendezvous(rank_info.world)
     rank = rank_info.rank
     world = rank_info.world
-    address = rendezvous_to_serve()
     try:
-        listener = listener_of_store(*address) if rank == 0 and address is not None else None
-        if listener is not None and address is not None:
-            with listener:
-                # The store waits for no ranks: `attempt_store` does, and says for which.
-                store: Store = dist.TCPStore(  # type: ignore[attr-defined]
-                    *(*address, world, True, timeout, False), multi_tenant=True, master_listen_fd=listener.detach()
-                )
-        else:
-            store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timeout))  # type: ignore[attr-defined]
-        attempt = attempt_store(store, rank, world, timeout)
+        store = open_store(rank_info, timeout)
+        attempt = attempt_store(store, rank, world, timeout, says=rank_info.local_rank == 0)
         if gpu is not None:
             claim_gpu(attempt, gpu)
         dist.init_process_group(backend, store=attempt, rank=rank, world_size=world, timeout=timeout)

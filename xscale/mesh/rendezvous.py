@@ -5,27 +5,78 @@ import errno
 import ipaddress
 import socket
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from xscale.core.errors import ConfigError, FaultError
-from xscale.mesh.environment import why_ranks_are_missing
+from xscale.mesh.environment import RankInfo, meeting_place, rendezvous_to_serve, why_ranks_are_missing
 from xscale.mesh.torch_private import PrefixStore, Store
 
 POLL_SECONDS, LONGEST_POLL_SECONDS = 0.05, 1.0
 """A rank that waits for the others asks the store again after this time, each time twice as long."""
 SAY_SECONDS = 10.0
-"""After so long rank 0 says for which ranks it waits."""
+"""After so long a rank says for whom it waits."""
 LISTED = 8
 """Missing ranks that a message names."""
 
 
-def attempt_store(store: Store, rank: int, world: int, timeout: timedelta) -> Store:
-    """Return a prefix of the store that only this attempt uses. Collective; TimeoutError when a rank is missing.
+@contextlib.contextmanager
+def saying_after(seconds: float, text: str) -> Iterator[None]:
+    """Print `text` once on standard error if the block is not over after `seconds`, whatever it waits in."""
+    timer = threading.Timer(seconds, lambda: print(f"xscale: {text}", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def open_store(rank_info: RankInfo, timeout: timedelta) -> Store:
+    """Open the store at MASTER_ADDR and MASTER_PORT; rank 0 holds it, unless torchrun does.
+
+    A rank that waits for rank 0 says so: one of each node, and all of rank 0's own node, where the first is missing.
+    FaultError when rank 0 does not start.
+    """
+    rank, world = rank_info.rank, rank_info.world
+    is_on_node_of_rank_0 = rank == rank_info.local_rank
+    says = rank > 0 and (rank_info.local_rank == 0 or is_on_node_of_rank_0)
+    waits_for = f"for rank 0 of {world}, which has the store at {meeting_place()}"
+    text = f"rank {rank} has waited {SAY_SECONDS:.0f} s {waits_for}. {why_ranks_are_missing(world)}"
+    try:
+        with saying_after(SAY_SECONDS, text) if says else contextlib.nullcontext():
+            return _connected_store(rank, world, timeout)
+    except dist.DistNetworkError as error:
+        if rank == 0 or "timed out" not in str(error):
+            raise
+        waited = f"rank {rank} waited {timeout.total_seconds():.0f} s {waits_for}"
+        raise FaultError(f"{waited}. {why_ranks_are_missing(world)}") from None
+
+
+def _connected_store(rank: int, world: int, timeout: timedelta) -> Store:
+    """Listen for the store or connect to it, without waiting for the other ranks: `attempt_store` names those."""
+    address = rendezvous_to_serve()
+    if address is None:
+        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timeout))  # type: ignore[attr-defined]
+        return store  # type: ignore[no-any-return]
+    listener = listener_of_store(*address) if rank == 0 else None
+    with listener or contextlib.nullcontext():
+        descriptor = None if listener is None else listener.detach()
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            *(*address, world, rank == 0, timeout, False), multi_tenant=True, master_listen_fd=descriptor
+        )
+
+
+def attempt_store(store: Store, rank: int, world: int, timeout: timedelta, *, says: bool = True) -> Store:
+    """Return a prefix of the store that only this attempt uses. Collective; FaultError when a rank is missing.
+
+    With `says` a rank that waits long says so in a line, rank 0 always.
 
     Rank 0 publishes a new prefix and closes it with the tokens of the ranks that answered. A rank that reads the prefix
     of an earlier attempt does not find its own token there and tries again.
@@ -45,15 +96,22 @@ def attempt_store(store: Store, rank: int, world: int, timeout: timedelta) -> St
             raise FaultError(f"{what}. {why_ranks_are_missing(world)}")
         store.set(f"{token}/closed", ",".join(store.get(key).decode() for key in keys.values()))
         return PrefixStore(token, store)
-    end, pause = time.monotonic() + timeout.total_seconds(), POLL_SECONDS
-    while time.monotonic() < end:
-        attempt = store.get("attempt").decode()
-        store.set(f"{attempt}/{rank}", token)
-        if store.check([f"{attempt}/closed"]) and token in store.get(f"{attempt}/closed").decode().split(","):
-            return PrefixStore(attempt, store)
+    begin, pause, said = time.monotonic(), POLL_SECONDS, not says
+    while (waited := time.monotonic() - begin) < timeout.total_seconds():
+        # The key is missing until rank 0 starts, and `get` would wait for it without a word.
+        if store.check(["attempt"]):
+            attempt = store.get("attempt").decode()
+            store.set(f"{attempt}/{rank}", token)
+            if store.check([f"{attempt}/closed"]) and token in store.get(f"{attempt}/closed").decode().split(","):
+                return PrefixStore(attempt, store)
+        if waited > SAY_SECONDS and not said:
+            said = True
+            text = f"rank {rank} has waited {waited:.0f} s for the other ranks of {world} to start; rank 0 names them"
+            print(f"xscale: {text}. {why_ranks_are_missing(world)}", file=sys.stderr, flush=True)
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_POLL_SECONDS)
-    raise TimeoutError(f"rank {rank} waited {timeout.total_seconds():.0f} s for the others to start")
+    what = f"rank {rank} waited {timeout.total_seconds():.0f} s for the others of {world} to start"
+    raise FaultError(f"{what}. {why_ranks_are_missing(world)}")
 
 
 def wait_for_keys(

@@ -19,7 +19,11 @@ from xscale.mesh.consensus import RankError
 from xscale.mesh.flight_recorder import is_lost_rank
 from xscale.watchdog.crash_dumps import CrashDumps, frame_of_thread
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2),
+    # A terminal that is closed, and a limit on processor time (`ulimit -t`, queues of LSF and Grid Engine).
+    *(signal.SIGHUP, signal.SIGXCPU),
+)
 INTERRUPTED = 128 + signal.SIGINT
 """The exit status after a second Ctrl-C."""
 INTERRUPT_SECONDS = 1.0
@@ -59,7 +63,9 @@ class StopSignal:
         self._writer.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in SIGNALS:
-            self._before[number] = signal.signal(number, self._catch)
+            # A process that nohup started goes on when its terminal is closed.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._catch)
         threading.Thread(target=self._announce, name="signals", daemon=True).start()
         return self
 
@@ -99,8 +105,10 @@ class StopSignal:
                             os._exit(INTERRUPTED)
 
     def _say(self, text: str) -> None:
-        if self._speaks:
-            print(f"xscale: {text}", file=sys.stderr, flush=True)
+        # A closed terminal takes no text, and must not end the thread.
+        with contextlib.suppress(OSError):
+            if self._speaks:
+                print(f"xscale: {text}", file=sys.stderr, flush=True)
 
 
 T = TypeVar("T")

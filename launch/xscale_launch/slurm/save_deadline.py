@@ -22,6 +22,20 @@ def stop_seconds(signal_seconds: int) -> int:
     return max(LEAST_STOP_SECONDS, signal_seconds - MARGIN_SECONDS)
 
 
+def contradiction(deadline: float, origin: str, signal_seconds: int) -> str | None:
+    """Say why a save may not take as long as `checkpoint.deadline_seconds`, from `origin`, says; None: it may."""
+    longest = stop_seconds(signal_seconds) - MARGIN_SECONDS
+    if deadline <= longest:
+        return None
+    margin = 2 * MARGIN_SECONDS
+    return (
+        f"checkpoint.deadline_seconds is {deadline:g} s ({origin}), but Slurm signals the job only {signal_seconds} s "
+        f"before it ends it (signal_seconds), of which {margin} s are not the save's: leave "
+        f"checkpoint.deadline_seconds out, which makes it {longest} s, or use --signal-seconds "
+        f"{math.ceil(deadline) + margin}"
+    )
+
+
 def with_save_deadline(config: str, signal_seconds: int) -> str:
     """Return the resolved config with a deadline for the save that fits `signal_seconds`, unless it has its own.
 
@@ -30,16 +44,10 @@ def with_save_deadline(config: str, signal_seconds: int) -> str:
     match = DEADLINE.search(config)
     if match is None:
         return config
-    longest = stop_seconds(signal_seconds) - MARGIN_SECONDS
     if match["origin"] != "default":
-        if float(match["value"]) > longest:
-            margin = 2 * MARGIN_SECONDS
-            needed = math.ceil(float(match["value"])) + margin
-            raise LaunchError(
-                f"checkpoint.deadline_seconds is {match['value']} s ({match['origin']}), but Slurm signals the job "
-                f"only {signal_seconds} s before it ends it (signal_seconds), of which {margin} s are not the save's: "
-                f"leave checkpoint.deadline_seconds out, which makes it {longest} s, or use --signal-seconds {needed}"
-            )
+        if sentence := contradiction(float(match["value"]), str(match["origin"]), signal_seconds):
+            raise LaunchError(sentence)
         return config
+    longest = stop_seconds(signal_seconds) - MARGIN_SECONDS
     line = f"{match['before']}{float(longest)}{match['space']}# signal_seconds of the cluster"
     return config[: match.start()] + line + config[match.end() :]

@@ -21,7 +21,14 @@ from xscale.data.config import DataConfig
 from xscale.data.corpus.corpus_state import CorpusState
 from xscale.data.corpus.open_blend import open_blend
 from xscale.data.corpus.prepared import MANIFEST, PreparedData, open_prepared, open_tokenizer, prepared_folder
-from xscale.data.corpus.shards import corpus_hash, merge_shards, plan_shards, prepare_shard, skipped_sentence
+from xscale.data.corpus.shards import (
+    corpus_hash,
+    merge_shards,
+    plan_shards,
+    prepare_shard,
+    skipped_sentence,
+    unknown_sentence,
+)
 from xscale.data.corpus.stored_tokenizer import require_fingerprint
 from xscale.data.corpus.train_tokenizer import train_tokenizer
 from xscale.data.parallel_map import parallel_map
@@ -115,10 +122,13 @@ def require_run_tokenizer(tokenizer: Tokenizer, of_run: Tokenizer, folder: Path)
 
 
 def finish_folder(config: DataConfig, progress: bool) -> None:
-    """Merge the finished shards and delete them; print what was skipped. Requires the folder's lock."""
+    """Merge the finished shards and delete them; print what was skipped or is unknown. Requires the folder's lock."""
     manifest = merge_shards(config)
     if manifest.skipped and progress:
         print(f"data.source: {skipped_sentence(manifest.skipped)}", file=sys.stderr, flush=True)
+    if manifest.unknown and progress:
+        what = f"{unknown_sentence(manifest)}: the tokenizer has no token for a part of this text"
+        print(f"data.tokenizer: {what}", file=sys.stderr, flush=True)
     remove_folder(prepared_folder(config), "shards")
 
 

@@ -57,6 +57,8 @@ class DatasetManifest:
     """Files of the corpus's folders and globs that were not read: reason -> number and first names."""
     skipped: dict[str, Any] = field(default_factory=dict)
     """Documents that could not be read: how many, for which reasons, and the first places; empty: none."""
+    unknown: int | None = None
+    """Unknown tokens of all splits; None where the tokenizer has no such token, and in data of earlier versions."""
     pairs: bool = False
     """Whether each document is a source and a target, each with an end-of-document token."""
     sentences: bool = False
@@ -98,6 +100,7 @@ def _check_types(manifest: DatasetManifest) -> None:
         "read_files": int,
         "left_out": dict,
         "skipped": dict,
+        "unknown": (int, type(None)),
         "pairs": bool,
         "sentences": bool,
         "labels": dict,
@@ -114,6 +117,8 @@ def _check_types(manifest: DatasetManifest) -> None:
     for name, counts in manifest.counts.items():
         if not all(type(count) is int and count >= 0 for count in (counts.documents, counts.tokens, counts.bytes)):
             raise ValueError(f"the counts of {name} are none")
+    if manifest.unknown is not None and not 0 <= manifest.unknown <= sum(c.tokens for c in manifest.counts.values()):
+        raise ValueError(f"its unknown tokens are {manifest.unknown}")
     if manifest.labels:
         labels_of_manifest(manifest)
     _check_corpus(manifest)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ class ShardSummary:
     skipped: SkippedDocuments
     state: CorpusState = field(default_factory=CorpusState)
     """State of its files before they were read."""
+    unknown: int | None = None
+    """Unknown tokens; None where the tokenizer has no such token."""
 
     @staticmethod
     def load(file: Path, key: str, ranges: list[ByteRange]) -> "ShardSummary | None":
@@ -64,7 +67,8 @@ class ShardSummary:
             counts = {name: Counts(**entry) for name, entry in data["counts"].items()}
             least = LowestHash(**data["least"]) if data["least"] else None
             state = CorpusState(**data.get("state", {}))
-            shard = ShardSummary(data["key"], counts, least, SkippedDocuments(**data["skipped"]), state)
+            unknown = None if data.get("unknown") is None else int(data["unknown"])
+            shard = ShardSummary(data["key"], counts, least, SkippedDocuments(**data["skipped"]), state, unknown)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None
         return shard if shard.key == key and shard.state.is_of(ranges) else None
@@ -145,7 +149,7 @@ def prepare_shard(config: DataConfig, shard: int, ranges: list[ByteRange] | None
         for suffix, dtype, sequences in files
     }
     try:
-        summary = _tokenise(config, tokenizer, ranges, writers)
+        counts, least, skipped, unknown = _tokenise(config, tokenizer, ranges, writers)
         for writer in writers.values():
             writer.finish()
     except BaseException:
@@ -153,17 +157,18 @@ def prepare_shard(config: DataConfig, shard: int, ranges: list[ByteRange] | None
             writer.discard()
         raise
     with reporting_full_disk(done):
-        write_atomically(done, json.dumps(asdict(ShardSummary(key, *summary, state))))
+        write_atomically(done, json.dumps(asdict(ShardSummary(key, counts, least, skipped, state, unknown))))
     return size
 
 
 def _tokenise(
     config: DataConfig, tokenizer: Tokenizer, ranges: list[ByteRange], writers: dict[str, IndexedWriter]
-) -> tuple[dict[str, Counts], LowestHash | None, SkippedDocuments]:
+) -> tuple[dict[str, Counts], LowestHash | None, SkippedDocuments, int | None]:
     source: Source = SOURCES.build(config.source)
     below = validation_below(config.validation)
     totals = {name: [0, 0, 0] for name in SPLITS}
     least: LowestHash | None = None
+    unknown = 0 if tokenizer.has_unknown else None
     for byte_range in ranges:
         for document in source.read(byte_range):
             rank = document.split_hash
@@ -182,9 +187,11 @@ def _tokenise(
             if name == "train" and (least is None or rank < least.place):
                 least = LowestHash(rank, totals[name][0], size)
             writers[name].add(*sequences)
+            if unknown is not None:
+                unknown += sum(sequence.count(tokenizer.unk) for sequence in sequences)
             for index, amount in enumerate((1, sum(map(len, sequences)), size)):
                 totals[name][index] += amount
-    return {name: Counts(*total) for name, total in totals.items()}, least, source.skipped
+    return {name: Counts(*total) for name, total in totals.items()}, least, source.skipped, unknown
 
 
 def merge_shards(config: DataConfig) -> DatasetManifest:
@@ -237,6 +244,7 @@ def merge_shards(config: DataConfig) -> DatasetManifest:
         counts=counts,
         files=hashes,
         skipped=skipped,
+        unknown=_sum_of_known([shard.unknown for shard in shards]),
         sentences=sequences_of(config) is None,
         pairs=SOURCES.of(config.source).traits.records == "pairs",
         labels={} if (labels := labels_of(config)) is None else asdict(labels),
@@ -244,6 +252,18 @@ def merge_shards(config: DataConfig) -> DatasetManifest:
     with reporting_full_disk(folder / MANIFEST):
         manifest.save(folder / MANIFEST)
     return manifest
+
+
+def unknown_sentence(manifest: DatasetManifest) -> str:
+    """Say which share of the tokens is unknown; empty where that is not known."""
+    tokens = sum(counts.tokens for counts in manifest.counts.values())
+    return "" if manifest.unknown is None or not tokens else f"unknown tokens: {100 * manifest.unknown / tokens:.3g} %"
+
+
+def _sum_of_known(counts: Sequence[int | None]) -> int | None:
+    """Add up the counts; None where one is not known."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 def _check_skipped(config: DataConfig, shards: list[ShardSummary]) -> dict[str, Any]:

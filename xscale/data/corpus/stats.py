@@ -137,7 +137,7 @@ def split_statistics(
     lengths = np.diff(split.starts)
     if size is None and tokenizer is not None:
         size = int(counted.counts @ tokenizer.byte_lengths())
-    has_unknown = tokenizer is not None and tokenizer.unk != tokenizer.eos
+    has_unknown = tokenizer is not None and tokenizer.has_unknown
     duplicates = documents - len(np.unique(counted.hashes))
     return SplitStatistics(
         name=split.name,

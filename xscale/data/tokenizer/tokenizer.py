@@ -80,6 +80,11 @@ class Tokenizer:
     fim: tuple[int, int, int] | None = None
     """Ids before prefix, suffix and middle of a tokenizer made for filling in; None: there are none."""
 
+    @property
+    def has_unknown(self) -> bool:
+        """Whether there is a token for text that has no other; without one `unk` is `eos`."""
+        return self.unk != self.eos
+
     @classmethod
     def example(cls) -> Config:
         """Return a config that can be trained on a few thousand bytes of text."""
