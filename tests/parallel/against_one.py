@@ -34,9 +34,9 @@ from xscale.parallel.sharded import ShardedParameter, local_shape_and_offset, sh
 from xscale.recipe import Recipe
 from xscale.train.batches import shard_over_cp
 from xscale.train.evaluate import evaluate
+from xscale.train.optimizer_step.stepper import Stepper
 from xscale.train.settings import Settings, build_on_meta
 from xscale.train.setup import make_engine
-from xscale.train.step import Stepper
 
 TOLERANCE = 1e-9
 DOUBLE = {"compute": "float64", "master": "float64"}

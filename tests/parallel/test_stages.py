@@ -15,8 +15,8 @@ from xscale.nn.head import Head
 from xscale.objective.objective import OBJECTIVES
 from xscale.parallel.pipeline.p2p import P2PChannel
 from xscale.parallel.sharded import sharded_parameters
+from xscale.train.optimizer_step.stepper import Stepper
 from xscale.train.setup import make_engine
-from xscale.train.step import Stepper
 
 MODEL = changed(DENSE, tied=False)
 HALF = {"compute": "bfloat16", "master": "float32"}

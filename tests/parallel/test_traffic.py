@@ -16,8 +16,8 @@ from xscale.objective.objective import OBJECTIVES
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.sharded import sharded_parameters
 from xscale.parallel.zero import prefetched_blocks
+from xscale.train.optimizer_step.stepper import Stepper
 from xscale.train.setup import make_engine
-from xscale.train.step import Stepper
 
 MODEL = changed(DENSE, tied=False)
 GROUPS = 5

@@ -32,7 +32,7 @@ from xscale.parallel.pipeline.executor import Pipeline
 from xscale.parallel.pipeline.microbatch_runner import MicrobatchRunner
 from xscale.parallel.pipeline.schedule import SCHEDULES
 from xscale.train.loop import Loop
-from xscale.train.step import PhaseTimer
+from xscale.train.optimizer_step.phase_timer import PhaseTimer
 
 BY_THE_HOST = (
     *("barrier", "monitored_barrier", "all_gather_object", "gather_object", "broadcast_object_list"),

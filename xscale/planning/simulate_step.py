@@ -44,9 +44,9 @@ from xscale.parallel.expert import AllToAll, SplitRowsOverTp
 from xscale.parallel.plan import DTYPES, ParallelPlan
 from xscale.parallel.sharded import empty_like_local, fill_parameters, sharded_parameters, to_local
 from xscale.train.batches import MicroBatches, shard_over_cp
+from xscale.train.optimizer_step.stepper import Stepper
 from xscale.train.settings import Settings, build_on_meta
 from xscale.train.setup import make_engine
-from xscale.train.step import Stepper
 from xscale_kernels import rows
 
 

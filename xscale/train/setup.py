@@ -35,9 +35,9 @@ from xscale.train.batches import MicroBatches
 from xscale.train.distill import distil
 from xscale.train.distill_check import check_teacher_on_disk
 from xscale.train.init_weights import adopt_tokenizer, adopted_tokenizer, data_with_adopted_tokenizer
+from xscale.train.optimizer_step.stepper import Stepper
 from xscale.train.run_folder import CHECKPOINTS, check_same_config
 from xscale.train.settings import Settings, build_on_meta, labels_problems, records_problem
-from xscale.train.step import Stepper
 
 
 @dataclass(frozen=True)

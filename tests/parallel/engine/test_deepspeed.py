@@ -40,9 +40,9 @@ from xscale.parallel.sharded import sharded_parameters
 from xscale.planning.memory import deepspeed_memory
 from xscale.train.batches import shard_over_cp
 from xscale.train.evaluate import evaluate
+from xscale.train.optimizer_step.stepper import Stepper
 from xscale.train.settings import build_on_meta
 from xscale.train.setup import make_engine
-from xscale.train.step import Stepper
 
 pytestmark = pytest.mark.long
 
