@@ -95,7 +95,7 @@ def roles_page() -> str:
 
 def config_page() -> str:
     """Every key of a recipe with its type, default and sentence."""
-    from xscale.commands.explain import config_keys
+    from xscale.commands.show.explain import config_keys
 
     keys = config_keys()
     lines = [
@@ -123,9 +123,9 @@ def config_page() -> str:
 
 def parts_page() -> str:
     """Every family, its traits, and each part with its paper, traits and keys."""
-    from xscale.commands.explain import config_keys
-    from xscale.commands.list_parts import families
-    from xscale.core.keys import Key, value_text
+    from xscale.commands.show.explain import config_keys
+    from xscale.commands.show.families import families
+    from xscale.core.config_keys.keys import Key, value_text
 
     keys = config_keys()
     lines = ["# Parts", "", "`xscale list FAMILY` prints the same. A trait is a promise that a test checks.", ""]
@@ -148,7 +148,7 @@ def parts_page() -> str:
 
 def xformers_page() -> str:
     """Every variant of the catalogue, by kind: its status, directions, paper and deviations."""
-    from xscale.commands.catalogue import rows
+    from xscale.commands.show.catalogue import rows
 
     table = rows()
     counts = {status: sum(row.status == status for row in table) for status in ("works", "partly", "missing")}
@@ -224,8 +224,8 @@ TABLE = ["| key | type | default | meaning |", "|---|---|---|---|"]
 
 def _rows(above: Any) -> Iterator[str]:
     """A row of the table for each key below a section, and for those of the sections in it."""
-    from xscale.commands.explain import config_keys
-    from xscale.core.keys import value_text
+    from xscale.commands.show.explain import config_keys
+    from xscale.core.config_keys.keys import value_text
 
     keys = config_keys()
     for key in keys.children(above):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from xscale.commands.list_parts import FAMILIES, family_named
+from xscale.commands.show.families import FAMILIES, family_named
 from xscale.core.registry import Entry, Family
 
 

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from tests.combinations import markdown as combinations
-from xscale.commands.catalogue import ids
-from xscale.commands.list_parts import markdown
+from xscale.commands.show.catalogue import ids
+from xscale.commands.show.list_parts import markdown
 from xscale.parallel.steps import STEPS
 
 ROOT = Path(__file__).parents[1]

@@ -18,7 +18,7 @@ def load_recipe(config: str | Path | Mapping[str, Any], overrides: Sequence[str]
     file. ConfigError lists every problem of the config, on the fewest ranks that its layout needs.
     """
     _before_torch()
-    from xscale.commands.recipes import config_file
+    from xscale.commands.show.recipes import config_file
     from xscale.core.compose import compose_leniently, compose_mapping
     from xscale.recipe import read_and_check
 

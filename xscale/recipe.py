@@ -17,7 +17,7 @@ from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.position.position import POSITIONS
 from xscale.requirements.check import check
 from xscale.requirements.model import model_fits_itself
-from xscale.train.settings import Settings
+from xscale.settings.settings import Settings
 
 LISTED = 8
 """At most so many values are listed in a warning."""

@@ -13,15 +13,15 @@ from xscale.mesh import axes
 from xscale.mesh.environment import read_rank_info
 from xscale.mesh.mesh import Mesh
 from xscale.nn.forward import Forward, Stats
-from xscale.nn.head import IGNORE_INDEX
+from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.model.model import MODELS
 from xscale.nn.tokens import Tokens
 from xscale.planning import vocabulary_of
-from xscale.train.load_run import build_on_mesh, load_run, single_process
-from xscale.train.run_facts import attention_layouts
-from xscale.train.run_folder import CHECKPOINTS
-from xscale.train.settings import Settings
-from xscale.train.setup import device_of
+from xscale.run.load_run import build_on_mesh, load_run, single_process
+from xscale.run.parts import device_of
+from xscale.run.run_facts import attention_layouts
+from xscale.run.run_folder import CHECKPOINTS
+from xscale.settings.settings import Settings
 
 
 class TextModel(nn.Module):

@@ -12,12 +12,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from xscale_launch import attempts, devices, links, status
+from xscale_launch import attempts, status
 from xscale_launch.env import RankEnv, environment, integer, slurm_ranks
 from xscale_launch.files import write_run_file
-from xscale_launch.gpu_env import cpus_near_gpu
-from xscale_launch.local import worker_environment
-from xscale_launch.node_check import check_node
+from xscale_launch.nodes import devices, links
+from xscale_launch.nodes.gpu_env import cpus_near_gpu
+from xscale_launch.nodes.node_check import check_node
+from xscale_launch.nodes.worker_environment import worker_environment
 from xscale_launch.status import LaunchError
 from xscale_launch.supervise import Supervisor, Timeouts, Worker, hold_signal, last_lines
 

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import xscale_launch
-from xscale_launch import command, devices, links, mpi_preflight, preflight, status
+from xscale_launch import command, status
 from xscale_launch.env import RankEnv, environment, slurm_ranks
-from xscale_launch.local import HOST, say
-from xscale_launch.mpi_rank import STARTED_BY_MPI, rank_from_mpi
-from xscale_launch.node_check import check_node
+from xscale_launch.local import say
+from xscale_launch.mpi import mpi_preflight
+from xscale_launch.mpi.mpi_rank import STARTED_BY_MPI, rank_from_mpi
+from xscale_launch.nodes import devices, links, preflight
+from xscale_launch.nodes.node_check import check_node
+from xscale_launch.nodes.worker_environment import HOST
 from xscale_launch.paths import path_argument
 from xscale_launch.status import LaunchError
 
@@ -62,7 +65,15 @@ def _check(argv: Sequence[str]) -> int:
     if options.task:
         return _task(options, gpus)
     if "SLURM_JOB_ID" in variables:
-        srun = ["srun", "--export=ALL", "--ntasks-per-node=1", command.PYTHON, "-m", "xscale_launch.doctor", "--task"]
+        srun = [
+            "srun",
+            "--export=ALL",
+            "--ntasks-per-node=1",
+            command.PYTHON,
+            "-m",
+            "xscale_launch.doctor",
+            "--task",
+        ]
         return subprocess.run([*srun, *argv], check=False).returncode
     if any(name in variables for name in STARTED_BY_MPI):
         return _rank(options, gpus)

@@ -1,6 +1,6 @@
 """Files of the launcher: read and written safely, removed by name, and texts that a script or terminal can hold.
 
-The launcher runs where xscale is not installed, so it does not share `xscale.core.file_safety`.
+The launcher runs where xscale is not installed, so it does not share `xscale.core.files.file_safety`.
 """
 
 import errno

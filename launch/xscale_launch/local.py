@@ -1,21 +1,20 @@
 """`xscale launch local`: start several processes on this machine, without a cluster and without torchrun."""
 
 import argparse
-import socket
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
-from xscale_launch import command, devices, plan_query, status
+from xscale_launch import command, status
 from xscale_launch.env import RankEnv, environment
 from xscale_launch.files import make_run_folder, remove_file, remove_folder
-from xscale_launch.gpu_env import cpus_near_gpu, gpu_variables
+from xscale_launch.nodes import devices
+from xscale_launch.nodes.gpu_env import cpus_near_gpu
+from xscale_launch.nodes.worker_environment import HOST, worker_environment, worker_settings
 from xscale_launch.paths import expand
+from xscale_launch.plans import plan_query
 from xscale_launch.status import LaunchError
 from xscale_launch.supervise import Supervisor, SupervisorResult, Timeouts, Worker, last_lines
-
-HOST = "127.0.0.1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,28 +66,6 @@ def run(options: argparse.Namespace) -> int:
     if temporary and outcome.status in (status.DONE, status.RESUMABLE, status.USER_MISTAKE):
         remove_folder(logs.parent, logs.name)
     return outcome.status
-
-
-def worker_settings(variables: Mapping[str, str], rank_env: RankEnv, outputs: Path | None = None) -> dict[str, str]:
-    """Return the variables that the launcher adds to a worker's environment; the user's own values are kept.
-
-    `outputs` is the folder of the workers' logs.
-    """
-    added = rank_env.variables()
-    if devices.gpus(variables):
-        added |= gpu_variables(variables, outputs)
-    if "OMP_NUM_THREADS" not in variables:
-        added["OMP_NUM_THREADS"] = str(devices.threads(rank_env.local_world_size))
-    # gloo resolves the machine's own name, which often fails on a laptop; one machine needs loopback only.
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    if loopback and rank_env.master_addr == HOST and "GLOO_SOCKET_IFNAME" not in variables:
-        added["GLOO_SOCKET_IFNAME"] = loopback
-    return added
-
-
-def worker_environment(variables: Mapping[str, str], rank_env: RankEnv, outputs: Path | None = None) -> dict[str, str]:
-    """Return the complete environment of one worker."""
-    return {**variables, **worker_settings(variables, rank_env, outputs)}
 
 
 def report_failure(outcome: SupervisorResult, workers: list[Worker]) -> None:

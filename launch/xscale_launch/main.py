@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from xscale_launch import local, mpi, status
+from xscale_launch import local, status
+from xscale_launch.mpi import mpi
 from xscale_launch.slurm import submit, watch
 from xscale_launch.status import LaunchError
 

@@ -13,11 +13,11 @@ import yaml
 from xscale.core.config import encode
 from xscale.core.errors import ConfigError
 from xscale.data.config import DataConfig
+from xscale.data.corpus.shards import check_skipped, corpus_hash, labels_of, skipped_sentence
 from xscale.data.progress import ProgressBar
-from xscale.data.shards import check_skipped, corpus_hash, labels_of, skipped_sentence
 from xscale.data.source.labelled import Labelled
 from xscale.data.source.source import SOURCES, Document, FileSource, Labels, Source, validation_below
-from xscale.train.load_run import LoadedRun, load_run
+from xscale.run.load_run import LoadedRun, load_run
 from xscale_tinybert.augment import Augmentation, Augmenter, NumberedText, WordCounts
 from xscale_tinybert.fill_masks import MaskFiller, check_fills_masks, model_input
 from xscale_tinybert.resumable_file import ResumableFile

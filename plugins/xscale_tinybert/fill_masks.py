@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from xscale.core.errors import ConfigError, Problem
 from xscale.data.tokenizer.huggingface import HuggingFace
 from xscale.data.tokenizer.tokenizer import Tokenizer
+from xscale.evaluate.text_scorer import batches_of_one_length
 from xscale.nn.model.model import MODELS
 from xscale.nn.tokens import Tokens
 from xscale.objective.objective import OBJECTIVES
-from xscale.train.settings import Settings
-from xscale.train.text_scorer import batches_of_one_length
+from xscale.settings.settings import Settings
 from xscale_tinybert.augment import MaskedWord, ModelInput
 
 

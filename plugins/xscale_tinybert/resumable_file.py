@@ -6,10 +6,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from xscale.core.atomic_write import reporting_full_disk, write_atomically
 from xscale.core.errors import ConfigError
-from xscale.core.file_lock import FileLock, LockedError
-from xscale.core.file_safety import decode_json, read_regular, remove_file
+from xscale.core.files.atomic_write import reporting_full_disk, write_atomically
+from xscale.core.files.file_lock import FileLock, LockedError
+from xscale.core.files.file_safety import decode_json, read_regular, remove_file
 
 FULL_DISK = "Free space, and run the same command to resume."
 

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xscale.core.errors import ConfigError
-from xscale.data import files
+from xscale.data.source import files
 from xscale_tinybert.words import WORD
 
 

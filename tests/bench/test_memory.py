@@ -8,7 +8,7 @@ from tests.train.tiny import recipe
 from xscale.bench.checkpoint_trace import show_trace, trace_of, trace_steps
 from xscale.bench.memory import MemoryComparison, compare_memory, show
 from xscale.core.errors import ConfigError
-from xscale.data.prepare import prepare
+from xscale.data.corpus.prepare import prepare
 
 
 @pytest.mark.long

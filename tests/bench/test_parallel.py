@@ -64,7 +64,7 @@ def test_sides_with_different_numbers_are_not_timed(other: Fixed, said: str) -> 
 
 def without_sums() -> None:
     """The xscale side without all-reduces over tp."""
-    with patch("xscale.parallel.region.sum_out", lambda x, _: x):
+    with patch("xscale.parallel.shard.region.sum_out", lambda x, _: x):
         bench_parallel(["tp"], SMALL, 1)
 
 

@@ -17,11 +17,11 @@ from xscale.bench.llama import PlainLlama, TransformersLlama, llama_sizes
 from xscale.bench.train import bench_train, measure_side, speed_ratio, time_steps
 from xscale.bench.train_sides import TrainingSide, dense_twin, training_sides
 from xscale.core.errors import ConfigError
-from xscale.data.prepare import prepare
+from xscale.data.corpus.prepare import prepare
 from xscale.measure.flops import size
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.tokens import Tokens
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 
 def side(name: str, step: Callable[[int], dict[str, float]] = lambda number: {}) -> TrainingSide:

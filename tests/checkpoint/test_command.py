@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from xscale.checkpoint.files import hidden_folder, visible_steps
 from xscale.checkpoint.save import save
 from xscale.cli.checkpoint import checkpoint_app
-from xscale.commands import checkpoint as command
+from xscale.commands.checkpoints import checkpoint as command
 from xscale.core.errors import ConfigError
 
 
@@ -35,7 +35,9 @@ def said(function: object, *arguments: object, **options: object) -> tuple[int, 
 
 
 def test_it_loads_no_torch() -> None:
-    text = "import sys, xscale.commands.checkpoint, xscale.checkpoint.config; sys.exit('torch' in sys.modules)"
+    text = (
+        "import sys, xscale.commands.checkpoints.checkpoint, xscale.checkpoint.config; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", text], cwd=Path(__file__).parents[2], check=False).returncode == 0
 
 

@@ -20,7 +20,7 @@ from xscale.checkpoint.errors import CheckpointError, consensus
 from xscale.checkpoint.in_memory import InMemoryCheckpoint
 from xscale.core.errors import ConfigError
 from xscale.mesh.consensus import Consensus
-from xscale.train.run_folder import run_name
+from xscale.run.run_folder import run_name
 
 
 def spread(step: int, dim: int = 0) -> dict[str, torch.Tensor]:

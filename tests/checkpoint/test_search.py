@@ -14,7 +14,7 @@ from xscale.checkpoint.load import load, restore
 from xscale.checkpoint.retention import excess
 from xscale.checkpoint.save import save
 from xscale.checkpoint.search import OlderCheckpointWarning, find_newest, find_to_read
-from xscale.checkpoint.tools import ls
+from xscale.checkpoint.tools.tools import ls
 from xscale.core.errors import ConfigError
 
 

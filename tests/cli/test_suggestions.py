@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from xscale.cli.main import app
-from xscale.commands.recipes import FAMOUS, run_recipes
+from xscale.commands.show.recipes import FAMOUS, run_recipes
 from xscale.core.errors import ConfigError
 
 TYPED = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.conformance.made import ready
 from xscale.cli.main import main
-from xscale.commands import catalogue, list_parts
+from xscale.commands.show import catalogue, list_parts
 from xscale.core import compose
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
@@ -21,8 +21,8 @@ from xscale.core.yaml_reader import parse
 from xscale.nn.model.model import MODELS
 from xscale.nn.tokens import Tokens
 from xscale.recipe import Recipe, read
+from xscale.settings.settings import About
 from xscale.train.run import train
-from xscale.train.settings import About
 
 FOLDER = Path(__file__).parents[2] / "configs" / "xformer"
 RECIPES = sorted(FOLDER.glob("*.yaml"))

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from xscale.cli.main import main
-from xscale.commands.example_values import example_of
-from xscale.commands.explain import config_keys, explain
-from xscale.commands.explain_override import location_word, override_of
-from xscale.commands.recipes import config_file
+from xscale.commands.show.example_values import example_of
+from xscale.commands.show.explain import config_keys, explain
+from xscale.commands.show.explain_override import location_word, override_of
+from xscale.commands.show.recipes import config_file
 from xscale.core.compose import compose, compose_mapping, flow_text
 from xscale.core.config import Config, decode, encode, sentences
-from xscale.core.keys import FAMILY, ConfigKeys, Key, choices, type_text
-from xscale.core.override_path import path_text
-from xscale.core.present_keys import root_of, walk
+from xscale.core.config_keys.keys import FAMILY, ConfigKeys, Key, choices, type_text
+from xscale.core.config_keys.override_path import path_text
+from xscale.core.config_keys.present_keys import root_of, walk
 from xscale.core.yaml_reader import parse
-from xscale.nn.ffn.moe import Moe
+from xscale.nn.ffn.moe.moe import Moe
 from xscale.optim.optimizer.lion import Lion
 from xscale.recipe import Recipe
 
@@ -326,5 +326,8 @@ def test_an_unknown_key_is_refused_with_the_nearest(
 
 
 def test_explain_imports_no_torch() -> None:
-    code = "import sys; from xscale.commands.explain import explain; explain('core'); assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from xscale.commands.show.explain import explain; "
+        "explain('core'); assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)

@@ -11,8 +11,8 @@ from tests.train.tiny import recipe, run
 from xscale.checkpoint.load import load_tensors
 from xscale.cli.main import app, main
 from xscale.core.errors import ConfigError
-from xscale.train.generate_text import generate_text
-from xscale.train.load_run import evaluate_run
+from xscale.evaluate.evaluate_run import evaluate_run
+from xscale.generate.generate_text import generate_text
 
 MODEL = {
     "kind": "decoder",

@@ -14,11 +14,11 @@ from tests.train.tiny import ROOT, recipe
 from xscale.bench.ladder import LadderRun, fit_ladder, read_ladder, table
 from xscale.bench.ladder_page import page
 from xscale.cli.main import app
-from xscale.commands.ladder import plan_runs
-from xscale.commands.train_runs import check_unchanged
+from xscale.commands.study.ladder import plan_runs
+from xscale.commands.study.train_runs import check_unchanged
 from xscale.core.config import encode
 from xscale.core.errors import ConfigError, FaultError
-from xscale.train.run_folder import write_config
+from xscale.run.run_folder import write_config
 
 SIZES = {f"w{width}": [f"model.width={width}"] for width in (16, 24, 32)}
 PER_STEP = 8 * 32

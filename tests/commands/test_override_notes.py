@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from xscale.commands.override_notes import notes
-from xscale.commands.recipes import config_file
+from xscale.commands.show.override_notes import notes
+from xscale.commands.show.recipes import config_file
 from xscale.core.compose import compose, compose_mapping
 from xscale.recipe import decode_recipe
 

@@ -10,8 +10,8 @@ import pytest
 import xscale
 from tests.commands.test_catalogue import MISSING
 from xscale.cli.main import main
-from xscale.commands import list_parts, recipes
-from xscale.commands.explain import config_keys
+from xscale.commands.show import list_parts, recipes
+from xscale.commands.show.explain import config_keys
 from xscale.core.config import encode
 from xscale.core.errors import ConfigError
 from xscale.recipe import read

@@ -92,7 +92,7 @@ def test_a_run_is_not_written_over(folder: Path) -> None:
 
 
 def _model(run_folder: Path) -> dict[str, object]:
-    from xscale.train.run_folder import read_config
+    from xscale.run.run_folder import read_config
 
     config = read_config(run_folder)
     assert config is not None

@@ -10,7 +10,7 @@ from xscale.core.registry import Entry
 from xscale.nn.attention.core import Core
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.module import Module, name_modules
 from xscale.nn.tokens import Tokens
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.conformance.made import VOCABULARY, close, noisy, numbered, ready
 from tests.families import each, example
 from xscale.core.registry import Entry, Family
-from xscale.nn.head import IGNORE_INDEX
+from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.model.model import MODELS, Model, ModelTraits
 from xscale.nn.tokens import SharedValues, Tokens
 

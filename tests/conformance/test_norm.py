@@ -10,7 +10,7 @@ from tests.conformance.made import WIDTH, close, dims, drawn, fitting, ready, sl
 from tests.families import each
 from xscale.core.registry import Entry, Family
 from xscale.nn.init import draw
-from xscale.nn.norm import NORMS, Norm, NormTraits
+from xscale.nn.norm.norm import NORMS, Norm, NormTraits
 from xscale.nn.post_step import WeightWriter
 from xscale.nn.tokens import Stats, Tokens
 

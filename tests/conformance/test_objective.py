@@ -11,11 +11,11 @@ from tests.conformance.made import VOCABULARY, ready
 from tests.families import each, example, family
 from xscale.core.registry import Entry, Family
 from xscale.nn.attention.ops.mask import OBSERVED
-from xscale.nn.head import IGNORE_INDEX
+from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.model.model import Model
 from xscale.nn.tokens import Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, Objective, ObjectiveTraits, Samples, SpecialTokens
-from xscale.train.settings import put_class_head
+from xscale.settings.settings import put_class_head
 
 LENGTH, SAMPLES = 64, 6
 FIRST = 15

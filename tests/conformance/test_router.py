@@ -10,9 +10,9 @@ from torch import Tensor
 from tests.conformance.made import VOCABULARY, WIDTH, close, drawn, fitting, noisy, ready, tokens
 from tests.families import each
 from xscale.core.registry import Entry
+from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims
+from xscale.nn.ffn.moe.routing import Routing
 from xscale.nn.init import ZEROS, Init
-from xscale.nn.moe.router.router import ROUTERS, Router, RouterDims
-from xscale.nn.moe.routing import Routing
 from xscale.nn.tokens import FORWARD_FIELDS, SharedValues, Tokens
 
 TOKENS, EXPERTS = 128, 8

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tests.conformance import test_router as suite
 from xscale.core.registry import Entry, Family
-from xscale.nn.moe.router.balance import load_balancing_loss
-from xscale.nn.moe.router.router import Router, RouterDims, RouterTraits
-from xscale.nn.moe.routing import Routing
+from xscale.nn.ffn.moe.router.balance import load_balancing_loss
+from xscale.nn.ffn.moe.router.router import Router, RouterDims, RouterTraits
+from xscale.nn.ffn.moe.routing import Routing
 from xscale.nn.tokens import Tokens
 
 HONEST = RouterTraits(choice="token", top_k=1, drops=True, scope="token", causal=True, balance="loss")

@@ -15,8 +15,8 @@ from tests.train.tiny import recipe, run
 from xscale.checkpoint.load import load_tensors, read_state
 from xscale.core.errors import ConfigError
 from xscale.mesh.collectives import barrier
-from xscale.nn.init import materialize
-from xscale.train.settings import build_on_meta
+from xscale.nn.materialize import materialize
+from xscale.settings.settings import build_on_meta
 
 MODEL: dict[str, Any] = {
     "kind": "decoder",

@@ -15,10 +15,10 @@ from tests.commands.test_import_hf import call
 from tests.convert.hf.models import GATED, GROUPED, LENGTH, MIXTURE, VOCABULARY, checkpoint, decoder
 from tests.train.tiny import recipe, run
 from xscale.checkpoint.load import load_tensors
-from xscale.commands import megatron
+from xscale.commands.checkpoints import megatron
 from xscale.convert import megatron as mapping
-from xscale.convert.compare import build
 from xscale.convert.hf.architecture import ModelSizes
+from xscale.convert.hf.compare import build
 from xscale.convert.hf.registry import model_of
 from xscale.convert.mapping import WeightMapping
 from xscale.convert.megatron import gpt_model_arguments
@@ -279,6 +279,6 @@ def test_what_has_no_place_is_refused_by_name(section: dict[str, Any], path: str
 
 
 def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xscale.commands.convert.find_spec", lambda name: None)
+    monkeypatch.setattr("xscale.commands.checkpoints.convert.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"megatron-core is not installed.*pip install 'megatron-core>="):
         call("checkpoint", "export", tmp_path, tmp_path / "out", "--to", "megatron")

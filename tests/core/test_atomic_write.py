@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from xscale.core.atomic_write import TEMPORARY_SUFFIX, atomic_write, write_atomically
+from xscale.core.files.atomic_write import TEMPORARY_SUFFIX, atomic_write, write_atomically
 
 
 def test_content_is_replaced_at_the_end_of_the_block(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_the_error_of_the_removal_does_not_hide_the_first(tmp_path: Path, monkey
     def refuse(*_: object) -> None:
         raise OSError("the first")
 
-    monkeypatch.setattr("xscale.core.atomic_write.remove_file", remove)
+    monkeypatch.setattr("xscale.core.files.atomic_write.remove_file", remove)
     monkeypatch.setattr("os.fsync", refuse)
     with pytest.raises(OSError, match="the first"):
         write_atomically(tmp_path / "file", b"new")

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from xscale.core.file_lock import FileLock, LockedError
+from xscale.core.files.file_lock import FileLock, LockedError
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from xscale.core.file_lock import FileLock
+from xscale.core.files.file_lock import FileLock
 lock = FileLock(Path(sys.argv[1]))
 lock.acquire()
 print("locked", flush=True)
@@ -133,7 +133,9 @@ def test_a_lock_that_cannot_be_made_again_now_is_an_error_and_kept(
     lock.acquire()
     path.unlink()
     with monkeypatch.context() as patch:
-        patch.setattr("xscale.core.file_lock.open_run_file", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+        patch.setattr(
+            "xscale.core.files.file_lock.open_run_file", lambda *_: (_ for _ in ()).throw(OSError(28, "full"))
+        )
         with pytest.raises(OSError, match="full"):
             lock.is_in_place()
     assert lock.is_in_place()
@@ -147,7 +149,7 @@ def test_a_lock_holds_without_its_text(tmp_path: Path, monkeypatch: pytest.Monke
         def write(self, _: Any) -> int:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("xscale.core.run_files.FileIO", Full)
+    monkeypatch.setattr("xscale.core.files.run_files.FileIO", Full)
     lock = FileLock(tmp_path / "lock")
     lock.acquire()
     assert lock.is_in_place()

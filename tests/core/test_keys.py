@@ -7,9 +7,9 @@ import pytest
 
 from xscale.core import config as schema
 from xscale.core.config import Config, Slot
-from xscale.core.keys import ConfigKeys, choices, first_sentence, type_text, value_text
+from xscale.core.config_keys.keys import ConfigKeys, choices, first_sentence, type_text, value_text
+from xscale.core.config_keys.schema import json_schema
 from xscale.core.registry import Family
-from xscale.core.schema import json_schema
 
 ANIMALS: Family[Any] = Family("animal", dict)
 

@@ -7,8 +7,8 @@ import pytest
 from tests.core.fits import fits
 from xscale.core import config as schema
 from xscale.core.config import Config, Slot
+from xscale.core.config_keys.schema import families_of, json_schema
 from xscale.core.registry import Family
-from xscale.core.schema import families_of, json_schema
 
 SHAPES: Family[Any] = Family("shape", dict)
 

@@ -3,7 +3,7 @@
 import pydantic
 
 from xscale.core.config import Config, sentences
-from xscale.core.schema import json_schema
+from xscale.core.config_keys.schema import json_schema
 
 
 class Above(Config):

@@ -8,11 +8,11 @@ import pytest
 
 from tests.data.corpora import words
 from xscale.core.errors import ConfigError
-from xscale.data import files
 from xscale.data.config import DataConfig
-from xscale.data.inspect import inspect
-from xscale.data.prepare import prepare
-from xscale.data.prepared import MANIFEST, prepared_folder
+from xscale.data.corpus.inspect import inspect
+from xscale.data.corpus.prepare import prepare
+from xscale.data.corpus.prepared import MANIFEST, prepared_folder
+from xscale.data.source import files
 from xscale.data.source.jsonl import Jsonl
 from xscale.data.source.text import Text
 from xscale.data.tokenizer.byte import Byte

@@ -10,8 +10,8 @@ import pytest
 
 from xscale.data import baseline
 from xscale.data.baseline import order2_bits_per_byte
-from xscale.train import evaluate
-from xscale.train.evaluate import order2_baseline
+from xscale.evaluate import evaluate
+from xscale.evaluate.evaluate import order2_baseline
 
 
 def slow(train: list[bytes], validation: list[bytes]) -> float:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tests.data.corpora import text_config
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
-from xscale.data.blend import BlendedDataset, mixing_rates
 from xscale.data.config import BlendItem, DataConfig
-from xscale.data.loader import open_corpus
-from xscale.data.packed import PackedDataset
-from xscale.data.prepare import prepare
+from xscale.data.corpus.prepare import prepare
+from xscale.data.samples.blend import BlendedDataset, mixing_rates
+from xscale.data.samples.loader import open_corpus
+from xscale.data.samples.packed import PackedDataset
 from xscale.data.tokenizer.byte import Byte
 
 

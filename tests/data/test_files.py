@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xscale.core.errors import ConfigError
-from xscale.data import files
-from xscale.data.listing import find_files
+from xscale.data.source import files
+from xscale.data.source.listing import find_files
 from xscale.data.source.source import ByteRange
 
 

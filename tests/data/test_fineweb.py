@@ -7,12 +7,12 @@ import pytest
 
 from tests.train.tiny import ROOT, losses
 from xscale.core.errors import EXIT_DONE
-from xscale.data.prepare import prepare
+from xscale.data.corpus.prepare import prepare
 from xscale.measure.flops import size
 from xscale.planning import vocabulary_of
 from xscale.recipe import Recipe, read
+from xscale.settings.settings import build_on_meta
 from xscale.train.run import train
-from xscale.train.settings import build_on_meta
 
 pyarrow: Any = pytest.importorskip("pyarrow")
 RECIPE = ROOT / "configs/run/fineweb.yaml"
@@ -91,7 +91,7 @@ def test_it_trains_on_parquet_files_of_its_columns(downloaded: Path) -> None:
     assert train(recipe) == EXIT_DONE
     assert len(losses(downloaded, "runs/fineweb")) == 3
     (folder,) = (downloaded / "work/data").glob("parquet-huggingface-*")
-    from xscale.data.prepared import DatasetManifest
+    from xscale.data.corpus.prepared import DatasetManifest
 
     counts = DatasetManifest.load(folder / "manifest.json").counts
     assert counts["train"].documents + counts["validation"].documents == 40

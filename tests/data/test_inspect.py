@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from tests.data.corpora import text_config
-from xscale.data.histogram import bars, length_rows
-from xscale.data.inspect import inspect
-from xscale.data.prepare import prepare
+from xscale.data.corpus.histogram import bars, length_rows
+from xscale.data.corpus.inspect import inspect
+from xscale.data.corpus.prepare import prepare
 
 
 def test_a_summary_says_what_there_is(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from tests.data.test_files import write
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
 from xscale.data.config import DataConfig
-from xscale.data.inspect import inspect
-from xscale.data.listing import LeftOut, find_files
-from xscale.data.prepare import prepare
+from xscale.data.corpus.inspect import inspect
+from xscale.data.corpus.prepare import prepare
+from xscale.data.source.listing import LeftOut, find_files
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
 WAYS = {"folder": "corpus", "glob": "corpus/*.txt", "deep glob": "corpus/**/*.txt", "all": "corpus/**"}
@@ -239,14 +239,14 @@ def test_a_touched_corpus_is_not_tokenised_again(monkeypatch: pytest.MonkeyPatch
     given = config({"kind": "text", "paths": ["corpus"]})
     prepare(given, processes=1, progress=False)
     edit("a")
-    monkeypatch.setattr("xscale.data.prepare.prepare_shard", None)
+    monkeypatch.setattr("xscale.data.corpus.prepare.prepare_shard", None)
     prepare(given, processes=1, progress=False)
 
 
 def test_a_finished_shard_of_an_edited_file_is_made_again() -> None:
     """The preparation was killed before the end, and the file edited then."""
-    from xscale.data.prepare import begin_folder
-    from xscale.data.shards import merge_shards, prepare_shard
+    from xscale.data.corpus.prepare import begin_folder
+    from xscale.data.corpus.shards import merge_shards, prepare_shard
 
     given = config({"kind": "text", "paths": ["corpus"]})
     begin_folder(given, progress=False)
@@ -261,7 +261,7 @@ def test_a_finished_shard_of_an_edited_file_is_made_again() -> None:
 
 def test_samples_of_a_large_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first, middle and last bytes are samples; a small file is read in full."""
-    from xscale.data import corpus_state
+    from xscale.data.corpus import corpus_state
 
     monkeypatch.setattr(corpus_state, "SAMPLE", 4)
     monkeypatch.setattr(corpus_state, "SAMPLES", 5)

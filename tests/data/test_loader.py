@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from tests.data.corpora import text_config
 from xscale.core.errors import ConfigError
-from xscale.data.loader import Loader, open_corpus
-from xscale.data.prepare import prepare
+from xscale.data.corpus.prepare import prepare
+from xscale.data.samples.loader import Loader, open_corpus
 
 
 class Counting:

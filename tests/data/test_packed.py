@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xscale.core.errors import ConfigError
+from xscale.data.corpus.prepared import Split
 from xscale.data.indexed import IndexedDataset, IndexedWriter
-from xscale.data.packed import PackedDataset
-from xscale.data.prepared import Split
+from xscale.data.samples.packed import PackedDataset
 
 
 def split(folder: Path, lengths: list[int], first: int = 0, stop: int | None = None) -> Split:

@@ -9,14 +9,15 @@ import pytest
 
 from tests.data.corpora import words
 from xscale.core.errors import ConfigError
-from xscale.data import files, shards
 from xscale.data.config import BlendItem, DataConfig
+from xscale.data.corpus import shards
+from xscale.data.corpus.inspect import inspect
+from xscale.data.corpus.prepare import prepare
+from xscale.data.corpus.prepared import MANIFEST, prepared_folder
 from xscale.data.indexed import IndexedDataset
-from xscale.data.inspect import inspect
-from xscale.data.loader import open_corpus
-from xscale.data.pairs import PairDataset
-from xscale.data.prepare import prepare
-from xscale.data.prepared import MANIFEST, prepared_folder
+from xscale.data.samples.loader import open_corpus
+from xscale.data.samples.pairs import PairDataset
+from xscale.data.source import files
 from xscale.data.source.pairs import PairSource
 from xscale.data.tokenizer.byte import Byte
 

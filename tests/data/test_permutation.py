@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xscale.data.packed import permuted
+from xscale.data.samples.packed import permuted
 
 
 @settings(max_examples=100, deadline=None)

@@ -16,12 +16,12 @@ import pytest
 
 from tests.data.corpora import text_config, words
 from xscale.core.errors import ConfigError
-from xscale.data import shards
 from xscale.data.config import DataConfig
+from xscale.data.corpus import shards
+from xscale.data.corpus.inspect import inspect
+from xscale.data.corpus.prepare import prepare
+from xscale.data.corpus.prepared import MANIFEST, DatasetManifest, PreparedData, open_prepared, prepared_folder
 from xscale.data.indexed import IndexedDataset
-from xscale.data.inspect import inspect
-from xscale.data.prepare import prepare
-from xscale.data.prepared import MANIFEST, DatasetManifest, PreparedData, open_prepared, prepared_folder
 from xscale.data.source.source import document_hash, validation_below
 from xscale.data.source.text import Text
 from xscale.data.tokenizer.byte import Byte
@@ -101,7 +101,7 @@ import sys
 from pathlib import Path
 from tests.data.corpora import text_config
 from xscale.data import shards
-from xscale.data.prepare import prepare
+from xscale.data.corpus.prepare import prepare
 shards.MIN_SHARD_BYTES = 2000
 if __name__ == "__main__":
     prepare(text_config(Path(sys.argv[1]), documents=200, count=2000), processes=int(sys.argv[2]), progress=False)
@@ -144,7 +144,7 @@ def test_killed_in_the_middle_it_goes_on_from_what_is_finished(tmp_path: Path, p
         return merge(config)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("xscale.data.prepare.merge_shards", watched)
+        patch.setattr("xscale.data.corpus.prepare.merge_shards", watched)
         resumed = quiet(config)
     assert {file: seen[file] for file in stamps} == stamps
     whole = quiet(config.model_copy(update={"folder": str(tmp_path / "whole")}))
@@ -226,7 +226,7 @@ def test_bad_text_stops_it_with_the_files_name(
     config = text_config(tmp_path)
     bad = tmp_path / "corpus/021.txt"
     planned = shards.plan_shards(config)
-    monkeypatch.setattr("xscale.data.prepare.plan_shards", lambda config, source: planned)
+    monkeypatch.setattr("xscale.data.corpus.prepare.plan_shards", lambda config, source: planned)
     if content is None:
         bad.unlink()
     else:
@@ -313,8 +313,8 @@ from pathlib import Path
 from tests.data.corpora import text_config
 from xscale.core.errors import ConfigError
 from xscale.data import shards
-from xscale.data.prepare import prepare
-from xscale.data.prepared import prepared_folder
+from xscale.data.corpus.prepare import prepare
+from xscale.data.corpus.prepared import prepared_folder
 shards.MIN_SHARD_BYTES = 2000
 config = text_config(Path(sys.argv[1]), count=2000)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))

@@ -17,10 +17,10 @@ from tests.data.corpora import text_config, words
 from tests.distributed import distributed
 from tests.ports import free_ports
 from xscale.core.errors import ConfigError, FaultError
-from xscale.data import shards
-from xscale.data.prepare import prepare, prepare_distributed
-from xscale.data.prepared import MANIFEST, prepared_folder
-from xscale.data.shards import MIN_SHARD_BYTES
+from xscale.data.corpus import shards
+from xscale.data.corpus.prepare import prepare, prepare_distributed
+from xscale.data.corpus.prepared import MANIFEST, prepared_folder
+from xscale.data.corpus.shards import MIN_SHARD_BYTES
 from xscale.data.tokenizer.sentencepiece import SentencePiece
 from xscale.mesh.consensus import Consensus
 
@@ -76,7 +76,7 @@ def test_a_rank_that_falls_over_stops_all(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError("the disk is gone")
 
     if dist.get_rank() == 1:
-        monkeypatch.setattr("xscale.data.prepare.prepare_shard", fall)
+        monkeypatch.setattr("xscale.data.corpus.prepare.prepare_shard", fall)
     with pytest.raises(FaultError, match=r"cannot be prepared \(rank 1\): the disk is gone"):
         spread(tmp_path)
     assert not (prepared_folder(text_config(tmp_path)) / MANIFEST).exists()

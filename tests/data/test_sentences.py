@@ -9,12 +9,12 @@ import pytest
 
 from xscale.core.errors import ConfigError
 from xscale.data.config import DataConfig
+from xscale.data.corpus.prepare import prepare
+from xscale.data.corpus.prepared import PreparedData, prepared_folder
+from xscale.data.corpus.split_sentences import split_sentences
 from xscale.data.indexed import IndexedDataset, IndexedWriter
-from xscale.data.loader import open_corpus
-from xscale.data.prepare import prepare
-from xscale.data.prepared import PreparedData, prepared_folder
-from xscale.data.sentences import first_of_one_sentence, truncate
-from xscale.data.split_sentences import split_sentences
+from xscale.data.samples.loader import open_corpus
+from xscale.data.samples.sentences import first_of_one_sentence, truncate
 
 TEXTS = [
     "".join(f"Text {number} says {word} {'so ' * (word % 4)}often. " for word in range(2 + number % 7))

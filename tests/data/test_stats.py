@@ -11,15 +11,15 @@ import pytest
 from xscale.cli.main import main
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
-from xscale.data import stats
-from xscale.data.blend import BlendedDataset
 from xscale.data.config import DataConfig
+from xscale.data.corpus import stats
+from xscale.data.corpus.prepare import prepare
+from xscale.data.corpus.prepared import Split
 from xscale.data.indexed import IndexedDataset, IndexedWriter
-from xscale.data.labelled import LabelledDataset
-from xscale.data.loader import open_corpus
-from xscale.data.packed import PackedDataset
-from xscale.data.prepare import prepare
-from xscale.data.prepared import Split
+from xscale.data.samples.blend import BlendedDataset
+from xscale.data.samples.labelled import LabelledDataset
+from xscale.data.samples.loader import open_corpus
+from xscale.data.samples.packed import PackedDataset
 from xscale.data.source.text import Text
 from xscale.data.tokenizer.byte import Byte
 

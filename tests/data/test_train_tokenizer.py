@@ -6,13 +6,13 @@ import pytest
 
 from tests.data.corpora import text_config
 from xscale.core.errors import ConfigError
-from xscale.data import files
-from xscale.data.prepare import prepare
-from xscale.data.prepared import prepared_folder
+from xscale.data.corpus.prepare import prepare
+from xscale.data.corpus.prepared import prepared_folder
+from xscale.data.corpus.train_tokenizer import sample_documents, train_tokenizer
+from xscale.data.source import files
 from xscale.data.source.source import ByteRange, document_hash, validation_below
 from xscale.data.source.text import Text
 from xscale.data.tokenizer.sentencepiece import FILE, SentencePiece
-from xscale.data.train_tokenizer import sample_documents, train_tokenizer
 
 
 def test_a_sample_is_drawn_by_hash_from_the_training_part(tmp_path: Path) -> None:

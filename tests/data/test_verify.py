@@ -14,11 +14,11 @@ import pytest
 from tests.data.corpora import text_config
 from xscale.core.errors import ConfigError
 from xscale.data.config import DataConfig
+from xscale.data.corpus.prepare import prepare
+from xscale.data.corpus.prepared import MANIFEST, DatasetManifest, PreparedData, open_prepared
+from xscale.data.corpus.verify import verify
 from xscale.data.indexed import IndexedWriter
-from xscale.data.prepare import prepare
-from xscale.data.prepared import MANIFEST, DatasetManifest, PreparedData, open_prepared
 from xscale.data.tokenizer.byte import Byte
-from xscale.data.verify import verify
 
 
 @pytest.fixture

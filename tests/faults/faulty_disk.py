@@ -112,7 +112,7 @@ class FaultyDisk:
             return call
 
         patches = [mock.patch.object(os, name, wrap(name)) for name in ("mkdir", "fsync", "rename", "replace")]
-        patches.append(mock.patch("xscale.core.run_files.FileIO", FaultyFile))
+        patches.append(mock.patch("xscale.core.files.run_files.FileIO", FaultyFile))
         for patch in patches:
             patch.start()
         try:

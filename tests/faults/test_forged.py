@@ -11,17 +11,18 @@ import pytest
 import torch
 
 from tests.train.tiny import recipe, run
-from xscale.checkpoint import tools
 from xscale.checkpoint.disk import hash_file
 from xscale.checkpoint.load import Restored, restore
+from xscale.checkpoint.tools import tools
 from xscale.core.config import encode
 from xscale.core.errors import ConfigError, FaultError
 from xscale.mesh.environment import read_rank_info
 from xscale.mesh.mesh import destroy_process_group
-from xscale.train.run_folder import CHANGEABLE, FIXED, changes_since, with_defaults
-from xscale.train.saved_state import state_check
-from xscale.train.setup import RunParts, set_up
-from xscale.train.state import State
+from xscale.run.parts import RunParts
+from xscale.run.run_folder import CHANGEABLE, FIXED, changes_since, with_defaults
+from xscale.run.saved_state import state_check
+from xscale.run.state import State
+from xscale.train.setup import set_up
 
 NEWER, OLDER = "step-00000004", "step-00000002"
 UNKNOWN = [

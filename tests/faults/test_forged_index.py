@@ -186,7 +186,7 @@ def test_a_box_is_what_the_index_says(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_an_index_of_megatron_names_only_bytes_of_its_folder(tmp_path: Path) -> None:
     """The library opens what the index names, wherever it is: `/dev/zero` would be read without end."""
     pytest.importorskip("megatron.core.dist_checkpointing")
-    from xscale.commands import megatron
+    from xscale.commands.checkpoints import megatron
 
     folder = save_step(tmp_path, 1) / "tensors"
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')

@@ -20,16 +20,16 @@ from hypothesis import strategies as st
 from tests.bounds import bounded, listing
 from tests.convert.hf.test_hostile_models import good as good  # a fixture
 from tests.grammars import json_bytes, torn, yaml_text
-from xscale.checkpoint import tools
 from xscale.checkpoint.load import CheckpointReader, read_config, read_state, restore
 from xscale.checkpoint.save import save
-from xscale.commands.import_hf import import_run
+from xscale.checkpoint.tools import tools
+from xscale.commands.checkpoints.import_hf import import_run
 from xscale.core.compose import compose_leniently
 from xscale.core.errors import ConfigError, FaultError
-from xscale.data.prepared import DatasetManifest
+from xscale.data.corpus.prepared import DatasetManifest
 from xscale.data.tokenizer.huggingface import HuggingFace
 from xscale.recipe import read_and_check
-from xscale.train.state import State
+from xscale.run.state import State
 
 EXAMPLES = 12
 """Cases of each grammar in the quick tier."""

@@ -19,7 +19,7 @@ from xscale.core.config import encode
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from xscale.mesh.environment import read_rank_info
 from xscale.parallel.pipeline.microbatch_runner import MicrobatchRunner
-from xscale.train.step_batches import StepBatches
+from xscale.step.step_batches import StepBatches
 
 Count = Callable[[int, str], None]
 STEP = 3

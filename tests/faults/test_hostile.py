@@ -18,22 +18,22 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from tests.distributed import Pool
 from tests.faults.dying import save_step, tensors
-from xscale.checkpoint import tools
 from xscale.checkpoint.errors import consensus
 from xscale.checkpoint.in_memory import InMemoryCheckpoint
 from xscale.checkpoint.index import decode_index
 from xscale.checkpoint.load import CheckpointReader, load
+from xscale.checkpoint.tools import tools
 from xscale.convert.deepspeed import read_universal
 from xscale.convert.hf.import_model import open_hf_folder, resolve_snapshot
 from xscale.convert.hf.tokenizer import IDS, ORIGIN, kept_special_ids, restore_tokenizer
 from xscale.core.errors import ConfigError, FaultError
-from xscale.core.file_safety import check_name, check_relative, remove_file, remove_folder
+from xscale.core.files.file_safety import check_name, check_relative, remove_file, remove_folder
+from xscale.data.corpus.prepared import DatasetManifest
 from xscale.data.indexed import IndexedDataset
-from xscale.data.prepared import DatasetManifest
 from xscale.data.tokenizer.huggingface import HuggingFace
 from xscale.data.tokenizer.sentencepiece import SentencePiece
 from xscale.observe import record
-from xscale.train.run_folder import read_config, run_name
+from xscale.run.run_folder import read_config, run_name
 
 TOUCHED = "touched"
 
@@ -91,7 +91,7 @@ def with_file(folder: Path, name: str, content: bytes) -> Path:
 
 
 def megatron(folder: Path, content: bytes, name: str) -> Any:
-    from xscale.commands import megatron as command
+    from xscale.commands.checkpoints import megatron as command
 
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     with_file(folder, name, content)

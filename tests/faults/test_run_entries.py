@@ -24,16 +24,16 @@ from tests.faults.planted_entries import (
     unix_socket,
 )
 from tests.train.tiny import recipe, run
-from xscale.checkpoint import tools
 from xscale.checkpoint.search import find_newest
-from xscale.core.atomic_write import write_atomically
+from xscale.checkpoint.tools import tools
 from xscale.core.compose import dump
 from xscale.core.config import encode
 from xscale.core.errors import ConfigError
-from xscale.core.file_lock import FileLock
-from xscale.core.run_files import IrregularFileError, make_run_folder, open_run_file
-from xscale.train.run_entries import FILES, FOLDERS, LINKABLE, check_entries
-from xscale.train.run_folder import open_folder
+from xscale.core.files.atomic_write import write_atomically
+from xscale.core.files.file_lock import FileLock
+from xscale.core.files.run_files import IrregularFileError, make_run_folder, open_run_file
+from xscale.run.run_entries import FILES, FOLDERS, LINKABLE, check_entries
+from xscale.run.run_folder import open_folder
 
 NESTED = ("checkpoints/step-00000004", "checkpoints/.step-00000006.writing", "checkpoints/.step-00000006.replaced")
 """Entries of folders of the run that another save would rename or make."""
@@ -237,7 +237,7 @@ def test_a_link_that_is_put_there_since_is_not_followed(
     tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the question what it is and its opening."""
-    monkeypatch.setattr("xscale.core.run_files.kind_of", lambda path: "a file")
+    monkeypatch.setattr("xscale.core.files.run_files.kind_of", lambda path: "a file")
     for kind in (link_to_file, dangling_link, fifo):
         for mode in ("rb", "wb", "ab", "a+b"):
             path = tmp_path / f"{kind.__name__}-{mode}"

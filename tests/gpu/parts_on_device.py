@@ -16,10 +16,10 @@ from xscale.core.registry import Entry
 from xscale.nn.attention.core import CORES
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
-from xscale.nn.ffn.moe import Moe
+from xscale.nn.ffn.moe.moe import Moe
 from xscale.nn.model.model import MODELS
 from xscale.nn.tokens import Tokens
-from xscale.parallel import precision
+from xscale.parallel.precision import precision
 
 LENGTH = 150
 """Tokens: a multiple of no block."""

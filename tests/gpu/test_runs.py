@@ -10,13 +10,13 @@ import torch
 from tests.golden.shrink import RECIPES, ROOT, shrunk, small
 from tests.gpu.parts_on_device import relative_difference
 from tests.train.tiny import MIXTURE, losses, recipe, run
-from xscale.commands import catalogue
+from xscale.commands.show import catalogue
 from xscale.core.config import decode, encode
-from xscale.nn.init import materialize
+from xscale.generate.generate import generate
+from xscale.nn.materialize import materialize
 from xscale.nn.tokens import Tokens
 from xscale.recipe import Recipe
-from xscale.train.generate import generate
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 pytestmark = pytest.mark.gpu
 FILES = [*RECIPES, *(ROOT / f"configs/xformer/{id}.yaml" for id in catalogue.ids() if catalogue.recipe_file(id))]

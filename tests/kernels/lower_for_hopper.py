@@ -181,7 +181,7 @@ def router() -> None:
 
 def adamw() -> None:
     from xscale_kernels.adamw import triton as kernels
-    from xscale_kernels.adamw.op import AdamWHyperparameters
+    from xscale_kernels.adamw.hyperparameters import AdamWHyperparameters
 
     for dtype, moved in ((torch.bfloat16, 26.0), (torch.float32, 28.0)):
         # Of a block that is masked and one that is not, a program executes one.

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 
 from tests.kernels.conformance import fixed
 from xscale_kernels import refusals
+from xscale_kernels.adamw.hyperparameters import AdamWHyperparameters
 from xscale_kernels.adamw.libraries import apex_step_
-from xscale_kernels.adamw.op import AdamWHyperparameters, reference_step_
+from xscale_kernels.adamw.op import reference_step_
 from xscale_kernels.layernorm.libraries import apex_layernorm
 from xscale_kernels.rmsnorm.libraries import apex_rmsnorm
 from xscale_kernels.squared_norm.libraries import apex_squared_norm

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_ports
-from xscale_launch import attempts, node_check, preflight, status
+from xscale_launch import attempts, status
+from xscale_launch.nodes import node_check, preflight
 
 ROOT = Path(__file__).parents[2]
 FAKE = [sys.executable, str(ROOT / "tests/launch/fake_train.py"), "train"]

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from tests.ports import free_ports
-from xscale_launch import attempts, doctor, links, node_check, plan_cache, plan_query, preflight, profile, status
+from xscale_launch import attempts, doctor, profile, status
 from xscale_launch.main import main
+from xscale_launch.nodes import links, node_check, preflight
+from xscale_launch.plans import plan_cache, plan_query
 from xscale_launch.slurm.job import SubmittedJob, submitted_jobs
 from xscale_launch.slurm.watch import RunProgress, progress
 from xscale_launch.status import LaunchError

@@ -13,7 +13,6 @@ from unittest.mock import Mock
 import pytest
 
 from xscale_launch import files
-from xscale_launch.devices import address_to_listen_on
 from xscale_launch.files import (
     check_line,
     check_variable,
@@ -23,6 +22,7 @@ from xscale_launch.files import (
     remove_folder,
     write_private,
 )
+from xscale_launch.nodes.devices import address_to_listen_on
 from xscale_launch.profile import Container, Profile, load
 from xscale_launch.slurm import script
 from xscale_launch.slurm.job import Job, check_job

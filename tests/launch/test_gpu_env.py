@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from xscale_launch import gpu_env
 from xscale_launch.env import RankEnv
-from xscale_launch.local import worker_settings
-from xscale_launch.mpi import forwarded_variables
+from xscale_launch.mpi.mpi import forwarded_variables
+from xscale_launch.nodes import gpu_env
+from xscale_launch.nodes.worker_environment import worker_settings
 from xscale_launch.profile import Profile
 from xscale_launch.supervise import Worker, start_worker
 

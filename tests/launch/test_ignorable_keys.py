@@ -7,7 +7,7 @@ import yaml
 
 from xscale.commands.plan import read_from
 from xscale.recipe import read
-from xscale_launch import plan_query
+from xscale_launch.plans import plan_query
 
 QUICKSTART = Path(__file__).parents[2] / "configs/run/quickstart.yaml"
 

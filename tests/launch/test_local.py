@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from xscale_launch.command import check_config
-from xscale_launch.devices import free_port
+from xscale_launch.nodes.devices import free_port
 from xscale_launch.status import LaunchError
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from xscale_launch import mpi, mpi_rank
+from xscale_launch.mpi import mpi, mpi_rank
 from xscale_launch.status import LaunchError
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ def test_the_ranks_come_from_mpi_itself(mpirun: str, tmp_path: Path) -> None:
     pytest.importorskip("mpi4py", reason="mpi4py is not installed: pip install mpi4py")
     program = (
         "import json, os, socket\n"
-        "from xscale_launch.mpi_rank import rank_from_mpi\n"
+        "from xscale_launch.mpi.mpi_rank import rank_from_mpi\n"
         "place = rank_from_mpi()\n"
         f"open('{tmp_path}/' + str(place.rank), 'w').write(json.dumps(place.variables()))\n"
     )

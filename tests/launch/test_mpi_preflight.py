@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from xscale_launch import links, mpi_preflight, preflight
 from xscale_launch.env import RankEnv
-from xscale_launch.mpi_preflight import MpiPreflightResult, PreflightOptions
+from xscale_launch.mpi import mpi_preflight
+from xscale_launch.mpi.mpi_preflight import MpiPreflightResult, PreflightOptions
+from xscale_launch.nodes import links, preflight
 
 WELL = preflight.NodeFacts(
     "",

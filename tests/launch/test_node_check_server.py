@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.ports import free_ports
-from xscale_launch import node_check
+from xscale_launch.nodes import node_check
 
 
 def names(words: Sequence[dict[str, Any]]) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from xscale_launch import plan_cache, plan_query
+from xscale_launch.plans import plan_cache, plan_query
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from xscale_launch import plan_query
+from xscale_launch.plans import plan_query
 from xscale_launch.status import LaunchError
 
 ROOT = Path(__file__).parents[2]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from xscale_launch import preflight
-from xscale_launch.preflight import NodeFacts, find_problems, find_slow_links
+from xscale_launch.nodes import preflight
+from xscale_launch.nodes.preflight import NodeFacts, find_problems, find_slow_links
 
 GPU = {"index": "0", "name": "H200", "memory.total": "143771", "memory.used": "4",
        "ecc.errors.uncorrected.volatile.total": "0", "temperature.gpu": "30"}  # fmt: skip

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from xscale_launch import mpi_rank
 from xscale_launch.env import RankEnv
+from xscale_launch.mpi import mpi_rank
 from xscale_launch.status import LaunchError
 
 STEP = {

@@ -12,7 +12,7 @@ import pytest
 from tests.faults.planted_entries import dangling_link, fifo, folder, link_to_file, link_to_folder
 from xscale_launch import attempts, local, snapshot, supervise
 from xscale_launch.files import make_run_folder, open_append, open_run_file, read_run_file
-from xscale_launch.preflight import write_speed
+from xscale_launch.nodes.preflight import write_speed
 from xscale_launch.slurm import submit, watch
 from xscale_launch.status import LaunchError
 

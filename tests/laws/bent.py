@@ -10,10 +10,11 @@ READER = "a file reader of torch, made to read without unpickling; it talks to n
 BENT: dict[str, dict[str, str]] = {
     # law -> {path, `path: what` or `path:function`: the reason}
     "imports": {
-        "launch/xscale_launch/mpi_rank.py: mpi4py": MPI,
-        "launch/xscale_launch/mpi_rank.py: mpi4py.MPI": MPI,
+        "launch/xscale_launch/mpi/mpi_rank.py: mpi4py": MPI,
+        "launch/xscale_launch/mpi/mpi_rank.py: mpi4py.MPI": MPI,
         "launch/xscale_launch/profile.py: yaml": "for who writes profiles as YAML; without it TOML is asked for",
     },
+    "rooms": {"xscale/nn": "passes over the depth and kinds of residual stream get folders of their own"},
     "random draws": {
         "xscale/nn/init.py: Generator": INITIALISER,
         "xscale/nn/init.py: normal_": INITIALISER,
@@ -39,20 +40,20 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/bench/gpu/results.py: size": "of an entry in an archive, which is no module",
     },
     "three moves": {
-        "xscale/commands/megatron.py: torch.distributed.checkpoint.filesystem": READER,
-        "xscale/commands/megatron.py: torch.distributed.checkpoint.filesystem.FileSystemReader": READER,
+        "xscale/commands/checkpoints/megatron.py: torch.distributed.checkpoint.filesystem": READER,
+        "xscale/commands/checkpoints/megatron.py: torch.distributed.checkpoint.filesystem.FileSystemReader": READER,
     },
     "weight writes": {
         "xscale/nn/post_step.py: copy_": "this is the writer of weights itself",
-        "xscale/parallel/full_tensors.py: copy_": "this is the writer of shards itself",
+        "xscale/parallel/shard/full_tensors.py: copy_": "this is the writer of shards itself",
         "xscale/checkpoint/in_memory.py: copy_": "shards that the engine gave out to be loaded; "
         "`Engine.after_load` frees what was gathered from them",
-        "xscale/commands/megatron.py: copy_": "the weights of Megatron-LM's model, in one process",
-        "xscale/parallel/precision.py: data": "another dtype of the same weights, in one process that only infers",
-        "xscale/train/generate.py: data": "another memory order of the same weights, in one process that only infers",
+        "xscale/commands/checkpoints/megatron.py: copy_": "the weights of Megatron-LM's model, in one process",
+        "xscale/parallel/precision/precision.py: data": "another dtype of the same weights, in a process that infers",
+        "xscale/generate/generate.py: data": "another memory order of the same weights, in a process that infers",
     },
     "who cuts": {
-        "xscale/nn/lora.py: rank": "the rank of a matrix, as the paper calls it",
+        "xscale/nn/adapt/lora.py: rank": "the rank of a matrix, as the paper calls it",
         "xscale/nn/attention/transformer_ls.py: projection_rank": "the rank of a matrix, as the paper calls it",
     },
     "no unpickler": {
@@ -66,9 +67,9 @@ BENT: dict[str, dict[str, str]] = {
     "text to ids": {
         "xscale/convert/hf/tokenizer.py: encode": "the same text in two libraries: its begin is compared apart",
         "plugins/xscale_tinybert/augment.py: encode_with_offsets": "its `ModelInput` has the begin and the end",
-        "xscale/data/labels.py: encode": "the objective writes the token before the first of an example's texts",
-        "xscale/data/shards.py: encode": "sentences of a document, which an objective joins to what it reads",
-        "xscale/train/generate.py: encode": "the text behind a gap, which is in the middle of a document",
+        "xscale/data/corpus/labels.py: encode": "the objective writes the token before the first of an example's texts",
+        "xscale/data/corpus/shards.py: encode": "sentences of a document, which an objective joins to what it reads",
+        "xscale/generate/generate.py: encode": "the text behind a gap, which is in the middle of a document",
     },
     "one opener": {
         "xscale/checkpoint/disk.py: .touch": "its own hook before each change of a disk",
@@ -76,10 +77,10 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/checkpoint/in_memory.py: os.open": "read and write, in a folder of /dev/shm that is this user's alone",
         "xscale/checkpoint/torch_file.py: .open": "a record of an archive that is open",
         "xscale/train/compile_cache.py: open_regular": "a library of torch.compile's cache, which is no run's",
-        "launch/xscale_launch/gpu_env.py: .read_text": "the system's files of its devices",
-        "launch/xscale_launch/gpu_env.py: os.open": "a device of a GPU",
+        "launch/xscale_launch/nodes/gpu_env.py: .read_text": "the system's files of its devices",
+        "launch/xscale_launch/nodes/gpu_env.py: os.open": "a device of a GPU",
         "launch/xscale_launch/supervise.py: .read_text": "the system's files of its processes",
-        "launch/xscale_launch/plan_cache.py: read_regular": "the user's own cache, and the configs that a plan reads",
+        "launch/xscale_launch/plans/plan_cache.py: read_regular": "the user's own cache, and configs that a plan reads",
         "launch/xscale_launch/profile.py: read_regular": "the user's own profile, which may be a link",
         "launch/xscale_launch/slurm/sweep.py: .read_bytes": "a file that the user names, which may be a pipe",
     },

@@ -11,9 +11,9 @@ from tests.laws.tree import ROOT, File, dotted, files, meaning, plant
 
 UNPICKLER = "xscale/checkpoint/index.py"
 """The restricted unpickler."""
-REMOVAL = ("xscale/core/file_safety.py", "launch/xscale_launch/files.py")
+REMOVAL = ("xscale/core/files/file_safety.py", "launch/xscale_launch/files.py")
 """xscale's removal, and that of the launcher, which runs without xscale."""
-DECODER = ("xscale/core/file_safety.py", "launch/xscale_launch/typed_json.py")
+DECODER = ("xscale/core/files/file_safety.py", "launch/xscale_launch/typed_json.py")
 """xscale's decoder of JSON, and the launcher's: json itself raises RecursionError for nesting, which few catch."""
 YAML_READER = ("xscale/core/yaml_reader.py",)
 """The reader of YAML: PyYAML's own loaders recurse, expand aliases without end, and read the types of YAML 1.1."""
@@ -38,15 +38,22 @@ SAFE_LOADERS = {"yaml.SafeLoader", "yaml.CSafeLoader", "yaml.BaseLoader", "yaml.
 RUN_PACKAGES = (
     "xscale/checkpoint/",
     "xscale/observe/",
+    "xscale/run/",
+    "xscale/step/",
+    "xscale/distill/",
+    "xscale/generate/",
+    "xscale/evaluate/",
     "xscale/train/",
     "xscale/watchdog/",
-    "xscale/core/atomic_write.py",
-    "xscale/core/file_lock.py",
-    "xscale/commands/train_runs.py",
-    "xscale/data/stored_tokenizer.py",
+    "xscale/core/files/atomic_write.py",
+    "xscale/core/files/file_lock.py",
+    "xscale/commands/study/train_runs.py",
+    "xscale/data/corpus/stored_tokenizer.py",
     "launch/xscale_launch/",
 )
-"""Code that reads and writes run folders: by `xscale.core.run_files`, which follows no link and waits for no FIFO."""
+"""Code that reads and writes run folders: by `xscale.core.files.run_files`.
+
+It follows no link and waits for no FIFO."""
 LAUNCHER_OPENER = ("launch/xscale_launch/files.py",)
 """The launcher runs without xscale, and opens files of a run by its own functions of the same kind."""
 OPENS = {"open", "io.open", "io.FileIO", "os.open", "os.fdopen", "os.mkfifo", "gzip.open", "codecs.open"}
@@ -134,7 +141,7 @@ def yaml_readers_of(file: File) -> Iterator[tuple[ast.AST, str]]:
 
 
 def openers(root: Path) -> dict[str, str]:
-    """Ways to open a file, in the packages of run folders, other than by `xscale.core.run_files` or the launcher's."""
+    """Ways to open a file, in the packages of run folders, other than by `core.files.run_files` or the launcher's."""
     runs = [file for file in files(root) if file.path.startswith(RUN_PACKAGES) and file.path not in LAUNCHER_OPENER]
     return {file.at(node, what): what for file in runs for node, what in openers_of(file)}
 
@@ -204,7 +211,7 @@ def test_files_of_a_run_are_opened_in_one_way() -> None:
         "path.touch()",
         "import os\nos.open('a', 0)",
         "from io import FileIO\nFileIO('a')",
-        "from xscale.core.file_safety import read_regular\nread_regular(path)",
+        "from xscale.core.files.file_safety import read_regular\nread_regular(path)",
         "from xscale.core import file_safety\nfile_safety.open_regular(path)",
     ],
 )

@@ -11,12 +11,15 @@ from tests.laws.tree import ROOT, dotted, files, imports, meaning, package_of, p
 
 LOW = frozenset({"core", "xscale_kernels"})
 ALL = LOW | {"mesh", "nn", "data", "optim", "objective", "measure", "parallel", "checkpoint"}
+RUN = ALL | {"observe", "convert", "settings", "step", "run"}
+"""Packages below those that work with a run: the run itself, in memory and on disk."""
+ROOMS = frozenset({"settings", "step", "run", "distill", "generate", "evaluate", "train"})
 MAY: dict[str, frozenset[str]] = {
-    "xscale": frozenset({"api"}),
+    "xscale": frozenset({"api", "core"}),
     "core": frozenset(),
     "xscale_kernels": frozenset(),
     "xscale_launch": frozenset(),
-    "xscale_tinybert": ALL | {"train", "cli"},
+    "xscale_tinybert": RUN | {"cli", "evaluate"},
     "mesh": frozenset({"core"}),
     "nn": LOW,
     "data": LOW,
@@ -28,15 +31,20 @@ MAY: dict[str, frozenset[str]] = {
     "convert": frozenset({"core", "nn", "data", "checkpoint"}),
     "observe": frozenset({"core", "mesh", "nn"}),
     "watchdog": frozenset({"core", "mesh"}),
-    "train": ALL | {"convert", "observe", "watchdog"},
-    "planning": ALL | {"train"},
-    "requirements": ALL | {"observe", "train"},
-    "recipe": ALL | {"observe", "train", "requirements"},
-    "bench": ALL | {"train", "planning", "observe", "convert", "recipe"},
-    "commands": ALL | {"train", "planning", "observe", "convert", "bench", "recipe"},
-    "cli": ALL
-    | {"xscale_launch", "observe", "watchdog", "train", "convert", "planning", "bench", "commands", "recipe"},
-    "text_model": ALL | {"train", "planning", "observe"},
+    "settings": ALL | {"observe"},
+    "step": ALL | {"settings"},
+    "run": ALL | {"observe", "convert", "settings", "step"},
+    "distill": RUN,
+    "generate": RUN,
+    "evaluate": RUN | {"distill", "generate"},
+    "train": RUN | {"distill", "generate", "evaluate", "watchdog"},
+    "planning": ALL | ROOMS,
+    "requirements": ALL | {"observe", "settings", "distill"},
+    "recipe": ALL | {"observe", "settings", "requirements"},
+    "bench": ALL | ROOMS | {"planning", "observe", "convert", "recipe"},
+    "commands": ALL | ROOMS | {"planning", "observe", "convert", "bench", "recipe"},
+    "cli": ALL | ROOMS | {"xscale_launch", "observe", "watchdog", "convert", "planning", "bench", "commands", "recipe"},
+    "text_model": ALL | {"settings", "run", "planning", "observe"},
     "api": LOW | {"mesh", "train", "commands", "recipe", "text_model"},
     "__main__": frozenset({"cli"}),
 }
@@ -49,7 +57,7 @@ NEVER: dict[str, tuple[str, ...]] = {
     "data": ("xscale.nn", "xscale.mesh"),
     "optim": ("xscale.nn", "xscale.mesh"),
     "objective": ("xscale.mesh",),
-    "parallel": ("xscale.train", "xscale.data"),
+    "parallel": ("xscale.settings", "xscale.step", "xscale.run", "xscale.train", "xscale.data"),
     "checkpoint": ("xscale.nn", "xscale.parallel"),
     "train": ("xscale.cli.main", "xscale.recipe"),
 }

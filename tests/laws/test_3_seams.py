@@ -16,7 +16,8 @@ from xscale.nn.linear import Linear
 from xscale.nn.module import Module, seams_of, substitute
 from xscale.nn.roles import Role, Seams
 
-ENGINES = frozenset({"parallel", "planning", "bench", "train", "measure", "checkpoint"})
+ROOMS_OF_RUNS = frozenset({"step", "run", "distill", "generate", "evaluate", "train"})
+ENGINES = ROOMS_OF_RUNS | {"parallel", "planning", "bench", "measure", "checkpoint"}
 """Packages that are given a model of another package."""
 
 
@@ -240,3 +241,36 @@ def subclasses(owner: type) -> Iterator[type]:
     for child in owner.__subclasses__():
         yield child
         yield from subclasses(child)
+
+
+BASE_CLASSES = frozenset(
+    {
+        "AttentionMask", "Axis", "Block", "Core", "DispatchPlan", "Embedding", "Head", "Linear", "Mixer", "Model",
+        "Module", "Norm", "Pairs", "Position", "RandomNumbers", "Recurrence", "Role", "Stack", "Tokens", "WeightWriter",
+    }
+)  # fmt: skip
+"""What the engine may know of `xscale.nn`: base classes, and the data that passes through seams."""
+
+
+def classes_named(root: Path) -> set[str]:
+    """Classes and types of `xscale.nn` that the engine imports."""
+    return {
+        alias.name
+        for file in files(root)
+        if file.package == "parallel"
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("xscale.nn")
+        for alias in node.names
+        if alias.name[0].isupper() and not alias.name.isupper()
+    }
+
+
+def test_the_engine_names_base_classes_alone() -> None:
+    """Whatever else it has to know of a part is the role of a seam, or what the part declares or says by a method."""
+    assert classes_named(ROOT) == BASE_CLASSES
+
+
+def test_a_part_that_the_engine_names_is_found(tmp_path: Path) -> None:
+    text = "from xscale.nn.ffn.moe.moe import Moe\nfrom xscale.nn.norm.norm import NORMS, Norm\n"
+    plant(tmp_path, xscale__parallel__tensor=text)
+    assert classes_named(tmp_path) == {"Moe", "Norm"}

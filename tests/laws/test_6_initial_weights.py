@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from tests.families import each, family
 from xscale.core.registry import Entry
-from xscale.nn.init import Init, draw, materialize, replace_parameters
+from xscale.nn.init import Init, draw
+from xscale.nn.materialize import materialize, replace_parameters
 from xscale.nn.model.model import MODELS, Model
 from xscale.nn.module import parameter_inits
 

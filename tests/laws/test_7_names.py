@@ -9,9 +9,10 @@ from torch import nn
 
 from tests.families import each
 from xscale.core.registry import Entry
+from xscale.nn.axes import AXES
 from xscale.nn.init import ONES
 from xscale.nn.model.model import MODELS, Model
-from xscale.nn.module import AXES, Module, name_modules, parameter_axes
+from xscale.nn.module import Module, name_modules, parameter_axes
 
 VOCABULARY = {"vocab", "heads", "kv_heads", "ffn", "experts", "width", "depth", "tokens", "batch", "state"}
 

@@ -12,11 +12,11 @@ from xscale.core.config import decode
 from xscale.measure.flops import size, training_flops
 from xscale.measure.memory import model_state_bytes
 from xscale.mesh.axes import Degrees
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.model.model import MODELS
 from xscale.nn.tokens import Tokens
-from xscale.train.settings import Settings
+from xscale.settings.settings import Settings
 
 V, T = 96, 32
 BLOCK = {"mixer": {"kind": "attention", "heads": 4, "kv_heads": 2}, "ffn": {"kind": "gated", "hidden": 48}}

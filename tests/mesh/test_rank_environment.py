@@ -14,7 +14,7 @@ from xscale.mesh import rendezvous
 from xscale.mesh.environment import check_rendezvous, read_rank_info, why_ranks_are_missing
 from xscale.mesh.rendezvous import announce_leaving, attempt_store, leave_last, names_of, wait_for_keys
 from xscale_launch.env import mpi_ranks, slurm_ranks
-from xscale_launch.mpi_rank import rank_from_launcher
+from xscale_launch.mpi.mpi_rank import rank_from_launcher
 from xscale_launch.status import LaunchError
 
 RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from tests.conformance.made import drawn
 from xscale.nn.forward import Forward
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.module import name_modules
-from xscale.nn.norm import NORMS, Norm
+from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.post_step import WeightWriter
 from xscale.nn.tokens import Stats, Tokens
 

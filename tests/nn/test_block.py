@@ -8,10 +8,10 @@ import torch
 from tests.conformance.made import dims, drawn, ready, tokens
 from xscale.nn.block import Block, BlockConfig, SublayerConfig
 from xscale.nn.ffn.ffn import FFNS, Dense
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import Fourier
-from xscale.nn.norm import Layer
+from xscale.nn.norm.norm import Layer
 
 SMALL = BlockConfig(mixer=Attention.Config(heads=2), ffn=Dense.Config(hidden=8), norm=Layer.Config())
 

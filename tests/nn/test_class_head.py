@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from xscale.core.config import decode
-from xscale.nn.class_head import PREDICTIONS, ClassHead, Predictions
-from xscale.nn.init import Init, materialize
+from xscale.nn.head.class_head import PREDICTIONS, ClassHead, Predictions
+from xscale.nn.init import Init
+from xscale.nn.materialize import materialize
 from xscale.nn.tokens import Tokens
 from xscale.objective.metrics import class_metrics, places, score_metrics
 from xscale.recipe import Recipe

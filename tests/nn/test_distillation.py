@@ -8,24 +8,25 @@ import torch
 from torch import Tensor, nn
 
 from xscale.core.config import decode
+from xscale.distill.teacher import observe_states
 from xscale.nn.attention.ops.mask import AttentionMask
-from xscale.nn.boundary_head import BOUNDARIES
-from xscale.nn.class_head import ClassHead
-from xscale.nn.distillation import (
+from xscale.nn.head.boundary_head import BOUNDARIES
+from xscale.nn.head.class_head import ClassHead
+from xscale.nn.head.distillation import (
     DistillConfig,
     StudentLosses,
     TeacherStates,
     add_width_maps,
     attention_scores,
 )
-from xscale.nn.distilled_head import FullVocabulary, SoftLoss
-from xscale.nn.init import Init, materialize
+from xscale.nn.head.distilled_head import FullVocabulary, SoftLoss
+from xscale.nn.head.pooler import LABELS
+from xscale.nn.init import Init
+from xscale.nn.materialize import materialize
 from xscale.nn.model.model import MODELS
 from xscale.nn.module import substitute
-from xscale.nn.pooler import LABELS
 from xscale.nn.tokens import Stats, Tokens
-from xscale.train.settings import Settings
-from xscale.train.teacher import observe_states
+from xscale.settings.settings import Settings
 
 VOCABULARY, LENGTH, BATCH = 11, 5, 2
 

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from tests.conformance.made import close, ready
 from xscale.core.config import decode
+from xscale.generate.generate import generate
 from xscale.nn.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
 from xscale.nn.forward import Forward
-from xscale.nn.head import IGNORE_INDEX
+from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.model.encoder import Encoder
 from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.nn.tokens import Stats, Tokens
-from xscale.train.generate import generate
 
 VOCABULARY, LENGTH, DEPTH = 17, 9, 5
 BLOCK: dict[str, Any] = {"mixer": {"kind": "attention", "heads": 2}, "ffn": {"kind": "dense", "hidden": 20}}

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.conformance.made import dims, drawn, ready
-from xscale.nn.head import IGNORE_INDEX, Head
+from xscale.nn.head.head import IGNORE_INDEX, Head
 from xscale.nn.init import Init
 from xscale.nn.linear import Embedding
 from xscale.nn.module import Module

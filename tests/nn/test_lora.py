@@ -5,12 +5,12 @@ from typing import Any
 import torch
 
 from tests.nn.test_class_head import INPUT, settings
-from xscale.nn.init import materialize
+from xscale.nn.adapt.lora import MARK, merge_lora
 from xscale.nn.linear import Linear
-from xscale.nn.lora import MARK, merge_lora
+from xscale.nn.materialize import materialize
 from xscale.nn.tokens import Tokens
-from xscale.train.init_run import model_from_weights
-from xscale.train.settings import build_on_meta
+from xscale.run.init_run import model_from_weights
+from xscale.settings.settings import build_on_meta
 
 LORA: dict[str, Any] = {"rank": 3, "alpha": 12.0, "match": ["*.q", "*.down"]}
 

@@ -12,7 +12,7 @@ from tests.conformance.made import close, ready
 from tests.train.tiny import recipe
 from xscale.core.config import decode
 from xscale.measure.flops import size, training_flops
-from xscale.nn.head import IGNORE_INDEX
+from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.tokens import Stats, Tokens
 

@@ -9,15 +9,15 @@ import torch
 
 from tests.parallel.against_one import VOCABULARY, asked
 from xscale.convert.hf.architecture import Requirements, require_features
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.module import parameter_inits
 from xscale.nn.tokens import Tokens
 from xscale.optim.optimizer.optimizer import OPTIMIZERS, LocalParameter
 from xscale.parallel.engine.fsdp import optimizer_weights
-from xscale.parallel.sharded import sharded_parameters
+from xscale.parallel.shard.sharded import sharded_parameters
 from xscale.recipe import Recipe
 from xscale.requirements.optimizer import learning_rates_go_by_the_width
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 BASE = 32
 

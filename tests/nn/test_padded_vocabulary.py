@@ -10,11 +10,11 @@ from torch import Tensor
 
 from tests.conformance.made import dims, drawn, ready
 from tests.train.tiny import recipe
-from xscale.nn.distilled_head import FullVocabulary, SoftLoss
 from xscale.nn.early_exit import entropy
-from xscale.nn.head import IGNORE_INDEX, Head, hide_padding
+from xscale.nn.head.distilled_head import FullVocabulary, SoftLoss
+from xscale.nn.head.head import IGNORE_INDEX, Head, hide_padding
 from xscale.nn.tokens import Tokens
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 from xscale_kernels.vocab_cross_entropy import vocab_gradients, vocab_statistics
 
 ROWS, TOKENS = 12, 9

@@ -15,7 +15,7 @@ from xscale.measure.flops import training_flops
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.model.encoder import Encoder
 from xscale.nn.model.encoder_decoder import EncoderDecoder
-from xscale.nn.norm import BatchNorm
+from xscale.nn.norm.norm import BatchNorm
 from xscale.nn.position.pairs import Pairs, PositionPairs
 from xscale.nn.position.position import POSITIONS, PositionTerms
 from xscale.nn.sequence_pooling import Distilling, TokenWindows

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.conformance.made import drawn
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.post_step import update_non_gradient_state
 from xscale.nn.simplex import Simplex, nearest_on_simplex
 

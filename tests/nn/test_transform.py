@@ -3,9 +3,9 @@
 import torch
 import torch.nn.functional as F
 
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.model.encoder import Encoder
-from xscale.nn.norm import Layer
+from xscale.nn.norm.norm import Layer
 from xscale.nn.stack import StackConfig
 from xscale.nn.tokens import Tokens
 

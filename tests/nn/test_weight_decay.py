@@ -11,15 +11,15 @@ from xscale.core.registry import Entry
 from xscale.nn.attention.core import CORES
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import Dense, Gated
+from xscale.nn.ffn.moe.experts import Experts
 from xscale.nn.init import ONES
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.module import Module, parameter_decays
-from xscale.nn.moe.experts import Experts
-from xscale.nn.norm import NORMS
+from xscale.nn.norm.norm import NORMS
 from xscale.optim.optimizer.adamw import AdamW
 from xscale.optim.optimizer.optimizer import OPTIMIZERS
 from xscale.parallel.engine.fsdp import optimizer_weights
-from xscale.parallel.sharded import sharded_parameters
+from xscale.parallel.shard.sharded import sharded_parameters
 
 SCALES = re.compile(r"bias|gain|sigma|temperature|(^|\.)distance$|(near|far)_weight$")
 """Names of gains, biases, temperatures and scales."""

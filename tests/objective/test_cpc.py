@@ -11,10 +11,10 @@ from tests.distributed import Pool
 from tests.parallel.against_one import Found, alone, same
 from tests.train.tiny import losses, metrics, recipe, run
 from xscale.core.errors import EXIT_DONE
-from xscale.nn.head import IGNORE_INDEX
-from xscale.nn.init import materialize
+from xscale.nn.head.head import IGNORE_INDEX
+from xscale.nn.head.sentence_contrast import SENTENCE_GLOBALS, SENTENCE_WEIGHT, SENTENCES
+from xscale.nn.materialize import materialize
 from xscale.nn.model.encoder import Encoder
-from xscale.nn.sentence_contrast import SENTENCE_GLOBALS, SENTENCE_WEIGHT, SENTENCES
 from xscale.nn.tokens import Stats, Tokens
 from xscale.objective.cpc import Cpc
 from xscale.objective.objective import SpecialTokens

@@ -14,15 +14,15 @@ from tests.parallel.against_one import Found, alone, same
 from tests.train.test_load_run import call
 from tests.train.test_pairs import asked, trained
 from xscale.core.errors import EXIT_DONE, ConfigError
+from xscale.generate.parallel_decoding import easy_first, mask_predict
 from xscale.nn.attention.ops.mask import OBSERVED
 from xscale.nn.block import Block
 from xscale.nn.edges import CONTENT
-from xscale.nn.length_head import LENGTHS
+from xscale.nn.head.length_head import LENGTHS
 from xscale.nn.model.disentangled import Disentangled
 from xscale.nn.tokens import Tokens
 from xscale.objective.disco import Disco
 from xscale.objective.objective import SpecialTokens
-from xscale.train.parallel_decoding import easy_first, mask_predict
 
 SPECIALS = SpecialTokens(50, pad=0, eos=1, mask=None, sentinels=range(0))
 SOURCE, TARGET = 6, 7

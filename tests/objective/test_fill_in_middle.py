@@ -13,10 +13,10 @@ from tests.train.test_load_run import call
 from tests.train.tiny import losses, recipe, run
 from xscale.core.config import decode
 from xscale.core.errors import EXIT_DONE, ConfigError
-from xscale.nn.head import IGNORE_INDEX
+from xscale.generate.generate_text import generate_text
+from xscale.nn.head.head import IGNORE_INDEX
 from xscale.objective.fill_in_middle import FillInMiddle, fim_tokens
 from xscale.objective.objective import Causal, SpecialTokens
-from xscale.train.generate_text import generate_text
 
 EOS, PRE, SUF, MID = 2, 5, 6, 7
 SPECIALS = SpecialTokens(vocabulary=100, pad=0, eos=EOS, mask=None, sentinels=range(5, 9))
@@ -192,7 +192,7 @@ def test_the_middle_is_generated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert (options["window"], options["end"], options["prefix"]) == (32, EOS, False)
         return torch.tensor([105 + ord(letter) for letter in "I!"])
 
-    monkeypatch.setattr("xscale.train.generate_text.generate", generate)
+    monkeypatch.setattr("xscale.generate.generate_text.generate", generate)
     assert call("generate", tmp_path / "run", "--prompt", "ab", "--suffix", "c") == "I!\n"
     assert generate_text(tmp_path / "run", "", 4, 0.0, None, 0, suffix="c") == "I!"
     a, b, c = (105 + ord(letter) for letter in "abc")

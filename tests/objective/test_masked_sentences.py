@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from xscale.nn.head import IGNORE_INDEX
+from xscale.nn.head.head import IGNORE_INDEX
+from xscale.nn.head.pooler import LABELS
 from xscale.nn.model.encoder import Encoder
-from xscale.nn.pooler import LABELS
 from xscale.nn.tokens import Stats, Tokens
 from xscale.objective.masked_sentences import MaskedSentences
 from xscale.objective.objective import Batch, SpecialTokens

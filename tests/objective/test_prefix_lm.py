@@ -13,14 +13,14 @@ from tests.distributed import Pool
 from tests.train.test_generate import BLOCK, MODELS_THAT_WRITE, V, model_of
 from tests.train.tiny import losses, recipe, run
 from xscale.core.errors import EXIT_DONE
-from xscale.nn.head import IGNORE_INDEX
+from xscale.generate.beam_search import beam_search
+from xscale.generate.generate import generate
+from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.position.rope import Rope
 from xscale.nn.tokens import Tokens
 from xscale.objective.objective import SpecialTokens
 from xscale.objective.prefix_lm import PrefixLm
-from xscale.train.beam_search import beam_search
-from xscale.train.generate import generate
 
 LENGTH = 24
 MODEL: dict[str, Any] = {"kind": "decoder", "width": 32, "stack": {"depth": 2, "block": {**BLOCK, "dropout": 0.1}}}

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from tests.distributed import Pool
 from tests.parallel.against_one import alone, same
 from tests.train.tiny import recipe
-from xscale.nn.boundary_head import BOUNDARIES
-from xscale.nn.head import IGNORE_INDEX
+from xscale.nn.head.boundary_head import BOUNDARIES
+from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.model.encoder import Encoder
 from xscale.objective.objective import SpecialTokens
 from xscale.objective.span_boundary import SpanBoundary

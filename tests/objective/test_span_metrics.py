@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from xscale.evaluate.evaluate import in_order, metrics_of
 from xscale.objective.labelled import Tag
 from xscale.objective.metrics import marks_spans, span_metrics
 from xscale.objective.objective import SpecialTokens
-from xscale.train.evaluate import in_order, metrics_of
 
 NAMES = ["O", *(f"{place}-{kind}" for place, kind in product("BIES", ("PER", "LOC", "NEW-AGE")))]
 ENDS_BEFORE = {"B": "BSO", "I": "BSO", "E": "BIESO", "S": "BIESO", "O": ""}

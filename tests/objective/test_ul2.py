@@ -4,7 +4,7 @@ from collections import Counter
 
 import torch
 
-from xscale.nn.head import IGNORE_INDEX
+from xscale.nn.head.head import IGNORE_INDEX
 from xscale.objective.objective import SpecialTokens
 from xscale.objective.ul2 import Ul2
 

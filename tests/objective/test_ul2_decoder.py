@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from xscale.nn.head import IGNORE_INDEX
+from xscale.nn.head.head import IGNORE_INDEX
 from xscale.objective.objective import Batch, SpecialTokens
 from xscale.objective.ul2_decoder import Ul2Decoder
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from xscale.core.atomic_write import AppendFile
+from xscale.core.files.atomic_write import AppendFile
 
 
 def test_it_appends_below_what_was_there(tmp_path):

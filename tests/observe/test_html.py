@@ -12,8 +12,9 @@ from html.parser import HTMLParser
 import pytest
 
 from xscale.core.errors import ConfigError
-from xscale.observe import EndReport, EvalReport, ObserveConfig, RunFacts, SampleReport, make_observers
+from xscale.observe import EndReport, EvalReport, ObserveConfig, RunFacts, SampleReport
 from xscale.observe.html import HtmlReport, build_report
+from xscale.observe.make_observers import make_observers
 from xscale.observe.metrics import Metrics
 from xscale.observe.report.sections import statistic_note
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from xscale.core.errors import ConfigError
-from xscale.observe import EndReport, EvalReport, ObserveConfig, ObserverGroup, SampleReport, TaskReport, make_observers
+from xscale.observe import EndReport, EvalReport, ObserveConfig, ObserverGroup, SampleReport, TaskReport
 from xscale.observe.config import check
-from xscale.observe.mlflow import Mlflow
+from xscale.observe.make_observers import make_observers
+from xscale.observe.trackers.mlflow import Mlflow
 
 
 class ServerError(Exception):

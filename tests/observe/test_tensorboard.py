@@ -3,7 +3,7 @@
 import pytest
 
 from xscale.observe import EndReport, EvalReport, SampleReport
-from xscale.observe.tensorboard import TensorBoard
+from xscale.observe.trackers.tensorboard import TensorBoard
 
 
 def _read(folder):

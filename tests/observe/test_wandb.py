@@ -6,9 +6,10 @@ import types
 import pytest
 
 from xscale.core.errors import ConfigError
-from xscale.observe import EndReport, EvalReport, ObserveConfig, ObserverGroup, TaskReport, make_observers
+from xscale.observe import EndReport, EvalReport, ObserveConfig, ObserverGroup, TaskReport
 from xscale.observe.config import check
-from xscale.observe.wandb import Wandb
+from xscale.observe.make_observers import make_observers
+from xscale.observe.trackers.wandb import Wandb
 
 
 class Fake(types.ModuleType):

@@ -17,7 +17,7 @@ from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from xscale.optim.optimizer.adamw_8bit import AdamW8bit
 from xscale.optim.optimizer.optimizer import LocalParameter
 from xscale.planning.memory import states_per_element
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 BETA1, BETA2, EPS, DECAY, LR, BLOCK, STEPS = 0.9, 0.95, 1e-8, 0.1, 1e-2, 16, 6
 NEEDS = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")

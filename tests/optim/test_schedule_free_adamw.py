@@ -16,11 +16,11 @@ from tests.train.test_resume import equal
 from tests.train.tiny import MIXTURE, losses, metrics, recipe, run
 from xscale.checkpoint.load import load_tensors
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE
+from xscale.evaluate.evaluate_run import evaluate_run
 from xscale.optim.optimizer.optimizer import LocalParameter
 from xscale.optim.optimizer.schedule_free_adamw import ScheduleFreeAdamW, bits_of, float_of
 from xscale.planning.memory import states_per_element
-from xscale.train.load_run import evaluate_run
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 BETA1, BETA2, EPS, DECAY, LR, WARMUP = 0.8, 0.95, 1e-3, 0.3, 0.05, 4
 STEPS = 12

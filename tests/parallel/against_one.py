@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tests.distributed import Pool
 from tests.parallel.models import OBJECTIVES as LEARNS
 from tests.train.tiny import recipe
+from xscale.evaluate.evaluate import evaluate
 from xscale.mesh import axes
 from xscale.mesh.collectives import MeanOverOwners, mean_tensors
 from xscale.mesh.environment import RankInfo, read_rank_info
@@ -28,14 +29,13 @@ from xscale.objective.objective import OBJECTIVES, Batch, Objective, SpecialToke
 from xscale.optim.optimizer.optimizer import Optimizer
 from xscale.parallel import context
 from xscale.parallel.engine.fsdp import FsdpEngine
-from xscale.parallel.full_tensors import ShardedWeightWriter
 from xscale.parallel.plan import ParallelPlan
-from xscale.parallel.sharded import ShardedParameter, local_shape_and_offset, sharded_parameters
+from xscale.parallel.shard.full_tensors import ShardedWeightWriter
+from xscale.parallel.shard.sharded import ShardedParameter, local_shape_and_offset, sharded_parameters
 from xscale.recipe import Recipe
-from xscale.train.batches import shard_over_cp
-from xscale.train.evaluate import evaluate
-from xscale.train.optimizer_step.stepper import Stepper
-from xscale.train.settings import Settings, build_on_meta
+from xscale.settings.settings import Settings, build_on_meta
+from xscale.step.batches import shard_over_cp
+from xscale.step.stepper import Stepper
 from xscale.train.setup import make_engine
 
 TOLERANCE = 1e-9
@@ -93,13 +93,13 @@ def sequence_sharding(settings: Settings, mesh: Mesh) -> context.SequenceShardin
 
 def trained(model: dict[str, Any], parallel: dict[str, Any], *, steps: int = STEPS, **sections: Any) -> Found:
     """Train on this rank of as many as there are."""
-    settings, mesh, network, plan = built(model, parallel, **sections)
+    settings, mesh, network, _ = built(model, parallel, **sections)
     spread = sequence_sharding(settings, mesh)
     every = sharded_parameters(network)
     rests = [rest for rest in every if rest.parameter.requires_grad]
     found = Found(started=_pieces(every))
     objective: Objective = OBJECTIVES.build(settings.objective, SPECIALS, settings.data.source_length, SEED)
-    engine = make_engine(settings, network, plan, every, mesh)
+    engine = make_engine(settings, network, every, mesh)
     assert isinstance(engine, FsdpEngine)
     optimizer = _Watched(engine.optimizer)
     engine.optimizer = cast(Optimizer, optimizer)

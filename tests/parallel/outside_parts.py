@@ -18,9 +18,10 @@ from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
 from xscale.nn.init import ONES
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.local_mixer import LocalMixer, same_document
+from xscale.nn.mixer.local_mixer import LocalMixer
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
-from xscale.nn.norm import NORMS, Norm, Rms
+from xscale.nn.neighbours import same_document
+from xscale.nn.norm.norm import NORMS, Norm, Rms
 from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 

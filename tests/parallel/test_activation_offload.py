@@ -20,11 +20,11 @@ from xscale.mesh.mesh import Mesh
 from xscale.nn.stack import Stack
 from xscale.nn.tokens import Stats
 from xscale.objective.objective import OBJECTIVES
-from xscale.parallel.activation_checkpointing import CheckpointedBlocks
-from xscale.parallel.activation_offload import ActivationOffload
 from xscale.parallel.plan import ParallelPlan
+from xscale.parallel.recompute.activation_checkpointing import CheckpointedBlocks
+from xscale.parallel.recompute.activation_offload import ActivationOffload
 from xscale.planning.simulate_step import simulate_step
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 KEPT = {"recompute": {"every": 1}}
 OFFLOADED = {"recompute": {"every": 1, "offload": True}}

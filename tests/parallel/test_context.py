@@ -22,8 +22,9 @@ from xscale.nn.attention import softmax
 from xscale.nn.attention.core import CORES
 from xscale.nn.attention.ops import relative_blocks
 from xscale.nn.mixer.attention import Attention
-from xscale.parallel.context import STYLES, ring
+from xscale.parallel.context import STYLES
 from xscale.parallel.context.mask import ShardedAttentionMask, ShardedMaskBuilder
+from xscale.parallel.context.ring import ring
 from xscale.parallel.context.sequence_sharding import SequenceSharding, shard_tokens
 
 

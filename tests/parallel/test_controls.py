@@ -126,7 +126,7 @@ CONTROLS = {
         "parallel.context.sequence_sharding.gather_in", whole_again, "mixture", ULYSSES
     ),
     "noise of the whole sequence": Control(
-        "parallel.layout_invariant_random.TokensOverContext.draw", local_draw, "dense", ULYSSES
+        "parallel.context.sequence_sharding.TokensOverContext.draw", local_draw, "dense", ULYSSES
     ),
     "what a stage gives the next": Control("parallel.pipeline.p2p.P2PChannel.recv", lost, "untied", PP),
     "a table's gradients, over stages": Control(

@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from tests.distributed import Pool, RankError
 from tests.nn.moe.mixture import mixture, sample
-from xscale.nn.ffn.moe import Moe
-from xscale.nn.init import replace_parameters
-from xscale.nn.moe.router.router import ROUTERS
+from xscale.nn.ffn.moe.moe import Moe
+from xscale.nn.ffn.moe.router.router import ROUTERS
+from xscale.nn.materialize import replace_parameters
 from xscale.parallel import expert
 from xscale.parallel.expert import AllToAll, reorder
 

@@ -9,7 +9,7 @@ from tests.parallel.against_one import alone, asked, same
 from tests.parallel.test_recurrent_mixers import MIXERS
 from tests.parallel.test_tensor import refused
 from xscale.parallel import context
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 RWKV = {**MIXERS["rwkv7"], "value_latent_width": 5}
 FFN = {"kind": "rwkv7_channel_mixing", "hidden": 24}

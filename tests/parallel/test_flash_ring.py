@@ -20,13 +20,13 @@ from xscale.nn.attention.ops.dense import dense_attention
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
 from xscale.nn.tokens import SharedValues, Tokens
-from xscale.parallel.activation_checkpointing import save_matmul_outputs
-from xscale.parallel.context import flash_parts
-from xscale.parallel.context.document_runs import FlashPart, document_runs, parts_of_documents, share_document_runs
-from xscale.parallel.context.flash_parts import FlashParts, attend, attend_backward, is_supported
 from xscale.parallel.context.mask import ShardedAttentionMask
-from xscale.parallel.context.ring import Ring
+from xscale.parallel.context.ring import flash_parts
+from xscale.parallel.context.ring.document_runs import FlashPart, document_runs, parts_of_documents, share_document_runs
+from xscale.parallel.context.ring.flash_parts import FlashParts, attend, attend_backward, is_supported
+from xscale.parallel.context.ring.ring import Ring
 from xscale.parallel.context.sequence_sharding import SequenceSharding, shard_tokens
+from xscale.parallel.recompute.activation_checkpointing import save_matmul_outputs
 
 FORWARD = "aten::_scaled_dot_product_flash_attention_for_cpu"
 BACKWARD = f"{FORWARD}_backward"

@@ -17,9 +17,9 @@ from tests.train.tiny import recipe
 from xscale.core.errors import ConfigError
 from xscale.mesh.axes import Degrees
 from xscale.mesh.environment import RankInfo
-from xscale.parallel import float8, float8_matmul
 from xscale.parallel.config import Float8Scaling, PrecisionConfig
-from xscale.parallel.float8 import Float8Map
+from xscale.parallel.precision import float8, float8_matmul
+from xscale.parallel.precision.float8 import Float8Map
 from xscale.planning.simulate_step import simulate_step
 from xscale.train.setup import set_up
 
@@ -187,7 +187,7 @@ def test_a_model_learns_as_in_bfloat16(scaling: str, kernel: str) -> None:
         calls += 1
         return true(*given, **named)
 
-    with patch("xscale.parallel.float8_matmul.quantize", counting):
+    with patch("xscale.parallel.precision.float8_matmul.quantize", counting):
         found = trained(model, {}, precision={**HALF, "float8": scaling, "float8_kernel": kernel}, steps=2)
     assert calls > 0
     assert found.numbers != plain.numbers

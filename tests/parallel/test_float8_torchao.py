@@ -13,10 +13,10 @@ from torch import Tensor
 from tests.parallel.against_one import trained
 from tests.parallel.models import DENSE, changed
 from tests.parallel.test_float8 import E4M3, HALF, apart, drawn, nearest
-from xscale.parallel import float8
 from xscale.parallel.config import Float8Scaling
-from xscale.parallel.float8_matmul import float8_product
-from xscale.parallel.float8_torchao import torchao_product
+from xscale.parallel.precision import float8
+from xscale.parallel.precision.float8_matmul import float8_product
+from xscale.parallel.precision.float8_torchao import torchao_product
 
 pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 emulated = partial(torchao_product, emulated=True)

@@ -9,7 +9,7 @@ from tests.distributed import Pool
 from tests.parallel.against_one import Found, alone, compare, same, trained
 from tests.parallel.models import MODELS, SHALLOW, changed
 from xscale.optim.full_tensors import UnshardedTensors
-from xscale.parallel.sharded import to_local
+from xscale.parallel.shard.sharded import to_local
 from xscale.train import setup
 
 OPTIMIZERS_IN_DOUBLE: dict[str, dict[str, Any]] = {

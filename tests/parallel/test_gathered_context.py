@@ -11,7 +11,7 @@ from tests.train.tiny import recipe
 from xscale.parallel import context
 from xscale.planning.format import format_plan
 from xscale.planning.plan import plan
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 MIXERS: dict[str, dict[str, Any]] = {
     "average_attention": {"kind": "average_attention"},

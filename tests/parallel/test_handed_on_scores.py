@@ -8,7 +8,7 @@ from tests.distributed import Pool
 from tests.parallel.against_one import alone, asked, same
 from tests.parallel.test_tensor import refused
 from xscale.parallel import context
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 FFN = {"kind": "dense", "hidden": 24}
 

@@ -8,10 +8,10 @@ import torch
 
 from tests.distributed import Pool
 from tests.parallel.against_one import Found, alone, asked, built, same
+from xscale.generate.generate import generate, incremental
 from xscale.parallel import context
 from xscale.parallel.context.neighbours import needed_positions
-from xscale.train.generate import generate, incremental
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 MIXERS: dict[str, dict[str, Any]] = {
     "light": {"kind": "lightweight_conv", "heads": 4, "kernel_sizes": [5], "dropout": 0.2, "bias": True},

@@ -14,9 +14,9 @@ from tests.parallel.test_tensor import counted
 from tests.train.test_layouts import one_rank
 from tests.train.tiny import metrics
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE
+from xscale.generate.generate import generate, incremental
 from xscale.parallel.tensor import apply as tensor
-from xscale.train.generate import generate, incremental
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 MIXERS: dict[str, dict[str, Any]] = {
     "dense": {"kind": "synthesizer", "heads": 4, "dropout": 0.1, "bias": True},

@@ -64,4 +64,4 @@ def test_layouts_compose(pool: Pool) -> None:
 def test_two_tables_of_embeddings_on_a_rank_are_refused() -> None:
     (problem,) = refused(model(tied=False), 2, mesh={"pp": 2}, pipeline={"schedule": "zbv"})
     assert "'zbv' puts two copies of embed.table.weight on one rank" in problem
-    assert "or mtp: null and tied: false." in problem
+    assert "or model.mtp=null and model.tied=false." in problem

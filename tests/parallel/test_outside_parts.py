@@ -14,13 +14,15 @@ from tests.distributed import Pool
 from tests.parallel.against_one import Found, asked, compare, trained
 from tests.parallel.models import MOE
 from tests.parallel.test_tensor import counted
+from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.attention.core import CORES
-from xscale.nn.mixer.mixer import MIXERS
+from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.roles import Role
 from xscale.parallel.context.table import CONTEXT
 from xscale.parallel.tensor import apply as tensor
 from xscale.parallel.tensor.table import TENSOR
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 FILE = Path(__file__).with_name("outside_parts.py")
 SLOPED = {"kind": "attention", "heads": 4, "kv_heads": 2, "core": {"kind": "sloped"}, "dropout": 0.1}
@@ -117,3 +119,18 @@ def test_a_core_that_reads_all_heads_has_no_ulysses() -> None:
         with patch.object(sloped, "seams", {"sum_over_heads": Role.SUM_OVER_HEADS}, create=True):
             problems = asked(MODEL, {"mesh": {"cp": 2}}).check(2)
     assert any("ulysses: the core reads all heads" in problem.what for problem in problems), problems
+
+
+def test_a_part_that_says_why_it_cannot_be_sharded_is_refused() -> None:
+    """The reasons are the part's own, and the engine asks every module for them."""
+
+    def no_tp(self: Mixer, tp: int, path: str) -> list[Problem]:
+        return [Problem(path, f"{tp} ranks have no whole rows", choices=take(1))]
+
+    def no_sp(self: Mixer, path: str) -> list[Problem]:
+        return [Problem(path, "rows are read between regions", choices=take(False))]
+
+    with plugin(), patch.multiple(MIXERS.get("normed_mean").part, tp_problems=no_tp, sp_problems=no_sp):
+        one, two = asked(MODEL, SEQUENCE).check(2)
+    assert str(one) == "parallel.mesh.tp: 2 ranks have no whole rows. Take 1."
+    assert str(two) == "parallel.tensor.sequence: rows are read between regions. Take false."

@@ -12,17 +12,17 @@ from tests.parallel.against_one import DOUBLE, LENGTH, SEED, SPECIALS, VOCABULAR
 from tests.parallel.models import DENSE, PAIR
 from tests.train.tiny import metrics, recipe, run
 from xscale.checkpoint.load import load_tensors
+from xscale.evaluate.evaluate import evaluate
+from xscale.generate.generate import generate
 from xscale.mesh.environment import read_rank_info
 from xscale.objective.objective import OBJECTIVES, Objective
 from xscale.parallel.config import PipelineConfig
 from xscale.parallel.pipeline.schedule import SCHEDULES
 from xscale.parallel.pipeline.simulate import StuckError, draw_picture, draw_text, simulate
 from xscale.parallel.pipeline.split import balance
-from xscale.train.evaluate import evaluate
-from xscale.train.generate import generate
+from xscale.run.state import State
 from xscale.train.run import run_facts
 from xscale.train.setup import set_up
-from xscale.train.state import State
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from tests.parallel.models import MODELS
 from xscale.mesh.environment import read_rank_info
 from xscale.parallel import plan as plans
 from xscale.parallel.plan import STEPS, ParallelPlan
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 ORDER = ("pipeline", "context", "expert", "tensor", "activation checkpointing", "compile", "zero", "materialize")
 
@@ -54,6 +54,15 @@ def test_the_plan_applies_the_steps_of_the_tuple_in_its_order(monkeypatch: pytes
 def test_a_single_process_logs_only_its_parameters() -> None:
     (line,) = lines(MODELS["dense"], {})
     assert line.startswith("Materialized ")
+
+
+@pytest.mark.parametrize("axis", ["pp", "cp"])
+def test_a_plan_checks_what_modules_need(axis: str) -> None:
+    """A run that is loaded on other ranks, or read as a teacher, has no other check than that of its plan."""
+    stack = {**MODELS["dense"]["stack"], "share": "all", "halting": {}}
+    settings = asked({**MODELS["dense"], "stack": stack}, {"mesh": {axis: 2}})
+    problems = ParallelPlan(settings.parallel, settings.precision, LENGTH).check(build_on_meta(settings, VOCABULARY), 2)
+    assert f"parallel.mesh.{axis}" in [problem.path for problem in problems]
 
 
 @pytest.mark.parametrize("precision", ["high", "highest"])

@@ -10,7 +10,7 @@ from tests.parallel.against_one import alone, asked, same
 from tests.parallel.test_tensor import counted
 from xscale.parallel import context
 from xscale.parallel.tensor import apply as tensor
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 SECTIONS: dict[str, Any] = {"data": {"cross_documents": True}}
 MIXERS: dict[str, dict[str, Any]] = {

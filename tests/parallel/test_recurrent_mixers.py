@@ -8,10 +8,10 @@ import torch
 from tests.distributed import Pool
 from tests.parallel.against_one import alone, asked, built, same
 from tests.parallel.test_tensor import counted
+from xscale.generate.generate import generate, incremental
 from xscale.parallel import context
 from xscale.parallel.tensor import apply as tensor
-from xscale.train.generate import generate, incremental
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 MIXERS: dict[str, dict[str, Any]] = {
     "mamba2": {"kind": "mamba2", "heads": 4, "states": 6},

@@ -26,7 +26,7 @@ from tests.parallel.models import DENSE, MIXTURE, PAIR
 from xscale.mesh import collectives
 from xscale.nn.tokens import Stats
 from xscale.objective.objective import OBJECTIVES
-from xscale.parallel import region
+from xscale.parallel.shard import region
 
 
 def layout(pp: int = 1, schedule: str = "1f1b", every: int = 0, *, gathered: bool = True) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from xscale.nn.tokens import Stats
 from xscale.objective.objective import OBJECTIVES
 from xscale.parallel.plan import ParallelPlan
 from xscale.parallel.reversible import FreedTensor
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 ATTENTION: dict[str, Any] = {"kind": "attention", "heads": 4, "kv_heads": 2, "dropout": 0.1}
 FFN: dict[str, Any] = {"kind": "gated", "hidden": 48}

@@ -22,9 +22,9 @@ from xscale.nn.ffn.ffn import FFNS
 from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.tokens import Stats
 from xscale.objective.objective import OBJECTIVES
-from xscale.parallel.activation_checkpointing import SAVED_OPS, save_matmul_outputs, with_state_of_forward
 from xscale.parallel.plan import ParallelPlan
-from xscale.train.settings import build_on_meta
+from xscale.parallel.recompute.activation_checkpointing import SAVED_OPS, save_matmul_outputs, with_state_of_forward
+from xscale.settings.settings import build_on_meta
 
 SELECTIVE = {"recompute": {"every": 1, "granularity": "selective"}}
 FULL = {"recompute": {"every": 1}}

@@ -11,11 +11,11 @@ from torch import Tensor
 from tests.distributed import Pool
 from tests.parallel.against_one import LENGTH, SEED, SPECIALS, batch_of, built
 from tests.parallel.models import DENSE, changed
-from xscale.nn.head import Head
+from xscale.nn.head.head import Head
 from xscale.objective.objective import OBJECTIVES
 from xscale.parallel.pipeline.p2p import P2PChannel
-from xscale.parallel.sharded import sharded_parameters
-from xscale.train.optimizer_step.stepper import Stepper
+from xscale.parallel.shard.sharded import sharded_parameters
+from xscale.step.stepper import Stepper
 from xscale.train.setup import make_engine
 
 MODEL = changed(DENSE, tied=False)
@@ -25,11 +25,11 @@ PP = {"mesh": {"pp": 2}}
 
 def steps(parallel: dict[str, Any], poisoned: int | None, **sections: Any) -> tuple[list[tuple[float, bool]], bool]:
     """Loss of each of three steps and whether it was taken; and whether the poisoned one moved a parameter here."""
-    settings, mesh, network, plan = built(MODEL, parallel, train={"micro_batch_size": 2}, **sections)
+    settings, mesh, network, _ = built(MODEL, parallel, train={"micro_batch_size": 2}, **sections)
     objective = OBJECTIVES.build(settings.objective, SPECIALS, LENGTH, SEED)
     rests = sharded_parameters(network)
     repeats = mesh.degrees.tp * mesh.degrees.pp
-    stepper = Stepper(make_engine(settings, network, plan, rests, mesh), objective, mesh.device, repeats)
+    stepper = Stepper(make_engine(settings, network, rests, mesh), objective, mesh.device, repeats)
     apart = not settings.data.cross_documents
     scale = [1.0]
     for head in [one for one in network.modules() if isinstance(one, Head)]:

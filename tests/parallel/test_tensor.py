@@ -18,13 +18,13 @@ from tests.train.test_layouts import one_rank
 from tests.train.tiny import metrics, recipe
 from xscale.core.config import encode
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE
+from xscale.generate.generate import generate
 from xscale.mesh import collectives
 from xscale.nn.attention.core import CORES
 from xscale.nn.tokens import Tokens
 from xscale.parallel.tensor import apply as tensor
 from xscale.parallel.tensor import vocabulary
-from xscale.train.generate import generate
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 NOISY = changed(DENSE, stack__block__mixer__dropout=0.1)
 """Dropout of attention weights, which are cut by heads."""

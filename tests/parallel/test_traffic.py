@@ -14,9 +14,9 @@ from xscale.core.errors import ConfigError
 from xscale.mesh import axes
 from xscale.objective.objective import OBJECTIVES
 from xscale.parallel.config import ParallelConfig
-from xscale.parallel.sharded import sharded_parameters
-from xscale.parallel.zero import prefetched_blocks
-from xscale.train.optimizer_step.stepper import Stepper
+from xscale.parallel.shard.sharded import sharded_parameters
+from xscale.parallel.shard.zero import prefetched_blocks
+from xscale.step.stepper import Stepper
 from xscale.train.setup import make_engine
 
 MODEL = changed(DENSE, tied=False)
@@ -28,9 +28,9 @@ STAGES = 3
 
 def events(parallel: dict[str, Any], micros: int) -> list[str]:
     """Bytes that a step's forwards and backwards send on this rank; the step before has warmed up."""
-    settings, mesh, network, plan = built(MODEL, parallel, train={"batch_size": 2 * micros, "micro_batch_size": 1})
+    settings, mesh, network, _ = built(MODEL, parallel, train={"batch_size": 2 * micros, "micro_batch_size": 1})
     objective = OBJECTIVES.build(settings.objective, SPECIALS, LENGTH, SEED)
-    engine = make_engine(settings, network, plan, sharded_parameters(network), mesh)
+    engine = make_engine(settings, network, sharded_parameters(network), mesh)
     stepper = Stepper(engine, objective, mesh.device)
     apart = not settings.data.cross_documents
     batches = [
@@ -81,7 +81,7 @@ def test_what_they_send_in_a_pipeline(stage: int, pool: Pool) -> None:
 
 def careless(stage: int) -> tuple[int, int]:
     """The same without saying which micro-batch is the last."""
-    with patch("xscale.parallel.zero.set_gradient_sync", lambda *_, **__: None):
+    with patch("xscale.parallel.shard.zero.set_gradient_sync", lambda *_, **__: None):
         return sent(layout(stage), 3)
 
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from tests.distributed import Pool
 from tests.parallel.against_one import SPECIALS, VOCABULARY, built, held_out_batch, sequence_sharding, within
+from xscale.evaluate.evaluate import evaluate
 from xscale.objective.objective import OBJECTIVES, Objective
-from xscale.parallel.full_tensors import ShardedWeightWriter
-from xscale.parallel.sharded import local_shape_and_offset, shard_like, sharded_parameters, to_local
-from xscale.train.batches import shard_over_cp
-from xscale.train.evaluate import evaluate
+from xscale.parallel.shard.full_tensors import ShardedWeightWriter
+from xscale.parallel.shard.sharded import local_shape_and_offset, shard_like, sharded_parameters, to_local
+from xscale.step.batches import shard_over_cp
 
 MODEL: dict[str, Any] = {
     "kind": "decoder",

@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_leaves
 from tests.train.tiny import recipe
 from xscale.mesh.environment import read_rank_info
 from xscale.nn.tokens import Stats
-from xscale.train.settings import Settings
-from xscale.train.setup import prepare_and_open_data, set_up
+from xscale.run.run_data import prepare_and_open_data
+from xscale.settings.settings import Settings
+from xscale.train.setup import set_up
 
 FIELDS = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
 

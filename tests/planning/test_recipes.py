@@ -11,7 +11,7 @@ from xscale.mesh.axes import Degrees
 from xscale.planning import vocabulary_of
 from xscale.planning.simulate_step import simulate_step
 from xscale.recipe import read
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 PUBLISHED = {
     # The weights that were released, to the parameter.

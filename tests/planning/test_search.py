@@ -17,7 +17,7 @@ from xscale.planning import Hardware, plan
 from xscale.planning.cost_model import CostModel, LayoutChoice, bubble, estimate
 from xscale.planning.search import RankedLayout, candidates, format_ranked, search
 from xscale.recipe import Recipe, read
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 H100 = Hardware("h100")
 SEVEN = Path("configs/run/dense_7b.yaml")

@@ -2,6 +2,12 @@
 
 from tests.requirements.sections import APART, BLOCK, DEEPSPEED, ENCODER, LABELLED, PAIR, Sections, decoder, encoder
 
+OBSERVING: Sections = {
+    "model": {**PAIR, "kind": "disentangled", "length_head": {}},
+    "objective": {"kind": "disco"},
+    "data": {**APART, "source": {"kind": "stdlib_pairs"}},
+}
+"""A decoder each of whose tokens observes others of its own choice."""
 LAYOUTS: dict[str, tuple[str, Sections, int]] = {
     "halting on stages": (
         "needs_of_modules_are_met",
@@ -71,6 +77,52 @@ LAYOUTS: dict[str, tuple[str, Sections, int]] = {
         },
         2,
     ),
+    "kv_heads that tp does not divide": (
+        "tensor can be applied to the model",
+        {
+            "model": decoder(mixer={"kind": "attention", "heads": 12, "kv_heads": 6, "head_width": 8}),
+            "parallel": {"mesh": {"tp": 4}},
+        },
+        4,
+    ),
+    "quaternions on tp": (
+        "tensor can be applied to the model",
+        {"model": decoder({"linear_maps": "quaternion"}), "parallel": {"mesh": {"tp": 2}}},
+        2,
+    ),
+    "blocks of hidden units that tp does not divide": (
+        "tensor can be applied to the model",
+        {"model": decoder(ffn={"kind": "sparse", "hidden": 32}), "parallel": {"mesh": {"tp": 4}}},
+        4,
+    ),
+    "positions as queries on shards": (
+        "tensor can be applied to the model",
+        {**OBSERVING, "parallel": {"mesh": {"tp": 2}, "tensor": {"sequence": True}}},
+        2,
+    ),
+    "observed tokens on a ring": (
+        "context can be applied to the model",
+        {**OBSERVING, "parallel": {"mesh": {"cp": 2}, "context": {"style": "ring"}}},
+        2,
+    ),
+    "observed tokens of odd heads": (
+        "context can be applied to the model",
+        {**OBSERVING, "parallel": {"mesh": {"cp": 3}}},
+        3,
+    ),
+    "a V of stages with one table": (
+        "pipeline can be applied to the model",
+        {"parallel": {"mesh": {"pp": 2}, "pipeline": {"schedule": "zbv"}}},
+        2,
+    ),
+    "two stages of a rank that share blocks": (
+        "pipeline can be applied to the model",
+        {
+            "model": decoder({"share": "all"}),
+            "parallel": {"mesh": {"pp": 2}, "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2}},
+        },
+        2,
+    ),
     "a mixer without heads on tp": (
         "tensor can be applied to the model",
         {
@@ -125,6 +177,24 @@ LAYOUTS: dict[str, tuple[str, Sections, int]] = {
         {"parallel": {"mesh": {"dp_shard": 2, "ep": 2}}},
         2,
     ),
+    "experts by DeepEP in float32": (
+        "expert can be applied to the model",
+        {
+            "model": decoder(ffn={"kind": "moe", "experts": 4}),
+            "parallel": {"mesh": {"dp_shard": 2, "ep": 2}, "expert": {"dispatch": "deepep"}},
+            "precision": {"compute": "float32"},
+        },
+        2,
+    ),
+    "experts by DeepEP that drop out": (
+        "expert can be applied to the model",
+        {
+            "model": decoder(ffn={"kind": "moe", "experts": 4, "expert_dropout": 0.1}),
+            "parallel": {"mesh": {"dp_shard": 2, "ep": 2}, "expert": {"dispatch": "deepep"}},
+            "precision": {"compute": "bfloat16"},
+        },
+        2,
+    ),
     "experts that ep does not divide": (
         "expert can be applied to the model",
         {
@@ -133,6 +203,11 @@ LAYOUTS: dict[str, tuple[str, Sections, int]] = {
             "train": {"batch_size": 6},
         },
         3,
+    ),
+    "narrow master parameters": (
+        "precision can be configured so",
+        {"precision": {"compute": "float64", "master": "float32"}},
+        1,
     ),
     "a scaled loss of bfloat16": (
         "precision can be configured so",

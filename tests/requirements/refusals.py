@@ -19,6 +19,41 @@ from xscale.recipe import Recipe
 
 REFUSALS: dict[str, tuple[str, Sections, int]] = {
     **LAYOUTS,
+    "a signal of an odd width": (
+        "model_fits_itself",
+        {
+            "model": {
+                **decoder({"step_signal": True}, mixer={"kind": "attention", "heads": 3}),
+                "width": 33,
+                "position": "learned",
+            }
+        },
+        1,
+    ),
+    "scores of reversible blocks": (
+        "model_fits_itself",
+        {
+            "model": decoder(
+                residual="reversible", mixer={"kind": "attention", "heads": 4, "core": {"kind": "prior_scores"}}
+            )
+        },
+        1,
+    ),
+    "scores of tokens that halt": (
+        "model_fits_itself",
+        {
+            "model": decoder(
+                {"halting": {}, "share": "all"},
+                mixer={"kind": "attention", "heads": 4, "core": {"kind": "prior_scores"}},
+            )
+        },
+        1,
+    ),
+    "exits with statistics of every step": (
+        "model_fits_itself",
+        {"model": decoder({"exits": {"norm": True}}, norm={"kind": "batch"})},
+        1,
+    ),
     "an objective for an encoder": ("objective_goes_with_model", {"objective": {"kind": "masked"}}, 1),
     "an objective with a source": ("objective_goes_with_model", {"objective": {"kind": "span"}}, 1),
     "a causal model without a source": ("objective_goes_with_model", {"model": PAIR}, 1),

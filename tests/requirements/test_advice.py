@@ -58,7 +58,6 @@ def test_the_requirement_of_the_table_speaks(name: str) -> None:
 
 
 WITHOUT = {
-    "model_fits_itself": "each part's check has its tests beside the part",
     "objective_fits_itself": "tests/objective has them",
     "schedule_fits_the_steps": "tests/conformance/test_schedule.py has them",
     "observers_can_run": "they depend on the packages of the machine",

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.train.test_generate import BLOCK, model_of
+from xscale.generate.beam_search import beam_search
+from xscale.generate.generate import generate
 from xscale.nn.tokens import Tokens
-from xscale.train.beam_search import beam_search
-from xscale.train.generate import generate
 
 END = 1
 

@@ -14,16 +14,17 @@ from tests.data.tokenizer.test_template import BOS, EOS, one, write
 from tests.train.test_run_tokenizer import MODEL
 from tests.train.tiny import losses, recipe, run
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
-from xscale.data.prepare import prepare
-from xscale.data.stored_tokenizer import open_stored_tokenizer
+from xscale.data.corpus.prepare import prepare
+from xscale.data.corpus.stored_tokenizer import open_stored_tokenizer
 from xscale.data.tokenizer import huggingface
 from xscale.data.tokenizer.byte import Byte
 from xscale.data.tokenizer.template import Template
+from xscale.evaluate.evaluate_run import evaluate_run
+from xscale.generate.generate import encode_prompt
+from xscale.generate.generate_text import encode_sides, generate_text
 from xscale.objective.objective import OBJECTIVES
-from xscale.train.generate import encode_prompt
-from xscale.train.generate_text import encode_sides, generate_text
-from xscale.train.load_run import evaluate_run, load_run
-from xscale.train.setup import special_tokens_of
+from xscale.run.load_run import load_run
+from xscale.run.run_data import special_tokens_of
 
 TEXT = "abcddcba" * 8
 STOPPED = {"steps": 4, "batch_size": 4, "micro_batch_size": 2, "stop_after": 2, "eval_every": 0}
@@ -126,8 +127,8 @@ def test_tasks_are_scored_as_by_lm_eval(tmp_path: Path) -> None:
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from xscale.train.lm_eval_model import lm_eval_model
-    from xscale.train.text_scorer import TextScorer
+    from xscale.evaluate.lm_eval_model import lm_eval_model
+    from xscale.evaluate.text_scorer import TextScorer
 
     assert run(config(tmp_path, precision={"compute": "float64", "master": "float64"})) == EXIT_REQUEUE
     status, said = call("checkpoint", "export", tmp_path / "run", tmp_path / "exported")

@@ -12,8 +12,8 @@ from tests.train.test_load_run import call
 from tests.train.test_pairs import asked, pairs_file
 from tests.train.tiny import recipe, run
 from xscale.core.errors import EXIT_DONE, ConfigError
-from xscale.train import bleu
-from xscale.train.generate_text import generate_text
+from xscale.evaluate import bleu
+from xscale.generate.generate_text import generate_text
 
 
 def test_corpus_bleu_is_that_of_sacrebleu() -> None:

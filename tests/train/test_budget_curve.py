@@ -9,7 +9,7 @@ import pytest
 from tests.train.test_exit_curve import call
 from tests.train.tiny import metrics, recipe, run
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
-from xscale.train.load_run import budget_curve_of_run, evaluate_run
+from xscale.evaluate.evaluate_run import budget_curve_of_run, evaluate_run
 
 BLOCK: dict[str, Any] = {"mixer": {"kind": "attention", "heads": 4}, "ffn": {"kind": "dense", "hidden": 48}}
 GATES = {"budgets": [0.25, 1.0], "bias": 0.0, "loss_weight": 20.0}

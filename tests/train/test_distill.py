@@ -15,9 +15,9 @@ from tests.train.tiny import losses, metrics, recipe, run
 from xscale.checkpoint.load import load_tensors
 from xscale.core.config import encode
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
+from xscale.distill.distill import DistilledObjective
 from xscale.recipe import Recipe
-from xscale.train.distill import DistilledObjective
-from xscale.train.run_folder import CHECKPOINTS
+from xscale.run.run_folder import CHECKPOINTS
 from xscale.train.setup import check_machine
 
 TRAIN = {"steps": 4, "batch_size": 8, "micro_batch_size": 2, "eval_every": 4, "eval_sequences": 2, "baseline": False}
@@ -257,11 +257,11 @@ def test_a_block_without_scores_is_refused(tmp_path: Path) -> None:
 
 def written_run(folder: Path, **sections: Any) -> str:
     """A run of a teacher, with a checkpoint that has its config and no weights."""
-    from xscale.train.init_run import create_run
-    from xscale.train.settings import build_on_meta
+    from xscale.run.init_run import create_run
+    from xscale.settings.settings import build_on_meta
 
     settings = recipe(folder, "teacher", **{"model": model(4), **sections})
-    from xscale.nn.init import materialize
+    from xscale.nn.materialize import materialize
 
     network = build_on_meta(settings, 64)
     materialize(network, 0)

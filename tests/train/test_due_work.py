@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from xscale.run.state import State
+from xscale.settings.settings import Settings
 from xscale.train.due_work import DueWork
 from xscale.train.interruptible_work import InterruptibleWork, Work
 from xscale.train.run_saver import RunSaver
 from xscale.train.run_work import RunWork
-from xscale.train.settings import Settings
-from xscale.train.state import State
 from xscale.watchdog.distributed_stop import DistributedStop
 from xscale.watchdog.watchdog import StopSignal
 

@@ -15,12 +15,12 @@ from tests.train.test_resume import equal
 from tests.train.tiny import MIXTURE, losses, metrics, recipe, run
 from xscale.checkpoint.load import load_tensors
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
+from xscale.evaluate.evaluate_run import evaluate_run
 from xscale.mesh.axes import Degrees
 from xscale.parallel.engine.fsdp import FsdpEngine
 from xscale.planning.memory import states_per_element
 from xscale.planning.simulate_step import simulate_step
-from xscale.train.load_run import evaluate_run
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 DECAY = 0.75
 TRAIN: dict[str, Any] = {"steps": 4, "batch_size": 8, "micro_batch_size": 2, "eval_every": 2, "baseline": False}

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from tests.train.tiny import metrics, recipe, run
 from xscale.cli.main import app
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
-from xscale.train.load_run import evaluate_run, exit_curve_of_run, load_run
+from xscale.evaluate.evaluate_run import evaluate_run, exit_curve_of_run
+from xscale.run.load_run import load_run
 
 BLOCK = {"mixer": {"kind": "attention", "heads": 4}, "ffn": {"kind": "dense", "hidden": 48}, "dropout": 0.1}
 POLICY = {"criterion": "entropy", "threshold": 5.0}

@@ -11,17 +11,17 @@ from tests.distributed import Pool
 from tests.train.tiny import losses, metrics, recipe, run
 from xscale.api import load_model
 from xscale.checkpoint.load import load_tensors
-from xscale.commands.convert import export_checkpoint
-from xscale.commands.merge_lora import merge_run
+from xscale.commands.checkpoints.convert import export_checkpoint
+from xscale.commands.checkpoints.merge_lora import merge_run
 from xscale.core.config import decode, encode
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
-from xscale.data.stored_tokenizer import open_stored_tokenizer, store_tokenizer
+from xscale.data.corpus.stored_tokenizer import open_stored_tokenizer, store_tokenizer
 from xscale.data.tokenizer.byte import Byte
+from xscale.evaluate.evaluate_run import evaluate_run
 from xscale.objective.labelled import Classify
 from xscale.objective.objective import SpecialTokens
 from xscale.recipe import Recipe
-from xscale.train import init_weights
-from xscale.train.load_run import evaluate_run
+from xscale.run import init_weights
 
 MODEL: dict[str, Any] = {
     "kind": "encoder",

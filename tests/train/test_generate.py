@@ -7,11 +7,11 @@ from torch import nn
 
 from tests.distributed import Pool
 from xscale.core.config import decode
-from xscale.nn.init import materialize
+from xscale.generate.generate import generate, incremental, lay_out_matrices, restricted_logits, sample_token
+from xscale.nn.materialize import materialize
 from xscale.nn.model.model import MODELS
 from xscale.nn.tokens import Tokens
-from xscale.train.generate import generate, incremental, lay_out_matrices, restricted_logits, sample_token
-from xscale.train.settings import Settings
+from xscale.settings.settings import Settings
 
 V, T = 40, 24
 

@@ -11,15 +11,15 @@ from typer.testing import CliRunner
 from tests.golden.shrink import RECIPES, VARIANTS, small
 from xscale.cli.main import app
 from xscale.data.tokenizer.tokenizer import TOKENIZERS, Tokenizer
-from xscale.nn.ffn.moe import Moe
-from xscale.nn.init import materialize
+from xscale.generate import generate as generation
+from xscale.nn.ffn.moe.moe import Moe
+from xscale.nn.materialize import materialize
 from xscale.nn.model.model import MODELS
 from xscale.objective.objective import OBJECTIVES
-from xscale.parallel import precision
+from xscale.parallel.precision import precision
 from xscale.recipe import Recipe, read
-from xscale.train import generate as generation
-from xscale.train.init_run import create_run
-from xscale.train.settings import build_on_meta
+from xscale.run.init_run import create_run
+from xscale.settings.settings import build_on_meta
 
 TOKENS = 6
 PROMPT = "Of the sentences"

@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import Pool
 from tests.train.tiny import recipe, run
+from xscale.evaluate.evaluate import evaluate
 from xscale.mesh.environment import read_rank_info
-from xscale.nn.ffn.moe import Moe
-from xscale.nn.moe.statistics import copy_to_cpu, load_balance_metrics
+from xscale.nn.ffn.moe.moe import Moe
+from xscale.nn.ffn.moe.statistics import copy_to_cpu, load_balance_metrics
 from xscale.nn.tokens import Stats
-from xscale.train.evaluate import evaluate
+from xscale.step.stepper import Stepper
 from xscale.train.optimizer_step.optimizer_step import OptimizerStep
-from xscale.train.optimizer_step.stepper import Stepper
 from xscale.train.setup import set_up
 
 READS = (

@@ -16,9 +16,9 @@ from tests.train.tiny import recipe, run
 from xscale.checkpoint.load import load_tensors, read_config
 from xscale.cli.main import app
 from xscale.core.errors import EXIT_DONE, ConfigError
+from xscale.evaluate.evaluate_run import evaluate_run
 from xscale.mesh.environment import read_rank_info
 from xscale.optim.schedule import SCHEDULES
-from xscale.train.load_run import evaluate_run
 
 MODEL = {
     "kind": "decoder",

@@ -13,9 +13,9 @@ from tests.train.tiny import losses, metrics, recipe, run
 from xscale.checkpoint.load import load_tensors, read_state
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE
 from xscale.optim.optimizer.adamw import AdamW
-from xscale.parallel.config import LossScaleConfig
+from xscale.parallel.config import LossScaleConfig, ParallelConfig
 from xscale.parallel.engine.fsdp import FsdpEngine
-from xscale.parallel.loss_scale import LossScale
+from xscale.parallel.precision.loss_scale import LossScale
 
 TRAIN = {"steps": 6, "batch_size": 8, "micro_batch_size": 2, "eval_every": 0, "baseline": False}
 HALF = {"compute": "float16", "loss_scale": {"initial": 2.0**12, "growth_interval": 2}}
@@ -109,8 +109,7 @@ def test_gradients_are_divided_by_the_scale(clip: float | None) -> None:
 
     owner: Any = torch.nn.Linear(1, 1)
     optimizer: Any = Optimizer()
-    plan: Any = None
-    engine = FsdpEngine(owner, plan, optimizer, [], torch.device("cpu"), 1, clip)
+    engine = FsdpEngine(owner, ParallelConfig(), optimizer, [], torch.device("cpu"), 1, clip)
     engine.gradients, engine.loss_scale = [torch.tensor([3.0, 4.0]) * 1024], 1024.0
     engine.apply(0.1, 5.0)
     ((gradients, scale),) = updates
@@ -134,7 +133,7 @@ def test_the_scale() -> None:
 def test_small_gradients_reach_the_weights() -> None:
     """Gradients of float16 below 2^-24 are zero without a scale, and those of float32 with it."""
     from xscale.nn.dims import Dims
-    from xscale.nn.head import Head
+    from xscale.nn.head.head import Head
 
     def gradient(dtype: torch.dtype, scale: float) -> torch.Tensor:
         torch.manual_seed(0)

@@ -27,12 +27,12 @@ from torch.distributed import distributed_c10d
 from tests.distributed import Pool, RankError
 from tests.train.test_host_waits import FFNS, HostWaits, ListsRead, model
 from tests.train.tiny import losses, recipe, run
-from xscale.nn.ffn.moe import Moe
+from xscale.nn.ffn.moe.moe import Moe
 from xscale.parallel.pipeline.executor import Pipeline
 from xscale.parallel.pipeline.microbatch_runner import MicrobatchRunner
 from xscale.parallel.pipeline.schedule import SCHEDULES
+from xscale.step.phase_timer import PhaseTimer
 from xscale.train.loop import Loop
-from xscale.train.optimizer_step.phase_timer import PhaseTimer
 
 BY_THE_HOST = (
     *("barrier", "monitored_barrier", "all_gather_object", "gather_object", "broadcast_object_list"),

@@ -13,11 +13,11 @@ from tests.commands.test_catalogue import RECIPES, recipe_of
 from tests.conformance.made import drawn
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError, Problem
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.model.model import MODELS
 from xscale.objective.objective import OBJECTIVES, Batch, Objective, SpecialTokens
 from xscale.recipe import Recipe
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
 
 VOCABULARY, LENGTH, TEXT = 64, 96, 37
 SPECIALS = SpecialTokens(VOCABULARY, pad=0, eos=1, mask=2, sentinels=range(4, 6), bos=3)

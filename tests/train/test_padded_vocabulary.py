@@ -14,13 +14,13 @@ from tokenizers.pre_tokenizers import Split
 from tests.distributed import Pool
 from tests.train.tiny import MIXTURE, metrics, recipe, run
 from xscale.checkpoint.load import unpadded_vocabulary_of
-from xscale.commands.import_hf import import_run
+from xscale.commands.checkpoints.import_hf import import_run
 from xscale.convert.hf.export_model import export_model
 from xscale.core.errors import EXIT_DONE
+from xscale.generate.generate_text import generate_text
 from xscale.planning import vocabulary_of
+from xscale.run.load_run import load_run
 from xscale.text_model import TextModel
-from xscale.train.generate_text import generate_text
-from xscale.train.load_run import load_run
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWY"
 DOUBLE = {"compute": "float64", "master": "float64"}

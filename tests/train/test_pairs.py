@@ -11,9 +11,9 @@ from tests.distributed import Pool
 from tests.train.test_load_run import call
 from tests.train.tiny import ROOT, losses, recipe, run
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
+from xscale.evaluate.evaluate_run import evaluate_run
+from xscale.generate.generate_text import generate_text
 from xscale.recipe import Recipe
-from xscale.train.generate_text import generate_text
-from xscale.train.load_run import evaluate_run
 
 STACK: dict[str, Any] = {
     "depth": 2,

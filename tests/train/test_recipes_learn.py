@@ -12,10 +12,11 @@ from sklearn.pipeline import make_pipeline
 
 from tests.train.tiny import ROOT, metrics, run
 from xscale.core.errors import EXIT_DONE
-from xscale.data.labels import decode_labels
+from xscale.data.corpus.labels import decode_labels
+from xscale.evaluate.evaluate_run import evaluate_run
 from xscale.recipe import Recipe, read
-from xscale.train.load_run import evaluate_run, load_run
-from xscale.train.setup import prepare_and_open_data
+from xscale.run.load_run import load_run
+from xscale.run.run_data import prepare_and_open_data
 
 
 def recipe_of(name: str, folder: Path, *overrides: str) -> Recipe:

@@ -23,10 +23,10 @@ from tests.parallel.against_one import (
 from tests.parallel.test_tensor import refused
 from tests.train.tiny import recipe
 from xscale.objective.objective import OBJECTIVES
-from xscale.train.batches import shard_over_cp
+from xscale.settings.settings import build_on_meta
+from xscale.step.batches import shard_over_cp
 from xscale.train.residual_gains import gained_sublayers, profile, set_gains
 from xscale.train.run import train
-from xscale.train.settings import build_on_meta
 
 BLOCK = {
     "mixer": {"kind": "attention", "heads": 4},

@@ -12,9 +12,9 @@ from tests.distributed import Pool
 from tests.train.tiny import losses, metrics, recipe, run
 from xscale.checkpoint.load import load_tensors, read_state
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
-from xscale.parallel import sharded
-from xscale.train.batches import MicroBatches
-from xscale.train.state import State
+from xscale.parallel.shard import sharded
+from xscale.run.state import State
+from xscale.step.batches import MicroBatches
 
 
 def one_rank(folder: Path, name: str, **sections: Any) -> int:

@@ -10,7 +10,7 @@ import torch
 from tests.train.test_layouts import routed
 from tests.train.tiny import metrics, recipe, run
 from xscale.core.errors import FaultError
-from xscale.nn.moe.router.select import LinearScore
+from xscale.nn.ffn.moe.router.select import LinearScore
 
 PATH = "stack.blocks.1.ffn.part"
 

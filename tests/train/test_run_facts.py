@@ -11,7 +11,7 @@ from tests.train.tiny import ROOT, recipe, run
 from xscale.core.errors import EXIT_DONE
 from xscale.observe import events
 from xscale.observe.record import read_record
-from xscale.train.run_facts import command_line
+from xscale.run.run_facts import command_line
 
 
 def test_a_run_records_what_started_it_and_what_it_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

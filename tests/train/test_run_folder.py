@@ -13,7 +13,7 @@ import torch
 from tests.distributed import Pool
 from tests.train.tiny import metrics, recipe, run
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, FaultError
-from xscale.train.run_folder import LISTED, differences, problems_of, read_config
+from xscale.run.run_folder import LISTED, differences, problems_of, read_config
 from xscale.train.run_work import RunWork
 from xscale.train.step_reporter import StepReporter
 

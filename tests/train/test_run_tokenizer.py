@@ -13,15 +13,15 @@ from tests.train.test_load_run import MIXTURE, call
 from tests.train.tiny import losses, recipe, run
 from xscale.checkpoint.load import read_state
 from xscale.cli.main import app
-from xscale.commands.upcycle import upcycle_run
+from xscale.commands.checkpoints.upcycle import upcycle_run
 from xscale.convert.hf.tokenizer import tokenizer_of
 from xscale.core.config import encode
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
-from xscale.data.stored_tokenizer import open_stored_tokenizer, store_tokenizer
+from xscale.data.corpus.stored_tokenizer import open_stored_tokenizer, store_tokenizer
+from xscale.data.corpus.train_tokenizer import train_tokenizer
 from xscale.data.tokenizer.byte import Byte
-from xscale.data.train_tokenizer import train_tokenizer
-from xscale.train.generate_text import generate_text
-from xscale.train.load_run import evaluate_run
+from xscale.evaluate.evaluate_run import evaluate_run
+from xscale.generate.generate_text import generate_text
 
 MODEL = {
     "kind": "decoder",

@@ -9,8 +9,8 @@ import pytest
 from tests.train.tiny import losses, metrics, recipe, run
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from xscale.data.source.stdlib_pairs import StdlibPairs
+from xscale.evaluate.evaluate_run import evaluate_run
 from xscale.recipe import Recipe
-from xscale.train.load_run import evaluate_run
 
 MODEL: dict[str, Any] = {
     "kind": "encoder",

@@ -13,8 +13,9 @@ from tests.distributed import Pool
 from tests.train.test_load_run import MODEL, call
 from tests.train.tiny import recipe, run
 from xscale.core.errors import EXIT_DONE, ConfigError
-from xscale.train.load_run import evaluate_run, evaluation_data, load_run
-from xscale.train.sliding_window import evaluate_windows, windows_of
+from xscale.evaluate.evaluate_run import evaluate_run, evaluation_data
+from xscale.evaluate.sliding_window import evaluate_windows, windows_of
+from xscale.run.load_run import load_run
 
 DOUBLE = {"compute": "float64", "master": "float64"}
 TRAIN = {"steps": 2, "batch_size": 6, "micro_batch_size": 3, "eval_every": 0}

@@ -14,10 +14,10 @@ from tests.train.test_resume import equal
 from tests.train.tiny import losses, metrics, recipe, run
 from xscale.checkpoint.load import load_tensors, read_state
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE
-from xscale.train.batches import MicroBatches
+from xscale.settings.settings import TrainConfig
+from xscale.step.batches import MicroBatches
+from xscale.step.stepper import Stepper
 from xscale.train.optimizer_step.loss_spikes import decide
-from xscale.train.optimizer_step.stepper import Stepper
-from xscale.train.settings import TrainConfig
 from xscale.train.step_reporter import StepReporter
 
 BAD = 42

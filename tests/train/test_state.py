@@ -2,7 +2,7 @@
 
 import pytest
 
-from xscale.train.state import State
+from xscale.run.state import State
 
 
 class Optimizer:

@@ -6,9 +6,9 @@ import torch
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
 from xscale.mesh.environment import RankInfo
-from xscale.train.optimizer_step.phase_timer import PhaseTimer
-from xscale.train.settings import Settings
-from xscale.train.setup import device_of
+from xscale.run.parts import device_of
+from xscale.settings.settings import Settings
+from xscale.step.phase_timer import PhaseTimer
 
 
 class DeviceClock:

@@ -19,16 +19,16 @@ from tests.train.test_pairs import asked
 from tests.train.tiny import metrics, recipe, run
 from xscale.checkpoint.load import load_tensors, read_state
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE
+from xscale.evaluate import tasks
+from xscale.evaluate.evaluate import order2_baseline
+from xscale.evaluate.text_scorer import ScoreRequest
 from xscale.mesh.environment import read_rank_info
 from xscale.recipe import Recipe
+from xscale.run.run_folder import is_interrupted
+from xscale.step.batches import MicroBatches
+from xscale.step.stepper import Stepper
 from xscale.train import run as run_module
-from xscale.train import tasks
-from xscale.train.batches import MicroBatches
-from xscale.train.evaluate import order2_baseline
-from xscale.train.optimizer_step.stepper import Stepper
-from xscale.train.run_folder import is_interrupted
 from xscale.train.step_reporter import StepReporter
-from xscale.train.text_scorer import ScoreRequest
 from xscale.watchdog.watchdog import StopSignal, Watchdog
 
 STEPS = 4

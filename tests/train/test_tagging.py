@@ -12,8 +12,8 @@ from tests.distributed import Pool
 from tests.train.test_finetune import MODEL as FINETUNED
 from tests.train.tiny import metrics, recipe, run
 from xscale.core.errors import EXIT_DONE
-from xscale.train import evaluate
-from xscale.train.load_run import evaluate_run
+from xscale.evaluate import evaluate
+from xscale.evaluate.evaluate_run import evaluate_run
 
 TAGS = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
 SPANS = ("span_precision", "span_recall", "span_f1")

@@ -15,12 +15,12 @@ from tests.train.test_sliding_window import DOUBLE, printed, trained
 from tests.train.tiny import MIXTURE, metrics, recipe, run
 from xscale.checkpoint.load import load_tensors
 from xscale.core.errors import EXIT_DONE, ConfigError
+from xscale.evaluate.tasks import lm_eval_model_of_run
+from xscale.evaluate.text_scorer import ScoreRequest, TextRequest, TextScorer
 from xscale.observe.events import TaskReport
+from xscale.run.load_run import load_run
+from xscale.run.parts import RunParts
 from xscale.train import run_work
-from xscale.train.load_run import load_run
-from xscale.train.setup import RunParts
-from xscale.train.tasks import lm_eval_model_of_run
-from xscale.train.text_scorer import ScoreRequest, TextRequest, TextScorer
 
 lm_eval: Any = pytest.importorskip("lm_eval", reason="lm_eval is not installed")
 
@@ -96,7 +96,7 @@ def test_equal_to_lm_eval_of_the_exported_model(tmp_path: Path, tasks: Path) -> 
     pytest.importorskip("accelerate", reason="lm_eval's model for transformers needs accelerate")
     from lm_eval.models.huggingface import HFLM
 
-    from xscale.train.lm_eval_model import lm_eval_model
+    from xscale.evaluate.lm_eval_model import lm_eval_model
 
     folder = trained(tmp_path)
     call("checkpoint", "export", folder, tmp_path / "exported")
@@ -312,8 +312,8 @@ def test_a_failure_of_rank_0_ends_all(tmp_path: Path, tasks: Path, pool: Pool) -
 
 
 def refusal(folder: Path, tasks: Path) -> str:
-    from xscale.train.lm_eval_model import TaskRequest
-    from xscale.train.tasks import tasks_of_run
+    from xscale.evaluate.lm_eval_model import TaskRequest
+    from xscale.evaluate.tasks import tasks_of_run
 
     with pytest.raises(ConfigError) as caught:
         tasks_of_run(folder, TaskRequest(("chose",), folder=str(tasks)))
@@ -344,7 +344,7 @@ def test_refusals(tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [str(problem) for problem in encoder.check() if problem.path == "train.tasks.names"] == [
         "train.tasks.names: the model 'encoder' is not causal: a token sees later ones. Use the run of a decoder."
     ]
-    monkeypatch.setattr("xscale.train.scored_text.find_spec", lambda name: None)
+    monkeypatch.setattr("xscale.settings.scored_text.find_spec", lambda name: None)
     problems = [problem for problem in recipe(tmp_path, train=named).check() if problem.path == "train.tasks.names"]
     assert [problem.what for problem in problems] == ["tasks are evaluated by lm_eval, which is not installed"]
     with pytest.raises(ConfigError, match=r"--tasks: tasks are evaluated by lm_eval.*pip install 'lm_eval>=0\.4\.13"):

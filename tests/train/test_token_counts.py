@@ -14,12 +14,12 @@ from tests.train.tiny import losses, recipe, run
 from xscale.core.config import decode
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from xscale.data.config import DataConfig
-from xscale.data.loader import open_corpus
-from xscale.data.prepare import prepare
+from xscale.data.corpus.prepare import prepare
+from xscale.data.samples.loader import open_corpus
 from xscale.data.token_counts import count_training_tokens
-from xscale.train.load_run import load_run
-from xscale.train.settings import build_on_meta
-from xscale.train.token_counts import parts_that_count, require_no_counts
+from xscale.run.load_run import load_run
+from xscale.run.token_counts import parts_that_count, require_no_counts
+from xscale.settings.settings import build_on_meta
 
 EXPERTS = 8
 MODEL = {

@@ -7,7 +7,7 @@ import torch
 
 from tests.golden.shrink import ROOT, small
 from tests.train.tiny import run
-from xscale.train.load_run import load_run
+from xscale.run.load_run import load_run
 
 
 @pytest.mark.long

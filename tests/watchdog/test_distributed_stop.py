@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from xscale.observe.metrics import Cut, truncate
+from xscale.run.run_folder import INTERRUPTED, is_interrupted, mark_end
+from xscale.run.state import State
 from xscale.train.interruptible_work import InterruptibleWork, Work
-from xscale.train.run_folder import INTERRUPTED, is_interrupted, mark_end
-from xscale.train.state import State
 from xscale.watchdog.distributed_stop import DistributedStop, StopRequested
 from xscale.watchdog.watchdog import StopSignal
 

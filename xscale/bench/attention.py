@@ -25,7 +25,7 @@ from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.core import CORES, Core
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.module import name_modules, parameter_axes

@@ -16,7 +16,7 @@ from xscale.checkpoint.async_saver import AsyncSaver
 from xscale.checkpoint.disk import Disk, HashingFile, format_bytes
 from xscale.checkpoint.planner import Box, CheckpointPlan, divide_plans, paused_garbage_collection, write_items
 from xscale.checkpoint.save import save
-from xscale.core.file_safety import remove_folder
+from xscale.core.files.file_safety import remove_folder
 from xscale.mesh.consensus import Result
 
 ELEMENTS = 1 << 20

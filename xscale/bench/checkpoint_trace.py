@@ -9,8 +9,8 @@ from pathlib import Path
 from xscale.core.config import decode, encode
 from xscale.core.errors import EXIT_DONE, ConfigError, FaultError
 from xscale.observe.metrics import METRICS_FILE, read
+from xscale.settings.settings import Settings
 from xscale.train.run import train
-from xscale.train.settings import Settings
 
 WARMUP = 3
 """First steps, which compile and connect."""

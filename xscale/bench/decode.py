@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from xscale.bench.harness.machine import BenchDevice, describe_machine, one_thread
 from xscale.bench.harness.timing import Field, alternate, clock_of
-from xscale.convert.compare import build
+from xscale.convert.hf.compare import build
 from xscale.convert.hf.import_model import import_model
 from xscale.convert.hf.registry import model_of
 from xscale.core.errors import ConfigError, Problem
-from xscale.parallel import precision
-from xscale.train.generate import generate, lay_out_matrices
+from xscale.generate.generate import generate, lay_out_matrices
+from xscale.parallel.precision import precision
 
 CPU = BenchDevice()
 INITIAL_STD = 0.1

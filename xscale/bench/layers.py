@@ -23,7 +23,7 @@ from xscale.core.config import decode
 from xscale.core.errors import ConfigError, nearest
 from xscale.nn.dims import Dims
 from xscale.nn.forward import Forward
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.module import name_modules
 from xscale.nn.position.position import POSITIONS

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from xscale.core.config import encode
 from xscale.core.errors import ConfigError
-from xscale.train.settings import Settings
+from xscale.settings.settings import Settings
 
 
 @dataclass(frozen=True)

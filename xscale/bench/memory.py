@@ -13,8 +13,9 @@ from xscale.measure.device import DEVICES
 from xscale.mesh.environment import read_rank_info
 from xscale.mesh.mesh import leave_process_group
 from xscale.planning.plan import Hardware, plan
-from xscale.train.settings import Settings
-from xscale.train.setup import device_of, set_up
+from xscale.run.parts import device_of
+from xscale.settings.settings import Settings
+from xscale.train.setup import set_up
 
 STEPS = 2
 """The second step has the optimizer's states from its beginning."""

@@ -15,8 +15,8 @@ from xscale.bench.train_sides import XSCALE, SideBuilder, TrainingSide, training
 from xscale.core.errors import ConfigError, nearest
 from xscale.mesh.environment import read_rank_info
 from xscale.mesh.mesh import leave_process_group
-from xscale.train.settings import Settings
-from xscale.train.setup import device_of
+from xscale.run.parts import device_of
+from xscale.settings.settings import Settings
 
 GPU_WARMUP = 3
 """Steps before the timed ones on a GPU: the first compiles, the second may compile once more."""

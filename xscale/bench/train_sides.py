@@ -15,17 +15,18 @@ from xscale.bench.llama import LlamaSizes, PlainLlama, TransformersLlama, llama_
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
 from xscale.mesh.environment import read_rank_info
+from xscale.nn.ffn.moe.statistics import load_stats
 from xscale.nn.forward import Stats
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.moe.statistics import load_stats
 from xscale.objective.objective import Batch
 from xscale.optim.optimizer.adamw import AdamW
-from xscale.parallel import precision
 from xscale.parallel.plan import DTYPES
+from xscale.parallel.precision import precision
 from xscale.planning.plan import vocabulary_of
-from xscale.train.settings import Settings, build_on_meta
-from xscale.train.setup import RunParts, set_up
+from xscale.run.parts import RunParts
+from xscale.settings.settings import Settings, build_on_meta
+from xscale.train.setup import set_up
 
 XSCALE = "xscale"
 

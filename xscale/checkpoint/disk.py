@@ -20,8 +20,8 @@ import xxhash
 from typing_extensions import Buffer
 
 from xscale.core.errors import ConfigError
-from xscale.core.file_safety import remove_folder
-from xscale.core.run_files import open_run_file
+from xscale.core.files.file_safety import remove_folder
+from xscale.core.files.run_files import open_run_file
 
 BLOCK = 1 << 20
 SMALL_WRITE_BYTES = 1 << 16

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from xscale.checkpoint.errors import consensus
 from xscale.core.errors import ConfigError
-from xscale.core.file_lock import FileLock, LockedError
-from xscale.core.run_files import IrregularFileError
+from xscale.core.files.file_lock import FileLock, LockedError
+from xscale.core.files.run_files import IrregularFileError
 
 FORMAT = 2
 """Version of the layout below; it changes when an older xscale could not read a newer checkpoint."""

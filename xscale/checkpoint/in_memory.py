@@ -21,9 +21,15 @@ from torch import Tensor
 
 from xscale.checkpoint.disk import HASH, hash_file, new_hash
 from xscale.checkpoint.planner import Box, copy_box, local_shards, outline
-from xscale.core.atomic_write import write_atomically
-from xscale.core.file_safety import check_private_folder, decode_json, make_private_folder, remove_file, remove_folder
-from xscale.core.run_files import open_run_file, read_run_file
+from xscale.core.files.atomic_write import write_atomically
+from xscale.core.files.file_safety import (
+    check_private_folder,
+    decode_json,
+    make_private_folder,
+    remove_file,
+    remove_folder,
+)
+from xscale.core.files.run_files import open_run_file, read_run_file
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.flat_shard import FlatShard
 

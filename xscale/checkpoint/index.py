@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from xscale.checkpoint.errors import DamageError
 from xscale.checkpoint.files import INDEX, TENSORS
-from xscale.core.file_safety import check_relative
-from xscale.core.run_files import read_run_file
+from xscale.core.files.file_safety import check_relative
+from xscale.core.files.run_files import read_run_file
 from xscale.mesh.torch_private import _StorageInfo
 
 FIX = "Use another checkpoint, or copy this one again from an intact copy."

@@ -16,8 +16,8 @@ from xscale.checkpoint.files import CONFIG, MANIFEST, STATE, bad_folders
 from xscale.checkpoint.index import TensorEntry, read_index, tensor_entries
 from xscale.checkpoint.search import find_newest, set_aside
 from xscale.core.errors import ConfigError
-from xscale.core.file_safety import decode_json
-from xscale.core.run_files import read_run_file
+from xscale.core.files.file_safety import decode_json
+from xscale.core.files.run_files import read_run_file
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.flat_shard import FlatShard
 

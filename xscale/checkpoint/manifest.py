@@ -12,8 +12,8 @@ from xscale.checkpoint.disk import Digest, Disk
 from xscale.checkpoint.errors import DamageError
 from xscale.checkpoint.files import CONFIG, FORMAT, FORMATS, INDEX, MANIFEST, SEAL, STATE, TENSORS, step_of
 from xscale.core.errors import ConfigError
-from xscale.core.file_safety import check_relative, decode_json
-from xscale.core.run_files import kind_of, read_run_file
+from xscale.core.files.file_safety import check_relative, decode_json
+from xscale.core.files.run_files import kind_of, read_run_file
 
 FIX = "Use another checkpoint, or copy this one again from an intact copy."
 

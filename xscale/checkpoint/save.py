@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, __version__
+from torch import Tensor
+from torch import __version__ as torch_version
 from torch.distributed.checkpoint.planner import WriteItem
 
-import xscale
 from xscale.checkpoint import manifest
 from xscale.checkpoint import tensors as tensor_files
 from xscale.checkpoint.disk import Digest, Disk
@@ -21,6 +21,7 @@ from xscale.checkpoint.files import CONFIG, STATE, TENSORS, hidden_folder, step_
 from xscale.checkpoint.manifest import CheckpointManifest
 from xscale.checkpoint.planner import Box, CheckpointPlan, local_shards, plan_save, view_of_item
 from xscale.checkpoint.retention import delete_excess, make_room
+from xscale.core.version import __version__
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.flat_shard import FlatShard
 
@@ -118,7 +119,7 @@ def _publish(final: Path, hidden: Path, files: dict[str, Digest], snapshot: Snap
     disk.write(hidden / CONFIG, snapshot.config)
     disk.write(hidden / STATE, snapshot.state)
     files = files | _digests(disk, hidden)
-    written_by = f"xscale {xscale.__version__}, torch {__version__}"
+    written_by = f"xscale {__version__}, torch {torch_version}"
     manifest.write(hidden, CheckpointManifest(snapshot.step, files, world, written_by), disk)
     disk.sync(hidden / TENSORS)
     disk.sync(hidden)

@@ -13,9 +13,9 @@ from xscale.checkpoint import manifest
 from xscale.checkpoint.disk import Disk
 from xscale.checkpoint.errors import DamageError, consensus
 from xscale.checkpoint.files import bad_folder, bad_folders, hidden_folders, step_folder, visible_steps
-from xscale.core.atomic_write import write_atomically
 from xscale.core.errors import ConfigError, NoticeWarning
-from xscale.core.run_files import kind_of
+from xscale.core.files.atomic_write import write_atomically
+from xscale.core.files.run_files import kind_of
 from xscale.mesh.consensus import Consensus
 
 REASON = "reason.txt"

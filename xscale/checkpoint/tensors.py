@@ -22,8 +22,8 @@ from xscale.checkpoint.files import INDEX, TENSORS
 from xscale.checkpoint.index import FIX, UNREADABLE, read_index
 from xscale.checkpoint.planner import CheckpointPlan, LoadPlanner
 from xscale.checkpoint.torch_file import load_torch_file
+from xscale.core.files.run_files import open_run_file
 from xscale.core.foreign import reason
-from xscale.core.run_files import open_run_file
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.flat_shard import FlatShard
 from xscale.mesh.torch_private import PyTorchFileWriter, _save, _StorageInfo

@@ -341,7 +341,7 @@ def bench_links(
 
     from xscale.mesh.environment import read_rank_info
     from xscale.mesh.links import measure_links
-    from xscale_launch.mpi_rank import set_rank_env
+    from xscale_launch.mpi.mpi_rank import set_rank_env
 
     set_rank_env()
     rank = read_rank_info()

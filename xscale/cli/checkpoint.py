@@ -33,7 +33,7 @@ FORMATS = "hf (transformers), deepspeed-universal or megatron."
 @checkpoint_app.command("ls")
 def checkpoint_ls(run: CheckpointFolder, json: Json = False) -> None:
     """List the checkpoints of a run; bad ones with the reason."""
-    from xscale.commands.checkpoint import ls
+    from xscale.commands.checkpoints.checkpoint import ls
 
     raise typer.Exit(ls(checkpoints_in(run), as_json=json))
 
@@ -43,7 +43,7 @@ def checkpoint_show(
     path: CheckpointFolder, only: TensorPrefix = "", json: Json = False, step: Step = None, strict: Strict = False
 ) -> None:
     """Show step, trainer state and tensors of a checkpoint, or of the newest checkpoint of a run."""
-    from xscale.commands.checkpoint import show
+    from xscale.commands.checkpoints.checkpoint import show
 
     path = checkpoint_to_read(checkpoints_in(path), step, strict)
     raise typer.Exit(show(path, only=only, as_json=json))
@@ -52,7 +52,7 @@ def checkpoint_show(
 @checkpoint_app.command("verify")
 def checkpoint_verify(path: CheckpointFolder, json: Json = False) -> None:
     """Read every byte and compare its hash with the manifest; exit status 1 when a checkpoint is bad."""
-    from xscale.commands.checkpoint import verify
+    from xscale.commands.checkpoints.checkpoint import verify
 
     raise typer.Exit(verify(checkpoints_in(path), as_json=json))
 
@@ -62,7 +62,7 @@ def checkpoint_diff(
     first: CheckpointFolder, second: CheckpointFolder, only: TensorPrefix = "", json: Json = False
 ) -> None:
     """Compare config, state and tensors of two checkpoints; exit status 1 when they differ."""
-    from xscale.commands.checkpoint import diff
+    from xscale.commands.checkpoints.checkpoint import diff
 
     raise typer.Exit(diff(checkpoints_in(first), checkpoints_in(second), only=only, as_json=json))
 
@@ -76,7 +76,7 @@ def checkpoint_prune(
     dry: Annotated[bool, typer.Option("--dry-run", help="Print what would be deleted.")] = False,
 ) -> None:
     """Delete old or bad checkpoints; the last good checkpoint is always kept."""
-    from xscale.commands.checkpoint import prune
+    from xscale.commands.checkpoints.checkpoint import prune
 
     raise typer.Exit(prune(checkpoints_in(run), keep_last=keep_last, keep_every=keep_every, bad=bad, dry=dry))
 
@@ -90,7 +90,7 @@ def checkpoint_consolidate(
     strict: Strict = False,
 ) -> None:
     """Merge the sharded weights of a checkpoint, or its other tensors, into one safetensors file without the prefix."""
-    from xscale.commands.checkpoint import consolidate
+    from xscale.commands.checkpoints.checkpoint import consolidate
 
     raise typer.Exit(consolidate(checkpoint_to_read(checkpoints_in(path), step, strict), out, only=only))
 
@@ -111,7 +111,7 @@ def checkpoint_export(
 
     The exported model must give the same logits; otherwise nothing is written and the exit status is 1.
     """
-    from xscale.commands.convert import export_checkpoint
+    from xscale.commands.checkpoints.convert import export_checkpoint
 
     path = checkpoint_to_read(checkpoints_in(path), step, strict)
     raise typer.Exit(export_checkpoint(path, out, to, architecture, bar, plugins=plugins, ema=ema))
@@ -130,7 +130,7 @@ def checkpoint_import(
 
     The imported model must give the same logits; otherwise nothing is written and the exit status is 1.
     """
-    from xscale.commands.convert import import_checkpoint
+    from xscale.commands.checkpoints.convert import import_checkpoint
 
     raise typer.Exit(import_checkpoint(source, run, config, overrides or [], origin, bar))
 
@@ -146,7 +146,7 @@ def checkpoint_upcycle(
     plugins: Plugins = False,
 ) -> None:
     """Upcycle a dense run to a mixture-of-experts run; the overrides say which ffns become mixtures."""
-    from xscale.commands.upcycle import upcycle_run
+    from xscale.commands.checkpoints.upcycle import upcycle_run
 
     raise typer.Exit(upcycle_run(dense, run, overrides or [], sequences, plugins=plugins))
 
@@ -160,6 +160,6 @@ def checkpoint_merge_lora(
     plugins: Plugins = False,
 ) -> None:
     """Merge the LoRA of a run's newest checkpoint into its linear maps, as a new run at step 0."""
-    from xscale.commands.merge_lora import merge_run
+    from xscale.commands.checkpoints.merge_lora import merge_run
 
     raise typer.Exit(merge_run(source, run, plugins=plugins))

@@ -7,13 +7,13 @@ from typing import Any
 
 import typer
 
-from xscale.commands.explain import config_keys
-from xscale.commands.recipes import recipe_named, recipe_names
+from xscale.commands.show.explain import config_keys
+from xscale.commands.show.recipes import recipe_named, recipe_names
 from xscale.core.compose import Composed, compose_leniently
+from xscale.core.config_keys.keys import ConfigKeys, choices, first_sentence, value_text
+from xscale.core.config_keys.overrides import below_path
+from xscale.core.config_keys.present_keys import PresentKey, root_of, walk
 from xscale.core.errors import ConfigError
-from xscale.core.keys import ConfigKeys, choices, first_sentence, value_text
-from xscale.core.overrides import below_path
-from xscale.core.present_keys import PresentKey, root_of, walk
 
 Candidates = list[tuple[str, str]]
 """Words that the shell offers, each with its help."""

@@ -18,7 +18,7 @@ from xscale.cli.options import (
     readable,
 )
 from xscale.cli.paths import path
-from xscale.commands.recipes import recipe_names
+from xscale.commands.show.recipes import recipe_names
 from xscale.core.errors import ConfigError
 
 data_app = typer.Typer(help="Train tokenizers; prepare and inspect tokenised data.", no_args_is_help=True)
@@ -27,7 +27,7 @@ data_app = typer.Typer(help="Train tokenizers; prepare and inspect tokenised dat
 @data_app.command("tokenizer", cls=CommandWithSettings)
 def data_tokenizer(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train the tokenizer of a config on its source."""
-    from xscale.data.train_tokenizer import train_tokenizer
+    from xscale.data.corpus.train_tokenizer import train_tokenizer
 
     print(train_tokenizer(data_config(config, overrides), progress=True))
 
@@ -38,7 +38,7 @@ def data_prepare(config: ConfigFile, overrides: Overrides = None) -> None:
 
     An interrupted preparation resumes: finished shards are kept.
     """
-    from xscale.commands.prepare_data import prepare
+    from xscale.commands.data.prepare_data import prepare
     from xscale.mesh.environment import read_rank_info
 
     rank_from_launcher()
@@ -58,7 +58,7 @@ def data_inspect(
     documents: Annotated[int, typer.Option(help="Number of documents to show.")] = 5,
 ) -> None:
     """Show documents, their lengths and decoded samples of prepared data."""
-    from xscale.data.inspect import inspect
+    from xscale.data.corpus.inspect import inspect
 
     print(inspect(data_config(config, overrides), documents))
 
@@ -73,7 +73,7 @@ def data_verify(
 
     The exit status is 2 when a file is bad, and the first one is named.
     """
-    from xscale.data.verify import verify
+    from xscale.data.corpus.verify import verify
 
     for line in verify(data):
         print(line)
@@ -104,7 +104,7 @@ def data_stats(
             raise ConfigError(overrides[0], f"{config} is prepared data, without a config", "Give a config instead.")
     else:
         config = readable(config)
-    from xscale.commands.data_stats import stats_of_prepared, stats_of_recipe, to_json, to_text
+    from xscale.commands.data.data_stats import stats_of_prepared, stats_of_recipe, to_json, to_text
 
     statistics = stats_of_prepared(config) if is_prepared else stats_of_recipe(read_config(config, overrides)[0])
     print(to_json(statistics) if json else "\n".join(to_text(statistics)))

@@ -138,11 +138,11 @@ def _evaluate_loss(
     from xscale.mesh.environment import read_rank_info
 
     if window is None:
-        from xscale.train.load_run import evaluate_run
+        from xscale.evaluate.evaluate_run import evaluate_run
 
         result = evaluate_run(run, limit, source=data, plugins=plugins, ema=ema)
     else:
-        from xscale.train.sliding_window import evaluate_windows
+        from xscale.evaluate.sliding_window import evaluate_windows
 
         step = max(1, window // 2) if stride is None else stride
         result = evaluate_windows(run, window, step, limit, source=data, plugins=plugins, ema=ema)
@@ -154,9 +154,9 @@ def _evaluate_tasks(
     run: Path, names: str, shots: int | None, limit: int | None, folder: Path | None, plugins: bool, *, ema: bool
 ) -> None:
     """Print the metrics of tasks of lm_eval as JSON."""
+    from xscale.evaluate.lm_eval_model import TaskRequest
+    from xscale.evaluate.tasks import tasks_of_run
     from xscale.mesh.environment import read_rank_info
-    from xscale.train.lm_eval_model import TaskRequest
-    from xscale.train.tasks import tasks_of_run
 
     chosen = tuple(name.strip() for name in names.split(",") if name.strip())
     if not chosen:
@@ -177,7 +177,7 @@ def _evaluate_bleu(
     plugins: bool,
 ) -> None:
     """Print the BLEU of a run on pairs as JSON."""
-    from xscale.train.bleu import evaluate_bleu
+    from xscale.evaluate.bleu import evaluate_bleu
 
     score = evaluate_bleu(
         run,
@@ -203,8 +203,8 @@ def _evaluate_exits(
     run: Path, sequences: int | None, thresholds: list[float] | None, data: str | None, plugins: bool, *, as_json: bool
 ) -> None:
     """Print the curve of a run with exits: a list of objects as JSON, or a table."""
+    from xscale.evaluate.evaluate_run import exit_curve_of_run
     from xscale.mesh.environment import read_rank_info
-    from xscale.train.load_run import exit_curve_of_run
 
     points = exit_curve_of_run(run, sequences, thresholds, source=data, plugins=plugins)
     if not read_rank_info().is_rank0:
@@ -221,8 +221,8 @@ def _evaluate_exits(
 
 def _evaluate_budgets(run: Path, sequences: int | None, data: str | None, plugins: bool, *, as_json: bool) -> None:
     """Print the curve of a run with gates: a list of objects as JSON, or a table."""
+    from xscale.evaluate.evaluate_run import budget_curve_of_run
     from xscale.mesh.environment import read_rank_info
-    from xscale.train.load_run import budget_curve_of_run
 
     points = budget_curve_of_run(run, sequences, source=data, plugins=plugins)
     if not read_rank_info().is_rank0:

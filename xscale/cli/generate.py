@@ -57,7 +57,7 @@ def generate(
     The step that is read is printed on stderr. An encoder-decoder reads the prompt as its source, and what it writes is
     printed alone.
     """
-    from xscale.train.generate_text import generate_text
+    from xscale.generate.generate_text import generate_text
 
     if text is not None and prompt is not None:
         raise ConfigError("--prompt", "the prompt is given twice", "Leave out the option.")

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from xscale import __version__
 from xscale.cli.bench import bench_app
 from xscale.cli.checkpoint import checkpoint_app
 from xscale.cli.data import data_app
@@ -25,6 +24,7 @@ from xscale.cli.streams import check_arguments, open_closed_streams
 from xscale.cli.train import train
 from xscale.core.errors import EXIT_FAULT, EXIT_USER, ConfigError, FaultError, NoticeWarning, Problem
 from xscale.core.renamed import RenamedWarning
+from xscale.core.version import __version__
 
 COMPLETION = {"--install-completion", "--show-completion"}
 SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
@@ -136,7 +136,7 @@ def _sentence(problem: Problem) -> str:
     """The problem, with the place of a part that another family has, or of a variant, if its kind is one."""
     if not problem.unknown_kind:
         return str(problem)
-    from xscale.commands.catalogue import where
+    from xscale.commands.show.catalogue import where
 
     location = where(problem.unknown_kind)
     return str(replace(problem, fix=f"{location}.") if location else problem)

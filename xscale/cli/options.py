@@ -8,7 +8,7 @@ from typer.core import TyperCommand
 
 from xscale.cli.complete import complete_override, complete_recipe, complete_run
 from xscale.cli.paths import path
-from xscale.commands.recipes import RUNS, config_file
+from xscale.commands.show.recipes import RUNS, config_file
 from xscale.core.compose import Composed, compose, parse_file
 from xscale.core.errors import ConfigError, near_name
 
@@ -83,7 +83,7 @@ LengthPenalty = Annotated[
     typer.Option(min=0, help="Alpha of the beam search, which favours longer texts; 0: none; default: 0.6."),
 ]
 PenaltyForm = Annotated[
-    # As in `xscale.train.beam_search`, which imports torch.
+    # As in `xscale.generate.beam_search`, which imports torch.
     Literal["wu", "power"] | None,
     typer.Option(help="Form of that penalty: wu, ((5 + length) / 6)^alpha, or power, length^alpha; default: wu."),
 ]
@@ -119,7 +119,7 @@ class CommandWithSettings(TyperCommand):
 
 def _as_setting(option: str, value: str) -> str:
     """A sentence on the config key that the name of an unknown option may mean."""
-    from xscale.commands.explain import config_keys
+    from xscale.commands.show.explain import config_keys
 
     keys = config_keys()
     query = option.replace("-", "_")
@@ -142,7 +142,7 @@ def checkpoint_to_read(run: Path, step: int | None, strict: bool) -> Path:
     """Return the checkpoint of `run` that the options choose; without them `run`, whose newest good one is read."""
     if step is None and not strict:
         return run
-    from xscale.checkpoint.tools import find_checkpoint
+    from xscale.checkpoint.tools.tools import find_checkpoint
 
     return find_checkpoint(checkpoints_in(run), step=step, strict=strict)
 
@@ -162,7 +162,7 @@ def data_config(config: Path, overrides: list[str] | None) -> "DataConfig":
 
 def rank_from_launcher() -> None:
     """Set RANK and WORLD_SIZE in this process if mpirun or srun started it directly; ConfigError if that fails."""
-    from xscale_launch.mpi_rank import set_rank_env
+    from xscale_launch.mpi.mpi_rank import set_rank_env
     from xscale_launch.status import LaunchError
 
     try:

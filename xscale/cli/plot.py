@@ -26,6 +26,6 @@ def plot_pattern(
     ] = None,
 ) -> None:
     """Plot which blocks of keys each block of queries attends to, for each head."""
-    from xscale.commands.plot_pattern import plot
+    from xscale.commands.show.plot_pattern import plot
 
     plot(pattern, overrides or [], out, tokens=tokens, heads=heads, both=both, layers=layers, block=block)

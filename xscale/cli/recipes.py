@@ -25,7 +25,7 @@ def list_parts(
     ] = None,
 ) -> None:
     """List the recipes, the parts of each family with their traits, or the variants of Transformers."""
-    from xscale.commands.list_parts import show
+    from xscale.commands.show.list_parts import show
 
     show(name, as_json=json, tokens=tokens, kind=kind)
 
@@ -50,8 +50,8 @@ def explain(
     json: Json = False,
 ) -> None:
     """Explain a config key: type, default, choices, meaning, override, the parts that have it; or list a section."""
-    from xscale.commands.explain import explain as run
-    from xscale.commands.recipes import config_file
+    from xscale.commands.show.explain import explain as run
+    from xscale.commands.show.recipes import config_file
     from xscale.core.compose import compose
 
     if recipe is None:
@@ -70,6 +70,6 @@ def init(
     out: Annotated[Path | None, typer.Option(help="The YAML file to write; default: RECIPE.yaml.", parser=path)] = None,
 ) -> None:
     """Write a recipe as one commented YAML file to edit. A file that exists is not overwritten."""
-    from xscale.commands.recipes import init as run
+    from xscale.commands.show.recipes import init as run
 
     run(recipe, out)

@@ -18,7 +18,7 @@ def compare(
     json: Json = False,
 ) -> None:
     """Train variants of a run with several seeds; report tokens and time to reach the reference's loss."""
-    from xscale.commands.compare import compare as run
+    from xscale.commands.study.compare import compare as run
 
     raise typer.Exit(run(file, overrides or [], steps, tuple(seed or ()), as_json=json))
 
@@ -34,8 +34,8 @@ def ladder(
     json: Json = False,
 ) -> None:
     """Train a ladder of sizes, tokens and experts; fit a scaling law and hold its prediction against a larger size."""
-    from xscale.commands.ladder import ladder as run
-    from xscale.commands.ladder import launch_arguments
+    from xscale.commands.study.ladder import ladder as run
+    from xscale.commands.study.ladder import launch_arguments
 
     if slurm is not None:
         from xscale_launch.main import main as launcher
@@ -60,7 +60,7 @@ def report(
     ] = None,
 ) -> None:
     """Build report.html of a run, finished or not; of several runs, one page that compares them."""
-    from xscale.core.atomic_write import reporting_full_disk
+    from xscale.core.files.atomic_write import reporting_full_disk
     from xscale.observe.compare_runs import build_comparison, find_runs
     from xscale.observe.html import REPORT_FILE, build_report
 

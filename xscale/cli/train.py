@@ -46,7 +46,7 @@ def _checked_recipe(config: Path, overrides: list[str]) -> "Recipe":
     try:
         # A file that cannot be read is reported before torch is imported.
         composed = compose_leniently(config, overrides)
-        from xscale.commands.override_notes import say_at_start
+        from xscale.commands.show.override_notes import say_at_start
         from xscale.recipe import read_and_check
         from xscale.train.setup import check_machine
 

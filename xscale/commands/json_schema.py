@@ -9,7 +9,7 @@ FILE = Path(__file__).parents[2] / "configs/recipe.schema.json"
 
 def text() -> str:
     """Return the content of the schema file."""
-    from xscale.core.schema import json_schema
+    from xscale.core.config_keys.schema import json_schema
     from xscale.recipe import Recipe
 
     schema = json_schema(Recipe, "A run of xscale, or a part of one")

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xscale.commands.override_notes import say_at_start
+from xscale.commands.show.override_notes import say_at_start
 from xscale.core.compose import Composed, compose_leniently, dump
 from xscale.core.config import encode
 from xscale.core.errors import EXIT_DONE, EXIT_TOO_LARGE, ConfigError, Problem
-from xscale.core.file_safety import decode_json
+from xscale.core.files.file_safety import decode_json
 from xscale.mesh import axes
 from xscale.recipe import Recipe, read, read_and_check
 
@@ -163,7 +163,7 @@ def read_from(recipe: Recipe, composed: Composed) -> dict[str, Any]:
 def _draw(recipe: Recipe, world: int, file: Path) -> None:
     from xscale.parallel.pipeline.simulate import draw_picture, simulate_schedule
     from xscale.planning import vocabulary_of
-    from xscale.train.settings import build_on_meta
+    from xscale.settings.settings import build_on_meta
 
     if file.suffix not in PICTURES:
         what = f"'{file.name}' has no supported suffix"

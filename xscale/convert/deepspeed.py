@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from xscale.checkpoint.load import CheckpointReader, read_config, read_state
-from xscale.checkpoint.tools import find_checkpoint
+from xscale.checkpoint.tools.tools import find_checkpoint
 from xscale.checkpoint.torch_file import load_torch_file
 from xscale.core.errors import EXIT_DONE, ConfigError
-from xscale.core.file_safety import open_regular, remove_folder
+from xscale.core.files.file_safety import open_regular, remove_folder
 from xscale.core.foreign import foreign_errors
 
 WRITTEN_FOR = "0.19.8"

@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from xscale.core.errors import ConfigError, Problem, nearest
-from xscale.core.override_path import (
+from xscale.core.config_keys.override_path import (
     KeyPath,
     Target,
     is_plain,
@@ -21,6 +20,7 @@ from xscale.core.override_path import (
     path_text,
     set_absent,
 )
+from xscale.core.errors import ConfigError, Problem, nearest
 from xscale.core.yaml_reader import DEPTH, block_text, flow_text, parse, read_text
 
 FILES = 500
@@ -141,8 +141,8 @@ def _targets(data: dict[str, Any], path: str) -> list[Target]:
     if is_plain(data, segments):
         return [Target(tuple(segment.name for segment in segments))]
     # pydantic takes a while to import, and most overrides do without.
-    from xscale.core.keys import read_keys
-    from xscale.core.overrides import resolve
+    from xscale.core.config_keys.keys import read_keys
+    from xscale.core.config_keys.overrides import resolve
 
     return resolve(read_keys(configs_folder() / SCHEMA), data, path)
 

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import pydantic
 from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -15,9 +15,6 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from xscale.core.errors import ConfigError, Problem, is_near, nearest, plain
 from xscale.core.renamed import rename_old_keys
-
-if TYPE_CHECKING:
-    from xscale.core.registry import Family
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 
@@ -70,13 +67,28 @@ def _shortest(config: Config) -> Any:
     return {"kind": config.kind, **changes} if changes else config.kind
 
 
+class PartFamily(Protocol):
+    """A family of parts as a slot reads it; `xscale.core.registry.Family` is one, and itself needs configs."""
+
+    name: str
+    aliases: dict[str, str]
+
+    def names(self) -> list[str]: ...
+
+    def get(self, name: str, path: str = "") -> Any: ...
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
 class Slot:
     """Annotation of a field that holds the config of any part of a family: `Annotated[Core.Config, Slot(CORES)]`.
 
     In data the slot is a mapping with a `kind`, or the kind alone for its defaults.
     """
 
-    def __init__(self, family: "Family[Any]") -> None:
+    def __init__(self, family: "PartFamily") -> None:
         self.family = family
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -161,7 +173,7 @@ def _problems(
     faults: Any,
     above: tuple[Any, ...],
     origin: dict[str, str],
-    family: "Family[Any] | None" = None,
+    family: "PartFamily | None" = None,
 ) -> list[Problem]:
     """The faults that pydantic found in data of `schema`, which lies at `above` and is a part of `family` if any."""
     problems: list[Problem] = []
@@ -185,7 +197,7 @@ def _is_inside(loc: tuple[Any, ...], outer: tuple[Any, ...]) -> bool:
     return len(loc) > len(outer) and loc[: len(outer)] == outer
 
 
-def _problem(schema: Any, fault: Any, path: str, origin: dict[str, str], family: "Family[Any] | None") -> Problem:
+def _problem(schema: Any, fault: Any, path: str, origin: dict[str, str], family: "PartFamily | None") -> Problem:
     key_path = f"{plain(path, VALUE_CHARACTERS)} ({origin[path]})" if path in origin else plain(path, VALUE_CHARACTERS)
     if fault["type"] == "extra_forbidden":
         if family is not None and (kinds := _kinds_with(family, schema, fault["loc"])):
@@ -216,7 +228,7 @@ def _problem(schema: Any, fault: Any, path: str, origin: dict[str, str], family:
 KINDS_LISTED = 5
 
 
-def _kinds_with(family: "Family[Any]", schema: Any, loc: tuple[Any, ...]) -> list[str]:
+def _kinds_with(family: "PartFamily", schema: Any, loc: tuple[Any, ...]) -> list[str]:
     """Kinds of the family that have the unknown key at `loc`; none where it is rather a misspelling of one here."""
     key = str(loc[-1])
     if len(loc) > 1 or is_near(key, _keys(schema, ())):

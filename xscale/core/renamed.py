@@ -3,19 +3,16 @@
 import functools
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from xscale.core.errors import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from xscale.core.config import Config
 
 
 class RenamedWarning(FutureWarning):
     """A config uses a key or a kind under its old name."""
 
 
-def rename_old_keys(schema: "type[Config]", data: Any, origin: dict[str, str]) -> Any:
+def rename_old_keys(schema: Any, data: Any, origin: dict[str, str]) -> Any:
     """`data` of `schema` with every old key and kind under its new name; warns of each.
 
     A class lists its old keys in `Config.renamed`, a part its old kinds in `Family.register(..., aliases=...)`. In
@@ -29,7 +26,7 @@ def rename_old_keys(schema: "type[Config]", data: Any, origin: dict[str, str]) -
     return renamed
 
 
-def _in_schema(schema: "type[Config]", data: Any, path: str, origin: dict[str, str], messages: list[str]) -> Any:
+def _in_schema(schema: Any, data: Any, path: str, origin: dict[str, str], messages: list[str]) -> Any:
     if not isinstance(data, dict):
         return data
     result: dict[str, Any] = {}
@@ -53,7 +50,7 @@ def _in_schema(schema: "type[Config]", data: Any, path: str, origin: dict[str, s
 
 
 @functools.cache
-def _targets(schema: "type[Config]", key: str) -> tuple[Any, ...]:
+def _targets(schema: Any, key: str) -> tuple[Any, ...]:
     """The config classes and slots that a field may hold."""
     field = schema.model_fields[key]
     return tuple(item for item in (*field.metadata, *_annotations(field.annotation)) if _is_target(item))

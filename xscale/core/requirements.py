@@ -28,6 +28,11 @@ def take(*values: Any, key: str = "") -> tuple[Choice, ...]:
     return tuple(Choice(((key, value),)) for value in values)
 
 
+def divisors(count: int) -> tuple[Choice, ...]:
+    """Return the choice of each degree that divides `count`, at the key at fault."""
+    return take(*[degree for degree in range(1, count + 1) if count % degree == 0])
+
+
 def change(*edits: Edit) -> tuple[Choice, ...]:
     """Return the choice that makes several edits together."""
     return (Choice(edits),)

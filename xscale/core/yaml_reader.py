@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import yaml
 
 from xscale.core.errors import ConfigError, Problem, plain
-from xscale.core.file_safety import open_regular
+from xscale.core.files.file_safety import open_regular
 
 TEXT_BYTES = 4 << 20
 """Largest text."""

@@ -13,9 +13,9 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xscale.core.atomic_write import atomic_write, reporting_full_disk, write_atomically
 from xscale.core.errors import ConfigError
-from xscale.core.file_safety import is_regular, open_regular
+from xscale.core.files.atomic_write import atomic_write, reporting_full_disk, write_atomically
+from xscale.core.files.file_safety import is_regular, open_regular
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")

@@ -3,9 +3,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from xscale.data.blend import BlendedDataset
-from xscale.data.loader import Corpus
-from xscale.data.prepared import Split, check_ids
+from xscale.data.corpus.prepared import Split, check_ids
+from xscale.data.samples.blend import BlendedDataset
+from xscale.data.samples.loader import Corpus
 
 BLOCK = 1 << 22
 """Tokens that are read at a time."""

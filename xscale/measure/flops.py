@@ -9,12 +9,12 @@ from xscale.nn.attention.hamilton import COMPONENTS
 from xscale.nn.block import Block
 from xscale.nn.exits import Exit
 from xscale.nn.ffn.ffn import active_fractions
-from xscale.nn.head import Head
+from xscale.nn.head.head import Head
 from xscale.nn.linear import Embedding
 from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.model.embed import global_tokens_of
+from xscale.nn.model.multi_token import MtpModule
 from xscale.nn.module import parameter_axes
-from xscale.nn.multi_token import MtpModule
 from xscale.nn.quaternion import QuaternionLinear
 from xscale.nn.stack import Stack
 

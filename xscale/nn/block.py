@@ -16,10 +16,10 @@ from xscale.nn.gates import Gate, GatesConfig, GateSum
 from xscale.nn.gates import check as check_gates
 from xscale.nn.mask_decoder import MaskDecoderConfig
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.local_mixer import NeighbourReader
 from xscale.nn.mixer.mixer import MIXERS, Mixer, check_mixer
 from xscale.nn.module import Module
-from xscale.nn.norm import NORMS, Norm, Rms
+from xscale.nn.neighbours import NeighbourReader
+from xscale.nn.norm.norm import NORMS, Norm, Rms
 from xscale.nn.position.position import POSITIONS, Position, check_block_position
 from xscale.nn.residual_gain import ResidualGain, ResidualWeight
 from xscale.nn.reversible import Streams

@@ -22,9 +22,9 @@ from xscale.core.requirements import KeyNeed
 from xscale.nn.auxiliary import attach
 from xscale.nn.dims import Dims
 from xscale.nn.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
-from xscale.nn.head import IGNORE_INDEX, ONLY_LAST_LOGITS, Head
+from xscale.nn.head.head import IGNORE_INDEX, ONLY_LAST_LOGITS, Head
 from xscale.nn.module import Module
-from xscale.nn.norm import Norm
+from xscale.nn.norm.norm import Norm
 from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 

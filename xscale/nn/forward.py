@@ -19,8 +19,8 @@ class HasPath(Protocol):
 class Stats:
     """Running means of statistics from inside the model.
 
-    A recomputed forward adds nothing (`xscale.parallel.activation_checkpointing`): where only some of the blocks that
-    share a part are recomputed, its means would count them twice.
+    A recomputed forward adds nothing (`xscale.parallel.recompute.activation_checkpointing`): where only some of the
+    blocks that share a part are recomputed, its means would count them twice.
     """
 
     def __init__(self) -> None:

@@ -1,17 +1,15 @@
 """The linear map and the token embedding, with named axes."""
 
-from typing import TYPE_CHECKING, ClassVar, Optional
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.nn.axes import Axis
 from xscale.nn.init import ZEROS, Init
-from xscale.nn.module import Axis, Module
+from xscale.nn.module import Module
 from xscale.nn.roles import Role, Seams
-
-if TYPE_CHECKING:
-    from xscale.nn.lora import Lora
 
 
 class Linear(Module):
@@ -19,8 +17,8 @@ class Linear(Module):
 
     seams: ClassVar[Seams] = {"matmul": Role.LINEAR_MAP}
     weight: Parameter
-    lora: Optional["Lora"]
-    """LoRA of the map, whose output is added; None: there is none."""
+    lora: Module | None
+    """LoRA of the map, `xscale.nn.adapt.lora.Lora`, whose output is added; None: there is none."""
 
     def __init__(self, inputs: int, outputs: int, axes: tuple[Axis, Axis], init: Init, *, bias: bool = False) -> None:
         """`axes` names the weight's dims: (outputs, inputs)."""

@@ -7,7 +7,7 @@ of each (`xscale.nn.roles`); each is a method, a submodule or an attribute of th
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from xscale.core import config as schema
 from xscale.core.errors import Problem
 from xscale.core.requirements import KeyNeed
+from xscale.nn.axes import AXES, Axis
 from xscale.nn.init import Init
 from xscale.nn.post_step import WeightWriter
 from xscale.nn.random import RandomNumbers
@@ -43,11 +44,6 @@ def substitute(module: object, seam: str, wrapper: Any) -> None:
     )
     assert hasattr(module, seam), f"{type(module).__qualname__} has nothing at its seam '{seam}'"
     setattr(module, seam, wrapper)
-
-
-Axis = Literal["vocab", "heads", "kv_heads", "ffn", "experts", "width", "depth", "tokens", "batch", "state"]
-"""Meaning of a dimension of a parameter. Closed: a plan maps each of these to a mesh axis, or to none."""
-AXES: tuple[str, ...] = get_args(Axis)
 
 
 CHOOSABLE_KERNELS = (
@@ -144,6 +140,19 @@ class Module(nn.Module):
         """Channels of a token, of all ranks, that are summed up at its seam with the role SUM_OVER_HEADS."""
         return 0
 
+    @property
+    def summed_parts(self) -> "list[Module]":
+        """Submodules of a tensor-parallel region whose outputs are terms of its sum, so that each must be sharded."""
+        return []
+
+    def tp_problems(self, tp: int, path: str) -> list[Problem]:
+        """List why tensor parallelism over `tp` ranks cannot shard it; `path` is that of the degree."""
+        return []
+
+    def sp_problems(self, path: str) -> list[Problem]:
+        """List why it cannot work between regions on a shard of the sequence; `path` is that of `tensor.sequence`."""
+        return []
+
     def needs(self) -> list[KeyNeed]:
         """List what the module needs of the layout and of the engine of a run, each with the reason."""
         return []
@@ -168,6 +177,19 @@ class Part(Module):
     def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
         """List the problems of `config` within a model of `dims`; `path` is the config's dotted path."""
         return []
+
+
+def unmet_needs(model: nn.Module, settings: Any) -> Iterator[Problem]:
+    """Yield the problems of the needs of the model's modules (`Module.needs`) with `settings`; each reason once.
+
+    Needs of sections that `settings` do not have are left out.
+    """
+    reasons: set[tuple[str, str]] = set()
+    for path, module in model.named_modules():
+        for need in module.needs() if isinstance(module, Module) else ():
+            if (need.key, need.why) not in reasons and hasattr(settings, need.key.partition(".")[0]):
+                reasons.add((need.key, need.why))
+                yield from need.problems(settings, f"model.{path}")
 
 
 def name_modules(model: nn.Module) -> None:

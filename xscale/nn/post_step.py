@@ -13,7 +13,7 @@ from torch import Tensor, nn
 class WeightWriter:
     """Reads and writes the parameters of a model that is not sharded.
 
-    `xscale.parallel.full_tensors.ShardedWeightWriter` does so for a sharded one. Code that changes a parameter in
+    `xscale.parallel.shard.full_tensors.ShardedWeightWriter` does so for a sharded one. Code that changes a parameter in
     another way may change a gathered copy of it, which is thrown away.
     """
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.attention.hamilton import COMPONENTS, hamilton_rows
 from xscale.nn.ffn.ffn import Ffn, gated_hidden
 from xscale.nn.linear import Linear
@@ -42,6 +43,10 @@ class QuaternionLinear(Linear):
         """[..., inputs] -> [..., outputs]."""
         bias = None if self.bias is None else self.use(self.bias)
         return self.matmul(x, hamilton_matrix(self.use(self.weight), *self.heads), bias)
+
+    def tp_problems(self, tp: int, path: str) -> list[Problem]:
+        what = "a quaternion's components are quarters of the channels, so a rank's rows would not be whole quaternions"
+        return [Problem(path, what, "Or take stacks with linear_maps=real.", choices=take(1))]
 
 
 def hamilton_matrix(weight: Tensor, output_heads: int = 1, input_heads: int = 1) -> Tensor:

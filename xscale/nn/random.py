@@ -12,18 +12,15 @@ Nothing else in `xscale.nn` calls a random function of torch, except the initial
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xscale.nn.axes import Axis
 from xscale.nn.init import seed_of
 from xscale.nn.tokens import Tokens
 from xscale_kernels.bias_dropout_residual.op import bias_dropout_residual
-
-if TYPE_CHECKING:
-    from xscale.nn.module import Axis
 
 Shape = tuple[int, ...]
 Make = Callable[[Shape], Tensor]
@@ -48,18 +45,18 @@ class RandomNumbers:
     sequence, whose axis is "tokens", needs them.
     """
 
-    def draw(self, make: Make, shape: Shape, dims: "tuple[Axis, ...]", tokens: Tokens | None = None) -> Tensor:
+    def draw(self, make: Make, shape: Shape, dims: tuple[Axis, ...], tokens: Tokens | None = None) -> Tensor:
         """`make(shape)`. Where one of `dims` is sharded: this rank's slice of `make` at the global shape."""
         return make(shape)
 
-    def offset(self, dim: "Axis") -> int:
+    def offset(self, dim: Axis) -> int:
         """Index in the global tensor of the first local element along a dim, for hashed draws."""
         return 0
 
     def uniform(
         self,
         like: Tensor,
-        dims: "tuple[Axis, ...]",
+        dims: tuple[Axis, ...],
         shape: Shape | None = None,
         dtype: torch.dtype | None = None,
         low: float = 0.0,
@@ -69,11 +66,11 @@ class RandomNumbers:
         shape = tuple(like.shape) if shape is None else shape
         return self.draw(lambda size: like.new_empty(size, dtype=dtype).uniform_(low, high), shape, dims)
 
-    def normal(self, like: Tensor, dims: "tuple[Axis, ...]", tokens: Tokens | None = None) -> Tensor:
+    def normal(self, like: Tensor, dims: tuple[Axis, ...], tokens: Tokens | None = None) -> Tensor:
         """Standard normal numbers with shape, dtype and device of `like`."""
         return self.draw(lambda size: like.new_empty(size).normal_(), tuple(like.shape), dims, tokens)
 
-    def gumbel(self, like: Tensor, dims: "tuple[Axis, ...]", tokens: Tokens | None = None) -> Tensor:
+    def gumbel(self, like: Tensor, dims: tuple[Axis, ...], tokens: Tokens | None = None) -> Tensor:
         """Gumbel noise, -log(-log u), with shape, dtype and device of `like`."""
         return self.draw(lambda size: -like.new_empty(size).exponential_().log(), tuple(like.shape), dims, tokens)
 
@@ -81,11 +78,11 @@ class RandomNumbers:
         """One integer in [0, high), int64 []: the same on all ranks of a layout, so fit to seed what they share."""
         return torch.randint(high, (), device=device)
 
-    def integers(self, high: int, shape: Shape, dims: "tuple[Axis, ...]", device: torch.device) -> Tensor:
+    def integers(self, high: int, shape: Shape, dims: tuple[Axis, ...], device: torch.device) -> Tensor:
         """Integers in [0, high), int64 of this shape."""
         return self.draw(lambda size: torch.randint(high, size, device=device), shape, dims)
 
-    def dropout(self, x: Tensor, p: float, dims: "tuple[Axis, ...]", tokens: Tokens | None = None) -> Tensor:
+    def dropout(self, x: Tensor, p: float, dims: tuple[Axis, ...], tokens: Tokens | None = None) -> Tensor:
         """Set each element to 0 with probability `p`, and divide the others by 1 - p."""
         # torch draws in the order of memory, which must be that of the dims to be sliced.
         return F.dropout(x.contiguous(), p) if p else x

@@ -28,7 +28,7 @@ from xscale.nn.attention.core import CORES
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module
-from xscale.nn.norm import NORMS, Norm
+from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.position.position import POSITIONS
 from xscale.nn.signals import KEYS, TOKENS
 from xscale.nn.tokens import SharedValues, Tokens

@@ -69,17 +69,17 @@ class Signal(Generic[T]):
 
 
 FORMER_FIELDS = {
-    "boundaries": "xscale.nn.boundary_head.BOUNDARIES",
+    "boundaries": "xscale.nn.head.boundary_head.BOUNDARIES",
     "content": "xscale.nn.edges.CONTENT",
     "early_exit": "xscale.nn.early_exit.EARLY_EXIT",
     "gating": "xscale.nn.gates.BUDGETS",
-    "labels": "xscale.nn.pooler.LABELS",
+    "labels": "xscale.nn.head.pooler.LABELS",
     "observed": "xscale.nn.attention.ops.mask.OBSERVED",
-    "only_last_logits": "xscale.nn.head.ONLY_LAST_LOGITS",
-    "predictions": "xscale.nn.class_head.PREDICTIONS",
-    "sentence_globals": "xscale.nn.sentence_contrast.SENTENCE_GLOBALS",
-    "sentence_weight": "xscale.nn.sentence_contrast.SENTENCE_WEIGHT",
-    "sentences": "xscale.nn.sentence_contrast.SENTENCES",
+    "only_last_logits": "xscale.nn.head.head.ONLY_LAST_LOGITS",
+    "predictions": "xscale.nn.head.class_head.PREDICTIONS",
+    "sentence_globals": "xscale.nn.head.sentence_contrast.SENTENCE_GLOBALS",
+    "sentence_weight": "xscale.nn.head.sentence_contrast.SENTENCE_WEIGHT",
+    "sentences": "xscale.nn.head.sentence_contrast.SENTENCES",
 }
 """Fields that `Tokens` had before their parts declared them, for the sentence that tells a plugin the new place."""
 

@@ -18,13 +18,13 @@ from xscale.nn.edges import HandedOn, read_first_values
 from xscale.nn.exits import Exits, ExitsConfig, Prediction, no_exits
 from xscale.nn.ffn.ffn import FFNS, Ffn
 from xscale.nn.gates import GATES, GateBudget
-from xscale.nn.head import Head
+from xscale.nn.head.head import Head
 from xscale.nn.layer_mix import LayerMix
 from xscale.nn.mask_decoder import MaskDecoderConfig
 from xscale.nn.mask_decoder import check as check_mask_decoder
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.module import Module
-from xscale.nn.norm import NORMS, Norm
+from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.position.position import Position, share_position
 from xscale.nn.quaternion import LinearMaps, use_quaternions
 from xscale.nn.random import reseed

@@ -3,10 +3,11 @@
 from typing import Any
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import instead, kinds, take
 from xscale.nn.attention.core import CORES
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.mixer import MIXERS
-from xscale.nn.norm import NORMS
+from xscale.nn.norm.norm import NORMS
 from xscale.nn.position.position import POSITIONS
 from xscale.nn.quaternion import check as check_quaternions
 from xscale.nn.reversible import check as check_reversible
@@ -49,22 +50,26 @@ def _check_steps(config: Any, dims: Dims, path: str) -> list[Problem]:
     problems = []
     if config.step_signal and dims.width % 2:
         what = f"pairs of channels have a sine and a cosine, and width={dims.width} is odd"
-        problems.append(Problem(f"{path}.step_signal", what, "Take an even width, or false."))
-    hands_on_scores = any(MIXERS.of(mixer).part.score_heads(mixer) for mixer in config.mixers())
-    if config.halting is not None and hands_on_scores:
+        problems.append(Problem(f"{path}.step_signal", what, "Or take an even width.", choices=take(False)))
+    hand_on_scores = [mixer for mixer in config.mixers() if MIXERS.of(mixer).part.score_heads(mixer)]
+    cores = dict.fromkeys(mixer.core.kind for mixer in hand_on_scores if hasattr(mixer, "core"))
+    without_scores = tuple(choice for kind in cores for choice in instead("core", kind, ["softmax"]))
+    if config.halting is not None and hand_on_scores:
         what = "a token that has halted has no scores to hand on"
-        problems.append(Problem(f"{path}.halting", what, "Take null, or the core softmax."))
+        problems.append(Problem(f"{path}.halting", what, choices=take(None) + without_scores))
     norm = NORMS.of(config.block.norm)
     if config.exits is not None and config.exits.norm and norm.traits.batch_statistics:
         what = f"'{norm.name}' collects statistics in every step, and an exit does not see the tokens of every step"
-        problems.append(Problem(f"{path}.exits.norm", what, "Take false, or another block.norm."))
-    if config.block.residual == "reversible" and hands_on_scores:
+        others = kinds(NORMS.able(batch_statistics=False), f"{path}.block.norm")
+        problems.append(Problem(f"{path}.exits.norm", what, choices=take(False) + others))
+    if config.block.residual == "reversible" and hand_on_scores:
         what = "reversible blocks keep nothing for backward, and scores that blocks hand on would be kept"
-        problems.append(Problem(f"{path}.block.residual", what, "Take sequential, or the core softmax."))
+        problems.append(Problem(f"{path}.block.residual", what, choices=take("sequential") + without_scores))
     value_keys = [key for mixer in config.mixers() if (key := MIXERS.of(mixer).part.values_key(mixer))]
     if config.block.residual == "reversible" and value_keys:
         what = "reversible blocks keep nothing for backward, and values that blocks hand on would be kept"
-        problems.append(Problem(f"{path}.block.residual", what, f"Take sequential, or mixer.{value_keys[0]}=null."))
+        without_values = take(None, key=f"{path}.block.mixer.{value_keys[0]}")
+        problems.append(Problem(f"{path}.block.residual", what, choices=take("sequential") + without_values))
     return problems
 
 

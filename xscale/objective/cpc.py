@@ -1,5 +1,5 @@
 """Masked language modelling and contrastive predictive coding (Ainslie et al. 2020, ETC): whole sentences are masked,
-and the model's global tokens of these sentences predict what they say (`xscale.nn.sentence_contrast`)."""
+and the model's global tokens of these sentences predict what they say (`xscale.nn.head.sentence_contrast`)."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from xscale.core.errors import Problem
 from xscale.core.requirements import KeyNeed
-from xscale.nn.head import IGNORE_INDEX
+from xscale.nn.head.head import IGNORE_INDEX
+from xscale.nn.head.sentence_contrast import SENTENCE_GLOBALS, SENTENCE_WEIGHT, SENTENCES
 from xscale.nn.init import seed_of
-from xscale.nn.sentence_contrast import SENTENCE_GLOBALS, SENTENCE_WEIGHT, SENTENCES
 from xscale.objective.masked import Masked
 from xscale.objective.objective import OBJECTIVES, Batch, ObjectiveTraits, SpecialTokens
 

@@ -13,9 +13,9 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.nn.attention.ops.mask import OBSERVED
-from xscale.nn.head import IGNORE_INDEX
+from xscale.nn.head.head import IGNORE_INDEX
+from xscale.nn.head.length_head import LENGTHS
 from xscale.nn.init import seed_of
-from xscale.nn.length_head import LENGTHS
 from xscale.nn.tokens import Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, Objective, ObjectiveTraits
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
-from xscale.nn.head import IGNORE_INDEX
+from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.tokens import Tokens
 from xscale.objective.metrics import class_metrics, marks_spans, score_metrics, span_metrics
 from xscale.objective.objective import OBJECTIVES, Batch, HeadSizes, Objective, ObjectiveTraits, SpecialTokens

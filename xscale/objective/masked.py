@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
-from xscale.nn.head import IGNORE_INDEX
+from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.init import seed_of
 from xscale.nn.tokens import Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, Objective, ObjectiveTraits, SpecialTokens

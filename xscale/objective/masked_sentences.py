@@ -14,9 +14,9 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
-from xscale.nn.head import IGNORE_INDEX
+from xscale.nn.head.head import IGNORE_INDEX
+from xscale.nn.head.pooler import LABELS
 from xscale.nn.init import seed_of
-from xscale.nn.pooler import LABELS
 from xscale.nn.tokens import Tokens
 from xscale.objective.masked import Masked
 from xscale.objective.objective import OBJECTIVES, Batch, ObjectiveTraits, SpecialTokens

@@ -12,7 +12,7 @@ from xscale.core import config as schema
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
 from xscale.core.requirements import KeyNeed
-from xscale.nn.head import IGNORE_INDEX
+from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.tokens import Tokens
 
 Samples = Literal["packed", "pairs", "sentences", "labels"]
@@ -132,7 +132,7 @@ class Objective:
         (z-loss; Chowdhery et al. 2022, PaLM, take 1e-4); evaluations report the loss without it."""
 
     predicts_length: ClassVar[bool] = False
-    """Whether the source tells the lengths of the targets (`xscale.nn.length_head`), for a length head."""
+    """Whether the source tells the lengths of the targets (`xscale.nn.head.length_head`), for a length head."""
 
     def __init__(self, config: Any, specials: SpecialTokens, length: int, seed: int) -> None:
         self.config = config

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from xscale.nn.head import IGNORE_INDEX
+from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.tokens import Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, Objective, ObjectiveTraits
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from xscale.core import config as schema
 from xscale.core.errors import Problem
-from xscale.nn.head import IGNORE_INDEX
+from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.init import seed_of
 from xscale.nn.tokens import PACKED_PADDING, Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, Objective, ObjectiveTraits, SpecialTokens

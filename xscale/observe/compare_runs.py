@@ -10,9 +10,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from xscale.core.atomic_write import write_atomically
 from xscale.core.compose import leaves
 from xscale.core.errors import ConfigError
+from xscale.core.files.atomic_write import write_atomically
 from xscale.core.yaml_reader import flow_text
 from xscale.observe.format import duration, printable, quantity
 from xscale.observe.record import RECORD_NAME, History, Record, load_history, read_record, value_at

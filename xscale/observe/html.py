@@ -5,9 +5,9 @@ from dataclasses import replace
 from html import escape
 from pathlib import Path
 
-from xscale.core.atomic_write import write_atomically
 from xscale.core.errors import ConfigError
-from xscale.core.run_files import kind_of
+from xscale.core.files.atomic_write import write_atomically
+from xscale.core.files.run_files import kind_of
 from xscale.observe import record
 from xscale.observe.backlog import Backlog
 from xscale.observe.events import EndReport, RunFacts, SampleReport, StepReport

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from xscale.core.atomic_write import AppendFile
+from xscale.core.files.atomic_write import AppendFile
 from xscale.observe.backlog import Backlog
 from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport, TaskReport
 from xscale.observe.format import (

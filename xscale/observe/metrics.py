@@ -8,10 +8,10 @@ from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
-from xscale.core.atomic_write import AppendFile, atomic_write
 from xscale.core.errors import ConfigError
-from xscale.core.file_safety import decode_json
-from xscale.core.run_files import kind_of, open_run_file
+from xscale.core.files.atomic_write import AppendFile, atomic_write
+from xscale.core.files.file_safety import decode_json
+from xscale.core.files.run_files import kind_of, open_run_file
 from xscale.observe.backlog import Backlog
 from xscale.observe.events import EndReport, EvalReport, RunFacts, StepReport, TaskReport
 from xscale.observe.observer import Observer, due

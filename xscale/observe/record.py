@@ -9,10 +9,10 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
-from xscale.core.atomic_write import atomic_write
 from xscale.core.errors import ConfigError
-from xscale.core.file_safety import decode_json
-from xscale.core.run_files import kind_of, read_run_file
+from xscale.core.files.atomic_write import atomic_write
+from xscale.core.files.file_safety import decode_json
+from xscale.core.files.run_files import kind_of, read_run_file
 from xscale.observe.events import EndReport, RunFacts, SampleReport
 from xscale.observe.metrics import finite
 

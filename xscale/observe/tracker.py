@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from xscale.core.atomic_write import write_atomically
-from xscale.core.run_files import kind_of, read_run_file
+from xscale.core.files.atomic_write import write_atomically
+from xscale.core.files.run_files import kind_of, read_run_file
 from xscale.observe.backlog import Backlog
 from xscale.observe.events import EvalReport, RunFacts, SampleReport, StepReport, TaskReport
 from xscale.observe.format import printable

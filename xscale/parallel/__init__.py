@@ -1,1 +1,1 @@
-"""The engine: a plan says what is cut, and these steps cut, guard and substitute it in a single-device model."""
+"""The engine: steps that shard a single-device model, guard its regions and substitute at its seams."""

@@ -25,10 +25,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xscale.core.errors import Problem
+from xscale.core.errors import Choice, Problem
+from xscale.core.requirements import instead, take
+from xscale.nn.ffn.moe.permutation import DispatchPlan, experts_of_rows
+from xscale.nn.ffn.moe.router.router import ROUTERS
 from xscale.nn.module import substitute
-from xscale.nn.moe.permutation import DispatchPlan, experts_of_rows
-from xscale.nn.moe.router.router import ROUTERS
 from xscale.nn.roles import Role
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 from xscale.parallel.roles import seams_in
@@ -40,7 +41,6 @@ MULTIPLE = 8
 """Divides the width: a token is copied 16 bytes at a time."""
 CAPABILITY = (9, 0)
 """Minimal compute capability."""
-INSTEAD = "or parallel.expert.dispatch=all_to_all."
 
 
 def check(model: nn.Module, parallel: ParallelConfig, precision: PrecisionConfig, path: str) -> list[Problem]:
@@ -49,29 +49,29 @@ def check(model: nn.Module, parallel: ParallelConfig, precision: PrecisionConfig
         return []
     mesh, key, problems = parallel.mesh, f"{path}.expert.dispatch", []
 
-    def refuse(what: str, fix: str) -> None:
-        problems.append(Problem(key, what, f"{fix}, {INSTEAD}"))
+    def refuse(what: str, choices: tuple[Choice, ...] = (), fix: str = "") -> None:
+        problems.append(Problem(key, what, fix, choices=choices + take("all_to_all")))
 
     if mesh.ep not in RANKS:
-        refuse(f"DeepEP has no settings for ep={mesh.ep}", f"Take ep among {', '.join(map(str, RANKS))}")
+        refuse(f"DeepEP has no settings for ep={mesh.ep}", take(*RANKS, key=f"{path}.mesh.ep"))
     if precision.compute != "bfloat16":
-        refuse(f"DeepEP sends bfloat16, and compute is {precision.compute}", "Take precision.compute=bfloat16")
+        choices = take("bfloat16", key="precision.compute")
+        refuse(f"DeepEP sends bfloat16, and compute is {precision.compute}", choices)
     if mesh.tp > 1 and not mesh.tp_in_experts:
         what = f"the tp={mesh.tp} ranks have the same tokens and split the rows of experts, and DeepEP sends tokens"
-        refuse(what, "Take mesh.tp_in_experts=true")
+        refuse(what, take(True, key=f"{path}.mesh.tp_in_experts"))
     for moe in mixtures(model):
         width = moe.experts.up.shape[-1]
         if width % MULTIPLE:
-            refuse(
-                f"DeepEP sends tokens of a multiple of {MULTIPLE} channels, and the width is {width}", "Change width"
-            )
+            what = f"DeepEP sends tokens of a multiple of {MULTIPLE} channels, and the width is {width}"
+            refuse(what, fix="Or change the width.")
         if moe.config.expert_dropout:
             what = "expert_dropout draws by keys that travel with the rows, and DeepEP sends none"
-            refuse(what, "Take expert_dropout=0")
+            refuse(what, fix="Or take expert_dropout=0.")
+        router = str(moe.config.router.kind)
         if ROUTERS.of(moe.config.router).traits.choice != "token":
-            what = f"DeepEP takes the same number of experts for each token, and '{moe.config.router.kind}' does not"
-            can = ", ".join(ROUTERS.able(choice="token"))
-            refuse(what, f"These routers do: {can}")
+            what = f"DeepEP takes the same number of experts for each token, and '{router}' does not"
+            refuse(what, instead("router", router, ROUTERS.able(choice="token")))
     return list(dict.fromkeys(problems))
 
 

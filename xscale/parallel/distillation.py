@@ -15,12 +15,12 @@ from xscale.mesh.collectives import all_gather
 from xscale.mesh.mesh import Mesh
 from xscale.nn.attention.ops.dense import grouped_matmul, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
-from xscale.nn.distillation import attention_scores
+from xscale.nn.head.distillation import attention_scores
 from xscale.nn.tokens import Tokens
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.context.mask import ShardedAttentionMask
-from xscale.parallel.region import TensorRegion
-from xscale.parallel.sharding import dense_mesh
+from xscale.parallel.shard.region import TensorRegion
+from xscale.parallel.shard.sharding import dense_mesh
 from xscale.parallel.tensor.sequence import GatherSequence
 
 
@@ -34,7 +34,7 @@ def sequence_gather(mesh: Mesh, config: ParallelConfig) -> Callable[[Tensor, Tok
 def scores_of_shard(q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
     """Return the scores [B, H, P, T] of a rank's queries [B, H, P, K] and all keys, whose shards are [B, G, P, K].
 
-    `xscale.nn.distillation.attention_scores` of a sequence that is sharded over cp.
+    `xscale.nn.head.distillation.attention_scores` of a sequence that is sharded over cp.
     """
     if not isinstance(mask, ShardedAttentionMask):
         return attention_scores(q, k, mask)

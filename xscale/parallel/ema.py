@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from xscale.parallel.full_tensors import ShardedWeightWriter
-from xscale.parallel.sharded import ShardedParameter
+from xscale.parallel.shard.full_tensors import ShardedWeightWriter
+from xscale.parallel.shard.sharded import ShardedParameter
 from xscale_kernels.torch_private import foreach_lerp_
 
 PREFIX = "ema."

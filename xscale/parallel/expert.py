@@ -11,10 +11,11 @@ tokens, and M' the rows that the experts of this rank receive from all ranks:
 6. All-to-all back (`all_to_all`): outputs [M', D] -> [M, D], in the order of step 2, on the ranks the tokens came from.
 7. Unpermute and combine (`unpermute`): outputs [M, D], times the router's weights, summed per token -> [N, D].
 
-Steps 1, 2 and 7 are local (`xscale/nn/ffn/moe.py`); `AllToAll` below does steps 3 to 6 and calls the experts in step 5.
+Steps 1, 2 and 7 are local (`xscale/nn/ffn/moe/moe.py`); `AllToAll` below does steps 3 to 6, with the experts in 5.
 With `parallel.expert.dispatch=deepep` steps 2 to 7 are those of `deepep.py`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from xscale.core.requirements import kinds, take
 from xscale.mesh.collectives import all_to_all, all_to_all_counts
 from xscale.mesh.mesh import Mesh
 from xscale.nn.module import parameter_axes, substitute
-from xscale.nn.moe.permutation import Dispatch, ExpertsCall
 from xscale.nn.roles import Role
 from xscale.parallel import deepep
 from xscale.parallel.config import ExpertConfig
@@ -67,12 +67,16 @@ def apply(model: nn.Module, mesh: Mesh, config: ExpertConfig) -> None:
 class SplitRowsOverTp:
     """A dispatch that splits rows which every rank of a tp group has: each rank dispatches a slice of them."""
 
-    def __init__(self, dispatch: Dispatch, group: dist.ProcessGroup) -> None:
+    def __init__(self, dispatch: Callable[..., Tensor], group: dist.ProcessGroup) -> None:
         self.dispatch = dispatch
         self.group = group
 
     def __call__(
-        self, rows: Tensor, tokens_per_expert: Tensor, experts: ExpertsCall, dropout_keys: Tensor | None = None
+        self,
+        rows: Tensor,
+        tokens_per_expert: Tensor,
+        experts: Callable[..., Tensor],
+        dropout_keys: Tensor | None = None,
     ) -> Tensor:
         """Outputs [M, D] of rows [M, D] sorted by expert: those of this rank's slice, zeros for the others."""
         rank, ranks, total = self.group.rank(), self.group.size(), len(rows)
@@ -91,7 +95,11 @@ class AllToAll:
         self.group = group
 
     def __call__(
-        self, rows: Tensor, tokens_per_expert: Tensor, experts: ExpertsCall, dropout_keys: Tensor | None = None
+        self,
+        rows: Tensor,
+        tokens_per_expert: Tensor,
+        experts: Callable[..., Tensor],
+        dropout_keys: Tensor | None = None,
     ) -> Tensor:
         """Outputs [M, D] of rows [M, D] sorted by expert; tokens_per_expert [E] counts over all experts."""
         # Step 3: exchange tokens_per_expert.

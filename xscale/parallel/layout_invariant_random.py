@@ -1,20 +1,22 @@
 """Layout-invariant random numbers: a rank draws those of the global tensor and takes its slice, as one process draws.
 
-Substitutes for `Module.random` (see `xscale.nn.random`), one for each way in which activations are sharded. A
+Substitutes for `Module.random` (see `xscale.nn.random`), one for each way in which activations are sharded; that of
+context parallelism is in `xscale.parallel.context.sequence_sharding`. A
 substitute wraps the one before it, so that sequence parallelism in a shard of the sequence slices twice.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from xscale.nn.axes import Axis
 from xscale.nn.mixer.mixer import Mixer
-from xscale.nn.module import Axis, substitute
-from xscale.nn.random import Make, RandomNumbers, Shape
+from xscale.nn.module import substitute
+from xscale.nn.random import RandomNumbers
 from xscale.nn.tokens import Tokens
-from xscale.parallel.context.sequence_sharding import TokenShard
-from xscale.parallel.region import TensorRegion
+from xscale.parallel.shard.region import TensorRegion
 
 
 class ShardedRandomNumbers(RandomNumbers):
@@ -37,7 +39,13 @@ class ShardedRandomNumbers(RandomNumbers):
         """Slice this rank's `local` elements of a global tensor along `dim`."""
         return full.narrow(dim, self.offset(self.axis), local)
 
-    def draw(self, make: Make, shape: Shape, dims: tuple[Axis, ...], tokens: Tokens | None = None) -> Tensor:
+    def draw(
+        self,
+        make: Callable[[tuple[int, ...]], Tensor],
+        shape: tuple[int, ...],
+        dims: tuple[Axis, ...],
+        tokens: Tokens | None = None,
+    ) -> Tensor:
         assert len(shape) == len(dims), f"{len(shape)} sizes, {len(dims)} dims"
         if self.axis not in dims:
             return self.inner.draw(make, shape, dims, tokens)
@@ -71,27 +79,10 @@ class ShardedRandomNumbers(RandomNumbers):
         if not p:
             return plain.dropout_add(x, residual, p, tokens, implementation)
 
-        def mask(shape: Shape) -> Tensor:
+        def mask(shape: tuple[int, ...]) -> Tensor:
             return plain.dropout_add(x.new_ones(shape), x.new_zeros(shape), p, tokens, implementation)
 
         return residual + x * self.draw(mask, tuple(x.shape), ("batch", "tokens", "width"), tokens)
-
-
-class TokensOverContext(ShardedRandomNumbers):
-    """Draws over a sequence that is sharded over cp."""
-
-    axis = "tokens"
-
-    def global_size(self, local: int, tokens: Tokens | None) -> int:
-        return tokens.length if isinstance(tokens, TokenShard) else local
-
-    def full_tokens(self, tokens: Tokens | None) -> Tokens | None:
-        return tokens.full if isinstance(tokens, TokenShard) else tokens
-
-    def shard(self, full: Tensor, dim: int, local: int, tokens: Tokens | None) -> Tensor:
-        assert isinstance(tokens, TokenShard)
-        assert dim == 1, "a sequence is the second dim of [B, T, ...]"
-        return tokens.sharding.shard(full)
 
 
 class TokensOverTensor(ShardedRandomNumbers):

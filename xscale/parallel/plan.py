@@ -9,8 +9,9 @@ from torch import nn
 from xscale.core.errors import Problem
 from xscale.mesh import axes
 from xscale.mesh.mesh import Mesh
-from xscale.parallel import zero
+from xscale.nn.module import unmet_needs
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
+from xscale.parallel.shard import zero
 from xscale.parallel.steps import DTYPES, STEPS, FillParameters, StepSettings, compile_blocks
 
 
@@ -38,6 +39,7 @@ class ParallelPlan:
         for step in STEPS:
             problems += step.check(None, settings)
         if model is not None:
+            problems += unmet_needs(model, self)
             for step in STEPS:
                 problems += step.check(model, settings)
         return problems
@@ -62,7 +64,7 @@ class ParallelPlan:
         `log` gets one line for each step that did something. Without `draw_weights` the weights are NaN until they are
         read from a checkpoint.
         """
-        from xscale.parallel import sharded
+        from xscale.parallel.shard import sharded
 
         def fill(stage: nn.Module) -> None:
             sharded.materialize(stage, seed, mesh.device, self.master, draw_weights=draw_weights)

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
-from xscale.nn.block import Block, Sublayer
+from xscale.nn.block import Block
 from xscale.nn.module import substitute
-from xscale.parallel.activation_checkpointing import with_state_of_forward
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.pipeline.schedule import SCHEDULES, schedule_of
+from xscale.parallel.recompute.activation_checkpointing import with_state_of_forward
 
 
 def reversible_blocks(model: nn.Module) -> list[Block]:
@@ -57,14 +57,15 @@ def apply(model: nn.Module) -> int:
     return len(blocks)
 
 
-def add_and_free(sublayer: Sublayer, first: Tensor, second: Tensor, *inputs: Any) -> Tensor:
+def add_and_free(sublayer: Any, first: Tensor, second: Tensor, *inputs: Any) -> Tensor:
     """first + f(second), all [B, T, D]; frees the memory of `first`, which backward writes before it is read."""
     if not (sublayer.training and torch.is_grad_enabled() and second.requires_grad):
-        return first + sublayer.branch(second, *inputs)
+        added: Tensor = sublayer.branch(second, *inputs)
+        return first + added
     freed = FreedTensor(first)
 
     def run(second: Tensor, *inputs: Any) -> Tensor:
-        y = sublayer.branch(second, *inputs)
+        y: Tensor = sublayer.branch(second, *inputs)
         freed.restore(y)
         return y
 

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from xscale.nn.module import seams_of, substitute
+from xscale.nn.norm.norm import Norm
 from xscale.nn.roles import Role
 
 RoleTable = dict[Role, Callable[..., None]]
@@ -18,6 +19,12 @@ def seams_in(modules: Iterable[nn.Module], *roles: Role) -> Iterator[tuple[Any, 
         for seam, role in seams_of(module).items():
             if not roles or role in roles:
                 yield module, seam, role
+
+
+def norms_between_regions(model: nn.Module) -> list[Norm]:
+    """Return the norms that are applied between regions."""
+    parts = [getattr(module, seam) for module, seam, _ in seams_in(model.modules(), Role.BETWEEN_REGIONS)]
+    return [part for part in parts if isinstance(part, Norm)]
 
 
 def apply_table(table: RoleTable, modules: Iterable[nn.Module], *arguments: Any) -> None:

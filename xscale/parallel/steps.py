@@ -8,27 +8,20 @@ import torch
 from torch import nn
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.mesh import torch_private
 from xscale.mesh.axes import Degrees
 from xscale.mesh.mesh import Mesh
 from xscale.nn.block import Block
 from xscale.nn.roles import Role
-from xscale.parallel import (
-    activation_checkpointing,
-    batch_statistics,
-    context,
-    deepep,
-    expert,
-    float8,
-    loss_scale,
-    reversible,
-    sentence_contrast,
-    zero,
-)
+from xscale.parallel import batch_statistics, context, deepep, expert, reversible, sentence_contrast
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 from xscale.parallel.engine.deepspeed import check as deepspeed
 from xscale.parallel.pipeline import check as pipeline
+from xscale.parallel.precision import float8, loss_scale
+from xscale.parallel.recompute import activation_checkpointing
 from xscale.parallel.roles import seams_in
+from xscale.parallel.shard import zero
 from xscale.parallel.tensor import apply as tensor
 
 DTYPES = {
@@ -145,13 +138,14 @@ class PrecisionStep(_Step):
         if precision.compute != "float64" or precision.master == "float64":
             return loss_scale.check(precision, "precision")
         what = "master parameters would have a narrower dtype than the computation"
-        return [Problem("precision.master", what, "Take master=float64 with compute=float64.")]
+        narrower = take("float32", "bfloat16", key="precision.compute")
+        return [Problem("precision.master", what, choices=take("float64") + narrower)]
 
     def apply(
         self, model: nn.Module, settings: StepSettings, mesh: Mesh, fill: FillParameters
     ) -> tuple[nn.Module, str | None]:
         # Imported where used, here and below: DTensor takes as long to import as half of torch.
-        from xscale.parallel import precision
+        from xscale.parallel.precision import precision
 
         names = settings.precision
         precision.apply(model, settings.compute, settings.master)
@@ -172,8 +166,8 @@ class ShardingStep(_Step):
     ) -> tuple[nn.Module, str | None]:
         from torch.distributed.tensor import DTensor
 
-        from xscale.parallel import sharding
-        from xscale.parallel.sharded import stage_models
+        from xscale.parallel.shard import sharding
+        from xscale.parallel.shard.sharded import stage_models
 
         for stage in stage_models(model):
             replicated = tensor.replicated_parameters(stage, mesh.degrees.tp)
@@ -320,7 +314,7 @@ class ZeroStep(_Step):
         config = settings.parallel.zero
         if mesh.dense is None or config.engine != "torch":
             return model, None
-        from xscale.parallel.sharded import stage_models
+        from xscale.parallel.shard.sharded import stage_models
 
         for stage in stage_models(model):
             zero.apply(stage, mesh, settings.parallel, settings.compute, settings.master)
@@ -335,7 +329,7 @@ class MaterializeStep(_Step):
         self, model: nn.Module, settings: StepSettings, mesh: Mesh, fill: FillParameters
     ) -> tuple[nn.Module, str | None]:
         from xscale.parallel.engine.deepspeed.partition import make_plain
-        from xscale.parallel.sharded import sharded_parameters, stage_models
+        from xscale.parallel.shard.sharded import sharded_parameters, stage_models
 
         for stage in stage_models(model):
             fill(stage)

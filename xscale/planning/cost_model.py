@@ -21,7 +21,7 @@ from xscale.parallel.pipeline.schedule import schedule_of
 from xscale.parallel.pipeline.split import balance, block_costs
 from xscale.parallel.plan import DTYPES
 from xscale.planning.memory import states_per_element
-from xscale.train.settings import Settings
+from xscale.settings.settings import Settings
 
 SAVED_ACTIVATIONS = 17 / 12
 """Activations that a dense block saves per token (17 width), over its parameters (12 width^2), times width."""

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from torch import nn
 
+from xscale.distill.teacher_source import find_teacher, teacher_degrees, teacher_run
 from xscale.measure.device import Device
 from xscale.measure.memory import model_state_bytes
 from xscale.mesh import axes
@@ -19,11 +20,10 @@ from xscale.parallel.engine.fsdp import optimizer_weights
 from xscale.parallel.pipeline.schedule import schedule_of
 from xscale.parallel.pipeline.simulate import simulate
 from xscale.parallel.plan import DTYPES
-from xscale.parallel.sharded import sharded_parameters
+from xscale.parallel.shard.sharded import sharded_parameters
 from xscale.planning.simulate_step import SimulatedStep, simulate_step
 from xscale.planning.speed import roofline
-from xscale.train.settings import Settings, build_on_meta
-from xscale.train.teacher_source import find_teacher, teacher_degrees, teacher_run
+from xscale.settings.settings import Settings, build_on_meta
 
 KINDS = ("parameters", "gathered_parameters", "gradients", "optimizer", "activations", "communication")
 LONGEST = 16

@@ -21,7 +21,7 @@ from xscale.parallel.plan import DTYPES, ParallelPlan
 from xscale.planning.memory import KINDS, RankMemory, deepspeed_memory, memory_of_stages, states_per_element
 from xscale.planning.simulate_step import CannotSimulateError
 from xscale.planning.speed import compute_flops, compute_seconds, predict_step, traffic, with_seconds
-from xscale.train.settings import Settings, build_on_meta
+from xscale.settings.settings import Settings, build_on_meta
 
 ASSUMED = (
     "the load over experts is balanced and no token is dropped",

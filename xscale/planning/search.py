@@ -10,7 +10,7 @@ from xscale.mesh import axes
 from xscale.mesh.axes import Degrees
 from xscale.planning.cost_model import CostModel, Estimate, LayoutChoice, bubble, estimate
 from xscale.planning.plan import Hardware, plan, vocabulary_of
-from xscale.train.settings import Settings, build_on_meta
+from xscale.settings.settings import Settings, build_on_meta
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble")
 STAGES = (1, 2, 3)

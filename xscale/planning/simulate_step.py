@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xscale.data.loader import FullSamples, Loader
+from xscale.data.samples.loader import FullSamples, Loader
 from xscale.measure.op_tracer import Message, OpTracer, Peak, PhaseCost
 from xscale.mesh.axes import Degrees
 from xscale.mesh.environment import RankInfo
@@ -27,25 +27,26 @@ from xscale.mesh.torch_private import (
     _disable_current_modes,
 )
 from xscale.nn.attention.block_sparse import BlockSparse
-from xscale.nn.ffn.moe import Moe
+from xscale.nn.ffn.moe.moe import Moe
+from xscale.nn.ffn.moe.permutation import DispatchPlan, ExpertsCall
 from xscale.nn.module import substitute
-from xscale.nn.moe.permutation import DispatchPlan, ExpertsCall
 from xscale.nn.stack import Stack
 from xscale.nn.tokens import SharedValues, Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, Objective, SpecialTokens
-from xscale.parallel import context, float8
-from xscale.parallel.activation_checkpointing import CheckpointedBlocks
-from xscale.parallel.activation_offload import ActivationOffload, HostCopy
-from xscale.parallel.context.document_runs import find_document_runs, share_document_runs
+from xscale.parallel import context
 from xscale.parallel.context.moe import GlobalRouting
+from xscale.parallel.context.ring.document_runs import find_document_runs, share_document_runs
 from xscale.parallel.context.sequence_sharding import TokenShard
 from xscale.parallel.deepep import ExpertsByDeepEp
 from xscale.parallel.expert import AllToAll, SplitRowsOverTp
 from xscale.parallel.plan import DTYPES, ParallelPlan
-from xscale.parallel.sharded import empty_like_local, fill_parameters, sharded_parameters, to_local
-from xscale.train.batches import MicroBatches, shard_over_cp
-from xscale.train.optimizer_step.stepper import Stepper
-from xscale.train.settings import Settings, build_on_meta
+from xscale.parallel.precision import float8
+from xscale.parallel.recompute.activation_checkpointing import CheckpointedBlocks
+from xscale.parallel.recompute.activation_offload import ActivationOffload, HostCopy
+from xscale.parallel.shard.sharded import empty_like_local, fill_parameters, sharded_parameters, to_local
+from xscale.settings.settings import Settings, build_on_meta
+from xscale.step.batches import MicroBatches, shard_over_cp
+from xscale.step.stepper import Stepper
 from xscale.train.setup import make_engine
 from xscale_kernels import rows
 
@@ -217,7 +218,7 @@ def simulate_step(
         tracer.gradient_shapes = {shape for parameter in model.parameters() for shape in _shapes(parameter)}
         with fake, tracer, tracer.watching_resizes("gathered_parameters"), _few_row_blocks(settings):
             with tracer.labelled(kind="optimizer"):
-                engine = make_engine(settings, model, plan, sharded_tensors, mesh)
+                engine = make_engine(settings, model, sharded_tensors, mesh)
             state_bytes = dict(tracer.live)
             batches = [shard_over_cp(_faked(batch, fake), sharding) for batch in global_batches]
             stepper = Stepper(engine, objective, torch.device("cpu"), repeats=degrees.tp * degrees.pp)

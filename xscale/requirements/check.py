@@ -11,7 +11,7 @@ from xscale.core.solver import solve
 from xscale.core.yaml_reader import flow_text
 from xscale.mesh import axes
 from xscale.requirements import facts, frozen, layout, model, objective, optimizer, samples, training
-from xscale.train.settings import Settings
+from xscale.settings.settings import Settings
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
 SECTIONS = tuple(Settings.model_fields)

@@ -10,7 +10,7 @@ from xscale.mesh.axes import Degrees
 from xscale.nn.model.model import MODELS, Model, ModelTraits
 from xscale.objective.objective import OBJECTIVES, Objective, ObjectiveTraits
 from xscale.parallel.config import ParallelConfig
-from xscale.train.settings import Settings, build_on_meta
+from xscale.settings.settings import Settings, build_on_meta
 
 VOCABULARY = 64
 """The vocabulary is unknown before there is a tokenizer; nothing that is required depends on its size."""

@@ -8,14 +8,14 @@ from torch import nn
 from xscale.core.errors import Problem
 from xscale.core.requirements import reads, take
 from xscale.mesh.axes import MeshConfig
+from xscale.nn.adapt.lora import LoraConfig, lora_paths
 from xscale.nn.ffn.sparse import SparseFfn
 from xscale.nn.linear import Linear
-from xscale.nn.lora import LoraConfig, lora_paths
 from xscale.nn.mixer.attention import Attention
 from xscale.optim.groups import nearest_patterns
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.pipeline.schedule import SCHEDULES, schedule_of
-from xscale.train.settings import Settings, TrainConfig
+from xscale.settings.settings import Settings, TrainConfig
 
 
 def frozen_patterns_match(built_model: nn.Module, train: TrainConfig) -> Iterator[Problem]:
@@ -77,7 +77,7 @@ def _check_lora(model: nn.Module, config: LoraConfig, mesh: MeshConfig) -> list[
     tp = mesh.tp
     if config.dropout and mesh.cp > 1:
         what = "draws over the sequence, of which each rank of cp has a shard"
-        problems.append(Problem("lora.dropout", what, "Take 0, or cp=1."))
+        problems.append(Problem("lora.dropout", what, choices=take(0.0) + take(1, key="parallel.mesh.cp")))
     for index, pattern in enumerate(config.match):
         where, paths = f"lora.match.{index}", lora_paths(model, pattern)
         if not paths:
@@ -92,11 +92,13 @@ def _check_lora(model: nn.Module, config: LoraConfig, mesh: MeshConfig) -> list[
             fewer = isinstance(parent, Attention) and parent.key_channels // parent.head_width < tp
             if fewer and isinstance(linear, Linear) and "kv_heads" in linear.axes["weight"]:
                 what = f"tp={tp} replicates {path}, which has fewer kv_heads than ranks"
-                problems.append(Problem(where, what, "Leave it out, or take a lower tp."))
+                lower = take(*range(tp - 1, 0, -1), key="parallel.mesh.tp")
+                problems.append(Problem(where, what, "Or leave it out.", choices=lower))
             sharded = isinstance(linear, Linear) and linear.axes["weight"][1] not in ("width", "state")
             if config.dropout and tp > 1 and sharded:
                 what = f"{path} reads channels that tp={tp} shards, of which no rank draws the whole mask"
-                problems.append(Problem("lora.dropout", what, "Take 0 or tp=1, or leave it out of lora.match."))
+                choices = take(0.0) + take(1, key="parallel.mesh.tp")
+                problems.append(Problem("lora.dropout", what, "Or leave it out of lora.match.", choices=choices))
             if path.startswith("head."):
                 what = f"{path} is of the head, which is trained as a whole or not at all"
                 problems.append(Problem(where, what, "Leave it out."))

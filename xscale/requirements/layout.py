@@ -8,16 +8,16 @@ from torch import nn
 
 from xscale.core.errors import Choice, ConfigError, Problem
 from xscale.core.requirements import reads, with_paths
+from xscale.distill.distill_check import check_distillation, check_student
+from xscale.distill.teacher_source import in_train_teacher, teacher_run
 from xscale.mesh import axes
-from xscale.nn.distillation import DistillConfig
+from xscale.nn.head.distillation import DistillConfig
 from xscale.nn.model.model import Model
-from xscale.nn.module import Module
+from xscale.nn.module import unmet_needs
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 from xscale.parallel.plan import ParallelPlan
 from xscale.parallel.steps import STEPS, Step, StepSettings
-from xscale.train.distill_check import check_distillation, check_student
-from xscale.train.settings import Settings
-from xscale.train.teacher_source import in_train_teacher, teacher_run
+from xscale.settings.settings import Settings
 
 
 @reads("data")
@@ -53,12 +53,7 @@ def _of_model(step: Step) -> Callable[..., list[Problem]]:
 @reads("parallel")
 def needs_of_modules_are_met(settings: Settings, built_model: nn.Module, parallel: ParallelConfig) -> Iterator[Problem]:
     """The layout and the engine are such as every module of the model states in `Module.needs`; each reason once."""
-    reasons: set[tuple[str, str]] = set()
-    for path, module in built_model.named_modules():
-        for need in module.needs() if isinstance(module, Module) else ():
-            if (need.key, need.why) not in reasons:
-                reasons.add((need.key, need.why))
-                yield from need.problems(settings, f"model.{path}")
+    return unmet_needs(built_model, settings)
 
 
 @reads("objective")

@@ -1,11 +1,11 @@
 """Requirements of a model on its own config, and on the kernels."""
 
 from xscale.core.errors import Problem
-from xscale.core.requirements import take
+from xscale.core.requirements import take, with_paths
 from xscale.data.config import DataConfig
 from xscale.nn.model.model import MODELS, Model
 from xscale.nn.module import CHOOSABLE_KERNELS
-from xscale.nn.norm import check_places
+from xscale.nn.norm.norm import check_places
 from xscale.parallel.config import ParallelConfig
 from xscale_kernels.packed_attention.op import LIBRARIES as PACKED_LIBRARIES
 from xscale_kernels.select import unknown
@@ -14,7 +14,7 @@ from xscale_kernels.select import unknown
 def model_fits_itself(model: Model.Config, data: DataConfig) -> list[Problem]:
     """The parts of the model's config go together, at the sequence length of the data."""
     problems: list[Problem] = MODELS.of(model).part.check(model, (64, data.sequence_length), "model")
-    return problems + check_places(model, "model")
+    return [with_paths(problem, model, "model") for problem in problems] + check_places(model, "model")
 
 
 def kernels_can_be_chosen(kernels: dict[str, str], parallel: ParallelConfig) -> list[Problem]:

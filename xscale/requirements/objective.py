@@ -12,7 +12,7 @@ from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.model.model import MODELS, Model, ModelTraits
 from xscale.objective.objective import OBJECTIVES, Objective, ObjectiveTraits
 from xscale.parallel.config import ParallelConfig
-from xscale.train.settings import RECORDS, RunConfig, Settings, TrainConfig
+from xscale.settings.settings import RECORDS, RunConfig, Settings, TrainConfig
 
 ObjectiveEntry = Entry[ObjectiveTraits]
 

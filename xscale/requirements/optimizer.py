@@ -7,14 +7,14 @@ from torch import nn
 
 from xscale.core.errors import Choice, Problem
 from xscale.core.requirements import kinds, take
+from xscale.nn.adapt.mup import check_mup
 from xscale.nn.exits import Exits
 from xscale.nn.model.model import Model
-from xscale.nn.mup import check_mup
 from xscale.optim.groups import ParameterGroup, check_groups, group_of
 from xscale.optim.optimizer.optimizer import OPTIMIZERS, Optimizer
 from xscale.optim.schedule import Schedule
 from xscale.parallel.config import ParallelConfig
-from xscale.train.settings import TrainConfig
+from xscale.settings.settings import TrainConfig
 
 ENGINE = take("torch", key="parallel.zero.engine")
 """The engine that keeps each parameter as a tensor of its own."""

@@ -9,8 +9,8 @@ from xscale.core.registry import Entry
 from xscale.core.requirements import kinds, part_paths, take
 from xscale.data.config import DataConfig
 from xscale.nn.attention.core import CORES
-from xscale.nn.class_head import ClassHead
 from xscale.nn.exits import Exits
+from xscale.nn.head.class_head import ClassHead
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.model.embed import global_tokens_of
@@ -19,7 +19,7 @@ from xscale.nn.stack import Stack
 from xscale.objective.objective import OBJECTIVES, ObjectiveTraits
 from xscale.parallel import context
 from xscale.parallel.config import ParallelConfig
-from xscale.train.hidden_tokens import FAMILIES, parts_that_count_padding, parts_without_documents
+from xscale.settings.hidden_tokens import FAMILIES, parts_that_count_padding, parts_without_documents
 
 ObjectiveEntry = Entry[ObjectiveTraits]
 
@@ -118,7 +118,7 @@ def _hides_prefix(mixer: Mixer, model: Model.Config, parallel: ParallelConfig) -
         what = f"position '{kind}' of a causal model tells no distances to later tokens from each other"
         choices = _instead(model, "position", kind, ["rope", "learned", "sinusoidal"]) + without
         return Problem("model.position", what, choices=choices)
-    if parallel.mesh.cp > 1 and context.style_of(mixer, parallel) in ("ring", "scan", "halo"):
+    if parallel.mesh.cp > 1 and str(context.style_of(mixer, parallel)) in ("ring", "scan", "halo"):
         what = "a prefix is seen by tokens of earlier shards, whose scores are computed by ulysses alone"
         choices = take("ulysses") + take(1, key="parallel.mesh.cp") + without
         return Problem("parallel.context.style", what, choices=choices)

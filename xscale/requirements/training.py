@@ -14,8 +14,8 @@ from xscale.observe.config import check as check_observers
 from xscale.optim.schedule import SCHEDULES, Schedule
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.pipeline.check import check_micro_batches
-from xscale.train.scored_text import check_tasks
-from xscale.train.settings import Settings, TrainConfig
+from xscale.settings.scored_text import check_tasks
+from xscale.settings.settings import Settings, TrainConfig
 
 
 def schedule_fits_the_steps(schedule: Schedule.Config, train: TrainConfig) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""Training: setup, loop, step, state, evaluation, generation, stop and resume; `xscale.train(recipe)` is callable.
+"""Training: setup, the loop and what is due between its steps, stop and resume; `xscale.train(recipe)` is callable.
 
 Python sets the attribute `xscale.train` to this package when it is imported, in place of the function of that name.
 """

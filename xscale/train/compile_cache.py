@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from xscale.core.errors import ConfigError, FaultError
-from xscale.core.file_safety import open_regular, remove_file
+from xscale.core.files.file_safety import open_regular, remove_file
 
 SETTLED_SECONDS = 5.0
 """An incomplete library that nobody has written to for this time is the rest of a compilation that was killed."""

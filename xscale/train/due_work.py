@@ -16,14 +16,14 @@ So with a cause to stop the step is saved first, and the work that was due is do
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from xscale.run.state import State
+from xscale.settings.settings import TrainConfig
 from xscale.train.garbage_collection import GarbageCollection
 from xscale.train.interruptible_work import InterruptibleWork
 from xscale.train.optimizer_step.optimizer_step import TakenStep
 from xscale.train.rank_facts import RankFacts
 from xscale.train.rollback import Rollback
 from xscale.train.run_saver import RunSaver
-from xscale.train.settings import TrainConfig
-from xscale.train.state import State
 from xscale.train.step_reporter import StepReporter
 from xscale.watchdog.distributed_stop import DistributedStop
 

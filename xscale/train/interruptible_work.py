@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from xscale.parallel.sharded import StagedModel
-from xscale.train.state import State
+from xscale.parallel.shard.sharded import StagedModel
+from xscale.run.state import State
 from xscale.watchdog.distributed_stop import DistributedStop, StopRequested
 
 

@@ -3,13 +3,13 @@
 import contextlib
 from dataclasses import dataclass
 
+from xscale.run.parts import RunParts
+from xscale.run.state import State
+from xscale.step.step_batches import StepBatches
 from xscale.train.due_work import DueWork
 from xscale.train.kernel_log import KernelSelectionLog
 from xscale.train.optimizer_step.optimizer_step import OptimizerStep
 from xscale.train.profiler import StepProfiler
-from xscale.train.setup import RunParts
-from xscale.train.state import State
-from xscale.train.step_batches import StepBatches
 from xscale.watchdog.distributed_stop import DistributedStop
 from xscale.watchdog.watchdog import Watchdog
 

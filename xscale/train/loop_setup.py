@@ -6,7 +6,10 @@ from xscale.checkpoint.async_saver import AsyncSaver
 from xscale.checkpoint.files import RunLock
 from xscale.checkpoint.in_memory import InMemoryCheckpoint
 from xscale.observe import Observer
-from xscale.parallel.sharded import StagedModel
+from xscale.parallel.shard.sharded import StagedModel
+from xscale.run.parts import RunParts
+from xscale.run.state import State
+from xscale.step.step_batches import StepBatches
 from xscale.train.due_work import DueWork
 from xscale.train.garbage_collection import GarbageCollection
 from xscale.train.interruptible_work import InterruptibleWork
@@ -21,9 +24,6 @@ from xscale.train.rank_facts import RankFacts
 from xscale.train.rollback import Rollback
 from xscale.train.run_saver import RunSaver
 from xscale.train.run_work import RunWork
-from xscale.train.setup import RunParts
-from xscale.train.state import State
-from xscale.train.step_batches import StepBatches
 from xscale.train.step_reporter import StepReporter
 from xscale.watchdog.distributed_stop import DistributedStop
 from xscale.watchdog.watchdog import IoHeartbeat, StopSignal, Watchdog

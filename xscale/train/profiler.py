@@ -9,15 +9,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.profiler import record_function as named_range
 
-from xscale.core.atomic_write import write_atomically
 from xscale.core.errors import FaultError
-from xscale.core.file_safety import remove_file
-from xscale.core.run_files import make_run_folder
+from xscale.core.files.atomic_write import write_atomically
+from xscale.core.files.file_safety import remove_file
+from xscale.core.files.run_files import make_run_folder
 from xscale.mesh import torch_private
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import RankInfo, silence_profiler_log
 from xscale.observe.config import ProfileConfig
-from xscale.train.optimizer_step.phase_timer import PhaseTimer
+from xscale.step.phase_timer import PhaseTimer
 from xscale.train.profile_tables import LARGEST, RankProfile, operator_table, rank_profile, rank_table
 
 PROFILES = "profile"

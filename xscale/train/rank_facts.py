@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from xscale.checkpoint.async_saver import AsyncSaver
 from xscale.checkpoint.files import RunLock
 from xscale.core.errors import FaultError
-from xscale.train.setup import RunParts
-from xscale.train.state import State
-from xscale.train.step_batches import StepBatches
+from xscale.run.parts import RunParts
+from xscale.run.state import State
+from xscale.step.step_batches import StepBatches
 from xscale.watchdog.distributed_stop import DistributedStop
 
 

@@ -18,10 +18,10 @@ from xscale.mesh.collectives import sum_tensor
 from xscale.nn.block import Block, Sublayer
 from xscale.nn.stack import Stack
 from xscale.objective.objective import Batch, Objective
-from xscale.parallel.full_tensors import ShardedWeightWriter
-from xscale.parallel.sharded import StagedModel
-from xscale.train.settings import build_on_meta
-from xscale.train.setup import RunParts
+from xscale.parallel.shard.full_tensors import ShardedWeightWriter
+from xscale.parallel.shard.sharded import StagedModel
+from xscale.run.parts import RunParts
+from xscale.settings.settings import build_on_meta
 
 
 def init_residual_gains(parts: RunParts) -> list[str]:

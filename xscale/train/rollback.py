@@ -5,12 +5,12 @@ from pathlib import Path
 
 from xscale.checkpoint import load as loading
 from xscale.observe import Observer
+from xscale.run.parts import RunParts
+from xscale.run.saved_state import state_check, state_of
+from xscale.run.state import State
+from xscale.step.step_batches import StepBatches
 from xscale.train.optimizer_step.loss_spikes import SpikeError
 from xscale.train.run_saver import RunSaver
-from xscale.train.saved_state import state_check, state_of
-from xscale.train.setup import RunParts
-from xscale.train.state import State
-from xscale.train.step_batches import StepBatches
 from xscale.watchdog.distributed_stop import DistributedStop
 from xscale.watchdog.watchdog import Watchdog
 

@@ -18,25 +18,23 @@ from xscale.checkpoint.in_memory import InMemoryCheckpoint, InMemoryState
 from xscale.checkpoint.search import find_newest
 from xscale.core.config import encode
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, FaultError, Problem
-from xscale.core.file_safety import check_private_folder
-from xscale.data.stored_tokenizer import store_tokenizer
+from xscale.core.files.file_safety import check_private_folder
+from xscale.data.corpus.stored_tokenizer import store_tokenizer
+from xscale.distill.teacher_source import teacher_run
+from xscale.evaluate.evaluate import order2_baseline
+from xscale.evaluate.label_baseline import label_notes
+from xscale.evaluate.tasks import require_tasks
+from xscale.generate.generate import encode_prompts
 from xscale.mesh.collectives import barrier
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import RankInfo, read_rank_info
 from xscale.mesh.mesh import leaving_process_group
-from xscale.observe import EndReport, Observer, make_observers
-from xscale.train.compile_cache import remove_incomplete_libraries
-from xscale.train.evaluate import order2_baseline
-from xscale.train.garbage_collection import GarbageCollection
-from xscale.train.generate import encode_prompts
-from xscale.train.init_weights import load_initial_weights
-from xscale.train.label_baseline import label_notes
-from xscale.train.loop import Loop
-from xscale.train.loop_setup import LoopContext, make_loop
-from xscale.train.profiler import StepProfiler
-from xscale.train.residual_gains import init_residual_gains
-from xscale.train.run_facts import peak_memory, run_facts
-from xscale.train.run_folder import (
+from xscale.observe import EndReport, Observer
+from xscale.observe.make_observers import make_observers
+from xscale.run.init_weights import load_initial_weights
+from xscale.run.parts import RunParts
+from xscale.run.run_facts import peak_memory, run_facts
+from xscale.run.run_folder import (
     CHECKPOINTS,
     changes_since,
     check_finished,
@@ -52,13 +50,17 @@ from xscale.train.run_folder import (
     with_defaults,
     write_config,
 )
-from xscale.train.saved_state import state_check, state_of, with_same_tokenizer
-from xscale.train.settings import Settings
-from xscale.train.setup import RunParts, check_machine, set_up
-from xscale.train.state import State
-from xscale.train.tasks import require_tasks
-from xscale.train.teacher_source import teacher_run
-from xscale.train.token_counts import init_from_token_counts
+from xscale.run.saved_state import state_check, state_of, with_same_tokenizer
+from xscale.run.state import State
+from xscale.run.token_counts import init_from_token_counts
+from xscale.settings.settings import Settings
+from xscale.train.compile_cache import remove_incomplete_libraries
+from xscale.train.garbage_collection import GarbageCollection
+from xscale.train.loop import Loop
+from xscale.train.loop_setup import LoopContext, make_loop
+from xscale.train.profiler import StepProfiler
+from xscale.train.residual_gains import init_residual_gains
+from xscale.train.setup import check_machine, set_up
 from xscale.watchdog.crash_dumps import CrashDumps
 from xscale.watchdog.distributed_stop import StopRequested
 from xscale.watchdog.watchdog import StopSignal, Watchdog

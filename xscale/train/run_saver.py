@@ -7,9 +7,9 @@ from xscale.checkpoint.async_saver import AsyncSaver
 from xscale.checkpoint.in_memory import InMemoryCheckpoint
 from xscale.core.config import encode
 from xscale.observe import Observer
+from xscale.run.parts import RunParts
+from xscale.run.state import State
 from xscale.train.rank_facts import RankFacts
-from xscale.train.setup import RunParts
-from xscale.train.state import State
 from xscale.watchdog.distributed_stop import DistributedStop
 from xscale.watchdog.watchdog import Watchdog
 

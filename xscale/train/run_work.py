@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from xscale.core.errors import ConfigError
+from xscale.evaluate.bleu import bleu_at_end
+from xscale.evaluate.evaluate import Evaluation, evaluate
+from xscale.evaluate.tasks import report_tasks
+from xscale.generate.generate import encode_prompts, write_samples
 from xscale.observe import EvalReport, Observer
-from xscale.train.bleu import bleu_at_end
-from xscale.train.evaluate import Evaluation, evaluate
-from xscale.train.generate import encode_prompts, write_samples
+from xscale.run.parts import RunParts
+from xscale.run.state import State
 from xscale.train.interruptible_work import Work
 from xscale.train.profiler import StepProfiler
-from xscale.train.setup import RunParts
-from xscale.train.state import State
-from xscale.train.tasks import report_tasks
 from xscale.watchdog.distributed_stop import DistributedStop
 from xscale.watchdog.watchdog import Watchdog
 

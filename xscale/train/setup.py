@@ -1,7 +1,7 @@
 """Set up a run from its settings: mesh, data, model, engine and micro-batches."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,82 +10,40 @@ from torch import Tensor, nn
 from xscale.checkpoint.load import read_state, unpadded_vocabulary_of
 from xscale.checkpoint.search import newest_on_this_process
 from xscale.core.errors import ConfigError, Problem
-from xscale.data.config import DataConfig
-from xscale.data.loader import Corpus, Loader, open_corpus
-from xscale.data.prepare import missing_files, prepare, require_run_tokenizer
-from xscale.data.stored_tokenizer import open_stored_tokenizer, with_tokenizer
-from xscale.data.tokenizer.tokenizer import UNUSED, Tokenizer
+from xscale.data.corpus.prepare import missing_files
+from xscale.data.tokenizer.tokenizer import Tokenizer
+from xscale.distill.distill import distil
+from xscale.distill.distill_check import check_teacher_on_disk
 from xscale.measure.device import peak_flops
-from xscale.measure.flops import Size, size, training_flops
+from xscale.measure.flops import size, training_flops
 from xscale.mesh import axes
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import RankInfo, read_rank_info
 from xscale.mesh.mesh import Mesh, init_mesh
-from xscale.objective.objective import OBJECTIVES, Objective, SpecialTokens
+from xscale.objective.objective import OBJECTIVES, Objective
 from xscale.optim.optimizer.optimizer import OPTIMIZERS, LocalParameter, Optimizer
-from xscale.optim.schedule import SCHEDULES, Schedule
-from xscale.parallel import context, deepep, float8
+from xscale.optim.schedule import SCHEDULES
+from xscale.parallel import context, deepep
 from xscale.parallel.ema import ExponentialMovingAverage
 from xscale.parallel.engine.fsdp import FsdpEngine, optimizer_weights
 from xscale.parallel.engine.protocol import Engine
-from xscale.parallel.full_tensors import ShardedTensors
 from xscale.parallel.plan import ParallelPlan
-from xscale.parallel.sharded import ShardedParameter, sharded_parameters
-from xscale.train.batches import MicroBatches
-from xscale.train.distill import distil
-from xscale.train.distill_check import check_teacher_on_disk
-from xscale.train.init_weights import adopt_tokenizer, adopted_tokenizer, data_with_adopted_tokenizer
-from xscale.train.optimizer_step.stepper import Stepper
-from xscale.train.run_folder import CHECKPOINTS, check_same_config
-from xscale.train.settings import Settings, build_on_meta, labels_problems, records_problem
-
-
-@dataclass(frozen=True)
-class RunParts:
-    """Everything a run's loop uses."""
-
-    settings: Settings
-    mesh: Mesh
-    corpus: Corpus
-    objective: Objective
-    model: nn.Module
-    parameters: list[ShardedParameter]
-    applied: tuple[str, ...]
-    """One line for each step of the parallel plan that did something on this rank."""
-    schedule: Schedule
-    stepper: Stepper
-    training: MicroBatches
-    validation: MicroBatches | None
-    eval_sequences: int
-    """Sequences of one evaluation."""
-    token_bytes: Tensor
-    """[V] bytes of text each token stands for."""
-    model_size: Size
-    flops_per_sample: float
-    peak: float | None
-    """FLOP/s of one device, None when not known."""
-    has_weights: bool = True
-    """Whether the parameters have their initial weights; otherwise they wait for a checkpoint."""
-
-
-def device_of(settings: Settings, rank_info: RankInfo) -> torch.device:
-    """The device of this process."""
-    wanted = settings.run.device
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError("run.device", "this machine has no GPU that torch can use", "Use run.device=cpu.")
-    count = torch.cuda.device_count()
-    if count >= rank_info.local_world:
-        return torch.device("cuda", rank_info.local_rank)
-    if count == 1:
-        # Each process sees its own GPU only, as number 0: `srun --gpus-per-task=1` binds them so.
-        return torch.device("cuda", 0)
-    what = f"{rank_info.local_world} processes run on this machine, and {count} GPUs are visible"
-    fix = "Start as many processes as there are GPUs, or let each process see one (srun --gpus-per-task=1)."
-    raise ConfigError("run.device", what, fix)
+from xscale.parallel.precision import float8
+from xscale.parallel.shard.full_tensors import ShardedTensors
+from xscale.parallel.shard.sharded import ShardedParameter, sharded_parameters
+from xscale.run.init_weights import adopt_tokenizer
+from xscale.run.parts import RunParts, device_of
+from xscale.run.run_data import (
+    data_of_run,
+    evaluation_sequences,
+    make_micro_batches,
+    padding_note,
+    prepare_and_open_data,
+    special_tokens_of,
+)
+from xscale.run.run_folder import CHECKPOINTS, check_same_config
+from xscale.settings.settings import Settings, build_on_meta
+from xscale.step.stepper import Stepper
 
 
 def check_machine(settings: Settings, invalid: Collection[str] = ()) -> list[Problem]:
@@ -101,31 +59,6 @@ def check_machine(settings: Settings, invalid: Collection[str] = ()) -> list[Pro
             problems += error.problems
     problems += [] if "distill" in invalid or "model" in invalid else check_teacher_on_disk(settings)
     return problems if "data" in invalid else problems + missing_files(data_of_run(settings)[0])
-
-
-def special_tokens_of(tokenizer: Tokenizer) -> SpecialTokens:
-    """The ids that objectives need."""
-    pieces = enumerate(tokenizer.token_bytes())
-    return SpecialTokens(
-        tokenizer.vocabulary,
-        tokenizer.pad,
-        tokenizer.eos,
-        tokenizer.mask,
-        tokenizer.sentinels,
-        tokenizer.bos,
-        frozenset(token for token, piece in pieces if piece.rstrip().endswith(b".")),
-        tokenizer.fim,
-    )
-
-
-def padding_note(tokenizer: Tokenizer) -> list[str]:
-    """Return the line on ids of an existing tokenizer's model that are no token; empty: there are none."""
-    if getattr(tokenizer.config, "file", None) is None:
-        return []
-    ids = tokenizer.vocabulary - sum(tokenizer.piece(token) == UNUSED for token in range(tokenizer.vocabulary))
-    padded = tokenizer.vocabulary - ids
-    line = f"vocabulary: {tokenizer.vocabulary:,} rows for {ids:,} tokens; no text has the {padded:,} further ones"
-    return [line] if padded else []
 
 
 def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False) -> RunParts:
@@ -163,7 +96,7 @@ def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False) ->
     objective: Objective = OBJECTIVES.build(settings.objective, specials, source_length, settings.run.seed)
     objective, lines = distil(settings, objective, model, tokenizer, mesh, fresh=draw_weights)
     applied += lines
-    engine = make_engine(settings, model, plan, parameters, mesh)
+    engine = make_engine(settings, model, parameters, mesh)
     held_out = corpus.validation
     return RunParts(
         settings=settings,
@@ -208,9 +141,7 @@ def _has_checkpoint(settings: Settings, mesh: Mesh) -> bool:
     return newest is not None and settings.parallel.zero.engine == "torch"
 
 
-def make_engine(
-    settings: Settings, model: nn.Module, plan: ParallelPlan, parameters: list[ShardedParameter], mesh: Mesh
-) -> Engine:
+def make_engine(settings: Settings, model: nn.Module, parameters: list[ShardedParameter], mesh: Mesh) -> Engine:
     """The engine that owns parameters, gradients and optimizer states."""
     clip, degrees = settings.train.clip_grad_norm, mesh.degrees
     if settings.parallel.zero.engine == "deepspeed":
@@ -234,7 +165,7 @@ def make_engine(
     decay = settings.train.ema_decay
     return FsdpEngine(
         model,
-        plan,
+        settings.parallel,
         optimizer,
         parameters,
         mesh.device,
@@ -244,77 +175,4 @@ def make_engine(
         stages=degrees.pp,
         kernel_choices=settings.kernels,
         ema=None if decay is None else ExponentialMovingAverage(model, trained, decay),
-    )
-
-
-def data_of_run(settings: Settings) -> tuple[DataConfig, Tokenizer | None]:
-    """The data of the run and its own tokenizer; None for a run that has not begun, or that has none. Not collective.
-
-    A run's tokenizer is in its folder, so a tokenizer file that the config names may be gone.
-    """
-    run = Path(settings.run.dir)
-    begun = newest_on_this_process(run / CHECKPOINTS) is not None
-    tokenizer = open_stored_tokenizer(run) if begun else adopted_tokenizer(settings)
-    if tokenizer is None:
-        return settings.data, None
-    return data_with_adopted_tokenizer(settings, tokenizer) or with_tokenizer(settings.data, tokenizer), tokenizer
-
-
-def prepare_and_open_data(
-    settings: Settings,
-    rank_info: RankInfo,
-    data: DataConfig | None = None,
-    tokenizer: Tokenizer | None = None,
-    mesh: Mesh | None = None,
-) -> Corpus:
-    """Open the tokenised data; rank 0 prepares it first where necessary, while the others wait.
-
-    `data`: instead of the settings'. With `tokenizer`, that of the run, none is trained and data of another is refused.
-    With a mesh they wait over its background group, whose timeout is meant for that.
-    """
-    data = settings.data if data is None else data
-
-    def prepare_data() -> None:
-        if problems := missing_files(data):
-            raise ConfigError(problems)
-        prepare(data, tokenizer=tokenizer)
-
-    # Where rank 0 cannot prepare the data, every rank ends with its message.
-    ranks = Consensus(None if mesh is None else mesh.background, "prepared", single_process=rank_info.is_single_process)
-    ranks.on_rank0(Path(data.folder), prepare_data)
-    corpus = open_corpus(data, seed=settings.run.seed)
-    name, where = str(settings.objective.kind), f"data in {corpus.sets[0].path}"
-    if corpus.records != OBJECTIVES.get(name).traits.records:
-        raise ConfigError([records_problem("data", name, where, corpus.records)])
-    if corpus.labels is not None and (problems := labels_problems(settings, corpus.labels, where)):
-        raise ConfigError(problems)
-    if tokenizer is not None:
-        require_run_tokenizer(corpus.tokenizer, tokenizer, corpus.sets[0].path)
-    return corpus
-
-
-def evaluation_sequences(available: int, wanted: int | None) -> int:
-    """How many sequences an evaluation reads."""
-    return available if wanted is None else min(available, wanted)
-
-
-def make_micro_batches(
-    settings: Settings,
-    loader: Loader,
-    objective: Objective,
-    mesh: Mesh,
-    sharding: context.SequenceSharding | None = None,
-) -> MicroBatches:
-    """The micro-batches of this rank over one set of documents."""
-    return MicroBatches(
-        loader=loader,
-        objective=objective,
-        micro_batch=settings.train.micro_batch_size,
-        ranks=mesh.degrees.dp,
-        rank=mesh.data_rank,
-        seed=settings.run.seed,
-        separate=not settings.data.cross_documents,
-        device=mesh.device,
-        sequence_sharding=sharding,
-        steps=settings.train.steps,
     )

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from xscale.observe import Observer, StepReport
 from xscale.observe.events import Statistic
 from xscale.observe.observer import is_due
+from xscale.run.parts import RunParts
+from xscale.run.state import State
 from xscale.train.kernel_log import KernelSelectionLog
 from xscale.train.optimizer_step.optimizer_step import TakenStep
 from xscale.train.optimizer_step.statistics import logged_values
-from xscale.train.setup import RunParts
-from xscale.train.state import State
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from xscale.core.atomic_write import write_atomically
-from xscale.core.file_safety import decode_json
-from xscale.core.run_files import make_run_folder, open_run_file, read_run_file
+from xscale.core.files.atomic_write import write_atomically
+from xscale.core.files.file_safety import decode_json
+from xscale.core.files.run_files import make_run_folder, open_run_file, read_run_file
 from xscale.mesh.flight_recorder import CollectiveRecord, collective_records, dump
 from xscale.watchdog.diagnosis import Collective, RankReport, diagnose
 

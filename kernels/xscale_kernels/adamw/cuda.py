@@ -12,7 +12,7 @@ from xscale_kernels import cuda_library
 from xscale_kernels.tensor_table import TensorTable
 
 if TYPE_CHECKING:
-    from xscale_kernels.adamw.op import AdamWHyperparameters, Tensors
+    from xscale_kernels.adamw.hyperparameters import AdamWHyperparameters, Tensors
 
 SOURCE = Path(__file__).with_name("step.cu")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

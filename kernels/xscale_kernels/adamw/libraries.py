@@ -7,7 +7,7 @@ import importlib
 import torch
 
 from xscale_kernels import torch_private
-from xscale_kernels.adamw.op import AdamWHyperparameters, Tensors
+from xscale_kernels.adamw.hyperparameters import AdamWHyperparameters, Tensors
 
 APEX_DECOUPLED = 1
 """The mode of apex's kernel with decoupled weight decay."""

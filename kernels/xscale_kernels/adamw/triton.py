@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from xscale_kernels.adamw.op import AdamWHyperparameters, Tensors
+from xscale_kernels.adamw.hyperparameters import AdamWHyperparameters, Tensors
 from xscale_kernels.tensor_table import TensorTable
 from xscale_kernels.triton_runtime import element
 

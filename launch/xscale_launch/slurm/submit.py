@@ -9,11 +9,12 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from xscale_launch import command, plan_query, profile, snapshot, status
+from xscale_launch import command, profile, snapshot, status
 from xscale_launch.env import environment, for_submission
 from xscale_launch.files import make_run_folder, remove_file, write_private, write_run_file
 from xscale_launch.local import say
 from xscale_launch.paths import path_argument
+from xscale_launch.plans import plan_query
 from xscale_launch.slurm import check_request, queue, script, sweep
 from xscale_launch.slurm.job import Job, check_job, record_job, submitted_jobs
 from xscale_launch.slurm.save_deadline import with_save_deadline

@@ -10,7 +10,7 @@ from xscale.checkpoint.save import save
 from xscale.convert.hf.registry import model_of
 from xscale.core.config import encode
 from xscale.data.config import DataConfig
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.model.model import MODELS
 
 VOCABULARY, LENGTH = 320, 24

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.convert.hf import models
 from tests.convert.hf.models import GATED, GROUPED, SECTIONS, checkpoint, decoder
-from xscale.convert.compare import TOLERANCE
 from xscale.convert.hf import export_model as write
 from xscale.convert.hf import registry as choose
 from xscale.convert.hf.architecture import Architecture
+from xscale.convert.hf.compare import TOLERANCE
 from xscale.convert.hf.import_model import import_model
 from xscale.convert.mapping import IDENTITY, WeightMapping
 from xscale.core.errors import ConfigError

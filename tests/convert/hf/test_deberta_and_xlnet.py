@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.convert.hf.models import LENGTH, SECTIONS, VOCABULARY, checkpoint, deberta, drawn
 from tests.convert.hf.test_convert import change, exported
-from xscale.convert.compare import TOLERANCE, build
 from xscale.convert.hf import export_model as write
+from xscale.convert.hf.compare import TOLERANCE, build
 from xscale.convert.hf.import_model import import_model
 from xscale.convert.hf.registry import ModelSizes, model_of
 from xscale.core.errors import ConfigError

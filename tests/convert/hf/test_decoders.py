@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.convert.hf.models import LENGTH, SECTIONS, checkpoint
-from xscale.convert.compare import build
+from xscale.convert.hf.compare import build
 from xscale.convert.hf.export_model import export_model
 from xscale.convert.hf.import_model import import_model
 from xscale.convert.hf.registry import (

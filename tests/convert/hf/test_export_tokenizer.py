@@ -13,8 +13,8 @@ from xscale.convert.hf.export_model import export_model
 from xscale.convert.hf.tokenizer import XSCALE_TOKENIZER_FILE, equal_score, export_tokenizer, restore_tokenizer
 from xscale.core.config import decode
 from xscale.data.config import DataConfig
-from xscale.data.prepared import open_tokenizer
-from xscale.data.train_tokenizer import train_tokenizer
+from xscale.data.corpus.prepared import open_tokenizer
+from xscale.data.corpus.train_tokenizer import train_tokenizer
 
 SAMPLE = """def grüße(name: str) -> str:
     \"\"\"Return a greeting, such as "Hallo Köln" (漢字 work too).\"\"\"

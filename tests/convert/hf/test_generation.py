@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests.convert.hf.models import DENSE, T5, bart, both
-from xscale.convert.compare import build
 from xscale.convert.hf.architecture import ModelSizes
+from xscale.convert.hf.compare import build
 from xscale.convert.hf.import_model import import_model
 from xscale.convert.hf.registry import model_of, select_architecture
-from xscale.train.beam_search import beam_search
-from xscale.train.generate import generate
+from xscale.generate.beam_search import beam_search
+from xscale.generate.generate import generate
 
 LENGTH = 24
 SIZES = ModelSizes(vocabulary=14, length=LENGTH, pad=1, eos=2)

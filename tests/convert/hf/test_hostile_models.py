@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.bounds import bounded, listing
-from xscale.commands.import_hf import import_run
+from xscale.commands.checkpoints.import_hf import import_run
 from xscale.core.errors import ConfigError
 from xscale.data.tokenizer.huggingface import HuggingFace
 
@@ -316,7 +316,7 @@ def test_a_folder_that_was_there_keeps_what_it_had(good: Path, tmp_path: Path, m
     def full(*_: Any, **__: Any) -> None:
         raise ConfigError(str(run), "the disk is full")
 
-    monkeypatch.setattr("xscale.train.init_run.write_config", full)
+    monkeypatch.setattr("xscale.run.init_run.write_config", full)
     before = listing(run)
     with pytest.raises(ConfigError, match="the disk is full"):
         import_run(good, run, None, [], say=lambda line: None)

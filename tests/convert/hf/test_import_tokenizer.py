@@ -19,8 +19,8 @@ from xscale.convert.hf.tokenizer import import_tokenizer
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
 from xscale.data.config import DataConfig
-from xscale.data.prepared import open_tokenizer
-from xscale.train.load_run import load_run
+from xscale.data.corpus.prepared import open_tokenizer
+from xscale.run.load_run import load_run
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")

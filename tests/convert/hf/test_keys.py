@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.convert.hf.models import LENGTH, SECTIONS, VOCABULARY, drawn
-from xscale.convert.compare import build
 from xscale.convert.hf.architecture import Architecture
+from xscale.convert.hf.compare import build
 from xscale.convert.hf.registry import ModelSizes, model_of, select_architecture
 from xscale.core.config import encode
 from xscale.core.errors import ConfigError

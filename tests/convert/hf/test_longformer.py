@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.convert.hf.test_convert import change, exported
-from xscale.convert import compare
-from xscale.convert.compare import TOLERANCE
+from xscale.convert.hf import compare
 from xscale.convert.hf import registry as choose
+from xscale.convert.hf.compare import TOLERANCE
 from xscale.convert.hf.import_model import import_model
 from xscale.core.errors import ConfigError
 

@@ -13,8 +13,8 @@ from tests.commands.test_import_hf import call
 from tests.convert.hf.models import SECTIONS, checkpoint
 from tests.train.tiny import recipe, run
 from xscale.checkpoint.load import load_tensors
-from xscale.convert.compare import TOLERANCE, build, compare_logits
 from xscale.convert.hf import export_model as write
+from xscale.convert.hf.compare import TOLERANCE, build, compare_logits
 from xscale.convert.hf.import_model import import_model
 from xscale.convert.hf.registry import model_of
 from xscale.core.compose import dump

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.convert.hf.models import LENGTH, VOCABULARY
 from xscale.convert.hf.import_model import ImportedModel, import_model
 from xscale.convert.hf.registry import model_of
-from xscale.nn.init import replace_parameters
+from xscale.nn.materialize import replace_parameters
 from xscale.nn.model.model import MODELS
 from xscale.nn.module import parameter_decays
 from xscale.nn.tokens import Tokens

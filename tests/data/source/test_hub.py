@@ -12,8 +12,8 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
 from xscale.data.config import DataConfig
-from xscale.data.loader import open_corpus
-from xscale.data.prepare import missing_files, prepare
+from xscale.data.corpus.prepare import missing_files, prepare
+from xscale.data.samples.loader import open_corpus
 from xscale.data.source.source import SOURCES, Source
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -9,7 +9,7 @@ import pytest
 import zstandard
 
 from xscale.core.errors import ConfigError
-from xscale.data import files
+from xscale.data.source import files
 from xscale.data.source.jsonl import Jsonl
 
 LINES = [{"text": "one\ntwo", "id": 1}, {"text": " "}, {"text": "käse ▁"}]

@@ -9,7 +9,7 @@ import pytest
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
 from xscale.data.config import DataConfig
-from xscale.data.prepare import prepare
+from xscale.data.corpus.prepare import prepare
 from xscale.data.source.labelled import Labelled
 
 

@@ -9,8 +9,8 @@ import pytest
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
 from xscale.data.config import DataConfig
-from xscale.data.prepare import prepare
-from xscale.data.prepared import open_prepared
+from xscale.data.corpus.prepare import prepare
+from xscale.data.corpus.prepared import open_prepared
 from xscale.data.source.labelled import Labelled
 from xscale.data.source.source import document_hash, validation_below
 

@@ -10,7 +10,7 @@ import zstandard
 
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
-from xscale.data import files
+from xscale.data.source import files
 from xscale.data.source.pairs import PairSource
 
 ROWS = [("one\ntwo", 'he said "three, four"'), ("käse ▁", "cheese"), ("a,b", "c")]

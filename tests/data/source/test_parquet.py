@@ -11,7 +11,7 @@ import pytest
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
 from xscale.data.config import DataConfig
-from xscale.data.prepare import prepare
+from xscale.data.corpus.prepare import prepare
 from xscale.data.source import columns
 from xscale.data.source.source import SOURCES, Source
 

@@ -13,7 +13,7 @@ from xscale.data.tokenizer.decoder import byte_letters, piece_decoder
 from xscale.data.tokenizer.huggingface import FILE, HuggingFace
 from xscale.objective.masked import Masked
 from xscale.objective.objective import SpecialTokens
-from xscale.train.setup import padding_note, special_tokens_of
+from xscale.run.run_data import padding_note, special_tokens_of
 
 TEXT = "a b  bab\n</s> é"
 

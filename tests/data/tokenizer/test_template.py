@@ -13,7 +13,7 @@ from xscale.convert.hf.tokenizer import export_tokenizer, import_tokenizer
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
 from xscale.data.config import DataConfig
-from xscale.data.prepared import open_tokenizer, prepared_folder
+from xscale.data.corpus.prepared import open_tokenizer, prepared_folder
 from xscale.data.tokenizer.byte import Byte
 from xscale.data.tokenizer.huggingface import HuggingFace
 from xscale.data.tokenizer.template import read_template, with_prefix

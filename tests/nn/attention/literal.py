@@ -10,7 +10,7 @@ from xscale.core.config import Config
 from xscale.nn.attention.core import CORES, Core
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 
 HEADS, WIDTH = 4, 8
 """H and K."""

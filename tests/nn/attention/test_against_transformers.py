@@ -15,7 +15,7 @@ from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.reformer import Reformer
 from xscale.nn.attention.yoso import Yoso
 from xscale.nn.dims import Dims
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.pattern.bigbird import BigBirdPattern
 from xscale.nn.pattern.global_blocks import GlobalBlocks
 from xscale.nn.pattern.grid import Grid

@@ -11,7 +11,7 @@ from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.core import CORES
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.pattern.grid import Grid
 from xscale.nn.pattern.pattern import PATTERNS
 from xscale.nn.position.alibi import slopes

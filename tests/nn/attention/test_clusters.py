@@ -16,7 +16,7 @@ from xscale.nn.attention.ops.kmeans import centroid_sums
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.routing_transformer import RoutingTransformer
 from xscale.nn.dims import Dims
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.mixer.cluster_former import ClusterFormerAttention
 from xscale.nn.module import name_modules
 from xscale.nn.post_step import update_non_gradient_state

@@ -11,11 +11,11 @@ from xscale.core.compose import compose
 from xscale.core.config import decode
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.softmax import Softmax
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.model.model import MODELS
 from xscale.nn.tokens import Tokens
-from xscale.train.run_facts import attention_layouts
+from xscale.run.run_facts import attention_layouts
 
 FOLDER = Path(__file__).parents[3] / "configs" / "model"
 FILES = sorted(FOLDER.glob("attention_*.yaml"))

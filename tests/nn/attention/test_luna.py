@@ -10,7 +10,7 @@ from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.block import BlockConfig
 from xscale.nn.ffn.ffn import Dense
 from xscale.nn.mixer.luna import LunaAttention
-from xscale.nn.norm import Layer
+from xscale.nn.norm.norm import Layer
 from xscale.nn.stack import Stack, StackConfig
 
 

@@ -10,7 +10,7 @@ from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.persistent_memory import PersistentMemory
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 
 N = 5
 

@@ -19,8 +19,8 @@ from xscale.nn.model.decoder import Decoder
 from xscale.nn.model.encoder import Encoder
 from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.nn.tokens import Tokens
-from xscale.parallel.activation_checkpointing import apply
 from xscale.parallel.config import RecomputeConfig
+from xscale.parallel.recompute.activation_checkpointing import apply
 
 VOCABULARY, LENGTH, WIDTH, HEADS = 17, 9, 12, 3
 KINDS: dict[str, type[Any]] = {"decoder": Decoder, "encoder": Encoder, "encoder_decoder": EncoderDecoder}

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from tests.conformance.made import close, dims, drawn, ready, tokens
+from xscale.generate.generate import lay_out_matrices
 from xscale.nn.ffn.sparse import SparseFfn
 from xscale.nn.forward import Forward
 from xscale.nn.module import substitute
 from xscale.nn.random import RandomNumbers
 from xscale.nn.tokens import Tokens
-from xscale.train.generate import lay_out_matrices
 
 WIDTH, HIDDEN, BLOCK = 8, 24, 4
 

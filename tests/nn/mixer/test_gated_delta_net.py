@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.conformance.made import WIDTH, close, dims, drawn, numbered, ready, tokens
 from tests.nn.mixer.test_mamba2 import linear, silu
 from xscale.nn.forward import Forward
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.mixer.gated_delta_net import GatedDeltaNet
 from xscale.nn.module import name_modules
 from xscale.nn.tokens import Tokens

@@ -11,7 +11,7 @@ from tests.nn.attention import literal
 from xscale.core.config import decode
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.dims import Dims
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.mixer.longformer import LongformerAttention
 from xscale.nn.model.encoder import Encoder
 from xscale.nn.module import name_modules

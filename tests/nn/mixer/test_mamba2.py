@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.conformance.made import WIDTH, close, dims, drawn, numbered, ready, tokens
 from xscale.nn.forward import Forward
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.mixer.mamba2 import Mamba2
 from xscale.nn.module import name_modules
 from xscale.nn.tokens import Tokens

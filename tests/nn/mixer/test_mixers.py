@@ -20,7 +20,7 @@ from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.kv_cache import KvCache
 from xscale.nn.mixer.mixer import Fourier
 from xscale.nn.model.model import MODELS
-from xscale.nn.norm import Rms
+from xscale.nn.norm.norm import Rms
 from xscale.nn.position.alibi import Alibi
 from xscale.nn.position.rope import Rope
 from xscale.nn.tokens import SharedValues

@@ -10,7 +10,7 @@ from tests.conformance.made import WIDTH, close, dims, drawn, ready, tokens
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
 from xscale.nn.forward import Forward
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.mixer.positional_mlp import Gmlp, MlpMixer
 from xscale.nn.tokens import Tokens
 

@@ -11,7 +11,7 @@ from tests.conformance.made import WIDTH, close, dims, drawn, numbered, ready, t
 from xscale.nn.attention.ops.generalized_delta_rule import GeneralizedDeltaRule
 from xscale.nn.attention.ops.recurrence import advance_state
 from xscale.nn.forward import Forward
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.mixer.rwkv7 import Rwkv7
 from xscale.nn.module import name_modules
 from xscale.nn.tokens import Tokens

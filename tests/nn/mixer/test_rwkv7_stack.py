@@ -11,7 +11,7 @@ from tests.conformance.made import close, drawn, numbered, ready, tokens
 from tests.nn.mixer.test_rwkv7 import SMALL, literal
 from xscale.nn.ffn.rwkv7_channel_mixing import Rwkv7ChannelMixing
 from xscale.nn.forward import Forward
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.mixer.rwkv7 import Rwkv7
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.module import substitute

@@ -11,7 +11,7 @@ from tests.conformance import test_mixer as conformance
 from tests.conformance.made import close, dims, drawn, numbered, ready, tokens
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.mixer.synthesizer import Synthesizer
 from xscale.nn.model.decoder import Decoder

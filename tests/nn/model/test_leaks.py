@@ -12,8 +12,8 @@ from tests.nn.moe.mixture import set_equal_counts
 from xscale.core.compose import compose
 from xscale.core.config import Config, decode, encode
 from xscale.nn.attention.core import CORES
-from xscale.nn.ffn.moe import Moe
-from xscale.nn.init import materialize
+from xscale.nn.ffn.moe.moe import Moe
+from xscale.nn.materialize import materialize
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.model.embed import Embed
 from xscale.nn.model.model import MODELS

@@ -18,7 +18,7 @@ from xscale.nn.model.encoder import Encoder
 from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.nn.model.model import Model
 from xscale.nn.module import parameter_axes
-from xscale.nn.norm import Layer, Rms
+from xscale.nn.norm.norm import Layer, Rms
 from xscale.nn.position.learned import Learned
 from xscale.nn.position.rope import Rope
 from xscale.nn.stack import StackConfig

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from xscale.core.config import Config, decode
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS
-from xscale.nn.ffn.moe import Moe
-from xscale.nn.init import materialize
+from xscale.nn.ffn.moe.moe import Moe
+from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims
+from xscale.nn.materialize import materialize
 from xscale.nn.module import Module, name_modules
-from xscale.nn.moe.router.router import ROUTERS, Router, RouterDims
 from xscale.nn.post_step import WeightWriter
 from xscale.nn.tokens import Tokens
 

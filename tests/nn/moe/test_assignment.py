@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.nn.moe import literal
-from xscale.nn.moe.assignment import balanced_assignment, balanced_hash
+from xscale.nn.ffn.moe.assignment import balanced_assignment, balanced_hash
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.nn.moe import literal
 from tests.nn.moe.mixture import mixture, sample
-from xscale.nn.ffn.moe import Moe
+from xscale.nn.ffn.moe.moe import Moe
 
 CLAMP = 0.3
 CLAMPED: dict[str, Any] = {"kind": "gated", "hidden": 8, "gate": "quick_geglu", "clamp_value": CLAMP}

@@ -8,9 +8,9 @@ import torch
 from tests.nn.moe.mixture import set_equal_counts
 from xscale.core.compose import compose
 from xscale.core.config import decode
-from xscale.nn.ffn.moe import Moe
+from xscale.nn.ffn.moe.moe import Moe
 from xscale.nn.ffn.product_key_memory import ProductKeyMemory
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.model.model import MODELS
 from xscale.nn.tokens import Stats, Tokens
 

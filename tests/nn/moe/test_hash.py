@@ -7,8 +7,8 @@ import torch
 
 from tests.nn.moe.mixture import D, V, router, sample
 from xscale.core.errors import ConfigError
+from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims
 from xscale.nn.forward import Forward
-from xscale.nn.moe.router.router import ROUTERS, Router, RouterDims
 from xscale.nn.post_step import WeightWriter
 from xscale.nn.tokens import Tokens
 

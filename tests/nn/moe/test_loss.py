@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.nn.moe.mixture import mixture, router, sample
-from xscale.nn.moe.router.balance import cv_squared, load_balancing_loss, z_loss
+from xscale.nn.ffn.moe.router.balance import cv_squared, load_balancing_loss, z_loss
 from xscale.nn.post_step import update_non_gradient_state
 from xscale.nn.tokens import Stats
 

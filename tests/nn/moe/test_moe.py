@@ -10,11 +10,11 @@ from xscale.core.errors import ConfigError
 from xscale.core.renamed import RenamedWarning
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Dense, Gated
-from xscale.nn.ffn.moe import Moe
-from xscale.nn.init import materialize
+from xscale.nn.ffn.moe.moe import Moe
+from xscale.nn.ffn.moe.permutation import ExpertsCall
+from xscale.nn.ffn.moe.router.router import ROUTERS
+from xscale.nn.materialize import materialize
 from xscale.nn.module import parameter_axes
-from xscale.nn.moe.permutation import ExpertsCall
-from xscale.nn.moe.router.router import ROUTERS
 from xscale.nn.tokens import Stats, Tokens
 from xscale_kernels.grouped_gemm import gate_up
 
@@ -243,7 +243,7 @@ def test_expert_dropout_only_where_noise_is_wanted() -> None:
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_gates_that_are_zero_or_not_finite_show(score: str) -> None:
     """The loss is not finite, so that the loop skips the step, and the layer can be named."""
-    from xscale.nn.moe.statistics import nonfinite
+    from xscale.nn.ffn.moe.statistics import nonfinite
 
     x, tokens = sample(stats=Stats())
     moe = mixture(router={"kind": "topk", "score": score})

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.nn.moe.mixture import mixture, sample
+from xscale.nn.ffn.moe.router.router import ROUTERS
 from xscale.nn.module import substitute
-from xscale.nn.moe.router.router import ROUTERS
 from xscale.nn.tokens import Stats
 
 DENSE = {"kind": "dense", "hidden": 10, "activation": "relu"}

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.nn.moe.mixture import mixture, sample
-from xscale.nn.ffn.moe import Moe
-from xscale.nn.moe.permutation import DropPolicy, experts_of_rows, plan_dispatch
-from xscale.nn.moe.routing import Routing
+from xscale.nn.ffn.moe.moe import Moe
+from xscale.nn.ffn.moe.permutation import DropPolicy, experts_of_rows, plan_dispatch
+from xscale.nn.ffn.moe.routing import Routing
 from xscale.nn.tokens import Stats
 
 E, N, K = 4, 24, 2

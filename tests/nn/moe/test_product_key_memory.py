@@ -9,7 +9,7 @@ from tests.nn.moe.mixture import D, config_of, dims, sample
 from xscale.core.errors import ConfigError
 from xscale.nn.ffn.ffn import FFNS
 from xscale.nn.ffn.product_key_memory import ProductKeyMemory
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 
 
 def memory(**data: object) -> ProductKeyMemory:

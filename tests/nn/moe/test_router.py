@@ -7,9 +7,9 @@ from torch import Tensor
 from tests.nn.moe import literal
 from tests.nn.moe.mixture import D, V, router, sample
 from xscale.core.config import decode, encode
-from xscale.nn.moe.router.router import ROUTERS, RouterDims
-from xscale.nn.moe.router.sinkhorn import balance_by_sinkhorn
-from xscale.nn.moe.routing import Routing
+from xscale.nn.ffn.moe.router.router import ROUTERS, RouterDims
+from xscale.nn.ffn.moe.router.sinkhorn import balance_by_sinkhorn
+from xscale.nn.ffn.moe.routing import Routing
 from xscale.nn.tokens import Tokens
 
 EXPERTS = 4

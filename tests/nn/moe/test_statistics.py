@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.nn.moe.mixture import mixture, sample
-from xscale.nn.moe.statistics import load_balance_metrics, load_stats, nonfinite
+from xscale.nn.ffn.moe.statistics import load_balance_metrics, load_stats, nonfinite
 from xscale.nn.tokens import Stats
 
 

@@ -5,9 +5,9 @@ import torch
 
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
-from xscale.nn.init import materialize
+from xscale.nn.ffn.moe.upcycle import upcycle, why_output_changes
+from xscale.nn.materialize import materialize
 from xscale.nn.model.decoder import Decoder
-from xscale.nn.moe.upcycle import upcycle, why_output_changes
 from xscale.nn.tokens import Tokens
 
 IDS = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))

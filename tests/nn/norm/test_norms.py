@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.conformance.made import drawn, ready
-from xscale.nn.init import materialize
-from xscale.nn.norm import Ada, Layer, Rms, Scale
+from xscale.nn.materialize import materialize
+from xscale.nn.norm.norm import Ada, Layer, Rms, Scale
 
 
 def test_layer_norm_is_its_formula() -> None:

@@ -17,7 +17,7 @@ from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.nn.module import name_modules
 from xscale.nn.position.floater import Floater, runge_kutta
 from xscale.nn.tokens import SharedValues, Tokens
-from xscale.parallel.precision import apply
+from xscale.parallel.precision.precision import apply
 
 WIDTH, LENGTH, VOCABULARY = 6, 9, 17
 TURN = torch.tensor([[0.0, -2.0], [2.0, 0.0]], dtype=torch.float64)

@@ -9,7 +9,7 @@ from tests.conformance.made import dims
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
 from xscale.nn.position.gaussian import Gaussian
-from xscale.parallel.precision import apply
+from xscale.parallel.precision.precision import apply
 
 
 def made(w: list[float], b: list[float], sigma: float = math.sqrt(0.5)) -> Gaussian:

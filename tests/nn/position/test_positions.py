@@ -14,7 +14,7 @@ from xscale.nn.position.learned import LearnableSinusoidal, Learned, Sinusoidal
 from xscale.nn.position.position import POSITIONS
 from xscale.nn.position.rope import Rope
 from xscale.nn.tokens import Tokens
-from xscale.parallel.precision import apply
+from xscale.parallel.precision.precision import apply
 
 
 def at(*positions: int) -> Tokens:

@@ -10,7 +10,7 @@ from tests.conformance.made import close, dims, drawn, ready
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
 from xscale.nn.dims import Dims
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.position.deberta import Deberta
 from xscale.nn.position.relative import Relative
 from xscale.nn.stack import Stack, StackConfig

@@ -18,7 +18,7 @@ from xscale.nn.mixer.mla import Mla
 from xscale.nn.position.pairs import Pairs
 from xscale.nn.position.shaw import Shaw
 from xscale.nn.tokens import Tokens
-from xscale.parallel.precision import apply
+from xscale.parallel.precision.precision import apply
 
 WIDTH, HEADS, HEAD_WIDTH = 32, 4, 8
 Score = Callable[[Attention, Tensor, Tensor, int, int], Tensor]

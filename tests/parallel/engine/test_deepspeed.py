@@ -29,6 +29,7 @@ from tests.train.tiny import losses, recipe, run
 from xscale.checkpoint.load import load_tensors
 from xscale.checkpoint.planner import local_shards
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE
+from xscale.evaluate.evaluate import evaluate
 from xscale.mesh.flat_shard import FlatShard
 from xscale.nn.tokens import Stats
 from xscale.objective.objective import OBJECTIVES, Objective
@@ -36,12 +37,11 @@ from xscale.optim.optimizer.optimizer import OPTIMIZERS
 from xscale.parallel.engine.deepspeed import check as deepspeed
 from xscale.parallel.engine.deepspeed.engine import DeepSpeedEngine
 from xscale.parallel.engine.protocol import Engine
-from xscale.parallel.sharded import sharded_parameters
+from xscale.parallel.shard.sharded import sharded_parameters
 from xscale.planning.memory import deepspeed_memory
-from xscale.train.batches import shard_over_cp
-from xscale.train.evaluate import evaluate
-from xscale.train.optimizer_step.stepper import Stepper
-from xscale.train.settings import build_on_meta
+from xscale.settings.settings import build_on_meta
+from xscale.step.batches import shard_over_cp
+from xscale.step.stepper import Stepper
 from xscale.train.setup import make_engine
 
 pytestmark = pytest.mark.long
@@ -57,8 +57,8 @@ def trained(model: dict[str, Any], parallel: dict[str, Any], *, without: bool = 
     `without`: the last micro-batch's gradients are left out.
     """
     forget()
-    settings, mesh, network, plan = built(model, parallel, **sections)
-    engine: Engine = make_engine(settings, network, plan, sharded_parameters(network), mesh)
+    settings, mesh, network, _ = built(model, parallel, **sections)
+    engine: Engine = make_engine(settings, network, sharded_parameters(network), mesh)
     objective: Objective = OBJECTIVES.build(settings.objective, SPECIALS, LENGTH, SEED)
     if without:
         backward = engine.backward
@@ -231,8 +231,8 @@ def test_a_gradient_that_is_left_out_is_seen(ones: dict[str, Seen], pool: Pool) 
 def held_between_steps(parallel: dict[str, Any]) -> tuple[int, int]:
     """Bytes of this rank's parameters and of what is stepped, and those that a plan counts."""
     forget()
-    settings, mesh, network, plan = built(DENSE, parallel, **SINGLE)
-    engine = make_engine(settings, network, plan, sharded_parameters(network), mesh)
+    settings, mesh, network, _ = built(DENSE, parallel, **SINGLE)
+    engine = make_engine(settings, network, sharded_parameters(network), mesh)
     assert isinstance(engine, DeepSpeedEngine)
     parts = [getattr(one, "ds_tensor", one.data) for one in network.parameters()]
     stepped = [value for number in range(len(engine.partition.flats)) for value in engine._states(number).values()]

@@ -31,12 +31,12 @@ from xscale.cli.main import main
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
 from xscale.data.config import DataConfig
-from xscale.data.prepare import prepare
-from xscale.data.prepared import open_prepared
+from xscale.data.corpus.prepare import prepare
+from xscale.data.corpus.prepared import open_prepared
 from xscale.data.source.labelled import Labelled
 from xscale.data.source.source import Labels, document_hash, validation_below
 from xscale.data.tokenizer.byte import Byte
-from xscale.train.init_run import create_run, model_from_weights
+from xscale.run.init_run import create_run, model_from_weights
 from xscale_tinybert import augment_data as augment_data_module
 from xscale_tinybert import fill_masks
 from xscale_tinybert.__main__ import app

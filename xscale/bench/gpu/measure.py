@@ -15,7 +15,7 @@ from xscale.bench.gpu.jobs import GpuJob, choose_jobs
 from xscale.bench.gpu.processes import WorkerEndedError, WorkerPool
 from xscale.bench.gpu.results import GpuResults
 from xscale.core.errors import EXIT_DONE, EXIT_FAULT, ConfigError
-from xscale.core.file_safety import remove_folder
+from xscale.core.files.file_safety import remove_folder
 from xscale.mesh.environment import extend_python_path
 
 ROOT = Path(__file__).parents[3]

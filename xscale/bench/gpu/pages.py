@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale.bench.gpu.jobs import JOBS
-from xscale.core.file_safety import decode_json
+from xscale.core.files.file_safety import decode_json
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "kernels/results"

@@ -12,7 +12,7 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-from xscale.core.file_safety import decode_json
+from xscale.core.files.file_safety import decode_json
 
 POLL_SECONDS = 0.2
 

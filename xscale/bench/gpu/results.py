@@ -8,7 +8,7 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-from xscale.core.file_safety import remove_file
+from xscale.core.files.file_safety import remove_file
 
 FILE_BYTES = 16 * 2**20
 """Each file is smaller than this."""

@@ -13,8 +13,8 @@ from xscale.core.config import decode
 from xscale.core.errors import Problem
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn
-from xscale.nn.ffn.moe import Moe
-from xscale.nn.init import materialize
+from xscale.nn.ffn.moe.moe import Moe
+from xscale.nn.materialize import materialize
 from xscale.nn.module import name_modules
 from xscale.nn.tokens import Tokens
 

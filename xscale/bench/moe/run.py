@@ -30,8 +30,8 @@ from xscale.mesh import axes
 from xscale.mesh.collectives import sum_scalars
 from xscale.mesh.environment import read_rank_info
 from xscale.mesh.mesh import init_mesh, leave_process_group
-from xscale.nn.ffn.moe import Moe
-from xscale.nn.init import replace_parameters
+from xscale.nn.ffn.moe.moe import Moe
+from xscale.nn.materialize import replace_parameters
 from xscale.nn.module import substitute
 from xscale.nn.tokens import Tokens
 from xscale.parallel.expert import AllToAll

@@ -26,7 +26,7 @@ from xscale.parallel import context
 from xscale.parallel.config import ContextConfig, ParallelConfig, PipelineConfig, PrecisionConfig
 from xscale.parallel.pipeline.executor import Pipeline
 from xscale.parallel.plan import ParallelPlan
-from xscale.parallel.sharded import sharded_parameters
+from xscale.parallel.shard.sharded import sharded_parameters
 
 
 class XscaleSide:

@@ -8,7 +8,7 @@ from torch import Tensor
 from xscale.core.errors import Problem
 from xscale.nn.block import BlockConfig
 from xscale.nn.ffn.ffn import Ffn, Gated
-from xscale.nn.ffn.moe import Moe
+from xscale.nn.ffn.moe.moe import Moe
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.position.learned import Learned

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xscale.bench.parallel.sizes import SEED, ParallelSizes
-from xscale.nn.init import materialize
+from xscale.nn.materialize import materialize
 from xscale.nn.model.model import MODELS
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -18,7 +18,7 @@ from xscale.core.config import decode
 from xscale.core.errors import ConfigError, Problem
 from xscale.data.config import DataConfig
 from xscale.data.source.source import SOURCES
-from xscale.nn.class_head import ClassHead
+from xscale.nn.head.class_head import ClassHead
 from xscale.nn.init import Init
 from xscale.nn.model.model import Model
 from xscale.nn.module import name_modules, substitute

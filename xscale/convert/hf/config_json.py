@@ -12,7 +12,7 @@ from typing import Any
 
 from xscale.convert.hf.mxfp4 import BLOCK, BLOCKS
 from xscale.core.errors import ConfigError, Problem
-from xscale.core.file_safety import decode_json, read_regular
+from xscale.core.files.file_safety import decode_json, read_regular
 from xscale.core.foreign import foreign_errors
 
 CONFIG_JSON = "config.json"

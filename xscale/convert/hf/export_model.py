@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from xscale.checkpoint.load import AverageReader, CheckpointReader, read_config, read_state, unpadded_vocabulary_of
-from xscale.checkpoint.tools import find_checkpoint
-from xscale.convert.compare import TOLERANCE, compare_logits
+from xscale.checkpoint.tools.tools import find_checkpoint
 from xscale.convert.hf.architecture import Architecture, ModelSizes
 from xscale.convert.hf.class_head import class_head_of, select_classifier
+from xscale.convert.hf.compare import TOLERANCE, compare_logits
 from xscale.convert.hf.import_model import INDEX, SINGLE
 from xscale.convert.hf.registry import model_of, select_architecture
 from xscale.convert.hf.tokenizer import (
@@ -24,9 +24,9 @@ from xscale.convert.hf.tokenizer import (
 )
 from xscale.convert.mapping import WeightMapping
 from xscale.core.errors import EXIT_DONE, EXIT_FAULT, ConfigError
-from xscale.core.file_safety import remove_folder
+from xscale.core.files.file_safety import remove_folder
 from xscale.data.tokenizer.tokenizer import Tokenizer
-from xscale.nn.head import vocabulary_parameters
+from xscale.nn.head.head import vocabulary_parameters
 from xscale.nn.model.model import MODELS, Model
 
 SHARD = 5 << 30

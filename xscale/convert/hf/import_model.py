@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from xscale.checkpoint.torch_file import load_torch_file
-from xscale.convert.compare import LogitComparison, compare_logits
 from xscale.convert.hf.architecture import Architecture, ModelSizes
 from xscale.convert.hf.class_head import body_weights, present_class_head
+from xscale.convert.hf.compare import LogitComparison, compare_logits
 from xscale.convert.hf.config_json import UNKNOWN, Headers, read_config_json
 from xscale.convert.hf.mxfp4 import dequantized
 from xscale.convert.hf.registry import model_from_hf_config, model_of
 from xscale.convert.mapping import WeightMapping
 from xscale.core.errors import ConfigError
-from xscale.core.file_safety import check_name, check_relative, decode_json, read_regular
+from xscale.core.files.file_safety import check_name, check_relative, decode_json, read_regular
 from xscale.core.foreign import foreign_errors
 from xscale.nn.model.model import MODELS
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from xscale.core.file_safety import decode_json, read_regular
+from xscale.core.files.file_safety import decode_json, read_regular
 
 METHOD = "mxfp4"
 """Name of the format under `quantization_config.quant_method` in config.json."""

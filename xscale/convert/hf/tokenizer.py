@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from xscale.checkpoint.load import read_state
-from xscale.core.atomic_write import write_atomically
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
-from xscale.core.file_safety import check_name, decode_json, read_regular, remove_file, remove_folder
+from xscale.core.files.atomic_write import write_atomically
+from xscale.core.files.file_safety import check_name, decode_json, read_regular, remove_file, remove_folder
 from xscale.core.foreign import foreign_errors, quiet_panics
 from xscale.data.config import DataConfig
-from xscale.data.prepared import open_tokenizer
-from xscale.data.stored_tokenizer import FOLDER, open_stored_tokenizer, require_fingerprint
+from xscale.data.corpus.prepared import open_tokenizer
+from xscale.data.corpus.stored_tokenizer import FOLDER, open_stored_tokenizer, require_fingerprint
 from xscale.data.tokenizer.file_bounds import check_bounds, check_ids, companion_ids
 from xscale.data.tokenizer.huggingface import HuggingFace
 from xscale.data.tokenizer.sentencepiece import FILE, SPACE, SentencePiece

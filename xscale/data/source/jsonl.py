@@ -7,11 +7,11 @@ from typing import Any
 
 import pydantic
 
+import xscale.data.source.files as files
 from xscale.core.errors import Problem, nearest
-from xscale.core.file_safety import decode_json
+from xscale.core.files.file_safety import decode_json
 from xscale.core.paths import PathText
-from xscale.data import files
-from xscale.data.listing import find_files
+from xscale.data.source.listing import find_files
 from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Document, FileSource, Source, SourceTraits
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".json.gz", ".json.zst")

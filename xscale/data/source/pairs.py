@@ -10,12 +10,12 @@ from typing import IO, Any, ClassVar, Literal
 
 import pydantic
 
+import xscale.data.source.files as files
 from xscale.core.errors import ConfigError, Problem, nearest
-from xscale.core.file_safety import decode_json
+from xscale.core.files.file_safety import decode_json
 from xscale.core.paths import PathText
-from xscale.data import files
-from xscale.data.listing import find_files
 from xscale.data.source.columns import COLUMNAR_SUFFIXES, is_columnar, row_ranges, rows
+from xscale.data.source.listing import find_files
 from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Document, FileSource, Source, SourceTraits
 
 LINES, TABLES = (".jsonl", ".ndjson"), {".csv": ",", ".tsv": "\t"}

@@ -8,8 +8,8 @@ import pydantic
 
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.paths import PathText
-from xscale.data.listing import find_files
 from xscale.data.source.columns import COLUMNAR_SUFFIXES, check_text, is_columnar, row_ranges, rows
+from xscale.data.source.listing import find_files
 from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Document, FileSource, Source, SourceTraits
 
 

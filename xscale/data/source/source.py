@@ -11,7 +11,7 @@ import pydantic
 from xscale.core import config as schema
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.registry import Family
-from xscale.data.listing import LeftOut
+from xscale.data.source.listing import LeftOut
 
 
 @dataclass(frozen=True, slots=True)

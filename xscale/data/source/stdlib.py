@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import xscale.data.source.files as files
 from xscale.core.errors import ConfigError
-from xscale.data import files
 from xscale.data.source.source import SOURCES, ByteRange, Document, Source, SourceTraits
 
 NOT_TEXT = ("encodings", "site-packages", "dist-packages")

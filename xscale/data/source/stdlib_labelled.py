@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from xscale.data import files
+import xscale.data.source.files as files
 from xscale.data.source.source import SOURCES, ByteRange, Document, Labels, Source, SourceTraits
 from xscale.data.source.stdlib import Stdlib
 from xscale.data.source.stdlib_pairs import DEFINITION

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import pydantic
 
-from xscale.data import files
+import xscale.data.source.files as files
 from xscale.data.source.source import SOURCES, ByteRange, Document, Source, SourceTraits
 from xscale.data.source.stdlib import Stdlib
 

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import pydantic
 
+import xscale.data.source.files as files
 from xscale.core.paths import PathText
-from xscale.data import files
-from xscale.data.listing import find_files
+from xscale.data.source.listing import find_files
 from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Document, FileSource, Source, SourceTraits
 
 

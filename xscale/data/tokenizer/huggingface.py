@@ -7,9 +7,9 @@ from typing import Any
 
 import pydantic
 
-from xscale.core.atomic_write import reporting_full_disk, write_atomically
 from xscale.core.errors import ConfigError
-from xscale.core.file_safety import decode_json, read_regular
+from xscale.core.files.atomic_write import reporting_full_disk, write_atomically
+from xscale.core.files.file_safety import decode_json, read_regular
 from xscale.core.foreign import foreign_errors, quiet_panics
 from xscale.core.paths import PathText
 from xscale.data.tokenizer.decoder import DecoderError, piece_decoder

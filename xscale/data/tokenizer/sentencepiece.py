@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import pydantic
 
-from xscale.core.atomic_write import reporting_full_disk, write_atomically
 from xscale.core.errors import ConfigError
-from xscale.core.file_safety import decode_json, read_regular
+from xscale.core.files.atomic_write import reporting_full_disk, write_atomically
+from xscale.core.files.file_safety import decode_json, read_regular
 from xscale.core.paths import PathText
 from xscale.data.tokenizer.tokenizer import (
     DEFAULT_VOCABULARY,

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from xscale.core.file_safety import decode_json, read_regular
+from xscale.core.files.file_safety import decode_json, read_regular
 
 PREFIX_OF = {"BertProcessing": "cls", "RobertaProcessing": "cls"}
 """Post-processors that put one token before a text and one behind it: the key of the former."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pydantic
 
 from xscale.core import config as schema
-from xscale.core.atomic_write import write_atomically
 from xscale.core.errors import ConfigError
+from xscale.core.files.atomic_write import write_atomically
 from xscale.core.registry import Family
 
 if TYPE_CHECKING:

@@ -128,39 +128,46 @@ class BlockSparse(Core):
         return pattern_layout(config.pattern, length, heads, self.causal, self.layer, config.block)
 
     def _implementation(self, q: Tensor, mask: AttentionMask, dropout: float, grid: Grid) -> str:
+        """Return what computes a call: kernel, flex, gather or all scores. ConfigError where a named flex cannot."""
         wanted, terms = self.config.implementation, mask.position_terms
-        by_torch, not_by_torch = "gather", ""
         if terms is not None and terms.adds_values and terms.tables(q) is None:
-            by_torch, not_by_torch = "all scores", "it takes terms of the output by distance, and no others"
+            by_torch, not_by_gather = "all scores", "it takes terms of the output by distance, and no others"
         elif dropout or mask.queries != mask.keys or (wanted == "auto" and not q.is_cuda):
             return "gather"
-        no_flex = self._flex.why_not_terms(q, mask) or self._flex.why_unsupported(q)
-        if wanted == "auto" and terms is not None and no_flex is None:
-            # FlexAttention's tables have a column for each distance, for each query or key.
-            reach = terms.position.reach
-            few = reach is not None and reach * (1 if mask.causal else 2) < mask.keys
-            no_flex = None if few else "its tables of all distances would grow with the square of the length"
+        else:
+            by_torch, not_by_gather = "gather", ""
+            if wanted == "gather":
+                return wanted
+        no_flex = self._why_not_flex(q, mask)
         if wanted == "flex":
-            if no_flex is not None:
-                fix = "Take auto or gather."
-                raise ConfigError("core.implementation", f"flex does not support this call: {no_flex}", fix)
-            return "flex"
+            if no_flex is None:
+                return wanted
+            what = f"flex does not support this call: {no_flex}"
+            raise ConfigError("core.implementation", what, "Take auto or gather.")
         refused: list[tuple[str, str]] = []
-        if wanted == "gather" and not not_by_torch:
-            return wanted
         if wanted != "gather":
             no_kernel = self._why_not_kernel(q, mask, grid)
             if no_kernel is None:
                 return "kernel"
-            refused.append(("kernel", no_kernel))
             # Without a fused kernel, FlexAttention computes all scores.
             if q.is_cuda and no_flex is None:
                 return "flex"
-            refused.append(("flex", no_flex or "it computes all scores on a CPU"))
-        if not_by_torch:
-            refused.append(("gather", not_by_torch))
+            refused += [("kernel", no_kernel), ("flex", no_flex or "it computes all scores on a CPU")]
+        if not_by_gather:
+            refused.append(("gather", not_by_gather))
         log_choice("attention of the core block_sparse", by_torch, refused)
         return by_torch
+
+    def _why_not_flex(self, q: Tensor, mask: AttentionMask) -> str | None:
+        """Return why FlexAttention does not support a call, or should not be chosen for it; None if it does."""
+        terms = mask.position_terms
+        reason = self._flex.why_not_terms(q, mask) or self._flex.why_unsupported(q)
+        if self.config.implementation != "auto" or terms is None or reason is not None:
+            return reason
+        # FlexAttention's tables have a column for each distance, for each query or key.
+        reach = terms.position.reach
+        is_short = reach is not None and reach * (1 if mask.causal else 2) < mask.keys
+        return None if is_short else "its tables of all distances would grow with the square of the length"
 
     def _why_not_kernel(self, q: Tensor, mask: AttentionMask, grid: Grid) -> str | None:
         """Return why the fused operator does not support a call; None if it does."""

@@ -22,9 +22,10 @@ from xscale.nn.attention.ops.chunks import split_chunks
 from xscale.nn.attention.ops.dense import masked_softmax, repeat_kv, upcast
 from xscale.nn.attention.ops.kmeans import centroid_scores, centroid_sums, chain_centroids, normalize_points
 from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.axes import Axis
 from xscale.nn.dims import Dims
 from xscale.nn.init import Init
-from xscale.nn.module import Axis, Module
+from xscale.nn.module import Module
 from xscale.nn.post_step import WeightWriter
 
 

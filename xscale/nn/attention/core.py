@@ -9,11 +9,13 @@ from torch.nn import Parameter
 
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
+from xscale.core.requirements import instead, take
 from xscale.nn.attention.ops.dense import grouped_matmul, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.axes import Axis
 from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS
-from xscale.nn.module import Axis, Module, Part
+from xscale.nn.module import Module, Part
 from xscale.nn.position.position import Position
 from xscale.nn.post_step import PostStepState
 
@@ -196,6 +198,13 @@ class Core(Part, PostStepState):
         """The cores that compute, each with its number of heads, when this core has `heads`: itself, unless it is made
         of others."""
         return [(self, heads)]
+
+    def tp_problems(self, tp: int, path: str) -> list[Problem]:
+        if self.traits.per_head:
+            return []
+        kind = str(self.Config.kind)
+        choices = take(1) + instead("core", kind, CORES.able(per_head=True))
+        return [Problem(path, f"core '{kind}' mixes heads, so tp cannot shard them", choices=choices)]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         """Attend: q [B, H, T, K], k and v [B, G, S, K] with G dividing H -> [B, H, T, K]."""

@@ -18,9 +18,10 @@ from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunks import split_chunks
 from xscale.nn.attention.ops.dense import repeat_kv
 from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.axes import Axis
 from xscale.nn.dims import Dims, check_trained_length
 from xscale.nn.init import Init
-from xscale.nn.module import Axis, Module
+from xscale.nn.module import Module
 
 
 @CORES.register(

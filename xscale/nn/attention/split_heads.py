@@ -155,6 +155,10 @@ class SplitHeads(Core):
             yield core, share, select
             first += share
 
+    def tp_problems(self, tp: int, path: str) -> list[Problem]:
+        """Nothing: the cores that compute list their own."""
+        return []
+
     def head_cores(self, heads: int) -> list[tuple[Core, int]]:
         periods = heads // self.head_period
         return [pair for core, share, _ in self._turns() for pair in core.head_cores(periods * share)]

@@ -2,11 +2,11 @@
 
 from xscale.nn.ffn import (
     ffn,
-    moe,
     product_key_memory,
     rwkv7_channel_mixing,
     sparse,
 )
+from xscale.nn.ffn.moe import moe
 
 __all__ = [
     "ffn",

@@ -12,7 +12,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn, FfnTraits
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.token_shift import TokenShift
+from xscale.nn.neighbours import TokenShift
 from xscale.nn.tokens import Tokens
 
 

@@ -17,6 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import divisors
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn, FfnTraits
@@ -88,6 +89,12 @@ class SparseFfn(Ffn):
             mask = F.one_hot(logits.argmax(-1), self.block_size)
         y: Tensor = self.down(F.relu(self.up(x)) * mask.flatten(-2).to(x.dtype))
         return y
+
+    def tp_problems(self, tp: int, path: str) -> list[Problem]:
+        if self.blocks % tp == 0:
+            return []
+        what = f"tp={tp} does not divide the {self.blocks} blocks of hidden units of ffn 'sparse'"
+        return [Problem(path, what, choices=divisors(self.blocks))]
 
     @property
     def hidden_units(self) -> int:

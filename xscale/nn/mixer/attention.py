@@ -18,9 +18,9 @@ from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention_heads import AttentionHeads
 from xscale.nn.mixer.kv_cache import KvCache
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
-from xscale.nn.norm import NORMS, Norm
+from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.position.pairs import Pairs, PositionPairs
-from xscale.nn.position.position import POSITIONS, Position, PositionTerms
+from xscale.nn.position.position import POSITIONS, Position
 from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
@@ -74,8 +74,6 @@ class Attention(AttentionHeads):
     """Kinds of the cores that the mixer can hold; None: any."""
     shards_sequence: ClassVar[bool] = True
     """Whether context parallelism may shard the sequence if the core can; false where `attend_input` reads all of x."""
-    mixes_heads: ClassVar[bool] = False
-    """Whether a projection needs all heads of a token at once, so that tensor parallelism cannot shard them."""
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
@@ -348,7 +346,7 @@ class Attention(AttentionHeads):
             pairs = self.pairs(q.shape[2], k.shape[2])
             if tokens.pooled_from is not None:
                 pairs = PositionPairs.of(pairs, tokens.positions, key_tokens.positions, tokens.pooled_from)
-            return replace(compute(), position_terms=PositionTerms(position, pairs))
+            return replace(compute(), position_terms=position.terms_of_pairs(pairs))
         if position is None or not position.adds_bias:
             key = f"mask/{self.causal}/{q.shape[2]}/{k.shape[2]}/{self.dropout}/{self.cross}/{self.shared_qk}"
             mask: AttentionMask = tokens.shared_values.get_or_compute(key, compute)

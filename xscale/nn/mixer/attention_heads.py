@@ -2,6 +2,8 @@
 
 from typing import Any, ClassVar
 
+from xscale.core.errors import Problem
+from xscale.core.requirements import divisors, instead, take
 from xscale.nn.attention.core import Core
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import Mixer
@@ -19,6 +21,12 @@ class AttentionHeads(Mixer):
         "v": Role.KV_PROJECTION,
         "position": Role.HEAD_BIAS,
     }
+    mixes_heads: ClassVar[bool] = False
+    """Whether a projection needs all heads of a token at once, so that tensor parallelism cannot shard them."""
+    qk_norm_over: str = "head"
+    """What the queries and the keys are normalised over: `head`, or all `heads`."""
+    chooses_observed: bool = False
+    """Whether each token observes others of its own choice (`OBSERVED`): set by a model in which they do."""
     head_width: int
     q: Linear
     k: Linear | None
@@ -59,6 +67,28 @@ class AttentionHeads(Mixer):
     @first_head.setter
     def first_head(self, first: int) -> None:
         self.core.first_head = first
+
+    def tp_problems(self, tp: int, path: str) -> list[Problem]:
+        """As of the base class. The engine itself checks that `tp` divides the heads."""
+        heads, kv_heads = self.heads, self.kv_heads
+        problems = []
+        if heads % tp == 0 and kv_heads % tp and tp % kv_heads:
+            what = f"tp={tp} neither divides nor is divided by kv_heads={kv_heads}"
+            fix = f"Or take kv_heads that divide {tp} or that {tp} divides."
+            problems.append(Problem(path, what, fix, choices=divisors(heads)))
+        if self.qk_norm_over == "heads" and kv_heads % tp:
+            what = f"tp={tp} does not divide kv_heads={kv_heads}, over all of which the keys are normalised"
+            fix = f"Or take kv_heads that {tp} divides, or mixers with qk_norm_over=head."
+            problems.append(Problem(path, what, fix, choices=divisors(kv_heads)))
+        period = self.core.head_period
+        if heads % tp == 0 and heads // tp % period:
+            what = f"tp={tp} gives a rank {heads // tp} heads, and the core's cores take turns every {period}"
+            problems.append(Problem(path, what, choices=divisors(heads // period)))
+        if self.mixes_heads:
+            kind = str(self.Config.kind)
+            what = f"mixer '{kind}' mixes the heads of a token, so tp cannot shard them"
+            problems.append(Problem(path, what, choices=take(1) + instead("mixer", kind, ["attention"])))
+        return problems
 
     def draws_by_head(self) -> list[tuple[Module, Any, int]]:
         return [

@@ -24,7 +24,7 @@ from xscale.nn.linear import Linear
 from xscale.nn.mixer.local_mixer import LocalMixer
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
 from xscale.nn.module import Module
-from xscale.nn.norm import NORMS, Layer, Norm
+from xscale.nn.norm.norm import NORMS, Layer, Norm
 from xscale.nn.tokens import Tokens
 
 

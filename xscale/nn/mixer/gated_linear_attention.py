@@ -22,7 +22,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
 from xscale.nn.mixer.recurrent_mixer import RecurrentMixer
-from xscale.nn.norm import NORMS, Layer, Norm
+from xscale.nn.norm.norm import NORMS, Layer, Norm
 from xscale.nn.tokens import Tokens
 
 

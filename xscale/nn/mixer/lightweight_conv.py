@@ -26,9 +26,10 @@ from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.init import Init
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.local_mixer import LocalMixer, same_document
+from xscale.nn.mixer.local_mixer import LocalMixer
 from xscale.nn.mixer.mixer import MIXERS, MixerTraits
 from xscale.nn.mixer.value_mixer import ValueMixer
+from xscale.nn.neighbours import same_document
 from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 

@@ -1,61 +1,12 @@
-"""Base classes of what reads a fixed number of tokens before and after each token, such as convolutions.
-
-A `LocalMixer` reads no other tokens; a `NeighbourReader` may be a part of a mixer that does. Generation keeps the last
-`left` inputs. The seam `with_neighbours` is all that a sequence sharded over ranks needs.
-"""
+"""Base class of mixers that read a fixed number of tokens before and after each token, such as convolutions."""
 
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from xscale.nn.mixer.mixer import Mixer
-from xscale.nn.module import Module
-from xscale.nn.roles import Role, Seams
-from xscale.nn.tokens import Tokens
-
-
-class NeighbourReader(Module):
-    """A module whose output for a token depends on a few tokens around it."""
-
-    seams: ClassVar[Seams] = {"with_neighbours": Role.NEIGHBOURS}
-    left: int
-    """Tokens that are read before each token."""
-    right: int = 0
-    """Tokens that are read after each token."""
-    sharded_over_tp: bool = True
-    """Whether each rank of tensor parallelism reads a part of the channels."""
-
-    def with_neighbours(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
-        """Prepend `left` and append `right` neighbours: x [B, T, C] -> [B, left + T + right, C] and their documents.
-
-        Beyond the ends of the sequence there are zeros, in document -1. The documents [B, left + T + right] are None if
-        the tokens have none. A seam: where the sequence is sharded, neighbours are on other ranks. In generation x are
-        the new tokens, and those before them come from the forward's cache.
-        """
-        past = x.new_zeros(len(x), self.left, x.shape[2])
-        if tokens.forward.cache is not None:
-            past = tokens.forward.cache.get(self.path, past)
-            tokens.forward.cache[self.path] = torch.cat((past, x), 1).narrow(1, x.shape[1], self.left).clone()
-        documents = tokens.documents
-        if documents is not None:
-            documents = F.pad(documents, (self.left, self.right), value=-1)
-        return F.pad(torch.cat((past, x), 1), (0, 0, 0, self.right)), documents
-
-    @property
-    def exchanged_width(self) -> int:
-        """C of all ranks: the channels of a token that its neighbours read."""
-        raise NotImplementedError
+from xscale.nn.neighbours import NeighbourReader
 
 
 class LocalMixer(NeighbourReader, Mixer):
     """A mixer that is a neighbour reader and nothing else."""
 
     shards_sequence: ClassVar[bool] = True
-
-
-def same_document(documents: Tensor, left: int, right: int) -> Tensor:
-    """Documents [B, left + T + right] of tokens with neighbours -> [B, T, left + 1 + right], true where one is read."""
-    windows = documents.unfold(1, left + 1 + right, 1)  # [B, T, left + 1 + right]
-    return windows == windows[..., left : left + 1]

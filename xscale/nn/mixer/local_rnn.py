@@ -15,8 +15,9 @@ from torch import Tensor
 
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.local_mixer import LocalMixer, same_document
+from xscale.nn.mixer.local_mixer import LocalMixer
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.neighbours import same_document
 from xscale.nn.tokens import Tokens
 
 

@@ -21,7 +21,7 @@ from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, MixerTraits
 from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.module import Module
-from xscale.nn.norm import Rms
+from xscale.nn.norm.norm import Rms
 from xscale.nn.position.position import POSITIONS, Position
 from xscale.nn.tokens import Tokens
 

@@ -23,7 +23,7 @@ from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.kv_cache import KvCache
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
-from xscale.nn.norm import NORMS, Norm, Rms
+from xscale.nn.norm.norm import NORMS, Norm, Rms
 from xscale.nn.position.position import POSITIONS, Position
 from xscale.nn.tokens import Tokens
 

@@ -25,7 +25,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
-from xscale.nn.norm import Norm
+from xscale.nn.norm.norm import Norm
 from xscale.nn.pattern.window import Band
 from xscale.nn.position.position import POSITIONS, Position
 

@@ -29,7 +29,7 @@ from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
 from xscale.nn.mixer.synthesizer import ValueCache
 from xscale.nn.mixer.without_padding import without_padding
-from xscale.nn.norm import Layer, Norm
+from xscale.nn.norm.norm import Layer, Norm
 from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 

@@ -15,7 +15,7 @@ from xscale.nn.attention.ops.recurrence import Recurrence
 from xscale.nn.init import Init
 from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.module import Module
-from xscale.nn.norm import Norm
+from xscale.nn.norm.norm import Norm
 from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 

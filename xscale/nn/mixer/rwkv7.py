@@ -30,8 +30,8 @@ from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits, ValueEdge
 from xscale.nn.mixer.recurrent_mixer import RecurrentMixer
-from xscale.nn.mixer.token_shift import TokenShift
 from xscale.nn.module import Module
+from xscale.nn.neighbours import TokenShift
 from xscale.nn.tokens import Tokens
 
 SHIFTS = {"r": 0.2, "d": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}

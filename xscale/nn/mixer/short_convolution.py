@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.nn.axes import Axis
 from xscale.nn.init import Init
-from xscale.nn.mixer.local_mixer import NeighbourReader, same_document
-from xscale.nn.module import Axis
+from xscale.nn.neighbours import NeighbourReader, same_document
 from xscale.nn.tokens import Tokens
 
 

@@ -24,9 +24,9 @@ from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.local_mixer import NeighbourReader, same_document
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
 from xscale.nn.module import Module
+from xscale.nn.neighbours import NeighbourReader, same_document
 from xscale.nn.position.position import POSITIONS, Position
 from xscale.nn.tokens import Tokens
 

@@ -19,7 +19,7 @@ from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
 from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.module import Module
-from xscale.nn.norm import Layer
+from xscale.nn.norm.norm import Layer
 from xscale.nn.tokens import Tokens
 
 

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from xscale.core.errors import Problem
 from xscale.nn.exits import Prediction
-from xscale.nn.head import Head
+from xscale.nn.head.head import Head
 from xscale.nn.model.embed import Embed
 from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, model_dims
+from xscale.nn.model.multi_token import MtpConfig, MultiToken
 from xscale.nn.module import name_modules
-from xscale.nn.multi_token import MtpConfig, MultiToken
 from xscale.nn.roles import Role, Seams
 from xscale.nn.stack import Stack, StackConfig, predict
 from xscale.nn.tokens import Tokens

@@ -15,15 +15,18 @@ from torch import Tensor
 
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
+from xscale.core.requirements import kinds, take
 from xscale.nn.edges import CONTENT
-from xscale.nn.length_head import LengthHead, LengthHeadConfig
+from xscale.nn.head.length_head import LengthHead, LengthHeadConfig
+from xscale.nn.mixer.attention import Attention
 from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.nn.model.model import MODELS, ModelTraits, model_dims
 from xscale.nn.module import Module, name_modules
-from xscale.nn.norm import NORMS, Norm
+from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.position.learned import Sinusoidal
 from xscale.nn.position.position import POSITIONS, Position
 from xscale.nn.roles import Role, Seams
+from xscale.nn.signals import Signal
 from xscale.nn.stack import StackConfig
 from xscale.nn.tokens import Tokens
 
@@ -59,6 +62,7 @@ class Disentangled(EncoderDecoder):
         """Predicts the length of a target from its source, for decoding; null: nothing does."""
 
     causal: ClassVar[bool] = False
+    signals_of_decoder: ClassVar[tuple[Signal[Tensor], ...]] = (CONTENT,)
     seams: ClassVar[Seams] = {"queries": Role.STACK_INPUT, "length": Role.ON_LAST_STAGE}
 
     def __init__(self, config: Config, vocabulary: int, length: int) -> None:
@@ -66,6 +70,9 @@ class Disentangled(EncoderDecoder):
         assert self.target.position is not None, "see `check`"
         norm = config.embedding_norm
         self.queries = PositionQueries(self.target.position, None if norm is None else NORMS.build(norm, config.width))
+        for module in self.decoder.modules():
+            if isinstance(module, Attention) and not module.cross:
+                module.chooses_observed = True
         self.length: LengthHead | None = None
         if config.length_head is not None:
             self.length = LengthHead(config.length_head, model_dims(config, vocabulary, length, causal=False))
@@ -82,6 +89,10 @@ class Disentangled(EncoderDecoder):
             what = "the length of a target is predicted from one output of the encoder, not from those of all blocks"
             problems += [Problem(f"{path}.transparent", what, "Take false.")] * (config.length_head is not None)
         return problems + list(_check_decoder(config.decoder, f"{path}.decoder"))
+
+    def sp_problems(self, path: str) -> list[Problem]:
+        what = "the first queries are positions of the full sequence, of which each rank would have a shard"
+        return [Problem(path, what, choices=take(False) + kinds(["encoder_decoder"], "model"))]
 
     def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         """In generation the cache keeps the encoder's output as `memory` and the logits [B, L] of the target's

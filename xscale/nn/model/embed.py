@@ -12,7 +12,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.linear import Embedding, Linear
 from xscale.nn.model.model import Model
 from xscale.nn.module import Module
-from xscale.nn.norm import NORMS, Norm
+from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.position.position import POSITIONS, Position
 from xscale.nn.random import reseed
 from xscale.nn.roles import Role, Seams

@@ -8,18 +8,18 @@ from torch import Tensor
 
 from xscale.core.config import Slot
 from xscale.core.errors import ConfigError, Problem
-from xscale.nn.boundary_head import BoundaryHead, BoundaryHeadConfig
 from xscale.nn.exits import Prediction
 from xscale.nn.ffn.ffn import Activation
-from xscale.nn.head import Head, HeadTransform
+from xscale.nn.head.boundary_head import BoundaryHead, BoundaryHeadConfig
+from xscale.nn.head.head import Head, HeadTransform
+from xscale.nn.head.pooler import SentenceHead, SentenceHeadConfig
+from xscale.nn.head.sentence_contrast import SENTENCES, SentenceContrast, contrasts_sentences
 from xscale.nn.linear import Embedding
 from xscale.nn.model.embed import Embed
 from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, model_dims
 from xscale.nn.module import name_modules
-from xscale.nn.norm import NORMS, Norm
-from xscale.nn.pooler import SentenceHead, SentenceHeadConfig
+from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.roles import Role, Seams
-from xscale.nn.sentence_contrast import SENTENCES, SentenceContrast, contrasts_sentences
 from xscale.nn.stack import Stack, StackConfig, predict
 from xscale.nn.tokens import Tokens
 

@@ -7,15 +7,15 @@ from torch import Tensor
 
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
-from xscale.nn.head import Head
+from xscale.nn.head.head import Head
 from xscale.nn.layer_mix import LayerMix
 from xscale.nn.model.embed import Embed
 from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, model_dims
+from xscale.nn.model.t_fixup import check_mixers, init_by_t_fixup
 from xscale.nn.module import name_modules
-from xscale.nn.norm import NORMS, Norm
+from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.roles import Role, Seams
 from xscale.nn.stack import Stack, StackConfig
-from xscale.nn.t_fixup import check_mixers, init_by_t_fixup
 from xscale.nn.tokens import Tokens
 
 

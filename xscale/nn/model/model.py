@@ -1,7 +1,7 @@
 """Whole models: token ids to logits or to the loss."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from torch import Tensor
@@ -14,6 +14,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.module import Part
 from xscale.nn.position.position import POSITIONS, Position
 from xscale.nn.position.rope import Rope
+from xscale.nn.signals import Signal
 from xscale.nn.tokens import Tokens
 
 
@@ -59,6 +60,10 @@ class Model(Part):
         mup: MupConfig | None = None
         """Maximal update parametrisation (Yang et al. 2022): initial weights, logits, attention's scores and learning
         rates by the width, so that those tuned at a base width hold at this one; null: none."""
+
+    signals_of_decoder: ClassVar[tuple[Signal[Tensor], ...]] = ()
+    """Signals that every block of the decoder reads, of an encoder-decoder: stages send them on beside the memory. They
+    are the outputs of its inputs (`Role.STACK_INPUT`) beside that of the stack."""
 
     def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         """Logits [B, T, V]; with `targets` [B, T] their summed loss in nats, a scalar of float32 or wider."""

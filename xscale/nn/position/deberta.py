@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
 from xscale.nn.dims import Dims
-from xscale.nn.norm import NORMS, Norm
+from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.position.distance_tables import DistanceTables
 from xscale.nn.position.pairs import Pairs
 from xscale.nn.position.position import POSITIONS, Position, PositionTraits

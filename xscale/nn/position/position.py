@@ -94,6 +94,10 @@ class Position(Part):
         """Attention weights [B, H, T, S] -> term of the output [B, H, T, K]: where = scores, `adds_values`."""
         raise NotImplementedError
 
+    def terms_of_pairs(self, pairs: Pairs) -> "PositionTerms":
+        """Return its terms of the scores and the output of these pairs, as a core takes them: where = scores."""
+        return PositionTerms(self, pairs)
+
     @property
     def reach(self) -> int | None:
         """Tokens from which on all distances have one row in `distance_tables`; None: any two may differ."""

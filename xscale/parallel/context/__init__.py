@@ -10,6 +10,7 @@ from torch import nn
 
 from xscale.mesh.mesh import Mesh
 from xscale.nn.module import substitute
+from xscale.nn.roles import Role
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.context.check import check
 from xscale.parallel.context.gathered import GatheredSequence
@@ -24,7 +25,7 @@ from xscale.parallel.context.styles import (
     sublayers_on_gathered,
 )
 from xscale.parallel.context.table import CONTEXT, ContextRanks
-from xscale.parallel.roles import apply_table
+from xscale.parallel.roles import apply_table, seams_in
 
 
 def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> bool:
@@ -35,8 +36,8 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> bool:
     if mesh.context is None:
         return False
     gathered = sublayers_on_gathered(model, config)
-    for sublayer in gathered:
-        substitute(sublayer, "mix", GatheredSequence(sublayer.mix))
+    for sublayer, seam, _ in seams_in(gathered, Role.SEQUENCE_MIXING):
+        substitute(sublayer, seam, GatheredSequence(getattr(sublayer, seam)))
     apply_table(CONTEXT, modules_with_shard(model, gathered), ContextRanks(mesh.context, config))
     return True
 

@@ -1,24 +1,23 @@
 """Checks of what in a model cannot run on a sequence sharded over cp, each with what would work."""
 
+from typing import Any, cast
+
 from torch import nn
 
 import xscale.parallel.context.ulysses as ulysses
 from xscale.core.errors import Choice, Problem
 from xscale.core.requirements import instead, take
 from xscale.nn.attention.core import CORES
-from xscale.nn.block import Sublayer
 from xscale.nn.ffn.ffn import FFNS
-from xscale.nn.ffn.moe import Moe
-from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, Mixer
-from xscale.nn.mixer.reused_attention import ReusedAttention
-from xscale.nn.model.disentangled import Disentangled
-from xscale.nn.module import Part
-from xscale.nn.norm import NORMS
+from xscale.nn.module import seams_of
+from xscale.nn.norm.norm import NORMS
+from xscale.nn.roles import Role
 from xscale.parallel.config import ParallelConfig
+from xscale.parallel.context.attention import ShardedAttention
 from xscale.parallel.context.gathered import mixers_of
 from xscale.parallel.context.styles import modules_with_shard, style_of, sublayers_on_gathered
-from xscale.parallel.tensor.sequence import norms_between_regions
+from xscale.parallel.roles import norms_between_regions, seams_in
 
 
 def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
@@ -28,27 +27,25 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
         return []
     where = f"{path}.mesh.cp"
     problems = []
-    if isinstance(model, Disentangled):
-        problems += _check_observed(model, config, path)
     gathered = sublayers_on_gathered(model, config)
     if gathered and config.tensor.sequence and config.mesh.tp > 1:
         what = "mixers on the gathered sequence read all of it, and between blocks tp has shards of a shard"
         choices = take(False) + take(False, key=f"{path}.context.gather")
         problems.append(Problem(f"{path}.tensor.sequence", what, choices=choices))
     problems += _check_handed_on_scores(model, gathered, where)
-    has_shard = modules_with_shard(model, gathered)
-    for module in has_shard:
-        if isinstance(module, Attention) and module.shards_sequence:
-            problems += _check_attention(module, config, path)
-        elif isinstance(module, ReusedAttention):
-            problems += _check_reused_scores(module, config, path)
-        elif isinstance(module, Mixer) and not module.shards_sequence:
+    for module in modules_with_shard(model, gathered):
+        roles = set(seams_of(module).values())
+        if not isinstance(module, Mixer):
+            problems += _check_ffns(module, where)
+        elif not module.shards_sequence:
             what = f"mixer '{_kind(module)}' mixes the full sequence, and each rank would have a shard of it"
             able = [entry.name for entry in MIXERS if entry.part.shards_sequence]
             choices = _gathered(path) + instead("mixer", _kind(module), able)
             problems.append(Problem(where, what, choices=choices))
-        if isinstance(module, Sublayer) and not isinstance(module.part, Mixer):
-            problems += _check_ffn(module.part, where)
+        elif Role.ATTENTION in roles:
+            problems += _check_attention(cast(ShardedAttention, module), config, path)
+        elif Role.REUSED_ATTENTION in roles:
+            problems += _check_reused_scores(module, config, path)
     for norm in norms_between_regions(model):
         traits = NORMS.get(_kind(norm)).traits
         if not (traits.per_token or traits.batch_statistics):
@@ -58,7 +55,7 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
     return list({str(problem): problem for problem in problems}.values())
 
 
-def _check_handed_on_scores(model: nn.Module, gathered: list[Sublayer], where: str) -> list[Problem]:
+def _check_handed_on_scores(model: nn.Module, gathered: list[Any], where: str) -> list[Problem]:
     """List why gathered mixers cannot hand their scores, of all heads, to mixers with a shard of the heads."""
     inside = {mixer for sublayer in gathered for mixer in mixers_of(sublayer)}
     mixers = [module for module in model.modules() if isinstance(module, Mixer) and module.hands_on_scores]
@@ -68,7 +65,7 @@ def _check_handed_on_scores(model: nn.Module, gathered: list[Sublayer], where: s
     return [Problem(where, what, "Or take one core in all blocks.", choices=take(1))]
 
 
-def _check_attention(attention: Attention, config: ParallelConfig, path: str) -> list[Problem]:
+def _check_attention(attention: ShardedAttention, config: ParallelConfig, path: str) -> list[Problem]:
     reasons_by_style = style_of(attention, config)
     if isinstance(reasons_by_style, str):
         return []
@@ -97,18 +94,7 @@ def _gathered(path: str) -> tuple[Choice, ...]:
     return take(1) + take(True, key=f"{path}.context.gather")
 
 
-def _check_observed(model: Disentangled, config: ParallelConfig, path: str) -> list[Problem]:
-    """Check that the decoder's self-attention, in which each token observes others of its own choice, has all keys."""
-    for module in model.decoder.modules():
-        if isinstance(module, Attention) and not module.cross and style_of(module, config) == "ring":
-            what = "each token observes others of its own choice, whose scores are computed by ulysses alone"
-            fix = "The heads must be a multiple of cp x tp then."
-            choices = take("ulysses") + take(1, key=f"{path}.mesh.cp")
-            return [Problem(f"{path}.context.style", what, fix, choices=choices)]
-    return []
-
-
-def _check_reused_scores(mixer: ReusedAttention, config: ParallelConfig, path: str) -> list[Problem]:
+def _check_reused_scores(mixer: Any, config: ParallelConfig, path: str) -> list[Problem]:
     cp, tp = config.mesh.cp, config.mesh.tp
     problems = []
     if config.context.style not in ("auto", "ulysses"):
@@ -121,7 +107,7 @@ def _check_reused_scores(mixer: ReusedAttention, config: ParallelConfig, path: s
     return problems
 
 
-def _working_degrees(attention: Attention, config: ParallelConfig) -> list[int]:
+def _working_degrees(attention: ShardedAttention, config: ParallelConfig) -> list[int]:
     """Return the degrees of cp, up to the configured one and the next above it, that the heads allow."""
     cp = config.mesh.cp
     working = [
@@ -138,19 +124,20 @@ def _with_cp(config: ParallelConfig, cp: int) -> ParallelConfig:
     return config.model_copy(update={"mesh": config.mesh.model_copy(update={"cp": cp})})
 
 
-def _check_ffn(part: nn.Module, where: str) -> list[Problem]:
-    assert isinstance(part, Part)
+def _check_ffns(module: nn.Module, where: str) -> list[Problem]:
+    """List why the module's regions without a mixer cannot have a shard of the sequence. Routing gathers its input."""
     problems = []
-    if isinstance(part, Moe):
-        return []
-    traits = FFNS.get(_kind(part)).traits
-    if not (traits.per_token or traits.token_shift):
-        what = f"ffn '{_kind(part)}' mixes tokens, and each rank would have a shard of the sequence"
-        able = [*FFNS.able(per_token=True), *FFNS.able(token_shift=True), "moe"]
-        problems.append(Problem(where, what, choices=take(1) + instead("ffn", _kind(part), able)))
+    for _, seam, _ in seams_in([module], Role.REGION):
+        part = getattr(module, seam)
+        if isinstance(part, Mixer) or Role.ROUTING in seams_of(part).values():
+            continue
+        traits = FFNS.get(_kind(part)).traits
+        if not (traits.per_token or traits.token_shift):
+            what = f"ffn '{_kind(part)}' mixes tokens, and each rank would have a shard of the sequence"
+            able = [*FFNS.able(per_token=True), *FFNS.able(token_shift=True), "moe"]
+            problems.append(Problem(where, what, choices=take(1) + instead("ffn", _kind(part), able)))
     return problems
 
 
-def _kind(part: Part) -> str:
-    assert part.Config.kind is not None
-    return part.Config.kind
+def _kind(part: Any) -> str:
+    return str(part.Config.kind)

@@ -6,26 +6,25 @@ nor memory in it, and does so in the rest of the block.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
-from xscale.nn.attention.ops.mask import ScoreEdge
-from xscale.nn.block import Sublayer
 from xscale.nn.mixer.mixer import Mixer
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 from xscale.parallel.context.sequence_sharding import TokenShard
+from xscale.parallel.roles import seams_in
 
 
 @dataclass(frozen=True)
 class GatheredSequence:
-    """Substitute for `mix` of a sublayer."""
+    """Substitute at a seam with the role SEQUENCE_MIXING."""
 
     inner: Callable[..., Tensor]
     """Runs the mixer on a full sequence."""
 
-    def __call__(
-        self, x: Tensor, tokens: Tokens, memory: Tensor | None, source: Tokens | None, *, edge: ScoreEdge | None
-    ) -> Tensor:
+    def __call__(self, x: Tensor, tokens: Tokens, memory: Tensor | None, source: Tokens | None, *, edge: Any) -> Tensor:
         """[B, P, D] -> [B, P, D]; the other sequence, `memory`, is a shard too."""
         if not isinstance(tokens, TokenShard):
             return self.inner(x, tokens, memory, source, edge=edge)
@@ -41,17 +40,17 @@ class GatheredSequence:
         return sharding.shard(y)
 
 
-def gathered_sublayers(model: nn.Module, has_style: Callable[[Mixer], bool]) -> list[Sublayer]:
+def gathered_sublayers(model: nn.Module, has_style: Callable[[Mixer], bool]) -> list[Any]:
     """List the sublayers whose mixer is, or is made of, a mixer without a style."""
-    sublayers = [module for module in model.modules() if isinstance(module, Sublayer)]
+    sublayers = [module for module, *_ in seams_in(model.modules(), Role.SEQUENCE_MIXING)]
     return [sublayer for sublayer in sublayers if not all(map(has_style, mixers_of(sublayer)))]
 
 
-def mixers_of(sublayer: Sublayer) -> list[Mixer]:
+def mixers_of(sublayer: Any) -> list[Mixer]:
     """List a sublayer's mixer and those that it is made of."""
     return [module for module in sublayer.part.modules() if isinstance(module, Mixer)]
 
 
-def traffic(sublayer: Sublayer, cp: int, length: int) -> float:
+def traffic(sublayer: Any, cp: int, length: int) -> float:
     """Estimate the elements a rank sends in the forward of one sequence: its shard of the input, to all others."""
-    return sublayer.width * (length / cp) * (cp - 1)
+    return float(sublayer.width * (length / cp) * (cp - 1))

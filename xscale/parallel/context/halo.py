@@ -10,12 +10,12 @@ from torch import Tensor
 from xscale.mesh.collectives import all_to_all
 from xscale.nn.attention.core import Core
 from xscale.nn.attention.ops.mask import AttentionMask
-from xscale.nn.mixer.attention import Attention
+from xscale.parallel.context.attention import ShardedAttention
 from xscale.parallel.context.mask import ShardedAttentionMask
 from xscale.parallel.context.sequence_sharding import SequenceSharding
 
 
-def unsupported_reason(attention: Attention, cp: int, tp: int) -> str | None:
+def unsupported_reason(attention: ShardedAttention, cp: int, tp: int) -> str | None:
     """Return why halo exchange cannot be used; None when it can."""
     if not attention.causal:
         return "halo exchange needs a causal pattern"
@@ -28,7 +28,7 @@ def unsupported_reason(attention: Attention, cp: int, tp: int) -> str | None:
     return None
 
 
-def traffic(attention: Attention, cp: int, tp: int, length: int) -> float:
+def traffic(attention: ShardedAttention, cp: int, tp: int, length: int) -> float:
     """Estimate the mean elements a rank sends in the forward of one sequence: keys and values that others fetch."""
     heads = attention.query_channels // attention.head_width
     kv_heads = max(1, attention.key_channels // attention.head_width // tp)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from xscale.nn.attention.ops.mask import OBSERVED, AttentionMask
-from xscale.nn.mixer.attention import Attention
 from xscale.nn.position.pairs import Pairs
-from xscale.nn.position.position import Position, PositionTerms
+from xscale.nn.position.position import Position
 from xscale.nn.tokens import Tokens
+from xscale.parallel.context.attention import ShardedAttention
 from xscale.parallel.context.sequence_sharding import SequenceSharding, TokenShard
 
 
@@ -49,7 +49,7 @@ class ShardedAttentionMask(AttentionMask):
         plain: AttentionMask = self.query_shard.shared_values.get_or_compute(key, self._plain)
         position, selected = self.position, slice(first_head, first_head + heads)
         if position is not None and self.pairs is not None:
-            terms = PositionTerms(position, self.pairs)
+            terms = position.terms_of_pairs(self.pairs)
             indices = torch.arange(first_head, first_head + heads, device=plain.device)
             return replace(plain, position_terms=terms.select_heads(indices))
         if position is not None and (
@@ -100,7 +100,7 @@ class ShardedAttentionMask(AttentionMask):
 class ShardedMaskBuilder:
     """Substitute for an attention's `make_mask`: masks of shards when it gets shards, as generation does not."""
 
-    attention: Attention
+    attention: ShardedAttention
     inner: Callable[[Tensor, Tensor, Tokens, Tokens], AttentionMask]
     """Makes the mask of an unsharded sequence."""
 

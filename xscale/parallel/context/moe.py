@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from xscale.nn.moe.permutation import DispatchPlan, experts_of_rows
+from xscale.nn.ffn.moe.permutation import DispatchPlan, experts_of_rows
 from xscale.nn.tokens import Tokens
 from xscale.parallel.context.sequence_sharding import TokenShard
 

@@ -13,20 +13,20 @@ from torch import Tensor
 from xscale.mesh.collectives import all_gather
 from xscale.nn.attention.core import Core
 from xscale.nn.attention.ops.mask import AttentionMask
-from xscale.nn.mixer.attention import Attention
+from xscale.parallel.context.attention import ShardedAttention
 from xscale.parallel.context.mask import ShardedAttentionMask
 from xscale.parallel.context.sequence_sharding import SequenceSharding
 from xscale.parallel.context.state_space import state_before_shard
 
 
-def unsupported_reason(attention: Attention, cp: int, tp: int) -> str | None:
+def unsupported_reason(attention: ShardedAttention, cp: int, tp: int) -> str | None:
     """Return why a state cannot be passed on; None when it can."""
     if not attention.causal:
         return "only causal attention has a state to pass on"
     return attention.core.unsummable_state
 
 
-def traffic(attention: Attention, cp: int, tp: int, length: int) -> float:
+def traffic(attention: ShardedAttention, cp: int, tp: int, length: int) -> float:
     """Estimate the elements a rank sends in the forward of one sequence: a state per kv_head, with K features, or a
     transition per head."""
     if size := attention.core.transition_size:

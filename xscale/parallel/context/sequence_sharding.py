@@ -1,4 +1,4 @@
-"""Sharding of a sequence over the ranks of cp, the shard of tokens that one of them has, and its dropout masks."""
+"""Sharding of a sequence over the ranks of cp, the shard of tokens that one of them has, and its draws."""
 
 from dataclasses import dataclass, fields, replace
 
@@ -8,7 +8,8 @@ from torch import Tensor
 
 from xscale.mesh.collectives import gather_in, pad_to_multiple
 from xscale.nn.signals import TARGETS, TOKENS
-from xscale.nn.tokens import SharedValues, Tokens
+from xscale.nn.tokens import Tokens
+from xscale.parallel.layout_invariant_random import ShardedRandomNumbers
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,10 @@ class TokenShard(Tokens):
 def shard_tokens(tokens: Tokens, sharding: SequenceSharding, targets: Tensor | None = None) -> TokenShard:
     """Slice this rank's shard of the tokens, whose `targets` are [B, T]."""
     local = _cut(tokens, sharding)
-    values = {attribute.name: getattr(local, attribute.name) for attribute in fields(local)}
-    return TokenShard(**values | {"shared_values": SharedValues()}, full=tokens, sharding=sharding, targets=targets)
+    # Values that blocks share are of a shard or of the full sequence.
+    names = [attribute.name for attribute in fields(local) if attribute.name != "shared_values"]
+    values = {name: getattr(local, name) for name in names}
+    return TokenShard(**values, full=tokens, sharding=sharding, targets=targets)
 
 
 def _cut(tokens: Tokens, sharding: SequenceSharding) -> Tokens:
@@ -142,3 +145,20 @@ def _cut(tokens: Tokens, sharding: SequenceSharding) -> Tokens:
     )
     local = local.map_fields(lambda value, about: value + before if about.counts_tokens else value)
     return local.map_fields(lambda value, about: shard_text(value, about.fill) if TARGETS in about.names else value)
+
+
+class TokensOverContext(ShardedRandomNumbers):
+    """Draws over a sequence that is sharded over cp."""
+
+    axis = "tokens"
+
+    def global_size(self, local: int, tokens: Tokens | None) -> int:
+        return tokens.length if isinstance(tokens, TokenShard) else local
+
+    def full_tokens(self, tokens: Tokens | None) -> Tokens | None:
+        return tokens.full if isinstance(tokens, TokenShard) else tokens
+
+    def shard(self, full: Tensor, dim: int, local: int, tokens: Tokens | None) -> Tensor:
+        assert isinstance(tokens, TokenShard)
+        assert dim == 1, "a sequence is the second dim of [B, T, ...]"
+        return tokens.sharding.shard(full)

@@ -2,35 +2,34 @@
 
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 import xscale.parallel.context.halo as halo
 import xscale.parallel.context.neighbours as neighbours
-import xscale.parallel.context.ring as ring
+import xscale.parallel.context.ring.ring as ring
 import xscale.parallel.context.scan as scan
 import xscale.parallel.context.state_space as state_space
 import xscale.parallel.context.ulysses as ulysses
 from xscale.mesh.mesh import Mesh
-from xscale.nn.attention.core import ContextStyle
-from xscale.nn.block import Sublayer
 from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.model.model import Model
 from xscale.nn.module import seams_of
 from xscale.nn.roles import Role
 from xscale.parallel.config import ParallelConfig
+from xscale.parallel.context.attention import ShardedAttention
 from xscale.parallel.context.gathered import gathered_sublayers
 from xscale.parallel.context.gathered import traffic as gathered_traffic
 from xscale.parallel.context.halo import Halo
-from xscale.parallel.context.ring import Ring
+from xscale.parallel.context.ring.ring import Ring
 from xscale.parallel.context.scan import Scan
 from xscale.parallel.context.sequence_sharding import SequenceSharding
 from xscale.parallel.context.ulysses import Ulysses
 from xscale.parallel.roles import seams_in
 
-STYLES: dict[ContextStyle, tuple[ModuleType, Callable[[Any], Any]]] = {
+STYLES: dict[str, tuple[ModuleType, Callable[[Any], Any]]] = {
     "scan": (scan, Scan),
     "ulysses": (ulysses, Ulysses),
     "ring": (ring, Ring),
@@ -46,7 +45,7 @@ OTHER_STYLES: dict[Role, tuple[str, ModuleType]] = {
 """Role of what reads other tokens beside attention -> its style, and the module that knows its traffic."""
 
 
-def sublayers_on_gathered(model: nn.Module, config: ParallelConfig) -> list[Sublayer]:
+def sublayers_on_gathered(model: nn.Module, config: ParallelConfig) -> list[Any]:
     """List the sublayers whose mixer runs on the gathered sequence."""
 
     def has_style(mixer: Mixer) -> bool:
@@ -54,28 +53,28 @@ def sublayers_on_gathered(model: nn.Module, config: ParallelConfig) -> list[Subl
             has_ulysses = config.context.style in ("auto", "ulysses")
             return has_ulysses and ulysses.unsupported_reason(mixer, config.mesh.cp, config.mesh.tp) is None
         if Role.ATTENTION in seams_of(mixer).values() and mixer.shards_sequence:
-            return isinstance(style_of(mixer, config), str)
+            return isinstance(style_of(cast(ShardedAttention, mixer), config), str)
         return mixer.shards_sequence
 
     return gathered_sublayers(model, has_style) if config.context.gather else []
 
 
-def modules_with_shard(model: nn.Module, gathered: list[Sublayer]) -> list[nn.Module]:
+def modules_with_shard(model: nn.Module, gathered: list[Any]) -> list[nn.Module]:
     """List the modules that work on a shard of the sequence."""
     inside = {module for sublayer in gathered for module in sublayer.part.modules()}
     return [module for module in model.modules() if module not in inside]
 
 
-def style_of(attention: Any, config: ParallelConfig) -> ContextStyle | dict[ContextStyle, str | None]:
+def style_of(attention: ShardedAttention, config: ParallelConfig) -> str | dict[str, str | None]:
     """Return the style of an attention; if none works, the reason of each (None: works, but is not configured)."""
     wanted = config.context.style
-    reasons: dict[ContextStyle, str | None] = {style: _refuses(style, attention, config) for style in STYLES}
+    reasons: dict[str, str | None] = {style: _refuses(style, attention, config) for style in STYLES}
     if wanted == "auto":
         return next((style for style, reason in reasons.items() if reason is None), reasons)
     return wanted if reasons[wanted] is None else reasons
 
 
-def _refuses(style: ContextStyle, attention: Any, config: ParallelConfig) -> str | None:
+def _refuses(style: str, attention: ShardedAttention, config: ParallelConfig) -> str | None:
     traits = attention.core.traits
     if style not in traits.context:
         allows = ", ".join(traits.context) or "none"

@@ -19,10 +19,11 @@ from xscale.parallel.context.heads import AheadOfShard, FirstStateOfShards, Sequ
 from xscale.parallel.context.mask import ShardedMaskBuilder
 from xscale.parallel.context.moe import GlobalRouting
 from xscale.parallel.context.neighbours import NeighbourExchange
+from xscale.parallel.context.sequence_sharding import TokensOverContext
 from xscale.parallel.context.state_space import RecurrenceScan, StateSpaceScan
 from xscale.parallel.context.styles import STYLES, style_of
 from xscale.parallel.context.ulysses import UlyssesOfReusedScores
-from xscale.parallel.layout_invariant_random import TokensOverContext, draw_for_all_heads
+from xscale.parallel.layout_invariant_random import draw_for_all_heads
 from xscale.parallel.roles import RoleTable
 
 

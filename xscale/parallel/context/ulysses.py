@@ -10,7 +10,7 @@ from torch import Tensor
 
 from xscale.mesh.collectives import all_to_all, pad_to_multiple
 from xscale.nn.attention.core import Core
-from xscale.nn.attention.ops.mask import AttentionMask, ScoreEdge
+from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.ops.without_padding import attend_text
 from xscale.nn.module import Module, substitute
 from xscale.nn.roles import Role
@@ -105,10 +105,10 @@ class UlyssesOfReusedScores:
     """Substitute for the `attend` of a mixer that reuses scores, which have a shard of the heads and all tokens."""
 
     mixer: Any
-    inner: Callable[[Tensor, Tokens, Tokens, ScoreEdge | None], Tensor]
+    inner: Callable[[Tensor, Tokens, Tokens, Any], Tensor]
     """Weights the values of an unsharded sequence."""
 
-    def __call__(self, v: Tensor, tokens: Tokens, key_tokens: Tokens, edge: ScoreEdge | None) -> Tensor:
+    def __call__(self, v: Tensor, tokens: Tokens, key_tokens: Tokens, edge: Any) -> Tensor:
         """[B, H, P, K] -> [B, H, P, K]."""
         if not isinstance(tokens, TokenShard):
             return self.inner(v, tokens, key_tokens, edge)

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from xscale.mesh.collectives import sum_tensor
 from xscale.optim.groups import ClipGroup, clip_factor, clip_groups
 from xscale.optim.optimizer.optimizer import LocalParameter, Optimizer
+from xscale.parallel.config import ParallelConfig
 from xscale.parallel.ema import ExponentialMovingAverage
-from xscale.parallel.full_tensors import ShardedWeightWriter, free_gathered_weights
-from xscale.parallel.plan import ParallelPlan
-from xscale.parallel.sharded import ShardedParameter
+from xscale.parallel.shard import zero
+from xscale.parallel.shard.full_tensors import ShardedWeightWriter, free_gathered_weights
+from xscale.parallel.shard.sharded import ShardedParameter
 from xscale_kernels.squared_norm.op import squared_norm
 from xscale_kernels.torch_private import foreach_mul_
 
@@ -24,7 +25,7 @@ class FsdpEngine:
     """The engine (see `protocol.Engine`) whose parameters stay in the model."""
 
     model: nn.Module
-    plan: ParallelPlan
+    parallel: ParallelConfig
     optimizer: Optimizer
     parameters: list[ShardedParameter]
     device: torch.device
@@ -61,7 +62,7 @@ class FsdpEngine:
             self.norm_weights.append(by_weight)
 
     def begin_micro_batch(self, *, last: bool) -> None:
-        self.plan.set_gradient_sync(self.model, last=last)
+        zero.set_gradient_sync(self.model, self.parallel, last=last)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 from torch import nn
 
-from xscale.core.errors import Problem
-from xscale.core.requirements import kinds, take
+from xscale.core.errors import Choice, Problem
+from xscale.core.requirements import change, kinds, take
 from xscale.nn.stack import Stack
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.pipeline.schedule import SCHEDULES, schedule_of
@@ -58,38 +58,43 @@ def check(model: nn.Module, config: ParallelConfig, path: str, length: int = 0) 
     problems += _check_exits(model, stage_blocks, path)
     if shared := params_shared_across_stages(model, stage_blocks):
         what = f"blocks of different stages share parameters, such as {shared[0]}"
-        problems.append(Problem(f"{path}.mesh.pp", what, "Take pp=1, or blocks_per_stage that keep them together."))
-    names_by_fix: dict[str, list[str]] = {}
+        fix = "Or take blocks_per_stage that keep them together."
+        problems.append(Problem(f"{path}.mesh.pp", what, fix, choices=take(1)))
+    names_by_advice: dict[tuple[tuple[Choice, ...], str], list[str]] = {}
     for name, stages in stages_of_shared_params(model, stage_blocks).items():
         ranks = [schedule.rank_of(stage, pp) for stage in stages]
         if len(set(ranks)) < len(ranks):
-            fix = _one_copy(name, looks_up=getattr(model, "mtp", None) is not None)
-            names_by_fix.setdefault(fix, []).append(name)
-    for fix, names in names_by_fix.items():
+            advice = _one_copy(name, looks_up=getattr(model, "mtp", None) is not None)
+            names_by_advice.setdefault(advice, []).append(name)
+    for (choices, fix), names in names_by_advice.items():
         more = f" and of others, {len(names)} in all," if len(names) > 1 else ""
         what = f"'{schedule.name}' puts two copies of {names[0]}{more} on one rank"
-        problems.append(Problem(f"{path}.pipeline.schedule", what, fix))
+        problems.append(Problem(f"{path}.pipeline.schedule", what, fix, choices=choices))
     return problems
 
 
-def _one_copy(name: str, *, looks_up: bool) -> str:
-    """Return what would leave a rank one copy of a parameter that several of its stages use. `looks_up`: the last stage
-    reads the embedding, for multi-token prediction."""
+def _one_copy(name: str, *, looks_up: bool) -> tuple[tuple[Choice, ...], str]:
+    """Return what would leave a rank one copy of a parameter that several of its stages use, as choices and a sentence.
+
+    `looks_up`: the last stage reads the embedding, for multi-token prediction."""
+    one_stage = take("1f1b")
     if ".position." in name:
-        return "Take schedule 1f1b, with one stage on each rank, or model.position.shared=false."
+        return one_stage + take(False, key="model.position.shared"), ""
     if ".shared." in name:
-        return "Take schedule 1f1b, with one stage on each rank, or stack.share=none."
+        return one_stage + take("none", key="model.stack.share"), ""
+    if ".position_tables." in name and name.endswith((".content_bias", ".position_bias")):
+        return one_stage + take(False, key="model.position.shared_biases"), ""
     if ".position_tables." in name:
-        is_bias = name.endswith((".content_bias", ".position_bias"))
-        other = "model.position.shared_biases=false" if is_bias else "another stack.block.position"
-        return f"Take schedule 1f1b, with one stage on each rank, or {other}."
+        return one_stage, "Or take another stack.block.position."
     if ".core_tables." in name:
-        return "Take schedule 1f1b, with one stage on each rank, or a core without tables that layers share."
+        return one_stage, "Or take a core without tables that layers share."
     if name.startswith("distillation."):
-        return "Take schedule 1f1b, with one stage on each rank, or distill.map_width=null."
-    allowed = ", ".join(schedule.name for schedule in SCHEDULES.values() if not schedule.v_shaped)
-    untied = ", or mtp: null and tied: false." if looks_up else ", or tied: false."
-    return f"Take one of the schedules {allowed}" + ("." if "source" in name else untied)
+        return one_stage + take(None, key="distill.map_width"), ""
+    schedules = take(*[schedule.name for schedule in SCHEDULES.values() if not schedule.v_shaped])
+    if "source" in name:
+        return schedules, ""
+    untied = ("model.tied", False)
+    return schedules + (change(("model.mtp", None), untied) if looks_up else change(untied)), ""
 
 
 def _check_streams(model: nn.Module, path: str) -> list[Problem]:

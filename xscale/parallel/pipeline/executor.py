@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from xscale.mesh.mesh import Mesh
+from xscale.nn.head.sentence_contrast import SENTENCES, contrasts_sentences
 from xscale.nn.model.embed import global_tokens_of
-from xscale.nn.sentence_contrast import SENTENCES, contrasts_sentences
 from xscale.nn.tokens import Tokens
 from xscale.parallel.config import ParallelConfig, PipelineConfig
 from xscale.parallel.context.sequence_sharding import TokenShard
@@ -27,7 +27,7 @@ from xscale.parallel.pipeline.p2p import P2PChannel, TensorSpec
 from xscale.parallel.pipeline.schedule import Action, ActionTable, schedule_of
 from xscale.parallel.pipeline.split import split, stages_of_shared_params
 from xscale.parallel.pipeline.stage import PipelineStage, StageInput, make_stage
-from xscale.parallel.sharded import StagedModel, sharded_parameters
+from xscale.parallel.shard.sharded import StagedModel, sharded_parameters
 
 
 class MicroBatch(Protocol):

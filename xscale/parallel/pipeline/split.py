@@ -9,7 +9,7 @@ from torch import nn
 
 from xscale.nn.block import Block
 from xscale.nn.ffn.ffn import active_fractions
-from xscale.nn.head import Head
+from xscale.nn.head.head import Head
 from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.module import Module, seams_of

@@ -1,29 +1,35 @@
 """A pipeline stage: a model with only its own blocks, under their own names, and stubs in place of the other modules.
 
-The stubs have the protocols of what they replace: ReceivedHidden returns the hidden states from the previous stage,
-PassThrough and SendHidden forward what the next stage needs. So the model's own forward is the stage's forward.
+The stubs have the protocols of what they replace. Received* return a tensor of the previous stage, which is in a
+`ReceivedTensor`; Send* and PassThrough forward what the next stage needs; NoHidden stands where nothing is read. So the
+model's own forward is the stage's forward.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from xscale.nn.block import Block
-from xscale.nn.edges import CONTENT, VALUES, HandedOn
+from xscale.nn.edges import VALUES
 from xscale.nn.gates import GATES
+from xscale.nn.head.sentence_contrast import SENTENCES
 from xscale.nn.linear import Embedding
-from xscale.nn.model.disentangled import Disentangled
+from xscale.nn.model.model import Model
 from xscale.nn.module import Module, substitute
-from xscale.nn.reversible import Streams, upcast_copy
+from xscale.nn.reversible import upcast_copy
 from xscale.nn.roles import Role
-from xscale.nn.sentence_contrast import SENTENCES
 from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
-from xscale.parallel.pipeline.split import params_shared_by_blocks, stage_layout, stages_of_shared_params
-from xscale.parallel.roles import RoleTable, apply_table
+from xscale.parallel.pipeline.split import (
+    StageLayout,
+    params_shared_by_blocks,
+    stage_layout,
+    stages_of_shared_params,
+)
+from xscale.parallel.roles import RoleTable, apply_table, seams_in
 
 
 @dataclass(frozen=True)
@@ -44,43 +50,47 @@ class StageInput:
     """Whether the tokens are those of the masked sentences by themselves, for a contrastive loss, if there is one."""
 
 
-class Received(Protocol):
-    """A stub that gives a received tensor to the next forward."""
+@dataclass
+class ReceivedTensor:
+    """Where a stub reads a tensor of the previous stage: that of the next micro-batch."""
 
-    received: Tensor | None
+    about: StageInput
+    value: Tensor | None = None
+    """None: it was not sent, as the states of sentences in an evaluation."""
 
 
 class ReceivedHidden(Module):
-    """Stub for an embedding: returns received hidden states. Has the table if the stage's head is tied to it, or its
-    multi-token prediction reads it."""
+    """Stub for an embedding: returns received hidden states [B, T, D]. Has the table if the stage's head is tied to it,
+    or its multi-token prediction reads it."""
 
-    def __init__(self, path: str, table: Embedding | None = None) -> None:
+    def __init__(self, path: str, hidden: ReceivedTensor, table: Embedding | None = None) -> None:
         super().__init__()
         self.path = path
+        self.hidden = hidden
         self.table = table
-        self.received: Tensor | None = None
-        """[B, T, D] of the next micro-batch."""
 
     def forward(self, *_: Any) -> Tensor | None:
-        return self.received
+        return self.hidden.value
 
 
 class ReceivedSentences(ReceivedHidden):
-    """Stub for the embedding of a model with a contrastive loss: also returns states of sentences by themselves."""
+    """Stub for the embedding of a model with a contrastive loss: also returns the states of the sentences by
+    themselves, [B * K, M + N, D]."""
 
-    def __init__(self, path: str, table: Embedding | None, sentences: "HiddenStub") -> None:
-        super().__init__(path, table)
+    def __init__(self, hidden: ReceivedHidden, sentences: ReceivedTensor) -> None:
+        super().__init__(hidden.path, hidden.hidden, hidden.table)
         self.sentences = sentences
 
     def forward(self, tokens: Tokens) -> Tensor | None:
-        alone = self.sentences.received
-        return self.received if alone is None or tokens.get(SENTENCES) is not None else alone
+        alone = self.sentences.value
+        return self.hidden.value if alone is None or tokens.get(SENTENCES) is not None else alone
 
 
-class HiddenStub:
-    """States of the sentences by themselves, [B * K, M + N, D] of the next micro-batch; None: there is no loss."""
+class NoHidden(Module):
+    """Stub for an embedding whose output no block of the stage reads."""
 
-    received: Tensor | None = None
+    def forward(self, *_: Any) -> None:
+        return None
 
 
 class SendSentences(Module):
@@ -90,45 +100,40 @@ class SendSentences(Module):
         return x, alone
 
 
+@dataclass(frozen=True)
 class ReceivedHandedOn:
     """Stub for what the previous stage's last block hands on: scores by sublayer, values, sums of gates."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.stubs = {name: HandedOnStub() for name in names}
+    tensors: Mapping[str, ReceivedTensor]
 
-    def __call__(self) -> HandedOn:
-        return {name: stub.received for name, stub in self.stubs.items() if stub.received is not None}
-
-
-class HandedOnStub:
-    """One of these tensors, of the next micro-batch."""
-
-    received: Tensor | None = None
+    def __call__(self) -> dict[str, Tensor]:
+        return {name: tensor.value for name, tensor in self.tensors.items() if tensor.value is not None}
 
 
+@dataclass(frozen=True)
 class ReceivedStream:
-    """Second residual stream of the previous stage's last block, [B, T, D] of the next micro-batch."""
+    """Stub for the second residual stream of the previous stage's last block, [B, T, D]."""
 
-    received: Tensor | None = None
+    stream: ReceivedTensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        assert self.received is not None
-        return upcast_copy(self.received)
+        assert self.stream.value is not None
+        return upcast_copy(self.stream.value)
 
 
-def send_streams(x: Streams, handed_on: HandedOn, tokens: Tokens) -> tuple[Tensor, ...]:
+def send_streams(x: tuple[Tensor, Tensor], handed_on: dict[str, Tensor], tokens: Tokens) -> tuple[Tensor, ...]:
     """Output of a stack whose next block is in another stage and has two residual streams: both."""
-    return x.first, x.second
+    return tuple(x)
 
 
+@dataclass(frozen=True)
 class SendHandedOn:
     """Output of a stack whose next block is in another stage and reads what this one's last block hands on, which
     follows the hidden states."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = names
+    names: Sequence[str]
 
-    def __call__(self, x: Tensor, handed_on: HandedOn, tokens: Tokens) -> tuple[Tensor, ...]:
+    def __call__(self, x: Tensor, handed_on: dict[str, Tensor], tokens: Tokens) -> tuple[Tensor, ...]:
         return x, *(handed_on[name] for name in self.names)
 
 
@@ -185,26 +190,34 @@ class PipelineStage:
 
     index: int
     model: nn.Module
-    stubs: list[Received]
-    """Stubs for the received tensors, in the order in which they are sent."""
-    inputs: list[StageInput]
-    """Descriptions of the received tensors, in the same order."""
     last: bool
+    received: list[ReceivedTensor] = field(default_factory=list)
+    """The tensors that the stubs read, in the order in which they are sent."""
 
     @property
     def first(self) -> bool:
-        return not self.inputs
+        return self.index == 0
 
-    def feed(self, received: list[Tensor]) -> None:
+    @property
+    def inputs(self) -> list[StageInput]:
+        """Descriptions of the received tensors."""
+        return [tensor.about for tensor in self.received]
+
+    def receive(self, about: StageInput) -> ReceivedTensor:
+        """Return where a stub reads the next tensor that the stage receives."""
+        self.received.append(ReceivedTensor(about))
+        return self.received[-1]
+
+    def feed(self, values: list[Tensor]) -> None:
         """Set the received tensors for the next forward; those of sentences, the last ones, may be absent."""
-        assert len(received) <= len(self.stubs)
-        for stub, tensor in zip_longest(self.stubs, received):
-            stub.received = tensor
+        assert len(values) <= len(self.received)
+        for tensor, value in zip_longest(self.received, values):
+            tensor.value = value
 
     def clear(self) -> None:
         """Release the received tensors."""
-        for stub in self.stubs:
-            stub.received = None
+        for tensor in self.received:
+            tensor.value = None
 
 
 def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> PipelineStage:
@@ -213,37 +226,44 @@ def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> Pipelin
     assert layout is not None
     paths, last = blocks[index], index == len(blocks) - 1
     shared = set(stages_of_shared_params(model, blocks))
-    tied = {name for name in shared if model.get_parameter(name) is model.get_submodule("head").weight}
+    is_tied = any(model.get_parameter(name) is model.get_submodule("head").weight for name in shared)
+    # Multi-token prediction behind the last block looks tokens up.
+    reads_table = is_tied or getattr(model, "mtp", None) is not None
     received = edges_read(model, blocks, index)
     sent = [] if last else list(edges_read(model, blocks, index + 1))
     for name in layout.stacks:
         _keep_blocks(model.get_submodule(name), paths, name)
-    looks_up = getattr(model, "mtp", None) is not None
     if not last:
         apply_table(BEFORE_LAST, model.modules())
     if index:
         apply_table(AFTER_FIRST, model.modules())
-    stage = PipelineStage(index, model, [], [], last)
+    stage = PipelineStage(index, model, last)
     if len(layout.stacks) == 1:
-        stack = model.get_submodule(layout.stacks[0])
-        assert isinstance(stack, Stack)
-        if index:
-            _add_input(
-                stage, "embed", from_source=False, table=last and (bool(tied) or looks_up), stream=stack.reversible
-            )
-        if stack.gates is not None:
-            received |= {GATES: 0} if index else {}
-            sent += [] if last else [GATES]
-        _hand_on_edges(stage, stack, received, sent)
-        if stack.reversible:
-            _hand_on_streams(stage, stack)
-        # The last input, which an evaluation lacks.
-        if getattr(model, "contrast", None) is not None:
-            _hand_on_sentences(stage)
+        _one_stack(stage, layout, received, sent, reads_table=reads_table)
     else:
         assert not received, "only a model of one stack sends attention scores or values"
-        _two_stacks(stage, paths, last and bool(tied))
+        _two_stacks(stage, layout, paths, tied=last and is_tied)
     return stage
+
+
+def _one_stack(
+    stage: PipelineStage, layout: StageLayout, received: dict[str, int], sent: list[str], *, reads_table: bool
+) -> None:
+    """Put stubs into a model of one stack. `received` and `sent`: what blocks hand on beside hidden states."""
+    stack = stage.model.get_submodule(layout.stacks[0])
+    assert isinstance(stack, Stack)
+    if not stage.first:
+        about = StageInput(stream=stack.reversible)
+        _receive_hidden(stage, layout.inputs[0], about, has_table=stage.last and reads_table)
+    if stack.gates is not None:
+        received = received if stage.first else received | {GATES: 0}
+        sent = sent if stage.last else [*sent, GATES]
+    _hand_on_edges(stage, stack, received, sent)
+    if stack.reversible:
+        _hand_on_streams(stage, stack)
+    # The last input, which an evaluation lacks.
+    if getattr(stage.model, "contrast", None) is not None:
+        _hand_on_sentences(stage, layout.inputs[0])
 
 
 def _keep_blocks(stack: nn.Module, paths: list[str], name: str) -> None:
@@ -268,13 +288,11 @@ def _keep_blocks(stack: nn.Module, paths: list[str], name: str) -> None:
         substitute(stack, "shared", None)
 
 
-def _add_input(stage: PipelineStage, name: str, *, from_source: bool, table: bool, stream: bool = False) -> None:
+def _receive_hidden(stage: PipelineStage, name: str, about: StageInput, *, has_table: bool = False) -> None:
     """Substitute a stub for the embedding `name`: the stage's next received tensor."""
     embed: Any = stage.model.get_submodule(name)
-    stub = ReceivedHidden(name, embed.table if table else None)
-    substitute(stage.model, name, stub)
-    stage.stubs.append(stub)
-    stage.inputs.append(StageInput(from_source=from_source, stream=stream))
+    table = embed.table if has_table else None
+    substitute(stage.model, name, ReceivedHidden(name, stage.receive(about), table))
 
 
 def scores_read(model: nn.Module, block: str) -> dict[str, int]:
@@ -306,65 +324,64 @@ def edges_read(model: nn.Module, blocks: list[list[str]], index: int) -> dict[st
 def _hand_on_edges(stage: PipelineStage, stack: nn.Module, received: dict[str, int], sent: list[str]) -> None:
     """Receive what the stage's first block reads beside hidden states, and send what the next stage's reads."""
     if received:
-        edges = ReceivedHandedOn(list(received))
-        substitute(stack, "first_handed_on", edges)
-        stage.stubs += edges.stubs.values()
         beside = {GATES: StageInput(per_token=True), VALUES: StageInput(values=True)}
-        stage.inputs += [beside.get(name, StageInput(score_heads=heads)) for name, heads in received.items()]
+        tensors = {
+            name: stage.receive(beside.get(name, StageInput(score_heads=heads))) for name, heads in received.items()
+        }
+        substitute(stack, "first_handed_on", ReceivedHandedOn(tensors))
     if sent:
         substitute(stack, "output", SendHandedOn(sent))
 
 
-def _hand_on_sentences(stage: PipelineStage) -> None:
-    """Receive and send the states of sentences by themselves, for the contrastive loss of the last stage."""
-    if stage.index:
-        embed, stub = stage.model.get_submodule("embed"), HiddenStub()
-        assert isinstance(embed, ReceivedHidden)
-        substitute(stage.model, "embed", received := ReceivedSentences(embed.path, embed.table, stub))
-        stage.stubs[stage.stubs.index(embed)] = received
-        stage.stubs.append(stub)
-        stage.inputs.append(StageInput(sentences=True))
+def _hand_on_sentences(stage: PipelineStage, name: str) -> None:
+    """Receive and send the states of sentences by themselves, for the contrastive loss of the last stage; `name` is
+    that of the embedding."""
+    if not stage.first:
+        hidden = stage.model.get_submodule(name)
+        assert isinstance(hidden, ReceivedHidden)
+        sentences = stage.receive(StageInput(sentences=True))
+        substitute(stage.model, name, ReceivedSentences(hidden, sentences))
 
 
 def _hand_on_streams(stage: PipelineStage, stack: Stack) -> None:
     """Receive the second residual stream of the previous stage, and send both to the next."""
-    if stage.index:
-        stub = ReceivedStream()
-        substitute(stack, "second_stream", stub)
-        stage.stubs.append(stub)
-        stage.inputs.append(StageInput(stream=True))
+    if not stage.first:
+        substitute(stack, "second_stream", ReceivedStream(stage.receive(StageInput(stream=True))))
     if not stage.last:
         substitute(stack, "output", send_streams)
 
 
-def _two_stacks(stage: PipelineStage, paths: list[str], tied: bool) -> None:
+def _two_stacks(stage: PipelineStage, layout: StageLayout, paths: list[str], *, tied: bool) -> None:
+    """Put stubs into an encoder-decoder. `tied`: the stage has a head with the table of the embeddings."""
     model = stage.model
-    encodes = any(path.startswith("encoder.") for path in paths)
-    decodes = any(path.startswith("decoder.") for path in paths)
-    starts_decoder = "decoder.blocks.0" in paths
-    # A disentangled decoder's blocks read the embeddings of the target beside the hidden states.
-    disentangled = isinstance(model, Disentangled)
+    assert isinstance(model, Model)
+    source, target = layout.inputs
+    encoder, decoder = (seam for _, seam, _ in seams_in([model], Role.STACK))
+    encodes, decodes = (any(path.startswith(f"{stack}.") for path in paths) for stack in (encoder, decoder))
+    starts_encoder, starts_decoder = (f"{stack}.blocks.0" in paths for stack in (encoder, decoder))
+    # A decoder may read further inputs before the embeddings of the target.
+    read_by_decoder = [seam for _, seam, _ in seams_in([model], Role.STACK_INPUT) if seam not in layout.inputs]
+    read_by_decoder.append(target)
     if decodes and not starts_decoder:
-        if disentangled:
-            _add_input(stage, "queries", from_source=False, table=False)
-        _add_input(stage, "target", from_source=False, table=False)
-    if "encoder.blocks.0" not in paths:
+        for name in read_by_decoder:
+            _receive_hidden(stage, name, StageInput())
+    if not starts_encoder:
         # Both embeddings use one table, whose name is the source's.
-        _add_input(stage, "source", from_source=True, table=starts_decoder or tied)
+        _receive_hidden(stage, source, StageInput(from_source=True), has_table=starts_decoder or tied)
     if not encodes:
-        substitute(model, "encoder", PassThrough())
+        substitute(model, encoder, PassThrough())
     if not decodes:
-        substitute(model, "target", ReceivedHidden("target"))
-        substitute(model, "decoder", PassThrough())
-        if disentangled:
-            substitute(model, "queries", ReceivedHidden("queries"))
+        for name in read_by_decoder:
+            substitute(model, name, NoHidden())
+        substitute(model, decoder, PassThrough())
     elif not stage.last:
-        model.get_submodule("decoder").register_forward_hook(_with_content if disentangled else _with_memory)
+        model.get_submodule(decoder).register_forward_hook(_with_memory(model))
 
 
-def _with_memory(_: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> tuple[Tensor, Tensor]:
-    return out, inputs[2]
+def _with_memory(model: Model) -> Callable[..., tuple[Tensor, ...]]:
+    """Return the hook by which a decoder sends its output, the signals that its blocks read, and its memory."""
 
+    def send(_: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> tuple[Tensor, ...]:
+        return out, *(inputs[1].get(signal) for signal in model.signals_of_decoder), inputs[2]
 
-def _with_content(_: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return out, inputs[1].get(CONTENT), inputs[2]
+    return send

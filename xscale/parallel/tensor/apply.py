@@ -8,24 +8,18 @@ from typing import Any
 
 from torch import nn
 
-from xscale.core.errors import Choice, Problem
-from xscale.core.requirements import instead, take
+from xscale.core.errors import Problem
+from xscale.core.requirements import divisors, instead, take
 from xscale.mesh.mesh import Mesh
-from xscale.nn.attention.core import CORES
-from xscale.nn.block import Sublayer
-from xscale.nn.ffn.moe import Moe
-from xscale.nn.ffn.sparse import SparseFfn
-from xscale.nn.head import Head
-from xscale.nn.mixer.attention import Attention
+from xscale.nn.head.head import Head
 from xscale.nn.module import Module, parameter_axes
-from xscale.nn.quaternion import QuaternionLinear
 from xscale.nn.roles import Role
 from xscale.nn.stack import Stack
-from xscale.parallel.activation_checkpointing import is_recomputed
 from xscale.parallel.config import ParallelConfig
-from xscale.parallel.region import TensorRegion
+from xscale.parallel.recompute.activation_checkpointing import is_recomputed
 from xscale.parallel.roles import apply_table, seams_in
-from xscale.parallel.sharding import RULES, dense_mesh
+from xscale.parallel.shard.region import TensorRegion
+from xscale.parallel.shard.sharding import RULES, dense_mesh
 from xscale.parallel.tensor import sequence
 from xscale.parallel.tensor.table import TENSOR
 
@@ -36,20 +30,15 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
     if tp == 1:
         return []
     where = f"{path}.mesh.tp"
-    if any(isinstance(module, QuaternionLinear) for module in model.modules()):
-        what = "a quaternion's components are quarters of the channels, so a rank's rows would not be whole quaternions"
-        return [Problem(where, what, "Or take stacks with linear_maps=real.", choices=take(1))]
     problems = _check_sizes(model, config, where)
-    for module in model.modules():
-        if isinstance(module, Sublayer):
-            problems += _check_part(module.part, where)
-        if isinstance(module, Moe) and module.shared is not None:
-            problems += _check_part(module.shared, where)
-        if isinstance(module, Attention):
-            problems += _check_heads(module, tp, where)
-        if isinstance(module, SparseFfn) and module.blocks % tp:
-            what = f"tp={tp} does not divide the {module.blocks} blocks of hidden units of ffn 'sparse'"
-            problems.append(Problem(where, what, choices=_divisors(module.blocks)))
+    modules = [module for module in model.modules() if isinstance(module, Module)]
+    own_problems = {module: module.tp_problems(tp, where) for module in modules}
+    parts = [getattr(module, seam) for module, seam, _ in seams_in(modules, Role.REGION)]
+    for part in (*parts, *(part for module in modules for part in module.summed_parts)):
+        # A part that says itself why it cannot be sharded needs no other reason.
+        if not any(own_problems.get(module) for module in part.modules()):
+            problems += _check_part(part, where)
+    problems += [problem for problems_of_module in own_problems.values() for problem in problems_of_module]
     for mixer, *_ in seams_in(model.modules(), Role.FIRST_HEAD):
         for key, count in mixer.head_counts.items():
             problems += _check_divides(count, tp, where, key)
@@ -71,7 +60,8 @@ def _check_sizes(model: nn.Module, config: ParallelConfig, where: str) -> list[P
                 problems.append(Problem(where, what, fix, choices=lower))
             if axis == "vocab" and size <= (tp - 1) * -(-size // tp):
                 what = f"vocabulary of {size} leaves some of tp={tp} ranks with no rows"
-                problems.append(Problem(where, what, "Take a lower tp, or a larger vocabulary."))
+                lower = take(*[degree for degree in range(1, tp) if size > (degree - 1) * -(-size // degree)])
+                problems.append(Problem(where, what, "Or take a larger vocabulary.", choices=lower))
     return problems
 
 
@@ -86,42 +76,10 @@ def _check_part(part: nn.Module, where: str) -> list[Problem]:
     return [Problem(where, what, choices=take(1) + mixers_or_ffns)]
 
 
-def _check_heads(attention: Attention, tp: int, where: str) -> list[Problem]:
-    heads, kv_heads = attention.heads, attention.kv_heads
-    problems = []
-    if heads % tp == 0 and kv_heads % tp and tp % kv_heads:
-        what = f"tp={tp} neither divides nor is divided by kv_heads={kv_heads}"
-        fix = f"Or take kv_heads that divide {tp} or that {tp} divides."
-        problems.append(Problem(where, what, fix, choices=_divisors(heads)))
-    if attention.qk_norm_over == "heads" and kv_heads % tp:
-        what = f"tp={tp} does not divide kv_heads={kv_heads}, over all of which the keys are normalised"
-        fix = f"Or take kv_heads that {tp} divides, or mixers with qk_norm_over=head."
-        problems.append(Problem(where, what, fix, choices=_divisors(kv_heads)))
-    period = attention.core.head_period
-    if heads % tp == 0 and heads // tp % period:
-        what = f"tp={tp} gives a rank {heads // tp} heads, and the core's cores take turns every {period}"
-        problems.append(Problem(where, what, choices=_divisors(heads // period)))
-    if attention.mixes_heads:
-        what = f"mixer '{attention.Config.kind}' mixes the heads of a token, so tp cannot shard them"
-        choices = take(1) + instead("mixer", str(attention.Config.kind), ["attention"])
-        problems.append(Problem(where, what, choices=choices))
-    for core, _ in attention.core.head_cores(heads):
-        if not core.traits.per_head:
-            what = f"core '{core.Config.kind}' mixes heads, so tp cannot shard them"
-            choices = take(1) + instead("core", str(core.Config.kind), CORES.able(per_head=True))
-            problems.append(Problem(where, what, choices=choices))
-    return problems
-
-
 def _check_divides(heads: int, tp: int, where: str, key: str = "heads") -> list[Problem]:
     if heads % tp == 0:
         return []
-    return [Problem(where, f"tp={tp} does not divide {key}={heads}", choices=_divisors(heads))]
-
-
-def _divisors(count: int) -> tuple[Choice, ...]:
-    """Return the choices of a degree that divides `count`."""
-    return take(*[degree for degree in range(1, count + 1) if count % degree == 0])
+    return [Problem(where, f"tp={tp} does not divide {key}={heads}", choices=divisors(heads))]
 
 
 SENT: dict[Role, tuple[str, Callable[[Any, int, int, bool], float]]] = {

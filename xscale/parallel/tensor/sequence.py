@@ -12,21 +12,20 @@ from typing import Any
 from torch import Tensor, nn
 
 from xscale.core.errors import Problem
-from xscale.core.requirements import instead, kinds, take
+from xscale.core.requirements import instead, take
 from xscale.mesh.collectives import gather_out, slice_in
-from xscale.nn.model.disentangled import Disentangled
-from xscale.nn.module import substitute
-from xscale.nn.norm import NORMS, Norm
+from xscale.nn.module import Module, substitute
+from xscale.nn.norm.norm import NORMS
 from xscale.nn.roles import Role
 from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
 from xscale.parallel.layout_invariant_random import TokensOverTensor
-from xscale.parallel.region import TensorRegion, all_reduce_replicated_grads
-from xscale.parallel.roles import RoleTable, seams_in, wrap_by
+from xscale.parallel.roles import RoleTable, norms_between_regions, wrap_by
+from xscale.parallel.shard.region import TensorRegion, all_reduce_replicated_grads
 
 
 def check(model: nn.Module, path: str) -> list[Problem]:
-    """Return norms that need the full sequence."""
+    """Return what reads all tokens of the sequence between regions."""
     problems = {}
     for stack in [module for module in model.modules() if isinstance(module, Stack)]:
         decodes = any(block.decoder_steps for block in stack.blocks.values())
@@ -42,10 +41,9 @@ def check(model: nn.Module, path: str) -> list[Problem]:
         if key is not None:
             what = f"stack.{key} reads the tokens between the blocks, of which each rank would have a shard"
             problems[key] = Problem(path, what, f"Or take a stack without {key}.", choices=take(False))
-    if isinstance(model, Disentangled):
-        what = "the first queries are positions of the full sequence, of which each rank would have a shard"
-        choices = take(False) + kinds(["encoder_decoder"], "model")
-        problems["disentangled"] = Problem(path, what, choices=choices)
+    for module in model.modules():
+        if isinstance(module, Module):
+            problems |= {problem.what: problem for problem in module.sp_problems(path)}
     for norm in norms_between_regions(model):
         kind = norm.Config.kind
         assert kind is not None
@@ -55,12 +53,6 @@ def check(model: nn.Module, path: str) -> list[Problem]:
             choices = take(False) + instead("norm", kind, NORMS.able(per_token=True, batch_statistics=False))
             problems[kind] = Problem(path, what, choices=choices)
     return list(problems.values())
-
-
-def norms_between_regions(model: nn.Module) -> list[Norm]:
-    """Return the norms that are applied between regions."""
-    parts = [getattr(module, seam) for module, seam, _ in seams_in(model.modules(), Role.BETWEEN_REGIONS)]
-    return [part for part in parts if isinstance(part, Norm)]
 
 
 def _between_regions(module: nn.Module, seam: str, region: TensorRegion) -> None:

@@ -12,17 +12,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from xscale.mesh.collectives import copy_in, gather_in, gather_out, sum_out
-from xscale.nn.head import Head
+from xscale.nn.head.head import Head
 from xscale.nn.linear import Embedding, Linear
 from xscale.nn.module import substitute
-from xscale.nn.norm import Norm
+from xscale.nn.norm.norm import Norm
 from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 from xscale.parallel.expert import SplitRowsOverTp
 from xscale.parallel.layout_invariant_random import HiddenOverTensor, draw_for_all_heads
-from xscale.parallel.region import TensorRegion, all_reduce_replicated_grads, wrap_region
 from xscale.parallel.roles import RoleTable, wrap_by
-from xscale.parallel.sharding import holds_experts, shard_dim
+from xscale.parallel.shard.region import TensorRegion, all_reduce_replicated_grads, wrap_region
+from xscale.parallel.shard.sharding import holds_experts, shard_dim
 from xscale.parallel.tensor.vocabulary import ShardTokenRows, VocabParallelCrossEntropy, VocabParallelEmbedding
 
 

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xscale.mesh.collectives import all_gather, sum_out
-from xscale.nn.distilled_head import FullVocabulary
-from xscale.nn.head import IGNORE_INDEX
-from xscale.parallel.region import TensorRegion
+from xscale.nn.head.head import IGNORE_INDEX
+from xscale.parallel.shard.region import TensorRegion
 from xscale_kernels.cross_entropy import LossTerms
 from xscale_kernels.vocab_cross_entropy import Statistics, vocab_gradients, vocab_loss, vocab_statistics
 
@@ -35,20 +34,24 @@ class VocabParallelEmbedding:
 
 
 @dataclass(frozen=True)
-class VocabularyShard(FullVocabulary):
-    """This rank's part of the logits that a student and its teacher have over a vocabulary sharded over tp."""
+class VocabularyShard:
+    """This rank's part of the logits that a student and its teacher have over a vocabulary sharded over tp, in the
+    place of `xscale.nn.head.distilled_head.FullVocabulary`."""
 
     region: TensorRegion
     first: int
     """Token id of this rank's first logit."""
 
     def own(self, logits: Tensor, count: int) -> Tensor:
+        """[N, V] -> [N, count]."""
         return logits.narrow(-1, self.first, count)
 
     def logsumexp(self, logits: Tensor) -> Tensor:
+        """Over the logits [N, V / R] of all R ranks -> [N]."""
         return all_gather(logits.logsumexp(-1)[None], 0, self.region.group).logsumexp(0)
 
     def total(self, sums: Tensor) -> Tensor:
+        """Over the sums [N] of all ranks -> [N]."""
         return all_gather(sums[None], 0, self.region.group).sum(0)
 
 

@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from xscale.train.optimizer_step.stepper import StepGradients
+from xscale.step.stepper import StepGradients
 
 Action = Literal["accept", "skip", "rollback", "stop", "lower_loss_scale"]
 

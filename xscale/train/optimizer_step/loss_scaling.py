@@ -6,10 +6,10 @@ from torch import Tensor
 
 from xscale.observe import Observer
 from xscale.parallel.config import PrecisionConfig
-from xscale.parallel.loss_scale import LossScale
+from xscale.parallel.precision.loss_scale import LossScale
+from xscale.run.state import State
+from xscale.step.stepper import StepGradients
 from xscale.train.optimizer_step.decision import StepDecision
-from xscale.train.optimizer_step.stepper import StepGradients
-from xscale.train.state import State
 
 
 @dataclass(frozen=True)

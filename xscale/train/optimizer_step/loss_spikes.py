@@ -8,12 +8,12 @@ from torch import Tensor
 
 from xscale.core.errors import FaultError
 from xscale.core.robust_threshold import spike_threshold
-from xscale.nn.moe.statistics import nonfinite
+from xscale.nn.ffn.moe.statistics import nonfinite
 from xscale.observe import Observer
+from xscale.run.state import State
+from xscale.settings.settings import TrainConfig
+from xscale.step.stepper import StepGradients
 from xscale.train.optimizer_step.decision import StepDecision
-from xscale.train.optimizer_step.stepper import StepGradients
-from xscale.train.settings import TrainConfig
-from xscale.train.state import State
 
 
 class SpikeError(FaultError):

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from xscale.nn.post_step import update_non_gradient_state
 from xscale.optim.schedule import Schedule
-from xscale.parallel.full_tensors import ShardedWeightWriter
+from xscale.parallel.shard.full_tensors import ShardedWeightWriter
+from xscale.run.state import State
+from xscale.settings.settings import Settings
+from xscale.step.step_batches import StepBatches
+from xscale.step.stepper import StepGradients, Stepper
 from xscale.train.optimizer_step.decision import StepDecision, StepPolicy, decide_by
 from xscale.train.optimizer_step.loss_scaling import LossScaling
 from xscale.train.optimizer_step.statistics import StepStatistics
-from xscale.train.optimizer_step.stepper import StepGradients, Stepper
-from xscale.train.settings import Settings
-from xscale.train.state import State
-from xscale.train.step_batches import StepBatches
 from xscale.watchdog.watchdog import Watchdog
 
 

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from xscale.mesh.collectives import MeanOverOwners, mean_tensors
 from xscale.mesh.mesh import Mesh
+from xscale.nn.ffn.moe.statistics import copy_to_cpu, load_balance_metrics
 from xscale.nn.forward import Stats
-from xscale.nn.moe.statistics import copy_to_cpu, load_balance_metrics
 from xscale.observe.events import Statistic
 
 

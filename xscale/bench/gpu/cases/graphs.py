@@ -14,7 +14,8 @@ from xscale.bench.train_sides import collect
 from xscale.core.errors import ConfigError
 from xscale.mesh.environment import read_rank_info
 from xscale.mesh.mesh import leave_process_group
-from xscale.train.setup import RunParts, set_up
+from xscale.run.parts import RunParts
+from xscale.train.setup import set_up
 
 MODELS: Mapping[str, tuple[str, ...]] = {
     "dense 1.3B, 4 x 4096 tokens": ("train.batch_size=4",),

@@ -26,7 +26,7 @@ from xscale.parallel.config import ParallelConfig
 from xscale.parallel.engine.deepspeed.optimizer import Build, FlatOptimizer, flat_states
 from xscale.parallel.engine.deepspeed.partition import PackedPartition, ParameterSpan, Partition, SlicedPartition
 from xscale.parallel.engine.deepspeed.settings import deepspeed_config
-from xscale.parallel.sharded import local_shape_and_offset
+from xscale.parallel.shard.sharded import local_shape_and_offset
 
 
 @dataclass(frozen=True)

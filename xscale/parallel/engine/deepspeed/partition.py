@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from xscale.nn.init import replace_parameters
+from xscale.nn.materialize import replace_parameters
 
 
 def make_plain(model: nn.Module) -> None:

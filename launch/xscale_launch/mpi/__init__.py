@@ -1,0 +1,1 @@
+"""Start ranks with mpirun or srun, and be such a rank."""

@@ -1,0 +1,1 @@
+"""Facts about the nodes of a job, and the checks before it starts."""

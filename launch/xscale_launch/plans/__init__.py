@@ -1,0 +1,1 @@
+"""Questions to `xscale plan` before a submission, and their cached answers."""

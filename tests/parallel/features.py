@@ -1,0 +1,255 @@
+"""Features of models that are compared with one process: each a model, and the layouts on which it could differ.
+
+A layout is compared in every run of the suite where the feature has something of its own to do on it (`quick`), and
+otherwise among the long tests.
+"""
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from tests.nn.test_quaternion import MODEL as QUATERNIONS
+from tests.parallel.models import changed
+
+Section = dict[str, Any]
+TP: Section = {"mesh": {"tp": 2}}
+TP_RECOMPUTED: Section = {**TP, "recompute": {"every": 1}}
+SP: Section = {"mesh": {"tp": 2}, "tensor": {"sequence": True}}
+SP_RECOMPUTED: Section = {**SP, "recompute": {"every": 1}}
+CP: Section = {"mesh": {"cp": 2}}
+CP_RECOMPUTED: Section = {**CP, "recompute": {"every": 1}}
+RING: Section = {**CP, "context": {"style": "ring"}}
+RING_RECOMPUTED: Section = {**RING, "recompute": {"every": 1}}
+ULYSSES: Section = {**CP, "context": {"style": "ulysses"}}
+PP: Section = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}
+DP: Section = {"mesh": {"dp_shard": 2}}
+ZERO3: Section = {"mesh": {"dp_shard": 2}, "zero": {"stage": 3}}
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A model with a feature, and the layouts on which it trains to the numbers of one process."""
+
+    model: Section
+    layouts: dict[str, Section]
+    quick: tuple[str, ...] = ()
+    """The layouts that no other test has in the feature's place."""
+    sections: Section = field(default_factory=dict)
+    """Other sections of the recipe, and the number of steps."""
+    parameters: dict[str, int] = field(default_factory=dict)
+    """Part of a parameter's name -> the number of such parameters, without which the feature would not be there."""
+
+
+def ranks_of(parallel: Section) -> int:
+    """Ranks of a layout: as many as its mesh asks for, and two at least."""
+    return max(2, prod(degree for axis, degree in parallel.get("mesh", {}).items() if axis != "ep"))
+
+
+def decoder(position: str | Section, depth: int = 2, /, **block: Any) -> Section:
+    return {"kind": "decoder", "width": 32, "position": position, "stack": {"depth": depth, "block": block}}
+
+
+def attention(**more: Any) -> Section:
+    return {"kind": "attention", "heads": 4, **more}
+
+
+def dense(hidden: int = 24, **more: Any) -> Section:
+    return {"kind": "dense", "hidden": hidden, **more}
+
+
+# Merged priors, and priors alone.
+def prior(position: str, **core: Any) -> Feature:
+    mixer = attention(kv_heads=2, dropout=0.1, core={"kind": "general_prior", **core})
+    layouts = {"sp": SP_RECOMPUTED, "pp": PP, "cp": CP, "zero3": ZERO3}
+    return Feature(decoder(position, mixer=mixer, ffn=dense(48)), layouts, sections={"steps": 2})
+
+
+MIX: Section = {"merge": "mix", "previous": 0.5, "learned": True}
+ONLY = [
+    {"kind": "prior_only", "heads": 4, "generator": generator, "dropout": 0.1}
+    for generator in ("alibi", "relative", "tupe")
+]
+PRIORS = {
+    "prior, relative": prior("relative", **MIX),
+    "prior, shaw": prior("shaw", merge="multiply"),
+    "prior, alibi": prior("alibi", **MIX),
+    "prior alone": Feature(
+        {
+            "kind": "decoder",
+            "width": 32,
+            "position": "learned",
+            "stack": {
+                "depth": 3,
+                "block": {"ffn": dense(48)},
+                "rules": [{"every": 3, "at": at, "mixer": mixer} for at, mixer in enumerate(ONLY)],
+            },
+        },
+        {"sp": SP_RECOMPUTED, "pp": PP, "zero3": ZERO3},
+        sections={"steps": 2},
+    ),
+}
+
+# BART: sources of other lengths than their texts, two norms of embeddings, all corruptions at once.
+BART_BLOCK = {
+    "mixer": attention(bias=True, dropout=0.1),
+    "ffn": dense(activation="gelu", bias=True),
+    "norm": "layer",
+    "placement": "post",
+    "dropout": 0.1,
+}
+BART = Feature(
+    {
+        "kind": "encoder_decoder",
+        "width": 32,
+        "position": "learned",
+        "embedding_norm": "layer",
+        "dropout": 0.1,
+        "encoder": {"depth": 2, "block": BART_BLOCK},
+        "decoder": {"depth": 2, "block": BART_BLOCK},
+    },
+    {"dp": DP, "tp": TP, "sp": SP, "cp": CP, "pp": PP, "zero3": {"zero": {"stage": 3}}},
+    sections={
+        "objective": {"kind": "denoising", "masked_tokens": 0.1, "deleted_tokens": 0.2, "rotated_documents": 0.5}
+    },
+)
+
+# Transparent attention: the decoder's mixes of all encoder layers.
+PLAIN_BLOCK = {"mixer": attention(), "ffn": dense(), "dropout": 0.1}
+TRANSPARENT = Feature(
+    {
+        "kind": "encoder_decoder",
+        "width": 32,
+        "position": "learned",
+        "transparent": True,
+        "transparent_dropout": 0.2,
+        "encoder": {"depth": 2, "block": PLAIN_BLOCK},
+        "decoder": {"depth": 2, "block": PLAIN_BLOCK},
+    },
+    {"sp": SP_RECOMPUTED, "tp": TP, "cp": CP, "zero3": {"zero": {"stage": 3}}},
+)
+
+# DeLighT: the transformation is of one token, and its one head is not sharded.
+DELIGHT_MIXER = {"kind": "delight", "min_layers": 2, "max_layers": 4, "max_groups": 4}
+DELIGHT = Feature(
+    {
+        "kind": "decoder",
+        "width": 32,
+        "stack": {"depth": 2, "block": {"mixer": DELIGHT_MIXER, "ffn": dense(8), "dropout": 0.1}},
+    },
+    {"cp": CP_RECOMPUTED, "pp": PP, "zero3": ZERO3},
+    quick=("cp",),
+)
+
+# The sparse feed-forward layer: its blocks are sharded, and the noise is that of one process.
+SPARSE_FFN = {"kind": "sparse", "hidden": 48, "block_size": 6, "controller_width": 5, "hard_fraction": 0.5}
+SPARSE = Feature(
+    {
+        "kind": "decoder",
+        "width": 32,
+        "stack": {"depth": 2, "block": {"mixer": attention(), "ffn": SPARSE_FFN, "dropout": 0.1}},
+    },
+    {
+        "sp": SP_RECOMPUTED,
+        "cp": CP,
+        "pp": PP,
+        "zero3": ZERO3,
+        "cp and sp": {"mesh": {"cp": 2, "tp": 2}, "tensor": {"sequence": True}},
+    },
+    quick=("sp", "cp"),
+)
+
+
+# Sparse QKV: its convolution fetches the tokens before a shard.
+def sparse_qkv(kind: str = "decoder", **changes: Any) -> Section:
+    mixer = {"kind": "sparse_qkv", "heads": 4, "modules": 8, **changes}
+    block = {"mixer": mixer, "ffn": {"kind": "sparse", "hidden": 32, "block_size": 4}, "dropout": 0.1}
+    return {"kind": kind, "width": 32, "stack": {"depth": 2, "block": block}}
+
+
+SPARSE_QKV = Feature(sparse_qkv(), {"cp": CP, "ring": RING_RECOMPUTED, "pp": PP, "zero3": ZERO3}, quick=("cp",))
+SPARSE_QKV_ENCODER = Feature(sparse_qkv("encoder", output=True, length_kernel=4), {"cp": CP})
+
+
+# Parameters that all layers share: tables of cores, Transformer-XL's u and v; and YOSO's hash functions.
+def layer_tables(kind: str, core: Section, tables: int) -> Feature:
+    mixer = attention(kv_heads=2, core=core)
+    return Feature(
+        {"kind": kind, "width": 32, "position": "none", "stack": {"depth": 2, "block": {"mixer": mixer}}},
+        {"sp": SP_RECOMPUTED, "cp": CP, "pp": PP, "zero3": ZERO3},
+        sections={"data": {"cross_documents": tables == 1}},
+        parameters={"core_tables": tables},
+    )
+
+
+def transformer_xl(depth: int) -> Section:
+    """A decoder whose layers have one u and v."""
+    return decoder({"kind": "transformer_xl", "shared_biases": True}, depth, mixer=attention(kv_heads=2))
+
+
+LINFORMER = {"kind": "linformer", "projected_length": 6, "sharing": "layers"}
+TABLES = {
+    "tables of linformer": layer_tables(
+        "encoder", {"kind": "linformer", "projected_length": 6, "sharing": "layers"}, 1
+    ),
+    "tables of nprf": layer_tables("decoder", {"kind": "nprf", "features": 6, "shared": True}, 1),
+    "hashes of yoso": layer_tables("encoder", {"kind": "yoso", "hashes": 4, "convolution": 3}, 0),
+    "biases of transformer-xl": Feature(
+        transformer_xl(2),
+        {"sp": SP_RECOMPUTED, "ring": RING, "ulysses": ULYSSES, "pp": PP, "zero3": ZERO3},
+        parameters={"position_tables": 2},
+    ),
+}
+
+# Positions that are added to the input of each block.
+ADDED = decoder("none", mixer=attention(), ffn=dense(), position="learned", dropout=0.1)
+FLOATER = changed(ADDED, stack__block__position={"kind": "floater", "hidden": 8, "interval": 0.05})
+OF_BLOCKS = {"tp": TP_RECOMPUTED, "sp": SP, "cp": CP, "pp": PP, "zero3": ZERO3}
+
+FEATURES: dict[str, Feature] = {
+    **PRIORS,
+    "bart": BART,
+    "transparent": TRANSPARENT,
+    "quaternions": Feature(QUATERNIONS, {"cp": CP_RECOMPUTED, "pp": PP, "zero3": ZERO3}, quick=("cp",)),
+    "delight": DELIGHT,
+    "sparse ffn": SPARSE,
+    "sparse qkv": SPARSE_QKV,
+    "sparse qkv, encoder": SPARSE_QKV_ENCODER,
+    **TABLES,
+    "positions of blocks": Feature(ADDED, OF_BLOCKS, quick=("sp", "cp", "pp")),
+    "floater of blocks": Feature(FLOATER, OF_BLOCKS, parameters={"position_tables": 4}),
+}
+
+REFUSED: dict[str, tuple[Section, Section, tuple[str, ...]]] = {
+    "transparent on stages": (TRANSPARENT.model, PP, ("outputs of all encoder blocks", "Take 1.")),
+    "one head of delight": (DELIGHT.model, TP, ("tp=2 does not divide heads=1. Take 1.",)),
+    "heads that do not divide the blocks of a sparse ffn": (
+        changed(SPARSE.model, stack__block__mixer={"kind": "attention", "heads": 3, "head_width": 8}),
+        {"mesh": {"tp": 3}},
+        # 2, 4 and 8 divide the blocks, and not the heads.
+        ("tp=3 does not divide the 8 blocks of hidden units of ffn 'sparse'. Take 1.",),
+    ),
+    "modules of sparse qkv": (
+        sparse_qkv(),
+        TP,
+        (
+            "mixer 'sparse_qkv' mixes the heads of a token, so tp cannot shard them",
+            "Take 1, or model.stack.block.mixer.kind=attention.",
+        ),
+    ),
+    "modules of sparse qkv, output too": (
+        sparse_qkv(output=True),
+        TP,
+        ("mixer 'sparse_qkv' mixes the heads of a token, so tp cannot shard them",),
+    ),
+    "two stages of a rank that share biases": (
+        transformer_xl(8),
+        {"mesh": {"pp": 2}, "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2}},
+        ("two copies of stack.position_tables.", "or model.position.shared_biases=false."),
+    ),
+    "two stages of a rank that share dynamics": (
+        changed(FLOATER, stack__depth=8),
+        {"mesh": {"pp": 2}, "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2}},
+        ("two copies of stack.position_tables.", "Or take another stack.block.position."),
+    ),
+}
+"""What is refused -> the model, the layout, and what one problem says."""

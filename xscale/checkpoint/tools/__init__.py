@@ -1,0 +1,1 @@
+"""Tools on checkpoints without a model: list, show, verify, compare, prune, consolidate."""

@@ -1,0 +1,1 @@
+"""Commands on checkpoints: list, verify, convert, merge, upcycle."""

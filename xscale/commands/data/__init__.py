@@ -1,0 +1,1 @@
+"""Commands on data: prepare it and print its statistics."""

@@ -1,0 +1,67 @@
+"""Notes before a run starts or is planned: what overrides set and replaced, and values seldom meant."""
+
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from xscale.core.compose import Composed
+from xscale.core.config import decode, encode
+from xscale.core.errors import ConfigError
+from xscale.core.renamed import RenamedWarning
+from xscale.measure.flops import size
+from xscale.observe.format import quantity
+from xscale.planning import vocabulary_of
+from xscale.recipe import Recipe, dropped_values
+from xscale.settings.settings import build_on_meta
+
+
+def say_at_start(recipe: Recipe, composed: Composed) -> None:
+    """Print notes on the overrides, and warnings, on stderr."""
+    for note in notes(recipe, composed):
+        print(f"xscale: {note}", file=sys.stderr, flush=True)
+    for problem in [*dropped_values(recipe, composed), *recipe.warnings()]:
+        print(f"xscale: warning: {problem}", file=sys.stderr, flush=True)
+
+
+def notes(recipe: Recipe, composed: Composed) -> list[str]:
+    """Return a sentence on each override that sets several keys or one by its part, and on each changed kind."""
+    lines = [f"{typed} is set at {', '.join(places)}" for typed, places in composed.resolved.items()]
+    before = _without_overrides(composed)
+    if before is None:
+        return lines
+    changes = list(_changed_kinds(encode(before), encode(recipe), ""))
+    if not changes:
+        return lines
+    clause = f"overrides change {'; '.join(changes)}"
+    if encode(before.model) == encode(recipe.model):
+        return [*lines, clause]
+    parameters = [quantity(size(build_on_meta(of, vocabulary_of(of))).parameters) for of in (before, recipe)]
+    return [*lines, f"{clause}: {parameters[0]} parameters become {parameters[1]}"]
+
+
+def _without_overrides(composed: Composed) -> Recipe | None:
+    """The recipe as the files have it; None where an override is needed to make it one, so that nothing is changed."""
+    if composed.from_files == composed.data:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RenamedWarning)
+            before = decode(Recipe, composed.from_files)
+        return None if before.check_model_config() else before
+    except ConfigError:
+        return None
+
+
+def _changed_kinds(before: Any, now: Any, path: str) -> Iterator[str]:
+    """Yield a clause on each part of another kind, without the parts in it."""
+    if isinstance(before, list) and isinstance(now, list):
+        for index, (old, new) in enumerate(zip(before, now, strict=False)):
+            yield from _changed_kinds(old, new, f"{path}[{index}]")
+    elif isinstance(before, dict) and isinstance(now, dict):
+        old, new = before.get("kind"), now.get("kind")
+        if isinstance(old, str) and isinstance(new, str) and old != new:
+            yield f"{path} from {old} to {new}"
+            return
+        for name in (name for name in before if name in now):
+            yield from _changed_kinds(before[name], now[name], f"{path}.{name}".lstrip("."))

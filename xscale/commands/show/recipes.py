@@ -1,0 +1,310 @@
+"""The recipes that come with xscale: their names, `xscale list recipes`, and `xscale init`, which writes one."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from xscale.commands.show import catalogue
+from xscale.commands.show.explain import config_keys
+from xscale.core.compose import SCHEMA, compose, configs_folder
+from xscale.core.config_keys.keys import ConfigKeys, Key, first_sentence, wrapped
+from xscale.core.errors import ConfigError, nearest
+from xscale.core.files.file_safety import remove_file
+from xscale.core.yaml_reader import flow_text
+
+RUNS = "run"
+"""Folder of the configs that a user starts by their name."""
+YAML = (".yaml", ".yml")
+SHOWN_BY = {RUNS: "`xscale list recipes` shows the recipes, and `xscale init NAME` writes one to a file."}
+"""Folder of configs -> sentence on the command that lists it."""
+DEFAULT = "quickstart"
+COMMENT_WIDTH = 110
+FEW = 8
+"""At most so many kinds are written beside a key."""
+
+
+def run_recipes() -> dict[str, Path]:
+    """Name -> file of each recipe in configs/run. Imports no torch."""
+    return _shipped(RUNS)
+
+
+def recipe_names() -> list[str]:
+    """The names that `xscale train NAME` takes: the recipes of runs, then the variants that have one."""
+    return [*run_recipes(), *(id for id in catalogue.ids() if catalogue.recipe_file(id) is not None)]
+
+
+def config_file(config: str | Path, folder: str = RUNS) -> Path:
+    """Return the file that a user means by `config`: a path, or the name of a file of configs/`folder` without .yaml.
+
+    Of configs/run the name is a recipe's, or the id of a variant. ConfigError with what is near for a missing one.
+    Imports no torch.
+    """
+    path = Path(config)
+    if path.suffix not in YAML and path.name == str(config) and not path.is_file():
+        return recipe_named(str(config)) if folder == RUNS else _named(str(config), folder)
+    if os.path.lexists(path):
+        return path
+    files = [file.name for file in path.parent.glob("*.y*ml")]
+    names = recipe_names() if folder == RUNS else list(_shipped(folder))
+    near = [str(path.with_name(name)) for name in get_close_matches(path.name, files, n=2)]
+    near += [f"'{name}' (without .yaml)" for name in get_close_matches(path.stem, names, n=2)]
+    fix = f"Did you mean {' or '.join(near)}? " if near else f"{_listed(path.parent, files)} "
+    raise ConfigError(
+        str(path), "there is no such file", fix + SHOWN_BY.get(folder, f"By name there are: {', '.join(names)}.")
+    )
+
+
+def _listed(folder: Path, files: list[str]) -> str:
+    """A sentence with the YAML files of a folder."""
+    if not folder.is_dir():
+        return f"There is no folder {folder}."
+    if not files:
+        return f"The folder {folder} has no YAML file."
+    more = f" and {len(files) - FEW} more" if len(files) > FEW else ""
+    return f"The YAML files of {folder} are {', '.join(sorted(files)[:FEW])}{more}."
+
+
+def _shipped(folder: str) -> dict[str, Path]:
+    """Name -> file of each config in a folder of the configs that come with xscale."""
+    return {file.stem: file for file in sorted((configs_folder() / folder).glob("*.yaml"))}
+
+
+def _named(word: str, folder: str) -> Path:
+    shipped = _shipped(folder)
+    if word not in shipped:
+        raise ConfigError(
+            word, f"there is no such file, and configs/{folder} has none of this name", nearest(word, shipped)
+        )
+    return shipped[word]
+
+
+FAMOUS = {
+    "llama": ("dense_7b", "has LLaMA 2's 7B shape"),
+    "mixtral": ("mixtral_8x7b", "has the shape of Mixtral 8x7B"),
+    "gptoss": ("gpt_oss_20b", "has the shape of gpt-oss-20b"),
+    "switch": ("switch_1.6t", "has the shape of Switch-C"),
+    "nanogpt": ("small", "is a decoder of a million parameters for one machine"),
+}
+"""Beginning of a famous model's name, without signs -> the recipe of configs/run that is nearest, and why."""
+
+
+def _famous(word: str) -> str:
+    """A sentence on the recipe that stands for a famous model; empty for a word that names none."""
+    letters = "".join(letter for letter in word.lower() if letter.isalnum())
+    recipe, why = next((stand_in for name, stand_in in FAMOUS.items() if letters.startswith(name)), ("", ""))
+    return f"The recipe '{recipe}' {why}." if recipe else ""
+
+
+def _near(word: str) -> str:
+    """A sentence on the recipe or variant whose name is near."""
+    # A word of a few letters is near to too much: `llama` is no misspelling of `glam`.
+    close = get_close_matches(word, recipe_names(), n=1, cutoff=0.75)
+    return f"Did you mean '{close[0]}'?" if close else "`xscale list recipes` and `xscale list xformers` show them."
+
+
+def recipe_named(word: str) -> Path:
+    """Return the recipe that `xscale train WORD` takes: one of configs/run, or a variant's.
+
+    ConfigError with the nearest name for an unknown one. Imports no torch.
+    """
+    runs = run_recipes()
+    if word in runs:
+        return runs[word]
+    if not catalogue.ids_like(word):
+        fix = _famous(word) or _near(word)
+        raise ConfigError(word, "there is no such file, and no recipe or variant of this name", fix)
+    return catalogue.variant_named(word)
+
+
+@dataclass(frozen=True)
+class RecipeSummary:
+    """One recipe of configs/run, as `xscale list recipes --json` prints it."""
+
+    name: str
+    summary: str
+    """The first sentence of the file's heading."""
+    parameters: int
+    active_parameters: int
+    """Parameters that one token uses."""
+    ranks: int
+    """The fewest ranks on which its layout is possible."""
+    tokens_per_step: int
+    precision: str
+    """Number format of the computation."""
+    source: str
+    """Kind of the corpus."""
+    needs_paths: bool
+    """Whether `data.source.paths` must be given."""
+
+
+def summaries() -> list[RecipeSummary]:
+    """Return every recipe of configs/run with its size and the ranks that it wants."""
+    from xscale.measure.flops import size
+    from xscale.mesh.axes import min_world_size
+    from xscale.planning import vocabulary_of
+    from xscale.recipe import read
+    from xscale.settings.settings import build_on_meta
+
+    table = []
+    for name, file in run_recipes().items():
+        recipe, _ = read(file, [])
+        counted = size(build_on_meta(recipe, vocabulary_of(recipe)))
+        table.append(
+            RecipeSummary(
+                name=name,
+                summary=first_sentence(_heading(file)),
+                parameters=counted.parameters,
+                active_parameters=counted.active,
+                ranks=min_world_size(recipe.parallel.mesh),
+                tokens_per_step=recipe.train.batch_size * recipe.sample_tokens,
+                precision=recipe.precision.compute,
+                source=str(recipe.data.source.kind),
+                needs_paths=not getattr(recipe.data.source, "paths", ("the library's",)),
+            )
+        )
+    return sorted(table, key=lambda entry: (entry.ranks, entry.precision != "float32", entry.parameters))
+
+
+def show(*, as_json: bool) -> None:
+    """Print the recipes of configs/run, the smallest first, and where those of the variants are."""
+    from xscale.observe.format import quantity
+
+    table = summaries()
+    if as_json:
+        print(json.dumps([asdict(entry) for entry in table], indent=2))
+        return
+    print(f"recipes: {len(table)}; `xscale train NAME` trains one, `xscale init NAME` writes it to a file of your own")
+    for entry in table:
+        active = "" if entry.active_parameters == entry.parameters else f" ({quantity(entry.active_parameters)} active)"
+        facts = [
+            f"{quantity(entry.parameters)} parameters{active}",
+            f"{entry.ranks} {'rank' if entry.ranks == 1 else 'ranks'}",
+            f"{quantity(entry.tokens_per_step)} tokens a step in {entry.precision}",
+            "data.source.paths must be given" if entry.needs_paths else f"source {entry.source}",
+        ]
+        print(f"  {entry.name}: {entry.summary}\n    {'; '.join(facts)}")
+    variants = len(recipe_names()) - len(table)
+    print(f"{variants} variants of Transformers have a small recipe each, such as bigbird: `xscale list xformers`")
+
+
+def init(name: str, out: Path | None) -> None:
+    """Write the recipe `name` as one commented file that uses no other, and say how to start it.
+
+    ConfigError for an unknown name, and if the file exists or cannot be written.
+    """
+    recipe = recipe_named(name)
+    target = Path(f"{recipe.stem}.yaml") if out is None else out
+    if target.suffix not in YAML:
+        raise ConfigError("--out", f"must be a .yaml file, got {str(target)!r}", f"Give --out {target}.yaml.")
+    _write_new(target, file_text(recipe, f"runs/{target.stem}"))
+    print(f"wrote {target}, the recipe '{recipe.stem}' with all that it uses. Edit it, then:")
+    print(f"  xscale plan {target} --check      find mistakes without starting")
+    print(f"  xscale train {target}")
+    print("  xscale explain KEY      what a key means, such as train.batch_size")
+
+
+def file_text(recipe: Path, run_folder: str) -> str:
+    """Return the text that `init` writes: the composed recipe, with a comment above each key, and a run folder."""
+    data = {key: value for key, value in compose(recipe, []).data.items() if key != "about"}
+    # That of the recipe may have a run already, which the file would resume.
+    data["run"] = {**data.get("run", {}), "dir": run_folder}
+    keys = config_keys()
+    missing = [key.path for key in keys.children(keys.root) if key.path not in data and key.path != "about"]
+    heading = [
+        f"# yaml-language-server: $schema={(configs_folder() / SCHEMA).as_uri()}",
+        *wrapped(_heading(recipe), "# ", COMMENT_WIDTH),
+        *wrapped(
+            f"Written by `xscale init {recipe.stem}`: every key of the recipe with its meaning. `xscale explain KEY` "
+            "has its type, default and choices; `xscale train FILE key=value` overrides it for one run.",
+            "# ",
+            COMMENT_WIDTH,
+        ),
+    ]
+    footer = wrapped(
+        f"Sections at their defaults: {', '.join(missing)}. `xscale explain SECTION` lists the keys of one.",
+        "# ",
+        COMMENT_WIDTH,
+    )
+    return "\n".join([*heading, *_commented(keys, [keys.root], data, ""), "", *footer]) + "\n"
+
+
+def _commented(keys: ConfigKeys, above: list[Key], data: dict[str, Any], indent: str) -> Iterator[str]:
+    """Lines of a section, with the sentence of each key; `above` are the keys that may hold it."""
+    kind = data.get("kind")
+    for name, value in data.items():
+        if not indent:
+            yield ""
+        if name == "kind":
+            yield from (f"{indent}# {line}" for line in _kinds(keys, above))
+            yield f"{indent}kind: {value}"
+            continue
+        matching = [
+            child
+            for key in above
+            for child in keys.children(key, kind if keys.family(key) else None)
+            if name in (child.name, *child.old_names)
+        ]
+        sentence = first_sentence(matching[0].sentence) if matching else ""
+        yield from wrapped(sentence, f"{indent}# ", COMMENT_WIDTH)
+        if isinstance(value, dict) and value:
+            yield f"{indent}{name}:"
+            yield from _commented(keys, matching, value, f"{indent}  ")
+        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            yield f"{indent}{name}:"
+            for item in value:
+                yield from _commented_item(keys, matching, item, f"{indent}  ")
+        else:
+            yield f"{indent}{name}: {flow_text(value)}"
+
+
+def _kinds(keys: ConfigKeys, above: list[Key]) -> Iterator[str]:
+    """A line on the kinds that may fill a slot: all of them, or the command that lists them if they are many."""
+    for family in dict.fromkeys(family for key in above if (family := keys.family(key)) is not None):
+        kinds = list(keys.parts(family))
+        yield f"One of {', '.join(kinds)}." if len(kinds) <= FEW else f"One of {len(kinds)}: `xscale list {family}`."
+
+
+def _commented_item(keys: ConfigKeys, above: list[Key], item: Any, indent: str) -> list[str]:
+    """Lines of an entry of a list: the dash stands before its first key, below that key's comment."""
+    if not isinstance(item, dict):
+        return [f"{indent}- {flow_text(item)}"]
+    lines = list(_commented(keys, above, item, f"{indent}  "))
+    first = next(number for number, line in enumerate(lines) if not line.lstrip().startswith("#"))
+    lines[first] = f"{indent}- {lines[first].lstrip()}"
+    return lines
+
+
+def _heading(file: Path) -> str:
+    """The comment at the head of a recipe as one text, without indented lines, which are commands."""
+    lines = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        if not line.startswith("#  "):
+            lines.append(line.removeprefix("#").strip())
+    return " ".join(lines)
+
+
+def _write_new(target: Path, text: str) -> None:
+    """Write a file that must not exist yet, in one step: a killed process leaves no half of it."""
+    part = target.with_name(f".{os.getpid()}.part")
+    try:
+        if target.exists() or target.is_symlink():
+            raise FileExistsError
+        file = part.open("x", encoding="utf-8")
+        try:
+            with file:
+                file.write(text)
+            # A link, unlike a rename, fails if somebody wrote the target meanwhile.
+            os.link(part, target)
+        finally:
+            remove_file(part.parent, part.name)
+    except FileExistsError:
+        fix = "Choose another with --out FILE.yaml."
+        raise ConfigError(str(target), "the file exists, and is not overwritten", fix) from None
+    except OSError as error:
+        raise ConfigError(str(target), f"cannot be written: {error.strerror}", "Choose another with --out.") from None

@@ -1,0 +1,1 @@
+"""Writing and opening files safely: atomic, locked, inside their folder."""

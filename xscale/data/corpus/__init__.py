@@ -1,0 +1,1 @@
+"""From files to prepared data: listing, tokenising in shards, merging, verifying, counting."""

@@ -1,0 +1,334 @@
+"""Shards of the corpus, which processes tokenise independently in any order, and their merge into one dataset."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xscale.core.config import encode
+from xscale.core.errors import ConfigError
+from xscale.core.files.atomic_write import reporting_full_disk, write_atomically
+from xscale.core.files.file_safety import decode_json, read_regular, remove_file
+from xscale.data.config import DataConfig
+from xscale.data.corpus.corpus_state import CorpusState, state_of
+from xscale.data.corpus.labels import LABELS, encode_labelled, label_type
+from xscale.data.corpus.prepared import MANIFEST, Counts, DatasetManifest, open_tokenizer, prepared_folder
+from xscale.data.corpus.split_sentences import split_sentences
+from xscale.data.indexed import IndexedDataset, IndexedWriter, token_type
+from xscale.data.source.files import line_at
+from xscale.data.source.source import (
+    SOURCES,
+    ByteRange,
+    Labels,
+    SkippedDocuments,
+    Source,
+    validation_below,
+)
+from xscale.data.tokenizer.tokenizer import Tokenizer
+
+MIN_SHARD_BYTES, MAX_SHARD_BYTES, TARGET_SHARDS = 1 << 20, 256 << 20, 64
+"""Bounds of a shard's bytes, and the number of shards within them: the split depends on the corpus alone."""
+BLOCK = 1 << 24
+SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class LowestHash:
+    """The training document with the lowest hash: it becomes the validation split when that would be empty."""
+
+    place: int
+    document: int
+    """Index within the shard's training documents."""
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ShardSummary:
+    """Summary of a finished shard."""
+
+    key: str
+    counts: dict[str, Counts]
+    least: LowestHash | None
+    skipped: SkippedDocuments
+    state: CorpusState = field(default_factory=CorpusState)
+    """State of its files before they were read."""
+
+    @staticmethod
+    def load(file: Path, key: str, ranges: list[ByteRange]) -> "ShardSummary | None":
+        """Load the summary; None when the shard is not finished, or was made from another text or tokenizer."""
+        try:
+            data = decode_json(read_regular(file))
+            counts = {name: Counts(**entry) for name, entry in data["counts"].items()}
+            least = LowestHash(**data["least"]) if data["least"] else None
+            state = CorpusState(**data.get("state", {}))
+            shard = ShardSummary(data["key"], counts, least, SkippedDocuments(**data["skipped"]), state)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return None
+        return shard if shard.key == key and shard.state.is_of(ranges) else None
+
+
+def corpus_hash(ranges: list[ByteRange]) -> str:
+    """Hash the names and sizes of the corpus's files."""
+    text = "\n".join(f"{part.file}\t{part.start}\t{part.stop}" for part in ranges)
+    return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+
+def plan_shards(config: DataConfig, source: Source | None = None) -> list[list[ByteRange]]:
+    """Return the byte ranges of each shard, in order; `source`: one that then has the files that are left out."""
+    source = SOURCES.build(config.source) if source is None else source
+    ranges = source.byte_ranges()
+    size = min(MAX_SHARD_BYTES, max(MIN_SHARD_BYTES, sum(part.size for part in ranges) // TARGET_SHARDS))
+    shards: list[list[ByteRange]] = [[]]
+    used = 0
+    for part in ranges:
+        if used and used + part.size > size:
+            shards.append([])
+            used = 0
+        shards[-1].append(part)
+        used += part.size
+    return shards
+
+
+def sequences_of(config: DataConfig) -> int | None:
+    """Return the sequences of a document: two for a pair of a source and a target, and for a labelled pair; None: one
+    for each sentence."""
+    labels = labels_of(config)
+    if SOURCES.of(config.source).traits.records == "pairs" or (labels is not None and labels.pairs):
+        return 2
+    return None if config.split_sentences else 1
+
+
+def labels_of(config: DataConfig) -> Labels | None:
+    """Return the labels of the source's examples; None: its records have none."""
+    labels: Labels | None = SOURCES.of(config.source).part.labels(config.source)
+    return labels
+
+
+def columns_of(config: DataConfig) -> list[tuple[str, Any, int]]:
+    """Return (suffix of the file's name, dtype, sequences of a document) of what is stored beside the tokens of each
+    split: the labels, if there are any."""
+    labels = labels_of(config)
+    return [] if labels is None else [(LABELS, label_type(labels), 1)]
+
+
+def shard_key(tokenizer: Tokenizer, ranges: list[ByteRange]) -> str:
+    return f"{tokenizer.fingerprint} {corpus_hash(ranges)}"
+
+
+def shard_prefix(config: DataConfig, shard: int) -> Path:
+    return prepared_folder(config) / "shards" / f"{shard:05d}"
+
+
+def prepare_shard(config: DataConfig, shard: int, ranges: list[ByteRange] | None = None) -> int:
+    """Tokenise one shard of `plan_shards(config)` unless it is finished; return its size on disk. Needs the tokenizer.
+
+    Shards are independent: machines that share the folder may each tokenise some.
+    """
+    ranges = plan_shards(config)[shard] if ranges is None else ranges
+    size = sum(part.size for part in ranges)
+    tokenizer = open_tokenizer(config)
+    key = shard_key(tokenizer, ranges)
+    prefix = shard_prefix(config, shard)
+    done = prefix.with_name(f"{prefix.name}.json")
+    if ShardSummary.load(done, key, ranges) is not None:
+        return size
+    remove_file(done.parent, done.name)
+    # Before the text is read, so that a change meanwhile is noticed.
+    state = state_of(ranges)
+    files = [("", token_type(tokenizer.vocabulary), sequences_of(config)), *columns_of(config)]
+    writers = {
+        f"{name}{suffix}": IndexedWriter(prefix.with_name(f"{prefix.name}.{name}{suffix}"), dtype, sequences)
+        for name in SPLITS
+        for suffix, dtype, sequences in files
+    }
+    try:
+        summary = _tokenise(config, tokenizer, ranges, writers)
+        for writer in writers.values():
+            writer.finish()
+    except BaseException:
+        for writer in writers.values():
+            writer.discard()
+        raise
+    with reporting_full_disk(done):
+        write_atomically(done, json.dumps(asdict(ShardSummary(key, *summary, state))))
+    return size
+
+
+def _tokenise(
+    config: DataConfig, tokenizer: Tokenizer, ranges: list[ByteRange], writers: dict[str, IndexedWriter]
+) -> tuple[dict[str, Counts], LowestHash | None, SkippedDocuments]:
+    source: Source = SOURCES.build(config.source)
+    below = validation_below(config.validation)
+    totals = {name: [0, 0, 0] for name in SPLITS}
+    least: LowestHash | None = None
+    for byte_range in ranges:
+        for document in source.read(byte_range):
+            rank = document.split_hash
+            name = "validation" if rank < below else "train"
+            texts = [text for text in (document.text, document.target, document.second) if text is not None]
+            if document.label is not None:
+                sequences, labels = encode_labelled(document, tokenizer)
+                writers[f"{name}{LABELS}"].add(labels)
+            elif config.split_sentences and document.target is None:
+                # An objective writes its own tokens before and between sentences.
+                sequences = [tokenizer.encode(sentence) for sentence in split_sentences(document.text)]
+                sequences[-1].append(tokenizer.eos)
+            else:
+                sequences = [tokenizer.encode_document(text) for text in texts]
+            size = sum(len(text.encode("utf-8")) for text in texts)
+            if name == "train" and (least is None or rank < least.place):
+                least = LowestHash(rank, totals[name][0], size)
+            writers[name].add(*sequences)
+            for index, amount in enumerate((1, sum(map(len, sequences)), size)):
+                totals[name][index] += amount
+    return {name: Counts(*total) for name, total in totals.items()}, least, source.skipped
+
+
+def merge_shards(config: DataConfig) -> DatasetManifest:
+    """Concatenate the finished shards, in order, into `train` and `validation`, and write the manifest.
+
+    The result has the same bytes however the shards were made. ConfigError when a shard or all text is missing.
+    """
+    folder = prepared_folder(config)
+    tokenizer = open_tokenizer(config)
+    source: Source = SOURCES.build(config.source)
+    planned = plan_shards(config, source)
+    shards = []
+    for number, ranges in enumerate(planned):
+        file = folder / "shards" / f"{number:05d}.json"
+        shard = ShardSummary.load(file, shard_key(tokenizer, ranges), ranges)
+        if shard is None:
+            what = "this shard is not finished, or the corpus changed meanwhile"
+            raise ConfigError(str(file), what, "Run `xscale data prepare` again: it resumes from the finished shards.")
+        shards.append(shard)
+    skipped = _check_skipped(config, shards)
+    moved = _moved_document(config, shards)
+    names = SPLITS if config.validation else SPLITS[:1]
+    counts: dict[str, Counts] = {}
+    hashes: dict[str, str] = {}
+    for name in names:
+        for suffix, dtype, sequences in [
+            ("", token_type(tokenizer.vocabulary), sequences_of(config)),
+            *columns_of(config),
+        ]:
+            writer = IndexedWriter(folder / f"{name}{suffix}", dtype, sequences)
+            try:
+                _join(config, writer, name, suffix, len(shards), moved)
+                if not suffix:
+                    counts[name] = Counts(writer.documents, writer.tokens, _bytes(shards, name, moved))
+                hashes |= writer.finish()
+            except BaseException:
+                writer.discard()
+                raise
+    ranges = [part for shard_ranges in planned for part in shard_ranges]
+    manifest = DatasetManifest(
+        source=source.identity(),
+        corpus=corpus_hash(ranges),
+        state=asdict(state_of(ranges)),
+        read_files=len({part.file for part in ranges}),
+        left_out=source.left_out.entry(),
+        tokenizer=encode(config.tokenizer),
+        fingerprint=tokenizer.fingerprint,
+        vocabulary=tokenizer.vocabulary,
+        validation=config.validation,
+        counts=counts,
+        files=hashes,
+        skipped=skipped,
+        sentences=sequences_of(config) is None,
+        pairs=SOURCES.of(config.source).traits.records == "pairs",
+        labels={} if (labels := labels_of(config)) is None else asdict(labels),
+    )
+    with reporting_full_disk(folder / MANIFEST):
+        manifest.save(folder / MANIFEST)
+    return manifest
+
+
+def _check_skipped(config: DataConfig, shards: list[ShardSummary]) -> dict[str, Any]:
+    """Return what the manifest says of skipped documents; ConfigError when they are too many."""
+    skipped = SkippedDocuments()
+    for shard in shards:
+        skipped.extend(shard.skipped)
+    read = sum(counts.documents for shard in shards for counts in shard.counts.values())
+    return check_skipped(config.source, skipped, read)
+
+
+def check_skipped(source: Source.Config, skipped: SkippedDocuments, read: int) -> dict[str, Any]:
+    """Return number, reasons and first lines of the documents that were skipped beside `read` good ones; empty: none.
+
+    ConfigError when they are more than the source allows.
+    """
+    if not skipped.count:
+        return {}
+    entry = {
+        "documents": skipped.count,
+        "reasons": dict(sorted(skipped.reasons.items())),
+        "first": [f"{file}:{line_at(file, offset)}: {reason}" for file, offset, reason in skipped.first],
+    }
+    fraction, limit = skipped.count / (read + skipped.count), getattr(source, "max_bad_fraction", 1.0)
+    if fraction > limit:
+        what = f"{skipped_sentence(entry)}. That is {fraction:.2%} of them, more than max_bad_fraction={limit:g} allows"
+        raise ConfigError("data.source.bad", what, "Mend the corpus, or raise data.source.max_bad_fraction.")
+    return entry
+
+
+def skipped_sentence(entry: dict[str, Any]) -> str:
+    """Describe the skipped documents of a manifest."""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in entry["reasons"].items())
+    return f"{entry['documents']} documents are bad and were skipped ({reasons}); first: {'; '.join(entry['first'])}"
+
+
+def _moved_document(config: DataConfig, shards: list[ShardSummary]) -> tuple[int, LowestHash] | None:
+    """(shard, document) that moves from train to validation because the validation split is empty."""
+    train = sum(shard.counts["train"].documents for shard in shards)
+    validation = sum(shard.counts["validation"].documents for shard in shards)
+    path = "data.source"
+    if train + validation == 0:
+        raise ConfigError(path, "the corpus has no text: every document is blank", "Name files that contain text.")
+    if train == 0 or (train == 1 and validation == 0 and config.validation):
+        what = f"{train + validation} document(s) cannot be split into train and validation"
+        fix = "Give more documents, split them finer (data.source.document: paragraph), or set data.validation to 0."
+        raise ConfigError(path, what, fix)
+    if validation or not config.validation:
+        return None
+    hashes = [(shard.least.place, number) for number, shard in enumerate(shards) if shard.least]
+    number = min(hashes)[1]
+    least = shards[number].least
+    assert least is not None
+    return number, least
+
+
+def _join(
+    config: DataConfig,
+    writer: IndexedWriter,
+    name: str,
+    suffix: str,
+    shards: int,
+    moved: tuple[int, LowestHash] | None,
+) -> None:
+    """Write what the shards have of the split `name`, or of the column beside it with that suffix."""
+    for number in range(shards):
+        prefix = shard_prefix(config, number)
+        part = IndexedDataset(prefix.with_name(f"{prefix.name}.{name}{suffix}"))
+        lengths, counts = np.diff(part.sequence_starts).astype(np.int32), np.diff(part.bounds)
+        if moved is None or moved[0] != number:
+            for at in range(0, len(part.tokens), BLOCK):
+                writer.extend(part.tokens[at : at + BLOCK], lengths[:0], counts[:0])
+            writer.extend(part.tokens[:0], lengths, counts)
+            continue
+        index = moved[1].document
+        train = IndexedDataset(prefix.with_name(f"{prefix.name}.train{suffix}"))
+        first, stop = (int(train.bounds[at]) for at in (index, index + 1))
+        if name == "validation":
+            moved_lengths = np.diff(train.sequence_starts[first : stop + 1]).astype(np.int32)
+            writer.extend(train.document(index), moved_lengths, np.diff(train.bounds)[index : index + 1])
+        else:
+            writer.extend(train.tokens[: train.starts[index]], lengths[:first], counts[:index])
+            writer.extend(train.tokens[train.starts[index + 1] :], lengths[stop:], counts[index + 1 :])
+
+
+def _bytes(shards: list[ShardSummary], name: str, moved: tuple[int, LowestHash] | None) -> int:
+    shift = 0 if moved is None else moved[1].bytes if name == "validation" else -moved[1].bytes
+    return sum(shard.counts[name].bytes for shard in shards) + shift

@@ -1,0 +1,1 @@
+"""From prepared data to samples: packing, pairs, labels, sentences, blending and the loader."""

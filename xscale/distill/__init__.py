@@ -1,0 +1,1 @@
+"""Knowledge distillation in a run: the teacher, and the objective that reads it."""

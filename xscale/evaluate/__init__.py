@@ -1,0 +1,1 @@
+"""Evaluation of a run: losses, tasks, translations, and accuracy against compute."""

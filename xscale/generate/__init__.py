@@ -1,0 +1,1 @@
+"""Generation of text with a run's model."""

@@ -1,0 +1,129 @@
+"""Text that a run's model writes after a prompt, or between a prompt and a suffix."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from xscale.core.errors import ConfigError
+from xscale.data.tokenizer.tokenizer import Tokenizer
+from xscale.generate.beam_search import PenaltyForm, beam_search
+from xscale.generate.exit_policy import exit_policy_of
+from xscale.generate.generate import encode_prompt, generate, lay_out_matrices
+from xscale.generate.parallel_decoding import decode_in_parallel
+from xscale.nn.model.model import MODELS
+from xscale.objective.disco import Disco
+from xscale.objective.fill_in_middle import FillInMiddle
+from xscale.objective.objective import OBJECTIVES, Objective
+from xscale.parallel.plan import DTYPES
+from xscale.parallel.precision import precision
+from xscale.run.load_run import load_run
+from xscale.run.run_data import special_tokens_of
+from xscale.settings.settings import Settings
+
+
+def _require_decoder(settings: Settings, decodes: bool, folder: Path) -> None:
+    if not decodes and not OBJECTIVES.of(settings.objective).part.predicts_length:
+        raise ConfigError(str(folder), f"{settings.model.kind} models cannot generate text", "Use a decoder's run.")
+
+
+def generate_text(
+    folder: Path,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    top_k: int | None,
+    seed: int,
+    *,
+    suffix: str | None = None,
+    beams: int = 1,
+    length_penalty: float = 0.6,
+    penalty_form: PenaltyForm = "wu",
+    plugins: bool = False,
+    exits: bool = True,
+    ema: bool = False,
+    top_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    say: Callable[[str], None] = lambda line: None,
+) -> str:
+    """Return the prompt and what the run's model writes after it; of an encoder-decoder, whose source it is, and before
+    a `suffix`, the latter alone. Several beams search for the likeliest text, by all blocks, and sample nothing.
+    `exits`: whether tokens leave by the policy of its exits, if it has one. `say` is told the step."""
+    loaded = load_run(folder, plugins=plugins, ema=ema)
+    say(f"{folder}: step {loaded.step}")
+    settings, tokenizer = loaded.settings, loaded.tokenizer
+    traits = MODELS.of(settings.model).traits
+    _require_decoder(settings, traits.decode, folder)
+    precision.cast_parameters(loaded.model, DTYPES[settings.precision.compute], DTYPES[settings.precision.master])
+    lay_out_matrices(loaded.model)
+    data, device = settings.data, loaded.mesh.device
+    window, longest = _lengths(settings, has_source=traits.source)
+    objective: Objective = OBJECTIVES.build(
+        settings.objective, special_tokens_of(tokenizer), data.source_length, settings.run.seed
+    )
+    prompt_ids = encode_sides(prompt, suffix, tokenizer, objective, longest)
+    ids, source = torch.tensor(prompt_ids, device=device), None
+    if traits.source:
+        ids, source = (torch.tensor(x, device=device) for x in ([objective.start], objective.source_of(prompt_ids)))
+    # Nothing trains this model afterwards, so what it caches may be good for inference alone, which costs less.
+    with torch.inference_mode(loaded.mesh.rank_info.is_single_process):
+        if isinstance(objective, Disco):
+            _refuse_beams(beams)
+            assert source is not None, "it is for models with a source"
+            longest = min(tokens, data.target_length)
+            return tokenizer.decode(decode_in_parallel(loaded.model, source, objective, longest))
+        shared: dict[str, Any] = {"end": tokenizer.eos, "source": source, "window": window}
+        shared["prefix"] = OBJECTIVES.of(settings.objective).traits.prefix
+        if beams > 1:
+            penalty: dict[str, Any] = {"length_penalty": length_penalty, "penalty_form": penalty_form}
+            hypotheses = beam_search(loaded.model, ids, tokens, beams=beams, **penalty, **shared)
+            written = list(hypotheses[0].ids)
+        else:
+            sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}
+            sampling |= {"top_p": top_p, "repetition_penalty": repetition_penalty}
+            sampling["policy"] = exit_policy_of(loaded.model) if exits else None
+            written = generate(loaded.model, ids, tokens, **sampling, **shared).tolist()
+    text = tokenizer.decode(written)
+    return text if traits.source or suffix is not None else prompt + text
+
+
+def _lengths(settings: Settings, *, has_source: bool) -> tuple[int | None, int | None]:
+    """Return the tokens that the model reads at a time, and those of the longest prompt; None: no limit."""
+    data = settings.data
+    if settings.has_pairs:
+        return data.sequence_length, data.source_length - 1
+    return (None, None) if has_source else (data.sequence_length, data.sequence_length - 1)
+
+
+def encode_sides(
+    prompt: str, suffix: str | None, tokenizer: Tokenizer, objective: Objective, longest: int | None
+) -> list[int]:
+    """Encode a prompt as the objective reads it, or the text on both sides of a gap, to at most `longest` ids.
+
+    Either side of a gap may be empty.
+
+    ConfigError where that cannot be.
+    """
+    if suffix is None:
+        room = None if longest is None else longest - len(objective.prompt_of([]))
+        return objective.prompt_of(encode_prompt(prompt, tokenizer, room, "--prompt"))
+    if not isinstance(objective, FillInMiddle):
+        what = f"the objective '{objective.config.kind}' trains no filling in of a middle"
+        raise ConfigError("--suffix", what, "Leave it out, or use a run of the objective fill_in_middle.")
+    before = encode_prompt(prompt, tokenizer, None, "--prompt") if prompt else list(tokenizer.prefix)
+    after = encode_prompt(suffix, tokenizer, None, "--suffix", begins=False) if suffix else []
+    ids = objective.prompt_for_middle(before, after)
+    if longest is not None and len(ids) > longest:
+        what = (
+            f"prompt and suffix have {len(ids)} tokens with their sentinels, and at most {longest} leave room for one"
+        )
+        raise ConfigError("--suffix", what, "Give shorter ones, or train with a longer data.sequence_length.")
+    return ids
+
+
+def _refuse_beams(beams: int) -> None:
+    """Refuse a search by a model that writes all tokens at once: ConfigError."""
+    if beams > 1:
+        fix = "Take 1; objective.length_candidates are its alternatives."
+        raise ConfigError("--beams", "the model writes all tokens at once, without a search", fix)

@@ -1,0 +1,1 @@
+"""Mixtures of experts: routers, permutation by expert, dispatch, and the experts' stacked weights."""

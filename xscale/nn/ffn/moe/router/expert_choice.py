@@ -1,0 +1,74 @@
+"""Zhou et al. 2022: each expert takes the tokens that score it highest, so that every expert is exactly full.
+
+S = softmax(W x) over experts; expert e takes the n c / E tokens of highest S[:, e], with these as weights.
+"""
+
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from xscale.core.errors import Problem
+from xscale.nn.ffn.moe.router.balance import ZLoss
+from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits
+from xscale.nn.ffn.moe.router.select import LinearScore
+from xscale.nn.ffn.moe.routing import Routing
+from xscale.nn.tokens import Tokens
+
+
+@ROUTERS.register(
+    "expert_choice",
+    traits=RouterTraits(choice="expert", top_k=None, drops=False, scope="batch", causal=False, balance="assignment"),
+)
+class ExpertChoiceRouter(Router):
+    class Config(LinearScore.Config, ZLoss.Config):
+        renamed = {**ZLoss.Config.renamed, "capacity": "capacity_factor", "over": "input_batch"}
+
+        capacity_factor: float = Field(default=2.0, gt=0)
+        """c, mean number of experts of a token."""
+        input_batch: Literal["micro_batch", "sequence"] = "micro_batch"
+        """The n tokens that an expert chooses from: each capacity group of the micro-batch, or each sequence."""
+
+    def __init__(self, config: Any, dims: RouterDims) -> None:
+        super().__init__()
+        self.config: Any = config
+        self.groups = dims.groups
+        self.score = LinearScore(self, config, dims)
+        self.z_loss = ZLoss(config)
+
+    @classmethod
+    def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
+        if config.capacity_factor <= dims.experts:
+            return []
+        what = f"capacity_factor={config.capacity_factor} exceeds experts={dims.experts}"
+        return [Problem(f"{path}.capacity_factor", what, f"Take more than 0, at most {dims.experts}.")]
+
+    @classmethod
+    def experts_per_token(cls, config: Any, experts: int) -> float:
+        return float(config.capacity_factor)
+
+    def forward(self, x: Tensor, tokens: Tokens) -> Routing:
+        logits = self.score.logits(x, tokens)
+        scores = logits.softmax(1)
+        segments = len(tokens.ids) if self.config.input_batch == "sequence" else self.groups
+        token, expert, weights = select_tokens(scores, self.config.capacity_factor, segments)
+        loss, stats = self.z_loss.aux_losses(tokens, logits)
+        return Routing(token=token, expert=expert, weight=weights, probabilities=scores, loss=loss, stats=stats)
+
+
+def select_tokens(scores: Tensor, capacity_factor: float, segments: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, experts and weights [M] of the assignments that experts make by their scores [N, E].
+
+    Each expert chooses from each of `segments` segments of consecutive tokens by itself, or from all tokens if the
+    segments do not divide N.
+    """
+    count, experts = scores.shape
+    if count % segments:
+        segments = 1
+    length = count // segments
+    capacity = max(1, min(length, int(length * capacity_factor / experts)))
+    weights, index = scores.view(segments, length, experts).topk(capacity, dim=1)  # [segments, capacity, E]
+    token = index + torch.arange(segments, device=scores.device)[:, None, None] * length
+    expert = torch.arange(experts, device=scores.device).expand_as(token)
+    return token.reshape(-1), expert.reshape(-1), weights.reshape(-1)

@@ -1,0 +1,113 @@
+"""Base class and registry of routers: a router scores the experts, selects some of them, and balances their load.
+
+A router is put together from three kinds of pieces, and is never a subclass of another router:
+
+- score (`score.py`): a token's logits over the experts, with jitter or noise in training;
+- select (`select.py`, and the file of each paper): which experts a token uses, or which tokens an expert takes;
+- balance (`balance.py`): auxiliary losses, z-loss, and the state that follows the load (bias update).
+
+Pieces that need parameters declare them on the router, so that checkpoints store `router.weight`, `router.bias` ...
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from xscale.core.errors import Problem
+from xscale.core.registry import Family
+from xscale.nn.ffn.moe.routing import Routing
+from xscale.nn.init import Init
+from xscale.nn.module import Part
+from xscale.nn.post_step import PostStepState, WeightWriter
+from xscale.nn.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class RouterTraits:
+    """Properties that a router declares and the conformance suite checks."""
+
+    choice: Literal["token", "expert"]
+    """Who chooses: each token its experts, or each expert its tokens."""
+    top_k: int | None
+    """Experts of each token; None: the config says."""
+    drops: bool
+    """More tokens than an expert's capacity may choose it."""
+    scope: Literal["token", "batch"]
+    """Tokens that a token's routing depends on in training: that token alone, or all tokens of the micro-batch."""
+    causal: bool
+    """A token's routing does not depend on later tokens."""
+    balance: Literal["loss", "assignment", "none"]
+    """Source of load balancing: an auxiliary loss, the assignment itself, or none."""
+    learned: bool = True
+    """Has trainable parameters."""
+    random: bool = False
+    """Draws random numbers in training, with its default config."""
+
+
+@dataclass(frozen=True)
+class RouterDims:
+    """The sizes a router is built for."""
+
+    width: int
+    """D."""
+    experts: int
+    """E."""
+    vocabulary: int
+    """V."""
+    groups: int
+    """Groups of consecutive tokens, each with a capacity and a balancing loss of its own."""
+    init: Init
+    """Initialiser of its weights."""
+
+
+class Router(Part, PostStepState):
+    """Built as `Router(config, dims)` with RouterDims. Its parameters are replicated on every rank."""
+
+    keeps_precision = True
+    """Its weights are used in master precision, not in compute precision (Fedus et al. 2021, section 2.4)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.post_step: list[PostStepState] = []
+        """Pieces with state that moves after each step; they add themselves."""
+
+    @classmethod
+    def experts_per_token(cls, config: Any, experts: int) -> float:
+        """Assignments per token: k, or the mean where experts choose tokens."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, tokens: Tokens) -> Routing:
+        """x [N, D], N = B*T in the order of `tokens`."""
+        raise NotImplementedError
+
+    def draws(self, tokens: Tokens) -> bool:
+        """Whether this forward may use random numbers."""
+        return self.training and tokens.forward.rng_seed is not None
+
+    def update_state(self, means: dict[str, Tensor], weights: WeightWriter) -> None:
+        """Move the state that follows the load (bias, load of the global batch); see `nn.post_step`.
+
+        `means` are the statistics of the whole optimizer step over all ranks; `<path of the mixture>/load` and `/share`
+        [E] are read.
+        """
+        for piece in self.post_step:
+            piece.update_state(means, weights)
+
+
+def check_top_k(top_k: int, experts: int, path: str) -> list[Problem]:
+    """A problem if a token cannot have `top_k` different experts."""
+    if top_k <= experts:
+        return []
+    return [Problem(f"{path}.top_k", f"top_k={top_k} exceeds experts={experts}", f"Take 1 to {experts}.")]
+
+
+def check_divides(key: str, value: int, experts: int, path: str) -> list[Problem]:
+    """A problem if the config's `key` does not divide the number of experts."""
+    if experts % value == 0:
+        return []
+    fits = ", ".join(str(divisor) for divisor in range(1, experts + 1) if experts % divisor == 0)
+    return [Problem(f"{path}.{key}", f"{key}={value} does not divide experts={experts}", f"Take one of {fits}.")]
+
+
+ROUTERS = Family("router", RouterTraits)

@@ -1,0 +1,1 @@
+"""Heads: from hidden states to logits, losses and scores."""

@@ -1,0 +1,1 @@
+"""Norms: x -> x, by statistics of a token or of a batch."""

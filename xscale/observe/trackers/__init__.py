@@ -1,0 +1,1 @@
+"""Observers that send what they are given to TensorBoard, Weights & Biases or MLflow."""

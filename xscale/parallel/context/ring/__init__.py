@@ -1,0 +1,1 @@
+"""Ring attention and the tiles that it computes."""

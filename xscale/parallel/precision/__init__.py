@@ -1,0 +1,1 @@
+"""Precision: master and compute dtypes, float8 products, loss scaling."""

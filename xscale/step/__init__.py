@@ -1,0 +1,1 @@
+"""One optimizer step, and the micro-batches that it reads."""
