@@ -29,7 +29,7 @@ PLUGIN = '''
 import os, signal, time
 from pathlib import Path
 from xscale.mesh.environment import read_rank_info
-from xscale.train.step_reporter import StepReporter
+from xscale.train.after_step.step_reporter import StepReporter
 
 FOLDER, STEP, RANK, NODE = Path({folder!r}), {step}, {rank}, {node}
 before = StepReporter.report

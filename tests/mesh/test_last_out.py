@@ -31,7 +31,7 @@ def slow_down():
 
 def end_by(how):
     import signal
-    from xscale.train.step_reporter import StepReporter
+    from xscale.train.after_step.step_reporter import StepReporter
     report = StepReporter.report
     def reported(self, *given):
         report(self, *given)

@@ -11,9 +11,9 @@ from torch import nn
 
 from xscale.run.state import State
 from xscale.settings.settings import Settings
-from xscale.train.due_work import DueWork
+from xscale.train.after_step.due_work import DueWork
+from xscale.train.after_step.run_saver import RunSaver
 from xscale.train.interruptible_work import InterruptibleWork, Work
-from xscale.train.run_saver import RunSaver
 from xscale.train.run_work import RunWork
 from xscale.watchdog.distributed_stop import DistributedStop
 from xscale.watchdog.watchdog import StopSignal

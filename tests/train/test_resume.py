@@ -37,7 +37,7 @@ def without_drawing(folder: Path, name: str) -> int:
 
 def stopped_by_signal(folder: Path, name: str, at: int) -> int:
     """A run that sends itself SIGTERM once step `at` is logged."""
-    from xscale.train.step_reporter import StepReporter
+    from xscale.train.after_step.step_reporter import StepReporter
 
     before = StepReporter.report
 

@@ -14,8 +14,8 @@ from tests.distributed import Pool
 from tests.train.tiny import metrics, recipe, run
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, FaultError
 from xscale.run.run_folder import LISTED, differences, problems_of, read_config
+from xscale.train.after_step.step_reporter import StepReporter
 from xscale.train.run_work import RunWork
-from xscale.train.step_reporter import StepReporter
 
 
 def during_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], Any]) -> None:

@@ -17,8 +17,8 @@ from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE
 from xscale.settings.settings import TrainConfig
 from xscale.step.batches import MicroBatches
 from xscale.step.stepper import Stepper
+from xscale.train.after_step.step_reporter import StepReporter
 from xscale.train.optimizer_step.loss_spikes import decide
-from xscale.train.step_reporter import StepReporter
 
 BAD = 42
 """A sample of step 6, counted from 1, at a batch of 8."""

@@ -28,7 +28,7 @@ from xscale.run.run_folder import is_interrupted
 from xscale.step.batches import MicroBatches
 from xscale.step.stepper import Stepper
 from xscale.train import run as run_module
-from xscale.train.step_reporter import StepReporter
+from xscale.train.after_step.step_reporter import StepReporter
 from xscale.watchdog.watchdog import StopSignal, Watchdog
 
 STEPS = 4

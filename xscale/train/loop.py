@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from xscale.run.parts import RunParts
 from xscale.run.state import State
 from xscale.step.step_batches import StepBatches
-from xscale.train.due_work import DueWork
+from xscale.train.after_step.due_work import DueWork
 from xscale.train.kernel_log import KernelSelectionLog
 from xscale.train.optimizer_step.optimizer_step import OptimizerStep
 from xscale.train.profiler import StepProfiler

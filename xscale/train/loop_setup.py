@@ -10,7 +10,11 @@ from xscale.parallel.shard.sharded import StagedModel
 from xscale.run.parts import RunParts
 from xscale.run.state import State
 from xscale.step.step_batches import StepBatches
-from xscale.train.due_work import DueWork
+from xscale.train.after_step.due_work import DueWork
+from xscale.train.after_step.rank_facts import RankFacts
+from xscale.train.after_step.rollback import Rollback
+from xscale.train.after_step.run_saver import RunSaver
+from xscale.train.after_step.step_reporter import StepReporter
 from xscale.train.garbage_collection import GarbageCollection
 from xscale.train.interruptible_work import InterruptibleWork
 from xscale.train.kernel_log import KernelSelectionLog
@@ -20,11 +24,7 @@ from xscale.train.optimizer_step.loss_spikes import LossSpikes
 from xscale.train.optimizer_step.optimizer_step import OptimizerStep
 from xscale.train.optimizer_step.statistics import StepStatistics
 from xscale.train.profiler import StepProfiler
-from xscale.train.rank_facts import RankFacts
-from xscale.train.rollback import Rollback
-from xscale.train.run_saver import RunSaver
 from xscale.train.run_work import RunWork
-from xscale.train.step_reporter import StepReporter
 from xscale.watchdog.distributed_stop import DistributedStop
 from xscale.watchdog.watchdog import IoHeartbeat, StopSignal, Watchdog
 

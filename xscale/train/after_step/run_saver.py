@@ -9,7 +9,7 @@ from xscale.core.config import encode
 from xscale.observe import Observer
 from xscale.run.parts import RunParts
 from xscale.run.state import State
-from xscale.train.rank_facts import RankFacts
+from xscale.train.after_step.rank_facts import RankFacts
 from xscale.watchdog.distributed_stop import DistributedStop
 from xscale.watchdog.watchdog import Watchdog
 

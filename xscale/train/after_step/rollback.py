@@ -9,8 +9,8 @@ from xscale.run.parts import RunParts
 from xscale.run.saved_state import state_check, state_of
 from xscale.run.state import State
 from xscale.step.step_batches import StepBatches
+from xscale.train.after_step.run_saver import RunSaver
 from xscale.train.optimizer_step.loss_spikes import SpikeError
-from xscale.train.run_saver import RunSaver
 from xscale.watchdog.distributed_stop import DistributedStop
 from xscale.watchdog.watchdog import Watchdog
 

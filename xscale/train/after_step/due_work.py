@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 from xscale.run.state import State
 from xscale.settings.settings import TrainConfig
+from xscale.train.after_step.rank_facts import RankFacts
+from xscale.train.after_step.rollback import Rollback
+from xscale.train.after_step.run_saver import RunSaver
+from xscale.train.after_step.step_reporter import StepReporter
 from xscale.train.garbage_collection import GarbageCollection
 from xscale.train.interruptible_work import InterruptibleWork
 from xscale.train.optimizer_step.optimizer_step import TakenStep
-from xscale.train.rank_facts import RankFacts
-from xscale.train.rollback import Rollback
-from xscale.train.run_saver import RunSaver
-from xscale.train.step_reporter import StepReporter
 from xscale.watchdog.distributed_stop import DistributedStop
 
 
