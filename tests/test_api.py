@@ -13,7 +13,7 @@ import xscale
 from tests.train.tiny import recipe as tiny_recipe
 from xscale.core.errors import ConfigError
 from xscale.recipe import Recipe
-from xscale.step.step import Stepper
+from xscale.step.stepper import Stepper
 
 ROOT = Path(__file__).parents[1]
 SMALL: dict[str, Any] = {

@@ -19,7 +19,7 @@ from tests.train.tiny import recipe, run
 from xscale.checkpoint.search import find_newest
 from xscale.core.errors import EXIT_DONE, ConfigError, FaultError
 from xscale.recipe import Recipe
-from xscale.step.step import StepGradients, Stepper
+from xscale.step.stepper import StepGradients, Stepper
 
 STEPS = 200
 SMALL = {

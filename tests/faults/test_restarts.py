@@ -30,10 +30,10 @@ PLUGIN = '''
 import os, signal, time
 from pathlib import Path
 from xscale.mesh.environment import read_rank_info
-from xscale.train.loop import Loop
+from xscale.train.after_step.step_reporter import StepReporter
 
 FOLDER, STEP, RANK, NODE = Path({folder!r}), {step}, {rank}, {node}
-before = Loop._count_skipped
+before = StepReporter.report
 
 def count(self, *given):
     before(self, *given)
@@ -47,7 +47,7 @@ def count(self, *given):
         os.kill(os.getppid(), signal.SIGKILL) if NODE else None
         os.kill(os.getpid(), signal.SIGKILL)
 
-Loop._count_skipped = count
+StepReporter.report = count
 '''
 
 

@@ -35,7 +35,7 @@ from xscale.parallel.shard.sharded import ShardedParameter, local_shape_and_offs
 from xscale.recipe import Recipe
 from xscale.settings.settings import Settings, build_on_meta
 from xscale.step.batches import shard_over_cp
-from xscale.step.step import Stepper
+from xscale.step.stepper import Stepper
 from xscale.train.setup import make_engine
 
 TOLERANCE = 1e-9

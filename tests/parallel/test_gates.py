@@ -45,6 +45,25 @@ def test_an_encoder_decoder_has_the_numbers_of_one_process(pool: Pool) -> None:
         same(pool, expected, 2, PAIR, layout)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param({"objective": {"kind": "denoising"}, "data": {"cross_documents": False}}, id="packed"),
+        pytest.param(
+            {
+                "objective": {"kind": "seq2seq"},
+                "data": {"source": {"kind": "pairs", "paths": ["x"]}, "cross_documents": False},
+            },
+            id="pairs",
+        ),
+    ],
+)
+def test_budgets_over_padded_shards_are_those_of_one_process(pool: Pool, sections: dict[str, Any]) -> None:
+    """Each rank of cp has the whole loss of the budgets, a part of the weight, and some of the padding."""
+    same(pool, alone(pool, PAIR, **sections), 2, PAIR, {"mesh": {"cp": 2}}, **sections)
+
+
 def test_a_layout_that_shards_the_gates_is_refused() -> None:
     (problem,) = refused(PAIR, 2, **PIPELINE)
     assert "reads the gates of all blocks" in problem

@@ -15,7 +15,7 @@ from xscale.nn.head.head import Head
 from xscale.objective.objective import OBJECTIVES
 from xscale.parallel.pipeline.p2p import P2PChannel
 from xscale.parallel.shard.sharded import sharded_parameters
-from xscale.step.step import Stepper
+from xscale.step.stepper import Stepper
 from xscale.train.setup import make_engine
 
 MODEL = changed(DENSE, tied=False)

@@ -16,7 +16,7 @@ from xscale.objective.objective import OBJECTIVES
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.shard.sharded import sharded_parameters
 from xscale.parallel.shard.zero import prefetched_blocks
-from xscale.step.step import Stepper
+from xscale.step.stepper import Stepper
 from xscale.train.setup import make_engine
 
 MODEL = changed(DENSE, tied=False)

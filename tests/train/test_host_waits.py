@@ -23,8 +23,8 @@ from xscale.mesh.environment import read_rank_info
 from xscale.nn.ffn.moe.moe import Moe
 from xscale.nn.ffn.moe.statistics import copy_to_cpu, load_balance_metrics
 from xscale.nn.tokens import Stats
-from xscale.step.step import Stepper
-from xscale.train.loop import Loop
+from xscale.step.stepper import Stepper
+from xscale.train.optimizer_step.optimizer_step import OptimizerStep
 from xscale.train.setup import set_up
 
 READS = (
@@ -154,7 +154,7 @@ def test_a_dispatch_over_ranks_waits_once(tmp_path: Path, pool: Pool, name: str)
 def waits_of_the_loop(folder: Path) -> list[tuple[int, int]]:
     """All-reduces of the world by the trainer, and waits of the host, in each step of a run on this rank."""
     counts, per_step = Counter[str](), list[tuple[int, int]]()
-    step, all_reduce = Loop._step, dist.all_reduce
+    step, all_reduce = OptimizerStep.take, dist.all_reduce
 
     def reduce(*given: Any, **named: Any) -> Any:
         counts["all_reduce"] += 1
@@ -163,7 +163,7 @@ def waits_of_the_loop(folder: Path) -> list[tuple[int, int]]:
     def record(name: str) -> None:
         counts["waits"] += 1
 
-    def counted_step(self: Loop) -> Any:
+    def counted_step(self: OptimizerStep) -> Any:
         counts.clear()
         decision = step(self)
         per_step.append((counts["all_reduce"], counts["waits"]))
@@ -171,7 +171,7 @@ def waits_of_the_loop(folder: Path) -> list[tuple[int, int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", reduce)
-        patch.setattr(Loop, "_step", counted_step)
+        patch.setattr(OptimizerStep, "take", counted_step)
         train = {"steps": 4, "batch_size": 4, "micro_batch_size": 2, "eval_every": 0}
         observe = {"progress": False, "tensorboard": False, "report": False, "every_steps": 100}
         with ListsRead(record):

@@ -11,7 +11,7 @@ from tests.train import tiny
 from xscale.core.config import decode, encode
 from xscale.nn.module import CHOOSABLE_KERNELS
 from xscale.recipe import Recipe
-from xscale.train.loop import KernelSelectionLog
+from xscale.train.kernel_log import KernelSelectionLog
 from xscale.train.run import train
 from xscale_kernels.rmsnorm.op import rmsnorm
 from xscale_kernels.select import LOG, operators

@@ -31,7 +31,7 @@ from xscale.nn.ffn.moe.moe import Moe
 from xscale.parallel.pipeline.executor import Pipeline
 from xscale.parallel.pipeline.microbatch_runner import MicrobatchRunner
 from xscale.parallel.pipeline.schedule import SCHEDULES
-from xscale.step.step import PhaseTimer
+from xscale.step.phase_timer import PhaseTimer
 from xscale.train.loop import Loop
 
 BY_THE_HOST = (

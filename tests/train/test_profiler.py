@@ -17,7 +17,7 @@ from tests.train.tiny import losses, recipe, run
 from xscale.core.errors import EXIT_DONE
 from xscale.mesh.environment import read_rank_info
 from xscale.observe.config import ProfileConfig
-from xscale.step.step import PhaseTimer
+from xscale.step.phase_timer import PhaseTimer
 from xscale.train.profile_tables import RankProfile, operator_table, rank_profile, rank_table
 from xscale.train.profiler import StepProfiler
 

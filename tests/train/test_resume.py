@@ -37,20 +37,20 @@ def without_drawing(folder: Path, name: str) -> int:
 
 def stopped_by_signal(folder: Path, name: str, at: int) -> int:
     """A run that sends itself SIGTERM once step `at` is logged."""
-    from xscale.train.loop import Loop
+    from xscale.train.after_step.step_reporter import StepReporter
 
-    before = Loop._count_skipped
+    before = StepReporter.report
 
-    def count(self: Loop, *stepped: Any) -> None:
+    def count(self: StepReporter, *stepped: Any) -> None:
         before(self, *stepped)
         if self.state.step == at:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    Loop._count_skipped = count  # type: ignore[method-assign]
+    StepReporter.report = count  # type: ignore[method-assign]
     try:
         return run(recipe(folder, name))
     finally:
-        Loop._count_skipped = before  # type: ignore[method-assign]
+        StepReporter.report = before  # type: ignore[method-assign]
 
 
 def equal(folder: Path, ours: str, theirs: str, last: int = 6) -> None:

@@ -14,20 +14,20 @@ from tests.distributed import Pool
 from tests.train.tiny import metrics, recipe, run
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, FaultError
 from xscale.run.run_folder import LISTED, differences, problems_of, read_config
-from xscale.train.loop import Loop
+from xscale.train.after_step.step_reporter import StepReporter
 from xscale.train.run_work import RunWork
 
 
 def during_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], Any]) -> None:
     """Do `action` in the run's step `step`."""
-    count_skipped = Loop._count_skipped
+    report = StepReporter.report
 
-    def count(self: Loop, *stepped: Any) -> None:
-        count_skipped(self, *stepped)
+    def reported(self: StepReporter, *stepped: Any) -> None:
+        report(self, *stepped)
         if self.state.step == step:
             action()
 
-    monkeypatch.setattr(Loop, "_count_skipped", count)
+    monkeypatch.setattr(StepReporter, "report", reported)
 
 
 REPORTED = {"observe": {"report": True, "tensorboard": True, "progress": False}}

@@ -16,8 +16,9 @@ from xscale.checkpoint.load import load_tensors, read_state
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE
 from xscale.settings.settings import TrainConfig
 from xscale.step.batches import MicroBatches
-from xscale.step.step import Stepper, decide
-from xscale.train.loop import Loop
+from xscale.step.stepper import Stepper
+from xscale.train.after_step.step_reporter import StepReporter
+from xscale.train.optimizer_step.loss_spikes import decide
 
 BAD = 42
 """A sample of step 6, counted from 1, at a batch of 8."""
@@ -34,7 +35,7 @@ def spiked(
     **sections: Any,
 ) -> int:
     """A run in which one sample makes the loss of its micro-batch `factor` times what it is."""
-    training, nats, count = MicroBatches.make, Stepper._forward_backward, Loop._count_skipped
+    training, nats, count = MicroBatches.make, Stepper._forward_backward, StepReporter.report
     met: list[bool] = []
 
     def watched(self: MicroBatches, samples: Any, *given: Any) -> Any:
@@ -46,16 +47,16 @@ def spiked(
         times, met[:] = factor if met else 1.0, []
         return found * times
 
-    def counted(self: Loop, *given: Any) -> None:
+    def counted(self: StepReporter, *given: Any) -> None:
         count(self, *given)
         if self.state.step == stop_at and self.state.skipped_samples:
             os.kill(os.getpid(), how)
 
-    MicroBatches.make, Stepper._forward_backward, Loop._count_skipped = watched, spoiled, counted  # type: ignore[method-assign,assignment]
+    MicroBatches.make, Stepper._forward_backward, StepReporter.report = watched, spoiled, counted  # type: ignore[method-assign,assignment]
     try:
         return run(recipe(folder, name, **{"precision": DOUBLE, "checkpoint": {"every_steps": 4}, **sections}))
     finally:
-        MicroBatches.make, Stepper._forward_backward, Loop._count_skipped = training, nats, count  # type: ignore[method-assign]
+        MicroBatches.make, Stepper._forward_backward, StepReporter.report = training, nats, count  # type: ignore[method-assign]
 
 
 def policy(name: str, **more: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from xscale.core.errors import ConfigError
 from xscale.mesh.environment import RankInfo
 from xscale.run.parts import device_of
 from xscale.settings.settings import Settings
-from xscale.step.step import PhaseTimer
+from xscale.step.phase_timer import PhaseTimer
 
 
 class DeviceClock:

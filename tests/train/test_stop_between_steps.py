@@ -26,9 +26,9 @@ from xscale.mesh.environment import read_rank_info
 from xscale.recipe import Recipe
 from xscale.run.run_folder import is_interrupted
 from xscale.step.batches import MicroBatches
-from xscale.step.step import Stepper
+from xscale.step.stepper import Stepper
 from xscale.train import run as run_module
-from xscale.train.loop import Loop
+from xscale.train.after_step.step_reporter import StepReporter
 from xscale.watchdog.watchdog import StopSignal, Watchdog
 
 STEPS = 4
@@ -183,7 +183,7 @@ def test_on_two_ranks(tmp_path: Path, case: str, pool: Pool) -> None:
 
 def signalled(folder: Path, name: str, how: str, **sections: Any) -> int:
     """Train a run that gets a signal at a moment that is no batch of work between steps."""
-    begins, report = StopSignal.training_begins, Loop._report
+    begins, report = StopSignal.training_begins, StepReporter.report
 
     def kill() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -192,7 +192,7 @@ def signalled(folder: Path, name: str, how: str, **sections: Any) -> int:
         begins(self)
         kill()
 
-    def reported(self: Loop, *given: Any) -> None:
+    def reported(self: StepReporter, *given: Any) -> None:
         report(self, *given)
         if self.state.step == STEPS:
             kill()
@@ -205,7 +205,7 @@ def signalled(folder: Path, name: str, how: str, **sections: Any) -> int:
         if how == "before the first step":
             patch.setattr(StopSignal, "training_begins", begin)
         elif how == "in the last step":
-            patch.setattr(Loop, "_report", reported)
+            patch.setattr(StepReporter, "report", reported)
         elif how == "in the baseline":
             patch.setattr(run_module, "order2_baseline", baseline)
         train = {**TRAIN, "eval_every": STEPS, "baseline": True}

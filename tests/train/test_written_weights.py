@@ -12,7 +12,7 @@ from tests.distributed import Pool
 from tests.train.tiny import losses, metrics, recipe, run
 from xscale.checkpoint.load import load_tensors
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE
-from xscale.step.step import StepDecision
+from xscale.train.optimizer_step.decision import StepDecision
 
 Section = dict[str, Any]
 DOUBLE = {"compute": "float64", "master": "float64"}
@@ -68,14 +68,14 @@ QUICK = ("residual gains-zero2",)
 
 def trained(folder: Path, name: str, place: str, stop: int | None = None, **sections: Any) -> int:
     """Run the place's recipe; one that rolls back does so at its third step."""
-    from xscale.train import loop
+    from xscale.train.optimizer_step import loss_spikes
 
     given = {**PLACES.get(place, {"model": model()}), **sections}
     train = {**TRAIN, "stop_after": stop, "baseline": False, **given.pop("train", {})}
     for key, value in (("init", "from"), ("distill", "teacher")):
         if key in given:
             given[key] = {**given[key], value: str(folder / "first")}
-    decide, calls = loop.decide, [0]
+    decide, calls = loss_spikes.decide, [0]
 
     def decided(*arguments: Any) -> StepDecision:
         calls[0] += 1
@@ -84,7 +84,7 @@ def trained(folder: Path, name: str, place: str, stop: int | None = None, **sect
 
     with pytest.MonkeyPatch.context() as patched:
         if place == "rollback":
-            patched.setattr(loop, "decide", decided)
+            patched.setattr(loss_spikes, "decide", decided)
         return run(recipe(folder, name, precision=DOUBLE, train=train, **given))
 
 

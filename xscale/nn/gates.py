@@ -106,6 +106,7 @@ class GateBudget(Module):
     seams: ClassVar[Seams] = {"sum_over_sequence": Role.SUM_OVER_TOKENS, "attach_loss": Role.ON_LAST_STAGE}
     averages_tokens = True
     averages_text = True
+    averages_packed_text = True
 
     def __init__(self, config: GatesConfig, sublayers: int) -> None:
         """`sublayers`: how many the stack has, each with a gate."""
@@ -146,7 +147,7 @@ class GateBudget(Module):
         budgets, real = tokens.get(BUDGETS), tokens.real()
         assert budgets is not None
         total = total if real is None else total * real
-        if tokens.padding is None or real is None:
+        if tokens.any_padding() is None or real is None:
             lengths = total.new_full((len(total),), tokens.count() / tokens.fraction() / len(total))
         else:
             lengths = self.sum_over_sequence(real.sum(1).to(total.dtype))

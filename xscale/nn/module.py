@@ -67,6 +67,8 @@ class Module(nn.Module):
     statistics), so that padding would count."""
     averages_text = False
     """Whether it leaves padding out where `Tokens.padding` tells it, if it `averages_tokens`."""
+    averages_packed_text = False
+    """Whether it also leaves out the padding behind packed documents, since it asks `Tokens.real`."""
     reads_token_counts = False
     """Whether its state follows from the counts of the token ids in the training data, which a run gives to
     `set_token_counts` before its first step."""

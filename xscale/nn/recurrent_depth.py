@@ -55,6 +55,7 @@ class Halting(Module):
 
     averages_tokens = True
     averages_text = True
+    averages_packed_text = True
     weight: Parameter
     bias: Parameter
 

@@ -74,6 +74,9 @@ def _tensors_of(value: Any) -> Iterator[Tensor]:
             yield from _tensors_of(getattr(value, attribute.name))
 
 
+PACKED_PADDING = Signal[Tensor]("tokens.packed_padding", TokenAxes((BATCH, TOKENS), fill=True))
+"""[B, T], whether each token is of the padding behind packed documents, a document of its own, which attention hides as
+any other document; means over the text leave it out. None: none is."""
 FORWARD_FIELDS = frozenset(attribute.name for attribute in fields(Forward))
 
 
@@ -89,7 +92,7 @@ class Tokens:
     """[B, T] index of each token's document; attention stays within a document. None: one document per row."""
     padding: Tensor | None = field(default=None, metadata=axes(BATCH, TOKENS, fill=True))
     """[B, T], whether each token is of the padding behind a sample, a document of its own; None: none is, or it is
-    among packed documents."""
+    among packed documents (`PACKED_PADDING`)."""
     types: Tensor | None = field(default=None, metadata=axes(BATCH, TOKENS))
     """[B, T] type of each token (its segment, Devlin et al. 2019); None: every token has the first type."""
     prefix: Tensor | None = field(default=None, metadata=axes(BATCH, TOKENS))
@@ -109,7 +112,12 @@ class Tokens:
 
     def real(self) -> Tensor | None:
         """Whether each token [B, T] is one of the text; None: all are. A shard of a sequence may end in padding."""
-        return None if self.padding is None else ~self.padding
+        padding = self.any_padding()
+        return None if padding is None else ~padding
+
+    def any_padding(self) -> Tensor | None:
+        """Whether each token [B, T] is padding, of one sample or behind packed documents; None: none is."""
+        return self.get(PACKED_PADDING) if self.padding is None else self.padding
 
     def text_of_shard(self) -> Tensor | None:
         """Whether each token [B, P] of a shard of a sequence is of the text, and no global token or padding; None: this
@@ -132,11 +140,13 @@ class Tokens:
 
     def count(self) -> float:
         """Tokens of the micro-batch, without padding, times `fraction`."""
-        return float(self.ids.numel() if self.padding is None else sum(self.sample_lengths()))
+        if self.any_padding() is None:
+            return float(self.ids.numel())
+        return float(sum(self.sample_lengths()))
 
     def sample_lengths(self) -> list[int]:
         """Return the tokens of each sample without its padding, read once for all blocks."""
-        padding = self.padding
+        padding = self.any_padding()
         assert padding is not None
         lengths: list[int] = self.shared_values.get_or_compute("sample_lengths", lambda: (~padding).sum(1).tolist())
         return lengths
@@ -216,7 +226,8 @@ class Tokens:
         documents = self.documents
         if documents is not None and documents.is_cpu and device.type == "cuda" and documents.numel():
             self.shared_values.get_or_compute("document_spans", lambda: find_document_spans(documents))
-        if self.padding is not None and self.padding.is_cpu:
+        padding = self.any_padding()
+        if padding is not None and padding.is_cpu:
             self.sample_lengths()
         return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 

@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 
 from xscale.core.errors import Problem
 from xscale.nn.init import seed_of
-from xscale.nn.tokens import Tokens
+from xscale.nn.tokens import PACKED_PADDING, Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, Objective, ObjectiveTraits, SpecialTokens
 
 CORRUPTIONS = ("permuted_sentences", "masked_tokens", "infilled", "deleted_tokens", "rotated_documents")
@@ -81,7 +81,10 @@ class Denoising(Objective):
         return Batch(
             Tokens.from_ids(torch.cat((start, ids[:, :-1]), 1), within, **fields),
             ids,
-            Tokens.from_ids(source, source_documents, **fields),
+            # Padding of the source is a document behind those of the text.
+            Tokens.from_ids(
+                source, source_documents, signals={PACKED_PADDING: source_documents > within[:, -1:]}, **fields
+            ),
         )
 
     def _corrupt(self, row: Tensor, documents: Tensor, number: int) -> tuple[Tensor, Tensor]:

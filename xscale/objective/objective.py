@@ -101,6 +101,11 @@ class Batch:
         """Number of targets that are not ignored; the step's loss is the summed loss over the sum of these."""
         return (self.targets != IGNORE_INDEX).sum()
 
+    @property
+    def target_count(self) -> int:
+        """`weight` as a number, for which the host waits for a device unless it was `counted` before."""
+        return int(self.weight) if self.counted is None else self.counted
+
     def to(self, device: torch.device) -> "Batch":
         """Copy to a device."""
         source = None if self.source is None else self.source.to(device)

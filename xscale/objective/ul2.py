@@ -15,7 +15,7 @@ from xscale.core import config as schema
 from xscale.core.errors import Problem
 from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.init import seed_of
-from xscale.nn.tokens import Tokens
+from xscale.nn.tokens import PACKED_PADDING, Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, Objective, ObjectiveTraits, SpecialTokens
 from xscale.objective.span import corrupt_spans
 
@@ -94,9 +94,11 @@ class Ul2(Objective):
         start = torch.full_like(target[:, :1], self.start)
         decoder_inputs = torch.cat((start, target[:, :-1]), 1).clamp(min=0)
         return Batch(
-            Tokens.from_ids(decoder_inputs, target_documents, **fields),
+            Tokens.from_ids(decoder_inputs, target_documents, signals={PACKED_PADDING: target < 0}, **fields),
             target.masked_fill(target < 0, IGNORE_INDEX),
-            Tokens.from_ids(source, source_documents, **fields),
+            Tokens.from_ids(
+                source, source_documents, signals={PACKED_PADDING: source_documents > within[:, -1:]}, **fields
+            ),
         )
 
     def _corrupt(self, row: Tensor, documents: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

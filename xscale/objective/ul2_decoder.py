@@ -9,7 +9,7 @@ from torch import Tensor
 from xscale.core.errors import Problem
 from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.init import seed_of
-from xscale.nn.tokens import Tokens
+from xscale.nn.tokens import PACKED_PADDING, Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, ObjectiveTraits, SpecialTokens
 from xscale.objective.span import corrupt_spans
 from xscale.objective.ul2 import DenoiserConfig, Ul2, check_sentinels
@@ -56,7 +56,13 @@ class Ul2Decoder(Ul2):
         is_padding = numbers == tokens.shape[1]
         ignored = prefix[:, 1:] | (numbers[:, 1:] != numbers[:, :-1]) | is_padding[:, 1:]
         return Batch(
-            Tokens.from_ids(ids[:, :-1], numbers[:, :-1], prefix=prefix[:, :-1], **fields),
+            Tokens.from_ids(
+                ids[:, :-1],
+                numbers[:, :-1],
+                prefix=prefix[:, :-1],
+                signals={PACKED_PADDING: is_padding[:, :-1]},
+                **fields,
+            ),
             ids[:, 1:].masked_fill(ignored, IGNORE_INDEX),
         )
 

@@ -46,7 +46,7 @@ from xscale.parallel.recompute.activation_offload import ActivationOffload, Host
 from xscale.parallel.shard.sharded import empty_like_local, fill_parameters, sharded_parameters, to_local
 from xscale.settings.settings import Settings, build_on_meta
 from xscale.step.batches import MicroBatches, shard_over_cp
-from xscale.step.step import Stepper
+from xscale.step.stepper import Stepper
 from xscale.train.setup import make_engine
 from xscale_kernels import rows
 

@@ -65,7 +65,8 @@ def padding_is_not_counted(built_model: nn.Module, objective_entry: ObjectiveEnt
     traits = objective_entry.traits
     if traits.samples == "packed" and not traits.padded:
         return
-    for name, path in parts_that_count_padding(built_model, is_marked=not traits.padded).items():
+    packed = traits.samples == "packed"
+    for name, path in parts_that_count_padding(built_model, is_marked=not packed, is_packed=packed).items():
         what = f"in {name} the tokens of a micro-batch compete or are averaged, and padding would be among them"
         fix = "Or take a part whose output for a token depends on its document alone."
         choices = kinds(_without_padding(traits), "objective")

@@ -15,7 +15,7 @@ from xscale.optim.schedule import Schedule
 from xscale.parallel.shard.sharded import ShardedParameter
 from xscale.settings.settings import Settings
 from xscale.step.batches import MicroBatches
-from xscale.step.step import Stepper
+from xscale.step.stepper import Stepper
 
 
 @dataclass(frozen=True)

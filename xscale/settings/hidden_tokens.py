@@ -26,14 +26,18 @@ def parts_without_documents(model: nn.Module) -> list[tuple[str, str]]:
     return [(family, kind) for family, kind in parts if not FAMILIES[family].get(kind).traits.documents]
 
 
-def parts_that_count_padding(model: nn.Module, *, is_marked: bool = False) -> dict[str, str]:
+def parts_that_count_padding(model: nn.Module, *, is_marked: bool = False, is_packed: bool = False) -> dict[str, str]:
     """Return the class and path of parts in which tokens compete or are averaged, so that padding would be among them.
 
-    `is_marked`: `Tokens.padding` tells it from text.
+    `is_marked`: `Tokens.padding` tells it from text. `is_packed`: it is behind packed documents, and `Tokens.real`
+    tells it.
     """
     paths: dict[str, str] = {}
     for path, module in model.named_modules():
-        averages = isinstance(module, Module) and module.averages_tokens and not (is_marked and module.averages_text)
+        leaves_out = isinstance(module, Module) and (
+            (is_marked and module.averages_text) or (is_packed and module.averages_packed_text)
+        )
+        averages = isinstance(module, Module) and module.averages_tokens and not leaves_out
         if averages or (not is_marked and isinstance(module, Core) and module.traits.running_stats):
             paths.setdefault(type(module).__name__, path)
     return paths

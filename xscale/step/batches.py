@@ -60,13 +60,10 @@ class MicroBatches:
             ),
             **_labels(samples),
         )
-        sharding, targets = self.sequence_sharding, micro_batch.targets
-        local_targets = targets if sharding is None else sharding.shard_predicted(targets, fill=IGNORE_INDEX)
-        if sharding is not None:
-            find_document_runs(micro_batch.tokens, micro_batch.source)
+        targets = shard_targets(micro_batch.targets, self.sequence_sharding)
         # Counted here, because on a GPU the host would wait for the count.
-        counted = int((local_targets != IGNORE_INDEX).sum())
-        return replace(shard_over_cp(micro_batch.to(self.device), sharding), counted=counted)
+        counted = int((targets != IGNORE_INDEX).sum())
+        return replace(self._on_device(micro_batch, targets), counted=counted)
 
     def evaluation(self, sequences: int) -> Iterator[tuple[Batch, bool]]:
         """Yield this rank's micro-batches of the first `sequences` samples, and whether each counts.
@@ -83,9 +80,15 @@ class MicroBatches:
             batch = self.objective.batch(*self._tensors(samples), **_labels(samples))
             if self.objective.head_sizes(self.objective.config) is not None:
                 batch = batch.with_places(samples.index)
-            if self.sequence_sharding is not None:
-                find_document_runs(batch.tokens, batch.source)
-            yield shard_over_cp(batch.to(self.device), self.sequence_sharding), counts
+            yield self._on_device(batch, shard_targets(batch.targets, self.sequence_sharding)), counts
+
+    def _on_device(self, batch: Batch, targets: Tensor) -> Batch:
+        """Copy to the device, and shard over cp; `targets` are this rank's shard of the batch's."""
+        if self.sequence_sharding is None:
+            return batch.to(self.device)
+        find_document_runs(batch.tokens, batch.source)
+        targets = targets.to(self.device, non_blocking=True)
+        return shard_over_cp(batch.to(self.device), self.sequence_sharding, targets)
 
     def _tensors(self, samples: Samples) -> tuple[Tensor, Tensor | None, Tensor]:
         return samples.tokens, samples.documents if self.separate else None, samples.index
@@ -96,11 +99,16 @@ def _labels(samples: Samples) -> dict[str, Tensor]:
     return {} if samples.labels is None else {"labels": samples.labels}
 
 
-def shard_over_cp(batch: Batch, sharding: SequenceSharding | None) -> Batch:
-    """This cp rank's shard of each sequence; None: the batch as it is. Padding targets are ignored by the loss."""
+def shard_targets(targets: Tensor, sharding: SequenceSharding | None) -> Tensor:
+    """This cp rank's shard of the targets [B, T] of each sequence; the loss ignores those that pad it."""
+    return targets if sharding is None else sharding.shard_predicted(targets, fill=IGNORE_INDEX)
+
+
+def shard_over_cp(batch: Batch, sharding: SequenceSharding | None, targets: Tensor | None = None) -> Batch:
+    """This cp rank's shard of each sequence; None: the batch as it is. `targets`: its shard of them, if made."""
     if sharding is None:
         return batch
+    targets = shard_targets(batch.targets, sharding) if targets is None else targets
     source = None if batch.source is None else shard_tokens(batch.source, sharding)
-    targets = sharding.shard_predicted(batch.targets, fill=IGNORE_INDEX)
     places = None if batch.places is None else sharding.shard_predicted(batch.places)
     return Batch(shard_tokens(batch.tokens, sharding, batch.targets), targets, source, places=places)

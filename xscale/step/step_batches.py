@@ -7,7 +7,6 @@ from xscale.data.samples.loader import Samples
 from xscale.nn.forward import Stats
 from xscale.objective.objective import Batch
 from xscale.step.batches import MicroBatches
-from xscale.step.step import local_targets
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class StepBatch:
     @property
     def targets(self) -> int:
         """Targets in them."""
-        return local_targets(self.micro_batches)
+        return sum(batch.target_count for batch in self.micro_batches)
 
 
 class StepBatches:

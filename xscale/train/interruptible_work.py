@@ -43,6 +43,10 @@ class InterruptibleWork:
         # The config that the run resumes with may have no work of such a name.
         state.pending = [name for name in state.pending if name in works]
 
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the work between steps, in its order."""
+        return tuple(name for name, work in self._works.items() if not work.at_end)
+
     def find_due(self) -> None:
         """Note what is due after the step that is done."""
         self._state.pending = [name for name, work in self._works.items() if not work.at_end and work.is_due()]

@@ -17,7 +17,7 @@ from xscale.mesh import torch_private
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import RankInfo, silence_profiler_log
 from xscale.observe.config import ProfileConfig
-from xscale.step.step import PhaseTimer
+from xscale.step.phase_timer import PhaseTimer
 from xscale.train.profile_tables import LARGEST, RankProfile, operator_table, rank_profile, rank_table
 
 PROFILES = "profile"

@@ -56,15 +56,13 @@ from xscale.run.token_counts import init_from_token_counts
 from xscale.settings.settings import Settings
 from xscale.train.compile_cache import remove_incomplete_libraries
 from xscale.train.garbage_collection import GarbageCollection
-from xscale.train.interruptible_work import InterruptibleWork
-from xscale.train.kernel_log import KernelSelectionLog
 from xscale.train.loop import Loop
+from xscale.train.loop_setup import LoopContext, make_loop
 from xscale.train.profiler import StepProfiler
 from xscale.train.residual_gains import init_residual_gains
-from xscale.train.run_work import RunWork
 from xscale.train.setup import check_machine, set_up
 from xscale.watchdog.crash_dumps import CrashDumps
-from xscale.watchdog.distributed_stop import DistributedStop, StopRequested
+from xscale.watchdog.distributed_stop import StopRequested
 from xscale.watchdog.watchdog import StopSignal, Watchdog
 from xscale_kernels.select import UnusableError
 
@@ -285,7 +283,7 @@ def _baseline(parts: RunParts, stop: StopSignal) -> tuple[float | None, str | No
 
 def _stopped(cause: str, loop: Loop, stop: StopSignal) -> str:
     """Say why the run stopped, whether this saved it, and what the resumed run repeats."""
-    saved = loop.saved_step == loop.state.step and stop.cause is not None
+    saved = loop.due.saver.saved_step == loop.state.step and stop.cause is not None
     when = f"; checkpoint saved after {stop.seconds:.1f} s" if saved else ""
     repeats = f", which repeats what this cut short: {', '.join(loop.state.pending)}" if loop.state.pending else ""
     return f"stopped by {cause}{when}. Run the same command to resume{repeats}"
@@ -312,20 +310,15 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
         observer.message(message)
     watchdog = make_watchdog(parts, folder, stop)
     profiler = _make_profiler(parts, folder, observer, watchdog)
-    kernel_log, all_stop = KernelSelectionLog(), DistributedStop(stop, parts.mesh.device)
-    works = RunWork(parts, state, observer, all_stop, watchdog, profiler).table()
     garbage = GarbageCollection(settings.train.gc_every_steps)
-    work = InterruptibleWork(works, state, all_stop, parts.model, (kernel_log.recording, garbage.automatic))
-    loop = Loop(
-        parts, state, observer, all_stop, work, began, saves, watchdog, memory, lock, profiler, kernel_log, garbage
-    )
+    loop = make_loop(parts, state, LoopContext(observer, watchdog, profiler, garbage, stop, saves, memory, lock, began))
     reason, message = "failed", ""
     baseline = None
     try:
         stop.training_begins()
         with watchdog, closing(profiler), garbage:
             cause = loop.run()
-        if memory is not None and (cause is None or loop.saved_step == state.step):
+        if memory is not None and (cause is None or loop.due.saver.saved_step == state.step):
             memory.clear()
         if cause is None and is_rank0:
             # Last, since no other rank waits for it.

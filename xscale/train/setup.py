@@ -45,7 +45,7 @@ from xscale.run.run_data import (
 )
 from xscale.run.run_folder import CHECKPOINTS, check_same_config
 from xscale.settings.settings import Settings, build_on_meta
-from xscale.step.step import Stepper
+from xscale.step.stepper import Stepper
 
 
 def check_machine(settings: Settings, invalid: Collection[str] = ()) -> list[Problem]:

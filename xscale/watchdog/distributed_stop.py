@@ -46,6 +46,10 @@ class DistributedStop:
         if count and self.cause is None:
             self.cause = self._signal.cause or "a signal to another rank"
 
+    def request(self, cause: str) -> None:
+        """Stop for a cause that all ranks know of."""
+        self.cause = self.cause or cause
+
     def check(self) -> None:
         """Raise StopRequested where any rank has a signal. Collective; the host waits for the answer."""
         if self.cause is None:

@@ -41,7 +41,7 @@ from xscale.parallel.shard.sharded import sharded_parameters
 from xscale.planning.memory import deepspeed_memory
 from xscale.settings.settings import build_on_meta
 from xscale.step.batches import shard_over_cp
-from xscale.step.step import Stepper
+from xscale.step.stepper import Stepper
 from xscale.train.setup import make_engine
 
 pytestmark = pytest.mark.long

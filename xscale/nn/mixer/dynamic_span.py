@@ -44,6 +44,7 @@ class DynamicSpan(Attention):
     shards_sequence: ClassVar[bool] = False
     averages_tokens = True
     averages_text = True
+    averages_packed_text = True
 
     reads_bias: ClassVar[bool] = True
 

@@ -54,6 +54,7 @@ class GuidedAttention(Attention):
     shards_sequence: ClassVar[bool] = False
     averages_tokens = True
     averages_text = True
+    averages_packed_text = True
 
     reads_bias: ClassVar[bool] = True
 
@@ -121,8 +122,8 @@ class GuidedAttention(Attention):
             chosen = torch.isin(tokens.ids, ids)[:, None, :].expand_as(places)
         if mask.allowed is not None:
             chosen = chosen & mask.allowed.to(chosen.device)[:, 0]
-        if tokens.padding is not None:
-            chosen = chosen & ~tokens.padding[:, :, None]
+        if (padding := tokens.any_padding()) is not None:
+            chosen = chosen & ~padding[:, :, None]
         return chosen
 
 

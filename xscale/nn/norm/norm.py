@@ -179,6 +179,7 @@ class BatchStatisticsNorm(Norm):
     keeps_precision = True
     averages_tokens = True
     averages_text = True
+    averages_packed_text = True
     weight: Parameter
     bias: Parameter
 

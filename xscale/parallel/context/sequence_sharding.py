@@ -93,7 +93,8 @@ class TokenShard(Tokens):
     def real(self) -> Tensor:
         """Whether each token [B, P] is one of the full sequence."""
         is_real = (self._places() < self.length).expand_as(self.ids)
-        return is_real if self.padding is None else is_real & ~self.padding
+        padding = self.any_padding()
+        return is_real if padding is None else is_real & ~padding
 
     def text_of_shard(self) -> Tensor:
         places = self._places()

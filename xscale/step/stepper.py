@@ -1,83 +1,17 @@
-"""One optimizer step: gradients of micro-batches, reduced over all ranks, and the policy for loss spikes."""
+"""Gradients of a step's micro-batches (gradient accumulation), reduced over all ranks, then applied or discarded."""
 
 import math
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
-from xscale.core.errors import FaultError
-from xscale.core.robust_threshold import spike_threshold
 from xscale.mesh.collectives import sum_scalars
 from xscale.objective.objective import Batch, Objective
 from xscale.parallel.engine.protocol import Engine
 from xscale.parallel.pipeline.executor import Pipeline
-from xscale.settings.settings import TrainConfig
-
-
-class PhaseTimer:
-    """Sums seconds by phase: wall time on a CPU, on a GPU the device's time between two events.
-
-    It never waits for the device. A pipeline has a receive in flight there, whose sender may wait for this very rank.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.on_phase: Callable[[str], object] = str
-        """Called with the name of each phase as it begins."""
-        self._split: dict[str, float] = {}
-        self._totals: dict[str, float] = {}
-        self._pending: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
-        """Phases, as (name, begin, end), that the device may not have finished."""
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the body under `name`."""
-        self.on_phase(name)
-        with record_function(name):  # the phase's name in a profile
-            yield from self._timed(name)
-
-    def _timed(self, name: str) -> Iterator[None]:
-        if self.device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record()
-            try:
-                yield
-            finally:
-                end.record()
-                self._pending.append((name, begin, end))
-            return
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._add(name, time.perf_counter() - start)
-
-    def flush(self) -> dict[str, float]:
-        """Return the sums so far and reset them to zero. What a GPU has not finished counts in a later call."""
-        self._add_finished()
-        split, self._split = self._split, {}
-        return split
-
-    def totals(self) -> dict[str, float]:
-        """Return the sums since the start, of what a GPU has finished."""
-        self._add_finished()
-        return dict(self._totals)
-
-    def _add_finished(self) -> None:
-        while self._pending and self._pending[0][2].query():  # type: ignore[no-untyped-call]
-            name, begin, end = self._pending.popleft()
-            self._add(name, begin.elapsed_time(end) / 1e3)
-
-    def _add(self, name: str, seconds: float) -> None:
-        self._split[name] = self._split.get(name, 0.0) + seconds
-        self._totals[name] = self._totals.get(name, 0.0) + seconds
+from xscale.step.phase_timer import PhaseTimer
 
 
 @dataclass(frozen=True)
@@ -141,7 +75,7 @@ class Stepper:
         scale = 1.0 if loss_scale is None else loss_scale
         if targets is None:
             with self.timer.phase("communicate"):
-                targets = self.count_targets(local_targets(micro_batches))
+                targets = self.count_targets(sum(batch.target_count for batch in micro_batches))
         divisor = max(targets, 1.0)
         micro_batches = [_with_loss_weights(batch, 1 / divisor, scale) for batch in micro_batches]
         nats = self._forward_backward(micro_batches, divisor / scale)
@@ -194,42 +128,3 @@ def _with_loss_weights(batch: Batch, target_weight: float, loss_scale: float) ->
     return replace(
         batch, tokens=batch.tokens.with_forward(target_weight=target_weight * loss_scale, aux_loss_weight=scaled)
     )
-
-
-def local_targets(micro_batches: Sequence[Batch]) -> int:
-    """Return the number of targets of this rank's micro-batches."""
-    return sum(int(batch.weight) if batch.counted is None else batch.counted for batch in micro_batches)
-
-
-Action = Literal["accept", "skip", "rollback", "stop", "lower_loss_scale"]
-
-
-class SpikeError(FaultError):
-    """The loss spiked or is not finite, and the policy is to stop or its limit is reached."""
-
-
-@dataclass(frozen=True)
-class StepDecision:
-    """Whether a step updates the parameters; if not, what happens instead and why."""
-
-    action: Action
-    reason: str = ""
-
-
-def decide(train: TrainConfig, losses: Sequence[float], loss: float, norm: float) -> StepDecision:
-    """Decide about a step by its loss, its gradient norm and the `losses` of the steps before, oldest first.
-
-    Its arguments are the run's state and sums over all ranks, which are bitwise the same on each: so all ranks decide
-    the same, and so does a resumed run.
-    """
-    spike = train.spike
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        return StepDecision(train.nonfinite, f"the loss ({loss}) or the gradient norm ({norm}) is not finite")
-    if spike.policy == "none" or len(losses) < spike.window // 2:
-        return StepDecision("accept")
-    threshold = spike_threshold(losses, spike.deviations, spike.floor)
-    if loss <= threshold.limit:
-        return StepDecision("accept")
-    reason = f"the loss ({loss:.4f}) is a spike: above the threshold {threshold.limit:.4f}; "
-    reason += f"the {len(losses)} losses before have median {threshold.median:.4f}"
-    return StepDecision(spike.policy, reason)

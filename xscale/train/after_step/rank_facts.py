@@ -1,0 +1,48 @@
+"""Facts of any rank that all ranks learn of in the reduction of each step, without a collective of their own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from xscale.checkpoint.async_saver import AsyncSaver
+from xscale.checkpoint.files import RunLock
+from xscale.core.errors import FaultError
+from xscale.run.parts import RunParts
+from xscale.run.state import State
+from xscale.step.step_batches import StepBatches
+from xscale.watchdog.distributed_stop import DistributedStop
+
+
+@dataclass
+class RankFacts:
+    """The targets of the next step, stop signals, a run folder that is lost, and saves in flight."""
+
+    parts: RunParts
+    state: State
+    batches: StepBatches
+    stop: DistributedStop
+    lock: RunLock
+    saves: AsyncSaver
+    ranks_that_save: float = field(init=False, default=0.0)
+    """Ranks that were still writing a checkpoint in the last step."""
+
+    def collect(self) -> list[float]:
+        """Return numbers to sum over the ranks in the step's reduction, for `agree`; makes the next step's batch."""
+        with self.parts.stepper.timer.phase("data"):
+            targets = self.batches.make_early()
+        return [float(targets), *self._of_this_rank()]
+
+    def agree(self, sums: Sequence[float]) -> None:
+        """Take the sums of what `collect` returned, the same on all ranks. FaultError where the run folder is lost."""
+        targets, *counts = sums
+        self.batches.set_targets(self.parts.stepper.targets_of(targets))
+        if self.parts.mesh.rank_info.is_single_process:
+            counts = self._of_this_rank()  # what has happened since
+        stops, vanished, self.ranks_that_save = counts
+        self.stop.agree(stops)
+        if vanished:
+            what = f"the run folder was deleted, moved or replaced during step {self.state.step}, or another run has it"
+            fix = "Move it back and start the same command again, which resumes from its newest checkpoint"
+            raise FaultError(f"{self.parts.settings.run.dir}: {what}, so nothing can be saved. {fix}.")
+
+    def _of_this_rank(self) -> list[float]:
+        return [float(self.stop.flag), float(not self.lock.is_in_place()), float(self.saves.is_writing)]

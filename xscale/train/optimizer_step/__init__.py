@@ -1,0 +1,1 @@
+"""One optimizer step: gradients of micro-batches, the decision about them, clipping and update, averages and biases."""
