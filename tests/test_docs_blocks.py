@@ -1,4 +1,4 @@
-"""Blocks of the documentation: what it prints for a cluster, a download or a reader's own files is accepted as it stands.
+"""Blocks of the documentation for a cluster, a download or files of the reader are accepted as they stand.
 
 These blocks are marked `text`, since no test can run them. Their commands are parsed by the program, and their configs
 with the overrides are checked on as many ranks as they start.

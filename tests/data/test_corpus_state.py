@@ -60,7 +60,7 @@ CASES: dict[str, tuple[Callable[[Path], object], bool]] = {
     "removed": (lambda folder: (folder / "a").unlink(), False),
     "a folder in its place": (lambda folder: ((folder / "a").unlink(), (folder / "a").mkdir()), False),
 }
-"""What happens to a corpus of two files of one size -> whether it is still the same."""
+"""Changes to a corpus of two files of one size -> whether it is still the same."""
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -41,7 +41,9 @@ def the_shape_and_the_type_stay(entry: Entry[Any]) -> None:
 
 @check("ffn")
 def each_token_by_itself_where_declared(entry: Entry[Any]) -> None:
-    part, x, around = built(entry), drawn(2, LENGTH, WIDTH), tokens(LENGTH)
+    part = built(entry)
+    x = drawn(2, LENGTH, WIDTH)
+    around = tokens(LENGTH)
     order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(0))
     moved = replace(around, ids=around.ids[:, order], positions=around.positions[:, order])
     same = close(part(x[:, order], moved), part(x, around)[:, order])
@@ -51,7 +53,9 @@ def each_token_by_itself_where_declared(entry: Entry[Any]) -> None:
 
 @check("ffn", at_start=True)
 def a_causal_model_sees_no_future_through_it(entry: Entry[Any]) -> None:
-    part, x, around = built(entry, causal=True), drawn(2, LENGTH, WIDTH), tokens(LENGTH)
+    part = built(entry, causal=True)
+    x = drawn(2, LENGTH, WIDTH)
+    around = tokens(LENGTH)
     full = part(x, around)
     for cut in (1, 7, LENGTH - 1):
         changed = torch.cat((x[:, :cut], 3 * x[:, cut:] + 1), 1)

@@ -56,7 +56,9 @@ def gradients_fit_differences_where_declared(entry: Entry[Any]) -> None:
 
 @check("norm")
 def evaluation_follows_the_tokens_of_training_where_declared(entry: Entry[Any]) -> None:
-    norm, x, seen = built(entry), drawn(2, 7, WIDTH), drawn(2, 7, WIDTH, seed=4)
+    norm = built(entry)
+    x = drawn(2, 7, WIDTH)
+    seen = drawn(2, 7, WIDTH, seed=4)
     before, stats = norm(x), Stats()
     norm.train()
     tokens = Tokens.from_ids(torch.zeros(2, 7, dtype=torch.long), stats=stats, aux_loss_weight=1.0)

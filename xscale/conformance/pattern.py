@@ -13,7 +13,9 @@ from xscale.core.registry import Entry
 from xscale.nn.pattern.grid import Grid
 from xscale.nn.pattern.pattern import PATTERNS, Layout, Pattern
 
-BLOCKS, HEADS, BLOCK = 48, 4, 64
+BLOCKS = 48
+HEADS = 4
+BLOCK = 64
 
 
 def built(entry: Entry[Any], causal: bool) -> Pattern:

@@ -41,7 +41,7 @@ def routed(router: Router, x: Tensor, about: Tokens, seed: int = SEED) -> Routin
 
 
 def skewed() -> Tensor:
-    """Tokens that are much alike."""
+    """Tokens that differ little."""
     return drawn(TOKENS, WIDTH) + drawn(1, WIDTH, seed=9)
 
 
@@ -97,7 +97,7 @@ def it_is_chosen_by_whom_it_says(entry: Entry[Any]) -> None:
     else:
         assert entry.traits.choice == "expert"
         assert (of_experts == of_experts[0]).all()
-        assert not (of_tokens == of_tokens[0]).all(), "experts that choose freely do not choose all tokens alike"
+        assert not (of_tokens == of_tokens[0]).all(), "experts that choose freely do not all choose the same tokens"
 
 
 @check("router")
@@ -111,7 +111,9 @@ def experts_overflow_where_declared(entry: Entry[Any]) -> None:
 
 @check("router")
 def it_looks_where_it_says(entry: Entry[Any]) -> None:
-    router, x, about = built(entry), drawn(TOKENS, WIDTH), around()
+    router = built(entry)
+    x = drawn(TOKENS, WIDTH)
+    about = around()
     full = by_token(routed(router, x, about))
     keep = torch.arange(TOKENS) % 2 == 0
     other = torch.where(keep[:, None], x, skewed())
@@ -129,7 +131,9 @@ def it_looks_where_it_says(entry: Entry[Any]) -> None:
 
 @check("router", at_start=True)
 def the_future_leaks_where_declared(entry: Entry[Any]) -> None:
-    router, x, about = built(entry, noise=True), drawn(TOKENS, WIDTH), around()
+    router = built(entry, noise=True)
+    x = drawn(TOKENS, WIDTH)
+    about = around()
     full, same = by_token(routed(router, x, about)), []
     for cut in (1, 40, TOKENS - 1):
         later = torch.cat((x[:cut], skewed()[cut:]))
@@ -141,7 +145,9 @@ def the_future_leaks_where_declared(entry: Entry[Any]) -> None:
 
 @check("router")
 def the_load_is_evened_as_declared(entry: Entry[Any]) -> None:
-    router, about, x = built(entry), around(), skewed()
+    router = built(entry)
+    about = around()
+    x = skewed()
     outcome = routed(router, x, about)
     if entry.traits.balance == "none":
         assert outcome.loss is None or not outcome.loss.requires_grad or not outcome.loss.any()
@@ -180,7 +186,9 @@ def it_learns_where_declared(entry: Entry[Any]) -> None:
 
 @check("router")
 def random_numbers_only_where_declared(entry: Entry[Any]) -> None:
-    router, x, about = built(entry), drawn(TOKENS, WIDTH), around()
+    router = built(entry)
+    x = drawn(TOKENS, WIDTH)
+    about = around()
     runs = [by_token(routed(router, x, about, seed)) for seed in range(3)]
     assert (runs[0] != runs[1] or runs[0] != runs[2]) == entry.traits.random
     router.eval()
@@ -190,7 +198,9 @@ def random_numbers_only_where_declared(entry: Entry[Any]) -> None:
 
 @check("router", lambda entry: entry.traits.scope == "token")
 def a_sequence_alone_is_routed_as_in_a_batch_outside_training(entry: Entry[Any]) -> None:
-    router, x, about = built(entry).eval(), drawn(TOKENS, WIDTH), tokens(TOKENS // 2, 2)
+    router = built(entry).eval()
+    x = drawn(TOKENS, WIDTH)
+    about = tokens(TOKENS // 2, 2)
     both = routed(router, x, about)
     first = routed(router, x[: TOKENS // 2], Tokens.from_ids(about.ids[:1]))
     assert by_token(both)[: TOKENS // 2] == by_token(first, TOKENS // 2)

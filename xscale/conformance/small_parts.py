@@ -17,7 +17,10 @@ NOISE: dict[str, Any] = {"dropout": 0.1, "expert_dropout": 0.1, "jitter": 0.1, "
 """Field of a config -> the value that switches its noise on."""
 LENGTH = 300
 """Tokens: more than chunks of usual sizes hold, and a multiple of none."""
-WIDTH, HEADS, HEAD_WIDTH, VOCABULARY = 32, 4, 8, 40
+WIDTH = 32
+HEADS = 4
+HEAD_WIDTH = 8
+VOCABULARY = 40
 M = TypeVar("M", bound=Module)
 
 

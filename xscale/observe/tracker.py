@@ -24,7 +24,7 @@ NUMBER_BYTES = 128
 class Tracker(Observer):
     """Passes flat numbers to `_log`, in order, and again after an OSError.
 
-    The tracker's id of the run is kept in the run folder, so that a run that is requeued goes on in the same curves.
+    The tracker's id of the run is kept in the run folder, so that a run that is requeued continues the same curves.
     """
 
     def __init__(self, folder: Path, every_steps: int, id_file: str) -> None:

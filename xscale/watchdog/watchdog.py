@@ -63,7 +63,7 @@ class StopSignal:
         self._writer.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in SIGNALS:
-            # A process that nohup started goes on when its terminal is closed.
+            # A process that nohup started keeps running when its terminal is closed.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._catch)
         threading.Thread(target=self._announce, name="signals", daemon=True).start()

@@ -9,7 +9,9 @@ from xscale.conformance.check import check
 from xscale.conformance.small_parts import close, core, numbered, qkv, run
 from xscale.core.registry import Entry
 
-FIRST, SECOND, PREFIX = 12, 20, 8
+FIRST = 12
+SECOND = 20
+PREFIX = 8
 """Lengths of the two documents, and of the prefix of the second; the first has none."""
 
 
