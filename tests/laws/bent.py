@@ -102,7 +102,7 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/cli/streams.py: sys.stderr": "None where a daemon closed it, and a warning would be a traceback",
         "xscale/mesh/environment.py: os.environ": f"{DEEPSPEED}: a variable says on what it computes",
         "xscale/parallel/engine/deepspeed/engine.py: deepspeed.ops.__compatible_ops__": f"{DEEPSPEED}: what to build",
-        "xscale/parallel/steps.py: torch_private.dynamo_config.recompile_limit": "torch.compile of the oldest torch "
+        "xscale/parallel/compiled_blocks.py: torch_private.dynamo_config.recompile_limit": "torch.compile of the oldest torch "
         "that we support has no argument for it; the model of a run is what the process compiles",
         "kernels/xscale_kernels/torch_private.py: config.recompile_limit": "torch.compile of the oldest torch that we "
         "support has no argument for it; only raised",

@@ -1,1 +1,5 @@
 """Norms: x -> x, by statistics of a token or of a batch."""
+
+from xscale.nn.norm.norm import NORMS, Norm
+
+__all__ = ["NORMS", "Norm"]
