@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.conformance.made import dims, drawn, ready
 from tests.train.tiny import recipe
+from xscale.nn.depth.early_exit import entropy
 from xscale.nn.distilled_head import FullVocabulary, SoftLoss
-from xscale.nn.early_exit import entropy
 from xscale.nn.head import IGNORE_INDEX, Head, hide_padding
 from xscale.nn.tokens import Tokens
 from xscale.train.settings import build_on_meta

@@ -13,9 +13,9 @@ from tests.conformance.made import numbered
 from xscale.nn.attention.ops.mask import OBSERVED, AttentionMask
 from xscale.nn.auxiliary import attach
 from xscale.nn.boundary_head import BOUNDARIES
+from xscale.nn.depth.sequence_pooling import TokenWindows
 from xscale.nn.forward import Forward
 from xscale.nn.pooler import LABELS
-from xscale.nn.sequence_pooling import TokenWindows
 from xscale.nn.tokens import Stats, Tokens
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.nn.depth.edges import hands_on_scores
+from xscale.nn.mixer.mixer import MIXERS
 
 
 class Streams(NamedTuple):
@@ -52,4 +54,12 @@ def check(config: Any, path: str) -> list[Problem]:
     if config.halting is not None:
         what = f"{two}, and a token that halts has one output"
         problems.append(Problem(f"{path}.halting", what, "Take null, or block.residual=sequential."))
+    kept = "reversible blocks keep nothing for backward, and {} that blocks hand on would be kept"
+    if hands_on_scores(config):
+        fix = "Take sequential, or the core softmax."
+        problems.append(Problem(f"{path}.block.residual", kept.format("scores"), fix))
+    value_keys = [key for mixer in config.mixers() if (key := MIXERS.of(mixer).part.values_key(mixer))]
+    if value_keys:
+        fix = f"Take sequential, or mixer.{value_keys[0]}=null."
+        problems.append(Problem(f"{path}.block.residual", kept.format("values"), fix))
     return problems

@@ -1,34 +1,21 @@
-"""Checks of a stack's config: what its blocks must have in common, and what they hand on to each other."""
+"""Checks of a stack's config: what its blocks must have in common."""
 
 from typing import Any
 
 from xscale.core.errors import Problem
-from xscale.nn.attention.core import CORES
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.mixer import MIXERS
-from xscale.nn.norm import NORMS
 from xscale.nn.position.position import POSITIONS
-from xscale.nn.quaternion import check as check_quaternions
 from xscale.nn.reversible import check as check_reversible
-from xscale.nn.sequence_pooling import check as check_pooling
-from xscale.nn.sharing import check as check_sharing
 
 
-def check_blocks_together(config: Any, dims: Dims, path: str, *, cross: bool, hands_on: bool) -> list[Problem]:
-    """List the problems of a `StackConfig` besides those of single blocks. `hands_on`: blocks hand on scores."""
-    pooling = []
-    if config.pooling is not None:
-        pooling = check_pooling(config.pooling, config, dims, f"{path}.pooling", hands_on=hands_on)
+def check_blocks_together(config: Any, dims: Dims, path: str, *, cross: bool) -> list[Problem]:
+    """List the problems of a `StackConfig` besides those of single blocks and of what happens over the depth."""
     return [
         *_check_parts(config, path, cross=cross),
         *_check_shared_position(config, dims, path),
         *_check_layer_tables(config, dims, path),
-        *_check_scores(config, path, cross=cross),
-        *check_sharing(config, path, cross=cross),
         *check_reversible(config, path),
-        *check_quaternions(config, dims.width, path, cross=cross),
-        *_check_steps(config, dims, path),
-        *pooling,
     ]
 
 
@@ -42,61 +29,6 @@ def _check_parts(config: Any, path: str, *, cross: bool) -> list[Problem]:
         Problem(f"{path}.block.sublayers", what.format(part, lost[part]), f"Add {{part: {part}}} to the sublayers.")
         for part in sorted(missing)
     ]
-
-
-def _check_steps(config: Any, dims: Dims, path: str) -> list[Problem]:
-    """Check what is added before and after each block."""
-    problems = []
-    if config.step_signal and dims.width % 2:
-        what = f"pairs of channels have a sine and a cosine, and width={dims.width} is odd"
-        problems.append(Problem(f"{path}.step_signal", what, "Take an even width, or false."))
-    hands_on_scores = any(MIXERS.of(mixer).part.score_heads(mixer) for mixer in config.mixers())
-    if config.halting is not None and hands_on_scores:
-        what = "a token that has halted has no scores to hand on"
-        problems.append(Problem(f"{path}.halting", what, "Take null, or the core softmax."))
-    norm = NORMS.of(config.block.norm)
-    if config.exits is not None and config.exits.norm and norm.traits.batch_statistics:
-        what = f"'{norm.name}' collects statistics in every step, and an exit does not see the tokens of every step"
-        problems.append(Problem(f"{path}.exits.norm", what, "Take false, or another block.norm."))
-    if config.block.residual == "reversible" and hands_on_scores:
-        what = "reversible blocks keep nothing for backward, and scores that blocks hand on would be kept"
-        problems.append(Problem(f"{path}.block.residual", what, "Take sequential, or the core softmax."))
-    value_keys = [key for mixer in config.mixers() if (key := MIXERS.of(mixer).part.values_key(mixer))]
-    if config.block.residual == "reversible" and value_keys:
-        what = "reversible blocks keep nothing for backward, and values that blocks hand on would be kept"
-        problems.append(Problem(f"{path}.block.residual", what, f"Take sequential, or mixer.{value_keys[0]}=null."))
-    return problems
-
-
-def _check_scores(config: Any, path: str, *, cross: bool) -> list[Problem]:
-    """Check that each mixer which reads the scores of the previous block gets those of as many heads."""
-    problems = []
-    previous: dict[str, int | None] = {}
-    for layer in range(config.depth):
-        block = config.block_config(layer)
-        heads: dict[str, int | None] = {}
-        for name, sublayer in block.named(cross=cross).items():
-            if sublayer.part == "ffn":
-                continue
-            mixer: Any = block.config_of(sublayer)
-            part = MIXERS.of(mixer).part
-            heads[name] = part.score_heads(mixer)
-            if part.reads_scores(mixer) and (layer > 0 or part.needs_previous_scores):
-                available = previous.get(name)
-                if available is None:
-                    what = f"'{name}' reads the attention scores of the block before, which hands on none"
-                    able = (CORES.get(name) for name in CORES.able(previous_scores=True))
-                    # Not those that hand them on with some of their settings only.
-                    can = ", ".join(
-                        entry.name for entry in able if entry.part.traits_of(entry.part.Config()).previous_scores
-                    )
-                    fix = f"Give block {max(layer - 1, 0)} the mixer attention with one of these cores: {can}."
-                    problems.append(Problem(f"{path} (block {layer})", what, fix))
-                elif available != heads[name]:
-                    what = f"'{name}' has {heads[name]} heads and reads the scores of the {available} before it"
-                    problems.append(Problem(f"{path} (block {layer})", what, f"Take heads={available}."))
-        previous = heads
-    return problems[:1]
 
 
 def _check_layer_tables(config: Any, dims: Dims, path: str) -> list[Problem]:

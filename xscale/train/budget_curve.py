@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from xscale.mesh.collectives import sum_scalars
+from xscale.nn.depth.gates import BUDGETS, GateBudget
 from xscale.nn.forward import Stats
-from xscale.nn.gates import BUDGETS, GateBudget
 from xscale.nn.tokens import Tokens
 from xscale.objective.objective import Batch
 from xscale.train.exit_curve import score

@@ -6,6 +6,9 @@ from xscale.core.errors import ConfigError, Edit, Problem
 from xscale.core.requirements import change, take
 from xscale.mesh import axes
 from xscale.nn.attention.softmax import Softmax
+from xscale.nn.depth.exits import Exits
+from xscale.nn.depth.halting import Halting
+from xscale.nn.depth.sequence_pooling import SequencePooling
 from xscale.nn.distillation import DistillConfig
 from xscale.nn.head import Head
 from xscale.nn.mixer.attention import Attention
@@ -111,7 +114,7 @@ def check_student(model: nn.Module, config: DistillConfig, parallel: ParallelCon
     """Check a student on meta."""
     stack = getattr(model, "stack", None)
     problems = []
-    if isinstance(stack, Stack) and stack.exits is not None:
+    if isinstance(stack, Stack) and stack.find(Exits):
         what = "the exits have losses of their own, which know no teacher"
         problems.append(Problem("model.stack.exits", what, choices=take(None) + take(None, key=PATH)))
     if not config.inner_weight + config.cosine_weight and not config.init_from_teacher:
@@ -119,10 +122,10 @@ def check_student(model: nn.Module, config: DistillConfig, parallel: ParallelCon
     if not isinstance(stack, Stack):
         what = "states of two stacks are not mapped to those of a teacher"
         problems.append(Problem(PATH, what, "Or take a model of one stack.", choices=change(*_soft_alone(config))))
-    elif config.inner_weight and (stack.reversible or stack.halting is not None):
+    elif config.inner_weight and (stack.reversible or stack.find(Halting)):
         what = "reversible blocks and halting have no state after each block to compare"
         problems.append(Problem(f"{PATH}.hidden_weight", what, choices=change(*_soft_alone(config))))
-    elif stack.pooling is not None:
+    elif stack.find(SequencePooling):
         what = "the states of a shortened sequence are of windows, and the teacher's of tokens"
         problems.append(Problem("model.stack.pooling", what, choices=take(None) + change(*_soft_alone(config))))
     elif config.attention_weight:

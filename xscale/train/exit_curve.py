@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xscale.mesh.collectives import sum_scalars
-from xscale.nn.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
+from xscale.nn.depth.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
+from xscale.nn.depth.exits import Exits
 from xscale.nn.head import IGNORE_INDEX
 from xscale.nn.stack import Stack
 from xscale.objective.objective import Batch
@@ -31,7 +32,7 @@ class ExitPoint:
 
 def stack_with_exits(model: nn.Module) -> Stack | None:
     """Return the stack of the model that has exits; None: it has none."""
-    return next((module for module in model.modules() if isinstance(module, Stack) and module.exits), None)
+    return next((module for module in model.modules() if isinstance(module, Stack) and module.find(Exits)), None)
 
 
 def exit_curve(

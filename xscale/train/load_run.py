@@ -37,7 +37,8 @@ from xscale.mesh import axes
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import read_rank_info
 from xscale.mesh.mesh import Mesh, init_mesh, leaving_process_group
-from xscale.nn.early_exit import ExitPolicyConfig
+from xscale.nn.depth.early_exit import ExitPolicyConfig
+from xscale.nn.depth.exits import Exits
 from xscale.objective.objective import OBJECTIVES, Objective
 from xscale.parallel.plan import ParallelPlan
 from xscale.parallel.sharded import ShardedParameter, sharded_parameters
@@ -237,11 +238,12 @@ def exit_curve_of_run(
         loaded = load_run(folder, plugins=plugins)
         stack = stack_with_exits(loaded.model)
         policy = exit_policy_of(loaded.model)
-        if stack is None or stack.exits is None or policy is None:
-            what = "the model has no exits" if stack is None else "the exits of the model have no policy"
+        exits = None if stack is None else stack.find(Exits)
+        if exits is None or policy is None:
+            what = "the model has no exits" if exits is None else "the exits of the model have no policy"
             fix = "Train with model.stack.exits.policy, such as {criterion: entropy, threshold: 1}."
             raise ConfigError(str(folder), what, fix)
-        count = len(stack.exits.at)
+        count = len(exits.at)
         chosen = policy.thresholds(count, loaded.unpadded_vocabulary) if thresholds is None else thresholds
         problems = [
             problem
@@ -277,7 +279,8 @@ def budget_curve_of_run(
 def exit_policy_of(model: nn.Module) -> ExitPolicyConfig | None:
     """Return the policy of the model's exits; None: it has no exits, or they have none."""
     stack = stack_with_exits(model)
-    return None if stack is None or stack.exits is None else stack.exits.config.policy
+    exits = None if stack is None else stack.find(Exits)
+    return None if exits is None else exits.config.policy
 
 
 def no_validation(folder: Path) -> ConfigError:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
-from xscale.nn.edges import CONTENT
+from xscale.nn.depth.edges import CONTENT
 from xscale.nn.length_head import LengthHead, LengthHeadConfig
 from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.nn.model.model import MODELS, ModelTraits, model_dims

@@ -9,7 +9,7 @@ from torch import Tensor
 from xscale.core.config import Slot
 from xscale.core.errors import ConfigError, Problem
 from xscale.nn.boundary_head import BoundaryHead, BoundaryHeadConfig
-from xscale.nn.exits import Prediction
+from xscale.nn.depth.depth_pass import Prediction, StackUse
 from xscale.nn.ffn.ffn import Activation
 from xscale.nn.head import Head, HeadTransform
 from xscale.nn.linear import Embedding
@@ -88,7 +88,8 @@ class Encoder(Model):
                 fix_norm=config.fix_norm,
             )
 
-        self.stack = Stack(config.stack, replace(dims, length=length + count), make_head=lambda: make_head(None))
+        use = StackUse(predicts=True, make_head=lambda: make_head(None))
+        self.stack = Stack(config.stack, replace(dims, length=length + count), use)
         sentence = None if config.sentence_head is None else SentenceHead(config.sentence_head, dims, count)
         boundary = None
         if config.boundary_head is not None:
@@ -103,7 +104,7 @@ class Encoder(Model):
         inner = replace(shared, length=shared.length + config.global_tokens)
         table = replace(shared, width=config.embedding_width or config.width)
         problems = check_position(config, table, path)
-        problems += Stack.check(config.stack, inner, f"{path}.stack", predicts=True)
+        problems += Stack.check(config.stack, inner, f"{path}.stack", StackUse(predicts=True))
         if config.embedding_width is not None:
             missing = config.transform is None
             what = "narrows the embeddings, and the head has no map from the width of the blocks"

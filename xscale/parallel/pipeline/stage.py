@@ -6,14 +6,13 @@ PassThrough and SendHidden forward what the next stage needs. So the model's own
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from xscale.nn.block import Block
-from xscale.nn.edges import CONTENT, VALUES, HandedOn
-from xscale.nn.gates import GATES
+from xscale.nn.depth.depth_pass import Edges
+from xscale.nn.depth.edges import CONTENT
 from xscale.nn.linear import Embedding
 from xscale.nn.model.disentangled import Disentangled
 from xscale.nn.module import Module, substitute
@@ -90,17 +89,17 @@ class SendSentences(Module):
         return x, alone
 
 
-class ReceivedHandedOn:
+class ReceivedEdges:
     """Stub for what the previous stage's last block hands on: scores by sublayer, values, sums of gates."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.stubs = {name: HandedOnStub() for name in names}
+        self.stubs = {name: EdgeStub() for name in names}
 
-    def __call__(self) -> HandedOn:
+    def __call__(self) -> Edges:
         return {name: stub.received for name, stub in self.stubs.items() if stub.received is not None}
 
 
-class HandedOnStub:
+class EdgeStub:
     """One of these tensors, of the next micro-batch."""
 
     received: Tensor | None = None
@@ -116,20 +115,20 @@ class ReceivedStream:
         return upcast_copy(self.received)
 
 
-def send_streams(x: Streams, handed_on: HandedOn, tokens: Tokens) -> tuple[Tensor, ...]:
+def send_streams(x: Streams, edges: Edges, tokens: Tokens) -> tuple[Tensor, ...]:
     """Output of a stack whose next block is in another stage and has two residual streams: both."""
     return x.first, x.second
 
 
-class SendHandedOn:
+class SendEdges:
     """Output of a stack whose next block is in another stage and reads what this one's last block hands on, which
     follows the hidden states."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
 
-    def __call__(self, x: Tensor, handed_on: HandedOn, tokens: Tokens) -> tuple[Tensor, ...]:
-        return x, *(handed_on[name] for name in self.names)
+    def __call__(self, x: Tensor, edges: Edges, tokens: Tokens) -> tuple[Tensor, ...]:
+        return x, *(edges[name] for name in self.names)
 
 
 class PassThrough(Module):
@@ -231,9 +230,6 @@ def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> Pipelin
             _add_input(
                 stage, "embed", from_source=False, table=last and (bool(tied) or looks_up), stream=stack.reversible
             )
-        if stack.gates is not None:
-            received |= {GATES: 0} if index else {}
-            sent += [] if last else [GATES]
         _hand_on_edges(stage, stack, received, sent)
         if stack.reversible:
             _hand_on_streams(stage, stack)
@@ -254,9 +250,8 @@ def _keep_blocks(stack: nn.Module, paths: list[str], name: str) -> None:
             del stack.blocks[layer]
     if final not in stack.blocks:
         substitute(stack, "norm", None)
-    if stack.exits is not None:
-        for layer in [layer for layer in stack.exits.at if layer not in stack.blocks]:
-            del stack.exits.at[layer]
+    for part in stack.passes():
+        part.keep_blocks(list(stack.blocks))
     used = {name.split(".")[0] for name, _ in params_shared_by_blocks(stack, list(stack.blocks.values()))}
     if "position" not in used:
         substitute(stack, "position", None)
@@ -264,8 +259,6 @@ def _keep_blocks(stack: nn.Module, paths: list[str], name: str) -> None:
         substitute(stack, "core_tables", None)
     if "position_tables" not in used:
         substitute(stack, "position_tables", None)
-    if "shared" not in used:
-        substitute(stack, "shared", None)
 
 
 def _add_input(stage: PipelineStage, name: str, *, from_source: bool, table: bool, stream: bool = False) -> None:
@@ -277,42 +270,31 @@ def _add_input(stage: PipelineStage, name: str, *, from_source: bool, table: boo
     stage.inputs.append(StageInput(from_source=from_source, stream=stream))
 
 
-def scores_read(model: nn.Module, block: str) -> dict[str, int]:
-    """Return the number of heads whose scores of the previous block each sublayer of `block` reads, by its name."""
-    module = model.get_submodule(block)
-    assert isinstance(module, Block)
-    heads = {name: mixer.previous_score_heads for name, mixer in module.mixers().items() if mixer.hands_on_scores}
-    return {name: count for name, count in heads.items() if count}
+def edges_read(model: nn.Module, blocks: list[list[str]], index: int) -> dict[str, StageInput]:
+    """Return what stage `index` receives beside hidden states, by name."""
+    before, after = (list(chain.from_iterable(part)) for part in (blocks[:index], blocks[index:]))
+    return sent_between(model, before, after)
 
 
-def reads_values(model: nn.Module, blocks: list[list[str]], index: int) -> bool:
-    """Whether a block of stage `index` or of a later one reads the values of a first layer in an earlier stage."""
-
-    def hand_on(paths: list[str]) -> bool:
-        parts = [model.get_submodule(path) for path in paths]
-        return any(mixer.hands_on_values for block in parts for mixer in block.mixers().values())  # type: ignore[operator]
-
-    return any(map(hand_on, blocks[:index])) and any(map(hand_on, blocks[index:]))
-
-
-def edges_read(model: nn.Module, blocks: list[list[str]], index: int) -> dict[str, int]:
-    """Return what stage `index` receives beside hidden states, by name: the number of heads of scores, 0 for values."""
-    if index == 0:
-        return {}
-    values = {VALUES: 0} if reads_values(model, blocks, index) else {}
-    return scores_read(model, blocks[index][0]) | values
+def sent_between(model: nn.Module, before: Sequence[str], after: Sequence[str]) -> dict[str, StageInput]:
+    """Return what the blocks `before` pass on to those `after` them beside hidden states, by name."""
+    layout = stage_layout(model)
+    assert layout is not None
+    stacks = [model.get_submodule(name) for name in layout.stacks]
+    blocks = [[model.get_submodule(path) for path in paths] for paths in (before, after)]
+    passes = [part for stack in stacks if isinstance(stack, Stack) for part in stack.passes()]
+    return {name: StageInput(**vars(tensor)) for part in passes for name, tensor in part.sends(*blocks).items()}
 
 
-def _hand_on_edges(stage: PipelineStage, stack: nn.Module, received: dict[str, int], sent: list[str]) -> None:
+def _hand_on_edges(stage: PipelineStage, stack: nn.Module, received: dict[str, StageInput], sent: list[str]) -> None:
     """Receive what the stage's first block reads beside hidden states, and send what the next stage's reads."""
     if received:
-        edges = ReceivedHandedOn(list(received))
-        substitute(stack, "first_handed_on", edges)
+        edges = ReceivedEdges(list(received))
+        substitute(stack, "first_edges", edges)
         stage.stubs += edges.stubs.values()
-        beside = {GATES: StageInput(per_token=True), VALUES: StageInput(values=True)}
-        stage.inputs += [beside.get(name, StageInput(score_heads=heads)) for name, heads in received.items()]
+        stage.inputs += received.values()
     if sent:
-        substitute(stack, "output", SendHandedOn(sent))
+        substitute(stack, "output", SendEdges(sent))
 
 
 def _hand_on_sentences(stage: PipelineStage) -> None:
