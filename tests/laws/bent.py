@@ -15,7 +15,6 @@ BENT: dict[str, dict[str, str]] = {
         "launch/xscale_launch/mpi/mpi_rank.py: mpi4py.MPI": MPI,
         "launch/xscale_launch/profile.py: yaml": "for who writes profiles as YAML; without it TOML is asked for",
     },
-    "rooms": {"xscale/nn": "passes over the depth and kinds of residual stream get folders of their own"},
     "random draws": {
         "xscale/nn/init.py: Generator": INITIALISER,
         "xscale/nn/init.py: normal_": INITIALISER,
@@ -102,8 +101,8 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/cli/streams.py: sys.stderr": "None where a daemon closed it, and a warning would be a traceback",
         "xscale/mesh/environment.py: os.environ": f"{DEEPSPEED}: a variable says on what it computes",
         "xscale/parallel/engine/deepspeed/engine.py: deepspeed.ops.__compatible_ops__": f"{DEEPSPEED}: what to build",
-        "xscale/parallel/compiled_blocks.py: torch_private.dynamo_config.recompile_limit": "torch.compile of the oldest torch "
-        "that we support has no argument for it; the model of a run is what the process compiles",
+        "xscale/parallel/compiled_blocks.py: torch_private.dynamo_config.recompile_limit": "torch.compile of the "
+        "oldest torch that we support has no argument for it; the model of a run is what the process compiles",
         "kernels/xscale_kernels/torch_private.py: config.recompile_limit": "torch.compile of the oldest torch that we "
         "support has no argument for it; only raised",
         "xscale/measure/op_tracer.py: torch.UntypedStorage.resize_": "torch tells nobody of storages that fully_shard "

@@ -53,7 +53,7 @@ ROLES = frozenset({"libraries"})
 SHORT: dict[str, str] = {
     "kernels/xscale_kernels/rows.py": "the CPU kernels' block size, which several operators read",
     "xscale/commands/json_schema.py": "a command",
-    "xscale/nn/eager.py": "attention and mixtures share it, and it must not import the compiler",
+    "xscale/nn/compiling/eager.py": "attention and mixtures share it, and it must not import the compiler",
 }
 """Files under 25 lines that are not a part, an `__init__` or an entry point, each with the reason for a file."""
 

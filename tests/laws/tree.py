@@ -48,7 +48,7 @@ class File:
 
 
 def package_of(module: str) -> str:
-    """`xscale.nn.block` -> `nn`; `xscale_kernels.permute` -> `xscale_kernels`; other modules -> their first name."""
+    """`xscale.nn.blocks.block` -> `nn`; `xscale_kernels.permute` -> `xscale_kernels`; others -> their first name."""
     first, *rest = module.split(".")
     return rest[0] if first == "xscale" and rest else first
 

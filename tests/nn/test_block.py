@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.conformance.made import dims, drawn, ready, tokens
-from xscale.nn.block import Block, BlockConfig, SublayerConfig
+from xscale.nn.blocks.block import Block, BlockConfig, SublayerConfig
 from xscale.nn.ffn.ffn import FFNS, Dense
 from xscale.nn.materialize import materialize
 from xscale.nn.mixer.attention import Attention

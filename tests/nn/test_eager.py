@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from xscale.nn.eager import eager
+from xscale.nn.compiling.eager import eager
 
 
 def test_it_runs_outside_the_graphs() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.conformance.made import dims, drawn, ready
 from tests.train.tiny import recipe
-from xscale.nn.early_exit import entropy
+from xscale.nn.depth.early_exit import entropy
 from xscale.nn.head.distilled_head import FullVocabulary, SoftLoss
 from xscale.nn.head.head import IGNORE_INDEX, Head, hide_padding
 from xscale.nn.tokens import Tokens

@@ -11,12 +11,12 @@ from tests.parallel.test_tensor import refused
 from xscale.convert.hf.architecture import Requirements, require_features
 from xscale.core.config import decode
 from xscale.measure.flops import size, training_flops
+from xscale.nn.depth.quaternion import QuaternionLinear
 from xscale.nn.init import Init
 from xscale.nn.linear import Linear
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.nn.module import linear_map_names
-from xscale.nn.quaternion import QuaternionLinear
 
 TABLE = {
     ("1", "1"): (1, "1"), ("1", "i"): (1, "i"), ("1", "j"): (1, "j"), ("1", "k"): (1, "k"),

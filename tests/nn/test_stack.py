@@ -9,12 +9,13 @@ from torch import Tensor
 from tests.conformance.made import dims, drawn, ready, tokens
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
-from xscale.nn.block import BlockConfig, SublayerConfig
+from xscale.nn.blocks.block import BlockConfig, SublayerConfig
+from xscale.nn.blocks.stack import LayerRule, Stack, StackConfig
+from xscale.nn.depth.depth_pass import StackUse
 from xscale.nn.ffn.ffn import Dense, Gated
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import Fourier
 from xscale.nn.module import parameter_inits, substitute
-from xscale.nn.stack import LayerRule, Stack, StackConfig
 
 SMALL = BlockConfig(mixer=Attention.Config(heads=2), ffn=Dense.Config(hidden=8))
 
@@ -70,7 +71,7 @@ def test_a_rule_sets_the_sublayers_of_its_blocks() -> None:
 )
 def test_a_stack_without_a_needed_sublayer_is_refused(parts: tuple[Any, ...], cross: bool, said: str) -> None:
     block = SMALL.model_copy(update={"sublayers": tuple(SublayerConfig(part=part) for part in parts)})
-    (problem,) = Stack.check(StackConfig(depth=2, block=block), dims(width=8), "x", cross=cross)
+    (problem,) = Stack.check(StackConfig(depth=2, block=block), dims(width=8), "x", StackUse(cross=cross))
     assert said in str(problem)
 
 

@@ -5,13 +5,13 @@ import math
 import pytest
 
 from tests.conformance.made import dims, drawn, ready, tokens
-from xscale.nn.block import Block, BlockConfig
+from xscale.nn.blocks.block import Block, BlockConfig
+from xscale.nn.blocks.stack import StackConfig
 from xscale.nn.ffn.ffn import Dense
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.sparse_qkv import SparseQkv
 from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.nn.module import parameter_inits
-from xscale.nn.stack import StackConfig
 
 BLOCK = BlockConfig(mixer=Attention.Config(heads=2), ffn=Dense.Config(hidden=24), placement="no_norm")
 CONFIG = EncoderDecoder.Config(

@@ -12,10 +12,10 @@ from torch import Tensor
 from tests.conformance.made import numbered
 from xscale.nn.attention.ops.mask import OBSERVED, AttentionMask
 from xscale.nn.auxiliary import attach
+from xscale.nn.depth.sequence_pooling import TokenWindows
 from xscale.nn.forward import Forward
 from xscale.nn.head.boundary_head import BOUNDARIES
 from xscale.nn.head.pooler import LABELS
-from xscale.nn.sequence_pooling import TokenWindows
 from xscale.nn.tokens import Stats, Tokens
 
 

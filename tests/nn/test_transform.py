@@ -3,10 +3,10 @@
 import torch
 import torch.nn.functional as F
 
+from xscale.nn.blocks.stack import StackConfig
 from xscale.nn.materialize import materialize
 from xscale.nn.model.encoder import Encoder
 from xscale.nn.norm.norm import Layer
-from xscale.nn.stack import StackConfig
 from xscale.nn.tokens import Tokens
 
 CONFIG = Encoder.Config(

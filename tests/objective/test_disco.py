@@ -16,8 +16,8 @@ from tests.train.test_pairs import asked, trained
 from xscale.core.errors import EXIT_DONE, ConfigError
 from xscale.generate.parallel_decoding import easy_first, mask_predict
 from xscale.nn.attention.ops.mask import OBSERVED
-from xscale.nn.block import Block
-from xscale.nn.edges import CONTENT
+from xscale.nn.blocks.block import Block
+from xscale.nn.depth.edges import CONTENT
 from xscale.nn.head.length_head import LENGTHS
 from xscale.nn.model.disentangled import Disentangled
 from xscale.nn.tokens import Tokens

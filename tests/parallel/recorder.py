@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch import nn
 
-from xscale.nn.block import Block
+from xscale.nn.blocks.block import Block
 
 KINDS = {
     "all_gather_single": "gather",

@@ -17,7 +17,7 @@ from tests.train.tiny import recipe
 from xscale.mesh.axes import Degrees
 from xscale.mesh.environment import RankInfo
 from xscale.mesh.mesh import Mesh
-from xscale.nn.stack import Stack
+from xscale.nn.blocks.stack import Stack
 from xscale.nn.tokens import Stats
 from xscale.objective.objective import OBJECTIVES
 from xscale.parallel.plan import ParallelPlan

@@ -16,7 +16,7 @@ from tests.distributed import Pool
 from tests.golden.shrink import ROOT, shrunk
 from tests.parallel.against_one import Found, asked, compare, trained
 from xscale.core.config import encode
-from xscale.nn.block import Block
+from xscale.nn.blocks.block import Block
 from xscale.recipe import read
 
 pytestmark = pytest.mark.long

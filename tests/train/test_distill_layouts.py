@@ -13,7 +13,7 @@ from tests.train.test_distill import ALL, FOUR_DEEP, OUTER, last, model, student
 from tests.train.tiny import metrics
 from xscale.checkpoint.load import load_tensors
 from xscale.core.errors import EXIT_DONE
-from xscale.nn.block import Block
+from xscale.nn.blocks.block import Block
 
 SOFT = {"temperature": 3.0}
 SEQUENCE_ALONE = {"tensor": {"sequence": True}}

@@ -14,6 +14,10 @@ MOVES = (
     ("xscale.nn", "xscale.nn.head", "distillation"),
     ("xscale.nn", "xscale.nn.model", "multi_token t_fixup"),
     ("xscale.nn", "xscale.nn.ffn", "moe"),
+    ("xscale.nn", "xscale.nn.blocks", "block stack stack_checks residual_gain reversible"),
+    ("xscale.nn", "xscale.nn.depth", "early_exit edges exits gates layer_mix mask_decoder sequence_pooling sharing"),
+    ("xscale.nn", "xscale.nn.depth", "quaternion"),
+    ("xscale.nn", "xscale.nn.compiling", "eager traceable_property"),
     ("xscale.nn.moe", "xscale.nn.ffn.moe", "router assignment experts permutation routing statistics upcycle"),
     ("xscale.train", "xscale.settings", "settings hidden_tokens scored_text"),
     ("xscale.train", "xscale.step", "batches step_batches"),
@@ -52,12 +56,12 @@ class MovedModules(MetaPathFinder):
 
     def new_name(self, name: str) -> str | None:
         """Return where the module is now, or None. What was below a package that moved is below its new place."""
-        package, rest = name, ""
+        package, below = name, ""
         while package:
             if package in self.moved:
-                return self.moved[package] + rest
+                return self.moved[package] + below
             package, _, last = package.rpartition(".")
-            rest = f".{last}{rest}"
+            below = f".{last}{below}"
         return None
 
 
@@ -71,8 +75,8 @@ class _MovedModule(Loader):
         """Let Python make the module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        found = importlib.import_module(self.new)
-        module.__dict__.update({name: value for name, value in vars(found).items() if not name.startswith("__")})
+        moved = importlib.import_module(self.new)
+        module.__dict__.update({name: value for name, value in vars(moved).items() if not name.startswith("__")})
         old = module.__name__
         message = f"{old} is now {self.new}; the old name will be refused in the next version"
         warnings.warn(message, FutureWarning, stacklevel=_depth_of_importer())

@@ -12,11 +12,11 @@ from xscale.distill.distill_check import check_teacher, layers_of
 from xscale.distill.teacher import Teacher, load_teacher, observe_states
 from xscale.distill.teacher_source import check_vocabulary, find_teacher, teacher_degrees
 from xscale.mesh.mesh import Mesh
+from xscale.nn.blocks.stack import Stack
 from xscale.nn.head.distillation import StudentLosses, WidthMaps
 from xscale.nn.head.distilled_head import FullVocabulary, LocalVocabulary
 from xscale.nn.head.head import Head
 from xscale.nn.model.model import MODELS
-from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, HeadSizes, Objective
 from xscale.parallel.distillation import scores_of_shard, sequence_gather

@@ -8,12 +8,15 @@ from xscale.distill.teacher_source import BLOCKS, TeacherSource, find_teacher, t
 from xscale.mesh import axes
 from xscale.nn.adapt.observed_states import attentions_of
 from xscale.nn.attention.softmax import Softmax
+from xscale.nn.blocks.stack import Stack
+from xscale.nn.depth.exits import Exits
+from xscale.nn.depth.halting import Halting
+from xscale.nn.depth.sequence_pooling import SequencePooling
 from xscale.nn.head.distillation import DistillConfig
 from xscale.nn.head.head import Head
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.model.model import MODELS
-from xscale.nn.stack import Stack
 from xscale.objective.objective import OBJECTIVES
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.context.styles import sublayers_on_gathered
@@ -111,7 +114,7 @@ def check_student(model: nn.Module, config: DistillConfig, parallel: ParallelCon
     """Check a student on meta."""
     stack = getattr(model, "stack", None)
     problems = []
-    if isinstance(stack, Stack) and stack.exits is not None:
+    if isinstance(stack, Stack) and stack.find(Exits):
         what = "the exits have losses of their own, which know no teacher"
         problems.append(Problem("model.stack.exits", what, choices=take(None) + take(None, key=PATH)))
     if not config.inner_weight + config.cosine_weight and not config.init_from_teacher:
@@ -119,10 +122,10 @@ def check_student(model: nn.Module, config: DistillConfig, parallel: ParallelCon
     if not isinstance(stack, Stack):
         what = "states of two stacks are not mapped to those of a teacher"
         problems.append(Problem(PATH, what, "Or take a model of one stack.", choices=change(*_soft_alone(config))))
-    elif config.inner_weight and (stack.reversible or stack.halting is not None):
+    elif config.inner_weight and (stack.reversible or stack.find(Halting)):
         what = "reversible blocks and halting have no state after each block to compare"
         problems.append(Problem(f"{PATH}.hidden_weight", what, choices=change(*_soft_alone(config))))
-    elif stack.pooling is not None:
+    elif stack.find(SequencePooling):
         what = "the states of a shortened sequence are of windows, and the teacher's of tokens"
         problems.append(Problem("model.stack.pooling", what, choices=take(None) + change(*_soft_alone(config))))
     elif config.attention_weight:

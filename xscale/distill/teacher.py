@@ -11,13 +11,13 @@ from xscale.core.errors import ConfigError
 from xscale.distill.teacher_source import BLOCKS, TeacherSource, teacher_degrees
 from xscale.mesh.mesh import Mesh, build_mesh, create_communicators
 from xscale.nn.adapt.observed_states import ObservedBlocks, ObservedOutput, ObservedScores, attentions_of
+from xscale.nn.blocks.stack import Stack
 from xscale.nn.forward import Forward
 from xscale.nn.head.class_head import ClassHead
 from xscale.nn.head.distillation import DistillConfig, TeacherStates
 from xscale.nn.head.distilled_head import DistilledClassHead, DistilledHead, LocalVocabulary
 from xscale.nn.head.head import ONLY_LAST_LOGITS, Head
 from xscale.nn.module import substitute
-from xscale.nn.stack import Stack
 from xscale.nn.tokens import SharedValues, Tokens
 from xscale.objective.objective import Batch
 from xscale.parallel.config import ParallelConfig, ZeroConfig

@@ -9,8 +9,8 @@ from torch import nn
 
 from xscale.evaluate.exit_curve import score
 from xscale.mesh.collectives import sum_scalars
+from xscale.nn.depth.gates import BUDGETS, GateBudget
 from xscale.nn.forward import Stats
-from xscale.nn.gates import BUDGETS, GateBudget
 from xscale.nn.tokens import Tokens
 from xscale.objective.objective import Batch
 

@@ -26,6 +26,7 @@ from xscale.evaluate.exit_curve import exit_curve
 from xscale.generate.exit_policy import exit_policy_of, stack_with_exits
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.mesh import leaving_process_group
+from xscale.nn.depth.exits import Exits
 from xscale.objective.objective import OBJECTIVES, Objective
 from xscale.run.init_weights import data_with_adopted_tokenizer
 from xscale.run.load_run import LoadedRun, load_run
@@ -86,11 +87,12 @@ def exit_curve_of_run(
         loaded = load_run(folder, plugins=plugins)
         stack = stack_with_exits(loaded.model)
         policy = exit_policy_of(loaded.model)
-        if stack is None or stack.exits is None or policy is None:
-            what = "the model has no exits" if stack is None else "the exits of the model have no policy"
+        exits = None if stack is None else stack.find(Exits)
+        if exits is None or policy is None:
+            what = "the model has no exits" if exits is None else "the exits of the model have no policy"
             fix = "Train with model.stack.exits.policy, such as {criterion: entropy, threshold: 1}."
             raise ConfigError(str(folder), what, fix)
-        count = len(stack.exits.at)
+        count = len(exits.at)
         chosen = policy.thresholds(count, loaded.unpadded_vocabulary) if thresholds is None else thresholds
         problems = [
             problem

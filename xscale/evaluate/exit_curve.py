@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from xscale.generate.exit_policy import stack_with_exits
 from xscale.mesh.collectives import sum_scalars
-from xscale.nn.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
+from xscale.nn.depth.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
 from xscale.nn.head.head import IGNORE_INDEX
 from xscale.objective.objective import Batch
 

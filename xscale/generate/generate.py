@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from xscale.core.errors import ConfigError, Problem
 from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.mesh.collectives import broadcast_int, sum_scalars
-from xscale.nn.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
+from xscale.nn.depth.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
 from xscale.nn.forward import Forward
 from xscale.nn.head.head import ONLY_LAST_LOGITS, Head
 from xscale.nn.init import seed_of

@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from xscale.nn.attention.hamilton import COMPONENTS
-from xscale.nn.block import Block
-from xscale.nn.exits import Exit
+from xscale.nn.blocks.block import Block
+from xscale.nn.blocks.stack import Stack
+from xscale.nn.depth.exits import Exit
+from xscale.nn.depth.quaternion import QuaternionLinear
+from xscale.nn.depth.sequence_pooling import SequencePooling
+from xscale.nn.depth.sharing import SharedSublayers
 from xscale.nn.ffn.ffn import active_fractions
 from xscale.nn.head.head import Head
 from xscale.nn.linear import Embedding
@@ -15,8 +19,6 @@ from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.model.multi_token import MtpModule
 from xscale.nn.module import parameter_axes
-from xscale.nn.quaternion import QuaternionLinear
-from xscale.nn.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -125,14 +127,15 @@ def _pooled_blocks(model: nn.Module) -> dict[str, tuple[float, float]]:
     that are its queries and its keys; `memory`: of a source whose encoder does."""
     fractions: dict[str, tuple[float, float]] = {}
     for path, stack in model.named_modules():
-        if isinstance(stack, Stack) and stack.pooling is not None:
+        pooling = stack.find(SequencePooling) if isinstance(stack, Stack) else None
+        if isinstance(stack, Stack) and pooling is not None:
             of_blocks = stack.token_fractions()
             fractions |= {f"{path}.blocks.{layer}.": pair for layer, pair in enumerate(of_blocks)}
-            for layer in stack.pooling.distilling:
+            for layer in pooling.distilling:
                 fractions[f"{path}.pooling.distilling.{layer}."] = of_blocks[int(layer) - 1]
             queries, keys = (sum(values) / len(of_blocks) for values in zip(*of_blocks, strict=True))
             fractions[f"{path}.shared."] = queries, keys
-            if not stack.repeats_pooled:
+            if not pooling.repeats:
                 fractions["memory"] = of_blocks[-1]
     return fractions
 
@@ -145,11 +148,11 @@ def _repeated_sublayers(model: nn.Module) -> dict[str, int]:
     """Return the prefix of the paths of sublayers that a token passes several times -> how often: of those that all
     blocks of a stack share, and of the block of a mask decoder."""
     stacks = {path: module for path, module in model.named_modules() if isinstance(module, Stack)}
-    uses = {f"{path}.shared.": len(stack.blocks) for path, stack in stacks.items() if stack.shared is not None}
+    uses = {f"{path}.shared.": len(stack.blocks) for path, stack in stacks.items() if stack.find(SharedSublayers)}
     for path, stack in stacks.items():
         for layer, block in stack.blocks.items():
-            if isinstance(block, Block) and block.decoder_steps > 1:
-                uses[f"{path}.blocks.{layer}."] = block.decoder_steps
+            if isinstance(block, Block) and block.rounds > 1:
+                uses[f"{path}.blocks.{layer}."] = block.rounds
     return uses
 
 

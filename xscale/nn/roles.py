@@ -83,7 +83,6 @@ class Role(Enum):
     ON_LAST_STAGE = "submodule that the last stage alone has; or (x, ...) -> x, with a loss that it alone has"
     SENTENCE_LOSS = "loss whose other states, of sentences by themselves, pass through the stages as the text's do"
     STACK = "stack of blocks, which the stages divide"
-    SHARED_BY_BLOCKS = "parameters of several blocks of a stack, which the stages of these blocks have"
     HANDED_ON = "() -> what the block before the first one hands on to it, beside the hidden states"
     SECOND_STREAM = "(x) -> the second residual stream at the start of a stack"
     LAST_OUTPUT = "(x, ...) -> what a stack returns of its last block's output"

@@ -70,9 +70,9 @@ class Signal(Generic[T]):
 
 FORMER_FIELDS = {
     "boundaries": "xscale.nn.head.boundary_head.BOUNDARIES",
-    "content": "xscale.nn.edges.CONTENT",
-    "early_exit": "xscale.nn.early_exit.EARLY_EXIT",
-    "gating": "xscale.nn.gates.BUDGETS",
+    "content": "xscale.nn.depth.edges.CONTENT",
+    "early_exit": "xscale.nn.depth.early_exit.EARLY_EXIT",
+    "gating": "xscale.nn.depth.gates.BUDGETS",
     "labels": "xscale.nn.head.pooler.LABELS",
     "observed": "xscale.nn.attention.ops.mask.OBSERVED",
     "only_last_logits": "xscale.nn.head.head.ONLY_LAST_LOGITS",

@@ -3,7 +3,7 @@
 from torch import nn
 
 from xscale.mesh import torch_private
-from xscale.nn.block import Block
+from xscale.nn.blocks.block import Block
 
 GRAPHS_OF_A_BLOCK = 4
 """Graphs that a block may need: of training and of evaluation, with and without the values that blocks share."""

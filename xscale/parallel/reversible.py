@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
-from xscale.nn.block import Block
+from xscale.nn.blocks.block import Block
 from xscale.nn.module import substitute
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.pipeline.schedule import SCHEDULES, schedule_of

@@ -15,7 +15,7 @@ from xscale.measure.device import Device
 from xscale.measure.flops import size, training_flops
 from xscale.measure.memory import ModelStateBytes, model_state_bytes
 from xscale.mesh.axes import Degrees
-from xscale.nn.block import Block
+from xscale.nn.blocks.block import Block
 from xscale.nn.module import parameter_axes
 from xscale.parallel.pipeline.schedule import schedule_of
 from xscale.parallel.pipeline.split import balance, block_costs

@@ -27,10 +27,10 @@ from xscale.mesh.torch_private import (
     _disable_current_modes,
 )
 from xscale.nn.attention.block_sparse import BlockSparse
+from xscale.nn.blocks.stack import Stack
 from xscale.nn.ffn.moe.moe import Moe
 from xscale.nn.ffn.moe.permutation import DispatchPlan, ExpertsCall
 from xscale.nn.module import substitute
-from xscale.nn.stack import Stack
 from xscale.nn.tokens import SharedValues, Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, Objective, SpecialTokens
 from xscale.parallel import context

@@ -8,7 +8,7 @@ from torch import nn
 from xscale.core.errors import Choice, Problem
 from xscale.core.requirements import kinds, take
 from xscale.nn.adapt.mup import check_mup
-from xscale.nn.exits import Exits
+from xscale.nn.depth.exits import Exits
 from xscale.nn.model.model import Model
 from xscale.optim.groups import ParameterGroup, check_groups, group_of
 from xscale.optim.optimizer.optimizer import OPTIMIZERS, Optimizer

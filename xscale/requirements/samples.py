@@ -9,13 +9,14 @@ from xscale.core.registry import Entry
 from xscale.core.requirements import kinds, part_paths, take
 from xscale.data.config import DataConfig
 from xscale.nn.attention.core import CORES
-from xscale.nn.exits import Exits
+from xscale.nn.blocks.stack import Stack
+from xscale.nn.depth.exits import Exits
+from xscale.nn.depth.sequence_pooling import SequencePooling
 from xscale.nn.head.class_head import ClassHead
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, Mixer
 from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.model.model import Model
-from xscale.nn.stack import Stack
 from xscale.objective.objective import OBJECTIVES, ObjectiveTraits
 from xscale.parallel import context
 from xscale.parallel.config import ParallelConfig
@@ -79,14 +80,15 @@ def windows_are_of_the_samples(
     """A stack that shortens its sequence has windows within a document, and an output wherever a token is predicted."""
     traits = objective_entry.traits
     for path, stack in built_model.named_modules():
-        if not isinstance(stack, Stack) or stack.pooling is None:
+        windows = stack.find(SequencePooling) if isinstance(stack, Stack) else None
+        if windows is None:
             continue
         pooling = f"model.{path}.pooling"
         if not data.cross_documents and traits.samples == "packed":
             what = f"the windows of {pooling} begin at every second token, wherever a document begins"
             yield Problem("data.cross_documents", what, choices=take(True) + take(None, key=pooling))
-        predicts_tokens = traits.labels not in ("class", "score") and stack.repeats_pooled
-        if predicts_tokens and not stack.pooling.config.decoder_blocks:
+        predicts_tokens = traits.labels not in ("class", "score") and windows.repeats
+        if predicts_tokens and not windows.config.decoder_blocks:
             what = "the objective predicts at every token, and the tokens of a window have one state"
             choices = take(2) + take(None, key=pooling)
             fix = "More read the full sequence too, and an objective on classes or scores needs none."

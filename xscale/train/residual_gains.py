@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from xscale.mesh.collectives import sum_tensor
-from xscale.nn.block import Block, Sublayer
-from xscale.nn.stack import Stack
+from xscale.nn.blocks.block import Block, Sublayer
+from xscale.nn.blocks.stack import Stack
 from xscale.objective.objective import Batch, Objective
 from xscale.parallel.shard.full_tensors import ShardedWeightWriter
 from xscale.parallel.shard.sharded import StagedModel

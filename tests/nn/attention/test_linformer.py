@@ -12,12 +12,12 @@ from xscale.nn.attention.linear import EfficientAttention
 from xscale.nn.attention.linformer import Linformer
 from xscale.nn.attention.nprf import Nprf
 from xscale.nn.attention.ops.mask import AttentionMask
-from xscale.nn.block import BlockConfig
+from xscale.nn.blocks.block import BlockConfig
+from xscale.nn.blocks.stack import LayerRule, Stack, StackConfig
 from xscale.nn.ffn.ffn import Dense
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.longt5 import TransientGlobalAttention
 from xscale.nn.position.relative import Relative
-from xscale.nn.stack import LayerRule, Stack, StackConfig
 
 
 @pytest.mark.parametrize("sharing", ["none", "heads", "values"])

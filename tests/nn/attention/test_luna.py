@@ -7,11 +7,11 @@ from tests.conformance.made import dims, drawn, ready, tokens
 from tests.nn.attention.literal import agree, build, masks
 from xscale.nn.attention.luna import Luna
 from xscale.nn.attention.ops.mask import AttentionMask
-from xscale.nn.block import BlockConfig
+from xscale.nn.blocks.block import BlockConfig
+from xscale.nn.blocks.stack import Stack, StackConfig
 from xscale.nn.ffn.ffn import Dense
 from xscale.nn.mixer.luna import LunaAttention
 from xscale.nn.norm.norm import Layer
-from xscale.nn.stack import Stack, StackConfig
 
 
 def test_both_ways_it_is_two_attentions() -> None:

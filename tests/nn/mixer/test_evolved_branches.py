@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.conformance.made import WIDTH, close, dims, drawn, ready, tokens
 from xscale.core.config import decode
-from xscale.nn.block import Block, BlockConfig
+from xscale.nn.blocks.block import Block, BlockConfig
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.evolved_branches import EvolvedBranches
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from tests.conformance.made import ready
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
-from xscale.nn.block import BlockConfig
+from xscale.nn.blocks.block import BlockConfig
+from xscale.nn.blocks.stack import StackConfig
 from xscale.nn.ffn.ffn import Dense, Gated
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import Fourier
@@ -21,7 +22,6 @@ from xscale.nn.module import parameter_axes
 from xscale.nn.norm.norm import Layer, Rms
 from xscale.nn.position.learned import Learned
 from xscale.nn.position.rope import Rope
-from xscale.nn.stack import StackConfig
 from xscale.nn.tokens import Tokens
 
 VOCABULARY, LENGTH, WIDTH = 50, 20, 32

@@ -9,11 +9,11 @@ import torch
 from tests.conformance.made import close, dims, drawn, ready
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
+from xscale.nn.blocks.stack import Stack, StackConfig
 from xscale.nn.dims import Dims
 from xscale.nn.materialize import materialize
 from xscale.nn.position.deberta import Deberta
 from xscale.nn.position.relative import Relative
-from xscale.nn.stack import Stack, StackConfig
 from xscale.nn.tokens import Tokens
 
 

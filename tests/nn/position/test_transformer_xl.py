@@ -9,9 +9,9 @@ import torch
 from tests.conformance.made import close, dims, drawn, ready
 from tests.nn.position.test_scores import literal
 from xscale.core.config import decode
+from xscale.nn.blocks.stack import Stack, StackConfig
 from xscale.nn.dims import Dims
 from xscale.nn.position.transformer_xl import TransformerXl
-from xscale.nn.stack import Stack, StackConfig
 from xscale.nn.tokens import Tokens
 
 LENGTH, WIDTH, HEADS = 7, 32, 4

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from xscale.core.errors import Problem
-from xscale.nn.block import BlockConfig
+from xscale.nn.blocks.block import BlockConfig
+from xscale.nn.blocks.stack import StackConfig
 from xscale.nn.ffn.ffn import Ffn, Gated
 from xscale.nn.ffn.moe.moe import Moe
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.position.learned import Learned
-from xscale.nn.stack import StackConfig
 from xscale.nn.tokens import Tokens
 
 SEED = 11

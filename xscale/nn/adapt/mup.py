@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from xscale.core.errors import Problem
+from xscale.nn.blocks.stack import Stack
 from xscale.nn.ffn.moe.router.router import Router
 from xscale.nn.head.class_head import ClassHead
 from xscale.nn.head.head import Head, HeadTransform
@@ -30,7 +31,6 @@ from xscale.nn.model.embed import Embed
 from xscale.nn.model.model import MupConfig
 from xscale.nn.module import Module, parameter_width_ratios
 from xscale.nn.position.position import Position
-from xscale.nn.stack import Stack
 
 LISTED = 3
 """Names that a problem lists."""

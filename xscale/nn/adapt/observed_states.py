@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from xscale.nn.attention.ops.mask import AttentionMask
-from xscale.nn.eager import eager
+from xscale.nn.blocks.stack import Stack
+from xscale.nn.compiling.eager import eager
 from xscale.nn.forward import InnerStates
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.module import Module
-from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
 
 

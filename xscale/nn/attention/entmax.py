@@ -13,8 +13,8 @@ from torch.nn import Parameter
 from xscale.nn.attention.core import CORES, SCORES, Core
 from xscale.nn.attention.ops.dense import grouped_matmul, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.compiling.eager import eager
 from xscale.nn.dims import Dims
-from xscale.nn.eager import eager
 from xscale.nn.init import ZEROS
 
 STEPS = 10

@@ -29,6 +29,7 @@ from torch.nn import Parameter
 
 from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention.ops.dense import upcast
+from xscale.nn.compiling.traceable_property import TraceableProperty
 from xscale.nn.dims import Dims
 from xscale.nn.init import ONES, Init
 from xscale.nn.linear import Linear
@@ -37,7 +38,6 @@ from xscale.nn.mixer.without_padding import require_one_document
 from xscale.nn.module import Module
 from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
-from xscale.nn.traceable_property import TraceableProperty
 
 Array = NDArray[Any]
 FREQUENCIES = 256

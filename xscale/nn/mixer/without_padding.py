@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xscale.core.errors import ConfigError
 from xscale.nn.attention.ops.without_padding import samples_by_length
-from xscale.nn.eager import eager
+from xscale.nn.compiling.eager import eager
 from xscale.nn.tokens import Tokens
 
 Forward = Callable[..., Tensor]

@@ -6,14 +6,14 @@ from typing import ClassVar
 from torch import Tensor
 
 from xscale.core.errors import Problem
-from xscale.nn.exits import Prediction
+from xscale.nn.blocks.stack import Stack, StackConfig, predict
+from xscale.nn.depth.depth_pass import Prediction, StackUse
 from xscale.nn.head.head import Head
 from xscale.nn.model.embed import Embed
 from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, model_dims
 from xscale.nn.model.multi_token import MtpConfig, MultiToken
 from xscale.nn.module import name_modules
 from xscale.nn.roles import Role, Seams
-from xscale.nn.stack import Stack, StackConfig, predict
 from xscale.nn.tokens import Tokens
 
 
@@ -33,7 +33,7 @@ class Decoder(Model):
         dims = model_dims(config, vocabulary, length, causal=True)
         self.embed = Embed(config, dims)
         make_head = partial(Head, dims, soft_cap=config.logit_soft_cap, fix_norm=config.fix_norm)
-        self.stack = Stack(config.stack, dims, make_head=lambda: make_head(None))
+        self.stack = Stack(config.stack, dims, StackUse(predicts=True, make_head=lambda: make_head(None)))
         self.head = make_head(self.embed.table if config.tied else None)
         self.mtp: MultiToken | None = None
         if config.mtp is not None:
@@ -44,7 +44,7 @@ class Decoder(Model):
     def check(cls, config: Config, dims: tuple[int, int], path: str) -> list[Problem]:
         shared = model_dims(config, *dims, causal=True)
         problems = check_position(config, shared, path)
-        problems += Stack.check(config.stack, shared, f"{path}.stack", predicts=True)
+        problems += Stack.check(config.stack, shared, f"{path}.stack", StackUse(predicts=True))
         return problems + MultiToken.check(config.mtp, config.stack, f"{path}.mtp")
 
     def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:

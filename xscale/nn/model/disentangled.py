@@ -16,7 +16,8 @@ from torch import Tensor
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
 from xscale.core.requirements import kinds, take
-from xscale.nn.edges import CONTENT
+from xscale.nn.blocks.stack import StackConfig
+from xscale.nn.depth.edges import CONTENT
 from xscale.nn.head.length_head import LengthHead, LengthHeadConfig
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.model.encoder_decoder import EncoderDecoder
@@ -27,7 +28,6 @@ from xscale.nn.position.learned import Sinusoidal
 from xscale.nn.position.position import POSITIONS, Position
 from xscale.nn.roles import Role, Seams
 from xscale.nn.signals import Signal
-from xscale.nn.stack import StackConfig
 from xscale.nn.tokens import Tokens
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from xscale.core.config import Slot
 from xscale.core.errors import ConfigError, Problem
-from xscale.nn.exits import Prediction
+from xscale.nn.blocks.stack import Stack, StackConfig, predict
+from xscale.nn.depth.depth_pass import Prediction, StackUse
 from xscale.nn.ffn.ffn import Activation
 from xscale.nn.head.boundary_head import BoundaryHead, BoundaryHeadConfig
 from xscale.nn.head.head import Head, HeadTransform
@@ -20,7 +21,6 @@ from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, mo
 from xscale.nn.module import name_modules
 from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.roles import Role, Seams
-from xscale.nn.stack import Stack, StackConfig, predict
 from xscale.nn.tokens import Tokens
 
 
@@ -88,7 +88,8 @@ class Encoder(Model):
                 fix_norm=config.fix_norm,
             )
 
-        self.stack = Stack(config.stack, replace(dims, length=length + count), make_head=lambda: make_head(None))
+        use = StackUse(predicts=True, make_head=lambda: make_head(None))
+        self.stack = Stack(config.stack, replace(dims, length=length + count), use)
         sentence = None if config.sentence_head is None else SentenceHead(config.sentence_head, dims, count)
         boundary = None
         if config.boundary_head is not None:
@@ -103,7 +104,7 @@ class Encoder(Model):
         inner = replace(shared, length=shared.length + config.global_tokens)
         table = replace(shared, width=config.embedding_width or config.width)
         problems = check_position(config, table, path)
-        problems += Stack.check(config.stack, inner, f"{path}.stack", predicts=True)
+        problems += Stack.check(config.stack, inner, f"{path}.stack", StackUse(predicts=True))
         if config.embedding_width is not None:
             missing = config.transform is None
             what = "narrows the embeddings, and the head has no map from the width of the blocks"

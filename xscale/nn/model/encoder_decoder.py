@@ -7,15 +7,16 @@ from torch import Tensor
 
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
+from xscale.nn.blocks.stack import Stack, StackConfig
+from xscale.nn.depth.depth_pass import StackUse
+from xscale.nn.depth.layer_mix import LayerMix
 from xscale.nn.head.head import Head
-from xscale.nn.layer_mix import LayerMix
 from xscale.nn.model.embed import Embed
 from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, model_dims
 from xscale.nn.model.t_fixup import check_mixers, init_by_t_fixup
 from xscale.nn.module import name_modules
 from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.roles import Role, Seams
-from xscale.nn.stack import Stack, StackConfig
 from xscale.nn.tokens import Tokens
 
 
@@ -59,8 +60,10 @@ class EncoderDecoder(Model):
         mix = None
         if config.transparent:
             mix = LayerMix(config.encoder.depth + 1, config.decoder.depth, config.transparent_dropout)
-        self.encoder = Stack(config.encoder, reading, returns_states=config.transparent, repeats_pooled=False)
-        self.decoder = Stack(config.decoder, writing, cross=True, mix=mix)
+        self.encoder = Stack(
+            config.encoder, reading, StackUse(returns_states=config.transparent, repeats_windows=False)
+        )
+        self.decoder = Stack(config.decoder, writing, StackUse(cross=True, mix=mix))
         self.head = Head(
             writing,
             self.source.table if config.tied else None,
@@ -97,7 +100,7 @@ class EncoderDecoder(Model):
             *problems,
             *dict.fromkeys(check_position(config, reading, path) + check_position(config, writing, path)),
             *Stack.check(config.encoder, reading, f"{path}.encoder"),
-            *Stack.check(config.decoder, writing, f"{path}.decoder", cross=True),
+            *Stack.check(config.decoder, writing, f"{path}.decoder", StackUse(cross=True)),
         ]
 
     def encode(self, source: Tokens) -> Tensor:

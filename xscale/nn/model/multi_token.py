@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from xscale.core.config import Config
 from xscale.core.errors import Problem
 from xscale.nn.auxiliary import attach
+from xscale.nn.blocks.stack import Stack, StackConfig
 from xscale.nn.dims import Dims
 from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.linear import Linear
@@ -26,7 +27,6 @@ from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.roles import Role, Seams
-from xscale.nn.stack import Stack, StackConfig
 from xscale.nn.tokens import Tokens
 
 

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from xscale.core.config import Config
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
-from xscale.nn.eager import eager
+from xscale.nn.compiling.eager import eager
 from xscale.nn.forward import Stats
 from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.module import Part

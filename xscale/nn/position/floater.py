@@ -16,8 +16,8 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.nn.compiling.eager import eager
 from xscale.nn.dims import Dims
-from xscale.nn.eager import eager
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.module import Module
 from xscale.nn.position.position import POSITIONS, Position, PositionTraits

@@ -6,7 +6,7 @@ from torch import nn
 
 from xscale.core.errors import Choice, Problem
 from xscale.core.requirements import change, kinds, take
-from xscale.nn.stack import Stack
+from xscale.nn.blocks.stack import Stack
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.pipeline.schedule import SCHEDULES, schedule_of
 from xscale.parallel.pipeline.split import (
@@ -17,7 +17,7 @@ from xscale.parallel.pipeline.split import (
     stage_layout,
     stages_of_shared_params,
 )
-from xscale.parallel.pipeline.stage import reads_values, scores_read
+from xscale.parallel.pipeline.stage import edges_read, sent_between
 
 
 def check(model: nn.Module, config: ParallelConfig, path: str, length: int = 0) -> list[Problem]:
@@ -54,7 +54,7 @@ def check(model: nn.Module, config: ParallelConfig, path: str, length: int = 0) 
         return problems
     stage_blocks = split(model, pipeline, count, length)
     problems += _check_handed_on_scores(model, stage_blocks, config, path, length)
-    problems += _check_handed_on_values(model, stage_blocks, path)
+    problems += _check_two_stacks(model, stage_blocks, path)
     problems += _check_exits(model, stage_blocks, path)
     if shared := params_shared_across_stages(model, stage_blocks):
         what = f"blocks of different stages share parameters, such as {shared[0]}"
@@ -101,9 +101,6 @@ def _check_streams(model: nn.Module, path: str) -> list[Problem]:
     """List what blocks hand on, or read of all blocks, that stages do not."""
     problems = []
     stacks = [module for module in model.modules() if isinstance(module, Stack)]
-    if len(stacks) > 1 and any(stack.gates is not None for stack in stacks):
-        what = "stages of an encoder-decoder pass on hidden states, and the budget's loss reads the gates of all blocks"
-        problems.append(Problem(f"{path}.mesh.pp", what, "Or take stacks with block.gates=null.", choices=take(1)))
     if len(stacks) > 1 and any(stack.reversible for stack in stacks):
         what = "stages of an encoder-decoder pass on one residual stream, and reversible blocks have two"
         fix = "Or take stacks with block.residual=sequential."
@@ -124,7 +121,9 @@ def _check_handed_on_scores(
     else:
         return []
     blocks = block_paths(model)
-    heads = {block: sum(scores_read(model, block).values()) for block in blocks}
+    received = [sent_between(model, blocks[:number], blocks[number:]) for number in range(len(blocks))]
+    scores = [sum(tensor.score_heads or 0 for tensor in tensors.values()) for tensors in received]
+    heads = dict(zip(blocks, scores, strict=True))
     entered = [paths[0] for paths in stage_blocks[1:] if heads[paths[0]]]
     if not entered:
         return []
@@ -144,17 +143,23 @@ def _check_handed_on_scores(
     return [Problem(f"{path}.pipeline.blocks_per_stage", what, fix, choices=take(sizes) + without)]
 
 
-def _check_handed_on_values(model: nn.Module, stage_blocks: list[list[str]], path: str) -> list[Problem]:
-    """Check that stages can send the values of the first layer."""
+def _check_two_stacks(model: nn.Module, stage_blocks: list[list[str]], path: str) -> list[Problem]:
+    """Check that no stage of an encoder-decoder needs more than hidden states; for scores see above."""
     layout = stage_layout(model)
     assert layout is not None
-    if len(layout.stacks) == 1 or not any(
-        reads_values(model, stage_blocks, stage) for stage in range(len(stage_blocks))
-    ):
+    if len(layout.stacks) == 1:
         return []
-    what = "blocks read the values of the first layer, and stages of an encoder-decoder pass on hidden states alone"
-    fix = "Or take mixers with value_latent_width=null."
-    return [Problem(f"{path}.mesh.pp", what, fix, choices=take(1))]
+    stages = range(len(stage_blocks))
+    received = [tensor for stage in stages for tensor in edges_read(model, stage_blocks, stage).values()]
+    problems = []
+    if any(tensor.per_token for tensor in received):
+        what = "stages of an encoder-decoder pass on hidden states, and the budget's loss reads the gates of all blocks"
+        problems.append(Problem(f"{path}.mesh.pp", what, "Or take stacks with block.gates=null.", choices=take(1)))
+    if any(tensor.values for tensor in received):
+        what = "blocks read the values of the first layer, and stages of an encoder-decoder pass on hidden states alone"
+        fix = "Or take mixers with value_latent_width=null."
+        problems.append(Problem(f"{path}.mesh.pp", what, fix, choices=take(1)))
+    return problems
 
 
 def _check_exits(model: nn.Module, stage_blocks: list[list[str]], path: str) -> list[Problem]:

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from xscale.nn.block import Block
+from xscale.nn.blocks.block import Block
+from xscale.nn.blocks.stack import Stack
 from xscale.nn.ffn.ffn import active_fractions
 from xscale.nn.head.head import Head
 from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.module import Module, seams_of
 from xscale.nn.roles import Role
-from xscale.nn.stack import Stack
 from xscale.parallel.config import PipelineConfig
 
 
@@ -90,8 +90,9 @@ def block_costs(model: nn.Module, length: int) -> tuple[list[float], float]:
 
 def exits_of(model: nn.Module) -> dict[int, Any]:
     """Return the exits of the model by the number of their block; only a model of one stack has any."""
-    stacks = [module for module in model.modules() if isinstance(module, Stack) and module.exits is not None]
-    return {int(layer): part for stack in stacks if stack.exits for layer, part in stack.exits.at.items()}
+    stacks = [module for module in model.modules() if isinstance(module, Stack)]
+    passes = [part for stack in stacks for part in stack.passes()]
+    return {layer: head for part in passes for layer, head in part.heads_after_blocks().items()}
 
 
 def _cost(block: nn.Module, length: int) -> float:
@@ -177,16 +178,17 @@ def params_shared_by_blocks(stack: nn.Module, blocks: Sequence[nn.Module]) -> li
     sublayers = [sublayer for block in blocks if isinstance(block, Block) for sublayer in block.sublayers().values()]
     positions = [block.position for block in blocks if isinstance(block, Block) and block.position is not None]
     modules = [module for part in (*sublayers, *positions) for module in part.modules()]
-    shared = []
-    if stack.shared is not None and blocks:
-        shared = [(f"shared.{name}", parameter) for name, parameter in stack.shared.named_parameters()]
-    for name, attribute, part in (
+    shared: list[tuple[str, nn.Parameter]] = []
+    for part in stack.passes() if blocks else ():
+        if part.used_by_all_blocks:
+            shared += [(f"{part.key}.{name}", parameter) for name, parameter in part.named_parameters()]
+    for name, attribute, tables in (
         ("position", "position", stack.position),
         ("core_tables", "layer_tables", stack.core_tables),
         ("position_tables", "layer_tables", stack.position_tables),
     ):
-        if part is not None and any(vars(module).get(attribute) is part for module in modules):
-            shared += [(f"{name}.{parameter}", value) for parameter, value in part.named_parameters()]
+        if tables is not None and any(vars(module).get(attribute) is tables for module in modules):
+            shared += [(f"{name}.{parameter}", value) for parameter, value in tables.named_parameters()]
     return shared
 
 

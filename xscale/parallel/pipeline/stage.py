@@ -7,21 +7,18 @@ model's own forward is the stage's forward.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 from torch import Tensor, nn
 
-from xscale.nn.block import Block
-from xscale.nn.edges import VALUES
-from xscale.nn.gates import GATES
+from xscale.nn.blocks.reversible import upcast_copy
+from xscale.nn.blocks.stack import Stack
 from xscale.nn.head.sentence_contrast import SENTENCES
 from xscale.nn.linear import Embedding
 from xscale.nn.model.model import Model
 from xscale.nn.module import Module, substitute
-from xscale.nn.reversible import upcast_copy
 from xscale.nn.roles import Role
-from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
 from xscale.parallel.pipeline.split import (
     StageLayout,
@@ -247,7 +244,7 @@ def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> Pipelin
 
 
 def _one_stack(
-    stage: PipelineStage, layout: StageLayout, received: dict[str, int], sent: list[str], *, reads_table: bool
+    stage: PipelineStage, layout: StageLayout, received: dict[str, StageInput], sent: list[str], *, reads_table: bool
 ) -> None:
     """Put stubs into a model of one stack. `received` and `sent`: what blocks hand on beside hidden states."""
     stack = stage.model.get_submodule(layout.stacks[0])
@@ -255,9 +252,6 @@ def _one_stack(
     if not stage.first:
         about = StageInput(stream=stack.reversible)
         _receive_hidden(stage, layout.inputs[0], about, has_table=stage.last and reads_table)
-    if stack.gates is not None:
-        received = received if stage.first else received | {GATES: 0}
-        sent = sent if stage.last else [*sent, GATES]
     _hand_on_edges(stage, stack, received, sent)
     if stack.reversible:
         _hand_on_streams(stage, stack)
@@ -274,9 +268,8 @@ def _keep_blocks(stack: nn.Module, paths: list[str], name: str) -> None:
             del stack.blocks[layer]
     if final not in stack.blocks:
         substitute(stack, "norm", None)
-    if stack.exits is not None:
-        for layer in [layer for layer in stack.exits.at if layer not in stack.blocks]:
-            del stack.exits.at[layer]
+    for part in stack.passes():
+        part.keep_blocks(list(stack.blocks))
     used = {name.split(".")[0] for name, _ in params_shared_by_blocks(stack, list(stack.blocks.values()))}
     if "position" not in used:
         substitute(stack, "position", None)
@@ -284,8 +277,6 @@ def _keep_blocks(stack: nn.Module, paths: list[str], name: str) -> None:
         substitute(stack, "core_tables", None)
     if "position_tables" not in used:
         substitute(stack, "position_tables", None)
-    if "shared" not in used:
-        substitute(stack, "shared", None)
 
 
 def _receive_hidden(stage: PipelineStage, name: str, about: StageInput, *, has_table: bool = False) -> None:
@@ -295,40 +286,27 @@ def _receive_hidden(stage: PipelineStage, name: str, about: StageInput, *, has_t
     substitute(stage.model, name, ReceivedHidden(name, stage.receive(about), table))
 
 
-def scores_read(model: nn.Module, block: str) -> dict[str, int]:
-    """Return the number of heads whose scores of the previous block each sublayer of `block` reads, by its name."""
-    module = model.get_submodule(block)
-    assert isinstance(module, Block)
-    heads = {name: mixer.previous_score_heads for name, mixer in module.mixers().items() if mixer.hands_on_scores}
-    return {name: count for name, count in heads.items() if count}
+def edges_read(model: nn.Module, blocks: list[list[str]], index: int) -> dict[str, StageInput]:
+    """Return what stage `index` receives beside hidden states, by name."""
+    before, after = (list(chain.from_iterable(part)) for part in (blocks[:index], blocks[index:]))
+    return sent_between(model, before, after)
 
 
-def reads_values(model: nn.Module, blocks: list[list[str]], index: int) -> bool:
-    """Whether a block of stage `index` or of a later one reads the values of a first layer in an earlier stage."""
-
-    def hand_on(paths: list[str]) -> bool:
-        parts = [model.get_submodule(path) for path in paths]
-        return any(mixer.hands_on_values for block in parts for mixer in block.mixers().values())  # type: ignore[operator]
-
-    return any(map(hand_on, blocks[:index])) and any(map(hand_on, blocks[index:]))
-
-
-def edges_read(model: nn.Module, blocks: list[list[str]], index: int) -> dict[str, int]:
-    """Return what stage `index` receives beside hidden states, by name: the number of heads of scores, 0 for values."""
-    if index == 0:
-        return {}
-    values = {VALUES: 0} if reads_values(model, blocks, index) else {}
-    return scores_read(model, blocks[index][0]) | values
+def sent_between(model: nn.Module, before: Sequence[str], after: Sequence[str]) -> dict[str, StageInput]:
+    """Return what the blocks `before` pass on to those `after` them beside hidden states, by name."""
+    layout = stage_layout(model)
+    assert layout is not None
+    stacks = [model.get_submodule(name) for name in layout.stacks]
+    blocks = [[model.get_submodule(path) for path in paths] for paths in (before, after)]
+    passes = [part for stack in stacks if isinstance(stack, Stack) for part in stack.passes()]
+    return {name: StageInput(**vars(tensor)) for part in passes for name, tensor in part.sends(*blocks).items()}
 
 
-def _hand_on_edges(stage: PipelineStage, stack: nn.Module, received: dict[str, int], sent: list[str]) -> None:
+def _hand_on_edges(stage: PipelineStage, stack: nn.Module, received: dict[str, StageInput], sent: list[str]) -> None:
     """Receive what the stage's first block reads beside hidden states, and send what the next stage's reads."""
     if received:
-        beside = {GATES: StageInput(per_token=True), VALUES: StageInput(values=True)}
-        tensors = {
-            name: stage.receive(beside.get(name, StageInput(score_heads=heads))) for name, heads in received.items()
-        }
-        substitute(stack, "first_handed_on", ReceivedHandedOn(tensors))
+        tensors = {name: stage.receive(about) for name, about in received.items()}
+        substitute(stack, "first_edges", ReceivedHandedOn(tensors))
     if sent:
         substitute(stack, "output", SendHandedOn(sent))
 

@@ -28,9 +28,9 @@ from xscale.mesh.torch_private import (
     _SetExcludeDispatchKeyGuard,
     tree_map_only,
 )
-from xscale.nn.block import Block
+from xscale.nn.blocks.block import Block
+from xscale.nn.blocks.stack import Stack
 from xscale.nn.module import substitute
-from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
 from xscale.parallel.config import ParallelConfig, RecomputeConfig
 from xscale.parallel.recompute.activation_offload import ActivationOffload

@@ -16,7 +16,7 @@ from xscale.core.errors import Problem
 from xscale.core.requirements import change, take
 from xscale.mesh.axes import Degrees
 from xscale.mesh.mesh import Mesh
-from xscale.nn.block import Block
+from xscale.nn.blocks.block import Block
 from xscale.nn.module import Module
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.shard.sharding import data_parallel_mesh, dense_mesh, expert_mesh, holds_experts

@@ -11,10 +11,10 @@ from torch import nn
 from xscale.core.errors import Problem
 from xscale.core.requirements import divisors, instead, take
 from xscale.mesh.mesh import Mesh
+from xscale.nn.blocks.stack import Stack
 from xscale.nn.head.head import Head
 from xscale.nn.module import Module, parameter_axes
 from xscale.nn.roles import Role
-from xscale.nn.stack import Stack
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.recompute.activation_checkpointing import is_recomputed
 from xscale.parallel.roles import apply_table, seams_in

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from xscale.core.errors import Problem
 from xscale.core.requirements import instead, take
 from xscale.mesh.collectives import gather_out, slice_in
+from xscale.nn.blocks.stack import Stack
 from xscale.nn.module import Module, substitute
 from xscale.nn.norm.norm import NORMS
 from xscale.nn.roles import Role
-from xscale.nn.stack import Stack
 from xscale.nn.tokens import Tokens
 from xscale.parallel.layout_invariant_random import TokensOverTensor
 from xscale.parallel.roles import RoleTable, norms_between_regions, wrap_by
@@ -28,19 +28,13 @@ def check(model: nn.Module, path: str) -> list[Problem]:
     """Return what reads all tokens of the sequence between regions."""
     problems = {}
     for stack in [module for module in model.modules() if isinstance(module, Stack)]:
-        decodes = any(block.decoder_steps for block in stack.blocks.values())
-        reading = {
-            "block.gates": stack.gates is not None,
-            "halting": stack.halting is not None,
-            "step_signal": stack.step_signal,
-            "mask_decoder": decodes,
-            "pooling": stack.pooling is not None,
-            "exits.self_sampling": stack.exits is not None and stack.exits.config.self_sampling is not None,
-        }
-        key = next((key for key, is_set in reading.items() if is_set), None)
-        if key is not None:
-            what = f"stack.{key} reads the tokens between the blocks, of which each rank would have a shard"
-            problems[key] = Problem(path, what, f"Or take a stack without {key}.", choices=take(False))
+        keys = [key for part in stack.passes() if (key := part.reads_full_sequence()) is not None]
+        if keys:
+            named = " and ".join(f"stack.{key}" for key in keys)
+            reads = "reads" if len(keys) == 1 else "read"
+            what = f"{named} {reads} the tokens between the blocks, of which each rank would have a shard"
+            fix = f"Or take a stack without {' and '.join(keys)}."
+            problems[named] = Problem(path, what, fix, choices=take(False))
     for module in model.modules():
         if isinstance(module, Module):
             problems |= {problem.what: problem for problem in module.sp_problems(path)}

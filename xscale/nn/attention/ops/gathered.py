@@ -17,7 +17,7 @@ from torch import Tensor
 from xscale.nn.attention.ops.bias import Bias, RelativeBias, ScoreBias
 from xscale.nn.attention.ops.block_plan import BlockPlan, TokenMasks, UnitChunk
 from xscale.nn.attention.ops.block_terms import BlockTerms, TermPlaces
-from xscale.nn.eager import eager
+from xscale.nn.compiling.eager import eager
 from xscale.nn.random import hash63, hashed_dropout
 from xscale_kernels.attention_sinks import BINARY, add_sinks, gradient_of_sinks
 

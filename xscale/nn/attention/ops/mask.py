@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from xscale.nn.attention.ops.recurrence import Recurrence
+from xscale.nn.compiling.traceable_property import TraceableProperty
 from xscale.nn.forward import Stats
 from xscale.nn.position.position import Position, PositionTerms
 from xscale.nn.signals import BATCH, KEYS, TOKENS, Signal, TokenAxes
-from xscale.nn.traceable_property import TraceableProperty
 from xscale_kernels.packed_attention import DocumentSpans, find_document_spans
 
 OBSERVED = Signal[Tensor]("attention.observed", TokenAxes((BATCH, TOKENS, KEYS)))

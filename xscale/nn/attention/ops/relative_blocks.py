@@ -29,7 +29,7 @@ from xscale.nn.attention.ops.relative_spans import (
     shifted,
     unaligned,
 )
-from xscale.nn.eager import eager
+from xscale.nn.compiling.eager import eager
 from xscale.nn.position.distance_tables import DistanceTables
 
 BLOCK = 128

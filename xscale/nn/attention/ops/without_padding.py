@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from xscale.nn.attention.ops.mask import AttentionMask
-from xscale.nn.eager import eager
+from xscale.nn.compiling.eager import eager
 
 L = TypeVar("L", int, tuple[int, int])
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor]

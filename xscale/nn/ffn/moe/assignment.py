@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xscale.nn.eager import eager
+from xscale.nn.compiling.eager import eager
 
 Array = NDArray[Any]
 SWEEPS = 12

@@ -18,7 +18,7 @@ from xscale.mesh.collectives import RingTransfer, ring_send
 from xscale.nn.attention.core import Core
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.attention.ops.mask import AttentionMask
-from xscale.nn.eager import eager
+from xscale.nn.compiling.eager import eager
 from xscale.nn.position.position import POSITIONS
 from xscale.parallel.context.attention import ShardedAttention
 from xscale.parallel.context.mask import ShardedAttentionMask

@@ -20,7 +20,7 @@ from xscale.mesh.collectives import sum_scalars
 from xscale.mesh.environment import set_deepspeed_accelerator
 from xscale.mesh.flat_shard import FlatShard
 from xscale.mesh.mesh import Mesh
-from xscale.nn.block import Block
+from xscale.nn.blocks.block import Block
 from xscale.nn.module import parameter_decays
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.engine.deepspeed.optimizer import Build, FlatOptimizer, flat_states

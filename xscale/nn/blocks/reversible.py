@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
+from xscale.nn.depth.edges import hands_on_scores, without_scores
+from xscale.nn.mixer.mixer import MIXERS
 
 
 class Streams(NamedTuple):
@@ -52,4 +55,13 @@ def check(config: Any, path: str) -> list[Problem]:
     if config.halting is not None:
         what = f"{two}, and a token that halts has one output"
         problems.append(Problem(f"{path}.halting", what, "Take null, or block.residual=sequential."))
+    kept = "reversible blocks keep nothing for backward, and {} that blocks hand on would be kept"
+    if hands_on_scores(config):
+        choices = take("sequential") + without_scores(config)
+        problems.append(Problem(f"{path}.block.residual", kept.format("scores"), choices=choices))
+    value_keys = [key for mixer in config.mixers() if (key := MIXERS.of(mixer).part.values_key(mixer))]
+    if value_keys:
+        without_values = take(None, key=f"{path}.block.mixer.{value_keys[0]}")
+        choices = take("sequential") + without_values
+        problems.append(Problem(f"{path}.block.residual", kept.format("values"), choices=choices))
     return problems

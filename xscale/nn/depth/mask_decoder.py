@@ -6,12 +6,15 @@ H [B, T, D] is the output of the block before and P a table of absolute position
 have the same weights. The released models were trained with N = 2.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
+from torch import nn
 
 from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
+from xscale.nn.depth.depth_pass import DepthPass, StackUse
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.position.learned import Learned
@@ -26,6 +29,33 @@ class MaskDecoderConfig(Config):
     """N: how often the last block is applied, with the same weights."""
     position: Annotated[Position.Config, Slot(POSITIONS)] = Learned.Config()
     """Absolute positions P, which are added to the first queries; `none`: nothing is."""
+
+
+class MaskDecoder(DepthPass):
+    """Has the last block decode: its mixers read its input as it came, and it is applied several times."""
+
+    key = "mask_decoder"
+
+    @classmethod
+    def check(cls, config: Any, dims: Dims, path: str, use: StackUse) -> list[Problem]:
+        if config.mask_decoder is None:
+            return []
+        last = config.block_config(config.depth - 1)
+        return check(config.mask_decoder, last, dims, f"{path}.mask_decoder", config)
+
+    @classmethod
+    def build(cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]) -> "MaskDecoder | None":
+        if config.mask_decoder is None:
+            return None
+        last: Any = blocks[str(config.depth - 1)]
+        last.rounds = config.mask_decoder.steps
+        last.reads_own_input = True
+        last.reads_memory |= last.mixers().keys()
+        last.position = POSITIONS.build(config.mask_decoder.position, dims)
+        return cls()
+
+    def reads_full_sequence(self) -> str | None:
+        return self.key
 
 
 def check(config: MaskDecoderConfig, block: Any, dims: Dims, path: str, stack: Any) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""Steps through the depth: adaptive computation time (Graves 2016) and the signals of a Universal Transformer.
+"""Adaptive computation time (Graves 2016): a token halts after some block, by a unit that learns when.
 
 A token is done with step t, from 1, when its halting probabilities sum up to 1 - epsilon, or at the last step:
 
@@ -9,19 +9,23 @@ s_t [B, T, D] are the hidden states after step t (Graves, section 2). The state 
 later steps, where others attend to it (Dehghani et al. 2019, section 2.2).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from xscale.core.config import Config
-from xscale.core.requirements import KeyNeed
+from xscale.core.errors import Problem
+from xscale.core.requirements import KeyNeed, take
 from xscale.nn.auxiliary import attach, mean_over_text
+from xscale.nn.depth.depth_pass import DepthPass, DepthState, StackUse
+from xscale.nn.depth.edges import hands_on_scores, without_scores
 from xscale.nn.dims import Dims
 from xscale.nn.init import Init
-from xscale.nn.module import Module
 from xscale.nn.tokens import Tokens
 
 
@@ -50,9 +54,10 @@ class Pondered:
     """Bool [B, T]."""
 
 
-class Halting(Module):
+class Halting(DepthPass):
     """The halting unit of a stack, of which each block is a step."""
 
+    key = "halting"
     averages_tokens = True
     averages_text = True
     averages_packed_text = True
@@ -62,6 +67,7 @@ class Halting(Module):
     def __init__(self, config: HaltingConfig, dims: Dims) -> None:
         super().__init__()
         self.config = config
+        self.depth = dims.depth
         self.declare("weight", (1, dims.width), ("state", "width"), dims.init)
         self.declare("bias", (1,), ("state",), Init("constant", value=config.bias), decays=False)
 
@@ -74,7 +80,31 @@ class Halting(Module):
             KeyNeed("parallel.mesh.cp", (1,), mean, without),
         ]
 
-    def start(self, x: Tensor) -> Pondered:
+    @classmethod
+    def check(cls, config: Any, dims: Dims, path: str, use: StackUse) -> list[Problem]:
+        if config.halting is None or not hands_on_scores(config):
+            return []
+        what = "a token that has halted has no scores to hand on"
+        return [Problem(f"{path}.halting", what, choices=take(None) + without_scores(config))]
+
+    @classmethod
+    def build(cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]) -> "Halting | None":
+        return None if config.halting is None else cls(config.halting, dims)
+
+    def reads_full_sequence(self) -> str | None:
+        return self.key
+
+    def start(self, state: DepthState) -> None:
+        state.kept[self.key] = self.begin(state.x)
+
+    def after_block(self, state: DepthState) -> None:
+        pondered, last = state.kept[self.key], state.layer + 1 == self.depth
+        state.x, state.kept[self.key] = self.take_step(pondered, state.before, state.x, last=last)
+
+    def finish(self, state: DepthState) -> None:
+        state.x = self.combine(state.kept[self.key], state.tokens).to(state.x.dtype)
+
+    def begin(self, x: Tensor) -> Pondered:
         """Return the state before the first step on x [B, T, D]."""
         zeros = torch.zeros(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         return Pondered(torch.zeros_like(x, dtype=zeros.dtype), zeros, zeros, zeros, torch.ones_like(zeros).bool())
@@ -98,22 +128,9 @@ class Halting(Module):
         )
         return torch.where(state.running[..., None], after, before), pondered
 
-    def finish(self, state: Pondered, tokens: Tokens) -> Tensor:
+    def combine(self, state: Pondered, tokens: Tokens) -> Tensor:
         """Return the outputs [B, T, D], with the ponder cost attached as an auxiliary loss."""
         cost = mean_over_text(state.steps + state.remainder, tokens.real())
         if tokens.forward.stats is not None:
             tokens.forward.stats.add(f"{self.path}/steps", mean_over_text(state.steps, tokens.real()))
         return attach(state.output, self.config.ponder_weight * cost, tokens.forward.aux_loss_weight)
-
-
-def step_signal(x: Tensor, tokens: Tokens, step: int) -> Tensor:
-    """Sinusoids of each token's position plus those of the step, from 1 (Dehghani et al. 2019, equations 6 and 7).
-
-    The result has the shape and dtype of x [B, T, D].
-    """
-    half = x.shape[-1] // 2
-    rates = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)  # [D/2]
-    angles = tokens.positions[..., None].float() * rates  # [B, T, D/2]
-    time = step * rates
-    signal = torch.stack((angles.sin() + time.sin(), angles.cos() + time.cos()), -1)
-    return signal.flatten(-2).to(x.dtype)

@@ -13,6 +13,7 @@ Zhou et al. 2021 (Informer), equation 5, "distilling": X' = MaxPool(ELU(Conv1d(X
 with stride 1, the pooling over three with stride 2.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -25,6 +26,8 @@ from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
 from xscale.core.requirements import KeyNeed
 from xscale.nn.attention.core import CORES
+from xscale.nn.depth.depth_pass import DepthPass, DepthState, StackUse
+from xscale.nn.depth.edges import hands_on_scores
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module
@@ -131,12 +134,17 @@ def _in_document(tokens: Tokens, x: Tensor) -> tuple[Tensor, Tensor]:
     return F.pad(same, (1, 0))[..., None], F.pad(same, (0, 1))[..., None]
 
 
-class SequencePooling(Module):
+class SequencePooling(DepthPass):
     """The poolings of a stack."""
 
-    def __init__(self, config: SequencePoolingConfig, dims: Dims) -> None:
+    key = "pooling"
+
+    def __init__(self, config: SequencePoolingConfig, dims: Dims, *, repeats: bool = True) -> None:
+        """`repeats`: the output of a stack without a decoder are repeated states, one for each token."""
         super().__init__()
         self.config = config
+        self.depth = dims.depth
+        self.repeats = repeats
         distills = config.before if config.method == "distill" else ()
         self.distilling = nn.ModuleDict({str(layer): Distilling(dims, config.norm) for layer in distills})
 
@@ -149,14 +157,41 @@ class SequencePooling(Module):
             KeyNeed("parallel.mesh.cp", (1,), window, without),
         ]
 
-    def start(self, tokens: Tokens) -> "PooledStates":
-        """Begin a forward."""
-        assert tokens.forward.cache is None, "a shortened sequence has no incremental form"
-        return PooledStates(self, tokens)
+    @classmethod
+    def build(cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]) -> "SequencePooling | None":
+        if config.pooling is None:
+            return None
+        for layer in config.pooling.before if config.pooling.queries_only else ():
+            block: Any = blocks[str(layer)]
+            block.reads_memory |= {"mixer"}
+        return cls(config.pooling, dims, repeats=use.repeats_windows)
+
+    @classmethod
+    def check(cls, config: Any, dims: Dims, path: str, use: StackUse) -> list[Problem]:
+        return [] if config.pooling is None else check(config.pooling, config, dims, f"{path}.pooling")
+
+    def reads_full_sequence(self) -> str | None:
+        return self.key
+
+    def start(self, state: DepthState) -> None:
+        assert state.tokens.forward.cache is None, "a shortened sequence has no incremental form"
+        state.kept[self.key] = PooledStates(self, state.tokens)
+
+    def before_block(self, state: DepthState) -> None:
+        pooled: PooledStates = state.kept[self.key]
+        state.x, state.memory, state.source = pooled.before_block(state.layer, state.x)
+        state.tokens = pooled.stage_tokens
+
+    def map_output(self, x: Any, state: DepthState) -> Any:
+        pooled: PooledStates = state.kept[self.key]
+        return pooled.repeat(x) if self.repeats and not self.config.decoder_blocks else x
+
+    def token_fractions(self, fractions: list[tuple[float, float]]) -> list[tuple[float, float]]:
+        return token_fractions(self.config, len(fractions))
 
     def output_tokens(self, tokens: Tokens) -> Tokens:
-        """Return the tokens of the last states: those of the windows, or `tokens` if a decoder reads all of them."""
-        if self.config.decoder_blocks:
+        """Return the tokens of the last states: those of the windows, or `tokens` if there is a state for each."""
+        if self.repeats or self.config.decoder_blocks:
             return tokens
         for _ in self.config.before:
             tokens = self.split(tokens).window_tokens(tokens)
@@ -172,16 +207,17 @@ class PooledStates:
 
     def __init__(self, pooling: SequencePooling, tokens: Tokens) -> None:
         self._pooling, self._config = pooling, pooling.config
+        self._decoder_begins = pooling.depth - pooling.config.decoder_blocks
         self.stage_tokens = self._all_tokens = tokens
         """Tokens of the present stage."""
         self._window: Tensor | None = None
         self._first_stage: Tensor | None = None
 
-    def before_block(self, layer: int, x: Tensor, depth: int) -> tuple[Tensor, Tensor | None, Tokens | None]:
+    def before_block(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor | None, Tokens | None]:
         """Return the input [B, T', D] of block `layer` for the output x [B, T, D] of the one before, and what its keys
         and values are of, if not of that input: hidden states [B, T, D] and their tokens."""
         config = self._config
-        if config.decoder_blocks and layer == depth - config.decoder_blocks:
+        if config.decoder_blocks and layer == self._decoder_begins:
             assert self._first_stage is not None
             x, self.stage_tokens = self.repeat(x) + self._first_stage, self._all_tokens
         if layer not in config.before:
@@ -211,10 +247,8 @@ class PooledStates:
         return x.masked_fill(~same[..., None], 0.0)
 
 
-def token_fractions(config: SequencePoolingConfig | None, depth: int) -> list[tuple[float, float]]:
+def token_fractions(config: SequencePoolingConfig, depth: int) -> list[tuple[float, float]]:
     """Return the fractions of a sequence's tokens that are queries, and that are keys, of each of `depth` blocks."""
-    if config is None:
-        return [(1.0, 1.0)] * depth
     fractions, now = [], 1.0
     for layer in range(depth):
         keys = now
@@ -226,15 +260,14 @@ def token_fractions(config: SequencePoolingConfig | None, depth: int) -> list[tu
     return fractions
 
 
-def check(config: SequencePoolingConfig, stack: Any, dims: Dims, path: str, *, hands_on: bool) -> list[Problem]:
-    """List why the blocks of `stack` cannot pass on a shorter sequence; `path` is that of the pooling. `hands_on`:
-    blocks hand on attention scores."""
+def check(config: SequencePoolingConfig, stack: Any, dims: Dims, path: str) -> list[Problem]:
+    """List why the blocks of `stack` cannot pass on a shorter sequence; `path` is that of the pooling."""
     reasons = [
         (dims.causal, "a window has a later token for its first, and this model is causal", "Take null."),
         (stack.halting is not None, "tokens of a halting stack stay apart", "Take null, or stack.halting=null."),
         (stack.exits is not None, "an exit predicts at every token", "Take null, or stack.exits=null."),
         (stack.mask_decoder is not None, "its last block decodes tokens", "Take null, or stack.mask_decoder=null."),
-        (hands_on, "scores that blocks hand on are of all tokens", "Take null, or the core softmax."),
+        (hands_on_scores(stack), "scores that blocks hand on are of all tokens", "Take null, or the core softmax."),
         (
             stack.block.residual == "reversible",
             "reversible blocks keep two streams of one length",

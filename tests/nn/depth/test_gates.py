@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tests.conformance.made import close, drawn, ready
 from xscale.core.config import decode
-from xscale.nn import gates
+from xscale.nn.depth import gates
+from xscale.nn.depth.gates import GATES
 from xscale.nn.forward import Forward
-from xscale.nn.gates import GATES
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.nn.random import reseed

@@ -8,17 +8,21 @@ gates learn to be decided. p is the budget of the sequence, drawn from a few in 
 is what an embedding of the budget that is added to x becomes behind W.
 """
 
-from typing import Annotated, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from xscale.core.config import Config
 from xscale.core.errors import Problem
 from xscale.nn.auxiliary import attach
+from xscale.nn.depth.depth_pass import DepthPass, DepthState, SentTensor, StackUse
+from xscale.nn.depth.edges import BlockEdges
+from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.module import Module
 from xscale.nn.random import reseed
@@ -56,14 +60,6 @@ class GatesConfig(Config):
         return max(self.budgets) if self.budget is None else self.budget
 
 
-class GateSum:
-    """The sum over sublayers of each token's gates: what a block got, and after its forward what it hands on."""
-
-    def __init__(self, total: Tensor) -> None:
-        self.total = total
-        """[B, T]."""
-
-
 class Gate(Module):
     """The gate of one sublayer."""
 
@@ -80,8 +76,15 @@ class Gate(Module):
         self.declare("second", (1, hidden), ("state", "state"), init)
         self.declare("bias", (1,), ("state",), Init("constant", value=config.bias), decays=False)
 
-    def forward(self, x: Tensor, tokens: Tokens, gates: GateSum | None) -> Tensor:
-        """Return each token's gate for x [B, T, D], as [B, T, 1], and add it to the sum."""
+    def forward(self, y: Tensor, x: Tensor, tokens: Tokens, edges: BlockEdges | None) -> Tensor:
+        """Return the sublayer's output y [B, T, D] times each token's gate, which is that of its input x [B, T, D]."""
+        gate = self.decide(x, tokens)
+        if edges is not None:
+            edges.add(GATES, gate)
+        return gate.to(x.dtype)[..., None] * y
+
+    def decide(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """Return each token's gate [B, T] for x [B, T, D]."""
         budgets, noise = tokens.get(BUDGETS), tokens.get(NOISE)
         assert budgets is not None, "the stack draws the budgets"
         biases = self.use(self.biases)[budgets]  # [B, F]
@@ -89,20 +92,18 @@ class Gate(Module):
         logit = hidden @ self.use(self.second)[0] + self.use(self.bias)  # [B, T]
         logit = logit.to(torch.promote_types(logit.dtype, torch.float32))
         if not self.training:
-            gate = (logit >= 0).to(logit.dtype)
-        elif noise is None:
-            gate = torch.sigmoid(logit)
-        else:
-            drawn = self.random.normal(logit, ("batch", "tokens"), tokens)
-            gate = torch.sigmoid(logit + noise.to(logit.dtype) * drawn)
-        if gates is not None:
-            gates.total = gates.total + gate
-        return gate.to(x.dtype)[..., None]
+            return (logit >= 0).to(logit.dtype)
+        if noise is None:
+            return torch.sigmoid(logit)
+        drawn = self.random.normal(logit, ("batch", "tokens"), tokens)
+        return torch.sigmoid(logit + noise.to(logit.dtype) * drawn)
 
 
-class GateBudget(Module):
+class GateBudget(DepthPass):
     """The budgets of a stack with gates, and their loss."""
 
+    key = "gates"
+    has_edges = True
     seams: ClassVar[Seams] = {"sum_over_sequence": Role.SUM_OVER_TOKENS, "attach_loss": Role.ON_LAST_STAGE}
     averages_tokens = True
     averages_text = True
@@ -114,13 +115,26 @@ class GateBudget(Module):
         self.config = config
         self.sublayers = sublayers
 
-    def start(self, x: Tensor, tokens: Tokens, handed_on: dict[str, Tensor]) -> tuple[Tokens, dict[str, Tensor]]:
-        """Return the tokens of x [B, T, D] with their budgets, and what the first block gets with a sum of no gates.
+    @classmethod
+    def build(cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]) -> "GateBudget | None":
+        if config.block.gates is None:
+            return None
+        return cls(config.block.gates, sum(len(block.order) for block in blocks.values()))  # type: ignore[arg-type, misc]
 
-        In a pipeline stage the sum is that of the stages before.
-        """
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return self.draw(tokens), {GATES: x.new_zeros(x.shape[:-1], dtype=dtype), **handed_on}
+    def start(self, state: DepthState) -> None:
+        """Draw the budgets, and begin with a sum of no gates. In a pipeline stage the sum is that of those before."""
+        dtype = torch.promote_types(state.x.dtype, torch.float32)
+        state.tokens = self.draw(state.tokens)
+        state.edges = {GATES: state.x.new_zeros(state.x.shape[:-1], dtype=dtype), **state.edges}
+
+    def finish(self, state: DepthState) -> None:
+        state.x = self.attach_loss(state.x, state.edges[GATES], state.tokens)
+
+    def sends(self, before: Sequence[nn.Module], after: Sequence[nn.Module]) -> dict[str, SentTensor]:
+        return {GATES: SentTensor(per_token=True)} if before else {}
+
+    def reads_full_sequence(self) -> str | None:
+        return "block.gates"
 
     def draw(self, tokens: Tokens) -> Tokens:
         """Return the tokens with a budget for each sequence, and the noise of this step of the run."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.conformance.made import close, ready
 from xscale.core.config import decode
 from xscale.generate.generate import generate
-from xscale.nn.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
+from xscale.nn.depth.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
 from xscale.nn.forward import Forward
 from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.model.decoder import Decoder

@@ -5,23 +5,45 @@
 H_0 [B, S, D] are the encoder's embeddings and H_i the hidden states after its block i; W [M, N + 1] is learned.
 """
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from xscale.core.requirements import KeyNeed
+from xscale.nn.depth.depth_pass import DepthPass, DepthState, StackUse
+from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS
-from xscale.nn.module import Module
 from xscale.nn.random import reseed
 from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
-class LayerMix(Module):
+class ReturnedStates(DepthPass):
+    """Returns the hidden states before and after all blocks, [depth + 1, B, T, D], in place of the last ones."""
+
+    key = "returned_states"
+
+    @classmethod
+    def build(cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]) -> "ReturnedStates | None":
+        return cls() if use.returns_states else None
+
+    def start(self, state: DepthState) -> None:
+        state.kept[self.key] = [state.x]
+
+    def after_block(self, state: DepthState) -> None:
+        state.kept[self.key].append(state.x)
+
+    def finish(self, state: DepthState) -> None:
+        state.x = torch.stack(state.kept[self.key])  # [depth + 1, B, T, D]
+
+
+class LayerMix(DepthPass):
     """A mix of the encoder's layers for each block of a decoder."""
 
+    key = "mix"
     seams: ClassVar[Seams] = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
     weight: Parameter
 
@@ -31,6 +53,19 @@ class LayerMix(Module):
         self.dropout = dropout
         # All layers weigh the same at first.
         self.declare("weight", (blocks, states), ("state", "state"), ZEROS, decays=False)
+
+    @classmethod
+    def build(cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]) -> Any:
+        """Return the mix that the model has made, which knows both stacks."""
+        return use.mix
+
+    def start(self, state: DepthState) -> None:
+        if state.memory is not None:
+            state.kept[self.key] = self(state.memory, state.tokens)
+
+    def before_block(self, state: DepthState) -> None:
+        if self.key in state.kept:
+            state.memory = state.kept[self.key][state.layer]
 
     def needs(self) -> list[KeyNeed]:
         sent = "the decoder reads the outputs of all encoder blocks, and stages pass on that of the last one"

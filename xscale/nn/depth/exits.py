@@ -7,8 +7,7 @@ the last block, after which the model's own head predicts. Weights that grow lin
 With diversity (Sun et al. 2021) alpha mean_{j<l} CE(p_l, p_j) is subtracted for each l, CE(p, q) = -sum_c q_c log p_c.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -18,13 +17,15 @@ from torch import Tensor, nn
 
 from xscale.core.config import Config
 from xscale.core.errors import Problem
-from xscale.core.requirements import KeyNeed
+from xscale.core.requirements import KeyNeed, kinds, take
 from xscale.nn.auxiliary import attach
+from xscale.nn.depth.depth_pass import DepthPass, DepthState, Prediction, StackUse
+from xscale.nn.depth.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
+from xscale.nn.depth.edges import hands_on_scores
 from xscale.nn.dims import Dims
-from xscale.nn.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
 from xscale.nn.head.head import IGNORE_INDEX, ONLY_LAST_LOGITS, Head
 from xscale.nn.module import Module
-from xscale.nn.norm.norm import Norm
+from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
@@ -65,18 +66,6 @@ class ExitsConfig(Config):
         return tuple(range(depth - 1)) if self.blocks is None else self.blocks
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """The prediction task of a forward, which the exits share with the model's head."""
-
-    head: nn.Module
-    """The model's head."""
-    targets: Tensor | None
-    """[B, T] token ids; None: no loss is asked for."""
-    log_probabilities: list[Tensor] = field(default_factory=list)
-    """[B, T, V] of each exit so far, where their diversity has a loss."""
-
-
 class Exit(Module):
     """The norm and the head after one block."""
 
@@ -95,9 +84,10 @@ class Exit(Module):
         return out
 
 
-class Exits(Module):
+class Exits(DepthPass):
     """The exits of a stack, by the number of their block, and the weights of the losses."""
 
+    key = "exits"
     seams: ClassVar[Seams] = {
         "sum_over_sequence": Role.SUM_OVER_TOKENS,
         "second_targets": Role.TARGETS_AHEAD,
@@ -144,66 +134,68 @@ class Exits(Module):
             needs.append(KeyNeed("parallel.mesh.pp", (1,), read, ((".diversity", 0.0),)))
         return needs
 
-    @staticmethod
-    def check(config: ExitsConfig | None, dims: Dims, path: str, *, refused: str | None) -> list[Problem]:
-        """List what the exits of a stack of `dims.depth` blocks cannot be; `refused` says why a stack has none."""
-        depth = dims.depth
-        if config is None:
+    @classmethod
+    def build(cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]) -> "Exits | None":
+        if config.exits is None:
+            return None
+        assert use.make_head is not None, "`check` refuses exits of a stack without a head"
+        return cls(config.exits, dims, lambda: NORMS.build(config.block.norm, dims.width), use.make_head)
+
+    @classmethod
+    def check(cls, config: Any, dims: Dims, path: str, use: StackUse) -> list[Problem]:
+        exits, where = config.exits, f"{path}.exits"
+        if exits is None:
             return []
+        refused = _no_exits(config, use)
         if refused is not None:
-            return [Problem(path, refused, "Take null.")]
-        if depth == 1:
-            return [Problem(path, "the model's head follows the only block", "Take null, or a deeper stack.")]
-        after = config.after(depth)
-        where, problems = f"{path}.blocks", []
-        beyond = [layer for layer in after if layer >= depth - 1]
-        if beyond:
-            what = f"a stack of {depth} has no inner block {beyond[0]}; the model's head follows its last block"
-            problems.append(Problem(where, what, f"Take blocks from 0 to {depth - 2}, or null."))
-        if list(after) != sorted(set(after)):
-            problems.append(Problem(where, "the blocks must ascend", f"Take {sorted(set(after))}."))
-        policy = config.policy
-        if config.two_stage is not None and config.head == "shared":
-            what = "the second stage trains the exits alone, and their head is the model's, which is frozen"
-            problems.append(Problem(f"{path}.head", what, "Take own, or two_stage=null."))
-        if config.two_stage is not None and config.stop != "never":
-            what = "in two stages the exits are trained last, and by_depth ends their losses before"
-            problems.append(Problem(f"{path}.stop", what, "Take never, or two_stage=null."))
-        if config.second_target and (config.two_stage is not None or not dims.causal):
-            what = "two stages train nothing behind the exits" if dims.causal else "an encoder has no next token"
-            problems.append(Problem(f"{path}.second_target", what, "Take 0."))
-        if config.two_stage is not None and config.weights == "linear":
-            what = "in two stages the model's head and the exits are never trained together"
-            problems.append(Problem(f"{path}.weights", what, "Take equal, or two_stage=null."))
-        if config.diversity and (config.two_stage is not None or config.stop != "never"):
-            what = "diversity is that of predictions which are trained together, and these end or begin apart"
-            problems.append(Problem(f"{path}.diversity", what, "Take 0, or two_stage=null and stop=never."))
-        if config.self_sampling is not None and (policy is None or config.two_stage is not None):
-            what = "tokens leave by a policy, and there is none" if policy is None else "all blocks are frozen then"
-            fix = "Set policy, or take self_sampling=null." if policy is None else "Take two_stage=null."
-            problems.append(Problem(f"{path}.self_sampling", what, fix))
-        return problems + ([] if policy is None else policy.check(len(after), f"{path}.policy"))
+            return [Problem(where, refused, "Take null.")]
+        if dims.depth == 1:
+            return [Problem(where, "the model's head follows the only block", "Take null, or a deeper stack.")]
+        problems = [*_check_blocks(exits, dims.depth, where), *_check_losses(exits, dims.causal, where)]
+        norm = NORMS.of(config.block.norm)
+        if exits.norm and norm.traits.batch_statistics:
+            what = f"'{norm.name}' collects statistics in every step, and an exit does not see the tokens of every step"
+            norms = kinds(NORMS.able(batch_statistics=False), f"{path}.block.norm")
+            problems.append(Problem(f"{where}.norm", what, choices=take(False) + norms))
+        policy = exits.policy
+        return problems + ([] if policy is None else policy.check(len(exits.after(dims.depth)), f"{where}.policy"))
 
-    def after_block(
-        self,
-        layer: int,
-        before: Tensor,
-        after: Tensor,
-        tokens: Tokens,
-        prediction: Prediction | None,
-        leaving: EarlyExit | None,
-    ) -> Tensor:
-        """Return what the next block reads, from the input `before` and the output `after` [B, T, D] of block `layer`.
+    def heads_after_blocks(self) -> dict[int, Any]:
+        return {int(layer): part for layer, part in self.at.items()}
 
-        Tokens that have left keep their states, and the loss of the exit is attached.
-        """
-        x = after if leaving is None else leaving.keep(before, after)
-        if prediction is None:
-            return x
-        x = self.attach_loss(layer, x, tokens, prediction)
+    def keep_blocks(self, layers: Sequence[str]) -> None:
+        for layer in [layer for layer in self.at if layer not in layers]:
+            del self.at[layer]
+
+    def reads_full_sequence(self) -> str | None:
+        return None if self.config.self_sampling is None else "exits.self_sampling"
+
+    def start(self, state: DepthState) -> None:
+        state.kept[self.key] = self.leaving(state.tokens)
+
+    def before_block(self, state: DepthState) -> None:
+        leaving: EarlyExit | None = state.kept[self.key]
+        if leaving is not None and state.tokens.forward.target_weight is None:
+            state.only_fills_cache = state.only_fills_cache or leaving.all_left()
+
+    def after_block(self, state: DepthState) -> None:
+        """Keep the states of tokens that have left, attach the loss of the exit, and let further tokens leave."""
+        leaving: EarlyExit | None = state.kept[self.key]
         if leaving is not None:
-            self.leave(layer, x, tokens, prediction, leaving)
-        return x
+            state.x = leaving.keep(state.before, state.x)
+        if state.prediction is None:
+            return
+        state.x = self.attach_loss(state.layer, state.x, state.tokens, state.prediction)
+        # Later tokens may read what an exit predicts for these.
+        is_read = state.tokens.forward.cache is not None and leaving is not None and leaving.reads_left()
+        if leaving is not None and (is_read or not state.only_fills_cache):
+            self.leave(state.layer, state.x, state.tokens, state.prediction, leaving)
+
+    def predict(self, x: Tensor, tokens: Tokens, prediction: Prediction, head: Callable[[Tensor], Tensor]) -> Tensor:
+        if tokens.get(EARLY_EXIT) is not None and prediction.targets is None:
+            return self.logits(x, tokens, prediction)
+        out = head(self.attach_second(x, tokens, prediction))
+        return out if prediction.targets is None else self.weigh_last(out, tokens)
 
     def attach_loss(self, layer: int, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
         """Return x [B, T, D], the output of block `layer`, with the loss of its exit attached; without an exit x."""
@@ -314,12 +306,50 @@ def progress_of(tokens: Tokens) -> float:
     return 1.0 if tokens.forward.progress is None else tokens.forward.progress
 
 
-def no_exits(stack: Any, *, predicts: bool, hands_on_scores: bool) -> str | None:
-    """Return why a stack of this config (`StackConfig`) can have no exits; None: it can."""
-    if not predicts:
+def _no_exits(stack: Any, use: StackUse) -> str | None:
+    """Return why a stack of this `StackConfig` can have no exits; None: it can."""
+    if not use.predicts:
         return "exits are for a decoder or an encoder alone; an encoder-decoder predicts from its last block"
-    if stack.exits is not None and stack.exits.policy is not None and hands_on_scores:
+    if stack.exits.policy is not None and hands_on_scores(stack):
         return "a token that has left has no attention scores to hand on to the next block"
     if stack.halting is not None:
         return "the output is a mean over the blocks in which a token was computed, and an exit would read one block's"
     return None
+
+
+def _check_blocks(config: ExitsConfig, depth: int, path: str) -> list[Problem]:
+    """List what the blocks with an exit cannot be in a stack of `depth` blocks."""
+    after = config.after(depth)
+    where, problems = f"{path}.blocks", []
+    beyond = [layer for layer in after if layer >= depth - 1]
+    if beyond:
+        what = f"a stack of {depth} has no inner block {beyond[0]}; the model's head follows its last block"
+        problems.append(Problem(where, what, f"Take blocks from 0 to {depth - 2}, or null."))
+    if list(after) != sorted(set(after)):
+        problems.append(Problem(where, "the blocks must ascend", f"Take {sorted(set(after))}."))
+    return problems
+
+
+def _check_losses(config: ExitsConfig, causal: bool, path: str) -> list[Problem]:
+    """List which losses and stages of training do not go together; `causal`: the model has a next token."""
+    problems, policy = [], config.policy
+    if config.two_stage is not None and config.head == "shared":
+        what = "the second stage trains the exits alone, and their head is the model's, which is frozen"
+        problems.append(Problem(f"{path}.head", what, "Take own, or two_stage=null."))
+    if config.two_stage is not None and config.stop != "never":
+        what = "in two stages the exits are trained last, and by_depth ends their losses before"
+        problems.append(Problem(f"{path}.stop", what, "Take never, or two_stage=null."))
+    if config.second_target and (config.two_stage is not None or not causal):
+        what = "two stages train nothing behind the exits" if causal else "an encoder has no next token"
+        problems.append(Problem(f"{path}.second_target", what, "Take 0."))
+    if config.two_stage is not None and config.weights == "linear":
+        what = "in two stages the model's head and the exits are never trained together"
+        problems.append(Problem(f"{path}.weights", what, "Take equal, or two_stage=null."))
+    if config.diversity and (config.two_stage is not None or config.stop != "never"):
+        what = "diversity is that of predictions which are trained together, and these end or begin apart"
+        problems.append(Problem(f"{path}.diversity", what, "Take 0, or two_stage=null and stop=never."))
+    if config.self_sampling is not None and (policy is None or config.two_stage is not None):
+        what = "tokens leave by a policy, and there is none" if policy is None else "all blocks are frozen then"
+        fix = "Set policy, or take self_sampling=null." if policy is None else "Take two_stage=null."
+        problems.append(Problem(f"{path}.self_sampling", what, fix))
+    return problems

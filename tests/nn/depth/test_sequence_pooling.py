@@ -12,13 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.conformance.made import close, dims, drawn, ready
 from xscale.core.config import decode
 from xscale.measure.flops import training_flops
+from xscale.nn.depth.sequence_pooling import Distilling, TokenWindows
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.model.encoder import Encoder
 from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.nn.norm.norm import BatchNorm
 from xscale.nn.position.pairs import Pairs, PositionPairs
 from xscale.nn.position.position import POSITIONS, PositionTerms
-from xscale.nn.sequence_pooling import Distilling, TokenWindows
 from xscale.nn.tokens import Tokens
 
 VOCABULARY, LENGTH, WIDTH, HEADS, HIDDEN = 17, 16, 12, 3, 20

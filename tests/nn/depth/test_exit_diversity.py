@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.conformance.made import close
-from tests.nn.test_exits import LENGTH, VOCABULARY, built, config, ids, predicted, states, targets
+from tests.nn.depth.test_exits import LENGTH, VOCABULARY, built, config, ids, predicted, states, targets
 from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.model.encoder import Encoder
 from xscale.nn.tokens import Tokens

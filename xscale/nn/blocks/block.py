@@ -9,27 +9,29 @@ from torch import Tensor
 
 from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
+from xscale.nn.blocks.block_checks import (
+    ENDS_IN_NORM,
+    NORMLESS,
+    check_parallel,
+    check_parallel_sublayer,
+    check_sublayer,
+)
+from xscale.nn.blocks.residual_gain import ResidualGain, ResidualWeight
+from xscale.nn.blocks.reversible import Streams
+from xscale.nn.depth.depth_pass import Edges
+from xscale.nn.depth.edges import CONTENT, BlockEdges, Edge
+from xscale.nn.depth.gates import Gate, GatesConfig
+from xscale.nn.depth.gates import check as check_gates
 from xscale.nn.dims import Dims
-from xscale.nn.edges import CONTENT, BlockEdges, Edge, HandedOn
 from xscale.nn.ffn.ffn import FFNS, Ffn, Gated
-from xscale.nn.gates import Gate, GatesConfig, GateSum
-from xscale.nn.gates import check as check_gates
-from xscale.nn.mask_decoder import MaskDecoderConfig
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import MIXERS, Mixer, check_mixer
 from xscale.nn.module import Module
 from xscale.nn.neighbours import NeighbourReader
 from xscale.nn.norm.norm import NORMS, Norm, Rms
 from xscale.nn.position.position import POSITIONS, Position, check_block_position
-from xscale.nn.residual_gain import ResidualGain, ResidualWeight
-from xscale.nn.reversible import Streams
 from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
-
-NORMLESS = ("rezero", "no_norm", "none")
-"""Placements without a norm."""
-ENDS_IN_NORM = ("post", "admin")
-"""Placements that normalise the sum of residual and output."""
 
 
 class SublayerConfig(Config):
@@ -88,7 +90,7 @@ class BlockConfig(Config):
         """Return the sublayers in their order; `cross`: the block reads an encoder's output."""
         if self.sublayers is not None:
             return self.sublayers
-        ffn = (SublayerConfig(part="ffn"),) if self.ffn.kind != "none" else ()
+        ffn = (SublayerConfig(part="ffn", parallel=self.residual == "parallel"),) if self.ffn.kind != "none" else ()
         return (SublayerConfig(part="mixer"), *[SublayerConfig(part="cross")] * cross, *ffn)
 
     def named(self, *, cross: bool = False) -> dict[str, SublayerConfig]:
@@ -104,6 +106,10 @@ class BlockConfig(Config):
         if sublayer.part == "ffn":
             return sublayer.ffn or self.ffn
         return sublayer.mixer or (sublayer.part == "cross" and self.cross) or self.mixer
+
+    def output_parts(self, dims: Dims) -> dict[str, Module]:
+        """Build the parts of a sublayer that change its output before it is added to the residual stream, by name."""
+        return {} if self.gates is None else {"gate": Gate(self.gates, dims.width, dims.init)}
 
     def mixers(self) -> list[Any]:
         """Return the configs of the mixers, without cross-attention."""
@@ -132,7 +138,11 @@ class Sublayer(Module):
         self.after: Norm | None = NORMS.build(config.norm, width) if config.placement == "sandwich" else None
         self.alpha = ResidualWeight() if config.placement == "rezero" else None
         self.omega = ResidualGain(width) if config.placement == "admin" else None
-        self.gate = None if config.gates is None else Gate(config.gates, width, dims.init)
+        output_parts = config.output_parts(dims)
+        self.output_parts = tuple(output_parts)
+        """Names of the parts that change the output: (y, x, tokens, edges) -> y, all [B, T, D]."""
+        for name, changes in output_parts.items():
+            setattr(self, name, changes)
         self.part = part
 
     def forward(
@@ -143,14 +153,17 @@ class Sublayer(Module):
         source: Tokens | None = None,
         residual: Tensor | None = None,
         edge: Edge | None = None,
-        gates: GateSum | None = None,
+        edges: BlockEdges | None = None,
     ) -> Tensor:
-        """[B, T, D] -> [B, T, D]: the part's output for `x`, added to `residual` [B, T, D]; None: to `x`."""
+        """[B, T, D] -> [B, T, D]: the part's output for `x`, added to `residual` [B, T, D]; None: to `x`.
+
+        `edge` is that of the mixer among the block's `edges`.
+        """
         if self.placement == "none":
             return self.branch(x, tokens, memory, source, edge)
         y = self._output(x, tokens, memory, source, edge)
-        if self.gate is not None:
-            y = self.gate(x, tokens, gates) * y
+        for name in self.output_parts:
+            y = getattr(self, name)(y, x, tokens, edges)
         kernel = self.kernel_choices.get("bias_dropout_residual")
         residual = x if residual is None else residual
         if self.omega is not None:
@@ -205,25 +218,24 @@ class Block(Module):
     cross: Sublayer | None
     ffn: Sublayer | None
 
-    def __init__(
-        self, config: BlockConfig, dims: Dims, *, cross: bool = False, decoder: MaskDecoderConfig | None = None
-    ) -> None:
-        """`decoder`: the block decodes masked tokens, as that says; None: it does not."""
+    def __init__(self, config: BlockConfig, dims: Dims, *, cross: bool = False) -> None:
         super().__init__()
-        self.decoder_steps = 0 if decoder is None else decoder.steps
-        """Times that the block is applied to its own output, with keys of its input; 0: once, without such keys."""
-        self.pools_queries = False
-        """Whether the keys of its mixer are of the longer sequence before pooling; set by the stack."""
-        position = config.position if decoder is None else decoder.position
-        self.parallel = config.residual == "parallel"
+        self.rounds = 1
+        """Times that the sublayers are gone through."""
+        self.reads_own_input = False
+        """Whether `memory` is the block's own input, without its position and earlier rounds."""
+        self.has_own_cache = False
+        """Whether its mixers are those of other blocks too, so that it keeps its own part of the cache."""
         self.reversible = config.residual == "reversible"
-        self.position: Position | None = None if position is None else POSITIONS.build(position, dims)
+        self.position: Position | None = None if config.position is None else POSITIONS.build(config.position, dims)
         self.cross = self.ffn = None
         named = config.named(cross=cross)
         self.order = list(named)
         """Names of the sublayers, in their order."""
         self.parallel_sublayers = frozenset(name for name, sublayer in named.items() if sublayer.parallel)
         """Names of those that read the input of the one before."""
+        self.reads_memory = frozenset(name for name in named if name.startswith("cross"))
+        """Names of the sublayers whose keys and values are of `memory`."""
         for name, sublayer in named.items():
             inner = cross_dims(dims) if sublayer.part == "cross" else dims
             part = (FFNS if sublayer.part == "ffn" else MIXERS).build(config.config_of(sublayer), inner)
@@ -232,15 +244,15 @@ class Block(Module):
     @staticmethod
     def check(config: BlockConfig, dims: Dims, path: str, *, cross: bool = False) -> list[Problem]:
         """List the problems of the block and its parts."""
-        problems = _check_parallel(config, path, cross=cross) if config.residual == "parallel" else []
+        problems = check_parallel(config, path, cross=cross) if config.residual == "parallel" else []
         for index, sublayer in enumerate(config.listed(cross=cross)):
             slot, part = sublayer.slot, config.config_of(sublayer)
             entry = f"{path}.sublayers.{index}"
             at = f"{path}.{sublayer.part}" if getattr(sublayer, slot) is None else f"{entry}.{slot}"
             if config.sublayers is not None:
-                problems += _check_sublayer(sublayer, config, entry, cross=cross)
-            if sublayer.parallel:
-                problems += _check_parallel_sublayer(config, index, entry)
+                problems += check_sublayer(sublayer, config, entry, cross=cross)
+            if config.sublayers is not None and sublayer.parallel:
+                problems += check_parallel_sublayer(config, index, entry)
             if slot == "ffn":
                 problems += FFNS.of(part).part.check(part, dims, at)
             elif sublayer.part == "mixer" or cross:
@@ -264,28 +276,23 @@ class Block(Module):
         tokens: Tokens,
         memory: Tensor | None = None,
         source: Tokens | None = None,
-        handed_on: HandedOn | None = None,
+        received: Edges | None = None,
     ) -> Any:
-        """Return the hidden states; with what the previous block has `handed_on` (hidden states, what this one does).
+        """Return the hidden states; with edges `received` from the block before (hidden states, those of this one).
 
         `x` are hidden states [B, T, D], or the `Streams` of a reversible block, which returns streams.
         """
         if self.reversible:
             return self._next_streams(x, tokens, memory, source)
-        keys = x
+        if self.reads_own_input:
+            memory, source = x, tokens
         if self.position is not None:
             x = self.position.embed(x, tokens)
-        for _ in range(self.decoder_steps - 1):
-            x = self._through(self.order, x, tokens, (keys, tokens))
-        memory, source = (keys, tokens) if self.decoder_steps else (memory, source)
-        edges = BlockEdges(handed_on, {} if handed_on is None else self.mixers())
-        if self.parallel:
-            assert self.ffn is not None
-            y = self.mixer(x, tokens, edge=edges.of("mixer"), gates=edges.gates)
-            x = self.ffn(x, tokens, residual=y, gates=edges.gates)
-        else:
-            x = self._through(self.order, x, tokens, (memory, source), edges)
-        return x if handed_on is None else (x, edges.handed_on())
+        for _ in range(self.rounds - 1):
+            x = self._through(self.order, x, tokens, (memory, source))
+        edges = BlockEdges(received, {} if received is None else self.mixers())
+        x = self._through(self.order, x, tokens, (memory, source), edges)
+        return x if received is None else (x, edges.next())
 
     def _through(
         self,
@@ -295,24 +302,23 @@ class Block(Module):
         memory: tuple[Tensor | None, Tokens | None] = (None, None),
         edges: BlockEdges | None = None,
     ) -> Tensor:
-        """Output [B, T, D] of sublayers `names`; `memory`: the encoder's output or a mask decoder's keys."""
+        """Output [B, T, D] of sublayers `names`; `memory`: what some read as keys and values, with its tokens."""
         before = x
         edges = edges or BlockEdges(None, {})
-        content = tokens.get(CONTENT)
         for name in names:
             before, residual = (before, x) if name in self.parallel_sublayers else (x, None)
-            sublayer: Sublayer = getattr(self, name)
-            memory_and_source: tuple[Any, ...] = ()
-            keys, key_tokens = memory
-            if content is not None and name.startswith("mixer"):
-                memory_and_source = (sublayer.normalised_input(content, tokens), tokens)
-            elif self.pools_queries and name == "mixer" and keys is not None:
-                memory_and_source = (sublayer.normalised_input(keys, key_tokens), key_tokens)
-            elif self.decoder_steps or name.startswith("cross"):
-                memory_and_source = memory
-            edge = edges.of(name)
-            x = sublayer(before, tokens, *memory_and_source, residual=residual, edge=edge, gates=edges.gates)
+            keys = self._keys_of(name, tokens, *memory)
+            x = getattr(self, name)(before, tokens, *keys, residual=residual, edge=edges.of(name), edges=edges)
         return x
+
+    def _keys_of(self, name: str, tokens: Tokens, memory: Tensor | None, source: Tokens | None) -> tuple[Any, ...]:
+        """Return of what the sublayer makes keys and values, with its tokens; empty: of what it reads itself."""
+        content, is_mixer = tokens.get(CONTENT), name.startswith("mixer")
+        if content is not None and is_mixer:
+            memory, source = content, tokens
+        elif name not in self.reads_memory or memory is None:
+            return ()
+        return (getattr(self, name).normalised_input(memory, source) if is_mixer else memory), source
 
     def _next_streams(self, streams: Streams, tokens: Tokens, memory: Tensor | None, source: Tokens | None) -> Streams:
         first, second = streams
@@ -326,70 +332,21 @@ class Block(Module):
         """first + f(second), all [B, T, D]. A seam: `first` is freed, and reconstructed in backward."""
         return first + sublayer.branch(second, *inputs)
 
-    def fill_cache(self, x: Tensor, tokens: Tokens, handed_on: HandedOn) -> HandedOn:
+    def fill_cache(self, x: Tensor, tokens: Tokens, received: Edges) -> Edges:
         """Store in the cache what later tokens read of x [B, T, D], the states of tokens that have left the stack.
 
         The sublayers behind the last that keeps anything, which only this block's output would need, are not computed.
-        Return what the block hands on.
+        Return the edges of the block.
         """
         if self.position is not None:
             x = self.position.embed(x, tokens)
-        edges, last = BlockEdges(handed_on, self.mixers()), -1
+        edges, last = BlockEdges(received, self.mixers()), -1
         for index, name in enumerate(self.order):
             parts = getattr(self, name).modules()
             if name.startswith("mixer") or any(isinstance(part, NeighbourReader) for part in parts):
                 last = index
         self._through(self.order[: last + 1], x, tokens, edges=edges)
-        return edges.handed_on()
-
-
-def _check_parallel(config: BlockConfig, path: str, *, cross: bool) -> list[Problem]:
-    """List why the sublayers cannot read one input."""
-    problems = []
-    if cross:
-        problems.append(("cross attention is a third sublayer", "Take sequential."))
-    if config.placement in ENDS_IN_NORM:
-        what = f"placement '{config.placement}' normalises the sum"
-        problems.append((what, f"Take sequential, or a placement other than {config.placement}."))
-    if "none" in (config.placement, config.ffn.kind):
-        problems.append(("this block has no sum of the two", "Take sequential."))
-    if config.sublayers is not None:
-        problems.append(("`sublayers` says an order", "Take sequential, or leave `sublayers` out."))
-    what = "'parallel' adds a mixer and an ffn to one input; {}"
-    return [Problem(f"{path}.residual", what.format(reason), fix) for reason, fix in problems]
-
-
-def _check_sublayer(sublayer: SublayerConfig, config: BlockConfig, path: str, *, cross: bool) -> list[Problem]:
-    """List what an entry of `sublayers` cannot be."""
-    problems = []
-    unused = "mixer" if sublayer.slot == "ffn" else "ffn"
-    if getattr(sublayer, unused) is not None:
-        what = f"is not used by part '{sublayer.part}'"
-        problems.append(Problem(f"{path}.{unused}", what, f"Leave it out, or take part={unused}."))
-    if sublayer.part == "cross" and not cross:
-        what = "'cross' reads the output of an encoder, and this stack has none"
-        problems.append(Problem(f"{path}.part", what, "Take mixer or ffn, or the model encoder_decoder."))
-    if config.config_of(sublayer).kind == "none":
-        problems.append(Problem(f"{path}.part", "its ffn is none", "Leave the entry out, or choose an ffn."))
-    if sublayer.factor == 0:
-        fix = "Leave the entry out of the list, or take a factor above 0."
-        problems.append(Problem(f"{path}.factor", "0 leaves nothing of the sublayer's output", fix))
-    elif sublayer.factor != 1 and config.placement == "none":
-        what = "multiplies what is added to the residual stream, and with placement 'none' nothing is"
-        problems.append(Problem(f"{path}.factor", what, "Take 1, or another placement."))
-    return problems
-
-
-def _check_parallel_sublayer(config: BlockConfig, index: int, path: str) -> list[Problem]:
-    """List why an entry of `sublayers` cannot read the input of the one before it."""
-    if index == 0:
-        return [Problem(f"{path}.parallel", "the first sublayer has none before it", "Take false.")]
-    if config.placement in (*ENDS_IN_NORM, "none"):
-        what = f"placement '{config.placement}' leaves no sum that both sublayers could be added to"
-        return [
-            Problem(f"{path}.parallel", what, "Take false, or placement pre, sandwich, res_post, rezero or no_norm.")
-        ]
-    return []
+        return edges.next()
 
 
 def cross_dims(dims: Dims) -> Dims:

@@ -1,11 +1,13 @@
 """Sharing of sublayers among the blocks of a stack (Dehghani et al. 2019; Lan et al. 2020, ALBERT, section 3.1)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import nn
 
 from xscale.core.errors import Problem
+from xscale.nn.depth.depth_pass import DepthPass, StackUse
+from xscale.nn.dims import Dims
 from xscale.nn.mixer.mixer import MIXERS
 
 Share = Literal["none", "all", "mixer", "ffn"]
@@ -17,8 +19,8 @@ def is_shared(sublayer: str, share: Share) -> bool:
     return share == "all" or (share == "mixer" and part in ("mixer", "cross")) or share == part
 
 
-def share_sublayers(blocks: Iterable[Any], share: Share) -> nn.ModuleDict | None:
-    """Return the sublayers that all blocks have in common, by name: those of the first one; None without any.
+def share_sublayers(blocks: Iterable[Any], share: Share) -> dict[str, nn.Module]:
+    """Return the sublayers that all blocks have in common, by name: those of the first one.
 
     The caller owns them, so that their parameters have one name and belong to no block. The blocks only refer to them.
     """
@@ -29,7 +31,35 @@ def share_sublayers(blocks: Iterable[Any], share: Share) -> nn.ModuleDict | None
             delattr(block, name)
             # Not by assignment, which would register the parameters with each block.
             vars(block)[name] = owner[name]
-    return nn.ModuleDict(owner) if owner else None
+    return owner
+
+
+class SharedSublayers(DepthPass):
+    """The sublayers that all blocks have in common, under their names in a block."""
+
+    key = "shared"
+    used_by_all_blocks = True
+
+    def __init__(self, sublayers: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, sublayer in sublayers.items():
+            self.add_module(name, sublayer)
+
+    @classmethod
+    def check(cls, config: Any, dims: Dims, path: str, use: StackUse) -> list[Problem]:
+        return check(config, path, cross=use.cross)
+
+    @classmethod
+    def build(cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]) -> "SharedSublayers | None":
+        owner = share_sublayers(blocks.values(), config.share)
+        for block in blocks.values() if owner else ():
+            # A mixer that is that of other blocks too keeps in the cache what it has for each.
+            vars(block)["has_own_cache"] = True
+        return cls(owner) if owner else None
+
+    def keep_blocks(self, layers: Sequence[str]) -> None:
+        for name in list(self._modules) if not layers else ():
+            delattr(self, name)
 
 
 def check(config: Any, path: str, *, cross: bool) -> list[Problem]:

@@ -1,0 +1,1 @@
+"""Blocks of sublayers on the residual stream, and the stack of them."""

@@ -1,0 +1,1 @@
+"""Graph breaks and properties that torch.compile can trace."""
