@@ -39,6 +39,12 @@ def complete_part_or_recipe(incomplete: str) -> Candidates:
     return [(word, "") for word in words if word.startswith(incomplete)]
 
 
+def complete_pattern_or_recipe(incomplete: str) -> Candidates:
+    """Offer the kinds of patterns, recipes and the YAML files here."""
+    kinds = [kind for kind in config_keys().parts("pattern") if kind.startswith(incomplete)]
+    return list(dict.fromkeys([*((kind, "") for kind in kinds), *complete_recipe(incomplete)]))
+
+
 def complete_key(incomplete: str) -> Candidates:
     """Offer the config keys that begin so, one level at a time."""
     keys = config_keys()
