@@ -195,11 +195,14 @@ def test_a_refused_cp_names_what_would_work_for_these_heads(
 
 
 @pytest.mark.nightly
-def test_a_warm_up_longer_than_the_run_is_warned_of(tmp_path: Path) -> None:
+def test_a_warm_up_of_a_shortened_run_is_shortened_and_one_of_its_own_is_warned_of(tmp_path: Path) -> None:
     done = xscale("plan", str(QUICKSTART), "--check", "train.steps=20", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "xscale: warning: schedule.warmup_steps" in done.stderr
-    assert "train.steps=20" in done.stderr
+    assert "warning" not in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "schedule.warmup_steps=2" in done.stderr
+    both = xscale("plan", str(QUICKSTART), "--check", "train.steps=20", "schedule.warmup_steps=30", folder=tmp_path)
+    assert "xscale: warning: schedule.warmup_steps" in both.stderr
     assert xscale("plan", str(QUICKSTART), "--check", folder=tmp_path).stderr == ""
 
 

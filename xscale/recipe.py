@@ -15,6 +15,7 @@ from xscale.core.yaml_reader import flow_text
 from xscale.mesh import axes
 from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.position.position import POSITIONS
+from xscale.optim.schedule import fitting_warmup
 from xscale.requirements.check import check
 from xscale.requirements.model import model_fits_itself
 from xscale.settings.settings import Settings
@@ -75,7 +76,24 @@ def decode_recipe(composed: Composed) -> Recipe:
     """Validate a composed config; a ConfigError lists every problem. Plugins are imported first."""
     if problems := _load_plugins(composed):
         raise ConfigError(problems)
-    return decode(Recipe, composed.data, composed.origin)
+    return _with_fitting_warmup(decode(Recipe, composed.data, composed.origin), composed)
+
+
+def _with_fitting_warmup(recipe: Recipe, composed: Composed) -> Recipe:
+    """The recipe with a warm-up that fits where an override shortened the run, and none sets the warm-up.
+
+    `composed.fitted` then says so, and so does the origin of the value. A file that has both is its author's choice.
+    """
+    key, origin = "schedule.warmup_steps", composed.origin
+    before, steps = recipe.schedule.warmup_steps, recipe.train.steps
+    now = fitting_warmup(before, steps)
+    if now == before or origin.get("train.steps") != COMMAND_LINE or origin.get(key) == COMMAND_LINE:
+        return recipe
+    origin[key] = f"fits train.steps={steps}, in place of {before}"
+    what = f"the warm-up of {before} steps does not fit train.steps={steps}"
+    composed.fitted[key] = f"{what} and is shortened: {key}={now}"
+    schedule = recipe.schedule.model_copy(update={"warmup_steps": now})
+    return recipe.model_copy(update={"schedule": schedule})
 
 
 def dropped_values(recipe: Recipe, composed: Composed) -> list[Problem]:
@@ -124,13 +142,13 @@ def read_and_check(
         raise ConfigError(problems)
     invalid: frozenset[str] = frozenset()
     try:
-        recipe = decode(Recipe, composed.data, composed.origin)
+        recipe = _with_fitting_warmup(decode(Recipe, composed.data, composed.origin), composed)
     except ConfigError as error:
         problems += error.problems
         invalid = frozenset(re.split(r"[. ]", problem.path)[0] for problem in error.problems)
         valid = {key: value for key, value in composed.data.items() if key not in invalid}
         try:
-            recipe = decode(Recipe, valid, composed.origin)
+            recipe = _with_fitting_warmup(decode(Recipe, valid, composed.origin), composed)
         except ConfigError:
             # There are more problems than are listed, so that some of the other sections have one too.
             raise ConfigError(problems) from None

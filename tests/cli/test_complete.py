@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from xscale.cli.complete import complete_key, complete_override, complete_part_or_recipe, complete_recipe, complete_run
-from xscale.cli.main import main
+from xscale.cli.main import app, main
 from xscale.optim.optimizer.optimizer import OPTIMIZERS
+from xscale_launch.main import verbs
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,6 +105,66 @@ def environment(**variables: str) -> dict[str, str]:
     paths = os.pathsep.join(str(ROOT / name) for name in ("", "kernels", "launch"))
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {**os.environ, "PYTHONPATH": paths, "PATH": tools, **variables}
+
+
+IN_LAUNCH: dict[str, tuple[str, list[str]]] = {
+    "a verb": ("launch l", ["local", "logs"]),
+    "a recipe": ("launch local quick", ["quickstart"]),
+    "a recipe after an option with a value": ("launch local --processes 2 quick", ["quickstart"]),
+    "a recipe after a flag": ("launch slurm --dry-run quick", ["quickstart"]),
+    "an override": ("launch local quickstart optimizer.l", ["optimizer.lr=", "optimizer.lr=0.001"]),
+    "an override after a setting of the list": (
+        "launch slurm quickstart --sweep moe.experts = 4,8 optimizer.l",
+        ["optimizer.lr=", "optimizer.lr=0.001"],
+    ),
+    "a value that bash splits": ("launch mpi --processes = 2 quickstart optimizer.kind = l", ["lion"]),
+    "an option": ("launch local --pro", ["--processes"]),
+    "an option after the recipe": ("launch slurm quickstart --dry", ["--dry-run"]),
+    "an option's path is the shell's": ("launch slurm --clusters qui", []),
+    "a run": ("launch status runs/f", ["runs/first"]),
+    "one run only": ("launch status runs/first runs/f", []),
+    "no such verb": ("launch fly qui", []),
+    "the options of doctor": ("doctor --fol", ["--folder"]),
+}
+
+
+def offered(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What bash is offered for the last word of `xscale LINE`."""
+    monkeypatch.setenv("COMP_WORDS", f"xscale {line}")
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split(" "))))
+    monkeypatch.setenv("_XSCALE_COMPLETE", "complete_bash")
+    monkeypatch.setattr(sys, "argv", ["xscale"])
+    with pytest.raises(SystemExit) as done:
+        app(prog_name="xscale")
+    both = capsys.readouterr()
+    assert (done.value.code, both.err) == (0, "")
+    return both.out.split()
+
+
+@pytest.mark.parametrize(("line", "expected"), IN_LAUNCH.values(), ids=IN_LAUNCH)
+def test_words_of_the_launcher_are_completed(
+    line: str,
+    expected: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "runs/first/checkpoints").mkdir(parents=True)
+    (tmp_path / "runs/first/config.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    assert offered(line, monkeypatch, capsys) == expected
+
+
+@pytest.mark.parametrize("verb", verbs())
+def test_every_verb_offers_its_options_and_its_argument(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "quick/checkpoints").mkdir(parents=True)
+    (tmp_path / "quick/config.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    assert verb in offered(f"launch {verb[:2]}", monkeypatch, capsys)
+    assert "--help" in offered(f"launch {verb} -", monkeypatch, capsys)
+    assert offered(f"launch {verb} quick", monkeypatch, capsys) in (["quickstart"], ["quick"])
 
 
 def test_completion_imports_no_torch() -> None:

@@ -28,7 +28,9 @@ NO_PATHS = {
     *("bench layers device", "bench layers dtype", "bench decode only", "bench decode device", "bench decode dtype"),
     *("bench checkpoint device", "bench train side", "bench parallel only", "bench gpu only", "bench gpu device"),
     *("bench links name", "checkpoint show only", "checkpoint diff only", "checkpoint consolidate only"),
-    *("checkpoint export to", "checkpoint export architecture", "checkpoint import origin"),
+    *("checkpoint export to", "checkpoint export architecture", "checkpoint import origin", "check-part names"),
+    # The launcher parses its words itself.
+    *("launch words", "doctor words"),
 }
 """Texts on the command line that are no paths, by command and parameter."""
 NO_PATHS_OF_LAUNCHER = {

@@ -16,7 +16,11 @@ FFN = "model.stack.block.ffn"
     ("overrides", "expected"),
     [
         ([], []),
-        (["train.steps=3", "model.width=128"], []),
+        (["train.steps=50", "model.width=128"], []),
+        (
+            ["train.steps=20"],
+            ["the warm-up of 40 steps does not fit train.steps=20 and is shortened: schedule.warmup_steps=2"],
+        ),
         (["moe.capacity_factor=2"], ["moe.capacity_factor is set at model.stack.rules[0].ffn.capacity_factor"]),
         ([f"{FFN}.kind=moe"], [f"overrides change {FFN} from gated to moe: 8.92M parameters become 16.8M"]),
         ([f"{FFN}=moe"], [f"overrides change {FFN} from gated to moe: 8.92M parameters become 16.8M"]),

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from xscale.cli.options import CommandWithSettings, ConfigFile, Json, Overrides, Record, read_config
+from xscale.cli.complete import complete_recipe
+from xscale.cli.options import CommandWithSettings, ConfigFile, Json, Overrides, Record, read_config, readable
 from xscale.cli.paths import path
 from xscale.core.errors import ConfigError
 
@@ -164,7 +165,12 @@ def bench_checkpoint(
     boxes: Annotated[int, typer.Option(min=0, help="Boxes of the first save's plan; 0: no plan.")] = 30_000,
     config: Annotated[
         Path | None,
-        typer.Option(help="Train this run instead, and print its step times through its saves.", parser=path),
+        typer.Option(
+            help="Train this config or recipe instead, and print its step times through its saves.",
+            callback=readable,
+            autocompletion=complete_recipe,
+            parser=path,
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps of that run.")] = 60,
     every: Annotated[int, typer.Option(help="Its steps between two saves.")] = 20,
@@ -201,9 +207,8 @@ def _bench_trace(config: Path, steps: int, every: int, *, as_json: bool) -> None
     from json import dumps
 
     from xscale.bench.checkpoint_trace import show_trace, trace_steps
-    from xscale.cli.options import readable
 
-    recipe, _ = read_config(readable(config), [])
+    recipe, _ = read_config(config, [])
     if problems := recipe.check(1):
         raise ConfigError(problems)
     trace = trace_steps(recipe, steps, every)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from xscale.cli.complete import complete_run
+from xscale.cli.complete import complete_recipe, complete_run
 from xscale.cli.options import (
     CheckpointFolder,
     CommandWithSettings,
@@ -18,6 +18,7 @@ from xscale.cli.options import (
     TensorPrefix,
     checkpoint_to_read,
     checkpoints_in,
+    readable,
 )
 from xscale.cli.paths import path
 
@@ -121,7 +122,15 @@ def checkpoint_export(
 def checkpoint_import(
     source: Annotated[Path, typer.Argument(help="A folder that the other library wrote.", parser=path)],
     run: Annotated[Path, typer.Argument(help="The run folder to create.", parser=path)],
-    config: Annotated[Path | None, typer.Argument(help="A config for everything but the model.", parser=path)] = None,
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A config, or the name of a recipe, for everything but the model.",
+            callback=readable,
+            autocompletion=complete_recipe,
+            parser=path,
+        ),
+    ] = None,
     overrides: Overrides = None,
     origin: Annotated[str, typer.Option("--from", help=f"Format: {FORMATS}")] = "hf",
     bar: Tolerance = 1e-5,

@@ -1,11 +1,13 @@
-"""Shell completion: recipes, overrides `a.b.c=value`, config keys and run folders. Nothing here imports torch."""
+"""Shell completion: recipes, overrides, config keys, run folders, and the launcher's verbs. Nothing imports torch."""
 
+import argparse
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from xscale.commands.show.explain import config_keys
 from xscale.commands.show.recipes import recipe_named, recipe_names
@@ -37,6 +39,12 @@ def complete_part_or_recipe(incomplete: str) -> Candidates:
     return [(word, "") for word in words if word.startswith(incomplete)]
 
 
+def complete_pattern_or_recipe(incomplete: str) -> Candidates:
+    """Offer the kinds of patterns, recipes and the YAML files here."""
+    kinds = [kind for kind in config_keys().parts("pattern") if kind.startswith(incomplete)]
+    return list(dict.fromkeys([*((kind, "") for kind in kinds), *complete_recipe(incomplete)]))
+
+
 def complete_key(incomplete: str) -> Candidates:
     """Offer the config keys that begin so, one level at a time."""
     keys = config_keys()
@@ -48,9 +56,14 @@ def complete_override(context: typer.Context, incomplete: str) -> Candidates:
 
     An entry of a list is offered by its index, and a part also by what it is: `moe.`.
     """
-    keys = config_keys()
     earlier = [str(word) for word in context.params.get("overrides") or ()]
-    data = _composed(str(context.params.get("config") or context.params.get("recipe") or ""), earlier).data
+    return _next_override(str(context.params.get("config") or context.params.get("recipe") or ""), earlier, incomplete)
+
+
+def _next_override(config: str, earlier: list[str], incomplete: str) -> Candidates:
+    """What may follow the config and the words `earlier` of a command line."""
+    keys = config_keys()
+    data = _composed(config, earlier).data
     # Bash splits words at `=`: then the key is the word before, and its value alone is completed.
     split = earlier[-2:-1] if earlier[-1:] == ["="] else [word for word in earlier[-1:] if "=" not in word]
     try:
@@ -74,6 +87,72 @@ def complete_run(incomplete: str) -> Candidates:
     """Offer the run folders at and below the folder of `incomplete`; nothing below a run, where the shell completes."""
     head = Path(incomplete).parent if not incomplete.endswith("/") else Path(incomplete)
     return [(run, "") for run in sorted(_runs(head)) if run.startswith(incomplete)]
+
+
+def complete_launch(context: typer.Context, incomplete: str) -> Candidates:
+    """Offer the verbs of `xscale launch`, then the options of the verb, its config and overrides, or its run."""
+    from xscale_launch.main import verbs
+
+    words, known = _words(context), verbs()
+    if not words:
+        return [(name, verb.about) for name, verb in known.items() if name.startswith(incomplete)]
+    if words[0] not in known:
+        return []
+    parser = argparse.ArgumentParser()
+    known[words[0]].add_arguments(parser)
+    return _next_argument(parser, words[1:], incomplete)
+
+
+def complete_doctor(context: typer.Context, incomplete: str) -> Candidates:
+    """Offer the options of `xscale doctor`."""
+    from xscale_launch.doctor import argument_parser
+
+    return _next_argument(argument_parser(), _words(context), incomplete)
+
+
+class LauncherCommand(TyperCommand):
+    """A command of the launcher, which parses its words itself: the completion of its one argument is that of all."""
+
+    def shell_complete(self, ctx: typer.Context, incomplete: str) -> Any:  # type: ignore[override]
+        (words,) = self.params
+        return words.shell_complete(ctx, incomplete)
+
+
+def _words(context: typer.Context) -> list[str]:
+    """The words that are typed, those that bash splits at `=` joined again, except the last."""
+    words: list[str] = []
+    for word in map(str, context.params.get("words") or ()):
+        if len(words) > 1 and words[-1] == "=":
+            words[-2:] = [f"{words[-2]}={word}"]
+        else:
+            words.append(word)
+    return words
+
+
+def _next_argument(parser: argparse.ArgumentParser, words: list[str], incomplete: str) -> Candidates:
+    """What a parser of the launcher takes after `words`. Nothing for a path, which the shell itself completes."""
+    # argparse lists its arguments nowhere else.
+    actions = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    options = {name: action for action in actions for name in action.option_strings}
+    places = [action.dest for action in actions if not action.option_strings]
+    given: list[str] = []
+    valued: argparse.Action | None = None
+    for word in words:
+        if valued is not None:
+            valued = valued if word == "=" else None
+        elif word.startswith("-"):
+            valued = options[word] if word in options and options[word].nargs != 0 else None
+        else:
+            given.append(word)
+    if valued is not None:
+        return [(str(choice), "") for choice in valued.choices or () if str(choice).startswith(incomplete)]
+    if incomplete.startswith("-") or not places:
+        return [(name, action.help or "") for name, action in options.items() if name.startswith(incomplete)]
+    place = places[min(len(given), len(places) - 1)]
+    if place == "overrides":
+        return _next_override(given[0], given[1:], incomplete)
+    complete = {"config": complete_recipe, "run": complete_run}.get(place)
+    return complete(incomplete) if complete is not None and len(given) < len(places) else []
 
 
 def _level(keys: ConfigKeys, incomplete: str) -> Candidates:

@@ -12,6 +12,7 @@ import typer
 
 from xscale.cli.bench import bench_app
 from xscale.cli.checkpoint import checkpoint_app
+from xscale.cli.complete import LauncherCommand, complete_doctor, complete_launch
 from xscale.cli.data import data_app
 from xscale.cli.evaluate import evaluate
 from xscale.cli.generate import generate
@@ -74,26 +75,32 @@ app.command()(generate)
 app.command("eval")(evaluate)
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    add_help_option=False,
-)
-def launch(context: typer.Context) -> None:
+OF_THE_LAUNCHER: dict[str, Any] = {
+    "cls": LauncherCommand,
+    "context_settings": {"ignore_unknown_options": True, "help_option_names": []},
+    "add_help_option": False,
+}
+"""Settings of a command whose words the launcher parses, `--help` too."""
+
+
+@app.command(**OF_THE_LAUNCHER)
+def launch(
+    words: Annotated[list[str] | None, typer.Argument(hidden=True, autocompletion=complete_launch)] = None,
+) -> None:
     """Launch a run: local | slurm | mpi CONFIG. Manage it: status | logs | cancel | requeue | resume RUN."""
     from xscale_launch.main import main as launcher
 
-    raise typer.Exit(launcher(context.args))
+    raise typer.Exit(launcher(words or []))
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    add_help_option=False,
-)
-def doctor(context: typer.Context) -> None:
+@app.command(**OF_THE_LAUNCHER)
+def doctor(
+    words: Annotated[list[str] | None, typer.Argument(hidden=True, autocompletion=complete_doctor)] = None,
+) -> None:
     """Check this machine, or every node of the enclosing Slurm allocation: preflight without a run."""
     from xscale_launch.doctor import main as check_nodes
 
-    raise typer.Exit(check_nodes(context.args))
+    raise typer.Exit(check_nodes(words or []))
 
 
 def main(command: Callable[[], object] = app) -> None:

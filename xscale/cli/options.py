@@ -1,7 +1,7 @@
 """Arguments and options that several commands share, and how their values are resolved."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, overload
 
 import typer
 from typer.core import TyperCommand
@@ -17,12 +17,17 @@ if TYPE_CHECKING:
     from xscale.recipe import Recipe
 
 
-def readable(config: Path) -> Path:
+@overload
+def readable(config: Path) -> Path: ...
+@overload
+def readable(config: None) -> None: ...
+def readable(config: Path | None) -> Path | None:
     """Refuse a config that is missing or no YAML before anything heavy is imported.
 
     The name of a recipe (`xscale list recipes`) or the id of a variant (`xscale list xformers`) stands for its file.
+    None, where no config was given, stays.
     """
-    return _readable(config, RUNS)
+    return None if config is None else _readable(config, RUNS)
 
 
 def _readable(config: Path, folder: str) -> Path:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from xscale.cli.complete import complete_pattern_or_recipe
 from xscale.cli.paths import path, path_or_pattern
 
 plot_app = typer.Typer(help="Plot attention patterns.", no_args_is_help=True)
@@ -13,7 +14,12 @@ plot_app = typer.Typer(help="Plot attention patterns.", no_args_is_help=True)
 @plot_app.command("pattern")
 def plot_pattern(
     pattern: Annotated[
-        str, typer.Argument(help="A kind of pattern, or the YAML config of a run.", parser=path_or_pattern)
+        str,
+        typer.Argument(
+            help="A kind of pattern; or the YAML config of a run, or the name of a recipe.",
+            autocompletion=complete_pattern_or_recipe,
+            parser=path_or_pattern,
+        ),
     ],
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings of the pattern or the run: k=v.")] = None,
     tokens: Annotated[int, typer.Option(help="Sequence length.")] = 4096,

@@ -76,7 +76,9 @@ def init(
 
 
 def check_part(
-    module: Annotated[str, typer.Argument(help="A Python file, such as mine.py, or the name of a module.")],
+    module: Annotated[
+        str, typer.Argument(help="A Python file, such as mine.py, or the name of a module.", parser=path_or_pattern)
+    ],
     names: Annotated[list[str] | None, typer.Argument(help="Parts of it; default: all.")] = None,
 ) -> None:
     """Check a part of your own: what its traits declare, held against what it does. Exit status 1: a check fails."""

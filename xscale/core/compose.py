@@ -56,6 +56,8 @@ class Composed:
     """The config without the overrides."""
     resolved: dict[str, list[str]] = field(default_factory=dict)
     """Path of an override of all entries of a list, or by what a part is -> the paths of the keys that it set."""
+    fitted: dict[str, str] = field(default_factory=dict)
+    """Path of a value that was fitted to an override of another key -> a sentence that says how."""
 
 
 def parse_file(file: Path) -> dict[str, Any]:

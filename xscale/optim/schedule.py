@@ -45,6 +45,14 @@ class Schedule:
         raise NotImplementedError
 
 
+def fitting_warmup(warmup_steps: int, steps: int) -> int:
+    """Return the warm-up of a run that was shortened to `steps`: a tenth of it where `warmup_steps` do not fit.
+
+    A run of one step is a trial of something else and keeps its warm-up.
+    """
+    return warmup_steps if warmup_steps < steps or steps <= 1 else max(1, steps // 10)
+
+
 SCHEDULES = Family("schedule", ScheduleTraits)
 
 

@@ -25,8 +25,9 @@ def say_at_start(recipe: Recipe, composed: Composed) -> None:
 
 
 def notes(recipe: Recipe, composed: Composed) -> list[str]:
-    """Return a sentence on each override that sets several keys or one by its part, and on each changed kind."""
+    """Return sentences on overrides that set several keys or one by its part, on what was fitted, and changed kinds."""
     lines = [f"{typed} is set at {', '.join(places)}" for typed, places in composed.resolved.items()]
+    lines += composed.fitted.values()
     before = _without_overrides(composed)
     if before is None:
         return lines

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from xscale.commands.show.recipes import YAML, config_file
+from xscale.commands.show.recipes import YAML, config_file, recipe_named
 from xscale.core.config import Config, Slot, decode
 from xscale.core.errors import ConfigError
 from xscale.core.yaml_reader import parse
@@ -35,7 +35,7 @@ def plot(
             raise ConfigError(name, f"must be at least 1, got {value}")
     if out is not None and out.suffix not in IMAGE_SUFFIXES:
         raise ConfigError("--out", f"unknown format '{out.suffix or out.name}'", f"Use {', '.join(IMAGE_SUFFIXES)}.")
-    if pattern_or_config.endswith(YAML):
+    if pattern_or_config.endswith(YAML) or _names_recipe(pattern_or_config):
         layouts = _of_run(config_file(pattern_or_config), overrides, tokens)
     else:
         layouts = _of_pattern(pattern_or_config, overrides, tokens, heads, both, layers, block)
@@ -46,6 +46,17 @@ def plot(
         return
     save(layouts, out)
     print(out)
+
+
+def _names_recipe(word: str) -> bool:
+    """Whether the word is a recipe's or a variant's name, and no pattern's, which comes first."""
+    if word in PATTERNS.names():
+        return False
+    try:
+        recipe_named(word)
+    except ConfigError:
+        return False
+    return True
 
 
 def _of_pattern(
