@@ -82,7 +82,7 @@ MISTAKES = {
         "run.dir (command line): must be a text, got a mapping. Put a text with a colon in quotes: dir='\"text: \"'.",
     ),
     "an override that is none": (["train.steps"], "an override is written key=value", "train.steps=20"),
-    "a master narrower than compute": (["precision.compute=float64"], "precision.master", "master=float64"),
+    "a master narrower than compute": (["precision.compute=float64"], "precision.master", "Take float64"),
 }
 
 

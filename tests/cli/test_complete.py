@@ -129,7 +129,7 @@ IN_LAUNCH: dict[str, tuple[str, list[str]]] = {
 
 
 def offered(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """What bash is offered for the last word of `xscale LINE`."""
+    """Return what bash is offered for the last word of `xscale LINE`."""
     monkeypatch.setenv("COMP_WORDS", f"xscale {line}")
     monkeypatch.setenv("COMP_CWORD", str(len(line.split(" "))))
     monkeypatch.setenv("_XSCALE_COMPLETE", "complete_bash")

@@ -59,7 +59,7 @@ MORE = {
     "launch mpi": ["--processes", "1"],
     "generate": ["def ", "--tokens", "2"],
 }
-"""What follows the recipe or the run, so that the command has what it needs."""
+"""Words behind the recipe or the run, so that the command has what it needs."""
 
 
 def type_command(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

@@ -45,7 +45,7 @@ SAID: dict[str, tuple[int, str]] = {
     "launch local quickstart --dry-run": (0, r"-m xscale train .*quickstart\.yaml"),
     "launch status runs/none": (2, r"run folder .*runs/none does not exist"),
 }
-"""What is typed after `xscale` -> the exit status, and a pattern of what both streams say."""
+"""Words that are typed after `xscale` -> the exit status, and a pattern of what both streams say."""
 LONG = {"plan quickstart", "plan quickstart --memory 1"}
 CASES = [
     pytest.param(typed, expected, id=typed or "nothing", marks=[pytest.mark.long] if typed in LONG else [])

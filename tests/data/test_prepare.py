@@ -100,7 +100,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from tests.data.corpora import text_config
-from xscale.data import shards
+from xscale.data.corpus import shards
 from xscale.data.corpus.prepare import prepare
 shards.MIN_SHARD_BYTES = 2000
 if __name__ == "__main__":
@@ -312,7 +312,7 @@ import resource, sys
 from pathlib import Path
 from tests.data.corpora import text_config
 from xscale.core.errors import ConfigError
-from xscale.data import shards
+from xscale.data.corpus import shards
 from xscale.data.corpus.prepare import prepare
 from xscale.data.corpus.prepared import prepared_folder
 shards.MIN_SHARD_BYTES = 2000

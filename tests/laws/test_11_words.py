@@ -53,6 +53,10 @@ ROLES = frozenset({"libraries"})
 SHORT: dict[str, str] = {
     "kernels/xscale_kernels/rows.py": "the CPU kernels' block size, which several operators read",
     "xscale/commands/json_schema.py": "a command",
+    "xscale/core/version.py": "packages that may not import the interface of xscale read it",
+    "xscale/generate/exit_policy.py": "generation asks for it, and the curves of evaluation",
+    "xscale/nn/axes.py": "parameters and random numbers both name axes",
+    "xscale/nn/mixer/local_mixer.py": "the base class of several mixers",
     "xscale/nn/compiling/eager.py": "attention and mixtures share it, and it must not import the compiler",
 }
 """Files under 25 lines that are not a part, an `__init__` or an entry point, each with the reason for a file."""

@@ -106,8 +106,8 @@ ULYSSES, RING, HALO, SCAN = (
     {"mesh": {"cp": 2}, "context": {"style": style}} for style in ("ulysses", "ring", "halo", "scan")
 )
 CONTROLS = {
-    "an input's gradient, summed": Control("parallel.region.copy_in", itself, "dense", TP),
-    "a region's output, summed": Control("parallel.region.sum_out", itself, "dense", TP),
+    "an input's gradient, summed": Control("parallel.shard.region.copy_in", itself, "dense", TP),
+    "a region's output, summed": Control("parallel.shard.region.sum_out", itself, "dense", TP),
     "words looked up, summed": Control("parallel.tensor.vocabulary.sum_out", itself, "dense", TP),
     "a loss over all words": Control("parallel.tensor.vocabulary.all_gather", repeated, "dense", TP),
     "whole weights inside regions": Control("parallel.tensor.table.all_reduce_replicated_grads", nothing, "dense", TP),
@@ -116,10 +116,12 @@ CONTROLS = {
     ),
     "a sum scattered": Control("mesh.collectives.reduce_scatter", first_piece, "dense", SP),
     "a sequence gathered": Control("mesh.collectives.all_gather", repeated, "dense", SP),
-    "an auxiliary loss, shared by a region": Control("parallel.region._scale_auxiliary_loss", itself, "mixture", TP),
+    "an auxiliary loss, shared by a region": Control(
+        "parallel.shard.region._scale_auxiliary_loss", itself, "mixture", TP
+    ),
     "rows to their experts": Control("parallel.expert.all_to_all", zeros, "mixture", EP),
     "heads for tokens": Control("parallel.context.ulysses.all_to_all", itself, "dense", ULYSSES),
-    "keys round the ranks": Control("parallel.context.ring.ring_send", Stays, "dense", RING),
+    "keys round the ranks": Control("parallel.context.ring.ring.ring_send", Stays, "dense", RING),
     "key blocks in sight": Control("parallel.context.halo.all_to_all", zeros, "window", HALO),
     "states of the ranks before": Control("parallel.context.scan.all_gather", repeated, "linear", SCAN),
     "a micro-batch, for its router": Control(
@@ -132,9 +134,9 @@ CONTROLS = {
     "a table's gradients, over stages": Control(
         "parallel.pipeline.executor.Pipeline._all_reduce_shared_grads", nothing, "dense", PP
     ),
-    "gradients, over samples": Control("parallel.zero.set_gradient_sync", kept, "untied", DP),
+    "gradients, over samples": Control("parallel.shard.zero.set_gradient_sync", kept, "untied", DP),
     "the norm, over ranks": Control("parallel.engine.fsdp.sum_tensor", own_norm, "untied", DP),
-    "a copy's part of the norm": Control("parallel.sharded.ShardedParameter.shards", 1, "dense", TP),
+    "a copy's part of the norm": Control("parallel.shard.sharded.ShardedParameter.shards", 1, "dense", TP),
 }
 
 

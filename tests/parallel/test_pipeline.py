@@ -153,7 +153,7 @@ def problems(parallel: dict[str, Any], model: dict[str, Any] = DENSE, ranks: int
         (layout("interleaved_1f1b"), 2, 6, "Or make it a multiple of 2"),
         (layout("interleaved_1f1b", pipeline={"stages_per_rank": 1}), 2, 8, "schedule=1f1b"),
         (layout("dualpipe_v"), 2, 4, "zbv"),
-        (layout("zbv"), 2, 8, "tied: false"),
+        (layout("zbv"), 2, 8, "model.tied=false"),
         (layout(pipeline={"blocks_per_stage": [1, 2]}), 2, 8, "Take [2, 2] or null"),
         (layout("zero_bubble", zero={"stage": 3}), 2, 8, "Take 0, 1 or 2"),
         (layout("zero_bubble", recompute={"every": 1}), 2, 8, "Take 0, or parallel.pipeline.schedule="),

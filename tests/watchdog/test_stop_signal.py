@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,14 @@ def test_training_of_a_tokenizer_says_so_and_stops_at_once(words: list[str], tmp
     assert "Traceback" not in said, said
     assert not list(tmp_path.glob("data/*/tokenizer.model"))
     assert ("before the first step" in said) == (words == ["train"])
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Tests that `nohup` starts would ignore a closed terminal, as it asks its programs to."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 STOPS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")

@@ -61,7 +61,7 @@ def complete_override(context: typer.Context, incomplete: str) -> Candidates:
 
 
 def _next_override(config: str, earlier: list[str], incomplete: str) -> Candidates:
-    """What may follow the config and the words `earlier` of a command line."""
+    """Return what may follow the config and the words `earlier` of a command line."""
     keys = config_keys()
     data = _composed(config, earlier).data
     # Bash splits words at `=`: then the key is the word before, and its value alone is completed.
@@ -130,12 +130,12 @@ def _words(context: typer.Context) -> list[str]:
 
 
 def _next_argument(parser: argparse.ArgumentParser, words: list[str], incomplete: str) -> Candidates:
-    """What a parser of the launcher takes after `words`. Nothing for a path, which the shell itself completes."""
+    """Return what a parser of the launcher takes after `words`. Nothing for a path, which the shell itself completes."""
     # argparse lists its arguments nowhere else.
     actions = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     options = {name: action for action in actions for name in action.option_strings}
-    places = [action.dest for action in actions if not action.option_strings]
-    given: list[str] = []
+    names = [action.dest for action in actions if not action.option_strings]
+    arguments: list[str] = []
     valued: argparse.Action | None = None
     for word in words:
         if valued is not None:
@@ -143,16 +143,16 @@ def _next_argument(parser: argparse.ArgumentParser, words: list[str], incomplete
         elif word.startswith("-"):
             valued = options[word] if word in options and options[word].nargs != 0 else None
         else:
-            given.append(word)
+            arguments.append(word)
     if valued is not None:
         return [(str(choice), "") for choice in valued.choices or () if str(choice).startswith(incomplete)]
-    if incomplete.startswith("-") or not places:
+    if incomplete.startswith("-") or not names:
         return [(name, action.help or "") for name, action in options.items() if name.startswith(incomplete)]
-    place = places[min(len(given), len(places) - 1)]
-    if place == "overrides":
-        return _next_override(given[0], given[1:], incomplete)
-    complete = {"config": complete_recipe, "run": complete_run}.get(place)
-    return complete(incomplete) if complete is not None and len(given) < len(places) else []
+    next_name = names[min(len(arguments), len(names) - 1)]
+    if next_name == "overrides":
+        return _next_override(arguments[0], arguments[1:], incomplete)
+    complete = {"config": complete_recipe, "run": complete_run}.get(next_name)
+    return complete(incomplete) if complete is not None and len(arguments) < len(names) else []
 
 
 def _level(keys: ConfigKeys, incomplete: str) -> Candidates:

@@ -161,7 +161,7 @@ def test_channel_mixing_starts_as_the_authors() -> None:
         (
             {"block": {**BLOCK, "residual": "reversible"}},
             "model.stack.block.residual",
-            "Take sequential, or mixer.value_latent_width=null.",
+            "values that blocks hand on would be kept",
         ),
     ],
 )
