@@ -130,7 +130,7 @@ def _words(context: typer.Context) -> list[str]:
 
 
 def _next_argument(parser: argparse.ArgumentParser, words: list[str], incomplete: str) -> Candidates:
-    """Return what a parser of the launcher takes after `words`. Nothing for a path, which the shell itself completes."""
+    """Return what a parser of the launcher takes after `words`: nothing for a path, which the shell completes."""
     # argparse lists its arguments nowhere else.
     actions = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     options = {name: action for action in actions for name in action.option_strings}
