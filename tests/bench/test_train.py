@@ -150,6 +150,7 @@ def plain_weight(plain: PlainLlama, name: str) -> torch.Tensor:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_one_side_after_another_and_a_profile(tmp_path: Path) -> None:
     """A GPU measures so; each side's process group and model are gone before the next."""
     settings = recipe(tmp_path, model=LLAMA)

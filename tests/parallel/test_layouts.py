@@ -157,6 +157,7 @@ def test_another_order_of_ranks(options: tuple[str, ...], order: tuple[str, ...]
     compare(one(case), pool.run(trained, case.ranks, case.network, parallel, **case.sections))
 
 
+@pytest.mark.long
 def test_every_option_alone_is_tried_with_every_model() -> None:
     there = {(case.model, case.options) for case in cases()}
     for model in MODELS:
@@ -165,6 +166,7 @@ def test_every_option_alone_is_tried_with_every_model() -> None:
                 assert (model, (option,)) in there, (model, option)
 
 
+@pytest.mark.long
 def test_every_pair_is_tried_or_refused() -> None:
     """Each pair of options with a model, each pair of axes with every model."""
     there = {frozenset(pair) for case in cases() for pair in combinations(case.options, 2)}

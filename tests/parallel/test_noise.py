@@ -134,6 +134,7 @@ def test_every_part(name: str, pool: Pool) -> None:
     hold(pool, {layout: [(name, entry) for entry in family(name)] for layout in LAYOUTS})
 
 
+@pytest.mark.long
 def test_local_draws_are_seen(pool: Pool) -> None:
     """The negative control: draws of a rank's own shard give other numbers, so the comparison reads the noise."""
     for layout, kind in (("tp", "sinkhorn"), ("cp", "softmax"), ("tp", "block_sparse")):

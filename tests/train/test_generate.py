@@ -174,6 +174,7 @@ def likes_its_rank(ids: torch.Tensor) -> list[int]:
     return generated
 
 
+@pytest.mark.long
 def test_all_ranks_take_the_first_ones_token(pool: Pool) -> None:
     """A rank that took another token would end at another length, and the others would wait for it."""
     assert pool.run(likes_its_rank, 2, torch.tensor([5])) == [[1, 1, 1]] * 2

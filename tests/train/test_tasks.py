@@ -304,6 +304,7 @@ def test_layouts_score_as_one_process_does(name: str, tmp_path: Path, tasks: Pat
         assert [first[key] for key in of_tasks] == pytest.approx([second[key] for key in of_tasks], abs=1e-9)
 
 
+@pytest.mark.long
 def test_a_failure_of_rank_0_ends_all(tmp_path: Path, tasks: Path, pool: Pool) -> None:
     """Rank 0 alone reads the tasks; the others raise its refusal."""
     folder = trained(tmp_path)
