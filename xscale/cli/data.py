@@ -27,9 +27,15 @@ data_app = typer.Typer(help="Train tokenizers; prepare and inspect tokenised dat
 @data_app.command("tokenizer", cls=CommandWithSettings)
 def data_tokenizer(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train the tokenizer of a config on its source."""
+    from xscale.data.corpus.prepared import prepared_folder
     from xscale.data.corpus.train_tokenizer import train_tokenizer
+    from xscale.data.tokenizer.tokenizer import TOKENIZERS
 
-    print(train_tokenizer(data_config(config, overrides), progress=True))
+    data = data_config(config, overrides)
+    tokenizer = train_tokenizer(data, progress=True)
+    is_trained = TOKENIZERS.of(data.tokenizer).traits.trained
+    where = f"written to {prepared_folder(data)}" if is_trained else "it needs no training"
+    print(f"tokenizer {data.tokenizer.kind}: vocabulary of {tokenizer.unpadded_vocabulary}, {where}")
 
 
 @data_app.command("prepare", cls=CommandWithSettings)
