@@ -94,7 +94,7 @@ BART_BLOCK = {
     "mixer": attention(bias=True, dropout=0.1),
     "ffn": dense(activation="gelu", bias=True),
     "norm": "layer",
-    "placement": "post",
+    "residual": "post",
     "dropout": 0.1,
 }
 BART = Feature(

@@ -11,7 +11,7 @@ from tests.parallel.test_tensor import refused
 
 def model(**stack: Any) -> dict[str, Any]:
     mixer = {"kind": "attention", "heads": 4}
-    block = {"mixer": mixer, "ffn": {"kind": "dense", "hidden": 24}, "norm": "layer", "placement": "post"}
+    block = {"mixer": mixer, "ffn": {"kind": "dense", "hidden": 24}, "norm": "layer", "residual": "post"}
     stack = {"depth": 3, "share": "all", "step_signal": True, "block": {**block, "dropout": 0.1}, **stack}
     return {"kind": "decoder", "width": 32, "position": "none", "stack": stack}
 

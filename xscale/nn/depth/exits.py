@@ -21,9 +21,9 @@ from xscale.core.requirements import KeyNeed, kinds, take
 from xscale.nn.auxiliary import attach
 from xscale.nn.depth.depth_pass import DepthPass, DepthState, Prediction, StackUse
 from xscale.nn.depth.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
-from xscale.nn.depth.edges import hands_on_scores
 from xscale.nn.dims import Dims
 from xscale.nn.head.head import IGNORE_INDEX, ONLY_LAST_LOGITS, Head
+from xscale.nn.mixer.mixer import hands_on_scores
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.roles import Role, Seams

@@ -97,7 +97,7 @@ class PipelineSpec:
                 continue
             if sent.score_heads is None:
                 shape: tuple[int, ...] = (batch, self.length_of(length), self.width)
-                specs.append(TensorSpec(shape, precise if sent.stream else dtype))
+                specs.append(TensorSpec(shape, precise if sent.precise else dtype))
                 continue
             queries = length
             # With a cache the tokens are the last ones of the sequence.

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from xscale.nn.blocks.reversible import upcast_copy
+from xscale.nn.blocks.block import Block
 from xscale.nn.blocks.stack import Stack
 from xscale.nn.head.sentence_contrast import SENTENCES
 from xscale.nn.linear import Embedding
@@ -37,8 +37,8 @@ class StageInput:
     """Whether the tokens of the hidden states are the source's."""
     score_heads: int | None = None
     """Heads of the attention scores, over all ranks of tp; None: hidden states."""
-    stream: bool = False
-    """Whether the hidden states are one of the two residual streams of reversible blocks, in float32 at least."""
+    precise: bool = False
+    """Whether it is a tensor of a residual stream in float32 at least."""
     per_token: bool = False
     """Whether it is one number for each token, the sum of its gates so far, in float32 at least."""
     values: bool = False
@@ -109,29 +109,28 @@ class ReceivedHandedOn:
 
 @dataclass(frozen=True)
 class ReceivedStream:
-    """Stub for the second residual stream of the previous stage's last block, [B, T, D]."""
+    """Stub for the start of a stack: the residual stream of the previous stage's last block."""
 
-    stream: ReceivedTensor
+    from_tensors: Callable[[tuple[Tensor, ...]], Any]
+    further: Sequence[ReceivedTensor]
+    """Its tensors but for the first, which takes the place of the embedding."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        assert self.stream.value is not None
-        return upcast_copy(self.stream.value)
-
-
-def send_streams(x: tuple[Tensor, Tensor], handed_on: dict[str, Tensor], tokens: Tokens) -> tuple[Tensor, ...]:
-    """Output of a stack whose next block is in another stage and has two residual streams: both."""
-    return tuple(x)
+    def __call__(self, x: Tensor) -> Any:
+        values = [tensor.value for tensor in self.further]
+        return self.from_tensors((x, *(value for value in values if value is not None)))
 
 
 @dataclass(frozen=True)
-class SendHandedOn:
-    """Output of a stack whose next block is in another stage and reads what this one's last block hands on, which
-    follows the hidden states."""
+class SendStream:
+    """Output of a stack whose next block is in another stage: the residual stream, and behind it what this one's last
+    block hands on."""
 
+    to_tensors: Callable[[Any], tuple[Tensor, ...]]
     names: Sequence[str]
 
-    def __call__(self, x: Tensor, handed_on: dict[str, Tensor], tokens: Tokens) -> tuple[Tensor, ...]:
-        return x, *(handed_on[name] for name in self.names)
+    def __call__(self, stream: Any, handed_on: dict[str, Tensor], tokens: Tokens) -> Any:
+        tensors = (*self.to_tensors(stream), *(handed_on[name] for name in self.names))
+        return tensors if len(tensors) > 1 else tensors[0]
 
 
 class PassThrough(Module):
@@ -227,6 +226,8 @@ def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> Pipelin
     # Multi-token prediction behind the last block looks tokens up.
     reads_table = is_tied or getattr(model, "mtp", None) is not None
     received = edges_read(model, blocks, index)
+    before = [model.get_submodule(path) for path in chain.from_iterable(blocks[:index])]
+    sublayers = sum(len(block.order) for block in before if isinstance(block, Block))
     sent = [] if last else list(edges_read(model, blocks, index + 1))
     for name in layout.stacks:
         _keep_blocks(model.get_submodule(name), paths, name)
@@ -236,7 +237,7 @@ def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> Pipelin
         apply_table(AFTER_FIRST, model.modules())
     stage = PipelineStage(index, model, last)
     if len(layout.stacks) == 1:
-        _one_stack(stage, layout, received, sent, reads_table=reads_table)
+        _one_stack(stage, layout, received, sent, sublayers, reads_table=reads_table)
     else:
         assert not received, "only a model of one stack sends attention scores or values"
         _two_stacks(stage, layout, paths, tied=last and is_tied)
@@ -244,17 +245,25 @@ def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> Pipelin
 
 
 def _one_stack(
-    stage: PipelineStage, layout: StageLayout, received: dict[str, StageInput], sent: list[str], *, reads_table: bool
+    stage: PipelineStage,
+    layout: StageLayout,
+    received: dict[str, StageInput],
+    sent: list[str],
+    sublayers: int,
+    *,
+    reads_table: bool,
 ) -> None:
-    """Put stubs into a model of one stack. `received` and `sent`: what blocks hand on beside hidden states."""
+    """Put stubs into a model of one stack. `received` and `sent`: what blocks hand on beside the residual stream;
+    `sublayers`: how many the stages before have."""
     stack = stage.model.get_submodule(layout.stacks[0])
     assert isinstance(stack, Stack)
     if not stage.first:
-        about = StageInput(stream=stack.reversible)
-        _receive_hidden(stage, layout.inputs[0], about, has_table=stage.last and reads_table)
-    _hand_on_edges(stage, stack, received, sent)
-    if stack.reversible:
-        _hand_on_streams(stage, stack)
+        _receive_stream(stage, stack, layout.inputs[0], sublayers, has_table=stage.last and reads_table)
+    if received:
+        tensors = {name: stage.receive(about) for name, about in received.items()}
+        substitute(stack, "first_edges", ReceivedHandedOn(tensors))
+    if not stage.last:
+        substitute(stack, "output", SendStream(stack.stream.to_tensors, sent))
     # The last input, which an evaluation lacks.
     if getattr(stage.model, "contrast", None) is not None:
         _hand_on_sentences(stage, layout.inputs[0])
@@ -302,13 +311,13 @@ def sent_between(model: nn.Module, before: Sequence[str], after: Sequence[str]) 
     return {name: StageInput(**vars(tensor)) for part in passes for name, tensor in part.sends(*blocks).items()}
 
 
-def _hand_on_edges(stage: PipelineStage, stack: nn.Module, received: dict[str, StageInput], sent: list[str]) -> None:
-    """Receive what the stage's first block reads beside hidden states, and send what the next stage's reads."""
-    if received:
-        tensors = {name: stage.receive(about) for name, about in received.items()}
-        substitute(stack, "first_edges", ReceivedHandedOn(tensors))
-    if sent:
-        substitute(stack, "output", SendHandedOn(sent))
+def _receive_stream(stage: PipelineStage, stack: Stack, embed: str, sublayers: int, *, has_table: bool) -> None:
+    """Receive the residual stream of the previous stage, behind that many sublayers: the first of its tensors in the
+    place of the embedding `embed`."""
+    about = StageInput(precise=stack.stream.precise)
+    _receive_hidden(stage, embed, about, has_table=has_table)
+    further = [stage.receive(about) for _ in range(stack.stream.sent(sublayers) - 1)]
+    substitute(stack.stream, "begin", ReceivedStream(stack.stream.from_tensors, further))
 
 
 def _hand_on_sentences(stage: PipelineStage, name: str) -> None:
@@ -319,14 +328,6 @@ def _hand_on_sentences(stage: PipelineStage, name: str) -> None:
         assert isinstance(hidden, ReceivedHidden)
         sentences = stage.receive(StageInput(sentences=True))
         substitute(stage.model, name, ReceivedSentences(hidden, sentences))
-
-
-def _hand_on_streams(stage: PipelineStage, stack: Stack) -> None:
-    """Receive the second residual stream of the previous stage, and send both to the next."""
-    if not stage.first:
-        substitute(stack, "second_stream", ReceivedStream(stage.receive(StageInput(stream=True))))
-    if not stage.last:
-        substitute(stack, "output", send_streams)
 
 
 def _two_stacks(stage: PipelineStage, layout: StageLayout, paths: list[str], *, tied: bool) -> None:
