@@ -10,6 +10,7 @@ from tests.parallel.against_one import alone, same
 ATTENTION: dict[str, Any] = {"kind": "attention", "heads": 4, "kv_heads": 2}
 FFN: dict[str, Any] = {"kind": "gated", "hidden": 48}
 STREAMS: dict[str, Any] = {
+    "gru_gate": {"kind": "gru_gate", "bias": 0.5},
     "hyper_connections": {"kind": "hyper_connections", "streams": 3, "initial_scale": 0.5},
     "mhc": {"kind": "mhc", "streams": 3, "initial_scale": 0.5, "iterations": 4},
 }

@@ -2,6 +2,7 @@
 
 from xscale.nn.residual import (
     admin,
+    gru_gate,
     hyper_connections,
     normless,
     norms,
@@ -11,6 +12,7 @@ from xscale.nn.residual import (
 
 __all__ = [
     "admin",
+    "gru_gate",
     "hyper_connections",
     "normless",
     "norms",
