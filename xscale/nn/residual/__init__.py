@@ -2,6 +2,7 @@
 
 from xscale.nn.residual import (
     admin,
+    attention_residuals,
     gru_gate,
     hyper_connections,
     normless,
@@ -12,6 +13,7 @@ from xscale.nn.residual import (
 
 __all__ = [
     "admin",
+    "attention_residuals",
     "gru_gate",
     "hyper_connections",
     "normless",
