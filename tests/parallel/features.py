@@ -205,6 +205,39 @@ ADDED = decoder("none", mixer=attention(), ffn=dense(), position="learned", drop
 FLOATER = changed(ADDED, stack__block__position={"kind": "floater", "hidden": 8, "interval": 0.05})
 OF_BLOCKS = {"tp": TP_RECOMPUTED, "sp": SP, "cp": CP, "pp": PP, "zero3": ZERO3}
 
+# Mixtures of labelled texts route the text alone, of which every rank of a sample has to know the rows.
+MIXTURE = {
+    "kind": "moe",
+    "experts": 4,
+    "router": {"kind": "gshard", "balance_over": "sequence", "jitter": 0.01, "z_loss_weight": 0.1},
+    "expert": {"kind": "dense", "hidden": 16},
+    "capacity_factor": 1.0,
+    "eval_capacity_factor": 1.0,
+    "expert_dropout": 0.1,
+}
+LABELLED: Section = {
+    "objective": {"kind": "classify", "dense": True},
+    "data": {"source": {"kind": "labelled", "paths": ["a.jsonl"], "labels": "class"}},
+}
+MIXTURE_OF_TEXTS = Feature(
+    {
+        "kind": "encoder",
+        "width": 32,
+        "position": "learned",
+        "stack": {"depth": 2, "block": {"mixer": attention(), "ffn": MIXTURE, "dropout": 0.1}},
+    },
+    {
+        "tp": TP,
+        "sp": SP_RECOMPUTED,
+        "cp": CP_RECOMPUTED,
+        "pp": PP,
+        "zero3": ZERO3,
+        "ep": {"mesh": {"dp_shard": 2, "ep": 2}},
+    },
+    quick=("cp", "ep"),
+    sections=LABELLED,
+)
+
 FEATURES: dict[str, Feature] = {
     **PRIORS,
     "bart": BART,
@@ -216,6 +249,7 @@ FEATURES: dict[str, Feature] = {
     "sparse qkv, encoder": SPARSE_QKV_ENCODER,
     **TABLES,
     "positions of blocks": Feature(ADDED, OF_BLOCKS, quick=("sp", "cp", "pp")),
+    "mixture of labelled texts": MIXTURE_OF_TEXTS,
     "floater of blocks": Feature(FLOATER, OF_BLOCKS, parameters={"position_tables": 4}),
 }
 

@@ -1,5 +1,6 @@
 """Evaluate a run on its validation documents or on other text, with nothing but the run folder."""
 
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,6 +24,7 @@ from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.evaluate.budget_curve import budget_curve, gate_budgets
 from xscale.evaluate.evaluate import Evaluation, evaluate
 from xscale.evaluate.exit_curve import exit_curve
+from xscale.evaluate.expert_capacity import capacity_notes
 from xscale.generate.exit_policy import exit_policy_of, stack_with_exits
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.mesh import leaving_process_group
@@ -135,6 +137,9 @@ def _evaluate(loaded: LoadedRun, folder: Path, sequences: int | None, source: st
     with evaluation_data(loaded, source) as data:
         if data is None:
             raise no_validation(folder)
+        if loaded.mesh.rank_info.is_rank0:
+            for note in capacity_notes(loaded.model):
+                print(note, file=sys.stderr)
         numbers = asdict(data.evaluate(loaded.model, sequences))
         metrics = numbers.pop("metrics")
         # Perplexity and bits per byte of labels are no numbers.
