@@ -22,9 +22,8 @@ from xscale.data.indexed import suffixed
 from xscale.data.samples.loader import Loader
 from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.evaluate.budget_curve import budget_curve, gate_budgets
-from xscale.evaluate.evaluate import Evaluation, evaluate
+from xscale.evaluate.evaluate import Evaluation, capacity_notes, evaluate
 from xscale.evaluate.exit_curve import exit_curve
-from xscale.evaluate.expert_capacity import capacity_notes
 from xscale.generate.exit_policy import exit_policy_of, stack_with_exits
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.mesh import leaving_process_group

@@ -21,8 +21,7 @@ from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, FaultError,
 from xscale.core.files.file_safety import check_private_folder
 from xscale.data.corpus.stored_tokenizer import store_tokenizer
 from xscale.distill.teacher_source import teacher_run
-from xscale.evaluate.evaluate import order2_baseline
-from xscale.evaluate.expert_capacity import capacity_notes
+from xscale.evaluate.evaluate import capacity_notes, order2_baseline
 from xscale.evaluate.label_baseline import label_notes
 from xscale.evaluate.tasks import require_tasks
 from xscale.generate.generate import encode_prompts

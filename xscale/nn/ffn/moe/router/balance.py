@@ -133,8 +133,8 @@ class AuxLoss(PostStepState):
         if load is not None:
             stats["aux"] = load_balancing_loss_with(probabilities, self.router.use(load))
             # `update_state` gives it to the next step, once it is averaged over the whole batch.
-            one = Segments.even(len(experts), 1)
-            stats["share"] = load_fractions(token, experts.reshape(-1), probabilities.double(), one)[0]
+            micro_batch = Segments.even(len(experts), 1)
+            stats["share"] = load_fractions(token, experts.reshape(-1), probabilities.double(), micro_batch)[0]
         else:
             by_sequence = self.config.balance_over == "sequence"
             segments = sequences_of(tokens) if by_sequence else Segments.even(len(experts), self.groups)
