@@ -109,6 +109,7 @@ def test_another_tokenizer_is_refused(stopped: Path) -> None:
     assert generate_text(stopped / "run", "abe", 8, 0.0, None, 0) is not None
 
 
+@pytest.mark.long
 def test_another_tokenizer_in_the_run_folder_is_refused(stopped: Path) -> None:
     other_tokenizer(stopped)
     shutil.copy(next(stopped.glob("data/*/tokenizer.model")), stopped / "run" / "tokenizer")
@@ -154,6 +155,7 @@ def test_a_description_that_no_run_writes_is_refused(tmp_path: Path, content: by
         open_stored_tokenizer(tmp_path)
 
 
+@pytest.mark.long
 def test_a_run_of_an_earlier_version_gets_its_copy(stopped: Path) -> None:
     folder = stopped / "run"
     generated = generate_text(folder, "abe", 8, 0.0, None, 0)
