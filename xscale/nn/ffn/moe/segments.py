@@ -36,7 +36,7 @@ class Segments:
         """Whether all tokens are of one segment."""
         return self.count == 1
 
-    def tokens(self) -> int | list[int]:
+    def sizes(self) -> int | list[int]:
         """Return the tokens of a segment, or of each where they differ."""
         return self.length if self.lengths is None else list(self.lengths)
 

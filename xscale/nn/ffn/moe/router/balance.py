@@ -48,7 +48,7 @@ def load_balancing_loss(
     elif segments.divides(tokens):
         mean = probabilities.view(segments.count, -1, experts).mean(1)
     else:
-        chunks = torch.split(probabilities, segments.tokens())
+        chunks = torch.split(probabilities, segments.sizes())
         fraction = fraction[: len(chunks)]
         mean = torch.stack([chunk.mean(0) for chunk in chunks])  # [segments, E]
     return experts * (fraction.to(mean.dtype) * mean).sum(1).mean()
