@@ -18,6 +18,7 @@ from xscale.cli.options import (
     TensorPrefix,
     checkpoint_to_read,
     checkpoints_in,
+    rank_0_alone,
     readable,
 )
 from xscale.cli.paths import path
@@ -25,6 +26,7 @@ from xscale.cli.paths import path
 checkpoint_app = typer.Typer(
     help="Inspect, verify, compare, prune, export and import checkpoints.", no_args_is_help=True
 )
+checkpoint_app.callback()(rank_0_alone)
 Tolerance = Annotated[
     float, typer.Option("--bar", "--tolerance", help="Largest logit difference accepted between the two models.")
 ]
