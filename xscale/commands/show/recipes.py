@@ -40,14 +40,16 @@ def recipe_names() -> list[str]:
 def config_file(config: str | Path, folder: str = RUNS) -> Path:
     """Return the file that a user means by `config`: a path, or the name of a file of configs/`folder` without .yaml.
 
-    Of configs/run the name is a recipe's, or the id of a variant. ConfigError with what is near for a missing one.
-    Imports no torch.
+    Of configs/run the name is a recipe's, or the id of a variant. Where there is no folder `configs`, a path in it
+    is that of a file that comes with xscale. ConfigError with what is near for a missing one. Imports no torch.
     """
     path = Path(config)
     if path.suffix not in YAML and path.name == str(config) and not path.is_file():
         return recipe_named(str(config)) if folder == RUNS else _named(str(config), folder)
     if os.path.lexists(path):
         return path
+    if (shipped := _shipped_file(path)) is not None:
+        return shipped
     files = [file.name for file in path.parent.glob("*.y*ml")]
     names = recipe_names() if folder == RUNS else list(_shipped(folder))
     near = [str(path.with_name(name)) for name in get_close_matches(path.name, files, n=2)]
@@ -56,6 +58,14 @@ def config_file(config: str | Path, folder: str = RUNS) -> Path:
     raise ConfigError(
         str(path), "there is no such file", fix + SHOWN_BY.get(folder, f"By name there are: {', '.join(names)}.")
     )
+
+
+def _shipped_file(path: Path) -> Path | None:
+    """The file that comes with xscale under a path such as configs/run/quickstart.yaml; None in a checkout."""
+    if path.parts[:1] != ("configs",) or ".." in path.parts or os.path.lexists("configs"):
+        return None
+    file = configs_folder().joinpath(*path.parts[1:])
+    return file if file.is_file() else None
 
 
 def _listed(folder: Path, files: list[str]) -> str:
