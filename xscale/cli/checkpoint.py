@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from xscale.cli.complete import complete_recipe, complete_run
+from xscale.cli.group import Group
 from xscale.cli.options import (
     CheckpointFolder,
     CommandWithSettings,
@@ -24,7 +25,7 @@ from xscale.cli.options import (
 from xscale.cli.paths import path
 
 checkpoint_app = typer.Typer(
-    help="Inspect, verify, compare, prune, export and import checkpoints.", no_args_is_help=True
+    cls=Group, help="Inspect, verify, compare, prune, export and import checkpoints.", no_args_is_help=True
 )
 checkpoint_app.callback()(rank_0_alone)
 Tolerance = Annotated[

@@ -12,6 +12,7 @@ from xscale.cli.paths import path
 from xscale.commands.show.recipes import RUNS, config_file
 from xscale.core.compose import Composed, compose, parse_file
 from xscale.core.errors import ConfigError, near_name
+from xscale.core.others_words import way_of
 
 if TYPE_CHECKING:
     from xscale.data.config import DataConfig
@@ -118,7 +119,8 @@ class CommandWithSettings(TyperCommand):
                 continue
             names = [option.lstrip("-") for option in options if option.startswith("--")]
             word = name.lstrip("-")
-            fix = f"Did you mean --{near}?" if (near := near_name(word, names)) else _as_setting(word, value)
+            near = "" if way_of(word) else near_name(word, names)
+            fix = f"Did you mean --{near}?" if near else _as_setting(word, value)
             raise ConfigError(name, f"`{ctx.command_path}` has no such option", fix)
         return super().parse_args(ctx, args)
 
@@ -127,8 +129,10 @@ def _as_setting(option: str, value: str) -> str:
     """A sentence on the config key that the name of an unknown option may mean."""
     from xscale.commands.show.explain import config_keys
 
-    keys = config_keys()
     query = option.replace("-", "_")
+    if way := way_of(query):
+        return way
+    keys = config_keys()
     groups = keys.find(query)
     meant = [group[0].path for group in groups] or keys.suggest(query)
     example = f"{meant[0] if meant else 'train.steps'}={value or 'VALUE'}"
