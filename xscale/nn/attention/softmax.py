@@ -91,7 +91,8 @@ class Softmax(Core):
                 spans=mask.document_spans,
             )
         if self._uses_flex(q, mask):
-            return self._flex.attend(q, k, v, mask, KeyBlocks.of_mask(mask, q.device), self.sink_logits())
+            blocks = mask.derive(f"key_blocks/{q.device}", lambda: KeyBlocks.of_mask(mask, q.device))
+            return self._flex.attend(q, k, v, mask, blocks, self.sink_logits())
         terms, relative_bias = mask.position_terms, mask.relative_bias
         if relative_bias is not None:
             assert self._uses_blocks(q, k, mask), "see `prefers_relative_bias`"
