@@ -230,11 +230,12 @@ class Moe(Ffn):
         return plan, routing.loss
 
     def fixed_shapes(self, flat: Tensor) -> bool:
-        """Whether dropped assignments keep their rows, so that the host need not wait for their number: on a GPU.
+        """Whether dropped assignments keep their rows, so that the host need not wait for their number: on a GPU, and
+        under torch.compile, which would compile anew for each number.
 
         On a CPU, where the host waits for nothing, they would only cost time.
         """
-        return flat.is_cuda
+        return flat.is_cuda or torch.compiler.is_compiling()
 
     def _dropout_keys(self, plan: DispatchPlan) -> Tensor:
         """Seeds [M] of the rows' dropout, by token and expert: the same in whatever order rows reach the experts."""
