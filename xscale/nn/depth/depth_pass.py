@@ -151,6 +151,9 @@ class DepthPass(Module):
         """Return what predicts after inner blocks, by the number of the block."""
         return {}
 
+    def replace_heads(self, make_head: Callable[[], Any]) -> None:
+        """Replace heads of the language model by what `make_head` builds: the heads of an objective on labels."""
+
     def reads_full_sequence(self) -> str | None:
         """Return the key below `stack` by which it reads all tokens between the blocks, of which sequence parallelism
         gives each rank a shard; None: it reads each token by itself."""

@@ -4,11 +4,13 @@ p_l [V] is the distribution that the exit after block l predicts for a token, an
 
     entropy      H(p_l) < S                                       (Xin et al. 2020, DeeBERT)
     patience     cnt_l >= t                                       (Zhou et al. 2020, PABEE)
-                 cnt_l = cnt_{l-1} + 1 if argmax p_l = argmax p_{l-1}, else 0
+                 cnt_l = cnt_{l-1} + 1 if argmax p_l = argmax p_{l-1}, else 0;
+                 of scores y_l: if |y_l - y_{l-1}| < tolerance
     uncertainty  max(u_{n-k} ... u_{n+k}) < S, u = H(p_l) / log V   (Li et al. 2021, TOKEE; n is the token)
     vote         max_c |{i <= l: argmax p_i = c}| / l^power >= S  (Sun et al. 2021; l counts the exits)
 
 The hidden state of a token that has left is copied to all later blocks, where other tokens attend to it (Li et al.).
+An example whose class or score one of its tokens predicts leaves as a whole, when that token leaves.
 """
 
 import math
@@ -37,6 +39,9 @@ class ExitPolicyConfig(Config):
     """uncertainty: the tokens on each side that must be certain too; in a causal model on the left alone."""
     power: float | None = Field(default=None, ge=0, le=1)
     """vote: the votes for the leading token are divided by this power of the number of votes."""
+    tolerance: float | None = Field(default=None, gt=0)
+    """patience of an objective on scores, such as regress: an exit agrees with the one before if their scores are
+    closer than this (Zhou et al. 2020)."""
 
     def check(self, exits: int, path: str) -> list[Problem]:
         """List what the policy cannot be in a stack of `exits` exits."""
@@ -48,6 +53,9 @@ class ExitPolicyConfig(Config):
             if not used and value is not None:
                 what = f"is not used by '{self.criterion}'"
                 problems.append(Problem(f"{path}.{key}", what, f"Take null, or criterion={criterion}."))
+        if self.tolerance is not None and self.criterion != "patience":
+            what = f"is not used by '{self.criterion}'"
+            problems.append(Problem(f"{path}.tolerance", what, "Take null, or criterion=patience."))
         return [*problems, *self.check_threshold(exits, f"{path}.threshold")]
 
     def check_threshold(self, exits: int, path: str) -> list[Problem]:
@@ -67,14 +75,17 @@ class ExitPolicyConfig(Config):
             return [Problem(path, what, f"Take above 0, up to {most:g}.")]
         return []
 
-    def thresholds(self, exits: int, vocabulary: int) -> list[float]:
-        """Return thresholds between all tokens leaving at the first exits and none, in the order of the computation."""
+    def thresholds(self, exits: int, outputs: int) -> list[float]:
+        """Return thresholds between all tokens leaving at the first exits and none, in the order of the computation.
+
+        `outputs`: tokens of the vocabulary, or classes.
+        """
         if self.criterion == "patience":
             return [float(count) for count in range(1, exits)]
         if self.criterion == "vote":
             power = self.power or 0.0
             return sorted({votes / cast**power for cast in range(1, exits + 1) for votes in range(1, cast + 1)})
-        most = 1.0 if self.criterion == "uncertainty" else math.log(vocabulary)
+        most = 1.0 if self.criterion == "uncertainty" else math.log(outputs)
         return [most * share for share in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)]
 
 
@@ -83,6 +94,9 @@ class EarlyExit:
     """The tokens of one forward at the exits: which have left, where, and with what prediction."""
 
     policy: ExitPolicyConfig
+    pooled: Tensor | None = None
+    """Bool [B, T], the token that predicts the class or score of its example, with which all others of the example
+    leave; None: each token leaves by itself."""
     left: Tensor | None = None
     """Bool [B, T]; None before the first exit."""
     blocks: Tensor | None = None
@@ -110,14 +124,28 @@ class EarlyExit:
         left = F.pad(self.left, (after.shape[1] - self.left.shape[1], 0))
         return torch.where(left[..., None], before, after)
 
-    def observe(self, block: int, logits: Tensor, tokens: Any, *, causal: bool) -> None:
-        """Let tokens leave at the exit after `block`, counted from 1, by its logits [B, T, V]."""
+    def observe(
+        self,
+        block: int,
+        logits: Tensor,
+        tokens: Any,
+        *,
+        causal: bool,
+        sum_over_sequence: Callable[[Tensor], Tensor] = lambda sums: sums,
+    ) -> None:
+        """Let tokens leave at the exit after `block`, counted from 1, by its logits [B, T, V], or scores [B, T, 1].
+
+        `sum_over_sequence` sums over the shards of a sequence what each of them has [B].
+        """
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.left is None or self.blocks is None or self.logits is None:
             self.left = torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
             self.blocks = torch.zeros_like(self.left, dtype=torch.long)
             self.logits = torch.zeros_like(logits)
-        leaves = getattr(self, f"_{self.policy.criterion}")(logits, tokens, block, causal) & ~self.left
+        leaves = getattr(self, f"_{self.policy.criterion}")(logits, tokens, block, causal)
+        if self.pooled is not None:
+            leaves = (sum_over_sequence((leaves & self.pooled).sum(1)) > 0)[:, None].expand_as(leaves)
+        leaves = leaves & ~self.left
         if self.policy.criterion == "vote":
             logits = self._majority()[1]
         self.logits = torch.where(leaves[..., None], logits, self.logits)
@@ -140,11 +168,13 @@ class EarlyExit:
         return entropy(logits) < self.policy.threshold
 
     def _patience(self, logits: Tensor, tokens: Any, block: int, causal: bool) -> Tensor:
-        predicted = logits.argmax(-1)
+        tolerance = self.policy.tolerance
+        predicted = logits.argmax(-1) if tolerance is None else logits[..., 0]
         previous = self._memory.get("predicted")
-        count = torch.zeros_like(predicted)
+        count = torch.zeros_like(predicted, dtype=torch.long)
         if previous is not None:
-            count = torch.where(predicted == previous, self._memory["count"] + 1, 0)
+            agrees = predicted == previous if tolerance is None else (predicted - previous).abs() < tolerance
+            count = torch.where(agrees, self._memory["count"] + 1, 0)
         self._memory |= {"predicted": predicted, "count": count}
         return count >= self.policy.threshold
 
