@@ -90,6 +90,8 @@ def _one_copy(name: str, *, looks_up: bool) -> tuple[tuple[Choice, ...], str]:
         return one_stage, "Or take a core without tables that layers share."
     if name.startswith("distillation."):
         return one_stage + take(None, key="distill.map_width"), ""
+    if not name.endswith(".table.weight"):
+        return one_stage, ""
     schedules = take(*[schedule.name for schedule in SCHEDULES.values() if not schedule.v_shaped])
     if "source" in name:
         return schedules, ""
@@ -152,9 +154,6 @@ def _check_two_stacks(model: nn.Module, stage_blocks: list[list[str]], path: str
     stages = range(len(stage_blocks))
     received = [tensor for stage in stages for tensor in edges_read(model, stage_blocks, stage).values()]
     problems = []
-    if any(tensor.per_token for tensor in received):
-        what = "stages of an encoder-decoder pass on hidden states, and the budget's loss reads the gates of all blocks"
-        problems.append(Problem(f"{path}.mesh.pp", what, "Or take stacks with block.gates=null.", choices=take(1)))
     if any(tensor.values for tensor in received):
         what = "blocks read the values of the first layer, and stages of an encoder-decoder pass on hidden states alone"
         fix = "Or take mixers with value_latent_width=null."
