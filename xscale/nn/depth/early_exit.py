@@ -14,9 +14,9 @@ An example whose class or score one of its tokens predicts leaves as a whole, wh
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -89,6 +89,31 @@ class ExitPolicyConfig(Config):
         return [most * share for share in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)]
 
 
+class Shards(Protocol):
+    """Reads of a sequence what other ranks have of it; one process has all."""
+
+    def sum_over_sequence(self, sums: Tensor) -> Tensor:
+        """Sum over the shards of a sequence."""
+
+    def full_sequence(self, x: Tensor, tokens: Any) -> tuple[Tensor, Tensor]:
+        """x [B, P, D] of a shard -> [B, T, D], and the places [P] of its tokens."""
+
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """Values [B, T] of all tokens -> those of the tokens between the blocks."""
+
+
+def vote_name(number: int) -> str:
+    """Return the name of the votes of exit `number`, from 0, among the numbers that are handed on."""
+    return f"vote{number}"
+
+
+def numbers_handed_on(criterion: str, exits: int) -> tuple[str, ...]:
+    """Return the names of the numbers of each token that `exits` exits hand on to those of the next pipeline stage."""
+    if criterion == "patience":
+        return ("left", "predicted", "count")
+    return ("left", *[vote_name(number) for number in range(exits)]) if criterion == "vote" else ("left",)
+
+
 @dataclass
 class EarlyExit:
     """The tokens of one forward at the exits: which have left, where, and with what prediction."""
@@ -97,14 +122,34 @@ class EarlyExit:
     pooled: Tensor | None = None
     """Bool [B, T], the token that predicts the class or score of its example, with which all others of the example
     leave; None: each token leaves by itself."""
+    keeps_logits: bool = True
+    """Whether what the exits predict is kept for the model's output; in training the states alone are."""
     left: Tensor | None = None
     """Bool [B, T]; None before the first exit."""
     blocks: Tensor | None = None
     """[B, T] blocks that a token that has left was computed in."""
     logits: Tensor | None = None
-    """[B, T, V] logits of the exit at which a token left."""
-    _memory: dict[str, Any] = field(default_factory=dict)
-    """Predictions of the exits so far, as far as the criterion needs them."""
+    """[B, T, V] logits of the exit at which a token left; None: they are not kept."""
+    _memory: dict[str, Tensor] = field(default_factory=dict)
+    """Numbers [B, T] of the exits so far, as far as the criterion needs them, by name."""
+    _voters: list[Tensor] = field(default_factory=list)
+    """Logits [B, T, V] of the exits so far, where they vote and are kept."""
+
+    def handed_on(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the numbers [B, T] with these names that the exits of the next pipeline stage read, of those that
+        `numbers_handed_on` has."""
+        assert self.left is not None
+        known = {**self._memory, "left": self.left}
+        return {name: known[name] for name in names}
+
+    def receive(self, numbers: Mapping[str, Tensor]) -> None:
+        """Go on from what the exits of the previous pipeline stage have handed on."""
+        scores = {"predicted"} if self.policy.tolerance is not None else set()
+        self._memory = {name: value if name in scores else value.long() for name, value in numbers.items()}
+        del self._memory["left"]
+        self.left = numbers["left"] > 0
+        # Which blocks they were computed in is read of an output alone.
+        self.blocks = torch.zeros_like(self.left, dtype=torch.long)
 
     def all_left(self) -> bool:
         """Whether no token is computed any more."""
@@ -114,41 +159,33 @@ class EarlyExit:
         """Whether later tokens read what the exits predict for these, also for those that have left."""
         return bool(self.policy.window)
 
-    def keep(self, before: Tensor, after: Tensor) -> Tensor:
+    def keep(self, before: Tensor, after: Tensor, tokens: Any, shards: "Shards") -> Tensor:
         """Return the output `after` [B, M + T, D] of a block, with the input `before` of the tokens that have left.
 
         The first M tokens are global ones, which never leave.
         """
         if self.left is None:
             return after
-        left = F.pad(self.left, (after.shape[1] - self.left.shape[1], 0))
-        return torch.where(left[..., None], before, after)
+        return torch.where(shards.of_tokens(with_global_tokens(self.left, tokens))[..., None], before, after)
 
-    def observe(
-        self,
-        block: int,
-        logits: Tensor,
-        tokens: Any,
-        *,
-        causal: bool,
-        sum_over_sequence: Callable[[Tensor], Tensor] = lambda sums: sums,
-    ) -> None:
+    def observe(self, block: int, logits: Tensor, tokens: Any, *, causal: bool, shards: "Shards") -> None:
         """Let tokens leave at the exit after `block`, counted from 1, by its logits [B, T, V], or scores [B, T, 1].
 
-        `sum_over_sequence` sums over the shards of a sequence what each of them has [B].
+        `shards` read of the sequence what other ranks have of it.
         """
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if self.left is None or self.blocks is None or self.logits is None:
+        if self.left is None or self.blocks is None:
             self.left = torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
             self.blocks = torch.zeros_like(self.left, dtype=torch.long)
-            self.logits = torch.zeros_like(logits)
-        leaves = getattr(self, f"_{self.policy.criterion}")(logits, tokens, block, causal)
+        leaves = getattr(self, f"_{self.policy.criterion}")(logits, tokens, block, causal, shards)
         if self.pooled is not None:
-            leaves = (sum_over_sequence((leaves & self.pooled).sum(1)) > 0)[:, None].expand_as(leaves)
-        leaves = leaves & ~self.left
-        if self.policy.criterion == "vote":
-            logits = self._majority()[1]
-        self.logits = torch.where(leaves[..., None], logits, self.logits)
+            leaves = (shards.sum_over_sequence((leaves & self.pooled).sum(1)) > 0)[:, None].expand_as(leaves)
+        text = tokens.text_of_shard()
+        leaves = leaves & ~self.left if text is None else leaves & ~self.left & text
+        if self.keeps_logits:
+            logits = self._vote_logits() if self.policy.criterion == "vote" else logits
+            kept = torch.zeros_like(logits) if self.logits is None else self.logits
+            self.logits = torch.where(leaves[..., None], logits, kept)
         self.blocks = torch.where(leaves, block, self.blocks)
         self.left = self.left | leaves
 
@@ -160,14 +197,15 @@ class EarlyExit:
         if self.left is None or self.blocks is None or self.logits is None:
             return logits
         if self.policy.criterion == "vote":
-            logits = self._vote_logits(logits)
+            self._cast(logits.to(self.logits.dtype))
+            logits = self._vote_logits()
         self.blocks = torch.where(self.left, self.blocks, depth)
         return torch.where(self.left[..., None], self.logits, logits.to(self.logits.dtype))
 
-    def _entropy(self, logits: Tensor, tokens: Any, block: int, causal: bool) -> Tensor:
+    def _entropy(self, logits: Tensor, tokens: Any, block: int, causal: bool, shards: "Shards") -> Tensor:
         return entropy(logits) < self.policy.threshold
 
-    def _patience(self, logits: Tensor, tokens: Any, block: int, causal: bool) -> Tensor:
+    def _patience(self, logits: Tensor, tokens: Any, block: int, causal: bool, shards: "Shards") -> Tensor:
         tolerance = self.policy.tolerance
         predicted = logits.argmax(-1) if tolerance is None else logits[..., 0]
         previous = self._memory.get("predicted")
@@ -178,40 +216,60 @@ class EarlyExit:
         self._memory |= {"predicted": predicted, "count": count}
         return count >= self.policy.threshold
 
-    def _uncertainty(self, logits: Tensor, tokens: Any, block: int, causal: bool) -> Tensor:
+    def _uncertainty(self, logits: Tensor, tokens: Any, block: int, causal: bool, shards: "Shards") -> Tensor:
         uncertainty = entropy(logits) / math.log(logits.shape[-1])
         reach, key = self.policy.window or 0, f"exits/{block}"
         before = uncertainty[:, :0]
         if tokens.forward.cache is not None and reach:
             before = tokens.forward.cache.get(key, before)
             tokens.forward.cache[key] = torch.cat((before, uncertainty), 1)[:, -reach:]
-        return window_max(before, uncertainty, reach, causal=causal, documents=tokens.documents) < self.policy.threshold
+        if not reach:
+            return uncertainty < self.policy.threshold
+        # Global tokens predict nothing, but are in a shard between the blocks.
+        after = tokens.global_tokens if uncertainty.shape[1] == tokens.ids.shape[1] else 0
+        full, places = shards.full_sequence(uncertainty[..., None], tokens)
+        documents = tokens.documents_of_sequence()
+        if documents is not None:
+            documents = documents[:, documents.shape[1] - full.shape[1] + after :]
+        greatest = window_max(before, full[:, after:, 0], reach, causal=causal, documents=documents)
+        # A shard may end in padding, of which nothing is read.
+        greatest = F.pad(greatest, (after, 0))[:, places.clamp(max=after + greatest.shape[1] - 1)]
+        return greatest < self.policy.threshold
 
-    def _vote(self, logits: Tensor, tokens: Any, block: int, causal: bool) -> Tensor:
-        self._memory.setdefault("votes", []).append(logits)
-        count, _ = self._majority()
-        cast = len(self._memory["votes"])
-        share: Tensor = count / cast ** (self.policy.power or 0.0)
+    def _vote(self, logits: Tensor, tokens: Any, block: int, causal: bool, shards: "Shards") -> Tensor:
+        self._cast(logits)
+        votes = self._votes()
+        share: Tensor = self._leading(votes)[0] / len(votes) ** (self.policy.power or 0.0)
         return share >= self.policy.threshold
 
-    def _vote_logits(self, logits: Tensor) -> Tensor:
-        self._memory["votes"].append(logits.to(self._memory["votes"][0].dtype))
-        return self._majority()[1]
+    def _cast(self, logits: Tensor) -> None:
+        """Add the votes of an exit, by its logits [B, T, V]."""
+        self._memory[vote_name(len(self._memory))] = logits.argmax(-1)
+        if self.keeps_logits:
+            self._voters.append(logits)
 
-    def _majority(self) -> tuple[Tensor, Tensor]:
-        """Return the votes [B, T] for the leading token, and the mean logits [B, T, V] of those who voted for it.
+    def _votes(self) -> Tensor:
+        """Return the tokens that the exits so far voted for, [N, B, T]."""
+        return torch.stack([self._memory[vote_name(number)] for number in range(len(self._memory))])
+
+    @staticmethod
+    def _leading(votes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the number of votes for the leading token, and that token, both [B, T], for all votes [N, B, T].
 
         Of tokens with equally many votes the one that the latest exit voted for leads.
         """
-        votes = torch.stack(self._memory["votes"])  # [N, B, T, V]
-        predicted = votes.argmax(-1)  # [N, B, T]
-        counts = (predicted[:, None] == predicted[None]).sum(0)  # [N, B, T]
+        counts = (votes[:, None] == votes[None]).sum(0)  # [N, B, T]
         most = counts.amax(0)
         order = torch.arange(len(votes), device=votes.device).view(-1, 1, 1)
         latest = torch.where(counts == most, order, -1).amax(0)  # [B, T]
-        leader = predicted.gather(0, latest[None])[0]
-        voted = (predicted == leader)[..., None]
-        return most, (votes * voted).sum(0) / most[..., None]
+        return most, votes.gather(0, latest[None])[0]
+
+    def _vote_logits(self) -> Tensor:
+        """Return the mean logits [B, T, V] of the exits that voted for the leading token."""
+        votes = self._votes()
+        most, leader = self._leading(votes)
+        voted = (votes == leader)[..., None]
+        return (torch.stack(self._voters) * voted).sum(0) / most[..., None]
 
 
 EARLY_EXIT = Signal[EarlyExit]("early_exit.state")
@@ -222,6 +280,11 @@ def entropy(logits: Tensor) -> Tensor:
     """Return the entropy [B, T], in nats, of the distributions with these logits [B, T, V]."""
     log = logits.log_softmax(-1)
     return -(log.exp() * log).sum(-1)
+
+
+def with_global_tokens(numbers: Tensor, tokens: Any) -> Tensor:
+    """Return numbers of the text [B, T] with zeros for the global tokens before it, [B, M + T]."""
+    return F.pad(numbers, (tokens.ids.shape[1] - numbers.shape[1], 0))
 
 
 def window_max(before: Tensor, values: Tensor, reach: int, *, causal: bool, documents: Tensor | None) -> Tensor:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from xscale.core.errors import Problem
 from xscale.core.requirements import KeyNeed, kinds, take
 from xscale.nn.auxiliary import attach
-from xscale.nn.depth.depth_pass import DepthPass, DepthState, Prediction, StackUse
-from xscale.nn.depth.early_exit import EARLY_EXIT, EarlyExit
+from xscale.nn.depth.depth_pass import DepthPass, DepthState, Prediction, SentTensor, StackUse
+from xscale.nn.depth.early_exit import EARLY_EXIT, EarlyExit, numbers_handed_on, with_global_tokens
 from xscale.nn.depth.edges import hands_on_scores
 from xscale.nn.depth.exits_config import ExitsConfig, check_blocks, check_losses
 from xscale.nn.dims import Dims
@@ -53,6 +53,9 @@ class Exits(DepthPass):
     key = "exits"
     seams: ClassVar[Seams] = {
         "sum_over_sequence": Role.SUM_OVER_TOKENS,
+        "full_sequence": Role.FULL_SEQUENCE,
+        "of_tokens": Role.SHARD_OF_TOKENS,
+        "replicated_input": Role.REPLICATED_INPUT,
         "second_targets": Role.TARGETS_AHEAD,
         "weigh_last": Role.ON_LAST_STAGE,
         "second": Role.ON_LAST_STAGE,
@@ -78,6 +81,8 @@ class Exits(DepthPass):
         """Predicts the token after the next; None: nothing does, or another pipeline stage."""
         total = sum(layer + 1 for layer in after) + depth
         linear = config.weights == "linear"
+        self.is_last = True
+        """Whether the last block is here, and not in a later stage of a pipeline."""
         self.per_example = False
         """Whether one token predicts for its example, which leaves as a whole."""
         self.weights = {layer: (layer + 1) / total if linear else 1.0 for layer in after}
@@ -86,18 +91,10 @@ class Exits(DepthPass):
         """Weight of the loss of the model's own head."""
 
     def needs(self) -> list[KeyNeed]:
-        needs, sampling, policy = [], self.config.self_sampling, self.config.policy
-        without = ((".self_sampling", None),)
-        if sampling is not None:
-            left = "tokens leave in training, and stages do not pass on which have left"
-            needs.append(KeyNeed("parallel.mesh.pp", (1,), left, without))
-        if sampling is not None and policy is not None and policy.window:
-            window = "tokens leave in training by those of a window, which other ranks may have"
-            needs.append(KeyNeed("parallel.mesh.cp", (1,), window, without))
-        if self.config.diversity:
-            read = "the diversity of exits reads the predictions of earlier ones, and stages do not pass on logits"
-            needs.append(KeyNeed("parallel.mesh.pp", (1,), read, ((".diversity", 0.0),)))
-        return needs
+        if not self.config.diversity:
+            return []
+        read = "the diversity of exits reads the predictions of earlier ones, and stages do not pass on logits"
+        return [KeyNeed("parallel.mesh.pp", (1,), read, ((".diversity", 0.0),))]
 
     @classmethod
     def build(cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]) -> "Exits | None":
@@ -135,14 +132,49 @@ class Exits(DepthPass):
         return {int(layer): part for layer, part in self.at.items()}
 
     def keep_blocks(self, layers: Sequence[str]) -> None:
+        self.is_last = str(self.depth - 1) in layers
         for layer in [layer for layer in self.at if layer not in layers]:
             del self.at[layer]
 
-    def reads_full_sequence(self) -> str | None:
-        return None if self.config.self_sampling is None else "exits.self_sampling"
+    def sends(self, before: Sequence[nn.Module], after: Sequence[nn.Module]) -> dict[str, SentTensor]:
+        return {f"{self.key}.{name}": SentTensor(per_token=True) for name in self._numbers(len(before))}
+
+    def _numbers(self, blocks: int) -> tuple[str, ...]:
+        """Return the names of the numbers of each token that so many blocks hand on to the next pipeline stage."""
+        exits = sum(layer < blocks for layer in self.weights)
+        if self.config.self_sampling is None or self.config.policy is None or not exits:
+            return ()
+        return numbers_handed_on(self.config.policy.criterion, exits)
 
     def start(self, state: DepthState) -> None:
-        state.kept[self.key] = self.leaving(state.tokens, state.prediction)
+        """Begin with no token that has left; in a pipeline stage with those that have left before."""
+        leaving = self.leaving(state.tokens, state.prediction)
+        prefix = f"{self.key}."
+        received = {name[len(prefix) :]: edge for name, edge in state.edges.items() if name.startswith(prefix)}
+        state.edges = {name: edge for name, edge in state.edges.items() if not name.startswith(prefix)}
+        if leaving is not None and received:
+            assert state.prediction is not None
+            assert state.prediction.targets is not None, "tokens leave in training"
+            # Before the text there may be global tokens.
+            length = state.prediction.targets.shape[1]
+            full = {name: self.replicated_input(edge[..., None], state.tokens) for name, edge in received.items()}
+            leaving.receive({name: edge[:, -length:, 0] for name, edge in full.items()})
+        state.kept[self.key] = leaving
+
+    def finish(self, state: DepthState) -> None:
+        """Hand on to the next pipeline stage which tokens have left, and what lets others leave."""
+        if self.is_last:
+            return
+        leaving: EarlyExit | None = state.kept[self.key]
+        names = self._numbers(state.layer + 1)
+        dtype = torch.promote_types(state.x.dtype, torch.float32)
+        none = state.x.new_zeros(state.x.shape[:-1], dtype=dtype)
+        numbers = {} if leaving is None or leaving.left is None else leaving.handed_on(names)
+        for name in names:
+            value = none
+            if name in numbers:
+                value = self.of_tokens(with_global_tokens(numbers[name], state.tokens)).to(dtype)
+            state.edges[f"{self.key}.{name}"] = value
 
     def before_block(self, state: DepthState) -> None:
         leaving: EarlyExit | None = state.kept[self.key]
@@ -153,7 +185,7 @@ class Exits(DepthPass):
         """Keep the states of tokens that have left, attach the loss of the exit, and let further tokens leave."""
         leaving: EarlyExit | None = state.kept[self.key]
         if leaving is not None:
-            state.x = leaving.keep(state.before, state.x)
+            state.x = leaving.keep(state.before, state.x, state.tokens, self)
         if state.prediction is None:
             return
         state.x = self.attach_loss(state.layer, state.x, state.tokens, state.prediction)
@@ -191,14 +223,14 @@ class Exits(DepthPass):
             return tokens.get(EARLY_EXIT)
         if prediction is None or prediction.targets is None:
             return None
-        return EarlyExit(policy, self.pooled(prediction.targets))
+        return EarlyExit(policy, self.pooled(prediction.targets), keeps_logits=False)
 
     @torch.no_grad()
     def leave(self, layer: int, x: Tensor, tokens: Tokens, prediction: Prediction, leaving: EarlyExit) -> None:
         """Let tokens leave after block `layer`, whose output is x [B, M + T, D]."""
         if str(layer) in self.at:
             logits = self.at[str(layer)](x, None, tokens.with_signals({ONLY_LAST_LOGITS: False}), prediction)
-            leaving.observe(layer + 1, logits, tokens, causal=self.causal, sum_over_sequence=self.sum_over_sequence)
+            leaving.observe(layer + 1, logits, tokens, causal=self.causal, shards=self)
 
     def logits(self, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
         """Return the logits [B, T, V] of tokens that may have left; x [B, M + T, D] is the output of the stack."""
@@ -277,6 +309,18 @@ class Exits(DepthPass):
         """Sum over the tokens of all sequences what a shard of them has. A seam: a sequence may be sharded."""
         return sums
 
+    def full_sequence(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Return x of all tokens [B, T, 1], and the places of those of x [T]. A seam: a sequence may be sharded."""
+        return x, torch.arange(x.shape[1], device=x.device)
+
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """Return values [B, T] of all tokens for those between the blocks. A seam: they may be sharded over tp."""
+        return values
+
+    def replicated_input(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """Return x [B, T, 1] of all tokens, for those between the blocks. A seam: they may be sharded over tp."""
+        return x
+
 
 def progress_of(tokens: Tokens) -> float:
     """Return the fraction of the run's steps that are done; 1 where there is no run."""
@@ -286,7 +330,7 @@ def progress_of(tokens: Tokens) -> float:
 def _no_exits(stack: Any, use: StackUse) -> str | None:
     """Return why a stack of this `StackConfig` can have no exits; None: it can."""
     if not use.predicts:
-        return "exits are for a decoder or an encoder alone; an encoder-decoder predicts from its last block"
+        return "the model's head does not read the output of this stack alone, and an exit predicts as that head does"
     if stack.exits.policy is not None and hands_on_scores(stack):
         return "a token that has left has no attention scores to hand on to the next block"
     if stack.halting is not None:

@@ -163,15 +163,16 @@ def _check_two_stacks(model: nn.Module, stage_blocks: list[list[str]], path: str
 
 def _check_exits(model: nn.Module, stage_blocks: list[list[str]], path: str) -> list[Problem]:
     """Check that each exit has its head on its stage."""
-    exits, blocks = exits_of(model), block_paths(model)
-    last = len(blocks) - len(stage_blocks[-1])
-    away = [layer for layer, part in exits.items() if part.head is None and layer < last]
+    exits = exits_of(model)
+    away = [block for block, part in exits.items() if part.head is None and block not in stage_blocks[-1]]
     if not away:
         return []
-    what = f"the exit after block {away[0]} predicts by the model's head, which is on the last stage, from block {last}"
-    later = [layer for layer in exits if layer >= last]
-    choices = take(1) + take("own", key="model.stack.exits.head")
-    choices += take(later, key="model.stack.exits.blocks") if later else ()
+    stack, first = away[0].split(".")[0], stage_blocks[-1][0].split(".")[-1]
+    number = away[0].split(".")[-1]
+    what = f"the exit after block {number} predicts by the model's head, which is on the last stage, from block {first}"
+    later = [int(block.split(".")[-1]) for block in exits if block in stage_blocks[-1]]
+    choices = take(1) + take("own", key=f"model.{stack}.exits.head")
+    choices += take(later, key=f"model.{stack}.exits.blocks") if later else ()
     return [Problem(f"{path}.mesh.pp", what, choices=choices)]
 
 

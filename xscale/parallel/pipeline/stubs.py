@@ -128,7 +128,7 @@ class PassThrough(Module):
     """Stub for a stack of another stage: an encoder returns its input, a decoder the memory."""
 
     def forward(
-        self, x: Tensor | None, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None
+        self, x: Tensor | None, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None, *_: Any
     ) -> Tensor | None:
         return x if memory is None else memory
 
