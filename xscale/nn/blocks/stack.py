@@ -198,7 +198,7 @@ class Stack(Module):
         if state.only_fills_cache:
             if tokens.forward.cache is None:
                 return
-            state.edges = block.fill_cache(state.x, tokens, state.edges)
+            state.edges = block.fill_cache(state.x, tokens, state.edges, (state.memory, state.source))
             return
         if state.tokens.forward.rng_seed is not None:
             # Each block's dropout is a function of (seed, step, micro-batch, block): the same on every layout, and a
