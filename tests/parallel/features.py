@@ -94,7 +94,7 @@ BART_BLOCK = {
     "mixer": attention(bias=True, dropout=0.1),
     "ffn": dense(activation="gelu", bias=True),
     "norm": "layer",
-    "placement": "post",
+    "residual": "post",
     "dropout": 0.1,
 }
 BART = Feature(
@@ -253,7 +253,7 @@ MIXTURE_OF_TEXTS = Feature(
 )
 
 # Halting, the ponder cost and the signals of a Universal Transformer, of which a token halts after one or more steps.
-POST = {"mixer": attention(), "ffn": dense(), "norm": "layer", "placement": "post", "dropout": 0.1}
+POST = {"mixer": attention(), "ffn": dense(), "norm": "layer", "residual": "post", "dropout": 0.1}
 STEPS: Section = {"share": "all", "step_signal": True, "block": POST, "halting": {"epsilon": 0.1, "ponder_weight": 0.1}}
 STEPS["halting"]["bias"] = -0.5
 HALTING = Feature(

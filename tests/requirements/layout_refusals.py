@@ -26,7 +26,7 @@ LAYOUTS: dict[str, tuple[str, Sections, int]] = {
     ),
     "gains with DeepSpeed": (
         "needs_of_modules_are_met",
-        {"model": decoder(placement="admin"), "parallel": DEEPSPEED},
+        {"model": decoder(residual="admin"), "parallel": DEEPSPEED},
         2,
     ),
     "a pipeline with more stages than blocks": (

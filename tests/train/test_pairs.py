@@ -20,7 +20,7 @@ STACK: dict[str, Any] = {
     "block": {
         "mixer": {"kind": "attention", "heads": 4},
         "ffn": {"kind": "dense", "hidden": 48},
-        "placement": "post",
+        "residual": "post",
         "dropout": 0.1,
     },
 }

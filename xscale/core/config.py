@@ -5,7 +5,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -40,6 +40,9 @@ class Config(pydantic.BaseModel):
     family: ClassVar[str | None] = None
     renamed: ClassVar[dict[str, str]] = {}
     """Old name of a key -> its name now: read for one version, with a warning."""
+    folded: ClassVar[dict[str, tuple[str, Callable[[Any, Any], Any]]]] = {}
+    """Old name of a key -> the key of which it is a part now, and (old value, value of that key, None if it is not
+    given) -> the value of that key; None: the two contradict. Read for one version, with a warning."""
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -56,8 +59,8 @@ class Config(pydantic.BaseModel):
                 fields[name]["default"] = _shortest(field.default)
             elif isinstance(field.default, tuple) and any(isinstance(part, Config) for part in field.default):
                 fields[name]["default"] = [_shortest(part) for part in field.default]
-        if cls.renamed:
-            resolved[RENAMED_MARK] = dict(cls.renamed)
+        if cls.renamed or cls.folded:
+            resolved[RENAMED_MARK] = {**cls.renamed, **{old: new for old, (new, _) in cls.folded.items()}}
         return json_schema
 
 

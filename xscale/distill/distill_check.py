@@ -123,8 +123,9 @@ def check_student(model: nn.Module, config: DistillConfig, parallel: ParallelCon
     if not isinstance(stack, Stack):
         what = "states of two stacks are not mapped to those of a teacher"
         problems.append(Problem(PATH, what, "Or take a model of one stack.", choices=change(*_soft_alone(config))))
-    elif config.inner_weight and (stack.reversible or stack.find(Halting)):
-        what = "reversible blocks and halting have no state after each block to compare"
+    elif config.inner_weight and (not stack.stream.is_hidden_states or stack.find(Halting)):
+        form = "a token that halts has one output" if stack.stream.is_hidden_states else stack.stream.form
+        what = f"{form}, and a hidden state after each block is compared"
         problems.append(Problem(f"{PATH}.hidden_weight", what, choices=change(*_soft_alone(config))))
     elif stack.find(SequencePooling):
         what = "the states of a shortened sequence are of windows, and the teacher's of tokens"

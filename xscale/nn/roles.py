@@ -85,7 +85,7 @@ class Role(Enum):
     SENTENCE_LOSS = "loss whose other states, of sentences by themselves, pass through the stages as the text's do"
     STACK = "stack of blocks, which the stages divide"
     HANDED_ON = "() -> what the block before the first one hands on to it, beside the hidden states"
-    SECOND_STREAM = "(x) -> the second residual stream at the start of a stack"
+    STREAM_START = "(x) -> the residual stream before the first block of a stack"
     LAST_OUTPUT = "(x, ...) -> what a stack returns of its last block's output"
 
     # Engines that do not shard: kernels, number formats, recomputation, distillation.

@@ -19,10 +19,10 @@ from xscale.core.requirements import KeyNeed, kinds, take
 from xscale.nn.auxiliary import attach
 from xscale.nn.depth.depth_pass import DepthPass, DepthState, Prediction, SentTensor, StackUse
 from xscale.nn.depth.early_exit import EARLY_EXIT, EarlyExit, numbers_handed_on, with_global_tokens
-from xscale.nn.depth.edges import hands_on_scores
 from xscale.nn.depth.exits_config import ExitsConfig, check_blocks, check_losses
 from xscale.nn.dims import Dims
 from xscale.nn.head.head import IGNORE_INDEX, ONLY_LAST_LOGITS, Head
+from xscale.nn.mixer.mixer import hands_on_scores
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.roles import Role, Seams

@@ -23,9 +23,9 @@ from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.auxiliary import attach, mean_over_text
 from xscale.nn.depth.depth_pass import DepthPass, DepthState, SentTensor, StackUse
-from xscale.nn.depth.edges import hands_on_scores, without_scores
 from xscale.nn.dims import Dims
 from xscale.nn.init import Init
+from xscale.nn.mixer.mixer import hands_on_scores, without_scores
 from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 

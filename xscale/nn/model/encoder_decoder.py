@@ -17,6 +17,7 @@ from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, mo
 from xscale.nn.model.t_fixup import check_mixers, init_by_t_fixup
 from xscale.nn.module import name_modules
 from xscale.nn.norm.norm import NORMS, Norm
+from xscale.nn.residual.residual_stream import RESIDUALS
 from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
@@ -40,7 +41,7 @@ class EncoderDecoder(Model):
         """Dropout probability of the weights of that mix."""
         init: Literal["normal", "t_fixup"] = "normal"
         """Initial weights: normal with `init_std`; t_fixup scales embeddings and linear maps by width and depth, for
-        placement no_norm without warm-up (Huang et al. 2020)."""
+        residual no_norm without warm-up (Huang et al. 2020)."""
 
     seams: ClassVar[Seams] = {
         "source": Role.STACK_INPUT,
@@ -88,11 +89,12 @@ class EncoderDecoder(Model):
         if config.transparent and config.encoder.halting is not None:
             what = "an encoder whose tokens halt has one output, not one of each block"
             problems.append(Problem(f"{path}.transparent", what, f"Take false, or {path}.encoder.halting=null."))
-        if config.transparent and config.encoder.block.residual == "reversible":
-            what = "the decoder reads the outputs of all encoder blocks, and reversible blocks free theirs"
-            problems.append(
-                Problem(f"{path}.transparent", what, f"Take false, or {path}.encoder.block.residual=sequential.")
-            )
+        stream = RESIDUALS.of(config.encoder.block.residual)
+        if config.transparent and not stream.traits.hidden_states:
+            what = f"the decoder reads the outputs of all encoder blocks, and {stream.part.form}"
+            usual = stream.part.instead(config.encoder.block.residual)
+            fix = f"Take false, or {path}.encoder.block.residual={usual}."
+            problems.append(Problem(f"{path}.transparent", what, fix))
         if config.transparent and config.encoder.pooling is not None:
             what = "the decoder reads the outputs of all encoder blocks, which have several lengths"
             problems.append(Problem(f"{path}.transparent", what, f"Take false, or {path}.encoder.pooling=null."))

@@ -103,9 +103,10 @@ def _check_streams(model: nn.Module, path: str) -> list[Problem]:
     """List what blocks hand on, or read of all blocks, that stages do not."""
     problems = []
     stacks = [module for module in model.modules() if isinstance(module, Stack)]
-    if len(stacks) > 1 and any(stack.reversible for stack in stacks):
-        what = "stages of an encoder-decoder pass on one residual stream, and reversible blocks have two"
-        fix = "Or take stacks with block.residual=sequential."
+    if len(stacks) > 1 and not all(stack.stream.is_hidden_states for stack in stacks):
+        form = next(stack.stream.form for stack in stacks if not stack.stream.is_hidden_states)
+        what = f"stages of an encoder-decoder pass on hidden states, and {form}"
+        fix = "Or take stacks with block.residual=pre."
         problems.append(Problem(f"{path}.mesh.pp", what, fix, choices=take(1)))
     return problems
 

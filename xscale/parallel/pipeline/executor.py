@@ -100,7 +100,7 @@ class PipelineSpec:
                 shape: tuple[int, ...] = (batch, self.length_of(length), self.width)
                 if sent.states is not None:
                     shape = (sent.states, *shape)
-                specs.append(TensorSpec(shape, precise if sent.stream else dtype))
+                specs.append(TensorSpec(shape, precise if sent.precise else dtype))
                 continue
             queries = length
             # With a cache the tokens are the last ones of the sequence.

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from xscale.nn.blocks.block import Block
 from xscale.nn.blocks.stack import Stack
 from xscale.nn.model.model import Model
 from xscale.nn.module import substitute
@@ -28,11 +29,10 @@ from xscale.parallel.pipeline.stubs import (
     ReceivedSentences,
     ReceivedStream,
     ReceivedTensor,
-    SendHandedOn,
     SendHidden,
     SendSentences,
+    SendStream,
     StageInput,
-    send_streams,
 )
 from xscale.parallel.roles import RoleTable, apply_table, seams_in
 
@@ -111,6 +111,8 @@ def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> Pipelin
     # Multi-token prediction behind the last block looks tokens up.
     reads_table = is_tied or getattr(model, "mtp", None) is not None
     received = edges_read(model, blocks, index)
+    before = [model.get_submodule(path) for path in chain.from_iterable(blocks[:index])]
+    sublayers = sum(len(block.order) for block in before if isinstance(block, Block))
     sent = [] if last else list(edges_read(model, blocks, index + 1))
     ended: set[nn.Module] = set()
     """Modules of the stacks whose last block is in this stage."""
@@ -125,24 +127,30 @@ def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> Pipelin
         apply_table(AFTER_FIRST, model.modules())
     stage = PipelineStage(index, model, last)
     if len(layout.stacks) == 1:
-        _one_stack(stage, layout, received, sent, reads_table=reads_table)
+        _one_stack(stage, layout, received, sent, sublayers, reads_table=reads_table)
     else:
         _two_stacks(stage, layout, paths, received, sent, tied=last and is_tied)
     return stage
 
 
 def _one_stack(
-    stage: PipelineStage, layout: StageLayout, received: dict[str, StageInput], sent: list[str], *, reads_table: bool
+    stage: PipelineStage,
+    layout: StageLayout,
+    received: dict[str, StageInput],
+    sent: list[str],
+    sublayers: int,
+    *,
+    reads_table: bool,
 ) -> None:
-    """Put stubs into a model of one stack. `received` and `sent`: what blocks hand on beside hidden states."""
+    """Put stubs into a model of one stack. `received` and `sent`: what blocks hand on beside the residual stream;
+    `sublayers`: how many the stages before have."""
     stack = stage.model.get_submodule(layout.stacks[0])
     assert isinstance(stack, Stack)
     if not stage.first:
-        about = StageInput(stream=stack.reversible)
-        _receive_hidden(stage, layout.inputs[0], about, has_table=stage.last and reads_table)
-    _hand_on_edges(stage, stack, received, sent)
-    if stack.reversible:
-        _hand_on_streams(stage, stack)
+        _receive_stream(stage, stack, layout.inputs[0], sublayers, has_table=stage.last and reads_table)
+    _receive_edges(stage, stack, received)
+    if not stage.last:
+        substitute(stack, "output", SendStream(stack.stream.to_tensors, sent))
     # The last input, which an evaluation lacks.
     if getattr(stage.model, "contrast", None) is not None:
         _hand_on_sentences(stage, layout.inputs[0])
@@ -197,13 +205,20 @@ def sent_between(model: nn.Module, before: Sequence[str], after: Sequence[str]) 
     return {}
 
 
-def _hand_on_edges(stage: PipelineStage, stack: nn.Module, received: dict[str, StageInput], sent: list[str]) -> None:
-    """Receive what the stage's first block reads beside hidden states, and send what the next stage's reads."""
+def _receive_stream(stage: PipelineStage, stack: Stack, embed: str, sublayers: int, *, has_table: bool) -> None:
+    """Receive the residual stream of the previous stage, behind that many sublayers: the first of its tensors in the
+    place of the embedding `embed`."""
+    about = StageInput(precise=stack.stream.precise)
+    _receive_hidden(stage, embed, about, has_table=has_table)
+    further = [stage.receive(about) for _ in range(stack.stream.sent(sublayers) - 1)]
+    substitute(stack.stream, "begin", ReceivedStream(stack.stream.from_tensors, further))
+
+
+def _receive_edges(stage: PipelineStage, stack: nn.Module, received: dict[str, StageInput]) -> None:
+    """Receive what the stage's first block reads beside the residual stream."""
     if received:
         tensors = {name: stage.receive(about) for name, about in received.items()}
         substitute(stack, "first_edges", ReceivedHandedOn(tensors))
-    if sent:
-        substitute(stack, "output", SendHandedOn(sent))
 
 
 def _hand_on_sentences(stage: PipelineStage, name: str) -> None:
@@ -214,14 +229,6 @@ def _hand_on_sentences(stage: PipelineStage, name: str) -> None:
         assert isinstance(hidden, ReceivedHidden)
         sentences = stage.receive(StageInput(sentences=True))
         substitute(stage.model, name, ReceivedSentences(hidden, sentences))
-
-
-def _hand_on_streams(stage: PipelineStage, stack: Stack) -> None:
-    """Receive the second residual stream of the previous stage, and send both to the next."""
-    if not stage.first:
-        substitute(stack, "second_stream", ReceivedStream(stage.receive(StageInput(stream=True))))
-    if not stage.last:
-        substitute(stack, "output", send_streams)
 
 
 def _two_stacks(
@@ -253,8 +260,12 @@ def _two_stacks(
         about = StageInput(from_source=True, states=None if encodes else memory_states)
         _receive_hidden(stage, source, about, has_table=starts_decoder or tied)
     # What a stage sends is of its last block, and what it receives of its first.
-    for stack, receives, sends in ((encoder, encodes, not decodes), (decoder, not encodes, decodes)):
-        _hand_on_edges(stage, model.get_submodule(stack), received if receives else {}, sent if sends else [])
+    for name, receives, sends in ((encoder, encodes, not decodes), (decoder, not encodes, decodes)):
+        stack = model.get_submodule(name)
+        assert isinstance(stack, Stack)
+        _receive_edges(stage, stack, received if receives else {})
+        if sends and sent:
+            substitute(stack, "output", SendStream(stack.stream.to_tensors, sent))
     if not encodes:
         substitute(model, encoder, PassThrough())
     if not decodes:

@@ -4,13 +4,12 @@ They have the protocols of what they replace. Received* return a tensor of the p
 `ReceivedTensor`; Send* and PassThrough forward what the next stage needs; NoHidden stands where nothing is read.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from xscale.nn.blocks.reversible import upcast_copy
 from xscale.nn.head.sentence_contrast import SENTENCES
 from xscale.nn.linear import Embedding
 from xscale.nn.module import Module
@@ -25,8 +24,8 @@ class StageInput:
     """Whether the tokens of the hidden states are the source's."""
     score_heads: int | None = None
     """Heads of the attention scores, over all ranks of tp; None: hidden states."""
-    stream: bool = False
-    """Whether the hidden states are in float32 at least, as one of the two residual streams of reversible blocks."""
+    precise: bool = False
+    """Whether it is a tensor of a residual stream in float32 at least."""
     per_token: bool = False
     """Whether it is one number for each token, such as the sum of its gates so far, in float32 at least."""
     states: int | None = None
@@ -99,29 +98,28 @@ class ReceivedHandedOn:
 
 @dataclass(frozen=True)
 class ReceivedStream:
-    """Stub for the second residual stream of the previous stage's last block, [B, T, D]."""
+    """Stub for the start of a stack: the residual stream of the previous stage's last block."""
 
-    stream: ReceivedTensor
+    from_tensors: Callable[[tuple[Tensor, ...]], Any]
+    further: Sequence[ReceivedTensor]
+    """Its tensors but for the first, which takes the place of the embedding."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        assert self.stream.value is not None
-        return upcast_copy(self.stream.value)
-
-
-def send_streams(x: tuple[Tensor, Tensor], handed_on: dict[str, Tensor], tokens: Tokens) -> tuple[Tensor, ...]:
-    """Output of a stack whose next block is in another stage and has two residual streams: both."""
-    return tuple(x)
+    def __call__(self, x: Tensor) -> Any:
+        values = [tensor.value for tensor in self.further]
+        return self.from_tensors((x, *(value for value in values if value is not None)))
 
 
 @dataclass(frozen=True)
-class SendHandedOn:
-    """Output of a stack whose next block is in another stage and reads what this one's last block hands on, which
-    follows the hidden states."""
+class SendStream:
+    """Output of a stack whose next block is in another stage: the residual stream, and behind it what this one's last
+    block hands on."""
 
+    to_tensors: Callable[[Any], tuple[Tensor, ...]]
     names: Sequence[str]
 
-    def __call__(self, x: Tensor, handed_on: dict[str, Tensor], tokens: Tokens) -> tuple[Tensor, ...]:
-        return x, *(handed_on[name] for name in self.names)
+    def __call__(self, stream: Any, handed_on: dict[str, Tensor], tokens: Tokens) -> Any:
+        tensors = (*self.to_tensors(stream), *(handed_on[name] for name in self.names))
+        return tensors if len(tensors) > 1 else tensors[0]
 
 
 class PassThrough(Module):
