@@ -23,7 +23,7 @@ FILES = (
 KEPT_CONFIGS = "config.step-*.yaml"
 LINKABLE = ("checkpoints", "tensorboard", "profile", "wandb")
 """Folders of a run folder that run.allow_links may name: the large ones."""
-FOLDERS = (*LINKABLE, "tokenizer", "faults", "launch", "logs")
+FOLDERS = (*LINKABLE, "tokenizer", "faults", "launch", "logs", "compile_cache")
 
 
 def check_entries(folder: Path, allow_links: Collection[str]) -> list[Problem]:
