@@ -232,6 +232,7 @@ def test_a_layout_has_the_numbers_of_one_process(pool: Pool, one: Found, ranks: 
     same(pool, one, ranks, MODEL, layout, **SECTIONS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("decoding", ["easy_first", "mask_predict"])
 def test_a_run_writes_all_tokens_at_once(tmp_path: Path, decoding: str) -> None:
     objective = {"kind": "disco", "decoding": decoding, "iterations": 3, "length_candidates": 2}

@@ -114,9 +114,10 @@ def check_student(model: nn.Module, config: DistillConfig, parallel: ParallelCon
     """Check a student on meta."""
     stack = getattr(model, "stack", None)
     problems = []
-    if isinstance(stack, Stack) and stack.find(Exits):
-        what = "the exits have losses of their own, which know no teacher"
-        problems.append(Problem("model.stack.exits", what, choices=take(None) + take(None, key=PATH)))
+    for path, part in model.named_modules():
+        if isinstance(part, Exits):
+            what = "the exits have losses of their own, which know no teacher"
+            problems.append(Problem(f"model.{path}", what, choices=take(None) + take(None, key=PATH)))
     if not config.inner_weight + config.cosine_weight and not config.init_from_teacher:
         return problems
     if not isinstance(stack, Stack):

@@ -5,6 +5,7 @@ xscale names a private module or function of torch. `xscale_kernels/torch_privat
 """
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ NAMES = {
     "Store": "torch._C._distributed_c10d:Store",
     "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
     "dynamo_config": "torch._dynamo:config",
+    "dynamo_counters": "torch._dynamo.utils:counters",
     "_SetExcludeDispatchKeyGuard": "torch._C:_SetExcludeDispatchKeyGuard",
     "_StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo",
     "_StridedShard": "torch.distributed.tensor.placement_types:_StridedShard",
@@ -137,6 +139,15 @@ def rank_operations(schedule: Any, pp: int, stages_per_rank: int, micro_batches:
         _n_microbatches=micro_batches,
     )
     return [list(schedule._calculate_single_rank_operations(arguments, rank)) for rank in range(pp)]
+
+
+CompiledCallWrapper = Callable[[Callable[..., Any], Callable[..., Any]], Callable[..., Any]]
+"""(a module's call as torch.compile compiled it, its call without) -> its call."""
+
+
+def wrap_compiled_call(module: nn.Module, wrap: CompiledCallWrapper) -> None:
+    """Replace the call of a module on which `compile` was called."""
+    module._compiled_call_impl = wrap(module._compiled_call_impl, module._call_impl)
 
 
 def is_compiler_imported() -> bool:

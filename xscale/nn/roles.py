@@ -39,6 +39,7 @@ class Role(Enum):
     BLOCK_POSITION = "position that a block adds to its input, between regions"
     POSITION_EMBEDDING = "(x, tokens) -> x with the encodings of the positions of its tokens"
     REPLICATED_INPUT = "(x [B, T, D], tokens) -> x as a replicated module reads it, of all tokens that sp shards"
+    SHARD_OF_TOKENS = "(values of all tokens [B, T, ...]) -> those of the tokens that this rank has between regions"
     LOSS_FRACTION = "fraction of a loss that this rank computes the gradient of, where several compute it in full"
 
     # The vocabulary, which tp shards.

@@ -216,7 +216,9 @@ class Block(Module):
             return ()
         return (getattr(self, name).normalised_input(memory, source) if is_mixer else memory), source
 
-    def fill_cache(self, x: Tensor, tokens: Tokens, received: Edges) -> Edges:
+    def fill_cache(
+        self, x: Any, tokens: Tokens, received: Edges, memory: tuple[Tensor | None, Tokens | None] = (None, None)
+    ) -> Edges:
         """Store in the cache what later tokens read of x [B, T, D], the states of tokens that have left the stack.
 
         The sublayers behind the last that keeps anything, which only this block's output would need, are not computed.
@@ -229,7 +231,7 @@ class Block(Module):
             parts = getattr(self, name).modules()
             if name.startswith("mixer") or any(isinstance(part, NeighbourReader) for part in parts):
                 last = index
-        self._through(self.order[: last + 1], x, tokens, edges=edges)
+        self._through(self.order[: last + 1], x, tokens, memory, edges)
         return edges.next()
 
 

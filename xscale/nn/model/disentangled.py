@@ -63,6 +63,7 @@ class Disentangled(EncoderDecoder):
         """Predicts the length of a target from its source, for decoding; null: nothing does."""
 
     causal: ClassVar[bool] = False
+    decoder_predicts: ClassVar[bool] = False
     signals_of_decoder: ClassVar[tuple[Signal[Tensor], ...]] = (CONTENT,)
     seams: ClassVar[Seams] = {"queries": Role.STACK_INPUT, "length": Role.ON_LAST_STAGE}
 

@@ -42,7 +42,10 @@ SAVED_OPS = frozenset(
             f"aten::_scaled_dot_product_{name}"
             for name in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
         ),
-        *(f"xscale::{name}" for name in ("block_sparse_attention", "packed_attention", "linear_attention")),
+        *(
+            f"xscale::{name}"
+            for name in ("block_sparse_attention", "packed_attention", "varlen_attention", "linear_attention")
+        ),
         *(f"xscale::{name}" for name in ("grouped_gemm", "grouped_plain", "grouped_gated")),
         # What `packed_attention` calls on a GPU, outside of its operator: FlashAttention-3 and 2, and torch's copy.
         *("flash_attn_3::_flash_attn_forward", "flash_attn_3::fwd", "flash_attn::_flash_attn_varlen_forward"),
