@@ -31,7 +31,7 @@ def mixture(part: Any, values: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_stack_is_that_of_the_paper(size: int) -> None:
-    """Of block n, sublayer i reads b_0 ... b_{n-1}, and from the second on the sum of the outputs before it in n."""
+    """A sublayer of block n reads b_0 ... b_{n-1}, and from the second on the sum of the outputs before it in n."""
     stack, about = built(size), tokens(LENGTH)
     x = drawn(2, LENGTH, WIDTH)
     sublayers = [sublayer for block in stack.blocks.values() for sublayer in block.sublayers().values()]

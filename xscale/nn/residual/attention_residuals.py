@@ -31,10 +31,8 @@ Written = tuple[Tensor, ...]
 class DepthMixture(Module):
     """Softmax attention of one learned query over the blocks, of each token by itself."""
 
-    seams: ClassVar[Seams] = {
-        "param_hook": Role.PARAMETERS_BETWEEN_REGIONS,
-        "key_norm": Role.BETWEEN_REGIONS,
-    }
+    # The role of its parameters is that of the norm's too: sequence parallelism sums the gradients of both.
+    seams: ClassVar[Seams] = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
     query: Parameter
     key_norm: Norm
 
