@@ -36,14 +36,14 @@ class MeasuredRow:
 
     recipe: str
     task: str
-    """What is predicted."""
+    """Targets of the row's predictions."""
     use: tuple[str, ...]
     """Configs that are laid over the row's."""
     overrides: tuple[str, ...] = ()
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Sections of the recipe."""
     curve: str = "exits"
-    """What is varied: exits, budgets, or nothing with halting, where it is learned."""
+    """Cost that is varied: exits, budgets, or nothing with halting, where it is learned."""
     stacks: tuple[str, ...] = ("stack",)
 
     def sections(self, folder: Path, steps: int) -> dict[str, Any]:
@@ -186,8 +186,8 @@ def table(rows: Mapping[MeasuredRow, Sequence[Mapping[str, Any]]]) -> str:
 
 def write(text: str, page: Path = PAGE) -> None:
     """Put the table between its marks in the page."""
-    before, rest = page.read_text(encoding="utf-8").split(FIRST)
-    page.write_text(f"{before}{FIRST}\n{text}\n{LAST}{rest.split(LAST)[1]}", encoding="utf-8")
+    before, after = page.read_text(encoding="utf-8").split(FIRST)
+    page.write_text(f"{before}{FIRST}\n{text}\n{LAST}{after.split(LAST)[1]}", encoding="utf-8")
 
 
 if __name__ == "__main__":
