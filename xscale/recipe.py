@@ -11,7 +11,7 @@ from xscale.core.config_keys.override_path import is_index
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.plugins import import_plugins, plugin_names
 from xscale.core.unchosen import name_unchosen
-from xscale.core.yaml_reader import flow_text
+from xscale.core.yaml_writer import flow_text
 from xscale.mesh import axes
 from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.position.position import POSITIONS

@@ -134,7 +134,7 @@ def test_what_cannot_be_is_refused_with_what_would_work() -> None:
     assert "Take none, or placement=post." in problem
     parallel = {name: value for name, value in BLOCK.items() if name != "sublayers"} | {"residual": "parallel"}
     (problem,) = refused({**MODEL, "stack": {**stack, "block": parallel}}, 1)
-    assert "placement 'admin' normalises the sum. Take sequential, or a placement other than admin." in problem
+    assert "placement 'admin' normalises the sum. Take sequential, or model.stack.block.placement=pre, " in problem
     deepspeed = {"mesh": {"dp_shard": 2}, "zero": {"stage": 1, "engine": "deepspeed"}}
     (unable,) = [problem for problem in asked(MODEL, deepspeed).check(2) if "admin" in problem.what]
     assert "placement 'admin' sets gains by a pass before the first step" in str(unable)

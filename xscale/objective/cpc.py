@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
-from xscale.core.requirements import KeyNeed
+from xscale.core.requirements import KeyNeed, at_most
 from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.head.sentence_contrast import SENTENCE_GLOBALS, SENTENCE_WEIGHT, SENTENCES
 from xscale.nn.init import seed_of
@@ -62,7 +62,7 @@ class Cpc(Masked):
         problems = super().check(config, specials, length, path)
         if cls.sentences(config, length) < 2:
             what = f"a sample of {length} tokens has fewer than two sentences of {config.sentence_length}"
-            problems.append(Problem(f"{path}.sentence_length", what, f"Take at most {length // 2}."))
+            problems.append(at_most(f"{path}.sentence_length", what, length // 2))
         return problems
 
     def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:

@@ -19,6 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import kinds, take
 from xscale.nn.attention.core import CORES, SCORES, CoreTraits
 from xscale.nn.attention.ops.dense import grouped_matmul, masked_softmax, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
@@ -87,11 +88,11 @@ class GeneralPrior(ScoreCore):
         if not has_bias and not config.previous:
             kind = "none" if position is None else position.kind
             reason = f"position '{kind}' adds nothing to scores" if config.prior else "prior is 0"
-            can = ", ".join([*POSITIONS.able(where="bias"), *POSITIONS.able(where="scores")])
-            fix = "Take previous=1, for the scores of the layer before"
             what = f"has no generator of a prior: {'cross-attention has no position' if dims.cross else reason}"
-            fix += "." if dims.cross else f", or one of these positions: {can}."
-            problems.append(Problem(path, f"{what}, and previous is 0", fix))
+            choices = take(1.0, key=f"{path}.previous")
+            if not dims.cross and config.prior:
+                choices += kinds(POSITIONS.able(where="bias") + POSITIONS.able(where="scores"), "model.position")
+            problems.append(Problem(path, f"{what}, and previous is 0", choices=choices))
         return problems
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunks import pad_queries_to_keys, split_chunks
 from xscale.nn.attention.ops.dense import repeat_kv, upcast
@@ -69,7 +70,7 @@ class SinkhornCore(Core):
         if config.sortcut_blocks is None or not dims.causal:
             return []
         what = "SortCut would show a causal model later blocks"
-        return [Problem(f"{path}.sortcut_blocks", what, "Take null.")]
+        return [Problem(f"{path}.sortcut_blocks", what, choices=take(None))]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         size, length = self.config.block, k.shape[2]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
+from xscale.core.requirements import kinds, multiples_near, take
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.core import CORES, SCORES, Core, CoreTraits
 from xscale.nn.attention.ops.dense import repeat_kv
@@ -73,10 +74,12 @@ class SplitHeads(Core):
         for index, core in enumerate(config.cores):
             if CORES.of(core).part.traits_of(core).previous_scores:
                 what = f"'{core.kind}' hands its scores to the same heads of the next block, and has some heads only"
-                problems.append(Problem(f"{path}.cores.{index}", what, "Take it alone, for all heads, or softmax."))
+                problems.append(
+                    Problem(f"{path}.cores.{index}", what, choices=kinds(["softmax"], f"{path}.cores.{index}"))
+                )
         if config.shares is not None and len(config.shares) != len(config.cores):
             what = f"{len(config.shares)} shares for {len(config.cores)} cores"
-            problems.append(Problem(f"{path}.shares", what, "Give one for each core, or null."))
+            problems.append(Problem(f"{path}.shares", what, choices=take(None)))
         return problems
 
     @classmethod
@@ -86,7 +89,8 @@ class SplitHeads(Core):
         period = sum(_shares(config))
         if heads % period:
             what = f"heads={heads} cannot be shared as {' to '.join(map(str, _shares(config)))}"
-            return [Problem(f"{path}.shares", what, f"Take a number of heads that {period} divides.")]
+            fitting = take(*multiples_near(heads, period), key=f"{path.removesuffix('.core')}.heads")
+            return [Problem(f"{path}.shares", what, choices=take(None) + fitting)]
         return [
             problem
             for index, (core, share) in enumerate(zip(config.cores, _shares(config), strict=True))

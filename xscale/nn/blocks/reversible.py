@@ -12,6 +12,7 @@ from torch import Tensor
 
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
+from xscale.nn.blocks.block_checks import ADDING
 from xscale.nn.depth.edges import hands_on_scores, without_scores
 from xscale.nn.mixer.mixer import MIXERS
 
@@ -35,23 +36,26 @@ def check(config: Any, path: str) -> list[Problem]:
     if config.block.residual != "reversible":
         return []
     problems = []
+    one = take("sequential", key=f"{path}.block.residual")
     two = "reversible blocks have two residual streams"
     if config.block.placement in ("post", "admin", "none"):
         what = f"placement '{config.block.placement}' changes the residual stream, from which inputs are reconstructed"
-        problems.append(Problem(f"{path}.block.placement", what, "Take pre, sandwich, res_post, rezero or no_norm."))
+        problems.append(Problem(f"{path}.block.placement", what, choices=take(*ADDING) + one))
     blocks = [config.block_config(layer) for layer in range(config.depth)]
     if any(sublayer.parallel for block in blocks for sublayer in block.listed()):
         what = f"{two}, and parallel sublayers add to one"
-        problems.append(Problem(f"{path}.block.sublayers", what, "Take parallel=false, or block.residual=sequential."))
+        problems.append(Problem(f"{path}.block.sublayers", what, "Or take parallel=false.", choices=one))
     if config.block.position is not None:
         what = f"{two}, and a block's position is added to one"
-        problems.append(Problem(f"{path}.block.position", what, "Take null: model.position is added to both."))
+        problems.append(
+            Problem(f"{path}.block.position", what, "The model's position is added to both.", choices=take(None) + one)
+        )
     if config.step_signal:
         what = f"{two}, and the signal of a step is added to one"
-        problems.append(Problem(f"{path}.step_signal", what, "Take false, or block.residual=sequential."))
+        problems.append(Problem(f"{path}.step_signal", what, choices=take(False) + one))
     if config.exits is not None:
         what = f"{two}, and an exit reads one"
-        problems.append(Problem(f"{path}.exits", what, "Take null, or block.residual=sequential."))
+        problems.append(Problem(f"{path}.exits", what, choices=take(None) + one))
     if config.halting is not None:
         what = f"{two}, and a token that halts has one output"
         problems.append(Problem(f"{path}.halting", what, "Take null, or block.residual=sequential."))

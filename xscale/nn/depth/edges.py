@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from xscale.core.errors import Choice, Problem
+from xscale.core.choices import Choice
+from xscale.core.errors import Problem
 from xscale.core.requirements import instead
 from xscale.nn.attention.core import CORES
 from xscale.nn.attention.ops.mask import ScoreEdge

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import Activation, activation
 from xscale.nn.init import ZEROS, Init
@@ -100,7 +101,8 @@ class BranchedAttention(Attention):
         problems = super().check(config, dims, path)
         if config.output_bias:
             what = "a head's output enters its branch without a bias"
-            problems.append(Problem(f"{path}.output_bias", what, "Take false or null, or the mixer attention."))
+            choices = take(False, None) + take("attention", key=f"{path}.kind")
+            problems.append(Problem(f"{path}.output_bias", what, choices=choices))
         return problems
 
     def project_output(self, o: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.auxiliary import attach
@@ -70,10 +71,12 @@ class GuidedAttention(Attention):
         problems = super().check(config, dims, path)
         if len(config.patterns) > config.heads:
             what = f"{len(config.patterns)} patterns are more than heads={config.heads}"
-            problems.append(Problem(f"{path}.patterns", what, f"Give {config.heads} or fewer."))
+            fewer = take(list(config.patterns[: config.heads]))
+            problems.append(Problem(f"{path}.patterns", what, choices=fewer))
         if "next" in config.patterns and dims.causal:
             what = "'next' guides to later tokens, which a causal model hides"
-            problems.append(Problem(f"{path}.patterns", what, "Take previous, first, delimiter or period."))
+            others = [pattern for pattern in config.patterns if pattern != "next"]
+            problems.append(Problem(f"{path}.patterns", what, choices=take(others)))
         for pattern in ("delimiter", "period"):
             ids = getattr(config, f"{pattern}_ids")
             if pattern in config.patterns and not ids:

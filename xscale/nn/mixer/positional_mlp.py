@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.dims import Dims, check_trained_length
 from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.linear import Linear
@@ -46,10 +47,11 @@ class PositionalMixer(Mixer):
 
     @classmethod
     def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+        problems = super().check(config, dims, path)
         if config.length in (None, dims.length):
-            return []
+            return problems
         what = f"the weights belong to {config.length} positions, and a sequence has {dims.length} tokens"
-        return [Problem(f"{path}.length", what, f"Take {dims.length}, or null.")]
+        return [*problems, Problem(f"{path}.length", what, choices=take(dims.length, None))]
 
 
 @MIXERS.register(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
+from xscale.core.requirements import kinds
 from xscale.nn.attention.ops.dense import masked_softmax, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
@@ -45,8 +46,8 @@ class PriorOnly(ValueMixer):
         entry = POSITIONS.of(config.generator)
         if entry.traits.where != "bias":
             what = f"position '{entry.name}' adds no bias that positions alone determine"
-            can = ", ".join(POSITIONS.able(where="bias"))
-            problems.append(Problem(f"{path}.generator", what, f"These can: {can}."))
+            choices = kinds(POSITIONS.able(where="bias"), f"{path}.generator")
+            problems.append(Problem(f"{path}.generator", what, choices=choices))
         return problems + list(entry.part.check(config.generator, dims, f"{path}.generator"))
 
     def mix(self, x: Tensor, v: Tensor, tokens: Tokens) -> Tensor:

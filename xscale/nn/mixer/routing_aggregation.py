@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import must_divide
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS
@@ -68,11 +69,8 @@ class RoutingAggregation(Attention):
     def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         inner = config.heads * (config.head_width or dims.width // config.heads)
-        if config.capsules is not None and inner % config.capsules:
-            what = f"capsules={config.capsules} does not divide the {inner} channels of the heads"
-            near = [count for count in range(1, inner + 1) if inner % count == 0]
-            near = sorted(sorted(near, key=lambda count: abs(count - config.capsules))[:4])
-            problems.append(Problem(f"{path}.capsules", what, f"Take one of {', '.join(map(str, near))}."))
+        if config.capsules is not None:
+            problems += must_divide(path, "capsules", config.capsules, "the {} channels of the heads", inner)
         return problems
 
     def project_output(self, o: Tensor) -> Tensor:

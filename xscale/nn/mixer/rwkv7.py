@@ -101,10 +101,7 @@ class Rwkv7(RecurrentMixer):
 
     @classmethod
     def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
-        if dims.width % config.heads == 0:
-            return []
-        what = f"heads={config.heads} does not divide width={dims.width}"
-        return [Problem(f"{path}.heads", what, "Take a divisor of the width.")]
+        return super().check(config, dims, path) + cls.check_heads(config, dims, path)
 
     @property
     def hands_on_values(self) -> bool:

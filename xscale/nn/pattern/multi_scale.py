@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.pattern.grid import Grid, Index, TokenMask
 from xscale.nn.pattern.pattern import PATTERNS, Layout, MaskedLayout, Pattern, PatternTraits
 
@@ -46,7 +47,7 @@ class MultiScale(Pattern):
         if list(config.scales) == ascending:
             return []
         what = f"must ascend, from the scale of which low layers have most heads, got {list(config.scales)}"
-        return [Problem(f"{path}.scales", what, f"Take {ascending}.")]
+        return [Problem(f"{path}.scales", what, choices=take(ascending))]
 
     @property
     def differs_by_head(self) -> bool:

@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import at_most
 from xscale.nn.ffn.moe.router.balance import ZLoss
 from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits
 from xscale.nn.ffn.moe.router.select import LinearScore
@@ -42,7 +43,7 @@ class ExpertChoiceRouter(Router):
         if config.capacity_factor <= dims.experts:
             return []
         what = f"capacity_factor={config.capacity_factor} exceeds experts={dims.experts}"
-        return [Problem(f"{path}.capacity_factor", what, f"Take more than 0, at most {dims.experts}.")]
+        return [at_most(f"{path}.capacity_factor", what, float(dims.experts))]
 
     @classmethod
     def experts_per_token(cls, config: Any, experts: int) -> float:

@@ -7,8 +7,9 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import at_most, must_divide, take
 from xscale.nn.ffn.moe.router.balance import AuxLoss, BiasUpdate
-from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits, check_divides, check_top_k
+from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits, check_top_k
 from xscale.nn.ffn.moe.router.select import LinearScore, TopKConfig, combine_weights, gates_of, probabilities_of
 from xscale.nn.ffn.moe.routing import Routing
 from xscale.nn.tokens import Tokens
@@ -40,17 +41,17 @@ class GroupLimitedRouter(Router):
     def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
         problems = check_top_k(config.top_k, dims.experts, path)
         groups, limit = config.expert_groups, config.topk_groups
-        if uneven := check_divides("expert_groups", groups, dims.experts, path):
+        if uneven := must_divide(path, "expert_groups", groups, "experts", dims.experts):
             return [*problems, *uneven]
         if limit > groups:
             what = f"topk_groups={limit} exceeds expert_groups={groups}"
-            problems.append(Problem(f"{path}.topk_groups", what, f"Take 1 to {groups}."))
+            problems.append(at_most(f"{path}.topk_groups", what, groups))
         elif config.top_k > (most := limit * (dims.experts // groups)):
             what = f"top_k={config.top_k} exceeds the {most} experts of topk_groups={limit}"
-            problems.append(Problem(f"{path}.top_k", what, f"Take at most {most}, or larger topk_groups."))
+            problems.append(at_most(f"{path}.top_k", what, most, *take(groups, key=f"{path}.topk_groups")))
         if config.group_score == "top2" and dims.experts // groups < 2:
             what = "top2 needs two experts in each group, and there is one"
-            problems.append(Problem(f"{path}.group_score", what, "Take max, or fewer expert_groups."))
+            problems.append(Problem(f"{path}.group_score", what, "Or take fewer expert_groups.", choices=take("max")))
         return problems
 
     @classmethod

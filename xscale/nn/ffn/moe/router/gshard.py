@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import kinds, take
 from xscale.nn.ffn.moe.router.balance import AuxLoss
 from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits
 from xscale.nn.ffn.moe.router.select import LinearScore, select_topk
@@ -40,7 +41,11 @@ class GShardRouter(Router):
         if dims.experts >= 2:
             return []
         what = f"gshard sends a token to two experts, and experts={dims.experts}"
-        return [Problem(path, what, "Take 2 experts or more, or the router switch.")]
+        return [
+            Problem(
+                path, what, choices=take(2, key=f"{path.removesuffix('.router')}.experts") + kinds(["switch"], path)
+            )
+        ]
 
     @classmethod
     def experts_per_token(cls, config: Any, experts: int) -> float:

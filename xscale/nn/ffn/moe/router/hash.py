@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.requirements import must_divide, take
 from xscale.nn.ffn.moe.assignment import balanced_hash
-from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits, check_divides
+from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits
 from xscale.nn.ffn.moe.routing import Routing
 from xscale.nn.init import Init
 from xscale.nn.post_step import WeightWriter
@@ -76,11 +77,13 @@ class HashRouter(Router):
 
     @classmethod
     def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
-        problems = check_divides("hashes", config.hashes, dims.experts, path)
+        problems = must_divide(path, "hashes", config.hashes, "experts", dims.experts)
         frequencies = config.frequencies
         if frequencies is not None and config.function != "balanced":
             what = f"function={config.function} uses no frequencies"
-            problems.append(Problem(f"{path}.frequencies", what, "Take function: balanced, or leave them out."))
+            problems.append(
+                Problem(f"{path}.frequencies", what, choices=take(None) + take("balanced", key=f"{path}.function"))
+            )
         elif frequencies is not None and (len(frequencies) != dims.vocabulary or min(frequencies) < 0):
             what = f"{len(frequencies)} frequencies for a vocabulary of {dims.vocabulary}"
             problems.append(Problem(f"{path}.frequencies", what, "Give one number of 0 or more for each id."))

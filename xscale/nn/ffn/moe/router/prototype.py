@@ -10,8 +10,9 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import must_divide
 from xscale.nn.ffn.moe.router.balance import AuxLoss
-from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits, check_divides
+from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits
 from xscale.nn.ffn.moe.router.select import LinearScore, select_topk
 from xscale.nn.ffn.moe.routing import Routing
 from xscale.nn.tokens import Tokens
@@ -36,7 +37,7 @@ class PrototypeRouter(Router):
 
     @classmethod
     def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
-        return check_divides("prototypes", config.prototypes, dims.experts, path)
+        return must_divide(path, "prototypes", config.prototypes, "experts", dims.experts)
 
     @classmethod
     def experts_per_token(cls, config: Any, experts: int) -> float:

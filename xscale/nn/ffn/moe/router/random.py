@@ -7,6 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.ffn.moe.router.balance import AuxLoss, BiasUpdate
 from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits, check_top_k
 from xscale.nn.ffn.moe.router.select import LinearScore, TopKConfig, combine_weights, probabilities_of, select_topk
@@ -96,7 +97,7 @@ class RoundRobinRouter(Router):
         active = config.active_experts
         if active is not None and not config.top_k <= active <= dims.experts:
             what = f"active_experts={active} is not between top_k={config.top_k} and experts={dims.experts}"
-            problems.append(Problem(f"{path}.active_experts", what, f"Take {config.top_k} to {dims.experts}."))
+            problems.append(Problem(f"{path}.active_experts", what, choices=take(config.top_k, dims.experts, None)))
         return problems
 
     @classmethod
