@@ -2,7 +2,8 @@
 
 A *fact* is a function: its name is the fact's, its parameters name the facts that it is computed from. A *requirement*
 is one too, and returns a `Problem` for each contradiction, with the changes that would end it (`choices`). The facts
-that are given, the *roots*, are the sections of a recipe. `xscale.core.solver` tries the changes before it names them.
+that are given, the *roots*, are the sections of a recipe. `xscale.requirements.solver` tries the changes before it
+names them.
 """
 
 import inspect
@@ -36,31 +37,31 @@ def divisors(count: int) -> tuple[Choice, ...]:
     return take(*[degree for degree in range(1, count + 1) if count % degree == 0])
 
 
-def at_most(path: str, what: str, value: Any, *others: Choice) -> Problem:
+def at_most(path: str, what: str, value: Any, *alternatives: Choice) -> Problem:
     """Return the problem of a value at `path` that is too large; `value` is the largest that works."""
-    return Problem(path, what, "Lower values work too.", choices=take(value) + others)
+    return Problem(path, what, "Lower values work too.", choices=take(value) + alternatives)
 
 
-def at_least(path: str, what: str, value: Any, *others: Choice) -> Problem:
+def at_least(path: str, what: str, value: Any, *alternatives: Choice) -> Problem:
     """Return the problem of a value at `path` that is too small; `value` is the smallest that works."""
-    return Problem(path, what, "Higher values work too.", choices=take(value) + others)
+    return Problem(path, what, "Higher values work too.", choices=take(value) + alternatives)
 
 
 def must_divide(
-    path: str, key: str, value: int, whole: str, count: int, *others: Choice, least: int = 1
+    path: str, key: str, value: int, total: str, count: int, *alternatives: Choice, least: int = 1
 ) -> list[Problem]:
     """List why `key`, which is `value` at `path`, does not divide `count`.
 
-    `whole` is the key of the count, or a phrase with `{}` in its place. The choices are the divisors from `least` on,
-    the nearest first, and `others`.
+    `total` is the key of the count, or a phrase with `{}` in its place. The choices are the divisors from `least` on,
+    the nearest first, and `alternatives`.
     """
     if count % value == 0:
         return []
     fitting = [number for number in range(least, count + 1) if count % number == 0]
     near = sorted(fitting, key=lambda number: abs(number - value))[:NEAR]
-    named = whole.format(count) if "{}" in whole else f"{whole}={count}"
+    named = total.format(count) if "{}" in total else f"{total}={count}"
     what = f"{key}={value} does not divide {named}"
-    return [Problem(f"{path}.{key}", what, choices=take(*sorted(near)) + others)]
+    return [Problem(f"{path}.{key}", what, choices=take(*sorted(near)) + alternatives)]
 
 
 def multiples_near(value: int, factor: int) -> list[int]:

@@ -34,11 +34,11 @@ class SpanBoundary(Masked):
         """Longest span, in tokens; the model's boundary head has as many positions."""
 
     @classmethod
-    def max_span(cls, config: Any) -> int:
+    def max_span(cls, config: Config) -> int:
         return int(config.max_span)
 
     @classmethod
-    def check(cls, config: Any, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
+    def check(cls, config: Config, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
         problems = super().check(config, specials, length, path)
         if length < 3:
             what = f"a span and its two boundaries are three tokens, and a sample has {length}"

@@ -8,10 +8,10 @@ from xscale.core.compose import compose_mapping
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.requirements import SETTINGS, UNKNOWN, Facts, RequirementSet
-from xscale.core.solver import solve
 from xscale.core.yaml_writer import flow_text
 from xscale.mesh import axes
 from xscale.requirements import facts, frozen, layout, model, objective, optimizer, samples, training
+from xscale.requirements.solver import solve
 from xscale.settings.settings import Settings
 
 SettingsT = TypeVar("SettingsT", bound=Settings)

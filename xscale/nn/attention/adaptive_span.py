@@ -65,7 +65,7 @@ class AdaptiveSpan(Softmax):
         self.declare("span", (heads,), ("heads",), start, decays=False)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         longest = config.max_span or dims.length
         if config.initial_span > longest:

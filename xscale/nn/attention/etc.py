@@ -81,7 +81,7 @@ class Etc(Core):
         return cls.Config(global_tokens=6, radius=15, max_distance=4)
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         linked = {"labels": config.labels == "structure", "hard_g2l": config.hard_g2l, "hard_l2g": config.hard_l2g}
         fix = "Or give segment_length, or take the mixer etc with sentence_end."
         problems = super().check(config, dims, path)

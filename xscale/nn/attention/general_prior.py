@@ -12,7 +12,7 @@ that is the mixer `prior_only`. Without a generator (in the first block, where w
 
 import math
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -66,7 +66,7 @@ class GeneralPrior(ScoreCore):
         return cls.Config(previous=0.5)
 
     @classmethod
-    def reads_scores(cls, config: Any) -> bool:
+    def reads_scores(cls, config: Config) -> bool:
         return bool(config.previous)
 
     @property
@@ -74,13 +74,13 @@ class GeneralPrior(ScoreCore):
         return self.traits_of(self.config)
 
     @classmethod
-    def traits_of(cls, config: Any) -> CoreTraits:
+    def traits_of(cls, config: Config) -> CoreTraits:
         declared = CORES.get("general_prior").traits
         exact = config.merge == "add" and config.own == config.prior == 1 and not config.learned
         return replace(declared, exact=exact, previous_scores=bool(config.previous))
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         position = None if dims.cross else dims.position
         where = "none" if position is None else POSITIONS.of(position).traits.where

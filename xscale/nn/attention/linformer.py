@@ -77,11 +77,11 @@ class Linformer(Core):
             self.declare("f", shape, axes, start)
 
     @classmethod
-    def shares_layer_tables(cls, config: Any) -> bool:
+    def shares_layer_tables(cls, config: Config) -> bool:
         return bool(config.sharing == "layers")
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         if config.projection in ("mean", "max") and config.sharing != "heads":
             what = f"{config.projection} pooling has no weights to share, and sharing is '{config.sharing}'"

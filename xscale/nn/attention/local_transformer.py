@@ -9,7 +9,7 @@ given or predicted from the mean of the keys, D = I sigmoid(U_d^T tanh(W_d mean(
 """
 
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -61,7 +61,7 @@ class LocalTransformer(Softmax):
                 self.declare("window_hidden", shape, ("heads", "state", "state"), dims.init)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         if config.fixed_window is not None and config.window_from == "layer":
             what = f"the window is given, fixed_window={config.fixed_window}, so it is not predicted"

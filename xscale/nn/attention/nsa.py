@@ -86,7 +86,7 @@ class Nsa(Core):
         self.near = BlockSparse(BlockSparse.Config(pattern=band, block=config.selection_block), dims, heads, head_width)
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         stride, block = config.compression_stride, config.selection_block
         if block % stride:

@@ -55,7 +55,7 @@ class Nystrom(Core):
             self.declare("kernel", (heads, config.conv_kernel_size), ("heads", "state"), start)
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         if not config.conv_kernel_size:
             return problems

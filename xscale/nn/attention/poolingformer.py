@@ -84,7 +84,7 @@ class Poolingformer(Core):
             self.declare("pool_weights", shape, ("heads", "state", "state", "state"), start)
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         if config.pooled_window % config.stride:
             what = f"stride={config.stride} does not divide pooled_window={config.pooled_window}"

@@ -68,11 +68,11 @@ class Reformer(Core):
         self.seed = config.seed + dims.layer
 
     @classmethod
-    def shares_qk(cls, config: Any) -> bool:
+    def shares_qk(cls, config: Config) -> bool:
         return True
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         if config.scope != "chunk" or dims is None or not dims.causal or dims.cross:
             return []
         what = "chunk boundaries depend on later tokens, so scope 'chunk' is not causal"

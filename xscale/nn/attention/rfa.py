@@ -71,7 +71,7 @@ class Rfa(Core):
         return "gated states decay and cannot be summed; take gated=false" if self.config.gated else None
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         if not config.gated or (dims.causal and not dims.cross):
             return []
         return [Problem(f"{path}.gated", "the gate needs a causal model", choices=take(False))]

@@ -66,7 +66,7 @@ class SinkhornCore(Core):
         self.declare("second", (heads, head_width, blocks), ("heads", "state", "tokens"), start)
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         if config.sortcut_blocks is None or not dims.causal:
             return []
         what = "SortCut would show a causal model later blocks"

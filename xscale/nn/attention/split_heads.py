@@ -65,7 +65,7 @@ class SplitHeads(Core):
         return cls.Config(cores=(BlockSparse.Config(pattern=Window.Config(), block=16), Softmax.Config()))
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         problems = [
             problem
             for index, core in enumerate(config.cores)
@@ -83,7 +83,7 @@ class SplitHeads(Core):
         return problems
 
     @classmethod
-    def check_heads(cls, config: Any, heads: int, path: str) -> list[Problem]:
+    def check_heads(cls, config: Config, heads: int, path: str) -> list[Problem]:
         if config.shares is not None and len(config.shares) != len(config.cores):
             return []
         period = sum(_shares(config))
@@ -98,7 +98,7 @@ class SplitHeads(Core):
         ]
 
     @classmethod
-    def parts(cls, config: Any, path: str) -> list[tuple[Any, str]]:
+    def parts(cls, config: Config, path: str) -> list[tuple[Any, str]]:
         return [
             part
             for index, core in enumerate(config.cores)
@@ -106,7 +106,7 @@ class SplitHeads(Core):
         ]
 
     @classmethod
-    def shares_qk(cls, config: Any) -> bool:
+    def shares_qk(cls, config: Config) -> bool:
         return any(CORES.of(core).part.shares_qk(core) for core in config.cores)
 
     @property
@@ -118,7 +118,7 @@ class SplitHeads(Core):
         return self.traits_of(self.config)
 
     @classmethod
-    def traits_of(cls, config: Any) -> CoreTraits:
+    def traits_of(cls, config: Config) -> CoreTraits:
         traits: list[CoreTraits] = [CORES.of(core).part.traits_of(core) for core in config.cores]
         flags = {
             field.name: (any if field.name in ANY_CORE else all)(

@@ -71,7 +71,7 @@ class Yoso(Core):
             self.declare("convolution", (heads, config.convolution), ("heads", "state"), start)
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         if config.hashes and dims.causal and not dims.cross:
             what = "hash tables sum all keys of a bucket, also later ones, and this model is causal"

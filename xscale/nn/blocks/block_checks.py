@@ -30,8 +30,8 @@ def check_parallel(config: Any, path: str, *, cross: bool) -> list[Problem]:
         problems.append(("`sublayers` says an order", take(None, key=f"{path}.sublayers")))
     what = "'parallel' adds a mixer and an ffn to one input; {}"
     return [
-        Problem(f"{path}.residual", what.format(reason), choices=take("sequential") + others)
-        for reason, others in problems
+        Problem(f"{path}.residual", what.format(reason), choices=take("sequential") + alternatives)
+        for reason, alternatives in problems
     ]
 
 
@@ -73,6 +73,6 @@ def check_parallel_sublayer(config: Any, index: int, path: str) -> list[Problem]
         return [Problem(f"{path}.parallel", "the first sublayer has none before it", choices=take(False))]
     if config.placement in (*ENDS_IN_NORM, "none"):
         what = f"placement '{config.placement}' leaves no sum that both sublayers could be added to"
-        others = take(*ADDING, key=f"{path.rpartition('.sublayers.')[0]}.placement")
-        return [Problem(f"{path}.parallel", what, choices=take(False) + others)]
+        placements = take(*ADDING, key=f"{path.rpartition('.sublayers.')[0]}.placement")
+        return [Problem(f"{path}.parallel", what, choices=take(False) + placements)]
     return []

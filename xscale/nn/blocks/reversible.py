@@ -36,26 +36,31 @@ def check(config: Any, path: str) -> list[Problem]:
     if config.block.residual != "reversible":
         return []
     problems = []
-    one = take("sequential", key=f"{path}.block.residual")
+    sequential = take("sequential", key=f"{path}.block.residual")
     two = "reversible blocks have two residual streams"
     if config.block.placement in ("post", "admin", "none"):
         what = f"placement '{config.block.placement}' changes the residual stream, from which inputs are reconstructed"
-        problems.append(Problem(f"{path}.block.placement", what, choices=take(*ADDING) + one))
+        problems.append(Problem(f"{path}.block.placement", what, choices=take(*ADDING) + sequential))
     blocks = [config.block_config(layer) for layer in range(config.depth)]
     if any(sublayer.parallel for block in blocks for sublayer in block.listed()):
         what = f"{two}, and parallel sublayers add to one"
-        problems.append(Problem(f"{path}.block.sublayers", what, "Or take parallel=false.", choices=one))
+        problems.append(Problem(f"{path}.block.sublayers", what, "Or take parallel=false.", choices=sequential))
     if config.block.position is not None:
         what = f"{two}, and a block's position is added to one"
         problems.append(
-            Problem(f"{path}.block.position", what, "The model's position is added to both.", choices=take(None) + one)
+            Problem(
+                f"{path}.block.position",
+                what,
+                "The model's position is added to both.",
+                choices=take(None) + sequential,
+            )
         )
     if config.step_signal:
         what = f"{two}, and the signal of a step is added to one"
-        problems.append(Problem(f"{path}.step_signal", what, choices=take(False) + one))
+        problems.append(Problem(f"{path}.step_signal", what, choices=take(False) + sequential))
     if config.exits is not None:
         what = f"{two}, and an exit reads one"
-        problems.append(Problem(f"{path}.exits", what, choices=take(None) + one))
+        problems.append(Problem(f"{path}.exits", what, choices=take(None) + sequential))
     if config.halting is not None:
         what = f"{two}, and a token that halts has one output"
         problems.append(Problem(f"{path}.halting", what, "Take null, or block.residual=sequential."))

@@ -120,7 +120,7 @@ class Attention(AttentionHeads):
             )
 
     @classmethod
-    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path) + cls.check_heads(config, dims, path)
         groups = getattr(config, "kv_heads", None) or config.heads
         problems += must_divide(path, "kv_heads", groups, "heads", config.heads)
@@ -159,23 +159,25 @@ class Attention(AttentionHeads):
         return problems
 
     @classmethod
-    def check_second_projections(cls, config: Any, path: str, why: str, others: tuple[Choice, ...]) -> list[Problem]:
+    def check_second_projections(
+        cls, config: Any, path: str, why: str, alternatives: tuple[Choice, ...]
+    ) -> list[Problem]:
         """List the keys that a mixer with further projections of its own, or of global tokens, cannot have."""
         settings = (("kv_heads", (None, config.heads)), ("shared_qk", (None, False)), ("qk_norm", (None,)))
         return [
-            Problem(f"{path}.{key}", why, choices=take(None) + others)
+            Problem(f"{path}.{key}", why, choices=take(None) + alternatives)
             for key, allowed in settings
             if getattr(config, key) not in allowed
         ]
 
     @classmethod
-    def _shares_qk(cls, config: Config, dims: Dims) -> bool:
+    def _shares_qk(cls, config: Any, dims: Dims) -> bool:
         if config.shared_qk is not None:
             return config.shared_qk
         return not dims.cross and CORES.of(config.core).part.shares_qk(config.core)
 
     @classmethod
-    def _check_core(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
+    def _check_core(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
         entry = CORES.of(config.core)
         if cls.cores is not None and entry.name not in cls.cores:
             what = f"mixer '{cls.Config.kind}' cannot hold the core '{entry.name}'"

@@ -6,8 +6,6 @@ FFN_i(x) = max(0, x W_1,i + b_1,i) W_2,i + b_2,i. The block has no further feed-
 optimizer step kappa and alpha are projected onto the simplex.
 """
 
-from typing import Any
-
 from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
@@ -97,7 +95,7 @@ class BranchedAttention(Attention):
         self.branches = BranchFfns(config, dims)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         if config.output_bias:
             what = "a head's output enters its branch without a bias"

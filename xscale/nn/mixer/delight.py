@@ -159,7 +159,7 @@ class Delight(Attention):
         self.o = Linear(self.head_width, dims.width, ("width", "heads"), dims.residual_init, bias=config.bias)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = []
         if config.max_layers < config.min_layers:
             what = f"max_layers={config.max_layers} is below min_layers={config.min_layers}"

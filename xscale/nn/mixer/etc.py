@@ -81,7 +81,7 @@ class EtcAttention(Attention):
         return cls.Config(core=core, projections="pieces")
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         changes: dict[str, Any] = {"position": None}
         if config.sentence_end is not None and isinstance(config.core, Etc.Config):
             changes["core"] = config.core.model_copy(update={"segment_length": 1})

@@ -8,7 +8,7 @@ The encoder's branches have 4D and D/2 channels and its separable convolution D/
 linear map. The windows of a causal model end at the token, others are centred.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -188,7 +188,7 @@ class EvolvedBranches(Mixer):
         self.separable = Separable(config, dims)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         if dims.width % 2:
             what = f"a branch has half of the channels, and width={dims.width} is odd"

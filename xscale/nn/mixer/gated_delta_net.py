@@ -8,7 +8,7 @@ The decay clears the state of a head; the delta rule replaces what is stored at 
 value heads. The state of a value head is K x V. Training computes it by chunks (the operator `delta_rule`).
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch.nn.functional as F
 from pydantic import Field
@@ -76,7 +76,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.o = Linear(values, dims.width, ("width", "heads"), dims.residual_init)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path) + check_steps(config, path)
         key_heads = config.key_heads or config.heads
         return problems + must_divide(path, "key_heads", key_heads, "heads", config.heads, *take(None))

@@ -7,7 +7,7 @@ token, weight 1 on the next token, the previous one or the first of the document
 all periods that the token sees. Rows for which there is no such token are left out.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -67,7 +67,7 @@ class GuidedAttention(Attention):
         self.ids = {"delimiter": config.delimiter_ids, "period": config.period_ids}
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         if len(config.patterns) > config.heads:
             what = f"{len(config.patterns)} patterns are more than heads={config.heads}"
@@ -75,8 +75,8 @@ class GuidedAttention(Attention):
             problems.append(Problem(f"{path}.patterns", what, choices=fewer))
         if "next" in config.patterns and dims.causal:
             what = "'next' guides to later tokens, which a causal model hides"
-            others = [pattern for pattern in config.patterns if pattern != "next"]
-            problems.append(Problem(f"{path}.patterns", what, choices=take(others)))
+            earlier = [pattern for pattern in config.patterns if pattern != "next"]
+            problems.append(Problem(f"{path}.patterns", what, choices=take(earlier)))
         for pattern in ("delimiter", "period"):
             ids = getattr(config, f"{pattern}_ids")
             if pattern in config.patterns and not ids:

@@ -57,7 +57,7 @@ class HardCodedGaussian(ValueMixer):
             self.right = 0
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         for key, values in (("offsets", config.offsets or ()), ("sigmas", config.sigmas)):
             if len(values) > config.heads:

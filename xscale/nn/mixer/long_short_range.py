@@ -50,7 +50,7 @@ class LongShortRange(Mixer):
         self.short_range: Mixer = MIXERS.build(config.short_range, half)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         if dims.width % 2:
             what = f"width={dims.width} has no two halves"
@@ -67,7 +67,7 @@ class LongShortRange(Mixer):
         return problems
 
     @classmethod
-    def layer_tables(cls, config: Any, dims: Dims) -> list[tuple[Any, ...]]:
+    def layer_tables(cls, config: Config, dims: Dims) -> list[tuple[Any, ...]]:
         half = replace(dims, width=dims.width // 2)
         tables: list[tuple[Any, ...]] = MIXERS.of(config.long_range).part.layer_tables(config.long_range, half)
         return tables

@@ -5,7 +5,7 @@ and to the global tokens with Q, K, V. Q_g, K_g and V_g begin as copies of Q, K 
 """
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -66,7 +66,7 @@ class LongformerAttention(Attention):
         )
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config.model_copy(update={"position": None}), replace(dims, position=None), path)
         problems += cls._check_position_acts(config, dims, path)
         plain = take("attention", key=f"{path}.kind")

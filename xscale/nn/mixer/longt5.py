@@ -61,7 +61,7 @@ class TransientGlobalAttention(Attention):
         return cls.Config(core=LongT5.example())
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config.model_copy(update={"position": None}), replace(dims, position=None), path)
         return problems + cls._check_position_acts(config, dims, path)
 
@@ -72,7 +72,7 @@ class TransientGlobalAttention(Attention):
         return "acts on keys or their scores, and a block's key has no position of its own"
 
     @classmethod
-    def layer_tables(cls, config: Any, dims: Dims) -> list[tuple[Any, ...]]:
+    def layer_tables(cls, config: Config, dims: Dims) -> list[tuple[Any, ...]]:
         position = config.position or dims.position
         return [("longt5", config.heads, position)] if getattr(position, "shared", False) else []
 

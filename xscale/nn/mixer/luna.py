@@ -5,8 +5,6 @@ The packed sequence P stands before the text X: the model's `global_tokens`, whi
 and the block adds P to Y_P, X to Y_X, and norms them. The core `luna` has the causal form, with slots in each layer.
 """
 
-from typing import Any
-
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -71,7 +69,7 @@ class LunaAttention(Mixer):
         self.pack, self.unpack = (NestedAttention(dims, config.heads, head_width, config.bias) for _ in range(2))
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         problems += cls.check_heads(config, dims, path)
         return problems

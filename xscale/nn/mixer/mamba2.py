@@ -8,8 +8,6 @@ Heads are of x; B and C are shared by the heads of a group, as keys and queries 
 (section 7.2). The state of a head is N x P. Training computes it by chunks, as linear attention with decay does.
 """
 
-from typing import Any
-
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
@@ -90,11 +88,11 @@ class Mamba2(RecurrentMixer):
         self.o = Linear(inner, dims.width, ("width", "heads"), dims.residual_init, bias=bias)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path) + check_steps(config, path)
         if config.head_width is None:
-            given = take(max(2 * dims.width // config.heads, 1), key=f"{path}.head_width")
-            problems += must_divide(path, "heads", config.heads, "2 * width", 2 * dims.width, *given)
+            widths = take(max(2 * dims.width // config.heads, 1), key=f"{path}.head_width")
+            problems += must_divide(path, "heads", config.heads, "2 * width", 2 * dims.width, *widths)
         problems += must_divide(path, "groups", config.groups, "heads", config.heads)
         if config.min_rate > config.max_rate:
             what = f"{config.min_rate} is more than max_rate={config.max_rate}"

@@ -81,9 +81,9 @@ class Mixer(Part):
         """List why the heads do not make up the width, where their own width is not given."""
         if getattr(config, "head_width", None) is not None:
             return []
-        given = take(max(dims.width // config.heads, 1), key=f"{path}.head_width")
-        others = given if hasattr(config, "head_width") else ()
-        return must_divide(path, "heads", config.heads, "width", dims.width, *others)
+        widths = take(max(dims.width // config.heads, 1), key=f"{path}.head_width")
+        alternatives = widths if hasattr(config, "head_width") else ()
+        return must_divide(path, "heads", config.heads, "width", dims.width, *alternatives)
 
     @classmethod
     def why_not_position(cls, position: Any) -> str | None:
@@ -94,14 +94,14 @@ class Mixer(Part):
 
     @classmethod
     def _check_position_acts(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
-        own = getattr(config, "position", None)
-        position = own or dims.position
+        own_position = getattr(config, "position", None)
+        position = own_position or dims.position
         # Positions of two sequences are not comparable, so cross attention has no position encoding.
         if position is None or dims.cross or (why := cls.why_not_position(position)) is None:
             return []
-        where = "model.position" if own is None else f"{path}.position"
+        where = "model.position" if own_position is None else f"{path}.position"
         able = [entry.name for entry in POSITIONS if cls.why_not_position(entry.part.Config()) is None]
-        if own is not None:
+        if own_position is not None:
             able = [name for name in able if POSITIONS.get(name).traits.where != "input"]
         choices = kinds(able, where)
         if cls.holds_core:

@@ -6,7 +6,7 @@
 The rotated part of the keys is the same for all heads. Generation caches c and rope(W_kr h), of all heads together.
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +71,7 @@ class Mla(Attention):
         ("scores",), "reads whole queries, of which `mla` gives a position rope_width channels"
     )
 
-    def __init__(self, config: Any, dims: Dims) -> None:
+    def __init__(self, config: Config, dims: Dims) -> None:
         super(Attention, self).__init__()
         heads, latent_width = config.heads, config.kv_latent_width
         self.plain_width = config.head_width or dims.width // heads
@@ -100,7 +100,7 @@ class Mla(Attention):
         self.build_position(config.position or dims.position, dims, heads, config.rope_width)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         widest = (config.head_width or dims.width // config.heads) + config.rope_width
         if config.value_width is not None and config.value_width > widest:

@@ -9,7 +9,7 @@ parallelism has whole turns, and so heads of both groups.
 """
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -100,7 +100,7 @@ class NarrowAndLocal(Attention):
         return cls.Config(heads=4, narrow_width=3)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         width = config.head_width or dims.width // config.heads
         if config.narrow_width >= width:
@@ -116,7 +116,7 @@ class NarrowAndLocal(Attention):
         return problems
 
     @classmethod
-    def _check_core(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def _check_core(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         position = config.position or dims.position
         if position is not None and cls.why_not_position(position) is not None:
             # It is refused by itself, whatever the cores can do.

@@ -14,7 +14,7 @@ and b at 1, so that the block starts as a feed-forward network. It is a whole la
 Shorter sequences than N use the first rows and columns; longer ones fail.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,7 @@ class PositionalMixer(Mixer):
     length: int
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         if config.length in (None, dims.length):
             return problems

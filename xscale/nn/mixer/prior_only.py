@@ -5,7 +5,7 @@
 B [H, T, S] is the bias that a position would add to the scores, by distance or by positions.
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -41,7 +41,7 @@ class PriorOnly(ValueMixer):
         self.generator: Position = POSITIONS.build(config.generator, dims, config.heads, self.head_width)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         entry = POSITIONS.of(config.generator)
         if entry.traits.where != "bias":

@@ -11,7 +11,7 @@ squash(s) = |s|^2 / (1 + |s|^2) s / |s|. Both repeat their steps a few times, fo
 """
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -66,7 +66,7 @@ class RoutingAggregation(Attention):
             self.declare("beta_u", (capsules,), ("state",), ZEROS, decays=False)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         inner = config.heads * (config.head_width or dims.width // config.heads)
         if config.capsules is not None:

@@ -13,7 +13,6 @@ computes it by chunks (`attention.ops.generalized_delta_rule`).
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -100,7 +99,7 @@ class Rwkv7(RecurrentMixer):
         self.o = Linear(width, width, ("width", "heads"), ZEROS)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         return super().check(config, dims, path) + cls.check_heads(config, dims, path)
 
     @property
@@ -108,7 +107,7 @@ class Rwkv7(RecurrentMixer):
         return self.value_latent_width is not None
 
     @classmethod
-    def values_key(cls, config: Any) -> str | None:
+    def values_key(cls, config: Config) -> str | None:
         return None if config.value_latent_width is None else "value_latent_width"
 
     def mix_first_values(self) -> None:

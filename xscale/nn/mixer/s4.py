@@ -322,7 +322,7 @@ class S4(Mixer):
         self.o = Linear(dims.width, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         if config.length is not None and config.length < dims.length:
             what = f"the kernel has {config.length} tokens, and a sequence has {dims.length}"

@@ -185,7 +185,7 @@ class SparseQkv(Attention):
         self.build_position(config.position or dims.position, dims, heads, self.head_width)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         if config.modules is not None:
             problems += must_divide(path, "modules", config.modules, "width", dims.width)

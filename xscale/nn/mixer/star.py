@@ -5,8 +5,6 @@ With the input e, h = e and s = mean(e) at first, each step computes, with the s
     s <- LN(ReLU(MultiAtt(s, [s; h]))), with the new h.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -86,7 +84,7 @@ class StarTransformerLayers(Mixer):
             self.relay = StarAttention(dims, config.heads, head_width)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         problems += cls.check_heads(config, dims, path)
         return problems

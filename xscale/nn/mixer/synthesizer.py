@@ -10,7 +10,7 @@ W_1 has the hidden width K in each head, so that all heads together have the pap
 D (a + b) when factorised. Rows and columns of S are positions in the document, from 0. Longer sequences than N fail.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch.nn.functional as F
 from pydantic import Field
@@ -124,7 +124,7 @@ class Synthesizer(ValueMixer):
                 self.get_parameter(name).requires_grad_(False)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         if config.length is not None and config.length < dims.length:
             what = f"{config.length} positions have scores, and a sequence has {dims.length} tokens"

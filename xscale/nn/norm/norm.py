@@ -226,7 +226,7 @@ class BatchNorm(BatchStatisticsNorm):
         self.declare_running("variance", width, ones=True)
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         if not dims.causal:
             return []
         what = "'batch' normalises by all tokens of the batch in training, later ones too, and this model is causal"
@@ -326,7 +326,7 @@ class PowerNorm(BatchStatisticsNorm):
         self.declare_running("steps", width, ones=False)
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         if config.groups == 0:
             return []
         return must_divide(path, "groups", config.groups, "width", dims.width, *take(0))

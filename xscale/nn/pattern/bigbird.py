@@ -41,7 +41,7 @@ class BigBirdPattern(Pattern):
         """Seed of the random blocks."""
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         problems = check_window(config.window, f"{path}.window")
         if config.global_blocks_at_end and dims is not None and dims.causal and not dims.cross:
             what = "a causal model cannot attend to blocks at the end of the sequence"

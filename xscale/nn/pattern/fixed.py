@@ -43,7 +43,7 @@ class Fixed(Pattern):
         """merged: each head sees spans and global blocks; split: even heads the spans, odd ones the global blocks."""
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         problems = []
         if config.global_blocks * config.global_patterns > config.local_blocks:
             what = (

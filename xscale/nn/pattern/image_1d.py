@@ -80,7 +80,7 @@ class Image2d(Pattern):
         """Rows of memory above it."""
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         return must_divide(path, "query_width", config.query_width, "width", config.width)
 
     def make_layout(self, grid: Grid) -> Layout:

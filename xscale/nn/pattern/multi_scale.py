@@ -42,7 +42,7 @@ class MultiScale(Pattern):
         """How much lower layers prefer small scales; with 0 all layers have as many heads of each scale."""
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         ascending = sorted(set(config.scales))
         if list(config.scales) == ascending:
             return []

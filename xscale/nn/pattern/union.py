@@ -28,12 +28,12 @@ class UnionPattern(Pattern):
         )
         """Patterns of which any may show a key."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.patterns: list[Pattern] = [PATTERNS.build(pattern) for pattern in config.patterns]
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         return check_patterns(config.patterns, dims, path)
 
     @property
@@ -83,12 +83,12 @@ class IntersectionPattern(Pattern):
         )
         """Patterns that must all show a key."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.patterns: list[Pattern] = [PATTERNS.build(pattern) for pattern in config.patterns]
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         return check_patterns(config.patterns, dims, path)
 
     @property

@@ -42,7 +42,7 @@ class Variable(Pattern):
         """Whether global blocks also see all blocks; bidirectional models only."""
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         problems = []
         ends = config.global_block_end_indices
         if ends is not None and (

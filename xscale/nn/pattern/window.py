@@ -23,7 +23,7 @@ class Window(Pattern):
         """Blocks in the window, an odd number with the query's own in the middle; causal models see the left half."""
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         return check_window(config.window, f"{path}.window")
 
     def make_layout(self, grid: Grid) -> Layout:
@@ -105,7 +105,7 @@ class Dilated(Pattern):
         """Number of dilated heads, counted from the first; the others have a plain window. null: all heads."""
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         return check_window(config.window, f"{path}.window")
 
     @property

@@ -30,7 +30,7 @@ class GroupLimitedRouter(Router):
         group_score: Literal["max", "top2"] = "max"
         """Score of a group: its best gate (DeepSeek-V2), or the sum of its two best (DeepSeek-V3)."""
 
-    def __init__(self, config: Any, dims: RouterDims) -> None:
+    def __init__(self, config: Config, dims: RouterDims) -> None:
         super().__init__()
         self.config: Any = config
         self.score = LinearScore(self, config, dims)
@@ -38,7 +38,7 @@ class GroupLimitedRouter(Router):
         self.bias_update = BiasUpdate(self, config, dims)
 
     @classmethod
-    def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: RouterDims, path: str) -> list[Problem]:
         problems = check_top_k(config.top_k, dims.experts, path)
         groups, limit = config.expert_groups, config.topk_groups
         if uneven := must_divide(path, "expert_groups", groups, "experts", dims.experts):
@@ -55,7 +55,7 @@ class GroupLimitedRouter(Router):
         return problems
 
     @classmethod
-    def experts_per_token(cls, config: Any, experts: int) -> float:
+    def experts_per_token(cls, config: Config, experts: int) -> float:
         return float(config.top_k)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:

@@ -30,14 +30,14 @@ class GShardRouter(Router):
         second_expert_policy: Literal["random", "all"] = "random"
         """random: training uses the second expert with probability min(1, 2 g2); all: always, as evaluation does."""
 
-    def __init__(self, config: Any, dims: RouterDims) -> None:
+    def __init__(self, config: Config, dims: RouterDims) -> None:
         super().__init__()
         self.config: Any = config
         self.score = LinearScore(self, config, dims)
         self.balance = AuxLoss(self, config, dims)
 
     @classmethod
-    def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: RouterDims, path: str) -> list[Problem]:
         if dims.experts >= 2:
             return []
         what = f"gshard sends a token to two experts, and experts={dims.experts}"
@@ -48,7 +48,7 @@ class GShardRouter(Router):
         ]
 
     @classmethod
-    def experts_per_token(cls, config: Any, experts: int) -> float:
+    def experts_per_token(cls, config: Config, experts: int) -> float:
         return 2.0
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:

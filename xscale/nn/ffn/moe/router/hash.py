@@ -51,7 +51,7 @@ class HashRouter(Router):
         """Frequency of each id in the data, for function = balanced; null: the run counts the ids of its training data
         before its first step."""
 
-    def __init__(self, config: Any, dims: RouterDims) -> None:
+    def __init__(self, config: Config, dims: RouterDims) -> None:
         super().__init__()
         self.config: Any = config
         self.experts = dims.experts
@@ -64,7 +64,7 @@ class HashRouter(Router):
             shape = (config.hashes, dims.vocabulary)
             self.declare("table", shape, ("state", "state"), Init("constant", value=-1.0), decays=False)
             self.table.requires_grad_(False)
-        elif config.function == "balanced":
+        elif config.function == "balanced" and config.frequencies is not None:
             self.fixed_table = self._table(config.frequencies)
 
     def _table(self, frequencies: Sequence[float]) -> Tensor:
@@ -76,7 +76,7 @@ class HashRouter(Router):
         weights.write(self.table, self._table(counts))
 
     @classmethod
-    def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: RouterDims, path: str) -> list[Problem]:
         problems = must_divide(path, "hashes", config.hashes, "experts", dims.experts)
         frequencies = config.frequencies
         if frequencies is not None and config.function != "balanced":
@@ -90,7 +90,7 @@ class HashRouter(Router):
         return problems
 
     @classmethod
-    def experts_per_token(cls, config: Any, experts: int) -> float:
+    def experts_per_token(cls, config: Config, experts: int) -> float:
         return float(config.hashes)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:

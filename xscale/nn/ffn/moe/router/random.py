@@ -39,17 +39,17 @@ class RandomRouter(Router):
         top_k: int = Field(default=2, ge=1)
         """Experts of each token."""
 
-    def __init__(self, config: Any, dims: RouterDims) -> None:
+    def __init__(self, config: Config, dims: RouterDims) -> None:
         super().__init__()
         self.top_k = config.top_k
         self.experts = dims.experts
 
     @classmethod
-    def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: RouterDims, path: str) -> list[Problem]:
         return check_top_k(config.top_k, dims.experts, path)
 
     @classmethod
-    def experts_per_token(cls, config: Any, experts: int) -> float:
+    def experts_per_token(cls, config: Config, experts: int) -> float:
         return float(config.top_k)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
@@ -84,7 +84,7 @@ class RoundRobinRouter(Router):
         aux_loss_weight: float = Field(default=0.0, ge=0)
         """Weight of the load-balancing loss."""
 
-    def __init__(self, config: Any, dims: RouterDims) -> None:
+    def __init__(self, config: Config, dims: RouterDims) -> None:
         super().__init__()
         self.config: Any = config
         self.score = LinearScore(self, config, dims)
@@ -92,7 +92,7 @@ class RoundRobinRouter(Router):
         self.bias_update = BiasUpdate(self, config, dims)
 
     @classmethod
-    def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: RouterDims, path: str) -> list[Problem]:
         problems = check_top_k(config.top_k, dims.experts, path)
         active = config.active_experts
         if active is not None and not config.top_k <= active <= dims.experts:
@@ -101,7 +101,7 @@ class RoundRobinRouter(Router):
         return problems
 
     @classmethod
-    def experts_per_token(cls, config: Any, experts: int) -> float:
+    def experts_per_token(cls, config: Config, experts: int) -> float:
         return float(config.top_k)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:

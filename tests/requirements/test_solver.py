@@ -7,7 +7,7 @@ import pytest
 
 from xscale.core.errors import Problem
 from xscale.core.requirements import UNKNOWN, Facts, KeyNeed, RequirementSet, change, reads, take
-from xscale.core.solver import NOTHING, solve
+from xscale.requirements.solver import NOTHING, solve
 
 ROOTS = ("settings", "order", "mask", "width", "heads")
 GIVEN: dict[str, Any] = {"order": "causal", "mask": True, "width": 6, "heads": 4, "settings": None}
