@@ -15,6 +15,8 @@ __all__ = [
     "calls_directly",
     "cpu_flash_attention",
     "cpu_flash_attention_backward",
+    "flash_varlen",
+    "flash_varlen_backward",
     "foreach_add_",
     "foreach_addcdiv_",
     "foreach_addcmul_",
@@ -61,6 +63,43 @@ def calls_directly(x: torch.Tensor) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch.compiler.is_compiling()
     )
+
+
+def flash_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, longest: int, window: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlashAttention on a GPU in documents cut at `offsets` [N + 1]: q [T, H, K], k and v [T, G, K] -> output and the
+    log-sum-exp of the scores [H, T]. A query sees `window` tokens before and behind it; -1: all."""
+    left, right = window
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *(q, k, v, offsets, offsets, longest, longest, 0.0, False, False),
+        window_size_left=left,
+        window_size_right=right,
+    )
+    return out, lse
+
+
+def flash_varlen_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    offsets: torch.Tensor,
+    longest: int,
+    window: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v of `flash_varlen`."""
+    # Without dropout the state of the generator is not read.
+    rng_state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    left, right = window
+    to_q, to_k, to_v = torch.ops.aten._flash_attention_backward(
+        *(dout, q, k, v, out, lse, offsets, offsets, longest, longest, 0.0, False, rng_state, unused),
+        window_size_left=left,
+        window_size_right=right,
+    )
+    return to_q, to_k, to_v
 
 
 def cpu_flash_attention(

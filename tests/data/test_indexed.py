@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xscale.core.errors import ConfigError
+from xscale.data import indexed
 from xscale.data.indexed import HEADER, IndexedDataset, IndexedWriter, index_bytes, suffixed, token_type
 
 DOCUMENTS = [[1, 2, 3], [4], [65499, 0, 7, 7]]
@@ -131,3 +134,81 @@ def test_negative_lengths_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(bytes(12))
     with pytest.raises(ConfigError, match="a sequence has a negative length"):
         IndexedDataset(tmp_path / "a")
+
+
+LARGE = """
+import resource, sys
+from pathlib import Path
+from types import SimpleNamespace
+import numpy as np
+from xscale.data.corpus.prepared import Split
+from xscale.data.indexed import IndexedDataset
+from xscale.data.samples.packed import PackedDataset
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+data = PackedDataset(Split("train", IndexedDataset(Path(sys.argv[1])), 0, 100_000_000), 8)
+tokens, documents = data.chunk(1)
+kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+print(kilobytes, len(data.split.indexed), tokens.tolist(), documents.tolist())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is read from Linux's /proc")
+def test_an_index_of_a_hundred_million_documents_takes_no_memory(tmp_path: Path) -> None:
+    """Opened, and a sample read, by a process of its own: it maps the index, most of which here are holes in a file."""
+    documents, tokens = 100_000_000, 24
+    prefix = tmp_path / "large"
+    np.arange(tokens, dtype=np.uint16).tofile(suffixed(prefix, ".bin"))
+    with suffixed(prefix, ".idx").open("wb") as stream:
+        stream.write(HEADER.pack(b"MMIDIDX\x00\x00", 1, 8, documents, documents + 1))
+        # All documents are empty but for the last two, of 12 tokens each.
+        stream.seek(HEADER.size + 4 * (documents - 2))
+        stream.write(np.array([12, 12], "<i4").tobytes())
+        stream.seek(8 * (documents - 1), os.SEEK_CUR)
+        stream.write(np.array([24], "<i8").tobytes())
+        # A document's first sequence has its number; those before begin at token 0, whatever their number.
+        last = np.arange(documents - 4096, documents + 1, dtype="<i8")
+        stream.seek(HEADER.size + 12 * documents + 8 * (documents - 4096))
+        stream.write(last.tobytes())
+    ran = subprocess.run(
+        [sys.executable, "-c", LARGE, str(prefix)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    kilobytes, rest = ran.stdout.split(" ", 1)
+    assert rest.strip() == f"{documents} {[*range(8, 17)]} {[0] * 4 + [1] * 5}"
+    assert int(kilobytes) < 50_000
+
+
+def test_damage_within_a_large_index_is_found_when_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a small index with the same damage is refused when it is opened."""
+    prefix = tmp_path / "a"
+    write(prefix, [[number] * 3 for number in range(40)])
+    with suffixed(prefix, ".idx").open("r+b") as stream:
+        stream.seek(HEADER.size + 4 * 40 + 8 * 20)
+        stream.write(np.array([-6], "<i8").tobytes())
+    with pytest.raises(ConfigError, match="the sequences are not contiguous"):
+        IndexedDataset(prefix)
+    for name, value in (("SMALL_INDEX", 10), ("WINDOWS", 2), ("WINDOW", 4)):
+        monkeypatch.setattr(indexed, name, value)
+    opened = IndexedDataset(prefix)
+    assert opened.document(3).tolist() == [3] * 3
+    with pytest.raises(ConfigError, match="the sequences are not contiguous"):
+        opened.document(20)
+    with pytest.raises(ConfigError, match="the sequences are not contiguous"):
+        opened.document(19)
+
+
+def test_starts_are_read_as_an_array_is(tmp_path: Path) -> None:
+    write(tmp_path / "a", [[1, 2, 3], [], [4], [5, 6]])
+    opened = IndexedDataset(tmp_path / "a")
+    starts = np.array([0, 3, 3, 4, 6])
+    for found in (opened.starts, opened.sequence_starts):
+        assert len(found) == len(starts)
+        assert np.array_equal(found, starts)
+        for key in (slice(1, 3), slice(None, -1, 2), slice(4, None), slice(3, 3), np.array([4, 0]), [1, 3]):
+            assert np.array_equal(found[key], starts[key])
+        assert [found[index] for index in (0, -1, 2)] == [0, 6, 3]
+        with pytest.raises(IndexError):
+            found[5]
+        for token in range(8):
+            for side in ("left", "right"):
+                assert found.search(token, side) == np.searchsorted(starts, token, side)

@@ -101,10 +101,8 @@ MODELS: dict[str, Sections] = {
         "split_heads", cores=({"kind": "softmax"}, {"kind": "prior_scores"})
     ),
     "a pattern that is not causal": core("block_sparse", pattern={"kind": "star"}),
-    "parallel sublayers that normalise the sum": decoder(residual="parallel", placement="post"),
-    "parallel sublayers in an order": decoder(
-        residual="parallel", sublayers=({"part": "mixer"}, {"part": "ffn"}), placement="pre"
-    ),
+    "parallel sublayers of no ffn": decoder(residual="parallel", ffn={"kind": "none"}),
+    "parallel sublayers in an order": decoder(residual="parallel", sublayers=({"part": "mixer"}, {"part": "ffn"})),
     "a cross sublayer without a source": decoder(sublayers=({"part": "mixer"}, {"part": "cross"}, {"part": "ffn"})),
     "an ffn of a mixer": decoder(
         sublayers=({"part": "mixer", "ffn": {"kind": "dense", "hidden": 16}}, {"part": "ffn"})
@@ -114,7 +112,7 @@ MODELS: dict[str, Sections] = {
     "a first sublayer in parallel": decoder(sublayers=({"part": "mixer", "parallel": True}, {"part": "ffn"})),
     "no block that mixes": decoder(sublayers=({"part": "ffn"},)),
     "a rule outside of its period": decoder({"rules": ({"every": 2, "at": 2},)}),
-    "a sum in two streams": decoder(residual="reversible", placement="post"),
+    "a signal of one stream": decoder({"step_signal": True}, residual="reversible"),
     "a position of one stream": decoder(residual="reversible", position={"kind": "learned"}),
     "a position of a block in attention": decoder(position=ROPE),
     "an odd width of waves": of(mixer(heads=1), width=33, position={"kind": "sinusoidal"}),

@@ -33,7 +33,10 @@ def during_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[],
 REPORTED = {"observe": {"report": True, "tensorboard": True, "progress": False}}
 
 
-@pytest.mark.parametrize("how", ["deleted", "moved", "replaced"])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("how", ["deleted", pytest.param("moved", marks=LONG), pytest.param("replaced", marks=LONG)])
 def test_a_folder_that_vanishes_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
 
@@ -108,6 +111,7 @@ IGNORED: list[tuple[dict[str, Any], str]] = [
 """Changes of a finished run, and what is said of them."""
 
 
+@pytest.mark.long
 def test_a_finished_run_writes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     finished = recipe(tmp_path, train={"steps": 2}, **REPORTED)
     assert run(finished) == EXIT_DONE
@@ -133,6 +137,7 @@ def test_a_finished_run_writes_nothing(tmp_path: Path, capfd: pytest.CaptureFixt
     assert [line["step"] for line in metrics(tmp_path) if "loss" in line] == [1, 2, 3]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("removed", ["nothing", "config.yaml"])
 def test_a_run_that_resumes_says_what_changed(tmp_path: Path, removed: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(recipe(tmp_path, train={**SIZES, "stop_after": 2}, optimizer={"kind": "adamw", "lr": 1e-3})) == (

@@ -40,17 +40,17 @@ PACKED: Section = {"data": {"cross_documents": True}}
 CONSTANT: Section = {"schedule": {"kind": "constant"}}
 PAIRS: Section = {"train": {"micro_batch_size": 2}}
 PLACES: dict[str, Section] = {
-    "residual gains": {"model": model(placement="admin")},
+    "residual gains": {"model": model(residual="admin")},
     "a router's bias": {"model": mixture(bias_update_rate=0.1)},
     "a router's load": {"model": mixture(balance_over="global_batch", aux_loss_weight=0.1)},
     "centroids": {"model": model(ROUTED), **PACKED},
     "a memory of clusters": {"model": model(CLUSTERED, "encoder"), **ENCODED, **PACKED},
     "batch norm": {
-        "model": model(kind="encoder", norm={"kind": "batch"}, placement="post", dropout=0.0),
+        "model": model(kind="encoder", norm={"kind": "batch"}, residual="post", dropout=0.0),
         **ENCODED,
         **PAIRS,
     },
-    "power norm": {"model": model(kind="encoder", norm={"kind": "power"}, placement="post"), **ENCODED},
+    "power norm": {"model": model(kind="encoder", norm={"kind": "power"}, residual="post"), **ENCODED},
     "a simplex": {"model": model({"kind": "branched_attention"})},
     "moving average": {"model": model(), "train": {"ema_decay": 0.5}},
     "average of the optimizer": {"model": model(), "optimizer": {"kind": "schedule_free_adamw"}, **CONSTANT},

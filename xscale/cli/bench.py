@@ -4,15 +4,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from xscale.cli.complete import complete_recipe
+from xscale.cli.group import Group
 from xscale.cli.options import CommandWithSettings, ConfigFile, Json, Overrides, Record, read_config, readable
 from xscale.cli.paths import path
 from xscale.core.errors import ConfigError
 
 
-class BenchGroup(TyperGroup):
+class BenchGroup(Group):
     """A command group in which an operator's name is a command too, resolved only if no other command matches."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from xscale.cli.complete import complete_recipe, complete_run
+from xscale.cli.group import Group
 from xscale.cli.options import (
     CheckpointFolder,
     CommandWithSettings,
@@ -18,13 +19,15 @@ from xscale.cli.options import (
     TensorPrefix,
     checkpoint_to_read,
     checkpoints_in,
+    rank_0_alone,
     readable,
 )
 from xscale.cli.paths import path
 
 checkpoint_app = typer.Typer(
-    help="Inspect, verify, compare, prune, export and import checkpoints.", no_args_is_help=True
+    cls=Group, help="Inspect, verify, compare, prune, export and import checkpoints.", no_args_is_help=True
 )
+checkpoint_app.callback()(rank_0_alone)
 Tolerance = Annotated[
     float, typer.Option("--bar", "--tolerance", help="Largest logit difference accepted between the two models.")
 ]

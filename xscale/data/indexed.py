@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from xscale.core.errors import ConfigError
 from xscale.core.files.atomic_write import atomic_write, reporting_full_disk, write_atomically
 from xscale.core.files.file_safety import is_regular, open_regular
+from xscale.data.token_starts import DocumentStarts, TokenStarts, not_contiguous
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -123,6 +124,29 @@ def index_bytes(lengths: NDArray[np.int32], dtype: Any, counts: NDArray[np.int64
     return header + lengths.astype("<i4").tobytes() + offsets.astype("<i8").tobytes() + bounds.astype("<i8").tobytes()
 
 
+SMALL_INDEX = 1 << 20
+"""Entries of an index that is checked whole when it is opened; of a larger one `WINDOWS` evenly spaced parts are."""
+WINDOWS, WINDOW = 64, 4096
+
+
+def checked_windows(entries: int) -> list[slice]:
+    """Return the parts of so many entries that are checked when an index is opened, the first and the last among them.
+
+    Every process of a job opens the index, and all of it may be gigabytes.
+    """
+    if entries <= SMALL_INDEX:
+        return [slice(0, entries)]
+    starts = np.linspace(0, entries - WINDOW, WINDOWS).astype(np.int64).tolist()
+    return [slice(start, start + WINDOW) for start in starts]
+
+
+def _total(dtype: np.dtype[Any], lengths: NDArray[Any], offsets: NDArray[Any]) -> int:
+    """Tokens of all sequences; of a large index by the end of the last one."""
+    if len(lengths) <= SMALL_INDEX:
+        return int(lengths.sum(dtype=np.int64))
+    return int(offsets[-1]) // dtype.itemsize + int(lengths[-1])
+
+
 class IndexedDataset:
     """A pair, memory-mapped: concatenated `tokens` [N], and where in them the documents and their sequences start."""
 
@@ -130,21 +154,14 @@ class IndexedDataset:
         self.prefix = prefix
         self.bin, self.idx = suffixed(prefix, ".bin"), suffixed(prefix, ".idx")
         dtype, lengths, offsets, bounds = self._index()
-        total = int(lengths.sum(dtype=np.int64))
+        total = _total(dtype, lengths, offsets)
         self._check_sizes(dtype, total)
-        if np.any(lengths < 0):
-            raise ConfigError(str(self.idx), "a sequence has a negative length", "It is damaged: write the pair again.")
-        ends = np.zeros(len(lengths) + 1, dtype=np.int64)
-        np.cumsum(lengths, dtype=np.int64, out=ends[1:])
-        if not np.array_equal(ends[:-1] * dtype.itemsize, offsets):
-            raise ConfigError(str(self.idx), "the sequences are not contiguous", "Write the pair again, without gaps.")
-        if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != len(lengths) or np.any(np.diff(bounds) < 0):
-            raise ConfigError(str(self.idx), "the document bounds do not cover the sequences", "Write the pair again.")
-        self.sequence_starts: NDArray[np.int64] = ends
+        self._check_order(dtype, lengths, offsets, bounds)
+        self.sequence_starts = TokenStarts(self.idx, offsets, dtype.itemsize, total)
         """[sequences + 1], with the end."""
         self.bounds: NDArray[np.int64] = bounds
         """Number of each document's first sequence [documents + 1], with the number of sequences."""
-        self.starts: NDArray[np.int64] = ends[bounds]
+        self.starts = DocumentStarts(self.sequence_starts, bounds)
         """[documents + 1], with the end."""
         self.tokens: NDArray[Any] = np.memmap(self.bin, dtype=dtype, mode="r") if total else np.zeros(0, dtype)
 
@@ -178,6 +195,26 @@ class IndexedDataset:
             np.frombuffer(data, "<i8", bounds, third),
         )
 
+    def _check_order(
+        self, dtype: np.dtype[Any], lengths: NDArray[Any], offsets: NDArray[Any], bounds: NDArray[Any]
+    ) -> None:
+        """Raise ConfigError unless sequences and documents follow each other; of a large index in `checked_windows`.
+
+        What is read outside of these is checked when it is read.
+        """
+        for window in checked_windows(len(lengths)):
+            if np.any(lengths[window] < 0):
+                what = "a sequence has a negative length"
+                raise ConfigError(str(self.idx), what, "It is damaged: write the pair again.")
+            before = offsets[window]
+            ends = before[:-1] + lengths[window][:-1].astype(np.int64) * dtype.itemsize
+            first = 0 if window.start == 0 else before[:1]
+            if np.any(before[:1] != first) or not np.array_equal(ends, before[1:]):
+                raise not_contiguous(self.idx)
+        ordered = all(not np.any(np.diff(bounds[window]) < 0) for window in checked_windows(len(bounds)))
+        if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != len(lengths) or not ordered:
+            raise ConfigError(str(self.idx), "the document bounds do not cover the sequences", "Write the pair again.")
+
     def _check_sizes(self, dtype: np.dtype[Any], total: int) -> None:
         try:
             size = self.bin.stat().st_size
@@ -199,5 +236,6 @@ class IndexedDataset:
         return len(self.starts) - 1
 
     def document(self, index: int) -> NDArray[Any]:
-        """Return the tokens of one document."""
-        return self.tokens[self.starts[index] : self.starts[index + 1]]
+        """Return the tokens of one document; ConfigError where the index does not say where it is."""
+        begin, end = self.starts[np.array([index, index + 1])]
+        return self.tokens[begin:end]

@@ -59,6 +59,12 @@ def read_rank_info() -> RankInfo:
     return RankInfo(rank, world, local_rank, local_world)
 
 
+def leave_other_ranks() -> None:
+    """Make this process one alone, for what it starts and reads too, where it was started as one of several."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+
+
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 10
 
@@ -90,10 +96,19 @@ def check_rendezvous(world: int) -> None:
         raise ConfigError(problems)
 
 
+def is_in_terminal_of_srun() -> bool:
+    """Whether `srun --pty` gave this rank its terminal: to the command itself, or to a shell that is one task alone."""
+    return _is_task_of_slurm() and "SLURM_PTY_PORT" in os.environ
+
+
+def _is_task_of_slurm() -> bool:
+    return "SLURM_STEP_NUM_TASKS" in os.environ and os.environ.get("SLURM_PROCID") == os.environ.get("RANK")
+
+
 def why_ranks_are_missing(world: int) -> str:
     """Say what started this process as one of `world` ranks, and what to do where nothing starts the others."""
-    if "SLURM_STEP_NUM_TASKS" in os.environ and os.environ.get("SLURM_PROCID") == os.environ.get("RANK"):
-        shell = "an interactive shell (srun --pty)" if "SLURM_PTY_PORT" in os.environ else "a Slurm step"
+    if _is_task_of_slurm():
+        shell = "an interactive shell (srun --pty)" if is_in_terminal_of_srun() else "a Slurm step"
         return (
             f"This is task {os.environ['SLURM_PROCID']} of {shell} of {world} tasks, which all have to start this "
             "command: use srun without --pty. For one process alone: env -u SLURM_STEP_NUM_TASKS xscale ..."

@@ -5,6 +5,7 @@ xscale names a private module or function of torch. `xscale_kernels/torch_privat
 """
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +138,15 @@ def rank_operations(schedule: Any, pp: int, stages_per_rank: int, micro_batches:
         _n_microbatches=micro_batches,
     )
     return [list(schedule._calculate_single_rank_operations(arguments, rank)) for rank in range(pp)]
+
+
+CompiledCallWrapper = Callable[[Callable[..., Any], Callable[..., Any]], Callable[..., Any]]
+"""(a module's call as torch.compile compiled it, its call without) -> its call."""
+
+
+def wrap_compiled_call(module: nn.Module, wrap: CompiledCallWrapper) -> None:
+    """Replace the call of a module on which `compile` was called."""
+    module._compiled_call_impl = wrap(module._compiled_call_impl, module._call_impl)
 
 
 def is_compiler_imported() -> bool:

@@ -212,12 +212,7 @@ class Tokens:
         )
 
     def found_document_spans(self) -> DocumentSpans | None:
-        """Return the spans of the documents if they were found on the CPU.
-
-        torch.compile gets None: it would compile anew for each number of documents.
-        """
-        if torch.compiler.is_compiling():
-            return None
+        """Return the spans of the documents if they were found on the CPU; they are where the tokens are."""
         spans: DocumentSpans | None = self.shared_values.get("document_spans")
         return spans
 
@@ -225,7 +220,7 @@ class Tokens:
         """Copy to a device. The spans of documents that go to a GPU are found before, or the host would wait there."""
         documents = self.documents
         if documents is not None and documents.is_cpu and device.type == "cuda" and documents.numel():
-            self.shared_values.get_or_compute("document_spans", lambda: find_document_spans(documents))
+            self.shared_values.get_or_compute("document_spans", lambda: find_document_spans(documents).to(device))
         padding = self.any_padding()
         if padding is not None and padding.is_cpu:
             self.sample_lengths()

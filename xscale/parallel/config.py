@@ -107,7 +107,8 @@ class ParallelConfig(Config):
     recompute: RecomputeConfig = RecomputeConfig()
     """Activation checkpointing (recompute)."""
     compile: bool = False
-    """Compile each block with torch.compile."""
+    """Compile each block with torch.compile for training, and for evaluations on batches of training's shape. Batches
+    of other shapes, generation and tasks run without: each shape would be compiled anew."""
     start_timeout_seconds: float = Field(default=600.0, gt=0)
     """`timeout_seconds` until the first step is done, and in evaluations and saves, which may compile or wait for
     disks. Ranks wait as long for one that does not start."""

@@ -7,6 +7,7 @@ from xscale.nn.model.model import MODELS, Model
 from xscale.nn.module import CHOOSABLE_KERNELS
 from xscale.nn.norm.norm import check_places
 from xscale.parallel.config import ParallelConfig
+from xscale_kernels.packed_attention.op import COMPILED
 from xscale_kernels.packed_attention.op import LIBRARIES as PACKED_LIBRARIES
 from xscale_kernels.select import unknown
 
@@ -25,9 +26,9 @@ def kernels_can_be_chosen(kernels: dict[str, str], parallel: ParallelConfig) -> 
         faults[operator] = (what, f"These can: {', '.join(CHOOSABLE_KERNELS)}.")
     problems = [Problem(f"kernels.{operator}", what, fix) for operator, (what, fix) in faults.items()]
     named = kernels.get("packed_attention")
-    if named in PACKED_LIBRARIES and parallel.compile:
-        what = f"torch.compile would compile '{named}' anew for each number of documents"
-        fix, choices = "Or leave it out, which takes FlexAttention.", take(False, key="parallel.compile")
+    if named in PACKED_LIBRARIES and named != COMPILED and parallel.compile:
+        what = f"torch.compile cannot keep '{named}' in its graphs"
+        fix, choices = "Or leave it out.", take(COMPILED) + take(False, key="parallel.compile")
         problems.append(Problem("kernels.packed_attention", what, fix, choices=choices))
     return problems
 

@@ -21,7 +21,7 @@ from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, FaultError,
 from xscale.core.files.file_safety import check_private_folder
 from xscale.data.corpus.stored_tokenizer import store_tokenizer
 from xscale.distill.teacher_source import teacher_run
-from xscale.evaluate.evaluate import order2_baseline
+from xscale.evaluate.evaluate import capacity_notes, order2_baseline
 from xscale.evaluate.label_baseline import label_notes
 from xscale.evaluate.tasks import require_tasks
 from xscale.generate.generate import encode_prompts
@@ -32,7 +32,7 @@ from xscale.mesh.mesh import leaving_process_group
 from xscale.observe import EndReport, Observer
 from xscale.observe.make_observers import make_observers
 from xscale.run.init_weights import load_initial_weights
-from xscale.run.parts import RunParts
+from xscale.run.parts import RunParts, device_of
 from xscale.run.run_facts import peak_memory, run_facts
 from xscale.run.run_folder import (
     CHECKPOINTS,
@@ -64,6 +64,7 @@ from xscale.train.setup import check_machine, set_up
 from xscale.watchdog.crash_dumps import CrashDumps
 from xscale.watchdog.distributed_stop import StopRequested
 from xscale.watchdog.watchdog import StopSignal, Watchdog
+from xscale_kernels.attention_backends import attention_backends
 from xscale_kernels.select import UnusableError
 
 
@@ -85,7 +86,8 @@ def train(settings: Settings, samples: Any = None) -> int:
                 status = _train_teacher(teacher, rank_info, stop, began)
                 if status != EXIT_DONE:
                     return status
-            return _train(settings, rank_info, stop, began, samples)
+            with attention_backends(device_of(settings, rank_info)):
+                return _train(settings, rank_info, stop, began, samples)
         except UnusableError as error:
             raise ConfigError("kernels", str(error), "Choose a usable implementation, or none.") from error
         except (KeyboardInterrupt, RuntimeError):
@@ -301,6 +303,7 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
         resumed.messages.extend(init_residual_gains(parts))
         resumed.messages.extend(label_notes(parts.corpus))
         parts.stepper.engine.begin()
+    resumed.messages.extend(capacity_notes(parts.model))
     # A rank that fails above must stop the run before anything is written.
     barrier(parts.mesh.background)
     Consensus(parts.mesh.background).on_rank0(folder, lambda: _write_begin(parts, folder, resumed))

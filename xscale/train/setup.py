@@ -46,6 +46,7 @@ from xscale.run.run_data import (
 from xscale.run.run_folder import CHECKPOINTS, check_same_config
 from xscale.settings.settings import Settings, build_on_meta
 from xscale.step.stepper import Stepper
+from xscale_kernels import attention_backends
 
 
 def check_machine(settings: Settings, invalid: Collection[str] = ()) -> list[Problem]:
@@ -100,6 +101,8 @@ def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False, sa
     objective: Objective = OBJECTIVES.build(settings.objective, specials, source_length, settings.run.seed)
     objective, lines = distil(settings, objective, model, tokenizer, mesh, fresh=draw_weights)
     applied += lines
+    if (order := attention_backends.sentence(device)) is not None:
+        applied.append(order)
     engine = make_engine(settings, model, parameters, mesh)
     held_out = corpus.validation
     return RunParts(

@@ -62,14 +62,15 @@ def _adjacent(x: Tensor) -> Tensor:
 def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, spans: DocumentSpans, causal: bool) -> Tensor:
     """Output [B, H, T, K] of q [B, H, T, K], k and v [B, G, T, K]; gradients are the library's."""
     spans, shape = spans.to(q.device), q.transpose(1, 2).shape
+    offsets, longest = spans.cut()
     # A view where the heads of a token are adjacent, as they are after the projection.
     q, k, v = (_adjacent(x.transpose(1, 2).flatten(0, 1)) for x in (q, k, v))  # [B * T, H or G, K]
     if spans.order is None:
-        return kernel(q, k, v, spans.offsets, spans.longest, causal).view(shape).transpose(1, 2)
+        return kernel(q, k, v, offsets, longest, causal).view(shape).transpose(1, 2)
     q, k, v = (x.index_select(0, spans.order) for x in (q, k, v))
     inverse = torch.empty_like(spans.order)
     inverse[spans.order] = torch.arange(len(inverse), device=inverse.device)
-    out = kernel(q, k, v, spans.offsets, spans.longest, causal)
+    out = kernel(q, k, v, offsets, longest, causal)
     return out.index_select(0, inverse).view(shape).transpose(1, 2)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from xscale_kernels import refusals
+from xscale_kernels.packed_attention import varlen
 from xscale_kernels.packed_attention.spans import DocumentSpans, find_document_spans
 from xscale_kernels.rows import wide
 from xscale_kernels.select import Implementation, UnusableError, choose, use_reference
@@ -81,6 +82,8 @@ def _torch(q: Tensor, k: Tensor, v: Tensor, *_: object) -> str | None:
 _HERE = "xscale_kernels.packed_attention"
 LIBRARIES = ("flash_attn_3", "flash_attn", "torch")
 """Implementations that differentiate themselves, for a GPU."""
+COMPILED = "torch"
+"""The one of them that torch.compile keeps in its graphs, by the operator of `varlen`."""
 IMPLEMENTATIONS = (
     Implementation("flash_attn_3", f"{_HERE}.libraries", _flash_attn_3, prefix="flash_attn_3_"),
     Implementation("flash_attn", f"{_HERE}.libraries", _flash_attn, prefix="flash_attn_"),
@@ -171,6 +174,17 @@ def library_refusals(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[str, str], 
     return tuple(refused)
 
 
+@torch.compiler.assume_constant_result
+def _capability() -> tuple[int, int]:
+    """Compute capability of the current GPU; (0, 0) without one."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+def runs_compiled(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether `COMPILED` can run this call in a graph of torch.compile, which traces this question."""
+    return q.is_cuda and _takes_varlen(q, k, v) is None and _capability() >= (8, 0)
+
+
 def packed_attention(
     q: Tensor,
     k: Tensor,
@@ -185,8 +199,8 @@ def packed_attention(
 
     q: [B, H, T, K]. k: [B, G, T, K]. v: [B, G, T, M]; H is a multiple of G, and each kv head is shared by H / G
     consecutive query heads. documents: [B, T] int, equal for the tokens of a document. causal: a token sees no later
-    ones. spans: those of `documents`, for implementations that take them; None: they are found if need be, for which
-    the host waits for a GPU. Returns [B, H, T, M]. Gradients reach q, k and v.
+    ones. spans: those of `documents`, on their device, for implementations that take them; None: they are found if need
+    be, for which the host waits for a GPU. Returns [B, H, T, M]. Gradients reach q, k and v.
 
     Raises ValueError for shapes that do not fit, UnusableError when the named implementation refuses.
     """
@@ -200,10 +214,12 @@ def packed_attention(
         raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} kv_heads")
     if use_reference(implementation):
         return reference_forward(q, k, v, documents, causal)[0]
-    is_library, compiling = implementation in LIBRARIES, torch.compiler.is_compiling()
-    if is_library and compiling:
-        reason = "torch.compile would compile it anew for each number of documents"
-        raise UnusableError(f"packed_attention: implementation '{implementation}' cannot run this call: {reason}")
+    is_library = implementation in LIBRARIES
+    if is_library and torch.compiler.is_compiling():
+        if implementation != COMPILED or spans is None:
+            reason = f"torch.compile keeps '{COMPILED}' in its graphs, where the spans of the documents are given"
+            raise UnusableError(f"packed_attention: implementation '{implementation}' cannot run this call: {reason}")
+        return varlen.attend(q, k, v, spans, causal)
     if is_library or (q.is_cuda and not implementation):
         choice = choose("packed_attention", IMPLEMENTATIONS, implementation, q, k, v)
         if choice.implementation.name in LIBRARIES:

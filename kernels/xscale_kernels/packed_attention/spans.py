@@ -5,23 +5,32 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 class DocumentSpans(NamedTuple):
-    """The documents of B sequences of T tokens, whose B * T tokens stand in one row; the tensors are on the CPU."""
+    """The documents of B sequences of T tokens, whose B * T tokens stand in one row.
+
+    Shapes do not depend on the documents, so that torch.compile makes one graph for all.
+    """
 
     offsets: Tensor
-    """[N + 1] int32: the first token of each of N documents, and B * T."""
-    longest: int
-    """Tokens of the longest document."""
+    """[B * T + 1] int32: the first token of each of N documents, then B * T to the end."""
+    sizes: Tensor
+    """[2] int64, always on the CPU: N, and the tokens of the longest document."""
     order: Tensor | None
     """[B * T] int64: the tokens sorted by document, where one has tokens in several places; None: none has."""
 
     def to(self, device: torch.device) -> DocumentSpans:
         """Copy the tensors to a device, without waiting for it."""
         order = None if self.order is None else _copied(self.order, device)
-        return DocumentSpans(_copied(self.offsets, device), self.longest, order)
+        return DocumentSpans(_copied(self.offsets, device), self.sizes, order)
+
+    def cut(self) -> tuple[Tensor, int]:
+        """Return the N + 1 offsets and the tokens of the longest document."""
+        count, longest = self.sizes.tolist()
+        return self.offsets[: count + 1], longest
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
@@ -38,9 +47,11 @@ def find_document_spans(documents: Tensor) -> DocumentSpans:
     if int(_starts(sorted_rows).sum()) != int(starts.sum()):
         first = torch.arange(len(rows))[:, None] * rows.shape[1]
         order, starts = (by_document + first).flatten(), _starts(sorted_rows)
-    ends = torch.tensor([rows.numel()])
-    offsets = torch.cat((starts.flatten().nonzero()[:, 0], ends))
-    return DocumentSpans(offsets.to(torch.int32), int(offsets.diff().max()), order)
+    first_tokens = starts.flatten().nonzero()[:, 0]
+    padding = rows.numel() + 1 - len(first_tokens)
+    offsets = F.pad(first_tokens, (0, padding), value=rows.numel())
+    sizes = torch.stack((torch.tensor(len(first_tokens)), offsets.diff().max()))
+    return DocumentSpans(offsets.to(torch.int32), sizes, order)
 
 
 def _starts(documents: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from tests.conformance.made import dims, drawn, numbered, ready
 from tests.nn.attention.test_block_sparse import agree, core_of, inputs, seen_of
@@ -315,3 +316,34 @@ def test_fused_terms_equal_the_dense_core(position: str) -> None:
         results.append([out, *torch.autograd.grad(out, [x, *mixer.parameters()], above)])
     for by_flex, all_scores in zip(*results, strict=True):
         torch.testing.assert_close(by_flex, all_scores, rtol=1e-2, atol=1e-2)
+
+
+SHARING = {
+    "no position": {},
+    "bias by distance": {"position": {"kind": "alibi"}},
+    "tables": {"position": {"kind": "shaw", "values": False}},
+}
+
+
+@pytest.mark.parametrize("name", SHARING)
+@pytest.mark.parametrize("lengths", [(77,), (20, 31, 26)], ids=["one document", "packed"])
+def test_blocks_of_a_mask_are_found_once_for_all_layers(
+    name: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, backward_on_a_cpu: None
+) -> None:
+    """And not once more where a layer is recomputed in backward."""
+    found: list[AttentionMask] = []
+    of_mask = KeyBlocks.of_mask
+    monkeypatch.setattr(KeyBlocks, "of_mask", lambda mask, device: found.append(mask) or of_mask(mask, device))
+    config = {"heads": 4, "core": {"kind": "softmax", "implementation": "flex"}, **SHARING[name]}
+    layers = [ready(Attention(decode(Attention.Config, config), dims(length=sum(lengths)))) for _ in range(3)]
+    documents = numbered(*lengths) if len(lengths) > 1 else None
+    x = drawn(2, sum(lengths), 32).requires_grad_()
+    tokens = Tokens.from_ids(torch.zeros(2, sum(lengths), dtype=torch.long), documents)
+    y = x
+    for layer in layers:
+        y = checkpoint(layer, y, tokens, use_reentrant=False)
+    y.sum().backward()
+    assert len(found) == 1
+    # Other tokens have other documents.
+    layers[0](x, Tokens.from_ids(tokens.ids, documents))
+    assert len(found) == 2

@@ -87,7 +87,7 @@ def from_hf(data: Data, require: Requirements) -> Data:
     for stack in STACKS:
         mixer = {"kind": "attention", "bias": True}
         ffn = {"kind": "dense", "hidden": data[f"{stack}_ffn_dim"], "activation": activation, "bias": True}
-        block = {"mixer": mixer, "ffn": ffn, "norm": norm, "placement": "post"}
+        block = {"mixer": mixer, "ffn": ffn, "norm": norm, "residual": "post"}
         section[stack] = {"block": block}
     return keys_from_hf(KEYS, data, section)
 

@@ -115,7 +115,7 @@ class T5Family:
     def _block(self, stack: Any, require: Requirements, path: str) -> Any:
         block = stack.block if self.sparse else uniform_block(stack, require, path)
         path = f"{path}.block"
-        require.one_of(f"{path}.placement", block.placement, "pre")
+        require.one_of(f"{path}.residual", block.residual.kind, "pre")
         require.one_of(f"{path}.norm", block.norm.kind, "rms")
         require.one_of(f"{path}.cross", block.cross, None, block.mixer)
         require.one_of(f"{path}.ffn", block.ffn.kind, "dense", *([] if self.sparse else ["gated"]))
@@ -188,7 +188,7 @@ class T5Family:
     def from_hf(self, data: Data, require: Requirements) -> Data:
         # T5 does not divide scores by sqrt(head width).
         mixer = {"kind": "attention", "head_width": data["d_kv"], "scale": 1.0}
-        block = {"mixer": mixer, "norm": {"kind": "rms"}, "placement": "pre"}
+        block = {"mixer": mixer, "norm": {"kind": "rms"}, "residual": "pre"}
         if self.sparse:
             require.one_of("tie_word_embeddings", data["tie_word_embeddings"], True)
             require.one_of("router_bias", data["router_bias"], False)

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from xscale.core.errors import ConfigError
 from xscale.core.files.atomic_write import write_atomically
 from xscale.core.files.file_safety import decode_json, read_regular
+from xscale.core.foreign import reason
 from xscale.data.config import DataConfig
 from xscale.data.corpus.labels import LABELS, NO_TAG, decode_labels
-from xscale.data.indexed import IndexedDataset, suffixed
+from xscale.data.indexed import IndexedDataset, checked_windows, suffixed
 from xscale.data.source.source import SOURCES, Labels
 from xscale.data.tokenizer.tokenizer import TOKENIZERS, Tokenizer
 
@@ -82,7 +83,7 @@ class DatasetManifest:
             what = f"there is no prepared data here: {error.strerror}"
             raise ConfigError(str(file), what, "Run `xscale data prepare` with the same config.") from None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            what = f"the manifest is damaged ({error})"
+            what = f"the manifest is damaged ({reason(error)})"
             raise ConfigError(str(file), what, "Remove its folder and prepare the data again.") from None
 
 
@@ -298,13 +299,21 @@ def open_prepared_at(config: DataConfig, path: Path) -> PreparedData:
             what = f"it has {len(indexed)} documents with {len(indexed.tokens)} tokens, but the manifest says"
             what += f" {counts.documents} with {counts.tokens}"
             raise ConfigError(str(indexed.idx), what, f"Remove {path} and prepare the data again.")
-        if manifest.pairs and not np.array_equal(indexed.bounds, np.arange(0, 2 * len(indexed) + 1, 2)):
+        if manifest.pairs and not _are_pairs(indexed):
             what = "its documents are not a source and a target each, as the manifest says"
             raise ConfigError(str(indexed.idx), what, f"Remove {path} and prepare the data again.")
         check_sampled_ids(indexed, tokenizer.vocabulary)
         column = _open_labels(path, name, indexed, manifest)
         splits[name] = Split(name, indexed, 0, len(indexed), column)
     return PreparedData(path, tokenizer, splits["train"], splits.get("validation"), manifest)
+
+
+def _are_pairs(indexed: IndexedDataset) -> bool:
+    """Whether the documents are two sequences each; of a large index where it is checked at all."""
+    bounds = indexed.bounds
+    return all(
+        np.array_equal(bounds[part], 2 * np.arange(part.start, part.stop)) for part in checked_windows(len(bounds))
+    )
 
 
 def _open_labels(path: Path, name: str, indexed: IndexedDataset, manifest: DatasetManifest) -> IndexedDataset | None:

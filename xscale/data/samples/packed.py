@@ -86,7 +86,9 @@ class PackedDataset(ShuffledDataset):
         self.split = split
         self.sequence_length = sequence_length
         self.tokens = split.tokens
-        self.starts = split.starts
+        self.starts = split.indexed.starts
+        self.offset = self.starts[split.first]
+        """The split's first token among those of the pair."""
         self.length = max(0, (len(self.tokens) - 1) // sequence_length)
         if self.length == 0:
             what = f"the {split.name} split has {len(self.tokens)} tokens, but a sample needs {sequence_length + 1}"
@@ -107,9 +109,10 @@ class PackedDataset(ShuffledDataset):
         begin = position * self.sequence_length
         end = begin + self.sequence_length + 1
         tokens = self.tokens[begin:end].astype(np.int64)
-        first, last = np.searchsorted(self.starts, [begin, end], side="left")
-        marks = np.zeros(self.sequence_length + 1, dtype=np.int64)
         # Starts strictly inside the chunk; an empty document marks the same token twice.
-        inside = self.starts[first:last] - begin
-        np.add.at(marks, inside[inside > 0], 1)
+        split, begin, end = self.split, begin + self.offset, end + self.offset
+        first = self.starts.search(begin, "right", split.first, split.stop)
+        last = self.starts.search(end, "left", first, split.stop)
+        marks = np.zeros(self.sequence_length + 1, dtype=np.int64)
+        np.add.at(marks, self.starts[first:last] - begin, 1)
         return tokens, np.cumsum(marks)

@@ -49,7 +49,7 @@ class SentenceDataset(ShuffledDataset):
         self.tokens = indexed.tokens
         self.bounds = indexed.bounds[split.first : split.stop + 1]
         self.starts = indexed.sequence_starts
-        self.chunks = _chunks(self.starts, self.bounds, self.budget)
+        self.chunks = _chunks(np.asarray(self.starts), self.bounds, self.budget)
         """First sentence, end and document of each chunk [chunks, 3]."""
         self.length = len(self.chunks)
         self.documents = len(self.bounds) - 1

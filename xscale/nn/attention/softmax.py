@@ -22,7 +22,7 @@ from xscale.nn.attention.ops.relative_blocks import relative_attention, uses_blo
 from xscale.nn.dims import Dims
 from xscale.nn.position.distance_tables import DistanceTables
 from xscale.nn.position.position import POSITIONS, Position
-from xscale_kernels.packed_attention import library_refusals, packed_attention
+from xscale_kernels.packed_attention import COMPILED, library_refusals, packed_attention, runs_compiled
 from xscale_kernels.select import log_choice
 
 LEAST_PACKED = 512
@@ -49,12 +49,12 @@ class Softmax(Core):
         keep all scores where they are capped, have sinks, or a position adds to the values; flex: FlexAttention, which
         takes a bias, a bias by distance as a table, and a position's terms of the scores by distance (others are
         refused), skips blocks of other documents, and has no gradients on a CPU; auto: on CUDA flash-attn or torch's
-        varlen_attn where only packed documents and causal order hide keys, in half precision, without a cap or sinks,
-        and outside of torch.compile; flex where documents are packed otherwise, where scores have sinks, where a
-        position adds a bias by distance, or terms of the scores that tell fewer distances apart than there are keys;
-        else dense. kernels.packed_attention names the first of these. Dropout, decoding, cross-attention and prefixes
-        always use dense, whose mask of packed documents is [B, 1, T, T]; the ring of context parallelism has operators
-        of its own."""
+        varlen_attn where only packed documents and causal order hide keys, in half precision, without a cap or sinks
+        (under torch.compile torch's, in its graphs); flex where documents are packed otherwise, where scores have
+        sinks, where a position adds a bias by distance, or terms of the scores that tell fewer distances apart than
+        there are keys; else dense. kernels.packed_attention names the first of these. Dropout, decoding,
+        cross-attention and prefixes always use dense, whose mask of packed documents is [B, 1, T, T]; the ring of
+        context parallelism has operators of its own."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)
@@ -87,11 +87,14 @@ class Softmax(Core):
             return packed_attention(
                 *(q, k, v, mask.query_documents),
                 causal=mask.causal,
-                implementation=self.kernel_choices.get("packed_attention"),
+                implementation=COMPILED
+                if torch.compiler.is_compiling()
+                else self.kernel_choices.get("packed_attention"),
                 spans=mask.document_spans,
             )
         if self._uses_flex(q, mask):
-            return self._flex.attend(q, k, v, mask, KeyBlocks.of_mask(mask, q.device), self.sink_logits())
+            blocks = mask.derive(f"key_blocks/{q.device}", lambda: KeyBlocks.of_mask(mask, q.device))
+            return self._flex.attend(q, k, v, mask, blocks, self.sink_logits())
         terms, relative_bias = mask.position_terms, mask.relative_bias
         if relative_bias is not None:
             assert self._uses_blocks(q, k, mask), "see `prefers_relative_bias`"
@@ -135,7 +138,11 @@ class Softmax(Core):
         changes_scores = self.soft_cap is not None or self.sinks is not None
         if self.implementation == "flex" or changes_scores or not (q.is_cuda and _is_packed(mask, dropout)):
             return False
-        if named or self.implementation == "dense" or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            # Spans that are not there yet would be found in the graph, which depends on them then.
+            chosen = named or self.implementation != "dense"
+            return chosen and mask.spans is not None and runs_compiled(q, k, v)
+        if named or self.implementation == "dense":
             return named
         refused = library_refusals(q, k, v)
         if refused is not None:

@@ -173,7 +173,7 @@ class Attention(AttentionHeads):
     @classmethod
     def _shares_qk(cls, config: Any, dims: Dims) -> bool:
         if config.shared_qk is not None:
-            return config.shared_qk
+            return bool(config.shared_qk)
         return not dims.cross and CORES.of(config.core).part.shares_qk(config.core)
 
     @classmethod
@@ -354,18 +354,19 @@ class Attention(AttentionHeads):
                 device=q.device,
             )
 
+        options = (self.causal, self.dropout, self.cross, self.shared_qk, documents, self.core.hides_padding(documents))
+        key = f"mask/{q.shape[2]}/{k.shape[2]}/{'/'.join(map(str, options))}"
+        plain: AttentionMask = tokens.shared_values.get_or_compute(key, compute)
         position = self.position
         if position is not None and position.adds_scores:
             pairs = self.pairs(q.shape[2], k.shape[2])
             if tokens.pooled_from is not None:
                 pairs = PositionPairs.of(pairs, tokens.positions, key_tokens.positions, tokens.pooled_from)
-            return replace(compute(), position_terms=position.terms_of_pairs(pairs))
+            return replace(plain, position_terms=position.terms_of_pairs(pairs))
         if position is None or not position.adds_bias:
-            key = f"mask/{self.causal}/{q.shape[2]}/{k.shape[2]}/{self.dropout}/{self.cross}/{self.shared_qk}"
-            mask: AttentionMask = tokens.shared_values.get_or_compute(key, compute)
-            return mask
+            return plain
         # The bias of each block's own parameters is not a shared value.
-        plain, prefers = compute(), self.core.prefers_relative_bias
+        prefers = self.core.prefers_relative_bias
         if tokens.pooled_from is not None:
             # Where a sequence was shortened, a difference of indices is no distance.
             return replace(plain, bias=position.bias(tokens.positions, key_tokens.positions))

@@ -13,7 +13,8 @@ from xscale.bench.harness.timing import milliseconds_of, peak_bytes, time_calls
 from xscale.nn.attention.ops.flex import KERNEL_BLOCK, FlexAttention, KeyBlocks
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale_kernels.cases import ForwardBackward
-from xscale_kernels.packed_attention.op import IMPLEMENTATIONS, packed_attention
+from xscale_kernels.packed_attention.op import COMPILED, IMPLEMENTATIONS, packed_attention
+from xscale_kernels.packed_attention.spans import find_document_spans
 from xscale_kernels.select import UnusableError
 
 SHAPES = ((4, 4096, 16, 16, 128, 8), (1, 16384, 32, 8, 128, 8), (1, 65536, 16, 16, 128, 32))
@@ -79,8 +80,13 @@ def packed_sides(documents: Tensor, context: GpuContext) -> Mapping[str, Call]:
     def variable_length(implementation: str) -> Call:
         return lambda q, k, v: packed_attention(q, k, v, documents, causal=True, implementation=implementation)
 
+    spans = find_document_spans(documents).to(documents.device)
+
+    def in_a_graph(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return packed_attention(q, k, v, documents, causal=True, implementation=COMPILED, spans=spans)
+
     names = [entry.name for entry in IMPLEMENTATIONS if entry.name not in ("reference", "cpu")]
-    return {
+    sides: dict[str, Call] = {
         "causal, without documents": lambda q, k, v: F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
         ),
@@ -88,6 +94,9 @@ def packed_sides(documents: Tensor, context: GpuContext) -> Mapping[str, Call]:
         "FlexAttention, block mask kept": by_flex,
         **{f"variable length, {name}": variable_length(name) for name in names},
     }
+    if documents.is_cuda:
+        sides[f"variable length, {COMPILED}, under torch.compile"] = torch.compile(in_a_graph, dynamic=False)
+    return sides
 
 
 def _require_flex(flex: FlexAttention, q: Tensor) -> None:

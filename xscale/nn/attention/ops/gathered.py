@@ -42,8 +42,12 @@ class DocumentMask:
     """Queries' and keys' documents as numbers so far apart that the square of a difference is infinite."""
 
     @classmethod
+    @eager
     def of(cls, queries: Tensor, keys: Tensor, accumulate_dtype: torch.dtype) -> "DocumentMask":
-        """Build the mask; on a CPU, where a masked fill is slow, with `codes` if exact in `accumulate_dtype`."""
+        """Build the mask; on a CPU, where a masked fill is slow, with `codes` if exact in `accumulate_dtype`.
+
+        Not compiled: torch.compile would compile it anew for each number of documents.
+        """
         if queries.is_cuda:
             return cls(queries, keys)
         known = keys[keys != PADDING_DOCUMENT]

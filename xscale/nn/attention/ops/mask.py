@@ -1,7 +1,8 @@
 """The attention mask that a core gets: causal order, packed documents, the bias on the scores, dropout."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,6 +95,18 @@ class AttentionMask:
     """Spans of `query_documents`, found while they were on the CPU; None: the host waits for a GPU to read them."""
     device: torch.device | None = None
     """Device of `allowed`; None: that of the documents or the bias, or the CPU without either."""
+    derived: dict[str, tuple[Tensor | None, Any]] = field(default_factory=dict, compare=False, repr=False)
+    """What attention derived from causal order and the documents, with those documents; copies that add a bias share
+    it. See `derive`."""
+
+    def derive(self, key: str, compute: Callable[[], Any]) -> Any:
+        """Return what `compute` derives from causal order and documents, computed once for all blocks by this key."""
+        key = f"{key}/{self.queries}/{self.keys}/{self.causal}"
+        documents, value = self.derived.get(key, (None, None))
+        if value is None or documents is not self.query_documents:
+            value = compute()
+            self.derived[key] = (self.query_documents, value)
+        return value
 
     def with_relative_bias(self, position: Position) -> "AttentionMask":
         """Return the mask with the position's bias on the scores, by distance."""

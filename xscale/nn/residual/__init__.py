@@ -1,0 +1,17 @@
+"""Residual streams: how the sublayers of a stack read from the residual stream and write to it."""
+
+from xscale.nn.residual import (
+    admin,
+    normless,
+    norms,
+    parallel,
+    reversible,
+)
+
+__all__ = [
+    "admin",
+    "normless",
+    "norms",
+    "parallel",
+    "reversible",
+]
