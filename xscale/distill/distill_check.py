@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from xscale.core.choices import Edit
+from xscale.core.choices import Choice, Edit
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.requirements import change, kinds, take
 from xscale.distill.teacher_source import BLOCKS, TeacherSource, find_teacher, teacher_degrees, teacher_folder
@@ -236,8 +236,7 @@ def _check_blocks(config: DistillConfig, student: nn.Module, teacher: nn.Module)
     if layers is None or len(layers) != len(stack.blocks) or any(not 0 <= layer < depth for layer in layers):
         what = f"the {len(stack.blocks)} blocks of the student do not map to the {depth} of the teacher"
         fix = f"They are {len(stack.blocks)} numbers from 0 to {depth - 1}."
-        evenly = [(layer + 1) * depth // len(stack.blocks) - 1 for layer in range(len(stack.blocks))]
-        return [Problem(f"{PATH}.layers", what, fix, choices=take(evenly) if min(evenly) >= 0 else ())]
+        return [Problem(f"{PATH}.layers", what, fix, choices=_evenly(len(stack.blocks), depth))]
     heads = [model.get_submodule("head") for model in (student, teacher)]
     widths = [head.width for head in heads if isinstance(head, Head)]
     mapped = widths[0] if config.map_width is None else config.map_width
@@ -259,6 +258,11 @@ def _check_blocks(config: DistillConfig, student: nn.Module, teacher: nn.Module)
                 fix = f"Or take heads={taught}."
                 problems.append(Problem(f"{PATH}.attention_weight", what, fix, choices=take(0.0)))
     return problems + (_check_shapes(student, teacher, layers) if config.init_from_teacher else [])
+
+
+def _evenly(depth: int, taught: int) -> tuple[Choice, ...]:
+    """Return the choice of layers of a teacher of `taught` blocks that are equally far apart, the last one included."""
+    return take([(layer + 1) * taught // depth - 1 for layer in range(depth)]) if depth <= taught else ()
 
 
 def _heads(stack: Stack, layer: int) -> int:
