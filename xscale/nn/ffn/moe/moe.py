@@ -299,7 +299,3 @@ def noncausal_routing(config: Moe.Config, path: str) -> list[Problem]:
         what = f"drop_policy={policy} drops a token in favour of a later one, and this model is causal"
         problems.append(Problem(f"{path}.drop_policy", what, choices=take("position") + allowed))
     return problems
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
