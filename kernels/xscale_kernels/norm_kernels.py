@@ -7,12 +7,14 @@ Forward is one pass; backward is one pass and a short sum for the gradients of t
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from xscale_kernels.occupancy import programs_at_once
 from xscale_kernels.rows import wide
 
 MAX_WIDTH = 65536
@@ -103,13 +105,36 @@ def warps(D: int) -> int:
     return min(16, max(4, int(triton.next_power_of_2(D)) // 512))
 
 
-def _programs(x: torch.Tensor, centred: bool) -> int:
-    """Programs of the backward launch: as many as are resident at once, so that none waits for a second wave."""
-    if not x.is_cuda:
+def _options(D: int, scales: torch.dtype, *, centred: bool, weighted: bool, biased: bool) -> dict[str, Any]:
+    """What the backward kernel is compiled for."""
+    return {
+        "CENTRED": centred,
+        "WEIGHTED": weighted,
+        "BIASED": biased,
+        "ACC": tl.float64 if scales is torch.float64 else tl.float32,
+        "BD": triton.next_power_of_2(D),
+        "STAGES": 2 if D <= 8192 else 1,
+        "WIDE": D > 8192,
+        "num_warps": warps(D),
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def _programs(
+    device: torch.device, D: int, dtypes: tuple[torch.dtype, ...], centred: bool, weighted: bool, biased: bool
+) -> int:
+    """Programs of the backward launch: as many as are resident at once, so that none waits for a second wave.
+
+    By the registers of the compiled kernel, before it is launched, so that the first sum of a weight's gradient has the
+    order of all others. `dtypes` of dy, x, the weight and the scales.
+    """
+    if device.type != "cuda":
         return 3
-    # Registers limit an SM to 24 warps of this kernel, or 16 with a mean.
-    resident = max(1, (16 if centred else 24) // warps(x.shape[1]))
-    return resident * torch.cuda.get_device_properties(x.device).multi_processor_count
+    dy, x, weight, scales = (torch.empty(2, D, device=device, dtype=dtype) for dtype in dtypes)
+    options = _options(D, dtypes[3], centred=centred, weighted=weighted, biased=biased)
+    arguments = (dy, x, weight, scales, scales, x, scales, scales, 32, D, D, D, 16)
+    kernel = _backward_kernel.warmup(*arguments, grid=(1,), **options)
+    return programs_at_once(kernel, options["num_warps"], device)
 
 
 class NormRows(torch.autograd.Function):
@@ -141,16 +166,16 @@ class NormRows(torch.autograd.Function):
         x, weight, means, scales = ctx.saved_tensors
         dy = dy if dy.stride(1) == 1 else dy.contiguous()
         N, D = x.shape
-        programs = min(_programs(x, ctx.centred), max(N, 1))
+        kind = {"centred": ctx.centred, "weighted": weight is not None, "biased": ctx.bias_dtype is not None}
+        dtypes = (dy.dtype, x.dtype, x.dtype if weight is None else weight.dtype, scales.dtype)
+        programs = min(_programs(x.device, D, dtypes, **kind), max(N, 1))
         dx = x.new_empty(N, D)
         dweights = scales.new_empty(programs if weight is not None else 0, D)
         dbiases = scales.new_empty(programs if ctx.bias_dtype is not None else 0, D)
         _backward_kernel[(programs,)](
             dy, x, x if weight is None else weight, means, scales, dx, dweights, dbiases,
             N, dy.stride(0), x.stride(0), D, triton.cdiv(N, programs),
-            CENTRED=ctx.centred, WEIGHTED=weight is not None, BIASED=ctx.bias_dtype is not None,
-            ACC=tl.float64 if scales.dtype is torch.float64 else tl.float32, BD=triton.next_power_of_2(D),
-            STAGES=2 if D <= 8192 else 1, WIDE=D > 8192, num_warps=warps(D),
+            **_options(D, scales.dtype, **kind),
         )  # fmt: skip
         dweight = None if weight is None else dweights.sum(0).to(weight.dtype)
         dbias = None if ctx.bias_dtype is None else dbiases.sum(0).to(ctx.bias_dtype)

@@ -110,9 +110,10 @@ def main(command: Callable[[], object] = app) -> None:
 
     Mistakes of the user are printed as sentences with exit status 2, without a traceback.
     """
-    from xscale.mesh.environment import wait_passively
+    from xscale.mesh.environment import join_split_options, wait_passively
 
     wait_passively()
+    join_split_options()
     open_closed_streams()
     try:
         check_arguments(sys.argv[1:])

@@ -1,6 +1,7 @@
 """Rank information of this process: the only file outside the launcher that uses environment variables."""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -170,6 +171,26 @@ def wait_passively() -> None:
     """
     if "torch" not in sys.modules and not any(name in os.environ for name in WAITING):
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
+SPLIT_OPTION = re.compile(r"(?<=\s)(--[\w-]+)\s+=(\s+(?=\S)|\s*$)")
+"""An option with its value in the words of a command line that bash has split at `=`."""
+
+
+def join_split_options() -> None:
+    """Let bash's completion complete `--option=value`: join again what bash splits into three words at `=`.
+
+    An override, `key=value`, stays split, since bash replaces what is behind its `=`. The launcher reads options so.
+    """
+    line, number = os.environ.get("COMP_WORDS", ""), os.environ.get("COMP_CWORD", "")
+    is_launcher = line.split()[1:2] in (["launch"], ["doctor"])
+    while not is_launcher and number.isdigit() and (match := SPLIT_OPTION.search(line)):
+        before = len(line[: match.end(1)].split())
+        # The word of the cursor moves to the left by the words before it that are joined: `=`, and the value.
+        joined = min(max(int(number) - before + 1, 0), 2 if match.end() < len(line) else 1)
+        line, number = f"{line[: match.end(1)]}={line[match.end() :]}", str(int(number) - joined)
+    if line:
+        os.environ |= {"COMP_WORDS": line, "COMP_CWORD": number}
 
 
 def waiting_policy() -> str:

@@ -41,6 +41,7 @@ NAMES = {
     "Store": "torch._C._distributed_c10d:Store",
     "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
     "dynamo_config": "torch._dynamo:config",
+    "dynamo_counters": "torch._dynamo.utils:counters",
     "_SetExcludeDispatchKeyGuard": "torch._C:_SetExcludeDispatchKeyGuard",
     "_StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo",
     "_StridedShard": "torch.distributed.tensor.placement_types:_StridedShard",

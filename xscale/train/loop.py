@@ -7,6 +7,7 @@ from xscale.run.parts import RunParts
 from xscale.run.state import State
 from xscale.step.step_batches import StepBatches
 from xscale.train.after_step.due_work import DueWork
+from xscale.train.compile_artifacts import CompileArtifacts
 from xscale.train.kernel_log import KernelSelectionLog
 from xscale.train.optimizer_step.optimizer_step import OptimizerStep
 from xscale.train.profiler import StepProfiler
@@ -27,6 +28,7 @@ class Loop:
     watchdog: Watchdog
     profiler: StepProfiler
     kernel_log: KernelSelectionLog
+    artifacts: CompileArtifacts
 
     def run(self) -> str | None:
         """Train until the last step or until something asks to stop; the cause of stopping, None when done."""
@@ -39,8 +41,12 @@ class Loop:
             recording = self.kernel_log.recording() if state.step == first else contextlib.nullcontext()
             with recording, self.profiler.step(state.step + 1):
                 step = self.step.take()
+            if state.step == first + 1:
+                # Before anything can end the run, whose next start needs them.
+                self.artifacts.save()
             self.watchdog.started()
             self.due.after(step)
         self.batches.close()
         self.due.at_end()
+        self.artifacts.save()
         return self.stop.cause if state.step < steps or state.pending else None

@@ -15,6 +15,7 @@ from xscale.train.after_step.rank_facts import RankFacts
 from xscale.train.after_step.rollback import Rollback
 from xscale.train.after_step.run_saver import RunSaver
 from xscale.train.after_step.step_reporter import StepReporter
+from xscale.train.compile_artifacts import CompileArtifacts
 from xscale.train.garbage_collection import GarbageCollection
 from xscale.train.interruptible_work import InterruptibleWork
 from xscale.train.kernel_log import KernelSelectionLog
@@ -41,6 +42,7 @@ class LoopContext:
     saves: AsyncSaver
     memory: InMemoryCheckpoint | None
     lock: RunLock
+    artifacts: CompileArtifacts
     began: float
     """When the process began, by `time.perf_counter`."""
 
@@ -85,7 +87,7 @@ def make_loop(parts: RunParts, state: State, context: LoopContext) -> Loop:
         saver=saver,
     )
     _report_progress(parts, context.saves, watchdog)
-    return Loop(parts, state, batches, step, due, stop, watchdog, context.profiler, kernel_log)
+    return Loop(parts, state, batches, step, due, stop, watchdog, context.profiler, kernel_log, context.artifacts)
 
 
 def _report_progress(parts: RunParts, saves: AsyncSaver, watchdog: Watchdog) -> None:

@@ -54,6 +54,7 @@ from xscale.run.saved_state import state_check, state_of, with_same_tokenizer
 from xscale.run.state import State
 from xscale.run.token_counts import init_from_token_counts
 from xscale.settings.settings import Settings
+from xscale.train.compile_artifacts import CompileArtifacts
 from xscale.train.compile_cache import remove_incomplete_libraries
 from xscale.train.garbage_collection import GarbageCollection
 from xscale.train.loop import Loop
@@ -308,13 +309,16 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
     barrier(parts.mesh.background)
     Consensus(parts.mesh.background).on_rank0(folder, lambda: _write_begin(parts, folder, resumed))
     observer: Observer = make_observers(settings.observe, folder) if is_rank0 else Observer()
+    artifacts = CompileArtifacts(folder, parts.mesh, enabled=settings.parallel.compile)
+    resumed.messages.extend(artifacts.load())
     observer.start(run_facts(parts, folder, state, resumed.step))
     for message in resumed.messages:
         observer.message(message)
     watchdog = make_watchdog(parts, folder, stop)
     profiler = _make_profiler(parts, folder, observer, watchdog)
     garbage = GarbageCollection(settings.train.gc_every_steps)
-    loop = make_loop(parts, state, LoopContext(observer, watchdog, profiler, garbage, stop, saves, memory, lock, began))
+    context = LoopContext(observer, watchdog, profiler, garbage, stop, saves, memory, lock, artifacts, began)
+    loop = make_loop(parts, state, context)
     reason, message = "failed", ""
     baseline = None
     try:

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from tests.conformance.made import close, ready
 from xscale.core.config import decode
+from xscale.evaluate.exit_curve import exit_curve
 from xscale.nn.depth.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
 from xscale.nn.depth.exits_config import ExitsConfig
 from xscale.nn.head.class_head import ClassHead
 from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.model.encoder import Encoder
 from xscale.nn.tokens import Tokens
-from xscale.objective.objective import HeadSizes
+from xscale.objective.objective import Batch, HeadSizes
 from xscale.settings.settings import put_class_head
 
 VOCABULARY, ROWS, LENGTH, DEPTH, CLASSES = 17, 12, 7, 5, 3
@@ -197,3 +198,36 @@ def test_a_distance_is_for_patience() -> None:
     policy = decode(ExitPolicyConfig, {"criterion": "entropy", "threshold": 1, "tolerance": 0.5})
     (problem,) = policy.check(4, "policy")
     assert "policy.tolerance: is not used by 'entropy'" in str(problem)
+
+
+class Sums:
+    """Stands for the scores of an evaluation: keeps what it is told of the blocks."""
+
+    def __init__(self) -> None:
+        self.blocks: list[tuple[float, float]] = []
+
+    def add(self, batch: Batch, logits: Tensor, computed: float, units: float) -> None:
+        self.blocks.append((computed, units))
+
+    def means(self, device: torch.device) -> tuple[float, float, dict[str, float]]:
+        ((computed, units),) = self.blocks
+        return computed / units, 0.0, {}
+
+
+@pytest.mark.parametrize("per_example", [True, False], ids=["examples", "words"])
+@torch.no_grad()
+def test_a_curve_counts_the_blocks_of_predictions(per_example: bool) -> None:
+    policy = decode(ExitPolicyConfig, POLICIES["entropy"])
+    made = built(per_example=per_example, policy=POLICIES["entropy"])
+    given = targets()
+    early = EarlyExit(policy, made.stack.exits.pooled(given))
+    made(Tokens.from_ids(ids(), signals={EARLY_EXIT: early}))
+    assert early.blocks is not None
+    wanted = sum(int(early.blocks[row, at]) for row, at in (given != IGNORE_INDEX).nonzero().tolist()) / (ROWS * DEPTH)
+    batches: Any = lambda: [(Batch(Tokens.from_ids(ids()), given), True)]  # noqa: E731
+    new_scores: Any = Sums
+    found, plain = exit_curve(made, batches, policy, [policy.threshold, None], new_scores)
+    assert found.blocks == pytest.approx(wanted)
+    assert plain.blocks == 1.0
+    of_all = float(early.blocks.double().mean()) / DEPTH
+    assert per_example or found.blocks != pytest.approx(of_all), "not of the tokens that predict nothing"

@@ -59,10 +59,6 @@ KEYS = {
     "tie_word_embeddings": "tied",
 }
 """Keys of a model with the same value, in both directions."""
-FUSED_KEYS = {"resid_pdrop": "stack.block.dropout", "embd_pdrop": "dropout"}
-"""Those of Phi-3 besides."""
-MIXER_KEYS = {"num_attention_heads": "heads", "attention_dropout": "dropout"}
-"""Keys of the mixer of every layer."""
 AUX_LOSS = (
     "router_aux_loss_coef: xscale's weight is the coefficient times top_k / layers, for the same pull on an even load; "
     "transformers' loss pools the layers and counts each of the top_k choices, and xscale's is the sum of the layers' "
@@ -108,12 +104,13 @@ class LlamaFamily:
     @property
     def keys(self) -> Keys:
         """Keys of a model with the same value, in both directions."""
-        return KEYS | (FUSED_KEYS if self.fused else {})
+        return KEYS | ({"resid_pdrop": "stack.block.dropout", "embd_pdrop": "dropout"} if self.fused else {})
 
     @property
     def mixer_keys(self) -> Keys:
         """Keys of a mixer with the same value, in both directions."""
-        return MIXER_KEYS | ({"attention_bias": "bias"} if self.bias == "optional" else {})
+        keys = {"num_attention_heads": "heads", "attention_dropout": "dropout"}
+        return keys | ({"attention_bias": "bias"} if self.bias == "optional" else {})
 
     @property
     def router_keys(self) -> Keys:
@@ -162,8 +159,7 @@ class LlamaFamily:
         if int(head_width * position.fraction) % 2:
             what = f"{position.fraction} of {head_width} channels is an odd number"
             require.reject("model.position.fraction", what, "A fraction with an even number of channels would map.")
-        data["rope_parameters"] = rope | {"partial_rotary_factor": position.fraction}
-        return data
+        return data | {"rope_parameters": rope | {"partial_rotary_factor": position.fraction}}
 
     def _attention(self, config: Any, block: Any, require: Requirements) -> Data:
         mixer = block.mixer
@@ -187,7 +183,8 @@ class LlamaFamily:
         }
         if self.divides or self.name in ("llama", "mistral", "gemma2", "gemma3_text"):
             # The library reads or checks the head width as width / heads.
-            require.one_of(f"{BLOCK}.mixer.heads", mixer.heads, *_divisors(config.width, mixer.heads))
+            fitting = [heads for heads in range(1, config.width + 1) if config.width % heads == 0]
+            require.one_of(f"{BLOCK}.mixer.heads", mixer.heads, *fitting)
         if self.divides:
             require.one_of(f"{BLOCK}.mixer.head_width", head_width, config.width // mixer.heads)
         return data
@@ -376,10 +373,6 @@ class LlamaFamily:
             attention_span=longest_window,
             features=frozenset(read | (set() if self.fused else {"position.scaling"})),
         )
-
-
-def _divisors(width: int, heads: int) -> list[int]:
-    return [heads] if width % heads == 0 else [divisor for divisor in range(1, width + 1) if width % divisor == 0]
 
 
 LLAMA = LlamaFamily("llama", "LlamaForCausalLM", bias="optional", ffn_bias=True).architecture()

@@ -39,13 +39,7 @@ KEYS: Keys = {
     "num_decoder_layers": "decoder.depth",
     "num_heads": ("encoder.block.mixer.heads", "decoder.block.mixer.heads"),
     "layer_norm_epsilon": ("encoder.block.norm.eps", "decoder.block.norm.eps"),
-    "dropout_rate": (
-        "encoder.block.dropout",
-        "decoder.block.dropout",
-        "encoder.block.mixer.dropout",
-        "decoder.block.mixer.dropout",
-        "dropout",
-    ),
+    "dropout_rate": (*[f"{stack}.block.{key}" for stack in STACKS for key in ("dropout", "mixer.dropout")], "dropout"),
 }
 """Keys with the same value, in both directions."""
 CAPACITY = 1 << 30

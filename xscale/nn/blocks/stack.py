@@ -1,8 +1,6 @@
 """A stack of blocks, uniform or by rules: every second one a mixture of experts, sparse and dense attention in turn."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field
@@ -241,16 +239,3 @@ class Stack(Module):
     def run_block(self, block: Block, *inputs: Any) -> Any:
         """`block(*inputs)`. A seam: activation checkpointing."""
         return block(*inputs)
-
-
-def predict(stack: nn.Module, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
-    """Return what the model's head makes of the output x [B, T, D] of its stack: logits, or the summed loss."""
-
-    def of_head(x: Tensor) -> Tensor:
-        out: Tensor = prediction.head(x, prediction.targets, tokens)
-        return out
-
-    head: Callable[[Tensor], Tensor] = of_head
-    for part in stack.passes() if isinstance(stack, Stack) else ():
-        head = partial(part.predict, tokens=tokens, prediction=prediction, head=head)
-    return head(x)

@@ -30,7 +30,7 @@ class SentTensor:
     """Whether it is one number for each token, [B, T], in float32 at least."""
     values: bool = False
     """Whether it is the values [B, T, D / R] of the local heads."""
-    stream: bool = False
+    precise: bool = False
     """Whether it is hidden states [B, T, D] in float32 at least."""
     states: int | None = None
     """N, if it is hidden states after several blocks, [N, B, T, D]; None: it is not."""

@@ -56,7 +56,7 @@ class Pondered:
 
 
 SENT = {
-    "output": SentTensor(stream=True),
+    "output": SentTensor(precise=True),
     **{name: SentTensor(per_token=True) for name in ("total", "steps", "remainder", "running")},
 }
 """Fields of `Pondered` that the stages of a pipeline hand on."""

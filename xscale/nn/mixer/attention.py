@@ -126,14 +126,12 @@ class Attention(AttentionHeads):
         problems += must_divide(path, "kv_heads", groups, "heads", config.heads)
         if cls._shares_qk(config, dims) and (dims.cross or groups != config.heads):
             what = "cross attention has separate queries and keys" if dims.cross else "needs kv_heads equal to heads"
-            choices = take(False)
-            if not dims.cross:
-                choices = take(config.heads, None, key=f"{path}.kv_heads") + choices
+            kv_heads = () if dims.cross else take(config.heads, None, key=f"{path}.kv_heads")
             fix = ""
             if config.shared_qk is None:
                 what = f"core '{config.core.kind}' shares queries and keys, which {what}"
                 fix = "With shared_qk=false queries and keys are separate, unlike in its paper."
-            problems.append(Problem(f"{path}.shared_qk", what, fix, choices=choices))
+            problems.append(Problem(f"{path}.shared_qk", what, fix, choices=kv_heads + take(False)))
         return problems + cls.check_position(config, dims, path) + cls._check_core(config, dims, path)
 
     @classmethod
@@ -159,9 +157,7 @@ class Attention(AttentionHeads):
         return problems
 
     @classmethod
-    def check_second_projections(
-        cls, config: Any, path: str, why: str, alternatives: tuple[Choice, ...]
-    ) -> list[Problem]:
+    def check_projections(cls, config: Any, path: str, why: str, alternatives: tuple[Choice, ...]) -> list[Problem]:
         """List the keys that a mixer with further projections of its own, or of global tokens, cannot have."""
         settings = (("kv_heads", (None, config.heads)), ("shared_qk", (None, False)), ("qk_norm", (None,)))
         return [

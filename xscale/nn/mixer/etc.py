@@ -90,7 +90,7 @@ class EtcAttention(Attention):
         if config.projections == "shared":
             return problems
         why = f"is not defined for the separate projections of '{config.projections}'"
-        return problems + cls.check_second_projections(config, path, why, take("shared", key=f"{path}.projections"))
+        return problems + cls.check_projections(config, path, why, take("shared", key=f"{path}.projections"))
 
     forward = without_padding(Attention.forward)
 

@@ -71,7 +71,7 @@ class LongformerAttention(Attention):
         problems += cls._check_position_acts(config, dims, path)
         plain = take("attention", key=f"{path}.kind")
         why = "is not defined for the projections of global tokens"
-        problems += cls.check_second_projections(config, path, why, plain)
+        problems += cls.check_projections(config, path, why, plain)
         if getattr(config.core, "sinks", False):
             what = "is not defined for the softmax of global tokens"
             problems.append(Problem(f"{path}.core.sinks", what, choices=take(False) + plain))

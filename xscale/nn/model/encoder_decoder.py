@@ -9,7 +9,7 @@ from torch import Tensor
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
-from xscale.nn.blocks.stack import Stack, StackConfig, predict
+from xscale.nn.blocks.stack import Stack, StackConfig
 from xscale.nn.depth.depth_pass import Prediction, StackUse
 from xscale.nn.depth.layer_mix import LayerMix
 from xscale.nn.head.head import Head
@@ -141,7 +141,7 @@ class EncoderDecoder(Model):
         read = self.encoder.output_tokens(source)
         prediction = Prediction(self.head, targets)
         x = self.decoder(self.target(tokens), tokens, memory, read, prediction)
-        return predict(self.decoder, x, tokens, prediction)
+        return self.predict(self.decoder, x, tokens, prediction)
 
 
 def _check_t_fixup(config: EncoderDecoder.Config, path: str) -> list[Problem]:

@@ -2,6 +2,7 @@
 
 from xscale.nn.residual import (
     admin,
+    hyper_connections,
     normless,
     norms,
     parallel,
@@ -10,6 +11,7 @@ from xscale.nn.residual import (
 
 __all__ = [
     "admin",
+    "hyper_connections",
     "normless",
     "norms",
     "parallel",

@@ -25,7 +25,7 @@ class StageInput:
     score_heads: int | None = None
     """Heads of the attention scores, over all ranks of tp; None: hidden states."""
     precise: bool = False
-    """Whether it is a tensor of a residual stream in float32 at least."""
+    """Whether it is hidden states, or a tensor of a residual stream, in float32 at least."""
     per_token: bool = False
     """Whether it is one number for each token, such as the sum of its gates so far, in float32 at least."""
     states: int | None = None
