@@ -15,8 +15,9 @@ REMOVAL = ("xscale/core/files/file_safety.py", "launch/xscale_launch/files.py")
 """xscale's removal, and that of the launcher, which runs without xscale."""
 DECODER = ("xscale/core/files/file_safety.py", "launch/xscale_launch/typed_json.py")
 """xscale's decoder of JSON, and the launcher's: json itself raises RecursionError for nesting, which few catch."""
-YAML_READER = ("xscale/core/yaml_reader.py",)
-"""The reader of YAML: PyYAML's own loaders recurse, expand aliases without end, and read the types of YAML 1.1."""
+YAML_FILES = ("xscale/core/yaml_reader.py", "xscale/core/yaml_writer.py")
+"""The reader of YAML and the writer of what it reads: PyYAML's own loaders recurse, expand aliases without end, and
+read the types of YAML 1.1."""
 YAML_WRITERS = {"yaml.safe_dump"}
 UNPICKLES = {
     "pickle.load",
@@ -158,9 +159,7 @@ def decoders_of(file: File) -> Iterator[tuple[ast.AST, str]]:
 
 
 def yaml_readers(root: Path) -> dict[str, str]:
-    others = [
-        file for file in files(root, ("xscale", "launch")) if file.path not in YAML_READER and "yaml" in file.text
-    ]
+    others = [file for file in files(root, ("xscale", "launch")) if file.path not in YAML_FILES and "yaml" in file.text]
     return {file.at(node, what): what for file in others for node, what in yaml_readers_of(file)}
 
 

@@ -289,4 +289,4 @@ def special_tokens(sentinels: int) -> list[str]:
     return [*SPECIAL_TOKENS, *(f"<extra_{index}>" for index in range(sentinels))]
 
 
-TOKENIZERS = Family("tokenizer", TokenizerTraits)
+TOKENIZERS = Family("tokenizer", TokenizerTraits, Tokenizer)

@@ -141,7 +141,7 @@ class Block(Module):
     def check(config: BlockConfig, dims: Dims, path: str, *, cross: bool = False) -> list[Problem]:
         """List the problems of the block and its parts."""
         stream = RESIDUALS.of(config.residual).part
-        problems = stream.check(config.residual, dims, f"{path}.residual")
+        problems: list[Problem] = stream.check(config.residual, dims, f"{path}.residual")
         problems += stream.check_block(config, path, cross=cross)
         for index, sublayer in enumerate(config.listed(cross=cross)):
             slot, part = sublayer.slot, config.config_of(sublayer)
