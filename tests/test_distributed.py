@@ -173,6 +173,7 @@ def threads_found(width: int) -> int:
     return before_call
 
 
+@pytest.mark.long
 def test_a_worker_that_keeps_many_groups_is_replaced() -> None:
     pool = Pool()
     try:

@@ -64,9 +64,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a documented line in `folder`, with this Python's programs first."""
-    tools = Path(sys.executable).parent
+def start(command: str, folder: Path, tools: Path = Path(sys.executable).parent) -> subprocess.CompletedProcess[str]:
+    """Run a documented line in `folder`, with the programs of `tools` first: this Python's, or those of another."""
     environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     # The folder's own sources are the data of some commands, and compiled files are no text.
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
@@ -75,8 +74,8 @@ def start(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def shortened(command: str) -> str:
-    """The same command with fewer and smaller steps; overrides of the command itself come last and win."""
+def shortened(command: str, text: str = "xscale/core, xscale/nn") -> str:
+    """The same command with fewer and smaller steps, on the files of `text`; overrides of the command itself win."""
     if " bench moe" in command:
         return f"{command} --width 64 --tokens 128 --rounds 1"
     if " bench decode" in command:
@@ -89,19 +88,19 @@ def shortened(command: str) -> str:
         return command
     words = list(SHORT)
     own = "data.source" in command or "my_table" in command
-    text = "" if own else " 'data.source={kind: text, paths: [xscale/core, xscale/nn]}'"
+    source = "" if own else f" 'data.source={{kind: text, paths: [{text}]}}'"
     small = "" if " compare " in command else " data.tokenizer.vocabulary=1024"
     if " bench " in command:
         words.append("--steps=1")
     if "finetune" in command:
         # Its texts have labels, and length and tokenizer are those of the run that it begins with.
-        text, small, words = "", "", [word for word in words if "sequence_length" not in word]
+        source, small, words = "", "", [word for word in words if "sequence_length" not in word]
     if " ladder " in command:
         tokens = "sed -i 's/^tokens:.*/tokens: [640, 1280, 2560]/' configs/ladder/bytes.yaml"
-        return f"{tokens} && {command}{text} {' '.join(word for word in words if 'steps' not in word)}"
+        return f"{tokens} && {command}{source} {' '.join(word for word in words if 'steps' not in word)}"
     if " compare " in command:
         words = [*(word for word in words if "eval_every" not in word), "train.eval_every=1", "--seed=0", "--steps=1"]
-    return re.sub(CONFIG, lambda match: f"{match[0]}{text}{small} {' '.join(words)}", command)
+    return re.sub(CONFIG, lambda match: f"{match[0]}{source}{small} {' '.join(words)}", command)
 
 
 def test_make_and_ci_run_the_commands_of_the_readme() -> None:

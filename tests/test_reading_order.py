@@ -27,7 +27,7 @@ def imported(path: Path) -> set[str]:
     return {f"{module.replace('.', '/')}.py" for module in modules}
 
 
-@pytest.mark.parametrize("name", ["a batch"])
+@pytest.mark.parametrize("name", ["a batch", "a residual stream"])
 def test_the_files_exist_and_import_so(name: str) -> None:
     table = rows(name)
     files = [file for file, _ in table]

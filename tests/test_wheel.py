@@ -1,6 +1,5 @@
 """The wheel alone, in an empty folder: recipes, `init`, `explain`, completion, and a run."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.wheel import ROOT, build_wheel
+
 SMALL = [
     "train.steps=3",
     "train.batch_size=2",
@@ -28,13 +28,8 @@ SMALL = [
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the unpacked wheel and nothing else; built without a network."""
-    if importlib.util.find_spec("hatchling") is None:
-        pytest.skip("hatchling is not installed: pip install hatchling")
     folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*build, "-w", str(folder), str(ROOT)], check=True, timeout=300, cwd=folder)
-    (wheel,) = folder.glob("xscale-*.whl")
-    zipfile.ZipFile(wheel).extractall(folder / "site")
+    zipfile.ZipFile(build_wheel(folder)).extractall(folder / "site")
     return folder / "site"
 
 

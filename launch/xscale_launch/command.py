@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ CONFIGS = (Path(__file__).parents[2] / "configs", Path(__file__).parents[1] / "x
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Add CONFIG and its overrides. `--xscale` replaces the trainer's command in the launcher's tests."""
-    parser.add_argument("config", metavar="CONFIG", help="a run's config, such as configs/run/tiny.yaml")
+    parser.add_argument("config", metavar="CONFIG", help="a run's config, or a recipe's name, such as quickstart")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of config values")
     parser.add_argument("--xscale", help=argparse.SUPPRESS)
 
@@ -24,9 +25,10 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 def check_config(config: str, overrides: Sequence[str]) -> Path:
     """Return the config's path; raise `LaunchError` when the file does not exist or an override is not `key=value`.
 
-    The name of a recipe, such as quickstart, or of a variant, such as bigbird, stands for its file.
+    The name of a recipe, such as quickstart, or of a variant, such as bigbird, stands for its file. Where there is no
+    folder `configs`, a path in it is that of a file that comes with xscale.
     """
-    path = _recipe(config) or expand(config)
+    path = _recipe(config) or _shipped_file(config) or expand(config)
     if not path.is_file():
         files = [file.name for file in path.parent.glob("*.yaml")]
         near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, files, n=3)]
@@ -56,6 +58,14 @@ def _recipe(word: str) -> Path | None:
     if len(like) > 1:
         raise LaunchError(f"several recipes have names that begin with {word}: {', '.join(file.stem for file in like)}")
     return like[0] if like else None
+
+
+def _shipped_file(config: str) -> Path | None:
+    """The file that comes with xscale under a path such as configs/run/quickstart.yaml; None in a checkout."""
+    parts = Path(config).parts
+    if parts[:1] != ("configs",) or ".." in parts or os.path.lexists("configs"):
+        return None
+    return next((file for folder in CONFIGS if (file := folder.joinpath(*parts[1:])).is_file()), None)
 
 
 def override(overrides: Sequence[str], key: str) -> str | None:

@@ -27,6 +27,7 @@ def options(folder: Path, seconds: float) -> GpuOptions:
     return GpuOptions(seconds, folder, "cpu", toy=True, tests=False)
 
 
+@pytest.mark.long
 def test_each_fault_costs_one_row(tmp_path: Path) -> None:
     said: list[str] = []
     assert measure([PLANTED], options(tmp_path / "out", 300.0), said.append) == 1

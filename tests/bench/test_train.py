@@ -49,6 +49,12 @@ def test_sides_alternate() -> None:
     assert [len(timings.samples[name]) for name in "ab"] == [2, 2]
 
 
+def test_a_mistake_that_no_side_survives_is_the_users(tmp_path: Path) -> None:
+    settings = recipe(tmp_path, data={"source": {"kind": "text", "paths": [str(tmp_path / "none")]}})
+    with pytest.raises(ConfigError, match="none"):
+        bench_train(settings, 1)
+
+
 def test_the_dense_twin_has_the_active_flops(tmp_path: Path) -> None:
     settings = recipe(tmp_path)
     twin = build_on_meta(dense_twin(settings), 300)

@@ -104,6 +104,7 @@ def changed(folder: Path) -> str:
     return said[0]
 
 
+@pytest.mark.long
 def test_a_changed_byte_is_seen_by_all(pool: Pool, tmp_path: Path) -> None:
     said = pool.run(changed, 2, tmp_path)
     assert said[0] == said[1]

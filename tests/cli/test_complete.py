@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,8 +124,20 @@ IN_LAUNCH: dict[str, tuple[str, list[str]]] = {
     "an option's path is the shell's": ("launch slurm --clusters qui", []),
     "a run": ("launch status runs/f", ["runs/first"]),
     "one run only": ("launch status runs/first runs/f", []),
+    "a value of an option that bash splits": ("launch mpi --work = pre", ["prepare"]),
     "no such verb": ("launch fly qui", []),
     "the options of doctor": ("doctor --fol", ["--folder"]),
+}
+OPTIONS: dict[str, tuple[str, list[str]]] = {
+    "a value": ("plan quickstart --device h", ["h100", "h200"]),
+    "a value behind =": ("plan quickstart --device=h", ["h100", "h200"]),
+    "a value that bash splits": ("plan quickstart --device = h", ["h100", "h200"]),
+    "no letter of it yet": ("generate runs/first --penalty-form =", ["wu", "power"]),
+    "a choice that bash splits": ("generate runs/first --penalty-form = w", ["wu"]),
+    "a format": ("checkpoint export runs/first exported --to = d", ["deepspeed-universal"]),
+    "two options that bash splits": ("plan quickstart --world = 2 --device = a", ["a100"]),
+    "an override behind one": ("plan quickstart --device = cpu optimizer.l", ["optimizer.lr=", "optimizer.lr=0.001"]),
+    "an override's value behind one": ("plan quickstart --device = cpu optimizer.kind = l", ["lion"]),
 }
 
 
@@ -135,10 +148,17 @@ def offered(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     monkeypatch.setenv("_XSCALE_COMPLETE", "complete_bash")
     monkeypatch.setattr(sys, "argv", ["xscale"])
     with pytest.raises(SystemExit) as done:
-        app(prog_name="xscale")
+        main(partial(app, prog_name="xscale"))
     both = capsys.readouterr()
     assert (done.value.code, both.err) == (0, "")
     return both.out.split()
+
+
+@pytest.mark.parametrize(("line", "expected"), OPTIONS.values(), ids=OPTIONS)
+def test_values_of_options_are_completed(
+    line: str, expected: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert offered(line, monkeypatch, capsys) == expected
 
 
 @pytest.mark.parametrize(("line", "expected"), IN_LAUNCH.values(), ids=IN_LAUNCH)

@@ -90,6 +90,7 @@ def test_a_step_that_is_asked_for_is_no_warning(
     assert "2" in out + err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", READ_BY_RUNS)
 def test_a_run_that_reads_another_says_which_step(
     what: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

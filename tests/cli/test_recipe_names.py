@@ -10,7 +10,10 @@ import pytest
 import typer
 
 from xscale.cli.main import app, main
+from xscale.commands.show.recipes import config_file
 from xscale.core.errors import ConfigError
+from xscale_launch.command import check_config
+from xscale_launch.status import LaunchError
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs/run/quickstart.yaml"
@@ -83,3 +86,35 @@ def test_a_recipe_is_understood(
         main()
     both = capsys.readouterr()
     assert expected in both.out + both.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "folder"),
+    [
+        ("configs/run/quickstart.yaml", "run"),
+        ("configs/xformer/bigbird.yaml", "run"),
+        ("configs/compare/experts.yaml", "compare"),
+        ("configs/ladder/bytes.yaml", "ladder"),
+    ],
+)
+def test_a_path_of_the_documentation_is_found_without_a_checkout(
+    typed: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert config_file(typed, folder) == check_config(typed, []) == ROOT / typed
+    (tmp_path / "configs").mkdir()
+    with pytest.raises(ConfigError, match="there is no such file"):
+        config_file(typed, folder)
+    with pytest.raises(LaunchError, match="does not exist"):
+        check_config(typed, [])
+
+
+@pytest.mark.parametrize("typed", ["configs/run/none.yaml", "configs/../README.md", "configs", "configs/run"])
+def test_no_other_path_leads_into_the_configs_of_xscale(
+    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError):
+        config_file(typed)
+    with pytest.raises(LaunchError):
+        check_config(typed, [])

@@ -1,10 +1,12 @@
 """Advice of a command for a word that it does not know: the key, the recipe or the part that was meant, or none."""
 
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
 from xscale.cli.main import app
-from xscale.commands.show.recipes import FAMOUS, run_recipes
+from xscale.commands.show.recipes import FAMOUS, config_file, run_recipes
 from xscale.core.errors import ConfigError
 
 TYPED = {
@@ -28,6 +30,32 @@ TYPED = {
         "data.source.kind=jsonl.",
     ),
     "a key of another ffn": ("train quickstart model.stack.block.ffn.experts=4", "It is a key of moe: choose one"),
+    "the config as an option": (
+        "train --config quickstart",
+        "The config is no option: `xscale train CONFIG",
+    ),
+    "a way of resuming": ("train quickstart --resume", "The same command resumes its run"),
+    "a number of GPUs": ("train quickstart --gpus 2", "`xscale launch local --processes N CONFIG` starts N processes."),
+    "experts of others": ("train quickstart --num-experts 8", "key=value: moe.experts=VALUE."),
+    "a misspelt command": ("trian quickstart", "`xscale` has no such command. Did you mean train?"),
+    "a command of others": ("evaluate runs/x", "Did you mean eval?"),
+    "one that is a verb of launch": ("torchrun quickstart", "Here it is `xscale launch local|slurm|mpi CONFIG`."),
+    "a command of checkpoints": ("export runs/x", "Here it is `xscale checkpoint export RUN FOLDER --to hf`."),
+    "resume as a command": ("resume runs/x", "Here it is the command that started the run, which resumes it"),
+    "sampling": ("sample runs/x", 'Here it is `xscale generate RUN "text"`.'),
+    "no command": ("zzz", "Commands: "),
+    "a misspelt command of a group": ("data prep quickstart", "Did you mean prepare?"),
+    "an unknown command of a group": ("checkpoint zzz runs/x", "Commands: "),
+    "a misspelt operator": ("bench zzz", "xscale bench` has no such command. Commands: "),
+    "BERT": ("train bert-base", "The recipe 'bert_masked' is"),
+    "T5": ("train t5-large", "The recipe 't5_span' is"),
+    "Qwen": ("train qwen", "The recipe 'dense_7b' has LLaMA 2's 7B shape"),
+    "nanoGPT": ("train nanoGPT", "The recipe 'small' is"),
+    "a path without its folder": ("train configs/quickstart.yaml", "Did you mean 'quickstart' (without .yaml)?"),
+    "explain a recipe": ("explain bytes", "It is a recipe: `xscale explain KEY bytes` says where it has a key"),
+    "explain what is no key": ("explain unfinished", "`xscale explain` lists the sections of a config."),
+    "explain the beginning of a key": ("explain warmup", "Did you mean schedule.warmup_steps?"),
+    "explain a word of others": ("explain fsdp", "Write parallel.zero.stage=3."),
     "a misspelt key of a part": ("train small model.stack.block.ffn.hiden=4", "Did you mean 'hidden'?"),
 }
 
@@ -38,6 +66,23 @@ def test_what_is_advised(name: str) -> None:
     found = CliRunner().invoke(app, typed.split())
     assert isinstance(found.exception, ConfigError), found.output
     assert advice in str(found.exception)
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_a_folder_is_no_config(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("mine", "runs/a", "quickstart"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "runs/a/config.yaml").touch()
+    for typed, advice in {
+        "mine": "has no YAML file",
+        "./mine": "has no",
+        "runs/a": "runs/a/config.yaml: with it",
+    }.items():
+        found = CliRunner().invoke(app, [command, typed])
+        assert "this is a folder, and no config" in str(found.exception)
+        assert advice in str(found.exception)
+    assert config_file("quickstart") == run_recipes()["quickstart"], "the recipe, whatever folders there are"
 
 
 def test_the_value_of_an_option_is_no_option() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.conformance.made import ready
 from xscale.cli.main import main
-from xscale.commands.show import catalogue, list_parts
+from xscale.commands.show import catalogue, list_parts, recipes
 from xscale.core import compose
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
@@ -132,6 +132,14 @@ def test_list_says_what_a_word_is(capsys: pytest.CaptureFixture[str]) -> None:
         list_parts.show("longfromer", as_json=False)
     with pytest.raises(ConfigError, match=r"Families: model, mixer, .*; variants: xformers\."):
         list_parts.show("wibble", as_json=False)
+
+
+def test_a_name_is_one_thing() -> None:
+    """`xscale train NAME` takes a recipe of configs/run or a variant, and no name is both."""
+    names = recipes.recipe_names()
+    assert len(set(names)) == len(names)
+    assert {name: ids for name in recipes.run_recipes() if (ids := catalogue.ids_like(name))} == {}
+    assert recipes.recipe_named("bert") == FOLDER / "bert.yaml"
 
 
 def test_an_id_stands_for_its_recipe() -> None:

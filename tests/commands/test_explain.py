@@ -305,7 +305,7 @@ def test_where_a_recipe_has_a_key_is_printed_with_its_value(capsys: pytest.Captu
         ("optimzer.lr", "Did you mean optimizer.lr"),
         ("train.stpes", "Did you mean train.steps"),
         ("learning_rate", "Did you mean optimizer.lr?"),
-        ("num_experts", "Did you mean model.stack.block.ffn.experts?"),
+        ("num_experts", "Did you mean moe.experts?"),
         ("model.stack.block.ffn.kind.x", "there is no such config key"),
         ("xyzzy", "`xscale explain` lists the sections"),
         ("", "`xscale explain` lists the sections"),

@@ -117,7 +117,7 @@ def test_bart_out_and_in_again(tmp_path: Path) -> None:
         "mixer": {"kind": "attention", "heads": 4, "bias": True},
         "ffn": {"kind": "dense", "hidden": 48, "activation": "gelu", "bias": True},
         "norm": "layer",
-        "placement": "post",
+        "residual": "post",
     }
     stack = {"depth": 1, "block": block}
     model = {"kind": "encoder_decoder", "width": 32, "position": "learned", "embedding_norm": "layer"}

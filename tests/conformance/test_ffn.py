@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.conformance.checked import each_case
-from xscale.conformance import ffn as suite
+from xscale.conformance.block import ffn as suite
 from xscale.conformance.check import Arguments, Check
 from xscale.core.registry import Entry, Family
 from xscale.nn.dims import Dims

@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 from tests.conformance.checked import each_case
-from xscale.conformance import norm as suite
+from xscale.conformance.block import norm as suite
 from xscale.conformance.check import Arguments, Check
 from xscale.core.registry import Entry, Family
 from xscale.nn.norm.norm import Norm, NormTraits

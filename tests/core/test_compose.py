@@ -113,6 +113,7 @@ PLAIN = st.recursive(
 )
 
 
+@pytest.mark.long
 @example(data={"a": "\x85"})
 @example(data={"a": "\xa0"})
 @example(data={"a": "x\u2028y"})

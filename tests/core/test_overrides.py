@@ -1,14 +1,16 @@
 """Keys that overrides set: by path, by the index of an entry, in all entries, by what a part is; and refusals."""
 
+import re
 from typing import Any
 
 import pytest
 
 from xscale.api import load_recipe
 from xscale.core.compose import COMMAND_LINE, SCHEMA, Composed, compose_mapping, configs_folder, dump
-from xscale.core.config import OTHERS_WORDS, decode, encode
+from xscale.core.config import decode, encode
 from xscale.core.config_keys.keys import read_keys
 from xscale.core.errors import ConfigError
+from xscale.core.others_words import NAMES_ELSEWHERE, OTHERS_WAYS, OTHERS_WORDS
 from xscale.recipe import Recipe
 
 MIXTURE = {"kind": "moe", "experts": 8, "shared": "gated", "capacity_factor": 1.25, "router": {"kind": "switch"}}
@@ -173,6 +175,40 @@ def test_the_keys_that_are_set_by_what_a_part_is_are_listed() -> None:
         ("learning_rate=1", "learning_rate (command line): unknown key. Did you mean 'optimizer.lr'?"),
         ("n_layer=4", "Did you mean 'model.stack.depth'"),
         ("train.stpes=3", "Did you mean 'steps'?"),
+        ("max_iters=100", "Did you mean 'train.steps'?"),
+        ("per_device_train_batch_size=2", "Did you mean 'train.micro_batch_size'?"),
+        ("clip_grad=1", "Did you mean 'train.clip_grad_norm'?"),
+        ("lr_scheduler_type=cosine", "Did you mean 'schedule'?"),
+        ("min_lr=1e-5", "Did you mean 'schedule.min_lr_ratio'?"),
+        ("warmup=10", "Did you mean 'schedule.warmup_steps'?"),
+        ("eval_interval=5", "Did you mean 'train.eval_every'?"),
+        ("save_steps=5", "Did you mean 'checkpoint.every_steps'?"),
+        ("logging_steps=5", "Did you mean 'observe.every_steps'?"),
+        ("block_size=64", "Did you mean 'data.sequence_length'?"),
+        ("vocab_size=64", "Did you mean 'data.tokenizer.vocabulary'?"),
+        ("d_ff=64", "Did you mean 'model.stack.block.ffn.hidden'?"),
+        ("num_experts_per_tok=2", "Did you mean 'moe.router.top_k'?"),
+        ("router_aux_loss_coef=2", "Did you mean 'moe.router.aux_loss_weight'?"),
+        ("top_k=2", "Did you mean 'moe.router.top_k', of a mixture, or"),
+        ("tensor_model_parallel_size=2", "Did you mean 'parallel.mesh.tp'?"),
+        ("expert_parallel=2", "Did you mean 'parallel.mesh.ep'?"),
+        ("tp=2", "Did you mean 'parallel.mesh.tp'?"),
+        ("output_dir=x", "Did you mean 'run.dir'?"),
+        ("epochs=3", "A run has train.steps steps"),
+        ("gradient_accumulation_steps=2", "It follows from train.batch_size"),
+        ("gradient_checkpointing=true", "Write parallel.recompute.every=1."),
+        ("resume_from_checkpoint=x", "The same command resumes its run"),
+        ("bf16=true", "Write precision.compute=bfloat16."),
+        ("fsdp=true", "Write parallel.zero.stage=3."),
+        ("dataset=c4", "Write 'data.source={kind: text, paths: [FILES]}'"),
+        ("model.num_layers=2", "Did you mean 'model.stack.depth'?"),
+        ("model.stack.n_layer=2", "Did you mean 'model.stack.depth'?"),
+        ("optimizer.learning_rate=1", "Did you mean 'optimizer.lr'?"),
+        ("train.max-steps=2", "Did you mean 'train.steps'?"),
+        ("precision.compute=bf16", "got 'bf16'. Did you mean 'bfloat16'?"),
+        ("precision=bf16", "is a section with keys of its own, got 'bf16'. Set one of them: compute, master"),
+        ("data=x.txt", "Set one of them: source, tokenizer"),
+        ("zzz=3", "unknown key. Known: about, checkpoint, data"),
     ],
 )
 def test_an_unknown_key_leads_to_the_one_that_is_meant(override: str, said: str) -> None:
@@ -183,5 +219,9 @@ def test_an_unknown_key_leads_to_the_one_that_is_meant(override: str, said: str)
 
 def test_the_words_of_other_trainers_lead_to_keys_that_there_are() -> None:
     keys = read_keys(configs_folder() / SCHEMA)
-    assert [path for path in OTHERS_WORDS.values() if not keys.at(path)] == []
+    assert [path for path in NAMES_ELSEWHERE if not keys.find(path)] == []
     assert not OTHERS_WORDS.keys() & keys.words
+    assert not OTHERS_WORDS.keys() & OTHERS_WAYS.keys()
+    named = {path for way in OTHERS_WAYS.values() for path in re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)+", way)}
+    assert {"train.steps", "parallel.zero.stage", "moe.router.top_k"} <= named
+    assert [path for path in named if not keys.find(path)] == []

@@ -1,7 +1,7 @@
 """A kept table of every recipe: its parameters, their initial weights, and its first ten losses.
 
     python -m tests.golden.first_losses               compares all recipes with the table, in about five minutes
-    python -m tests.golden.first_losses run/bert t5   those whose name has one of these words
+    python -m tests.golden.first_losses run/bytes t5   those whose name has one of these words
     python -m tests.golden.first_losses --write       makes the table anew, and prints what changed
 
 A change that must change no number leaves the table as it is. The recipes are made small (`shrink.py`), and train on
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Such as run/bert, or compare/experts/dense."""
+        """Such as run/bytes, or compare/experts/dense."""
         name = f"{self.file.parent.name}/{self.file.stem}"
         return f"{name}/{slug(self.variant)}" if self.variant else name
 

@@ -50,6 +50,7 @@ def test_ranks_meet_and_train(mpirun: str, config: Path, tmp_path: Path, ranks: 
     assert all(state.startswith("[4, ") for state in states)
 
 
+@pytest.mark.long
 def test_redirected_output_is_not_drawn_for_a_terminal(mpirun: str, config: Path, tmp_path: Path) -> None:
     """A worker sees no terminal when the launcher's output is a file: mpirun gives its ranks a pseudo-terminal."""
     worker = tmp_path / "worker.py"
@@ -114,6 +115,7 @@ def test_a_layout_that_does_not_fit_starts_nothing(mpirun: str, config: Path, tm
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_a_bad_node_starts_nothing(mpirun: str, config: Path, tmp_path: Path) -> None:
     clusters = tmp_path / "clusters.toml"
     clusters.write_text('default = "lab"\n[lab]\nminimum_disk_gigabytes = 1e9\n')

@@ -27,7 +27,7 @@ def sizes(root: Path) -> dict[str, str]:
         if lines > FILE_LINES:
             violations[file.path] = f"{lines} lines, more than {FILE_LINES}"
         limit = KERNEL_LINES if file.path.startswith("kernels/") else FUNCTION_LINES
-        for node in ast.walk(file.tree):
+        for node in file.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
                 if length > limit:
@@ -41,7 +41,7 @@ def names(root: Path) -> dict[str, str]:
         if file.parts[-1] in VAGUE_FILES:
             violations[file.path] = f"'{file.parts[-1]}' says nothing of what is in it"
     for file in files(root):
-        for node in ast.walk(file.tree):
+        for node in file.nodes:
             if isinstance(node, ast.ClassDef) and VAGUE_WORDS & set(words(node.name)):
                 violations[file.at(node, node.name)] = (
                     "a class is named by what it is, not Manager, Handler, Base or Impl"

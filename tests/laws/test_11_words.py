@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.laws.tree import CODE, ROOT, files, plant, words
+from tests.laws.tree import CODE, ROOT, File, files, plant, words
 
 _ODD = (
     "again alike apart arranged at_rest audience beating behind beside bias_at biases_at bigger_first "
@@ -69,7 +69,7 @@ def odd_names(root: Path) -> dict[str, str]:
         for part in file.parts[1:]:
             if part in ODD:
                 violations[f"{file.path}: {part}"] = instead(part)
-        for node in ast.walk(file.tree):
+        for node in file.nodes:
             for name in defined(node):
                 if snake(name) in ODD:
                     violations[f"{file.path}: {name}"] = instead(snake(name))
@@ -101,7 +101,7 @@ def vague_names(root: Path) -> list[str]:
     return [
         file.at(node, f"'{name}': name it after what it holds")
         for file in files(root)
-        for node, name in bindings(file.tree)
+        for node, name in bindings(file)
         if name.strip("_") in VAGUE
     ]
 
@@ -111,17 +111,17 @@ def docstrings_without_subject(root: Path) -> list[str]:
     return [
         file.at(node, f"'{node.value.value[:30]}...' begins with neither a verb nor a noun")
         for file in files(root, (*CODE, "tests"))
-        for node in ast.walk(file.tree)
+        for node in file.nodes
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         if node.value.value.split(maxsplit=1)[:1] in (["As"], ["Of"], ["What"])
     ]
 
 
-def bindings(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
+def bindings(file: File) -> Iterator[tuple[ast.AST, str]]:
     """Names that the file binds to values, in loops, comprehensions and patterns too, except fields of classes."""
-    lines = [line for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for line in node.body]
+    lines = [line for node in file.nodes if isinstance(node, ast.ClassDef) for line in node.body]
     fields = {id(line.target) for line in lines if isinstance(line, ast.AnnAssign)}
-    for node in ast.walk(tree):
+    for node in file.nodes:
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
                 if id(node) not in fields:

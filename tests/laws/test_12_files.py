@@ -70,7 +70,7 @@ def unpicklers(root: Path) -> dict[str, str]:
 
 def unpicklers_of(file: File) -> Iterator[tuple[ast.AST, str]]:
     known = meaning(file)
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             yield from ((node, module) for module in modules if module.split(".")[0] in UNPICKLING_MODULES)
@@ -103,7 +103,7 @@ def is_safe(call: ast.Call, file: File, known: dict[str, str]) -> bool:
     """Whether the loader is a safe one, or a class of the file that is derived from a safe one."""
     bases = {
         node.name: {full_name(base, known) for base in node.bases}
-        for node in ast.walk(file.tree)
+        for node in file.nodes
         if isinstance(node, ast.ClassDef)
     }
     loaders = [*call.args[1:2], *(keyword.value for keyword in call.keywords if keyword.arg == "Loader")]
@@ -119,7 +119,7 @@ def decoders(root: Path) -> dict[str, str]:
 
 def decoders_of(file: File) -> Iterator[tuple[ast.AST, str]]:
     known = meaning(file)
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         name = full_name(node, known) if isinstance(node, ast.Attribute | ast.Name) else ""
         if name in ("json.load", "json.loads", "json.JSONDecoder"):
             yield node, name
@@ -134,7 +134,7 @@ def yaml_readers(root: Path) -> dict[str, str]:
 
 def yaml_readers_of(file: File) -> Iterator[tuple[ast.AST, str]]:
     known = meaning(file)
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         name = full_name(node, known) if isinstance(node, ast.Attribute | ast.Name) else ""
         if name.startswith("yaml.") and name not in YAML_WRITERS and not name.endswith(("Error", "error")):
             yield node, name
@@ -148,7 +148,7 @@ def openers(root: Path) -> dict[str, str]:
 
 def openers_of(file: File) -> Iterator[tuple[ast.AST, str]]:
     known = meaning(file)
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if not isinstance(node, ast.Call):
             continue
         name = full_name(node.func, known)
@@ -168,7 +168,7 @@ def removals(root: Path) -> dict[str, str]:
 
 def removals_of(file: File) -> Iterator[tuple[ast.AST, str]]:
     known = meaning(file)
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         name = full_name(node, known) if isinstance(node, ast.Attribute | ast.Name) else ""
         method = node.attr if isinstance(node, ast.Attribute) else ""
         if name in REMOVES or method in REMOVING_METHODS:

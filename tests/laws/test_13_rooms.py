@@ -88,7 +88,7 @@ def _reached(arrows: Arrows, start: str) -> set[str]:
 
 
 def _imported(file: File, known: set[str]) -> set[str]:
-    return {name for node in ast.walk(file.tree) for name in _names(node) if name in known}
+    return {name for node in file.nodes for name in _names(node) if name in known}
 
 
 def _names(node: ast.AST) -> Iterable[str]:

@@ -18,7 +18,7 @@ def violations(root: Path) -> dict[str, str]:
     for file in files(root):
         if file.path.startswith(PLACE):
             continue
-        for node in ast.walk(file.tree):
+        for node in file.nodes:
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
             owner = dotted(node.func.value).split(".")[-1]

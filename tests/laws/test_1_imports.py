@@ -74,7 +74,7 @@ def violations(root: Path) -> dict[str, str]:
             if what := refused(file.package, module):
                 found[file.at(node, module)] = what
         means = meaning(file)
-        for node in ast.walk(file.tree):
+        for node in file.nodes:
             first, _, rest = dotted(node).partition(".")
             if isinstance(node, ast.Attribute) and (what := named(file.package, f"{means.get(first)}.{rest}")):
                 found[file.at(node, dotted(node))] = what

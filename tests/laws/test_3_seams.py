@@ -46,7 +46,7 @@ def methods_of_modules(root: Path) -> set[str]:
 
 
 def classes(file: File) -> Iterator[ast.ClassDef]:
-    return (node for node in ast.walk(file.tree) if isinstance(node, ast.ClassDef))
+    return (node for node in file.nodes if isinstance(node, ast.ClassDef))
 
 
 def violations(root: Path) -> dict[str, str]:
@@ -62,7 +62,7 @@ def violations(root: Path) -> dict[str, str]:
 
 def replaced(file: File) -> Iterator[tuple[ast.AST, str]]:
     """Attributes that are set on an object other than `self`; `setattr` with a name that is not a literal."""
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         targets: list[ast.expr] = []
         if isinstance(node, ast.Assign):
             targets = [item for target in node.targets for item in getattr(target, "elts", [target])]
@@ -107,7 +107,7 @@ def declared_roles() -> dict[Role, dict[str, list[str]]]:
 def test_every_seam_is_used() -> None:
     """A seam that no engine substitutes at, by its name or by its role in a table, is only a method."""
     used, in_tables = set(), set()
-    for node in [node for file in files(ROOT) if file.package in ENGINES for node in ast.walk(file.tree)]:
+    for node in [node for file in files(ROOT) if file.package in ENGINES for node in file.nodes]:
         if isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
             used.add(node.args[1].value)
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "Role":
@@ -258,7 +258,7 @@ def classes_named(root: Path) -> set[str]:
         alias.name
         for file in files(root)
         if file.package == "parallel"
-        for node in ast.walk(file.tree)
+        for node in file.nodes
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("xscale.nn")
         for alias in node.names
         if alias.name[0].isupper() and not alias.name.isupper()

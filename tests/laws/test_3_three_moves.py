@@ -20,7 +20,7 @@ def violations(root: Path) -> dict[str, str]:
     for file in files(root):
         means = meaning(file)
         spoken = list(imports(file))
-        for node in ast.walk(file.tree):
+        for node in file.nodes:
             first, _, rest = dotted(node).partition(".")
             if isinstance(node, ast.Attribute):
                 spoken.append((node, f"{means.get(first)}.{rest}"))

@@ -20,7 +20,7 @@ SUITE = ("tests/conformance", "xscale/conformance")
 def test_every_family_is_in_the_table() -> None:
     defined = set()
     for file in files(ROOT, ("xscale",)):
-        for node in ast.walk(file.tree):
+        for node in file.nodes:
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Family":
                 assert isinstance(node.args[0], ast.Constant), file.at(node, "a family is named by a plain word")
                 defined.add(node.args[0].value)
@@ -35,7 +35,7 @@ def traits_read(root: Path, name: str) -> set[str]:
         stem = file.parts[-1].removeprefix("test_")
         if stem != name and not stem.startswith(f"{name}_"):
             continue
-        for node in ast.walk(file.tree):
+        for node in file.nodes:
             if isinstance(node, ast.Attribute):
                 above = node.value
                 if getattr(above, "attr", getattr(above, "id", "")) == "traits":
@@ -68,8 +68,8 @@ def parts_named(root: Path, known: dict[str, str], allowed: Iterable[str]) -> di
     """Where the suite names a part, in a string or by importing it. `known`: part -> its class, with its module."""
     violations = {}
     for file in files(root, SUITE):
-        prose = {id(node.value) for node in ast.walk(file.tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(file.tree):
+        prose = {id(node.value) for node in file.nodes if isinstance(node, ast.Expr)}
+        for node in file.nodes:
             if isinstance(node, ast.Constant) and id(node) not in prose and node.value in known.keys() - set(allowed):
                 violations[file.at(node, repr(node.value))] = "the suite names no part"
         violations |= {file.at(node, module): "the suite names no part" for node, module in parts_imported(file, known)}

@@ -45,7 +45,7 @@ def violations(root: Path) -> dict[str, str]:
 def draws(file: File) -> Iterator[tuple[ast.AST, str]]:
     """Calls, and mentions as a base class or a value, of what draws."""
     names = meaning(file)
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.Attribute | ast.Name):
             first, *rest = dotted(node).split(".")
             full = ".".join([names.get(first, ""), *rest])
@@ -65,7 +65,7 @@ def draws(file: File) -> Iterator[tuple[ast.AST, str]]:
 
 def kernel_imports(file: File) -> Iterator[tuple[ast.AST, str]]:
     """Imports of the one kernel that draws."""
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
         if module.startswith("xscale_kernels.bias_dropout_residual") and file.package == "nn":
             yield node, "bias_dropout_residual"

@@ -42,7 +42,7 @@ def declared(root: Path) -> set[str]:
     """Names of all parameters that modules declare, and of attributes that are annotated as parameters."""
     names = set()
     for file in files(root):
-        for node in ast.walk(file.tree):
+        for node in file.nodes:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 if "Parameter" in ast.unparse(node.annotation).split(" | "):
                     names.add(node.target.id)
@@ -58,7 +58,7 @@ def violations(root: Path) -> dict[str, str]:
         file.at(node, what): "changes a weight behind the back of its shards; take a WeightWriter"
         for file in files(root)
         if not file.path.startswith(OTHERS)
-        for function in ast.walk(file.tree)
+        for function in file.nodes
         if isinstance(function, ast.FunctionDef)
         for node, what in writes(function, names, file)
     }

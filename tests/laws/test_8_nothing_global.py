@@ -30,7 +30,7 @@ def violations(root: Path) -> dict[str, str]:
 
 
 def globals_of(file: File) -> Iterator[tuple[ast.AST, str]]:
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.Global):
             yield node, f"global {', '.join(node.names)}: pass it as an argument"
 
@@ -47,7 +47,7 @@ def state_of(file: File) -> Iterator[tuple[ast.AST, str]]:
             held |= {target.id for target in targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.ClassDef):
             held.add(node.name)
-    for one in ast.walk(file.tree):
+    for one in file.nodes:
         if isinstance(one, ast.Import | ast.ImportFrom):
             imported |= names_of(one)
     for change, name, call in changes(file.tree, frozenset()):
@@ -110,7 +110,7 @@ def locals_of(function: Function) -> set[str]:
 def environment_of(file: File) -> Iterator[tuple[ast.AST, str]]:
     if file.path in ENVIRONMENT:
         return
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if dotted(node) in ("os.environ", "os.getenv", "os.putenv", "os.unsetenv", "os.environb"):
             yield node, f"{dotted(node)}: the environment is read in {' and '.join(ENVIRONMENT)}"
         elif isinstance(node, ast.ImportFrom) and node.module == "os":

@@ -27,7 +27,7 @@ def violations(root: Path) -> dict[str, str]:
 def signatures(file: File) -> list[tuple[ast.AST, str]]:
     """Parameters that could steer, observers' calls that answer, and reports that can be changed."""
     found: list[tuple[ast.AST, str]] = []
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.arg) and node.annotation is not None:
             for name in [one for one in ast.walk(node.annotation) if isinstance(one, ast.Name | ast.Attribute)]:
                 said = name.id if isinstance(name, ast.Name) else name.attr

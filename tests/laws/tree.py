@@ -27,6 +27,11 @@ class File:
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree, as `ast.walk` yields them: walked once for all laws."""
+        return list(ast.walk(self.tree))
+
     @property
     def parts(self) -> list[str]:
         return self.path.removesuffix(".py").split("/")
@@ -80,7 +85,7 @@ def imports(file: File) -> Iterator[tuple[ast.AST, str]]:
 
     `from a import b` gives both `a` and `a.b`: b may be a module.
     """
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node, alias.name
@@ -116,7 +121,7 @@ def dotted(node: ast.AST) -> str:
 def meaning(file: File) -> dict[str, str]:
     """Names that the file imports, and what they stand for: `import torch.nn as n` -> {"n": "torch.nn"}."""
     means: dict[str, str] = {}
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 name = alias.asname or alias.name.split(".")[0]
@@ -128,7 +133,7 @@ def meaning(file: File) -> dict[str, str]:
 
 def identifiers(file: File) -> Iterator[tuple[ast.AST, str]]:
     """Every name that code (not prose) uses: variables, attributes, parameters, functions, classes, imports."""
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
                 yield node, name

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests.ports import free_ports
 from xscale.cli.main import main
+from xscale.cli.options import rank_from_launcher as start_as_rank
 from xscale.core.errors import EXIT_USER, ConfigError, FaultError
 from xscale.mesh import rendezvous
 from xscale.mesh.environment import RankInfo, check_rendezvous, read_rank_info, why_ranks_are_missing
@@ -21,13 +22,24 @@ from xscale_launch.mpi.mpi_rank import rank_from_launcher
 from xscale_launch.status import LaunchError
 
 RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+STEP = {
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_NNODES": "2",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+}
 MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 @contextlib.contextmanager
 def variables(given: dict[str, str]) -> Iterator[None]:
     """Let the environment have these variables of ranks and no others."""
-    names = {*RANK, *MEETING, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_PTY_PORT", "TORCHELASTIC_RUN_ID"}
+    names = {*RANK, *MEETING, "TORCHELASTIC_RUN_ID", "SLURM_PTY_PORT", *STEP}
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
             patch.delenv(name, raising=False)
@@ -93,17 +105,6 @@ def test_a_place_to_meet_that_cannot_be_is_refused(case: str) -> None:
     assert str(refused.value).startswith(sentence)
 
 
-STEP = {
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_PROCID": "3",
-    "SLURM_NTASKS": "4",
-    "SLURM_NNODES": "2",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_JOB_ID": "7",
-    "SLURM_JOB_NODELIST": "n[1-2]",
-}
 one_per_task = partial(slurm_ranks, processes=1)
 LAUNCHED: dict[str, tuple[Any, dict[str, str], str]] = {
     "task 5 of 4": (one_per_task, {**STEP, "SLURM_PROCID": "5"}, "SLURM_PROCID is 5, but SLURM_NTASKS is 4"),
@@ -149,6 +150,30 @@ def test_the_cause_of_a_missing_rank_is_that_of_its_launcher(case: str) -> None:
     given, command = CAUSES[case]
     with variables(given):
         assert command in why_ranks_are_missing(2)
+
+
+SHELL = {**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "localhost"}
+AT_ONCE = {
+    "task 0 of an interactive shell": ({**SHELL, "SLURM_PTY_PORT": "1"}, True),
+    "another task of it": ({**SHELL, "SLURM_PTY_PORT": "1", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}, False),
+    "a step": (SHELL, False),
+    "an interactive shell of one task": ({**SHELL, "SLURM_PTY_PORT": "1", "SLURM_STEP_NUM_TASKS": "1"}, False),
+    "torchrun within an interactive shell": ({**RANK, "RANK": "1", "SLURM_PROCID": "0", "SLURM_PTY_PORT": "1"}, False),
+}
+"""Variables -> whether rank 0 says before anything slow that it waits for ranks which may never start."""
+
+
+@pytest.mark.parametrize("case", AT_ONCE)
+def test_in_an_interactive_shell_rank_0_says_at_once_for_whom_it_waits(
+    case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given, says = AT_ONCE[case]
+    with variables(given):
+        start_as_rank()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == says
+    assert all(line.startswith("xscale: rank 0 of 4 waits for the others. This is task 0 of an int") for line in lines)
+    assert all("env -u SLURM_STEP_NUM_TASKS" in line for line in lines)
 
 
 def test_rank_0_says_which_ranks_are_missing(

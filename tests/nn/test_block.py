@@ -12,6 +12,8 @@ from xscale.nn.materialize import materialize
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import Fourier
 from xscale.nn.norm.norm import Layer
+from xscale.nn.residual.parallel import Parallel
+from xscale.nn.residual.residual_stream import RESIDUALS
 
 SMALL = BlockConfig(mixer=Attention.Config(heads=2), ffn=Dense.Config(hidden=8), norm=Layer.Config())
 
@@ -25,15 +27,15 @@ def test_norms_stand_where_the_placement_says() -> None:
     pre = block(SMALL)
     mixed = x + pre.mixer.part(pre.mixer.norm(x), about)
     assert torch.allclose(pre(x, about), mixed + pre.ffn.part(pre.ffn.norm(mixed), about))
-    post = block(SMALL.model_copy(update={"placement": "post"}))
+    post = block(SMALL.model_copy(update={"residual": RESIDUALS.get("post").part.Config()}))
     mixed = post.mixer.norm(x + post.mixer.part(x, about))
     assert torch.allclose(post(x, about), post.ffn.norm(mixed + post.ffn.part(mixed, about)))
-    both = block(SMALL.model_copy(update={"placement": "sandwich"}))
+    both = block(SMALL.model_copy(update={"residual": RESIDUALS.get("sandwich").part.Config()}))
     assert both.mixer.after is not None
     assert both.ffn.after is not None
     mixed = x + both.mixer.after(both.mixer.part(both.mixer.norm(x), about))
     assert torch.allclose(both(x, about), mixed + both.ffn.after(both.ffn.part(both.ffn.norm(mixed), about)))
-    late = block(SMALL.model_copy(update={"placement": "res_post"}))
+    late = block(SMALL.model_copy(update={"residual": RESIDUALS.get("res_post").part.Config()}))
     mixed = x + late.mixer.norm(late.mixer.part(x, about))
     assert torch.allclose(late(x, about), mixed + late.ffn.norm(late.ffn.part(mixed, about)))
 
@@ -99,12 +101,18 @@ def test_a_decoder_reads_the_source_where_the_list_says() -> None:
         ),
         ({"sublayers": (MIX, SublayerConfig(part="cross"))}, "x.sublayers.1.part: 'cross' reads the output of an enc"),
         ({"sublayers": (MIX, HALF), "ffn": FFNS.get("none").part.Config()}, "x.sublayers.1.part: its ffn is none"),
-        ({"sublayers": (MIX, HALF), "placement": "none"}, "x.sublayers.1.factor: multiplies what is added"),
+        (
+            {"sublayers": (MIX, HALF), "residual": RESIDUALS.get("none").part.Config()},
+            "x.sublayers.1.factor: multiplies what is added",
+        ),
         (
             {"sublayers": (MIX, SublayerConfig(part="ffn", factor=0))},
             "x.sublayers.1.factor: 0 leaves nothing of the sublayer's output. Leave the entry out of the list",
         ),
-        ({"sublayers": (MIX, HALF), "residual": "parallel"}, "x.residual: 'parallel' adds a mixer and an ffn to one"),
+        (
+            {"sublayers": (MIX, HALF), "residual": Parallel.Config()},
+            "x.residual: 'parallel' adds a mixer and an ffn to one",
+        ),
         (
             {"sublayers": (SublayerConfig(part="mixer", mixer=Attention.Config(heads=3)),)},
             "x.sublayers.0.mixer.heads: heads=3",
@@ -118,7 +126,7 @@ def test_a_wrong_list_is_refused_at_its_entry(update: dict[str, Any], said: str)
 
 def test_rezero_weights_each_branch_and_has_no_norm() -> None:
     x, about = drawn(2, 5, 8), tokens(5)
-    weighted = block(SMALL.model_copy(update={"placement": "rezero"}))
+    weighted = block(SMALL.model_copy(update={"residual": RESIDUALS.get("rezero").part.Config()}))
     assert weighted.mixer.alpha is not None
     assert weighted.ffn.alpha is not None
     mixed = x + weighted.mixer.alpha.weight * weighted.mixer.part(x, about)
@@ -128,7 +136,7 @@ def test_rezero_weights_each_branch_and_has_no_norm() -> None:
 
 def test_rezero_starts_as_the_identity() -> None:
     x = drawn(2, 5, 8).float()
-    weighted = Block(SMALL.model_copy(update={"placement": "rezero"}), dims(width=8))
+    weighted = Block(SMALL.model_copy(update={"residual": RESIDUALS.get("rezero").part.Config()}), dims(width=8))
     materialize(weighted, seed=0)
     assert torch.equal(weighted(x, tokens(5)), x)
 
@@ -136,7 +144,7 @@ def test_rezero_starts_as_the_identity() -> None:
 @pytest.mark.parametrize("placement", ["pre", "res_post"])
 def test_parallel_sublayers_read_the_same_input(placement: str) -> None:
     x, about = drawn(2, 5, 8), tokens(5)
-    both = block(SMALL.model_copy(update={"placement": placement, "residual": "parallel"}))
+    both = block(SMALL.model_copy(update={"residual": Parallel.Config(placement=placement)}))
     added = torch.zeros_like(x)
     for sublayer in (both.mixer, both.ffn):
         if placement == "pre":
@@ -194,7 +202,7 @@ def test_what_can_be_built_has_no_problem() -> None:
 
 def test_admin_weighs_the_residual_before_the_norm() -> None:
     """Liu et al. 2020: x_i = LN(x_{i-1} omega_i + f_i(x_{i-1})); the gains have gradients."""
-    made: Any = block(SMALL.model_copy(update={"placement": "admin"}))
+    made: Any = block(SMALL.model_copy(update={"residual": RESIDUALS.get("admin").part.Config()}))
     x = wanted = drawn(2, 5, 8)
     for sublayer in (made.mixer, made.ffn):
         wanted = sublayer.norm(wanted * sublayer.omega.weight + sublayer.part(wanted, tokens(5)))

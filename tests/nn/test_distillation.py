@@ -35,7 +35,7 @@ def built(
     width: int, depth: int, seed: int, kind: str = "encoder", more: dict[str, Any] | None = None, **distill: Any
 ) -> nn.Module:
     """`more`: further keys of the model."""
-    block = {"mixer": {"kind": "attention", "heads": 2, "bias": True}, "norm": "layer", "placement": "post"}
+    block = {"mixer": {"kind": "attention", "heads": 2, "bias": True}, "norm": "layer", "residual": "post"}
     model_config = {"kind": kind, "width": width, "position": "learned", "stack": {"depth": depth, "block": block}}
     settings = decode(Settings, {"model": {**model_config, **(more or {})}})
     model: nn.Module = MODELS.build(settings.model, VOCABULARY, LENGTH)

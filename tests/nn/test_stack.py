@@ -16,6 +16,7 @@ from xscale.nn.ffn.ffn import Dense, Gated
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import Fourier
 from xscale.nn.module import parameter_inits, substitute
+from xscale.nn.residual.norms import Post
 
 SMALL = BlockConfig(mixer=Attention.Config(heads=2), ffn=Dense.Config(hidden=8))
 
@@ -83,7 +84,7 @@ def test_the_blocks_run_in_turn_and_pre_norm_ends_in_a_norm() -> None:
         wanted = block(wanted, about)
     assert stack.norm is not None
     assert torch.allclose(stack(x, about), stack.norm(wanted))
-    post = Stack(StackConfig(depth=1, block=SMALL.model_copy(update={"placement": "post"})), dims(width=8))
+    post = Stack(StackConfig(depth=1, block=SMALL.model_copy(update={"residual": Post.Config()})), dims(width=8))
     assert post.norm is None
 
 

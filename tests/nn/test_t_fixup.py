@@ -12,8 +12,9 @@ from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.sparse_qkv import SparseQkv
 from xscale.nn.model.encoder_decoder import EncoderDecoder
 from xscale.nn.module import parameter_inits
+from xscale.nn.residual.normless import NoNorm
 
-BLOCK = BlockConfig(mixer=Attention.Config(heads=2), ffn=Dense.Config(hidden=24), placement="no_norm")
+BLOCK = BlockConfig(mixer=Attention.Config(heads=2), ffn=Dense.Config(hidden=24), residual=NoNorm.Config())
 CONFIG = EncoderDecoder.Config(
     width=8,
     init="t_fixup",

@@ -57,7 +57,7 @@ def test_every_position_observes_a_subset_of_the_others() -> None:
 
 def model(**changes: Any) -> Disentangled:
     block = {"mixer": {"kind": "attention", "heads": 2}, "ffn": {"kind": "dense", "hidden": 12}, "norm": "layer"}
-    stack = {"depth": 2, "block": {**block, "placement": "post", "dropout": 0.2}}
+    stack = {"depth": 2, "block": {**block, "residual": "post", "dropout": 0.2}}
     config = {"width": 8, "position": "learned", "encoder": stack, "decoder": stack, "length_head": {}, **changes}
     made = Disentangled(Disentangled.Config.model_validate(config), 50, 12).double()
     for number, parameter in enumerate(made.parameters()):
@@ -232,6 +232,7 @@ def test_a_layout_has_the_numbers_of_one_process(pool: Pool, one: Found, ranks: 
     same(pool, one, ranks, MODEL, layout, **SECTIONS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("decoding", ["easy_first", "mask_predict"])
 def test_a_run_writes_all_tokens_at_once(tmp_path: Path, decoding: str) -> None:
     objective = {"kind": "disco", "decoding": decoding, "iterations": 3, "length_candidates": 2}
@@ -260,7 +261,7 @@ del PAIR["length_head"]
         ({}, {"kind": "seq2seq"}, {}, "tells no lengths of targets"),
         ({"position": "rope"}, {}, {}, "the first queries are positions alone"),
         ({"decoder": LINEAR}, {}, {}, "the queries of core 'linear' cannot each observe other tokens"),
-        ({"decoder": {**STACK, "block": {**STACK["block"], "residual": "reversible"}}}, {}, {}, "one residual stream"),
+        ({"decoder": {**STACK, "block": {**STACK["block"], "residual": "reversible"}}}, {}, {}, "residual stream"),
         (PLAIN, {}, {"mesh": {"cp": 2}, "context": {"style": "ring"}}, "each token observes others of its own choice"),
         ({}, {}, {"mesh": {"tp": 2}, "tensor": {"sequence": True}}, "positions of the full sequence"),
     ],

@@ -128,7 +128,7 @@ MODEL: dict[str, Any] = {
     "transform": "gelu",
     "head_bias": True,
     "boundary_head": {"position_width": 8, "max_span": 4},
-    "stack": {"depth": 2, "block": {"mixer": {"kind": "attention", "heads": 4}, "placement": "post"}},
+    "stack": {"depth": 2, "block": {"mixer": {"kind": "attention", "heads": 4}, "residual": "post"}},
 }
 OBJECTIVE = {"kind": "span_boundary", "max_span": 4, "mask_probability": 0.3}
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy
 import pytest
 
+from tests.faults.planted_entries import dangling_link, fifo, folder
 from xscale.core.errors import ConfigError
 from xscale.observe import EndReport, SampleReport
 from xscale.observe.record import Record, read_record, write
@@ -55,3 +56,11 @@ def test_a_folder_that_holds_no_record_is_refused_by_name(tmp_path, text):
         (tmp_path / "report.json").write_text(text)
     with pytest.raises(ConfigError, match=r"report\.json"):
         read_record(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [dangling_link, fifo, folder], ids=lambda kind: kind.__name__)
+def test_a_record_that_is_no_file_is_a_sentence(kind, tmp_path):
+    kind(tmp_path / "report.json", tmp_path)
+    with pytest.raises(ConfigError, match=r"not the record of a run \(this is .*, not a file\)") as refused:
+        read_record(tmp_path)
+    assert "Errno" not in str(refused.value)

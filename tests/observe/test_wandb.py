@@ -1,5 +1,7 @@
 """The observer for Weights & Biases, against a stand-in for the package: nothing here reaches a network."""
 
+import os
+import subprocess
 import sys
 import types
 
@@ -71,6 +73,47 @@ def test_a_requeued_run_goes_on_in_the_same_run(fake, facts, step, tmp_path):
     assert [number for number, _ in fake.rows] == [1, 2]
     Wandb(tmp_path / "other", "lab").start(facts())
     assert fake.options["id"] != ids[0]
+
+
+@pytest.mark.parametrize("stored", ["../../elsewhere", "a/b", "", "-x", "a b", "é", "x" * 129])
+def test_what_is_no_id_is_not_used(fake, facts, step, tmp_path, capsys, stored):
+    """The package makes names of files of it."""
+    (tmp_path / "wandb_id").write_text(stored)
+    audience = ObserverGroup([Wandb(tmp_path, "lab")])
+    audience.start(facts())
+    audience.step(step(1))
+    audience.finish(EndReport(1, "done"))
+    assert not hasattr(fake, "options")
+    assert "warning: Wandb cannot be written (this is not the id of a run)" in capsys.readouterr().err
+    assert audience.unwritten() == "2 entries of Wandb"
+
+
+PROGRAM = """
+import pathlib, sys, types, wandb
+from xscale.observe.trackers.wandb import Wandb
+observer = Wandb(pathlib.Path(sys.argv[1]), "lab")
+observer.start(types.SimpleNamespace(config={"a": 1}))
+observer._log({"loss": 1.0}, 1)
+print(observer._run.settings.base_url, observer._run.settings.wandb_dir)
+observer.finish(types.SimpleNamespace(reason="done"))
+"""
+
+
+def test_the_package_believes_no_settings_of_a_run_folder(tmp_path):
+    """The package itself, offline: `wandb/settings` would name the server that gets the numbers and the key."""
+    pytest.importorskip("wandb", reason="the extra [wandb] is not installed")
+    for name in ("run/wandb", "here", "outside"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "run" / "wandb" / "settings").write_text("[default]\nbase_url = http://elsewhere.invalid\n")
+    for name in ("debug.log", "debug-internal.log", "latest-run"):
+        (tmp_path / "run" / "wandb" / name).symlink_to(tmp_path / "outside" / name)
+    environment = os.environ | {"WANDB_MODE": "offline", "HOME": str(tmp_path / "here")}
+    words = [sys.executable, "-c", PROGRAM, str(tmp_path / "run")]
+    ended = subprocess.run(words, env=environment, cwd=tmp_path / "here", capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "elsewhere.invalid" not in ended.stdout + ended.stderr
+    assert str(tmp_path / "run" / "wandb") in ended.stdout
+    assert not list((tmp_path / "outside").iterdir())
 
 
 def test_tasks(fake, facts, tmp_path):

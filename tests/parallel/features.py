@@ -94,7 +94,7 @@ BART_BLOCK = {
     "mixer": attention(bias=True, dropout=0.1),
     "ffn": dense(activation="gelu", bias=True),
     "norm": "layer",
-    "placement": "post",
+    "residual": "post",
     "dropout": 0.1,
 }
 BART = Feature(
@@ -125,7 +125,21 @@ TRANSPARENT = Feature(
         "encoder": {"depth": 2, "block": PLAIN_BLOCK},
         "decoder": {"depth": 2, "block": PLAIN_BLOCK},
     },
-    {"sp": SP_RECOMPUTED, "tp": TP, "cp": CP, "zero3": {"zero": {"stage": 3}}},
+    {
+        "sp": SP_RECOMPUTED,
+        "tp": TP,
+        "cp": CP,
+        "zero3": {"zero": {"stage": 3}},
+        "pp": PP,
+        "pp in the encoder": {**PP, "pipeline": {"schedule": "1f1b", "blocks_per_stage": [1, 3]}},
+        "pp in the decoder": {**PP, "pipeline": {"schedule": "gpipe", "blocks_per_stage": [3, 1]}},
+        "pp and sp": {
+            "mesh": {"pp": 2, "tp": 2},
+            "tensor": {"sequence": True},
+            "pipeline": {"blocks_per_stage": [1, 3]},
+        },
+    },
+    quick=("pp in the encoder",),
 )
 
 # DeLighT: the transformation is of one token, and its one head is not sharded.
@@ -205,6 +219,166 @@ ADDED = decoder("none", mixer=attention(), ffn=dense(), position="learned", drop
 FLOATER = changed(ADDED, stack__block__position={"kind": "floater", "hidden": 8, "interval": 0.05})
 OF_BLOCKS = {"tp": TP_RECOMPUTED, "sp": SP, "cp": CP, "pp": PP, "zero3": ZERO3}
 
+# Mixtures of labelled texts route the text alone, of which every rank of a sample has to know the rows.
+MIXTURE = {
+    "kind": "moe",
+    "experts": 4,
+    "router": {"kind": "gshard", "balance_over": "sequence", "jitter": 0.01, "z_loss_weight": 0.1},
+    "expert": {"kind": "dense", "hidden": 16},
+    "capacity_factor": 1.0,
+    "eval_capacity_factor": 1.0,
+    "expert_dropout": 0.1,
+}
+LABELLED: Section = {
+    "objective": {"kind": "classify", "dense": True},
+    "data": {"source": {"kind": "labelled", "paths": ["a.jsonl"], "labels": "class"}},
+}
+MIXTURE_OF_TEXTS = Feature(
+    {
+        "kind": "encoder",
+        "width": 32,
+        "position": "learned",
+        "stack": {"depth": 2, "block": {"mixer": attention(), "ffn": MIXTURE, "dropout": 0.1}},
+    },
+    {
+        "tp": TP,
+        "sp": SP_RECOMPUTED,
+        "cp": CP_RECOMPUTED,
+        "pp": PP,
+        "zero3": ZERO3,
+        "ep": {"mesh": {"dp_shard": 2, "ep": 2}},
+    },
+    quick=("cp", "ep"),
+    sections=LABELLED,
+)
+
+# Halting, the ponder cost and the signals of a Universal Transformer, of which a token halts after one or more steps.
+POST = {"mixer": attention(), "ffn": dense(), "norm": "layer", "residual": "post", "dropout": 0.1}
+STEPS: Section = {"share": "all", "step_signal": True, "block": POST, "halting": {"epsilon": 0.1, "ponder_weight": 0.1}}
+STEPS["halting"]["bias"] = -0.5
+HALTING = Feature(
+    {"kind": "decoder", "width": 32, "position": "none", "stack": {"depth": 4, **STEPS}},
+    {
+        "tp": TP_RECOMPUTED,
+        "sp": SP_RECOMPUTED,
+        "cp": CP_RECOMPUTED,
+        "ulysses": ULYSSES,
+        "pp": PP,
+        "gpipe and zero3": {"mesh": {"pp": 2, "dp_shard": 2}, "pipeline": {"schedule": "gpipe"}, "zero": {"stage": 3}},
+        "zero bubble": {"mesh": {"pp": 2}, "pipeline": {"schedule": "zero_bubble"}},
+        "zero3": ZERO3,
+        "compiled": {"mesh": {"tp": 2}, "compile": True},
+        "sp, cp and pp": {"mesh": {"pp": 2, "cp": 2, "tp": 2}, "tensor": {"sequence": True}},
+    },
+    quick=("sp", "cp", "pp"),
+)
+SIGNALS = changed(HALTING.model, stack__halting=None)
+PACKED = Feature(HALTING.model, {"sp": SP, "cp": CP, "pp": PP}, sections={"data": {"cross_documents": False}})
+HALTING_PAIR = Feature(
+    {
+        "kind": "encoder_decoder",
+        "width": 32,
+        "position": "none",
+        "encoder": {"depth": 2, **STEPS},
+        "decoder": {"depth": 3, **STEPS},
+    },
+    {
+        "sp": SP,
+        "cp": CP,
+        "pp in the encoder": {**PP, "pipeline": {"schedule": "1f1b", "blocks_per_stage": [1, 4]}},
+        "pp between the stacks": {**PP, "pipeline": {"schedule": "1f1b", "blocks_per_stage": [2, 3]}},
+        "pp in the decoder": {**PP, "pipeline": {"schedule": "1f1b", "blocks_per_stage": [3, 2]}},
+    },
+    quick=("pp in the encoder",),
+    sections={
+        "objective": {"kind": "seq2seq"},
+        "data": {"source": {"kind": "pairs", "paths": ["x"]}, "cross_documents": False},
+    },
+)
+GATED: Section = {"block": {**PLAIN_BLOCK, "gates": {"budgets": [0.25, 0.75], "loss_weight": 0.5, "hidden": 6}}}
+GATED_PAIR = Feature(
+    {
+        "kind": "encoder_decoder",
+        "width": 32,
+        "position": "learned",
+        "encoder": {"depth": 2, **GATED},
+        "decoder": {"depth": 2, **GATED},
+    },
+    {
+        "pp": PP,
+        "pp in the encoder": {**PP, "pipeline": {"schedule": "1f1b", "blocks_per_stage": [1, 3]}},
+        "pp in the decoder": {**PP, "pipeline": {"schedule": "1f1b", "blocks_per_stage": [3, 1]}},
+    },
+    quick=("pp in the encoder",),
+)
+
+
+# Exits, at which tokens or examples leave in training too: their states are copied to later blocks.
+def exits(kind: str, objective: str, policy: Section, layouts: dict[str, Section], quick: tuple[str, ...]) -> Feature:
+    stack = {"depth": 4, "block": PLAIN_BLOCK, "exits": {"weights": "linear", "self_sampling": 0.5, "policy": policy}}
+    model: Section = {"kind": kind, "width": 32, "position": "learned", "stack": stack}
+    sections: Section = {"objective": {"kind": objective}}
+    if objective == "seq2seq":
+        plain = {"depth": 2, "block": PLAIN_BLOCK}
+        model = {**{key: model[key] for key in ("kind", "width", "position")}, "encoder": plain, "decoder": stack}
+        sections["data"] = {"source": {"kind": "pairs", "paths": ["x"]}, "cross_documents": False}
+    elif objective in LABELS:
+        sections["data"] = {"source": {"kind": "labelled", "paths": ["a.jsonl"], "labels": LABELS[objective]}}
+    else:
+        sections["data"] = {"cross_documents": False}
+    return Feature(model, layouts, quick, sections)
+
+
+LABELS = {"classify": "class", "regress": "score", "tag": "tags"}
+SP_AND_PP: Section = {"mesh": {"pp": 2, "tp": 2}, "tensor": {"sequence": True}}
+ZERO_BUBBLE: Section = {"mesh": {"pp": 2}, "pipeline": {"schedule": "zero_bubble"}}
+INTERLEAVED: Section = {"mesh": {"pp": 2}, "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2}}
+PATIENT: Section = {"criterion": "patience", "threshold": 1}
+EXITS = {
+    "exits of classes": exits(
+        "encoder",
+        "classify",
+        PATIENT,
+        {"tp": TP_RECOMPUTED, "sp": SP_RECOMPUTED, "cp": CP, "pp": PP, "zero3": ZERO3, "zero bubble": ZERO_BUBBLE},
+        ("sp", "cp", "pp"),
+    ),
+    "exits of scores": exits("encoder", "regress", {**PATIENT, "tolerance": 0.05}, {"cp": CP, "pp": PP}, ()),
+    "exits of tags": exits(
+        "encoder",
+        "tag",
+        {"criterion": "uncertainty", "threshold": 0.999, "window": 1},
+        {"sp": SP, "ring": RING, "ulysses": ULYSSES, "pp": PP, "sp and pp": SP_AND_PP},
+        ("ring",),
+    ),
+    "exits of documents": exits(
+        "decoder",
+        "causal",
+        {"criterion": "uncertainty", "threshold": 0.9983, "window": 2},
+        {"sp": SP, "ring": RING, "pp": PP, "compiled": {**TP, "compile": True}},
+        (),
+    ),
+    "exits by votes": exits(
+        "encoder",
+        "classify",
+        {"criterion": "vote", "threshold": 1.3, "power": 0.5},
+        {"pp": PP, "interleaved": INTERLEAVED, "sp and pp": SP_AND_PP},
+        (),
+    ),
+    "exits of pairs": exits(
+        "encoder_decoder",
+        "seq2seq",
+        {"criterion": "entropy", "threshold": 4.198},
+        {
+            "sp": SP,
+            "cp": CP,
+            "zero3": ZERO3,
+            "pp": PP,
+            "pp in the decoder": {**PP, "pipeline": {"schedule": "1f1b", "blocks_per_stage": [4, 2]}},
+        },
+        ("pp in the decoder",),
+    ),
+}
+
 FEATURES: dict[str, Feature] = {
     **PRIORS,
     "bart": BART,
@@ -215,12 +389,18 @@ FEATURES: dict[str, Feature] = {
     "sparse qkv": SPARSE_QKV,
     "sparse qkv, encoder": SPARSE_QKV_ENCODER,
     **TABLES,
+    "step signals": Feature(SIGNALS, {"sp": SP_RECOMPUTED, "cp": CP, "pp": PP}, quick=("sp",)),
+    "halting": HALTING,
+    "halting, packed": PACKED,
+    "halting of pairs": HALTING_PAIR,
+    "gates of pairs": GATED_PAIR,
+    **EXITS,
     "positions of blocks": Feature(ADDED, OF_BLOCKS, quick=("sp", "cp", "pp")),
+    "mixture of labelled texts": MIXTURE_OF_TEXTS,
     "floater of blocks": Feature(FLOATER, OF_BLOCKS, parameters={"position_tables": 4}),
 }
 
 REFUSED: dict[str, tuple[Section, Section, tuple[str, ...]]] = {
-    "transparent on stages": (TRANSPARENT.model, PP, ("outputs of all encoder blocks", "Take 1.")),
     "one head of delight": (DELIGHT.model, TP, ("tp=2 does not divide heads=1. Take 1.",)),
     "heads that do not divide the blocks of a sparse ffn": (
         changed(SPARSE.model, stack__block__mixer={"kind": "attention", "heads": 3, "head_width": 8}),

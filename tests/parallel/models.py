@@ -42,7 +42,7 @@ MIXTURE: Model = {
         "block": {
             "mixer": ATTENTION,
             "ffn": {"kind": "gated", "hidden": 48},
-            "placement": "sandwich",
+            "residual": "sandwich",
             "dropout": 0.1,
         },
         "rules": [{"every": 2, "at": 1, "ffn": MOE}],
@@ -65,7 +65,7 @@ PAIR: Model = {
             "mixer": ATTENTION,
             "cross": {"kind": "attention", "heads": 4, "bias": True},
             "ffn": {"kind": "dense", "hidden": 48},
-            "placement": "post",
+            "residual": "post",
             "dropout": 0.1,
         },
     },

@@ -12,7 +12,7 @@ from tests.train.test_layouts import one_rank, same
 from xscale.core.errors import EXIT_DONE
 
 MIXER = {"kind": "attention", "heads": 4}
-BLOCK = {"mixer": MIXER, "ffn": {"kind": "dense", "hidden": 24}, "placement": "post"}
+BLOCK = {"mixer": MIXER, "ffn": {"kind": "dense", "hidden": 24}, "residual": "post"}
 
 
 def encoder(norm: Any, **block: Any) -> dict[str, Any]:

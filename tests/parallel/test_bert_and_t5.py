@@ -20,7 +20,7 @@ BERT: dict[str, Any] = {
     "token_types": 2,
     "stack": {
         "depth": 2,
-        "block": {"mixer": {"kind": "attention", "heads": 4, "bias": True}, "ffn": DENSE, "placement": "post"},
+        "block": {"mixer": {"kind": "attention", "heads": 4, "bias": True}, "ffn": DENSE, "residual": "post"},
     },
 }
 

@@ -31,7 +31,7 @@ from xscale.parallel.pipeline.check import check_micro_batches
 from xscale.parallel.pipeline.executor import Pipeline, PipelineSpec
 from xscale.parallel.pipeline.p2p import P2PChannel
 from xscale.parallel.pipeline.schedule import SCHEDULES, schedule_of
-from xscale.parallel.pipeline.stage import StageInput
+from xscale.parallel.pipeline.stubs import StageInput
 
 SHAPE = (1, 1, 1)
 

@@ -22,8 +22,8 @@ SCALED = {"kind": "rope", "fraction": 0.5, "scaling": {"method": "yarn", "factor
 FFN = {"kind": "gated", "hidden": 48, "gate": "geglu"}
 
 
-def decoder(placement: str, residual: str) -> dict[str, Any]:
-    block = {"mixer": MIXER, "ffn": FFN, "placement": placement, "residual": residual, "dropout": 0.1}
+def decoder(residual: Any) -> dict[str, Any]:
+    block = {"mixer": MIXER, "ffn": FFN, "residual": residual, "dropout": 0.1}
     local = {**MIXER, "core": BAND, "position": {"kind": "rope", "base": 100.0}}
     return {
         "kind": "decoder",
@@ -35,18 +35,18 @@ def decoder(placement: str, residual: str) -> dict[str, Any]:
     }
 
 
-PARALLEL = decoder("pre", "parallel")
-SEQUENTIAL = decoder("res_post", "sequential")
-REZERO = {**decoder("rezero", "sequential"), "fix_norm": True}
-MACARON = decoder("pre", "sequential")
+PARALLEL = decoder("parallel")
+SEQUENTIAL = decoder("res_post")
+REZERO = {**decoder("rezero"), "fix_norm": True}
+MACARON = decoder("pre")
 MACARON["stack"]["block"]["sublayers"] = [{"part": "ffn", "factor": 0.5}, {"part": "mixer"}, {"part": "ffn"}]
-SANDWICH = decoder("pre", "sequential")
+SANDWICH = decoder("pre")
 SANDWICH["stack"]["depth"] = 4
 SANDWICH["stack"]["rules"] += [
     {"last": 1, "sublayers": [{"part": "mixer"}]},
     {"first": 3, "sublayers": [{"part": "ffn", "ffn": {"kind": "dense", "hidden": 24}}]},
 ]
-UNTIED = {**decoder("sandwich", "sequential"), "fix_norm": True, "tied": False}
+UNTIED = {**decoder("sandwich"), "fix_norm": True, "tied": False}
 UNTIED["stack"]["block"]["norm"] = "scale"
 
 

@@ -73,14 +73,9 @@ def test_the_second_stage_has_the_numbers_of_one_process(pool: Pool) -> None:
         same(pool, expected, 2, STAGES, layout, **sections)
 
 
-def test_layouts_that_do_not_know_who_left_are_refused() -> None:
-    near = model(self_sampling=0.5, policy=NEAR)
-    (problem,) = refused(near, 2, **PIPELINE)
-    assert "stages do not pass on which have left. Take 1, or model.stack.exits.self_sampling=null." in problem
-    (problem,) = refused(near, 2, mesh={"cp": 2})
-    assert "those of a window, which other ranks may have" in problem
-    (problem,) = refused(near, 2, mesh={"tp": 2}, tensor={"sequence": True})
-    assert "stack.exits.self_sampling reads the tokens between the blocks" in problem
+def test_stages_do_not_hand_on_the_predictions_of_exits() -> None:
+    (problem,) = refused(DIVERSE, 2, **PIPELINE)
+    assert "stages do not pass on logits. Take 1, or model.stack.exits.diversity=0.0." in problem
 
 
 def test_an_exit_away_from_the_shared_head_is_refused() -> None:

@@ -5,7 +5,20 @@ import torch
 
 from tests.distributed import Pool
 from tests.parallel.against_one import BATCH, alone, asked, built, same
-from tests.parallel.features import CP, FEATURES, FLOATER, PP, REFUSED, SPARSE, TP, Section, ranks_of, sparse_qkv
+from tests.parallel.features import (
+    CP,
+    FEATURES,
+    FLOATER,
+    HALTING,
+    PP,
+    REFUSED,
+    SP,
+    SPARSE,
+    TP,
+    Section,
+    ranks_of,
+    sparse_qkv,
+)
 from xscale.generate.generate import generate, incremental
 from xscale.parallel import context
 from xscale.settings.settings import build_on_meta
@@ -44,8 +57,14 @@ def written(model: Section, parallel: Section) -> list[int]:
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [(SPARSE.model, TP), (FLOATER, PP), (sparse_qkv(), CP)],
-    ids=["blocks of hidden units", "dynamics of all layers", "modules"],
+    [
+        (SPARSE.model, TP),
+        (FLOATER, PP),
+        (sparse_qkv(), CP),
+        pytest.param(HALTING.model, PP, marks=pytest.mark.long),
+        pytest.param(HALTING.model, SP, marks=pytest.mark.long),
+    ],
+    ids=["blocks of hidden units", "dynamics of all layers", "modules", "halting on stages", "halting on shards"],
 )
 def test_generation_on_two_ranks(model: Section, layout: Section, pool: Pool) -> None:
     (expected,) = pool.run(written, 1, model, {})

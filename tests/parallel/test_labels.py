@@ -12,7 +12,7 @@ BLOCK = {
     "mixer": {"kind": "attention", "heads": 4, "bias": True},
     "ffn": {"kind": "dense", "hidden": 24, "bias": True},
     "norm": "layer",
-    "placement": "post",
+    "residual": "post",
     "dropout": 0.1,
 }
 STACK: dict[str, Any] = {"depth": 2, "block": BLOCK}

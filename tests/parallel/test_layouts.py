@@ -184,6 +184,7 @@ def test_every_pair_is_tried_or_refused() -> None:
             assert (model, frozenset(pair)) in axes
 
 
+@pytest.mark.long
 def test_every_habit_meets_every_option() -> None:
     for habit, values in HABITS.items():
         seen = {(option, getattr(case, habit)) for case in cases() for option in case.options}

@@ -44,10 +44,10 @@ PAIR: dict[str, Any] = {
     "kind": "encoder_decoder",
     "width": 32,
     "position": "sinusoidal",
-    "encoder": {"depth": 1, "block": {"mixer": MIXERS["dense"], "placement": "post", "dropout": 0.1}},
+    "encoder": {"depth": 1, "block": {"mixer": MIXERS["dense"], "residual": "post", "dropout": 0.1}},
     "decoder": {
         "depth": 2,
-        "block": {"mixer": MIXERS["average"], "cross": ATTENTION, "placement": "post", "dropout": 0.1},
+        "block": {"mixer": MIXERS["average"], "cross": ATTENTION, "residual": "post", "dropout": 0.1},
     },
 }
 MODELS = {"decoder": DECODER, "encoder": ENCODER, "pair": PAIR}

@@ -85,6 +85,7 @@ def test_a_plugin_trains_on_a_layout_as_on_one_process(layout: str, one: Found, 
     compare(one, pool.run(trained_with_plugin, ranks, parallel))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("table", "role"),
     [("tensor", "FIRST_HEAD"), ("tensor", "SUM_OVER_HEADS"), ("context", "NEIGHBOURS"), ("context", "DRAWS")],
@@ -96,6 +97,7 @@ def test_each_role_of_the_mixer_is_needed(table: str, role: str, one: Found, poo
         compare(one, everyone)
 
 
+@pytest.mark.long
 def test_what_a_plugin_sends_over_tp_is_what_was_estimated(pool: Pool) -> None:
     model = {**MODEL, "stack": {"depth": 2, "block": {"mixer": {"kind": "normed_mean"}, "ffn": {"kind": "none"}}}}
     for layout in ("tp", "tp with sp"):
@@ -112,6 +114,7 @@ def test_a_degree_that_does_not_divide_the_heads_is_refused() -> None:
     assert (problem.what, problem.fix) == ("tp=3 does not divide heads=4", "Take 1, 2 or 4.")
 
 
+@pytest.mark.long
 def test_a_core_that_reads_all_heads_has_no_ulysses() -> None:
     """Its sum is over the heads of tp, and Ulysses would shard them over cp too."""
     with plugin():

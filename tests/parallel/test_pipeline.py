@@ -80,6 +80,7 @@ def run_here(folder: Path, parallel: dict[str, Any], stop_after: int | None = No
     return run(recipe(folder, "run", precision=DOUBLE, parallel=parallel, train=train, checkpoint={"every_steps": 3}))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)], ids=["1-to-pp2", "pp2-to-1"])
 def test_a_run_goes_on_with_another_number_of_stages(before: int, after: int, tmp_path: Path, pool: Pool) -> None:
     (tmp_path / "whole").mkdir()
@@ -207,6 +208,7 @@ def test_stages_are_of_like_cost() -> None:
     assert sum(balance([1.0] * 7, 3.0, 3)) == 7
 
 
+@pytest.mark.long
 def test_a_drawing_shows_every_action_and_the_bubble(tmp_path: Path) -> None:
     time = simulate(SCHEDULES["zero_bubble"].table(PipelineConfig(), 2, 3))
     lines = draw_text(time).splitlines()

@@ -214,19 +214,22 @@ class Draw:
             "mixer": self.mixer(causal=causal),
             "ffn": self.ffn(),
             "norm": self.norm(between_sublayers=True),
-            "placement": self.of("pre", "pre", "post", "sandwich", self.of("rezero", "no_norm", "res_post")),
+            "residual": self.of("pre", "pre", "post", "sandwich", self.of("rezero", "no_norm", "res_post")),
             "dropout": self.of(0.1, 0.1, 0.0),
         }
-        if block["placement"] == "res_post" and block["norm"]["kind"] == "scale":
+        if block["residual"] == "res_post" and block["norm"]["kind"] == "scale":
             # It divides a sublayer's output, small at first, by its length: on one process a change of all weights by
             # 1e-16 moves a weight by 2.6e-9 in two steps, more than the layouts may differ.
-            block["placement"] = "pre"
+            block["residual"] = "pre"
         if self.maybe(0.15):
             ffn, mixers = {"part": "ffn", "factor": 0.5}, [{"part": "mixer"}, *[{"part": "cross"}] * cross]
             block["sublayers"] = self.of([ffn, *mixers, ffn], [mixers[0], *mixers, ffn], [ffn, *mixers])
-        if self.maybe(0.15) and (block["placement"] not in ("post", "none") or self.lenient):
-            block["residual"] = self.of("reversible", "reversible", "parallel")
-        if self.maybe(0.1) and ("residual" not in block or self.lenient):
+        has_kind = self.maybe(0.15) and (block["residual"] != "post" or self.lenient)
+        if has_kind:
+            kind = self.of("reversible", "reversible", "parallel")
+            # A placement that others cannot have is refused where the config is read, before any check.
+            block["residual"] = kind if block["residual"] == "post" else {"kind": kind, "placement": block["residual"]}
+        if self.maybe(0.1) and (not has_kind or self.lenient):
             block["position"] = self.part("position", ["learned", "sinusoidal", "floater"])
         share = self.of("all", "mixer", "ffn") if self.maybe(0.1) else "none"
         rule: Section = {"every": 2, "at": 1}

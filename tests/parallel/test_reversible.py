@@ -24,7 +24,7 @@ MOE = {"kind": "moe", "experts": 4, "router": {"kind": "topk", "top_k": 2}, "exp
 SAVED = {"recompute": {"reversible": False}}
 
 
-def decoder(residual: str = "reversible", depth: int = 3, **block: Any) -> dict[str, Any]:
+def decoder(residual: Any = "reversible", depth: int = 3, **block: Any) -> dict[str, Any]:
     parts = {"mixer": ATTENTION, "ffn": FFN, "dropout": 0.1, "residual": residual, **block}
     return {"kind": "decoder", "width": 32, "stack": {"depth": depth, "block": parts}}
 
@@ -36,7 +36,7 @@ MODELS = {
     "dense": decoder(),
     "moe": decoder(ffn=MOE),
     "macaron": decoder(sublayers=({"part": "ffn", "factor": 0.5}, {"part": "mixer"}, {"part": "ffn", "factor": 0.5})),
-    "res_post": decoder(placement="res_post"),
+    "res_post": decoder(residual={"kind": "reversible", "placement": "res_post"}),
     "shared": {**decoder(), "stack": {**decoder()["stack"], "share": "all"}},
     "pair": PAIR,
 }
@@ -161,4 +161,4 @@ def test_what_saves_or_splits_is_refused(parallel: dict[str, Any], ranks: int, s
 
 def test_stages_of_an_encoder_decoder_are_refused() -> None:
     (problem,) = refused(PAIR, 2, mesh={"pp": 2}, pipeline={"schedule": "1f1b"})
-    assert problem.endswith("Take 1. Or take stacks with block.residual=sequential.")
+    assert problem.endswith("Take 1. Or take stacks with block.residual=pre.")

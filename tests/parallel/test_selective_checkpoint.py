@@ -33,6 +33,7 @@ CHEAP = ("aten::mul", "aten::add", "aten::gelu", "aten::silu", "aten::native_lay
 MODELS = {"dense": DENSE, "mixture": MIXTURE, "sparse": SPARSE, "pair": PAIR}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_the_numbers_are_those_without_it(name: str, pool: Pool) -> None:
     model = MODELS[name]

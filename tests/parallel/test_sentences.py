@@ -22,7 +22,7 @@ MODEL: dict[str, Any] = {
             "mixer": {"kind": "attention", "heads": 4, "bias": True},
             "ffn": {"kind": "dense", "hidden": 48, "bias": True},
             "norm": "layer",
-            "placement": "post",
+            "residual": "post",
             "dropout": 0.1,
         },
     },

@@ -11,7 +11,7 @@ BLOCK = {
     "mixer": {"kind": "attention", "heads": 4},
     "ffn": {"kind": "dense", "hidden": 24, "activation": "relu", "bias": True},
     "norm": "layer",
-    "placement": "post",
+    "residual": "post",
     "dropout": 0.1,
 }
 MODEL: dict[str, Any] = {

@@ -15,7 +15,7 @@ BLOCK = {
     "mixer": {"kind": "attention", "heads": 4, "bias": True},
     "ffn": {"kind": "dense", "hidden": 48},
     "norm": "layer",
-    "placement": "post",
+    "residual": "post",
 }
 
 

@@ -69,6 +69,7 @@ def test_what_micro_batches_send(stage: int, pool: Pool) -> None:
     assert [pool.run(sent, 2, layout(stage), micros)[0] for micros in (1, 3)] == WANTED[stage]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", WANTED)
 @pytest.mark.sampled(2)
 def test_what_they_send_in_a_pipeline(stage: int, pool: Pool) -> None:

@@ -9,14 +9,9 @@ OBSERVING: Sections = {
 }
 """A decoder each of whose tokens observes others of its own choice."""
 LAYOUTS: dict[str, tuple[str, Sections, int]] = {
-    "halting on stages": (
+    "diversity of exits on stages": (
         "needs_of_modules_are_met",
-        {"model": decoder({"halting": {}, "share": "all"}), "parallel": {"mesh": {"pp": 2}}},
-        2,
-    ),
-    "halting on shards": (
-        "needs_of_modules_are_met",
-        {"model": decoder({"halting": {}, "share": "all"}), "parallel": {"mesh": {"cp": 2}}},
+        {"model": decoder({"exits": {"diversity": 0.1}}), "parallel": {"mesh": {"pp": 2}}},
         2,
     ),
     "windows on shards": (
@@ -31,7 +26,7 @@ LAYOUTS: dict[str, tuple[str, Sections, int]] = {
     ),
     "gains with DeepSpeed": (
         "needs_of_modules_are_met",
-        {"model": decoder(placement="admin"), "parallel": DEEPSPEED},
+        {"model": decoder(residual="admin"), "parallel": DEEPSPEED},
         2,
     ),
     "a pipeline with more stages than blocks": (

@@ -235,12 +235,43 @@ REFUSALS: dict[str, tuple[str, Sections, int]] = {
         },
         2,
     ),
-    "exits beside classes": (
+    "neighbours of an example at an exit": (
         "heads_predict_what_labels_tell",
         {
-            "model": {**ENCODER, "stack": {**ENCODER["stack"], "exits": {}}},
+            "model": {
+                **ENCODER,
+                "stack": {
+                    **ENCODER["stack"],
+                    "exits": {"policy": {"criterion": "uncertainty", "threshold": 0.5, "window": 1}},
+                },
+            },
             "objective": {"kind": "classify", "classes": 3},
             "data": LABELLED,
+        },
+        1,
+    ),
+    "entropy of scores at an exit": (
+        "heads_predict_what_labels_tell",
+        {
+            "model": {
+                **ENCODER,
+                "stack": {**ENCODER["stack"], "exits": {"policy": {"criterion": "entropy", "threshold": 1.0}}},
+            },
+            "objective": {"kind": "regress"},
+            "data": {**LABELLED, "source": {"kind": "labelled", "paths": ("a.jsonl",), "labels": "score"}},
+        },
+        1,
+    ),
+    "a distance of tokens at an exit": (
+        "heads_predict_what_labels_tell",
+        {
+            "model": {
+                **ENCODER,
+                "stack": {
+                    **ENCODER["stack"],
+                    "exits": {"policy": {"criterion": "patience", "threshold": 1, "tolerance": 0.1}},
+                },
+            },
         },
         1,
     ),

@@ -115,6 +115,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
 @pytest.mark.sampled(2)

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import xscale
+from tests.distributed import Pool
+from tests.train.test_loss_scale import DENSE
 from tests.train.tiny import recipe
-from xscale.core.errors import ConfigError
+from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from xscale.data.samples.caller_samples import CallerSamples
 from xscale.recipe import Recipe
 
@@ -60,6 +62,40 @@ def test_samples_by_number_in_a_stream_and_resumed_are_one_run(tmp_path: Path) -
             samples: Iterable[Any] = iter(Streamed()) if data is None else data
             xscale.train(run(tmp_path, name, stop_after=stop), data=samples)
         assert losses(tmp_path / name) == wanted
+
+
+def on_a_layout(folder: Path, name: str, samples: type, stop_after: int | None, parallel: dict[str, Any]) -> int:
+    """Train in float64, in which layouts differ by rounding alone."""
+    train = {"steps": 6, "batch_size": 8, "micro_batch_size": 2, "eval_every": 0, "stop_after": stop_after}
+    precision = {"compute": "float64", "master": "float64"}
+    return xscale.train(
+        recipe(folder, name, model=DENSE, train=train, parallel=parallel, precision=precision), data=samples()
+    )
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {"mesh": {"dp_shard": 2}},
+    "tp2": {"mesh": {"tp": 2}},
+    "cp2": {"mesh": {"cp": 2}},
+    "pp2": {"mesh": {"pp": 2}},
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("dp2", "tp2"), *(pytest.param(*pair, marks=pytest.mark.long) for pair in (("pp2", "dp2"), ("dp2", "cp2")))],
+)
+def test_ranks_read_their_own_samples_and_resume_on_another_layout(
+    before: str, after: str, tmp_path: Path, pool: Pool
+) -> None:
+    """Samples by number before the stop, the same in a stream after it: the losses are those of one process."""
+    assert on_a_layout(tmp_path, "one", Numbered, None, {}) == EXIT_DONE
+    wanted = losses(tmp_path / "one")
+    stopped = pool.run(on_a_layout, 2, tmp_path, "moved", Numbered, 3, LAYOUTS[before])
+    assert stopped == [EXIT_REQUEUE] * 2
+    assert pool.run(on_a_layout, 2, tmp_path, "moved", Streamed, None, LAYOUTS[after]) == [EXIT_DONE] * 2
+    assert losses(tmp_path / "moved") == pytest.approx(wanted, rel=1e-9)
+    assert len(wanted) == 6
 
 
 def test_a_run_on_samples_resumes_with_samples_alone(tmp_path: Path) -> None:

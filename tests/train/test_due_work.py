@@ -59,7 +59,7 @@ class Recorder:
             last_step=last_step,
             stop=self.stop,
             reporter=self._part(report=lambda _: self._note("report"), report_kernels=lambda: None),
-            facts=self._part(agree=lambda _: self._agree()),
+            facts=self._part(agree=lambda _, is_good: self._agree()),
             garbage=self._part(after_step=lambda _: self._note("garbage collection")),
             rollback=self._part(restore=lambda _: self._note("rollback"), is_possible=False),
             work=InterruptibleWork(works, self.state, self.stop, nn.Identity()),

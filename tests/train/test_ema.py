@@ -89,7 +89,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("zero2", "tp2") else pytest.mark.long) for name in LAYOUTS]
+    "name", [pytest.param(name, marks=() if name == "tp2" else pytest.mark.long) for name in LAYOUTS]
 )
 def test_layouts_average_as_one_process_does(name: str, tmp_path: Path, pool: Pool) -> None:
     """They evaluate the average too, and the weights are trained on as without an average."""
@@ -104,6 +104,7 @@ def test_layouts_average_as_one_process_does(name: str, tmp_path: Path, pool: Po
     assert losses(tmp_path, name) == pytest.approx(losses(tmp_path, "single"), rel=1e-9)
 
 
+@pytest.mark.long
 def test_evaluations_read_the_average_and_leave_the_weights(tmp_path: Path) -> None:
     assert averaged(tmp_path, "run", precision={}) == EXIT_DONE
     assert averaged(tmp_path, "without", {"ema_decay": None}, precision={}) == EXIT_DONE

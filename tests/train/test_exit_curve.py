@@ -120,3 +120,75 @@ def test_what_has_no_exits_is_refused(tmp_path: Path) -> None:
             call("eval", tmp_path / "exits", "--exits", "--thresholds", thresholds)
     with pytest.raises(ConfigError, match="Add --exits, or omit it"):
         call("eval", tmp_path / "exits", "--thresholds", "1")
+
+
+LABELLED: dict[str, dict[str, Any]] = {
+    "classify": {
+        "objective": {"kind": "classify", "classes": 3, "dense": True},
+        "policy": {"criterion": "entropy", "threshold": 0.5},
+        "thresholds": [2.0, 0.9, 0.0],
+    },
+    "regress": {
+        "objective": {"kind": "regress"},
+        "policy": {"criterion": "patience", "threshold": 1, "tolerance": 0.3},
+        "thresholds": [1.0],
+    },
+    "tag": {
+        "objective": {"kind": "tag", "classes": 3},
+        "policy": {"criterion": "uncertainty", "threshold": 0.5, "window": 1},
+        "thresholds": [1.0, 0.9, 0.0],
+    },
+}
+"""Objective on labels -> its section, a policy, and thresholds from the first exit to all blocks."""
+
+
+def labelled(folder: Path, kind: str, **exits: Any) -> Any:
+    """A recipe of an encoder with exits, on numbers in letters."""
+    kinds = {"classify": "class", "regress": "score", "tag": "tags"}
+    rows = []
+    for number in range(90):
+        words = ["abcdefghij"[int(digit)] for digit in str(number)]
+        tags = [CLASSES[ord(word) % 3] for word in words]
+        label = {"classify": CLASSES[number % 3], "regress": number / 90, "tag": tags}[kind]
+        rows.append({"text": " ".join(words), "label": label})
+    file = folder / f"{kind}.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"kind": "labelled", "paths": [str(file)], "labels": kinds[kind]}
+    source |= {"classes": CLASSES} if kind != "regress" else {}
+    stack = {"depth": 3, "block": BLOCK, "exits": {"policy": LABELLED[kind]["policy"], **exits}}
+    return recipe(
+        folder,
+        kind,
+        model={"kind": "encoder", "width": 32, "position": "learned", "stack": stack},
+        objective=LABELLED[kind]["objective"],
+        data={"source": source},
+        optimizer={"kind": "adamw", "lr": 0.01},
+        train={"steps": 8, "eval_every": 0, "micro_batch_size": 8},
+    )
+
+
+CLASSES = ["even", "odd", "big"]
+
+
+@pytest.mark.parametrize("kind", LABELLED)
+def test_examples_and_words_leave_at_exits(tmp_path: Path, kind: str) -> None:
+    assert run(labelled(tmp_path, kind)) == EXIT_DONE
+    folder = tmp_path / kind
+    points = exit_curve_of_run(folder, None, LABELLED[kind]["thresholds"])
+    evaluation = evaluate_run(folder, None)
+    assert points[-1] == {
+        "step": 8,
+        "threshold": None,
+        "blocks": 1.0,
+        **{k: v for k, v in evaluation.items() if k != "step"},
+    }
+    assert points[0].keys() == points[-1].keys(), "the metrics are those of the objective"
+    shares = [float(point["blocks"] or 0) for point in points]
+    assert shares == sorted(shares)
+    if kind == "regress":
+        assert 2 / 3 <= shares[0] <= 1
+    else:
+        assert shares[0] == pytest.approx(1 / 3)
+        assert shares[-2] == 1.0
+    table = call("eval", folder, "--exits").splitlines()
+    assert table[1].split() == list(points[0])[1:]

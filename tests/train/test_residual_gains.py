@@ -22,6 +22,7 @@ from tests.parallel.against_one import (
 )
 from tests.parallel.test_tensor import refused
 from tests.train.tiny import recipe
+from xscale.core.errors import ConfigError
 from xscale.objective.objective import OBJECTIVES
 from xscale.settings.settings import build_on_meta
 from xscale.step.batches import shard_over_cp
@@ -32,7 +33,7 @@ BLOCK = {
     "mixer": {"kind": "attention", "heads": 4},
     "ffn": {"kind": "dense", "hidden": 24},
     "sublayers": [{"part": "mixer"}, {"part": "ffn", "factor": 0.5}],
-    "placement": "admin",
+    "residual": "admin",
     "dropout": 0.1,
 }
 MODEL: dict[str, Any] = {
@@ -130,12 +131,12 @@ def test_the_pass_runs_before_the_first_step_alone(tmp_path: Path, capsys: pytes
 def test_what_cannot_be_is_refused_with_what_would_work() -> None:
     stack: dict[str, Any] = {"depth": 2, "block": BLOCK}
     (problem,) = refused({**MODEL, "stack": {**stack, "share": "all"}}, 1)
-    assert "placement 'admin' gives each sublayer the gain of its depth" in problem
-    assert "Take none, or placement=post." in problem
+    assert "residual 'admin' gives each sublayer the gain of its depth" in problem
+    assert "Take none, or residual=post." in problem
     parallel = {name: value for name, value in BLOCK.items() if name != "sublayers"} | {"residual": "parallel"}
-    (problem,) = refused({**MODEL, "stack": {**stack, "block": parallel}}, 1)
-    assert "placement 'admin' normalises the sum. Take sequential, or a placement other than admin." in problem
+    with pytest.raises(ConfigError, match=r"residual\.placement: must be 'pre', .* got 'admin'"):
+        refused({**MODEL, "stack": {**stack, "block": {**parallel, "placement": "admin"}}}, 1)
     deepspeed = {"mesh": {"dp_shard": 2}, "zero": {"stage": 1, "engine": "deepspeed"}}
     (unable,) = [problem for problem in asked(MODEL, deepspeed).check(2) if "admin" in problem.what]
-    assert "placement 'admin' sets gains by a pass before the first step" in str(unable)
-    assert "Take torch, or model.stack.block.placement=post." in str(unable)
+    assert "residual 'admin' sets gains by a pass before the first step" in str(unable)
+    assert "Take torch, or model.stack.block.residual=post." in str(unable)

@@ -33,7 +33,10 @@ def during_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[],
 REPORTED = {"observe": {"report": True, "tensorboard": True, "progress": False}}
 
 
-@pytest.mark.parametrize("how", ["deleted", "moved", "replaced"])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("how", ["deleted", pytest.param("moved", marks=LONG), pytest.param("replaced", marks=LONG)])
 def test_a_folder_that_vanishes_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
 
@@ -43,9 +46,45 @@ def test_a_folder_that_vanishes_ends_the_run(tmp_path: Path, monkeypatch: pytest
             folder.mkdir()
 
     during_step(monkeypatch, 3, remove)
-    with pytest.raises(FaultError, match=r"the run folder was deleted, moved or replaced during step 3.*Move it back"):
+    said = r"was deleted, moved or replaced during step 3.*Move it back"
+    if how != "deleted":
+        said = rf"was moved to {elsewhere} during step 3, and the step is saved there\. Start again with run\.dir="
+    with pytest.raises(FaultError, match=f"the run folder {said}"):
         run(recipe(tmp_path, **REPORTED))
     assert not folder.exists() or not list(folder.iterdir()), "a run folder without its config, data or weights"
+
+
+def moved_on_two_ranks(top: Path) -> None:
+    def move() -> None:
+        if (top / "run").exists() and int(os.environ["RANK"]) == 0:
+            (top / "run").rename(top / "elsewhere")
+
+    with pytest.MonkeyPatch.context() as patch:
+        during_step(patch, 3, move)
+        with pytest.raises(FaultError, match=r"was moved to .*elsewhere during step 4, and the step is saved there"):
+            run(recipe(top))
+
+
+def test_a_folder_that_is_moved_has_the_step(tmp_path: Path, pool: Pool) -> None:
+    """No step is lost, also that in which the second rank learns of it."""
+    pool.run(moved_on_two_ranks, 2, tmp_path)
+    assert run(recipe(tmp_path, "elsewhere")) == EXIT_DONE
+    assert "since step 4: run.dir" in (tmp_path / "elsewhere" / "log.txt").read_text()
+    assert [line["step"] for line in metrics(tmp_path, "elsewhere") if "loss" in line] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("how", ["the disk is full", "the lock is deleted too"])
+def test_a_moved_folder_that_cannot_be_saved_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    def move() -> None:
+        (tmp_path / "run").rename(tmp_path / "elsewhere")
+        if how == "the lock is deleted too":
+            (tmp_path / "elsewhere" / "lock").unlink()
+        else:
+            (tmp_path / "elsewhere" / "checkpoints").write_text("no folder can be made here")
+
+    during_step(monkeypatch, 3, move)
+    with pytest.raises(FaultError, match=r"so nothing can be saved\. Move it back and start the same command again"):
+        run(recipe(tmp_path))
 
 
 def test_a_lock_that_is_deleted_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +147,7 @@ IGNORED: list[tuple[dict[str, Any], str]] = [
 """Changes of a finished run, and what is said of them."""
 
 
+@pytest.mark.long
 def test_a_finished_run_writes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     finished = recipe(tmp_path, train={"steps": 2}, **REPORTED)
     assert run(finished) == EXIT_DONE
@@ -133,6 +173,7 @@ def test_a_finished_run_writes_nothing(tmp_path: Path, capfd: pytest.CaptureFixt
     assert [line["step"] for line in metrics(tmp_path) if "loss" in line] == [1, 2, 3]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("removed", ["nothing", "config.yaml"])
 def test_a_run_that_resumes_says_what_changed(tmp_path: Path, removed: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(recipe(tmp_path, train={**SIZES, "stop_after": 2}, optimizer={"kind": "adamw", "lr": 1e-3})) == (

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.data.corpora import words
+from tests.faults.planted_entries import dangling_link, fifo, link_to_file, link_to_folder
 from tests.train.test_load_run import MIXTURE, call
 from tests.train.tiny import losses, recipe, run
 from xscale.checkpoint.load import read_state
@@ -109,6 +111,7 @@ def test_another_tokenizer_is_refused(stopped: Path) -> None:
     assert generate_text(stopped / "run", "abe", 8, 0.0, None, 0) is not None
 
 
+@pytest.mark.long
 def test_another_tokenizer_in_the_run_folder_is_refused(stopped: Path) -> None:
     other_tokenizer(stopped)
     shutil.copy(next(stopped.glob("data/*/tokenizer.model")), stopped / "run" / "tokenizer")
@@ -154,6 +157,7 @@ def test_a_description_that_no_run_writes_is_refused(tmp_path: Path, content: by
         open_stored_tokenizer(tmp_path)
 
 
+@pytest.mark.long
 def test_a_run_of_an_earlier_version_gets_its_copy(stopped: Path) -> None:
     folder = stopped / "run"
     generated = generate_text(folder, "abe", 8, 0.0, None, 0)
@@ -179,3 +183,28 @@ def forget_fingerprint(path: Path) -> None:
     stored = manifest.read(path)
     stored.files["state.json"] = hash_file(path / "state.json")
     manifest.write(path, stored, Disk())
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "tokenizer/tokenizer_config.json", "tokenizer/fingerprint.json"])
+@pytest.mark.parametrize("kind", [link_to_file, link_to_folder, dangling_link, fifo], ids=lambda kind: kind.__name__)
+def test_a_tokenizer_is_read_through_no_link(name: str, kind: Callable[[Path, Path], None], tmp_path: Path) -> None:
+    """Its files come into exports; a tokenizer_config.json is read where it lies beside another file."""
+    run_folder, outside = tmp_path / "run", tmp_path / "outside"
+    run_folder.mkdir()
+    (outside / "folder").mkdir(parents=True)
+    (outside / "file").write_text("{}")
+    store_tokenizer(Byte(Byte.Config(), tmp_path), run_folder)
+    if name == "tokenizer":
+        (run_folder / "tokenizer").rename(outside / "of_a_run")
+        kind(run_folder / name, outside)
+        if kind is link_to_folder:
+            shutil.copytree(outside / "of_a_run", outside / "folder", dirs_exist_ok=True)
+    else:
+        (run_folder / name).unlink(missing_ok=True)
+        kind(run_folder / name, outside)
+    if name == "tokenizer" and kind is not link_to_folder:
+        assert open_stored_tokenizer(run_folder) is None
+    else:
+        with pytest.raises(ConfigError, match=r"cannot be read: this is a (symbolic link|FIFO), not a f") as refused:
+            open_stored_tokenizer(run_folder)
+        assert "Errno" not in str(refused.value)

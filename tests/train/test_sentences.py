@@ -25,7 +25,7 @@ MODEL: dict[str, Any] = {
         "block": {
             "mixer": {"kind": "attention", "heads": 4},
             "ffn": {"kind": "dense", "hidden": 48},
-            "placement": "post",
+            "residual": "post",
             "dropout": 0.1,
         },
     },

@@ -1,6 +1,7 @@
 """Weights that something other than the optimizer writes: on every layout, among evaluations and resumed, those of one
 process."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch import Tensor
 from tests.distributed import Pool
 from tests.train.tiny import losses, metrics, recipe, run
 from xscale.checkpoint.load import load_tensors
+from xscale.commands.checkpoints.convert import export_checkpoint
+from xscale.commands.checkpoints.merge_lora import merge_run
+from xscale.commands.checkpoints.upcycle import upcycle_run
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE
 from xscale.train.optimizer_step.decision import StepDecision
 
@@ -39,25 +43,56 @@ ENCODED: Section = {"objective": {"kind": "masked"}}
 PACKED: Section = {"data": {"cross_documents": True}}
 CONSTANT: Section = {"schedule": {"kind": "constant"}}
 PAIRS: Section = {"train": {"micro_batch_size": 2}}
+LORA: Section = {"rank": 2, "match": ["*.q", "*.down"]}
+LLAMA: Section = {
+    **model(ffn={"kind": "gated", "hidden": 24}, norm="rms"),
+    "position": "rope",
+    "tied": False,
+}
 PLACES: dict[str, Section] = {
-    "residual gains": {"model": model(placement="admin")},
+    "residual gains": {"model": model(residual="admin")},
     "a router's bias": {"model": mixture(bias_update_rate=0.1)},
     "a router's load": {"model": mixture(balance_over="global_batch", aux_loss_weight=0.1)},
     "centroids": {"model": model(ROUTED), **PACKED},
     "a memory of clusters": {"model": model(CLUSTERED, "encoder"), **ENCODED, **PACKED},
     "batch norm": {
-        "model": model(kind="encoder", norm={"kind": "batch"}, placement="post", dropout=0.0),
+        "model": model(kind="encoder", norm={"kind": "batch"}, residual="post", dropout=0.0),
         **ENCODED,
         **PAIRS,
     },
-    "power norm": {"model": model(kind="encoder", norm={"kind": "power"}, placement="post"), **ENCODED},
+    "power norm": {"model": model(kind="encoder", norm={"kind": "power"}, residual="post"), **ENCODED},
     "a simplex": {"model": model({"kind": "branched_attention"})},
     "moving average": {"model": model(), "train": {"ema_decay": 0.5}},
     "average of the optimizer": {"model": model(), "optimizer": {"kind": "schedule_free_adamw"}, **CONSTANT},
     "initial weights of a run": {"model": model(), "init": {"from": "first"}},
+    "adapters": {"model": model(), "init": {"from": "first"}, "lora": LORA},
+    "adapters merged": {"model": model(), "init": {"from": "merged"}},
+    "upcycling": {"model": mixture(), "init": {"from": "upcycled"}},
+    "an import of transformers": {"model": LLAMA, "init": {"from": "exported"}},
     "a teacher's weights": {"model": model(), "distill": {"teacher": "first", "init_from_teacher": True}},
     "rollback": {"model": model(), "train": {"spike": {"policy": "rollback"}}, "checkpoint": {"every_steps": 2}},
 }
+"""What writes weights outside of the optimizer -> a recipe in which it does."""
+
+
+def merge(folder: Path) -> None:
+    """Train adapters on the first run, and merge them."""
+    assert trained(folder, "adapted", "adapters", optimizer={"kind": "adamw", "lr": 0.05}) == EXIT_DONE
+    assert merge_run(folder / "adapted", folder / "merged") == EXIT_DONE
+
+
+def upcycle(folder: Path) -> None:
+    overrides = [f"model.stack.block.ffn={json.dumps(mixture()['stack']['block']['ffn'])}"]
+    assert upcycle_run(folder / "first", folder / "upcycled", overrides, 4) == EXIT_DONE
+
+
+def export(folder: Path) -> None:
+    assert trained(folder, "llama", "first", model=LLAMA) == EXIT_DONE
+    assert export_checkpoint(folder / "llama", folder / "exported", "hf", None, 1e-3) == EXIT_DONE
+
+
+SOURCES = {"merged": merge, "upcycled": upcycle, "exported": export}
+"""Folder that a place begins from -> what makes it."""
 LAYOUTS: dict[str, Section] = {
     **{f"zero{stage}": {"zero": {"stage": stage}} for stage in range(4)},
     "tp2": {"mesh": {"tp": 2}},
@@ -74,7 +109,7 @@ def trained(folder: Path, name: str, place: str, stop: int | None = None, **sect
     train = {**TRAIN, "stop_after": stop, "baseline": False, **given.pop("train", {})}
     for key, value in (("init", "from"), ("distill", "teacher")):
         if key in given:
-            given[key] = {**given[key], value: str(folder / "first")}
+            given[key] = {**given[key], value: str(folder / given[key][value])}
     decide, calls = loss_spikes.decide, [0]
 
     def decided(*arguments: Any) -> StepDecision:
@@ -117,6 +152,9 @@ CASES = [
 
 @pytest.mark.parametrize(("place", "layout"), CASES)
 def test_a_layout_writes_what_one_process_does(place: str, layout: str, folder: Path, pool: Pool) -> None:
+    source = PLACES[place].get("init", {}).get("from")
+    if source in SOURCES and not (folder / source).exists():
+        SOURCES[source](folder)
     single, name = f"{place}-single", f"{place}-{layout}"
     if not (folder / single).exists():
         assert trained(folder, single, place) == EXIT_DONE

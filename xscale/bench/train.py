@@ -47,13 +47,16 @@ def bench_train(
 
 
 def _time_in_turns(builders: Mapping[str, SideBuilder], steps: int, device: torch.device) -> dict[str, Any]:
-    sides, rows = [], []
+    sides, rows, errors = [], [], []
     try:
         for name, build in builders.items():
             try:
                 sides.append(build(steps + 1))
             except ConfigError as error:
                 rows.append({"name": name, "reason": str(error)})
+                errors.append(error)
+        if not sides:
+            raise errors[0]
         timings = time_steps(sides, steps)
     finally:
         leave_process_group()

@@ -114,6 +114,10 @@ class RunLock:
             return self._lock.is_in_place()
         return True
 
+    def folder_moved_to(self) -> Path | None:
+        """Return where the run folder is, if it was moved and that is known; None on ranks without the lock."""
+        return self._lock.folder_moved_to()
+
     def release(self) -> None:
         self._lock.release()
 

@@ -18,6 +18,7 @@ from xscale.checkpoint.search import find_newest, set_aside
 from xscale.core.errors import ConfigError
 from xscale.core.files.file_safety import decode_json
 from xscale.core.files.run_files import read_run_file
+from xscale.core.foreign import reason
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.flat_shard import FlatShard
 
@@ -209,7 +210,8 @@ def _json(path: Path, name: str) -> dict[str, Any]:
     try:
         data = decode_json(read_run_file(path / name), unique=True)
     except (OSError, ValueError) as error:
-        raise DamageError(path, f"{name} cannot be read: {error}", "Use another checkpoint.", "unreadable") from None
+        what = f"{name} cannot be read: {reason(error)}"
+        raise DamageError(path, what, "Use another checkpoint.", "unreadable") from None
     if not isinstance(data, dict):
         raise DamageError(path, f"{name} is not an object of JSON", "Use another checkpoint.", "unreadable")
     return data

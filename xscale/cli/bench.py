@@ -4,15 +4,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from xscale.cli.complete import complete_recipe
+from xscale.cli.complete import complete_recipe, one_of
+from xscale.cli.group import Group
 from xscale.cli.options import CommandWithSettings, ConfigFile, Json, Overrides, Record, read_config, readable
 from xscale.cli.paths import path
 from xscale.core.errors import ConfigError
 
 
-class BenchGroup(TyperGroup):
+class BenchGroup(Group):
     """A command group in which an operator's name is a command too, resolved only if no other command matches."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -36,8 +36,10 @@ def prepare() -> None:
     use_expandable_segments()
 
 
-Device = Annotated[str, typer.Option(help="cpu, with CPU time on one thread, or cuda.")]
-Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
+Device = Annotated[
+    str, typer.Option(help="cpu, with CPU time on one thread, or cuda.", autocompletion=one_of("cpu", "cuda"))
+]
+Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.", autocompletion=one_of("float32", "bfloat16"))]
 
 
 @bench_app.command(

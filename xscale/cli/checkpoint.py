@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from xscale.cli.complete import complete_recipe, complete_run
+from xscale.cli.complete import complete_recipe, complete_run, one_of
+from xscale.cli.group import Group
 from xscale.cli.options import (
     CheckpointFolder,
     CommandWithSettings,
@@ -18,17 +19,20 @@ from xscale.cli.options import (
     TensorPrefix,
     checkpoint_to_read,
     checkpoints_in,
+    rank_0_alone,
     readable,
 )
 from xscale.cli.paths import path
 
 checkpoint_app = typer.Typer(
-    help="Inspect, verify, compare, prune, export and import checkpoints.", no_args_is_help=True
+    cls=Group, help="Inspect, verify, compare, prune, export and import checkpoints.", no_args_is_help=True
 )
+checkpoint_app.callback()(rank_0_alone)
 Tolerance = Annotated[
     float, typer.Option("--bar", "--tolerance", help="Largest logit difference accepted between the two models.")
 ]
 FORMATS = "hf (transformers), deepspeed-universal or megatron."
+complete_format = one_of("hf", "deepspeed-universal", "megatron")
 
 
 @checkpoint_app.command("ls")
@@ -100,7 +104,7 @@ def checkpoint_consolidate(
 def checkpoint_export(
     path: CheckpointFolder,
     out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.", parser=path)],
-    to: Annotated[str, typer.Option("--to", help=f"Format: {FORMATS}")] = "hf",
+    to: Annotated[str, typer.Option("--to", help=f"Format: {FORMATS}", autocompletion=complete_format)] = "hf",
     architecture: Annotated[str | None, typer.Option(help="Such as mistral; default: the first that fits.")] = None,
     bar: Tolerance = 1e-5,
     ema: Ema = False,
@@ -132,7 +136,7 @@ def checkpoint_import(
         ),
     ] = None,
     overrides: Overrides = None,
-    origin: Annotated[str, typer.Option("--from", help=f"Format: {FORMATS}")] = "hf",
+    origin: Annotated[str, typer.Option("--from", help=f"Format: {FORMATS}", autocompletion=complete_format)] = "hf",
     bar: Tolerance = 1e-5,
 ) -> None:
     """Create a run from a checkpoint of another library.

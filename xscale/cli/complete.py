@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,11 @@ DEPTH = 3
 """Levels of folders in which runs are looked for."""
 FOLDERS = 2000
 """At most so many folders are visited: completion must not wait for a large disk."""
+
+
+def one_of(*words: str) -> Callable[[str], Candidates]:
+    """Return a completion that offers these words."""
+    return lambda incomplete: [(word, "") for word in words if word.startswith(incomplete)]
 
 
 def complete_recipe(incomplete: str) -> Candidates:

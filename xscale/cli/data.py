@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from xscale.cli.complete import complete_recipe
+from xscale.cli.group import Group
 from xscale.cli.options import (
     CommandWithSettings,
     ConfigFile,
@@ -21,7 +22,7 @@ from xscale.cli.paths import path
 from xscale.commands.show.recipes import recipe_names
 from xscale.core.errors import ConfigError
 
-data_app = typer.Typer(help="Train tokenizers; prepare and inspect tokenised data.", no_args_is_help=True)
+data_app = typer.Typer(cls=Group, help="Train tokenizers; prepare and inspect tokenised data.", no_args_is_help=True)
 
 
 @data_app.command("tokenizer", cls=CommandWithSettings)

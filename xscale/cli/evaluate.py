@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -84,8 +84,9 @@ def evaluate(
 
     Prints loss, perplexity and bits per byte as JSON. With --window they are those of whole documents, whose tokens
     have at least window - stride tokens of context, where there are so many. With --exits it prints a line for each
-    threshold: the fraction of the blocks that tokens were computed in, loss and accuracy. With --budgets it prints a
-    line for each budget of the gates: the fraction of the sublayers that tokens were computed in, loss and accuracy.
+    threshold: the fraction of the blocks that were computed for a prediction, loss and accuracy, or of labels their
+    metrics. With --budgets it prints a line for each budget of the gates: the fraction of the sublayers that tokens
+    were computed in, and the same numbers.
     With --bleu it prints the BLEU of the targets that a run on pairs writes, and that of its sources as they stand.
     With --tasks it prints the metrics of tasks of lm_eval.
     """
@@ -209,14 +210,7 @@ def _evaluate_exits(
     points = exit_curve_of_run(run, sequences, thresholds, source=data, plugins=plugins)
     if not read_rank_info().is_rank0:
         return
-    if as_json:
-        print(json.dumps(points))
-        return
-    print(f"step {points[0]['step']}")
-    print(f"{'threshold':>12}{'blocks':>10}{'loss':>10}{'accuracy':>10}")
-    for point in points:
-        threshold = "none" if point["threshold"] is None else f"{point['threshold']:.4g}"
-        print(f"{threshold:>12}{point['blocks']:>10.2%}{point['loss']:>10.4f}{point['accuracy']:>10.2%}")
+    _print_curve(points, ("blocks",), as_json=as_json)
 
 
 def _evaluate_budgets(run: Path, sequences: int | None, data: str | None, plugins: bool, *, as_json: bool) -> None:
@@ -227,11 +221,23 @@ def _evaluate_budgets(run: Path, sequences: int | None, data: str | None, plugin
     points = budget_curve_of_run(run, sequences, source=data, plugins=plugins)
     if not read_rank_info().is_rank0:
         return
+    _print_curve(points, ("computed",), as_json=as_json)
+
+
+def _print_curve(points: list[dict[str, Any]], shares: tuple[str, ...], *, as_json: bool) -> None:
+    """Print the points of a curve, as JSON or as a table; those named in `shares`, and accuracies, are fractions."""
     if as_json:
         print(json.dumps(points))
         return
-    print(f"step {points[0]['step']}")
-    print(f"{'budget':>8}{'computed':>10}{'loss':>10}{'accuracy':>10}")
+    step, *names = points[0]
+    print(f"{step} {points[0][step]}")
+    widths = {name: max(10, len(name) + 2) for name in names}
+    print("".join(f"{name:>{width}}" for name, width in widths.items()))
     for point in points:
-        share, accuracy = f"{point['computed']:.2%}", f"{point['accuracy']:.2%}"
-        print(f"{point['budget']:>8.4g}{share:>10}{point['loss']:>10.4f}{accuracy:>10}")
+        cells = []
+        for name, width in widths.items():
+            value = point[name]
+            is_share = name in shares or name.endswith("accuracy")
+            text = "none" if value is None else f"{value:.2%}" if is_share else f"{value:.4g}"
+            cells.append(f"{text:>{width}}")
+        print("".join(cells))

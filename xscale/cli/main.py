@@ -16,6 +16,7 @@ from xscale.cli.complete import LauncherCommand, complete_doctor, complete_launc
 from xscale.cli.data import data_app
 from xscale.cli.evaluate import evaluate
 from xscale.cli.generate import generate
+from xscale.cli.group import Group
 from xscale.cli.options import CommandWithSettings
 from xscale.cli.plan import plan
 from xscale.cli.plot import plot_app
@@ -35,6 +36,7 @@ SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 """Shells that typer completes."""
 
 app = typer.Typer(
+    cls=Group,
     name="xscale",
     help="Train sparse Transformers: mixtures of experts and efficient attention.",
     no_args_is_help=True,
@@ -108,9 +110,10 @@ def main(command: Callable[[], object] = app) -> None:
 
     Mistakes of the user are printed as sentences with exit status 2, without a traceback.
     """
-    from xscale.mesh.environment import wait_passively
+    from xscale.mesh.environment import join_split_options, wait_passively
 
     wait_passively()
+    join_split_options()
     open_closed_streams()
     try:
         check_arguments(sys.argv[1:])
@@ -144,13 +147,28 @@ def _check_shell(option: str) -> None:
 
 
 def _sentence(problem: Problem) -> str:
-    """The problem, with the place of a part that another family has, or of a variant, if its kind is one."""
+    """The problem, with the place of a part that another family has, or of a variant, if its kind is one.
+
+    A key that no section has is shown as the override of the parts that have it.
+    """
+    if problem.unknown_key and (words := _words_of_parts(problem.unknown_key)):
+        return str(replace(problem, fix=f"Did you mean {' or '.join(map(repr, words))}?"))
     if not problem.unknown_kind:
         return str(problem)
     from xscale.commands.show.catalogue import where
 
     location = where(problem.unknown_kind)
     return str(replace(problem, fix=f"{location}.") if location else problem)
+
+
+def _words_of_parts(key: str) -> list[str]:
+    """Words that name a key by the parts that have it, such as moe.capacity_factor; at most three."""
+    from xscale.commands.show.explain import config_keys
+    from xscale.commands.show.explain_override import override_of
+
+    keys = config_keys()
+    words = [override_of(keys, group[0]).strip("'").partition("=")[0] for group in keys.find(key)]
+    return list(dict.fromkeys(words))[:3]
 
 
 def show_renamed_once(show: Callable[..., None]) -> Callable[..., None]:

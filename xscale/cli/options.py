@@ -1,5 +1,6 @@
 """Arguments and options that several commands share, and how their values are resolved."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, overload
 
@@ -11,6 +12,7 @@ from xscale.cli.paths import path
 from xscale.commands.show.recipes import RUNS, config_file
 from xscale.core.compose import Composed, compose, parse_file
 from xscale.core.errors import ConfigError, near_name
+from xscale.core.others_words import way_of
 
 if TYPE_CHECKING:
     from xscale.data.config import DataConfig
@@ -117,7 +119,8 @@ class CommandWithSettings(TyperCommand):
                 continue
             names = [option.lstrip("-") for option in options if option.startswith("--")]
             word = name.lstrip("-")
-            fix = f"Did you mean --{near}?" if (near := near_name(word, names)) else _as_setting(word, value)
+            near = "" if way_of(word) else near_name(word, names)
+            fix = f"Did you mean --{near}?" if near else _as_setting(word, value)
             raise ConfigError(name, f"`{ctx.command_path}` has no such option", fix)
         return super().parse_args(ctx, args)
 
@@ -126,8 +129,10 @@ def _as_setting(option: str, value: str) -> str:
     """A sentence on the config key that the name of an unknown option may mean."""
     from xscale.commands.show.explain import config_keys
 
-    keys = config_keys()
     query = option.replace("-", "_")
+    if way := way_of(query):
+        return way
+    keys = config_keys()
     groups = keys.find(query)
     meant = [group[0].path for group in groups] or keys.suggest(query)
     example = f"{meant[0] if meant else 'train.steps'}={value or 'VALUE'}"
@@ -165,8 +170,34 @@ def data_config(config: Path, overrides: list[str] | None) -> "DataConfig":
     return read_config(config, overrides)[0].data
 
 
+def rank_0_alone() -> None:
+    """Go on as one process, in rank 0 of several that srun, mpirun or torchrun started; end the others, which are done.
+
+    For a command of one process: several would write the same files.
+    """
+    from xscale.mesh.environment import leave_other_ranks, read_rank_info
+
+    _set_rank()
+    if not read_rank_info().is_rank0:
+        raise typer.Exit
+    leave_other_ranks()
+
+
 def rank_from_launcher() -> None:
-    """Set RANK and WORLD_SIZE in this process if mpirun or srun started it directly; ConfigError if that fails."""
+    """Set RANK and WORLD_SIZE in this process if mpirun or srun started it directly; ConfigError if that fails.
+
+    In an interactive shell, where nobody may start the other ranks, rank 0 says at once that it waits for them.
+    """
+    from xscale.mesh.environment import is_in_terminal_of_srun, read_rank_info, why_ranks_are_missing
+
+    _set_rank()
+    rank = read_rank_info()
+    if rank.is_rank0 and not rank.is_single_process and is_in_terminal_of_srun():
+        text = f"rank 0 of {rank.world} waits for the others. {why_ranks_are_missing(rank.world)}"
+        print(f"xscale: {text}", file=sys.stderr, flush=True)
+
+
+def _set_rank() -> None:
     from xscale_launch.mpi.mpi_rank import set_rank_env
     from xscale_launch.status import LaunchError
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from xscale.cli.complete import one_of
 from xscale.cli.options import ConfigFile, Json, Overrides
 from xscale.cli.paths import path
 from xscale.core.errors import ConfigError
@@ -18,7 +19,11 @@ def plan(
         int | None, typer.Option(help="World size; default: the smallest that fits parallel.mesh.")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="h100, h200, a100 or cpu: estimate step time and check memory.")
+        str | None,
+        typer.Option(
+            help="h100, h200, a100 or cpu: estimate step time and check memory.",
+            autocompletion=one_of("h100", "h200", "a100", "cpu"),
+        ),
     ] = None,
     draw: Annotated[
         Path | None, typer.Option(help="Plot the pipeline schedule to a .png or .svg file.", parser=path)

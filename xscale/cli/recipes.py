@@ -51,13 +51,11 @@ def explain(
 ) -> None:
     """Explain a config key: type, default, choices, meaning, override, the parts that have it; or list a section."""
     from xscale.commands.show.explain import explain as run
-    from xscale.commands.show.recipes import config_file
+    from xscale.commands.show.recipes import config_file, what_else
     from xscale.core.compose import compose
 
-    if recipe is None:
-        run(key, as_json=json)
-        return
-    run(key, compose(config_file(recipe), overrides or []), recipe, as_json=json)
+    composed = None if recipe is None else compose(config_file(recipe), overrides or [])
+    run(key, composed, recipe or "", what_else=what_else(key or ""), as_json=json)
 
 
 def init(

@@ -12,6 +12,7 @@ FAMILIES = {
     "pattern": "xscale.nn.pattern.pattern:PATTERNS",
     "position": "xscale.nn.position.position:POSITIONS",
     "norm": "xscale.nn.norm.norm:NORMS",
+    "residual": "xscale.nn.residual.residual_stream:RESIDUALS",
     "ffn": "xscale.nn.ffn.ffn:FFNS",
     "router": "xscale.nn.ffn.moe.router.router:ROUTERS",
     "objective": "xscale.objective.objective:OBJECTIVES",

@@ -53,7 +53,7 @@ def _shape(config: Any, sizes: ModelSizes, require: Requirements) -> GPTModelArg
     block = uniform_block(config.stack, require, "model.stack")
     require_features(config, (), require)
     require.one_of("model.position", config.position.kind, *POSITIONS)
-    require.one_of(f"{BLOCK}.placement", block.placement, "pre")
+    require.one_of(f"{BLOCK}.residual", block.residual.kind, "pre")
     require.one_of(f"{BLOCK}.norm", block.norm.kind, *NORMS)
     require.one_of(f"{BLOCK}.mixer", block.mixer.kind, "attention")
     require.one_of(f"{BLOCK}.ffn", block.ffn.kind, "dense", "gated", "moe")

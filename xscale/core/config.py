@@ -5,7 +5,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -14,6 +14,7 @@ from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from xscale.core.errors import ConfigError, Problem, is_near, nearest, plain
+from xscale.core.others_words import OTHERS_VALUES, meant_by, way_of
 from xscale.core.renamed import rename_old_keys
 
 ConfigT = TypeVar("ConfigT", bound="Config")
@@ -39,6 +40,9 @@ class Config(pydantic.BaseModel):
     family: ClassVar[str | None] = None
     renamed: ClassVar[dict[str, str]] = {}
     """Old name of a key -> its name now: read for one version, with a warning."""
+    folded: ClassVar[dict[str, tuple[str, Callable[[Any, Any], Any]]]] = {}
+    """Old name of a key -> the key of which it is a part now, and (old value, value of that key, None if it is not
+    given) -> the value of that key; None: the two contradict. Read for one version, with a warning."""
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -55,8 +59,8 @@ class Config(pydantic.BaseModel):
                 fields[name]["default"] = _shortest(field.default)
             elif isinstance(field.default, tuple) and any(isinstance(part, Config) for part in field.default):
                 fields[name]["default"] = [_shortest(part) for part in field.default]
-        if cls.renamed:
-            resolved[RENAMED_MARK] = dict(cls.renamed)
+        if cls.renamed or cls.folded:
+            resolved[RENAMED_MARK] = {**cls.renamed, **{old: new for old, (new, _) in cls.folded.items()}}
         return json_schema
 
 
@@ -206,7 +210,11 @@ def _problem(schema: Any, fault: Any, path: str, origin: dict[str, str], family:
             slot = path.rpartition(".")[0]
             return Problem(key_path, what, f"It is a key of {listed}: choose one, as by {slot}.kind={kinds[0]}.")
         inside = ".".join(str(part) for part in fault["loc"])
-        return Problem(key_path, "unknown key", _known_key(schema, fault["loc"], path.removesuffix(inside)))
+        if meant := _known_key(schema, fault["loc"], path.removesuffix(inside)):
+            return Problem(key_path, "unknown key", meant)
+        return Problem(
+            key_path, "unknown key", nearest(str(fault["loc"][-1]), _keys(schema, fault["loc"][:-1])), unknown_key=path
+        )
     if fault["type"] == "xscale":
         return Problem(key_path, fault["ctx"]["what"], fault["ctx"]["fix"], fault["ctx"]["unknown_kind"])
     if fault["type"] == "missing":
@@ -215,6 +223,11 @@ def _problem(schema: Any, fault: Any, path: str, origin: dict[str, str], family:
         # YAML takes `summarize: ` for a key without a value.
         quoted = f"{path.rpartition('.')[2]}='\"text: \"'"
         return Problem(key_path, "must be a text, got a mapping", f"Put a text with a colon in quotes: {quoted}.")
+    if fault["type"] == "model_type" and not isinstance(fault["input"], dict):
+        keys = _keys(schema, fault["loc"])
+        listed = ", ".join(keys[:KINDS_LISTED]) + (" and others" if len(keys) > KINDS_LISTED else "")
+        got = plain(repr(fault["input"]), VALUE_CHARACTERS)
+        return Problem(key_path, f"is a section with keys of its own, got {got}", f"Set one of them: {listed}.")
     if fault["type"] in BOUND_SIGNS:
         what = _bounds(schema, fault)
     else:
@@ -237,9 +250,11 @@ def _kinds_with(family: "PartFamily", schema: Any, loc: tuple[Any, ...]) -> list
 
 
 def _other_spelling(fault: str, value: Any) -> str:
-    """A sentence for a text that YAML 1.1 took for a number or a truth, which YAML 1.2 does not."""
+    """A sentence for a choice as other trainers write it, or a text that YAML 1.1 took for a number or a truth."""
     if not isinstance(value, str):
         return ""
+    if fault == "literal_error" and value.lower() in OTHERS_VALUES:
+        return f"Did you mean '{OTHERS_VALUES[value.lower()]}'?"
     if fault.startswith("bool") and value.lower() in ("yes", "no", "on", "off", "y", "n"):
         return "YAML 1.2 has true and false alone."
     if fault.startswith(("int", "float")) and "_" in value and re.fullmatch(r"[-+]?[0-9][0-9_]{1,40}", value):
@@ -276,42 +291,23 @@ def _bounds(schema: Any, fault: Any) -> str:
 
 
 def _known_key(schema: Any, loc: tuple[Any, ...], above: str) -> str:
-    """A sentence for an unknown key: the nearest of its section, or sections below `above` that have that key."""
+    """A sentence for an unknown key: the nearest of its section, sections below `above` that have that key, or the key
+    that other trainers call so; empty where none is meant."""
     key, keys = str(loc[-1]), _keys(schema, loc[:-1])
     if ":" in key:
         # YAML takes {kind:byte} for one key without a value.
         return f"A value needs a space before it: {{{key.replace(':', ': ', 1)}}}."
     # `lr` is not a misspelling of the section `lora`, but `train.step` is one of `train.steps`.
     sections = sorted(_paths(schema, key), key=lambda path: path.count("."))
-    if not above and key in OTHERS_WORDS:
-        sections = [OTHERS_WORDS[key]]
-    elif not sections or (len(loc) > 1 and is_near(key, keys)):
+    if (meant := meant_by(key)) or way_of(key):
+        *_, last = meant.split(".")
+        section = above + "".join(f"{name}." for name in loc[:-1])
+        return way_of(key) or f"Did you mean '{f'{section}{last}' if last in keys else meant}'?"
+    if is_near(key, keys) and (len(loc) > 1 or not sections):
         return nearest(key, keys)
+    if not sections:
+        return ""
     return f"Did you mean {' or '.join(repr(f'{above}{path}') for path in sections[:3])}?"
-
-
-OTHERS_WORDS = {
-    "learning_rate": "optimizer.lr",
-    "max_steps": "train.steps",
-    "global_batch_size": "train.batch_size",
-    "seq_length": "data.sequence_length",
-    "max_grad_norm": "train.clip_grad_norm",
-    "warmup_iters": "schedule.warmup_steps",
-    "output_dir": "run.dir",
-    "n_layer": "model.stack.depth",
-    "num_layers": "model.stack.depth",
-    "num_hidden_layers": "model.stack.depth",
-    "hidden_size": "model.width",
-    "d_model": "model.width",
-    "n_embd": "model.width",
-    "num_attention_heads": "model.stack.block.mixer.heads",
-    "n_head": "model.stack.block.mixer.heads",
-    "num_key_value_heads": "model.stack.block.mixer.kv_heads",
-    "intermediate_size": "model.stack.block.ffn.hidden",
-    "num_experts": "model.stack.block.ffn.experts",
-    "num_local_experts": "model.stack.block.ffn.experts",
-}
-"""A key of other trainers and model configs (transformers, Megatron-LM, nanoGPT) -> the key here."""
 
 
 def _paths(schema: Any, key: str, above: str = "") -> Iterator[str]:

@@ -63,6 +63,8 @@ class Problem:
     """A sentence that says how to fix it."""
     unknown_kind: str = field(default="", compare=False)
     """The name that is no part of the family: another family may have it."""
+    unknown_key: str = field(default="", compare=False)
+    """The key that no section has: a part may have it."""
     choices: tuple[Choice, ...] = field(default=(), compare=False, repr=False)
     """Changes that may end it, of which the solver keeps those that do, and says them in `fix`."""
 

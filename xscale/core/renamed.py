@@ -1,6 +1,7 @@
 """Renamed config keys and kinds: the old word still works for one version, with a warning that says the new one."""
 
 import functools
+import json
 import warnings
 from collections.abc import Iterator
 from typing import Any, get_args
@@ -15,9 +16,10 @@ class RenamedWarning(FutureWarning):
 def rename_old_keys(schema: Any, data: Any, origin: dict[str, str]) -> Any:
     """`data` of `schema` with every old key and kind under its new name; warns of each.
 
-    A class lists its old keys in `Config.renamed`, a part its old kinds in `Family.register(..., aliases=...)`. In
-    `origin` (dotted path -> where the value came from, the latest last) the paths are renamed too. If a key is given
-    under both names, the later of the two counts; ConfigError if both came from one place.
+    A class lists its old keys in `Config.renamed` and `Config.folded`, a part its old kinds in
+    `Family.register(..., aliases=...)`. In `origin` (dotted path -> where the value came from, the latest last) the
+    paths are renamed too. If a key is given under both names, the later of the two counts; ConfigError if both came
+    from one place.
     """
     messages: list[str] = []
     renamed = _in_schema(schema, data, "", origin, messages)
@@ -43,10 +45,27 @@ def _in_schema(schema: Any, data: Any, path: str, origin: dict[str, str], messag
             # Its old name was given later, and stands already.
             continue
         result[new] = value
+    for old in [key for key in schema.folded if key in result]:
+        _fold(schema, result, old, path, origin, messages)
     for key, value in result.items():
         if key in schema.model_fields:
             result[key] = _in_value(_targets(schema, key), value, f"{path}{key}", origin, messages)
     return result
+
+
+def _fold(schema: Any, data: dict[str, Any], old: str, path: str, origin: dict[str, str], messages: list[str]) -> None:
+    """Put the value of an old key into the key of which it is a part now; where they contradict, the later counts."""
+    new, fold = schema.folded[old]
+    value = data.pop(old)
+    both = fold(value, data.get(new))
+    if both is not None:
+        data[new] = both
+    elif _is_later(f"{path}{old}", f"{path}{new}", origin):
+        data[new] = value
+    instead = f"{path}{new}={json.dumps(data[new])}".replace('"', "")
+    messages.append(f"{path}{old} is now {instead}; the old name will be refused in the next version")
+    for known in _paths_below(origin, f"{path}{old}"):
+        origin.setdefault(f"{path}{new}", origin.pop(known))
 
 
 @functools.cache

@@ -114,16 +114,18 @@ def check_student(model: nn.Module, config: DistillConfig, parallel: ParallelCon
     """Check a student on meta."""
     stack = getattr(model, "stack", None)
     problems = []
-    if isinstance(stack, Stack) and stack.find(Exits):
-        what = "the exits have losses of their own, which know no teacher"
-        problems.append(Problem("model.stack.exits", what, choices=take(None) + take(None, key=PATH)))
+    for path, part in model.named_modules():
+        if isinstance(part, Exits):
+            what = "the exits have losses of their own, which know no teacher"
+            problems.append(Problem(f"model.{path}", what, choices=take(None) + take(None, key=PATH)))
     if not config.inner_weight + config.cosine_weight and not config.init_from_teacher:
         return problems
     if not isinstance(stack, Stack):
         what = "states of two stacks are not mapped to those of a teacher"
         problems.append(Problem(PATH, what, "Or take a model of one stack.", choices=change(*_soft_alone(config))))
-    elif config.inner_weight and (stack.reversible or stack.find(Halting)):
-        what = "reversible blocks and halting have no state after each block to compare"
+    elif config.inner_weight and (not stack.stream.is_hidden_states or stack.find(Halting)):
+        form = "a token that halts has one output" if stack.stream.is_hidden_states else stack.stream.form
+        what = f"{form}, and a hidden state after each block is compared"
         problems.append(Problem(f"{PATH}.hidden_weight", what, choices=change(*_soft_alone(config))))
     elif stack.find(SequencePooling):
         what = "the states of a shortened sequence are of windows, and the teacher's of tokens"

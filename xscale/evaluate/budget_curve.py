@@ -1,4 +1,4 @@
-"""Accuracy against compute: evaluations of a model with gates at each budget it was trained for (Bapna et al. 2020)."""
+"""Quality against compute: evaluations of a model with gates at each budget it was trained for (Bapna et al. 2020)."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from xscale.evaluate.exit_curve import score
-from xscale.mesh.collectives import sum_scalars
+from xscale.evaluate.logit_scores import LogitScores
 from xscale.nn.depth.gates import BUDGETS, GateBudget
 from xscale.nn.forward import Stats
 from xscale.nn.tokens import Tokens
@@ -23,9 +22,9 @@ class BudgetPoint:
     computed: float
     """Fraction of the sublayers that a token is computed in, in the mean over all tokens and stacks."""
     loss: float
-    """Mean over the targets, in nats."""
-    accuracy: float
-    """Fraction of the targets that are predicted."""
+    """Mean over the targets, in nats; of scores the mean squared error."""
+    metrics: dict[str, float]
+    """The accuracy; of an objective on labels all of its metrics."""
 
 
 def gate_budgets(model: nn.Module) -> list[GateBudget]:
@@ -33,19 +32,21 @@ def gate_budgets(model: nn.Module) -> list[GateBudget]:
     return [module for module in model.modules() if isinstance(module, GateBudget)]
 
 
-def budget_curve(model: nn.Module, batches: Callable[[], Iterable[tuple[Batch, bool]]]) -> list[BudgetPoint]:
+def budget_curve(
+    model: nn.Module, batches: Callable[[], Iterable[tuple[Batch, bool]]], new_scores: Callable[[], LogitScores]
+) -> list[BudgetPoint]:
     """Evaluate a model with gates at each budget, in ascending order. Collective over all ranks.
 
-    `batches` returns the micro-batches of one evaluation, with a flag that is false for those that do not count.
+    `batches` returns the micro-batches of one evaluation, with a flag that is false for those that do not count, and
+    `new_scores` what scores them.
     """
     model.eval()
     budgets = sorted({budget for stack in gate_budgets(model) for budget in stack.config.budgets})
-    return [_point(model, batches(), budget) for budget in budgets]
+    return [_point(model, batches(), budget, new_scores()) for budget in budgets]
 
 
 @torch.no_grad()
-def _point(model: nn.Module, batches: Iterable[tuple[Batch, bool]], budget: float) -> BudgetPoint:
-    sums = [0.0] * 5
+def _point(model: nn.Module, batches: Iterable[tuple[Batch, bool]], budget: float, scores: LogitScores) -> BudgetPoint:
     for batch, counts in batches:
         stats = Stats()
         source = None if batch.source is None else _at_budget(model, batch.source, budget, stats)
@@ -54,10 +55,9 @@ def _point(model: nn.Module, batches: Iterable[tuple[Batch, bool]], budget: floa
             continue
         shares = [float(mean) for name, mean in stats.means().items() if name.endswith(".gates/computed")]
         rows = len(batch.tokens.ids)
-        batch_sums = [*score(logits, batch.targets), rows * sum(shares) / len(shares), float(rows)]
-        sums = [total + value for total, value in zip(sums, batch_sums, strict=True)]
-    nats, rights, count, computed, sequences = sum_scalars(sums, next(model.parameters()).device)
-    return BudgetPoint(budget, computed / max(sequences, 1), nats / max(count, 1), rights / max(count, 1))
+        scores.add(batch, logits, rows * sum(shares) / len(shares), float(rows))
+    share, loss, metrics = scores.means(next(model.parameters()).device)
+    return BudgetPoint(budget, share, loss, metrics)
 
 
 def _at_budget(model: nn.Module, tokens: Tokens, budget: float, stats: Stats) -> Tokens:

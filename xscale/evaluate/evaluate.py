@@ -11,6 +11,7 @@ from xscale.data.baseline import order2_bits_per_byte
 from xscale.data.corpus.prepared import Split
 from xscale.data.samples.loader import Corpus
 from xscale.mesh.collectives import all_gather_columns, sum_scalars
+from xscale.nn.ffn.moe.moe import Moe
 from xscale.nn.forward import Stats
 from xscale.nn.head.class_head import PREDICTIONS, Predictions
 from xscale.nn.head.head import IGNORE_INDEX
@@ -162,3 +163,16 @@ def order2_baseline(corpus: Corpus, on_text: Callable[[], None] = lambda: None) 
 
     held_out = (part.validation for part in corpus.sets if part.validation is not None)
     return order2_bits_per_byte(texts(part.train for part in corpus.sets), texts(held_out))
+
+
+def capacity_notes(model: nn.Module) -> list[str]:
+    """Return what an evaluation drops, a sentence for each capacity, of a model whose training drops tokens."""
+    configs = [module.config for module in model.modules() if isinstance(module, Moe)]
+    factors = {config.eval_capacity_factor: None for config in configs if config.capacity_factor is not None}
+    return [_capacity_note(factor) for factor in factors]
+
+
+def _capacity_note(factor: float | None) -> str:
+    if factor is None or math.isinf(factor):
+        return "evaluation drops no tokens of the experts; training drops those over capacity_factor"
+    return f"evaluation drops the tokens that exceed eval_capacity_factor={factor:g} in their sequence"

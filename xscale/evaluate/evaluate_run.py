@@ -1,5 +1,6 @@
 """Evaluate a run on its validation documents or on other text, with nothing but the run folder."""
 
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,8 +22,9 @@ from xscale.data.indexed import suffixed
 from xscale.data.samples.loader import Loader
 from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.evaluate.budget_curve import budget_curve, gate_budgets
-from xscale.evaluate.evaluate import Evaluation, evaluate
+from xscale.evaluate.evaluate import Evaluation, capacity_notes, evaluate
 from xscale.evaluate.exit_curve import exit_curve
+from xscale.evaluate.logit_scores import LogitScores
 from xscale.generate.exit_policy import exit_policy_of, stack_with_exits
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.mesh import leaving_process_group
@@ -52,6 +54,10 @@ class EvaluationData:
     def count(self, sequences: int | None) -> int:
         """How many sequences an evaluation of the first `sequences` reads; None: of all."""
         return self.sequences if sequences is None else min(sequences, self.sequences)
+
+    def new_scores(self) -> LogitScores:
+        """Return empty sums of an evaluation by logits."""
+        return LogitScores(self.objective, self.batches.loader.class_names)
 
     def evaluate(self, model: nn.Module, sequences: int | None) -> Evaluation:
         """Evaluate a model on the first `sequences`; None: on all."""
@@ -93,7 +99,9 @@ def exit_curve_of_run(
             fix = "Train with model.stack.exits.policy, such as {criterion: entropy, threshold: 1}."
             raise ConfigError(str(folder), what, fix)
         count = len(exits.at)
-        chosen = policy.thresholds(count, loaded.unpadded_vocabulary) if thresholds is None else thresholds
+        head = OBJECTIVES.of(loaded.settings.objective).part.head_sizes(loaded.settings.objective)
+        outputs = loaded.unpadded_vocabulary if head is None else head.outputs
+        chosen = policy.thresholds(count, outputs) if thresholds is None else thresholds
         problems = [
             problem
             for value in chosen
@@ -105,8 +113,8 @@ def exit_curve_of_run(
             if data is None:
                 raise no_validation(folder)
             batches = partial(data.batches.evaluation, data.count(sequences))
-            points = exit_curve(loaded.model, batches, policy, [*chosen, None])
-            return [{"step": loaded.step, **asdict(point)} for point in points]
+            points = exit_curve(loaded.model, batches, policy, [*chosen, None], data.new_scores)
+            return [_row(loaded.step, point) for point in points]
 
 
 def budget_curve_of_run(
@@ -122,7 +130,14 @@ def budget_curve_of_run(
             if data is None:
                 raise no_validation(folder)
             batches = partial(data.batches.evaluation, data.count(sequences))
-            return [{"step": loaded.step, **asdict(point)} for point in budget_curve(loaded.model, batches)]
+            return [_row(loaded.step, point) for point in budget_curve(loaded.model, batches, data.new_scores)]
+
+
+def _row(step: int, point: Any) -> dict[str, Any]:
+    """Return a point of a curve as a row of numbers, with its metrics by name."""
+    numbers = asdict(point)
+    metrics = numbers.pop("metrics")
+    return {"step": step, **numbers, **metrics}
 
 
 def no_validation(folder: Path) -> ConfigError:
@@ -135,6 +150,9 @@ def _evaluate(loaded: LoadedRun, folder: Path, sequences: int | None, source: st
     with evaluation_data(loaded, source) as data:
         if data is None:
             raise no_validation(folder)
+        if loaded.mesh.rank_info.is_rank0:
+            for note in capacity_notes(loaded.model):
+                print(note, file=sys.stderr)
         numbers = asdict(data.evaluate(loaded.model, sequences))
         metrics = numbers.pop("metrics")
         # Perplexity and bits per byte of labels are no numbers.

@@ -1,6 +1,7 @@
 """Rank information of this process: the only file outside the launcher that uses environment variables."""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,6 +60,12 @@ def read_rank_info() -> RankInfo:
     return RankInfo(rank, world, local_rank, local_world)
 
 
+def leave_other_ranks() -> None:
+    """Make this process one alone, for what it starts and reads too, where it was started as one of several."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+
+
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 10
 
@@ -90,10 +97,19 @@ def check_rendezvous(world: int) -> None:
         raise ConfigError(problems)
 
 
+def is_in_terminal_of_srun() -> bool:
+    """Whether `srun --pty` gave this rank its terminal: to the command itself, or to a shell that is one task alone."""
+    return _is_task_of_slurm() and "SLURM_PTY_PORT" in os.environ
+
+
+def _is_task_of_slurm() -> bool:
+    return "SLURM_STEP_NUM_TASKS" in os.environ and os.environ.get("SLURM_PROCID") == os.environ.get("RANK")
+
+
 def why_ranks_are_missing(world: int) -> str:
     """Say what started this process as one of `world` ranks, and what to do where nothing starts the others."""
-    if "SLURM_STEP_NUM_TASKS" in os.environ and os.environ.get("SLURM_PROCID") == os.environ.get("RANK"):
-        shell = "an interactive shell (srun --pty)" if "SLURM_PTY_PORT" in os.environ else "a Slurm step"
+    if _is_task_of_slurm():
+        shell = "an interactive shell (srun --pty)" if is_in_terminal_of_srun() else "a Slurm step"
         return (
             f"This is task {os.environ['SLURM_PROCID']} of {shell} of {world} tasks, which all have to start this "
             "command: use srun without --pty. For one process alone: env -u SLURM_STEP_NUM_TASKS xscale ..."
@@ -155,6 +171,26 @@ def wait_passively() -> None:
     """
     if "torch" not in sys.modules and not any(name in os.environ for name in WAITING):
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
+SPLIT_OPTION = re.compile(r"(?<=\s)(--[\w-]+)\s+=(\s+(?=\S)|\s*$)")
+"""An option with its value in the words of a command line that bash has split at `=`."""
+
+
+def join_split_options() -> None:
+    """Let bash's completion complete `--option=value`: join again what bash splits into three words at `=`.
+
+    An override, `key=value`, stays split, since bash replaces what is behind its `=`. The launcher reads options so.
+    """
+    line, number = os.environ.get("COMP_WORDS", ""), os.environ.get("COMP_CWORD", "")
+    is_launcher = line.split()[1:2] in (["launch"], ["doctor"])
+    while not is_launcher and number.isdigit() and (match := SPLIT_OPTION.search(line)):
+        before = len(line[: match.end(1)].split())
+        # The word of the cursor moves to the left by the words before it that are joined: `=`, and the value.
+        joined = min(max(int(number) - before + 1, 0), 2 if match.end() < len(line) else 1)
+        line, number = f"{line[: match.end(1)]}={line[match.end() :]}", str(int(number) - joined)
+    if line:
+        os.environ |= {"COMP_WORDS": line, "COMP_CWORD": number}
 
 
 def waiting_policy() -> str:

@@ -1,5 +1,6 @@
 """Auxiliary losses, attached to the autograd graph where they arise: backward adds their gradients."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,13 +18,19 @@ class _Attach(torch.autograd.Function):
         return gradient, torch.full_like(context.like, context.weight), None
 
 
-def mean_over_text(values: Tensor, real: Tensor | None) -> Tensor:
-    """Mean of values [B, ..., T] over the tokens that are no padding, `real` [B, T]; None: all are."""
+def mean_over_text(
+    values: Tensor, real: Tensor | None, sum_over_sequence: Callable[[Tensor], Tensor] = lambda sums: sums
+) -> Tensor:
+    """Mean of values [B, ..., T] over the tokens that are no padding, `real` [B, T]; None: all are.
+
+    `sum_over_sequence` sums over the shards of the sequences, whose ends are padding.
+    """
     if real is None:
         return values.mean()
     weights = real.view(len(real), *(1,) * (values.ndim - 2), -1)
     # Not a product: what stands at padding may be no number.
-    return values.where(weights, 0.0).sum() / (real.sum() * (values.numel() // real.numel()))
+    total, count = values.where(weights, 0.0).sum(), (real.sum() * (values.numel() // real.numel())).to(values.dtype)
+    return sum_over_sequence(total) / sum_over_sequence(count)
 
 
 def attach(x: Tensor, loss: Tensor, weight: float | None) -> Tensor:

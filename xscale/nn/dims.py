@@ -27,6 +27,8 @@ class Dims:
     """Standard deviation of initial weights."""
     layer: int = 0
     """Index of the block in its stack."""
+    sublayers_before: int = 0
+    """Sublayers of the blocks before it in its stack."""
     cross: bool = False
     """Whether the part attends to another sequence (T != S)."""
 

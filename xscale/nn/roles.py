@@ -39,6 +39,7 @@ class Role(Enum):
     BLOCK_POSITION = "position that a block adds to its input, between regions"
     POSITION_EMBEDDING = "(x, tokens) -> x with the encodings of the positions of its tokens"
     REPLICATED_INPUT = "(x [B, T, D], tokens) -> x as a replicated module reads it, of all tokens that sp shards"
+    SHARD_OF_TOKENS = "(values of all tokens [B, T, ...]) -> those of the tokens that this rank has between regions"
     LOSS_FRACTION = "fraction of a loss that this rank computes the gradient of, where several compute it in full"
 
     # The vocabulary, which tp shards.
@@ -84,7 +85,7 @@ class Role(Enum):
     SENTENCE_LOSS = "loss whose other states, of sentences by themselves, pass through the stages as the text's do"
     STACK = "stack of blocks, which the stages divide"
     HANDED_ON = "() -> what the block before the first one hands on to it, beside the hidden states"
-    SECOND_STREAM = "(x) -> the second residual stream at the start of a stack"
+    STREAM_START = "(x) -> the residual stream before the first block of a stack"
     LAST_OUTPUT = "(x, ...) -> what a stack returns of its last block's output"
 
     # Engines that do not shard: kernels, number formats, recomputation, distillation.

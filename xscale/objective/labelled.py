@@ -108,7 +108,7 @@ class Classify(_Pooled):
 
     @classmethod
     def head_sizes(cls, config: Any) -> HeadSizes:
-        return HeadSizes(config.classes, dense=config.dense, activation=config.dense_activation)
+        return HeadSizes(config.classes, dense=config.dense, activation=config.dense_activation, per_example=True)
 
     def metrics(self, predicted: Tensor, targets: Tensor) -> dict[str, float]:
         return class_metrics(predicted, targets, self.config.classes)
@@ -131,7 +131,8 @@ class Regress(_Pooled):
 
     @classmethod
     def head_sizes(cls, config: Any) -> HeadSizes:
-        return HeadSizes(1, scores=True, dense=config.dense, activation=config.dense_activation)
+        dense, activation = config.dense, config.dense_activation
+        return HeadSizes(1, scores=True, dense=dense, activation=activation, per_example=True)
 
     def metrics(self, predicted: Tensor, targets: Tensor) -> dict[str, float]:
         return score_metrics(predicted, targets)

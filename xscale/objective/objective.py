@@ -58,6 +58,8 @@ class HeadSizes:
     """Whether a dense layer precedes the outputs."""
     activation: str = "tanh"
     """Activation of that layer: tanh or relu."""
+    per_example: bool = False
+    """Whether one token of each example predicts for all of it; otherwise a token predicts for itself or its word."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
+from xscale.core.foreign import reason
 from xscale.observe.backlog import Backlog
 from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport, StepReport, TaskReport
 
@@ -131,7 +132,7 @@ class ObserverGroup(Observer):
         for observer in [observer for observer in (*self._observers, *self._ended) if _missing(observer)]:
             error = None if observer.backlog is None else observer.backlog.error
             self._warnings.append(
-                f"warning: {_missing(observer)} could not be written" + (f" ({error})" if error else "")
+                f"warning: {_missing(observer)} could not be written" + (f" ({reason(error)})" if error else "")
             )
             self.message(self._warnings[-1])
         if shown < len(self._warnings) or not self._shows_messages():
@@ -164,7 +165,7 @@ class ObserverGroup(Observer):
             return
         if backlog.error is not None:
             self._failing.add(observer)
-            what = f"{backlog.what} cannot be written ({backlog.error})"
+            what = f"{backlog.what} cannot be written ({reason(backlog.error)})"
             self._say(f"warning: {what}; what is new is kept in memory, and tried again")
             return
         self._failing.discard(observer)
@@ -175,7 +176,7 @@ class ObserverGroup(Observer):
         self._observers.remove(observer)
         self._ended.append(observer)
         name = type(observer).__name__.lower()
-        warning = f"warning: {name} has stopped ({error}); the run continues without it"
+        warning = f"warning: {name} has stopped ({reason(error)}); the run continues without it"
         self._warnings.append(warning)
         self._say(warning)
 

@@ -13,6 +13,7 @@ from xscale.core.errors import ConfigError
 from xscale.core.files.atomic_write import atomic_write
 from xscale.core.files.file_safety import decode_json
 from xscale.core.files.run_files import kind_of, read_run_file
+from xscale.core.foreign import reason
 from xscale.observe.events import EndReport, RunFacts, SampleReport
 from xscale.observe.metrics import finite
 
@@ -77,7 +78,7 @@ def read_record(folder: Path) -> Record:
         fix = "Give the folder of a run that was trained with observe.report=true."
         raise ConfigError(str(path), "the file does not exist", fix) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
-        raise ConfigError(str(path), f"the file is not the record of a run ({error})") from error
+        raise ConfigError(str(path), f"the file is not the record of a run ({reason(error)})") from error
 
 
 def _steps(value: Any) -> tuple[int, ...]:

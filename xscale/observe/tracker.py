@@ -1,6 +1,8 @@
 """Base class of the observers that send the numbers of metrics.jsonl to an experiment tracker."""
 
+import errno
 import math
+import re
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +19,8 @@ from xscale.observe.observer import Observer, due
 
 LONGEST_PAUSE = 1 << 30
 """An attempt to reach a server may take minutes: each failure doubles the pause before the next, without an end."""
+ID_BYTES = 512
+ID = re.compile(r"[A-Za-z0-9][\w-]{0,127}", re.ASCII)
 NUMBER_BYTES = 128
 """Bytes that a number with its name takes in memory, about."""
 
@@ -36,10 +40,14 @@ class Tracker(Observer):
         self.backlog: Backlog[Callable[[], None]] = Backlog(name, lambda call: call(), LONGEST_PAUSE)
 
     def stored_id(self) -> str | None:
-        """Return the tracker's id of this run; None before it has one."""
+        """Return the tracker's id of this run; None before it has one. OSError, also where the file holds no id."""
         if kind_of(self._id_file) is None:
             return None
-        return read_run_file(self._id_file).decode(errors="replace").strip()
+        text = read_run_file(self._id_file, ID_BYTES).decode(errors="replace").strip()
+        # Clients make names of files and addresses of it.
+        if not ID.fullmatch(text):
+            raise OSError(errno.EINVAL, "this is not the id of a run", str(self._id_file))
+        return text
 
     def store_id(self, run_id: str) -> None:
         """Keep the tracker's id of this run."""

@@ -5,6 +5,7 @@ streams after the last block are a function. Backward recomputes f(second) for i
 give first = y - f(second), which is what the sublayer before read.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +16,17 @@ from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.blocks.block import Block
 from xscale.nn.module import substitute
+from xscale.nn.roles import Role
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.pipeline.schedule import SCHEDULES, schedule_of
 from xscale.parallel.recompute.activation_checkpointing import with_state_of_forward
+from xscale.parallel.roles import seams_in
 
 
 def reversible_blocks(model: nn.Module) -> list[Block]:
-    """Return the blocks with two residual streams."""
-    return [module for module in model.modules() if isinstance(module, Block) and module.reversible]
+    """Return the blocks whose input is a function of their output: they add to residual streams at a seam."""
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    return [block for block in blocks if any(True for _ in seams_in(block.sublayers().values(), Role.RESIDUAL_SUM))]
 
 
 def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
@@ -51,10 +55,9 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
 
 def apply(model: nn.Module) -> int:
     """Substitute how reversible blocks add to a residual stream; return how many there are."""
-    blocks = reversible_blocks(model)
-    for block in blocks:
-        substitute(block, "add_branch", add_and_free)
-    return len(blocks)
+    for sublayer, seam, _ in seams_in(model.modules(), Role.RESIDUAL_SUM):
+        substitute(sublayer, seam, partial(add_and_free, sublayer))
+    return len(reversible_blocks(model))
 
 
 def add_and_free(sublayer: Any, first: Tensor, second: Tensor, *inputs: Any) -> Tensor:

@@ -10,6 +10,7 @@ from xscale.data.config import DataConfig
 from xscale.data.source.source import SOURCES, Labels, SourceTraits
 from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.model.model import MODELS, Model, ModelTraits
+from xscale.nn.residual.residual_stream import RESIDUALS
 from xscale.objective.objective import OBJECTIVES, Objective, ObjectiveTraits
 from xscale.parallel.config import ParallelConfig
 from xscale.settings.settings import RECORDS, RunConfig, Settings, TrainConfig
@@ -182,9 +183,11 @@ def stages_can_run_it_twice(
     if parallel.mesh.pp == 1 or stack is None or not is_run_twice:
         return
     key, choices = "", take(1)
-    if stack.block.residual == "reversible":
-        key = "model.stack.block.residual=reversible"
-        choices += take("sequential", key="model.stack.block.residual")
+    residual = stack.block.residual
+    stream = RESIDUALS.of(residual)
+    if not stream.traits.hidden_states:
+        key = f"model.stack.block.residual={stream.name}"
+        choices += take(stream.part.instead(residual), key="model.stack.block.residual")
     elif stack.block.gates is not None:
         key = "model.stack.block.gates"
         choices += take(None, key=key)

@@ -128,14 +128,18 @@ def _hides_prefix(mixer: Mixer, model: Model.Config, parallel: ParallelConfig) -
 
 
 def heads_predict_what_labels_tell(built_model: nn.Module) -> Iterator[Problem]:
-    """No other head predicts tokens beside a head of classes or scores."""
-    if not isinstance(getattr(built_model, "head", None), ClassHead):
-        return
-    fix = "Or an objective on tokens."
-    labels = "predict tokens, and the objective's labels are classes or scores of examples"
+    """No head predicts tokens beside a head of classes or scores, and exits leave by what such a head predicts."""
+    head = getattr(built_model, "head", None)
     for path, module in built_model.named_modules():
         if isinstance(module, Exits):
-            yield Problem(f"model.{path}", f"the heads of exits {labels}", fix, choices=take(None))
+            scores = isinstance(head, ClassHead) and head.scores
+            yield from module.config.check_outputs(f"model.{path}", scores=scores, per_example=module.per_example)
+            if module.second is not None and isinstance(head, ClassHead):
+                what = "its head predicts the token after the next, and the objective's labels are of examples"
+                yield Problem(f"model.{path}.second_target", what, choices=take(0.0))
+    if not isinstance(head, ClassHead):
+        return
+    fix = "Or an objective on tokens."
     if getattr(built_model, "mtp", None) is not None:
         what = "multi-token prediction predicts tokens, and the objective's labels are classes or scores of examples"
         yield Problem("model.mtp", what, fix, choices=take(None))

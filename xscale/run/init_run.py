@@ -19,13 +19,16 @@ from xscale.optim.optimizer.optimizer import OPTIMIZERS, Optimizer
 from xscale.parallel.engine.fsdp import full_state, optimizer_weights
 from xscale.parallel.plan import DTYPES
 from xscale.parallel.shard.sharded import sharded_parameters
+from xscale.run.run_entries import check_entries
 from xscale.run.run_folder import CHECKPOINTS, CONFIG, write_config
 from xscale.run.state import State
 from xscale.settings.settings import Settings, build_on_meta
 
 
 def require_no_run(folder: Path) -> None:
-    """Raise ConfigError where `folder` already contains a run."""
+    """Raise ConfigError where `folder` already contains a run, or an entry by which one would write elsewhere."""
+    if problems := check_entries(folder, ()):
+        raise ConfigError(problems)
     if (folder / CONFIG).exists() or (folder / CHECKPOINTS).exists():
         raise ConfigError(str(folder), "the folder already contains a run", "Give another folder.")
 

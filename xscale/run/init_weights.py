@@ -24,7 +24,7 @@ from xscale.parallel.shard.sharded import ShardedParameter
 from xscale.run.run_folder import CHECKPOINTS
 from xscale.settings.settings import Settings, build_on_meta
 
-HEADS = ("head.", "stack.exits.", "mtp.")
+HEADS = ("head.", "stack.exits.", "decoder.exits.", "mtp.")
 """Beginnings of the names of parameters that may be new, or left out: they belong to an objective, or
 predict further tokens; so may LoRA's be new."""
 SENTENCE_HEAD = "head.sentence."

@@ -23,7 +23,8 @@ FILES = (
 KEPT_CONFIGS = "config.step-*.yaml"
 LINKABLE = ("checkpoints", "tensorboard", "profile", "wandb")
 """Folders of a run folder that run.allow_links may name: the large ones."""
-FOLDERS = (*LINKABLE, "tokenizer", "faults", "launch", "logs", "compile_cache")
+FOLDERS = (*LINKABLE, "tokenizer", "transformers", "faults", "launch", "logs", "compile_cache", ".wandb")
+"""Folders of a run folder. The package wandb writes into `.wandb`, not into `wandb`, where there is one."""
 
 
 def check_entries(folder: Path, allow_links: Collection[str]) -> list[Problem]:

@@ -21,6 +21,7 @@ from xscale.core.files.atomic_write import write_atomically
 from xscale.core.files.file_lock import FileLock, LockedError
 from xscale.core.files.file_safety import check_name, remove_empty_folder, remove_file, remove_folder
 from xscale.core.files.run_files import IrregularFileError, kind_of, read_run_file
+from xscale.core.foreign import reason
 from xscale.core.renamed import RenamedWarning, rename_old_keys
 from xscale.core.yaml_reader import parse
 from xscale.data.corpus.stored_tokenizer import FOLDER as TOKENIZER
@@ -238,7 +239,7 @@ def run_name(folder: Path) -> str:
         # The name becomes that of a folder in memory, which is removed at the end of the run.
         return check_name(read_run_file(file).decode())
     except (OSError, ValueError) as error:
-        what = f"the file does not hold the name of a run: {getattr(error, 'strerror', None) or error}"
+        what = f"the file does not hold the name of a run: {reason(error)}"
         raise ConfigError(str(file), what, "Remove the file; the run gets another name.") from None
 
 
@@ -255,7 +256,7 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     try:
         text = read_run_file(file).decode()
     except (OSError, UnicodeDecodeError) as error:
-        what = f"the file cannot be read: {getattr(error, 'strerror', None) or error}"
+        what = f"the file cannot be read: {reason(error)}"
         raise ConfigError(str(file), what, "Restore it, or choose another run.dir.") from None
     data = parse(text, str(file))
     if not isinstance(data, dict):

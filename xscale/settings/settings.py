@@ -1,6 +1,7 @@
 """Every section of a run's config."""
 
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 import pydantic
@@ -16,6 +17,7 @@ from xscale.data.config import DataConfig
 from xscale.data.source.source import SOURCES, Labels
 from xscale.nn.adapt.lora import LoraConfig, add_lora
 from xscale.nn.adapt.mup import apply_mup
+from xscale.nn.blocks.stack import Stack
 from xscale.nn.head.class_head import ClassHead
 from xscale.nn.head.distillation import DistillConfig, add_width_maps
 from xscale.nn.head.head import hide_padding
@@ -300,9 +302,20 @@ def _build_on_meta(settings: Settings, vocabulary: int) -> nn.Module:
 
 
 def put_class_head(model: nn.Module, config: Model.Config, sizes: HeadSizes) -> None:
-    """Put the head of an objective on labels in place of the language-model head of a model on meta."""
-    init, dense = Init(std=config.init_std), sizes.dense
-    head = ClassHead(config.width, sizes.outputs, init, scores=sizes.scores, dense=dense, activation=sizes.activation)
-    substitute(head, "globals", global_tokens_of(model))
-    substitute(model, "head", head)
+    """Put heads of an objective on labels in place of the language-model heads of a model on meta."""
+    make_head = partial(
+        ClassHead,
+        config.width,
+        sizes.outputs,
+        Init(std=config.init_std),
+        scores=sizes.scores,
+        dense=sizes.dense,
+        activation=sizes.activation,
+        per_example=sizes.per_example,
+        globals=global_tokens_of(model),
+    )
+    substitute(model, "head", make_head())
+    for stack in [module for module in model.modules() if isinstance(module, Stack)]:
+        for part in stack.passes():
+            part.replace_heads(make_head)
     name_modules(model)

@@ -1,1 +1,1 @@
-"""One optimizer step, and the micro-batches that it reads."""
+"""Micro-batches of a step and their reduced gradients, which training, plans and measurements have in common."""

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from xscale.mesh.collectives import sum_tensor
-from xscale.nn.blocks.block import Block, Sublayer
+from xscale.nn.blocks.block import Block
 from xscale.nn.blocks.stack import Stack
+from xscale.nn.residual.admin import GainedSublayer
+from xscale.nn.residual.sublayer import Sublayer
 from xscale.objective.objective import Batch, Objective
 from xscale.parallel.shard.full_tensors import ShardedWeightWriter
 from xscale.parallel.shard.sharded import StagedModel
@@ -45,7 +47,7 @@ def gained_sublayers(model: nn.Module) -> list[list[str]]:
     for stack in [module for module in model.modules() if isinstance(module, Stack)]:
         blocks = [block for block in stack.blocks.values() if isinstance(block, Block)]
         sublayers = [sublayer for block in blocks for sublayer in block.sublayers().values()]
-        stacks.append([sublayer.path for sublayer in sublayers if sublayer.omega is not None])
+        stacks.append([sublayer.path for sublayer in sublayers if isinstance(sublayer, GainedSublayer)])
     return [paths for paths in stacks if paths]
 
 
@@ -57,7 +59,7 @@ def profile(
     paths = [path for stack in stacks for path in stack]
     # Of each sublayer: elements, their sum and the sum of their squares. Ranks that repeat a sample repeat all three.
     sums = torch.zeros(len(paths), 3, dtype=torch.float64, device=device)
-    sublayers = [module for module in model.modules() if isinstance(module, Sublayer) and module.path in paths]
+    sublayers = [module for module in model.modules() if isinstance(module, GainedSublayer) and module.path in paths]
     hooks = [
         sublayer.part.register_forward_hook(partial(_add_moments, sublayer, sums[paths.index(sublayer.path)]))
         for sublayer in sublayers
@@ -99,6 +101,6 @@ def set_gains(model: nn.Module, gains: dict[str, float]) -> None:
     """Set the gains of this rank's sublayers, each the same over the width."""
     weights = ShardedWeightWriter(model)
     for module in model.modules():
-        if isinstance(module, Sublayer) and module.omega is not None:
+        if isinstance(module, GainedSublayer):
             weight = module.omega.weight
             weights.write(weight, torch.full(tuple(weight.shape), gains[module.path], dtype=torch.float64))

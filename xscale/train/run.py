@@ -21,7 +21,7 @@ from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, FaultError,
 from xscale.core.files.file_safety import check_private_folder
 from xscale.data.corpus.stored_tokenizer import store_tokenizer
 from xscale.distill.teacher_source import teacher_run
-from xscale.evaluate.evaluate import order2_baseline
+from xscale.evaluate.evaluate import capacity_notes, order2_baseline
 from xscale.evaluate.label_baseline import label_notes
 from xscale.evaluate.tasks import require_tasks
 from xscale.generate.generate import encode_prompts
@@ -304,6 +304,7 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
         resumed.messages.extend(init_residual_gains(parts))
         resumed.messages.extend(label_notes(parts.corpus))
         parts.stepper.engine.begin()
+    resumed.messages.extend(capacity_notes(parts.model))
     # A rank that fails above must stop the run before anything is written.
     barrier(parts.mesh.background)
     Consensus(parts.mesh.background).on_rank0(folder, lambda: _write_begin(parts, folder, resumed))

@@ -14,6 +14,7 @@ from types import FrameType, TracebackType
 from typing import TypeVar
 
 from xscale.core.errors import EXIT_FAULT, EXIT_REQUEUE, FaultError
+from xscale.core.foreign import reason
 from xscale.mesh.collectives import SharedCounter
 from xscale.mesh.consensus import RankError
 from xscale.mesh.flight_recorder import is_lost_rank
@@ -227,7 +228,8 @@ class Watchdog:
         try:
             message = diagnose()
         except OSError as error:
-            message = f"no progress in step {self._at[0]} ({self._at[1]}), and its stacks cannot be written: {error}"
+            step, phase, _ = self._at
+            message = f"no progress in step {step} ({phase}), and its stacks cannot be written: {reason(error)}"
         faulthandler.cancel_dump_traceback_later()
         if self._left.is_set():
             return

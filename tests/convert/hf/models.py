@@ -26,9 +26,9 @@ SWITCH = {"kind": "moe", "experts": 4, "router": "switch", "expert": DENSE, "cap
 
 
 def decoder(
-    mixer: Any, ffn: Any, norm: Any = "rms", position: Any = "rope", placement: str = "pre", **rest: Any
+    mixer: Any, ffn: Any, norm: Any = "rms", position: Any = "rope", residual: str = "pre", **rest: Any
 ) -> dict[str, Any]:
-    block = {"mixer": mixer, "ffn": ffn, "norm": norm, "placement": placement}
+    block = {"mixer": mixer, "ffn": ffn, "norm": norm, "residual": residual}
     return {"kind": "decoder", "width": 32, "position": position, "stack": {"depth": 2, "block": block}, **rest}
 
 
@@ -46,7 +46,7 @@ def gemma(core: Any, local: Any = None, **rest: Any) -> dict[str, Any]:
     window["core"] = {**window["core"], **core}
     ffn = {**GATED, "gate": "geglu_tanh"}
     rules = [{"every": 2, "at": 1, "mixer": mixer}]
-    return layered(window, ffn, 3, rules, placement="sandwich", scale_embeddings=True, **outer)
+    return layered(window, ffn, 3, rules, residual="sandwich", scale_embeddings=True, **outer)
 
 
 def gpt_oss(position: Any, gate: str = "quick_geglu", **changes: Any) -> dict[str, Any]:
@@ -84,7 +84,7 @@ V2_ROUTER = {"score": "softmax", "group_score": "max", "bias_update_rate": 0.0, 
 
 def encoder(mixer: Any = BIASED, activation: str = "gelu", **rest: Any) -> dict[str, Any]:
     ffn = {"kind": "dense", "bias": True, "activation": activation}
-    block = {"mixer": mixer, "ffn": ffn, "norm": {"kind": "layer", "eps": 1e-12}, "placement": "post"}
+    block = {"mixer": mixer, "ffn": ffn, "norm": {"kind": "layer", "eps": 1e-12}, "residual": "post"}
     around = {"embedding_norm": block["norm"], "transform": activation, "head_bias": True}
     return {
         "kind": "encoder",
@@ -144,7 +144,7 @@ def bart(**rest: Any) -> dict[str, Any]:
                 "mixer": {**BIASED, "heads": heads},
                 "ffn": {"kind": "dense", "hidden": hidden, "bias": True, "activation": "gelu"},
                 "norm": norm,
-                "placement": "post",
+                "residual": "post",
             },
         }
         for name, depth, heads, hidden in (("encoder", 2, 4, 48), ("decoder", 3, 2, 40))
@@ -181,7 +181,7 @@ SECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         layered({**GROUPED, "qk_norm": "rms"}, MIXTURE, 4, [{"every": 2, "ffn": {**GATED, "hidden": 40}}]),
     ),
     "phi3": ("phi3", decoder(GROUPED, GATED, position={"kind": "rope", "fraction": 0.5})),
-    "olmo2": ("olmo2", decoder({**GROUPED, **WIDE_NORM}, GATED, placement="res_post")),
+    "olmo2": ("olmo2", decoder({**GROUPED, **WIDE_NORM}, GATED, residual="res_post")),
     "olmoe": ("olmoe", decoder({**GROUPED, **WIDE_NORM}, MIXTURE)),
     "gpt_oss": ("gpt_oss", gpt_oss(scaled("yarn", original_length=9, truncate=False))),
     "gpt_oss, swiglu": ("gpt_oss", gpt_oss("rope", gate="swiglu", bias=False)),
@@ -193,7 +193,7 @@ SECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "pythia": ("gpt_neox", neox("parallel", {"kind": "rope", "fraction": 0.25})),
-    "gpt_neox, sequential": ("gpt_neox", neox("sequential", {**scaled("linear"), "fraction": 0.5})),
+    "gpt_neox, sequential": ("gpt_neox", neox("pre", {**scaled("linear"), "fraction": 0.5})),
     "deepseek_v3": (
         "deepseek_v3",
         deepseek({"query_latent_width": 20, "scale": 0.4}, scaled("yarn", original_length=9)),

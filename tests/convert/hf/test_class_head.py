@@ -45,7 +45,11 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 # The keys of the language-model head, which a classifier has not, change nothing.
-@pytest.mark.parametrize("changes", [{}, {"transform": None, "head_bias": False}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, pytest.param({"transform": None, "head_bias": False}, marks=pytest.mark.long)],
+    ids=["whole", "bare"],
+)
 def test_a_classifier_goes_out_and_back(changes: dict[str, Any], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     path, out = classify(tmp_path, model={**BERT, **changes}, optimizer={"kind": "adamw", "lr": 0.01}), tmp_path / "out"
@@ -73,6 +77,7 @@ SEQUENCES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_classifiers_of_other_architectures_go_out_and_back(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

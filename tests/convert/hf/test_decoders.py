@@ -206,7 +206,7 @@ def test_pythias_own_config_maps() -> None:
     _, section, sizes = model_from_hf_config(transformers.GPTNeoXConfig(**published).to_dict())
     model = model_of(section)
     assert (model.position.base, model.position.fraction, sizes.length) == (10_000.0, 0.25, 2048)
-    assert model.stack.block.residual == "parallel"
+    assert model.stack.block.residual.kind == "parallel"
 
 
 def test_a_reversible_model_is_no_gpt_neox() -> None:

@@ -353,3 +353,26 @@ def test_what_an_import_kept_is_read_through_no_link(kind: Callable[[Path, Path]
     with pytest.raises(ConfigError, match=rf"{GENERATION}: the file cannot be read.*not a file"):
         export_generation_config(path, tmp_path, same_tokenizer=True)
     assert not (tmp_path / GENERATION).exists()
+
+
+def test_no_export_reads_a_folder_elsewhere(tmp_path: Path) -> None:
+    path = save_step(tmp_path / "run" / "checkpoints", 1)
+    (tmp_path / "outside").mkdir()
+    for name in (IDS, GENERATION):
+        (tmp_path / "outside" / name).write_text('{"mine": 1}')
+    (tmp_path / "run" / ORIGIN).symlink_to(tmp_path / "outside")
+    with pytest.raises(ConfigError, match=r"cannot be read: this is a symbolic link, not a folder"):
+        kept_special_ids(path)
+    with pytest.raises(ConfigError, match=r"cannot be read: this is a symbolic link, not a folder"):
+        export_generation_config(path, tmp_path, same_tokenizer=True)
+    assert not (tmp_path / GENERATION).exists()
+
+
+@pytest.mark.parametrize("name", ["transformers", "tokenizer", "checkpoints", "config.yaml"])
+def test_an_import_writes_nothing_elsewhere(name: str, good: Path, tmp_path: Path) -> None:
+    """A link in the folder that is to become the run, dangling too."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(ConfigError, match=rf"{name}: this is a symbolic link"):
+        import_run(good, tmp_path / "run", None, [], say=lambda _: None)
+    assert not (tmp_path / "outside").exists()

@@ -124,6 +124,7 @@ def test_a_model_with_its_tokenizer_in_and_out(tmp_path: Path) -> None:
     assert (told["eos_token_id"], told["bos_token_id"], told["vocab_size"]) == (0, 0, IDS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "special"), [("roberta", {"pad_token_id": 1}), ("gpt2", {"eos_token_id": [7, 9]})])
 def test_special_ids_without_a_tokenizer_are_kept(
     name: str, special: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -159,6 +160,7 @@ def test_special_ids_without_a_tokenizer_are_kept(
         torch.testing.assert_close(logits, theirs(ids).logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.long
 def test_generation_settings_of_another_tokenizer_stay_behind(tmp_path: Path) -> None:
     source, run_folder = lay(tmp_path / "theirs", "gpt2"), tmp_path / "run"
     one = recipe(tmp_path, model=SECTIONS["gpt2"][1], data={"sequence_length": 16}, train={"steps": 1})
@@ -172,6 +174,7 @@ def test_generation_settings_of_another_tokenizer_stay_behind(tmp_path: Path) ->
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 2
 
 
+@pytest.mark.long
 def test_a_run_of_its_own(tmp_path: Path) -> None:
     """Trained with the library's pieces from the beginning: out, and in again as a run of the same tokenizer."""
     section = SECTIONS["llama"][1]

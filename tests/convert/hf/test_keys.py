@@ -30,7 +30,7 @@ def others(key: str, value: Any) -> list[Any]:
         return [not value]
     if isinstance(value, int | float):
         return [value * 2, value + (1 if isinstance(value, int) else 0.5)]
-    return [*PLACEMENTS] if key == "placement" else []
+    return [*PLACEMENTS] if key == "residual" else []
 
 
 def changes(section: dict[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

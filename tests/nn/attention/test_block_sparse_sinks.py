@@ -128,6 +128,7 @@ def test_terms_of_a_position(tables: bool, monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, leaves, above), rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.long
 def test_dropout_drops_weights_that_the_sink_has_lowered() -> None:
     """The same weights are dropped as without sinks, and backward drops them again."""
     mask, (q, k, v) = AttentionMask(14, 14, True, dropout=0.3), inputs(14)

@@ -12,6 +12,7 @@ from xscale.nn.blocks.stack import Stack, StackConfig
 from xscale.nn.ffn.ffn import Dense
 from xscale.nn.mixer.luna import LunaAttention
 from xscale.nn.norm.norm import Layer
+from xscale.nn.residual.norms import Post
 
 
 def test_both_ways_it_is_two_attentions() -> None:
@@ -47,7 +48,10 @@ def test_causal_it_is_the_running_mean() -> None:
 def test_two_layers_carry_the_packed_sequence() -> None:
     """Equations 3 to 5 of the paper in each of two layers, the second with the first one's P'."""
     block = BlockConfig(
-        mixer=LunaAttention.Config(heads=4, slots=5), ffn=Dense.Config(hidden=48), norm=Layer.Config(), placement="post"
+        mixer=LunaAttention.Config(heads=4, slots=5),
+        ffn=Dense.Config(hidden=48),
+        norm=Layer.Config(),
+        residual=Post.Config(),
     )
     stack = ready(Stack(StackConfig(depth=2, block=block), dims(causal=False)))
 

@@ -384,6 +384,6 @@ def test_stacks_that_have_no_exits_are_refused() -> None:
     assert not problems(depth=3, exits={}, block=prior)
     policy = {"policy": POLICIES[0]}
     assert "has no attention scores to hand on" in problems(depth=3, exits=policy, block=prior)
-    two = decode(EncoderDecoder.Config, {"width": 12, "position": "learned", "decoder": {"block": BLOCK, "exits": {}}})
+    two = decode(EncoderDecoder.Config, {"width": 12, "position": "learned", "encoder": {"block": BLOCK, "exits": {}}})
     refused = " ".join(map(str, EncoderDecoder.check(two, (VOCABULARY, LENGTH), "model")))
-    assert "model.decoder.exits: exits are for a decoder or an encoder alone" in refused
+    assert "model.encoder.exits: the model's head does not read the output of this stack alone" in refused

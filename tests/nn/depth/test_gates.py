@@ -157,7 +157,7 @@ def test_encoder_and_decoder_draw_the_same_budgets() -> None:
         ({"gates": {"budgets": [0.5, 0.25]}}, "fractions that ascend"),
         ({"gates": {"budget": 0.3}}, "and not for 0.3"),
         ({"gates": {}, "residual": "reversible"}, "the gates' sum, which blocks hand on"),
-        ({"gates": {}, "placement": "none"}, "placement 'none' has none"),
+        ({"gates": {}, "residual": "none"}, "leaves the residual stream as it is, which 'none' does not"),
     ],
 )
 def test_gates_that_cannot_be_are_refused(block: dict[str, Any], message: str) -> None:

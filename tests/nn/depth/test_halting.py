@@ -19,7 +19,7 @@ BLOCK: dict[str, Any] = {
     "mixer": {"kind": "attention", "heads": 2},
     "ffn": {"kind": "dense", "hidden": 20},
     "norm": "layer",
-    "placement": "post",
+    "residual": "post",
 }
 
 

@@ -22,7 +22,7 @@ DEBERTA = {"kind": "deberta", "buckets": None, "distance": 4}
 def built(decoder: Any, *, problems: int = 0, part: Any = Encoder, **block: Any) -> Any:
     mixer = {"kind": "attention", "heads": HEADS, "bias": True}
     ffn = {"kind": "dense", "hidden": 8, "bias": True, "activation": "gelu"}
-    block = {"mixer": mixer, "ffn": ffn, "norm": "layer", "placement": "post", **block}
+    block = {"mixer": mixer, "ffn": ffn, "norm": "layer", "residual": "post", **block}
     stack = {"depth": 3, "block": block, "mask_decoder": decoder}
     config = decode(part.Config, {"width": WIDTH, "position": DEBERTA, "stack": stack})
     refused = part.check(config, (VOCABULARY, LENGTH), "model")
@@ -94,8 +94,8 @@ def test_flops_count_each_step() -> None:
 
 
 def test_what_cannot_decode_is_refused_with_what_would_work() -> None:
-    assert "model.stack.mask_decoder: its keys are the output of the block before, and placement 'pre'" in built(
-        {}, problems=1, placement="pre"
+    assert "model.stack.mask_decoder: its keys are the output of the block before, and residual 'pre'" in built(
+        {}, problems=1, residual="pre"
     )
     assert "this model is causal" in built({}, problems=1, part=Decoder)
     assert "block.position adds some to the input of every block" in built({}, problems=1, position="sinusoidal")

@@ -31,7 +31,7 @@ def built(pooling: Any, *, problems: int = 0, part: Any = Encoder, model: Any = 
         "mixer": {"kind": "attention", "heads": HEADS, "bias": True, **stack.pop("mixer", {})},
         "ffn": {"kind": "dense", "hidden": HIDDEN, "bias": True, "activation": "gelu_tanh"},
         "norm": "layer",
-        "placement": "post",
+        "residual": "post",
         **stack.pop("block", {}),
     }
     stack = {"depth": 4, "block": block, "pooling": pooling, **stack}
@@ -132,7 +132,7 @@ def test_distilling_is_informers_layer(length: int) -> None:
 
 def test_queries_are_pooled_and_keys_are_not_before_a_norm_too() -> None:
     """A pre-norm block with ALiBi, each pair of a window and a token by itself."""
-    block = {"placement": "pre", "ffn": "none"}
+    block = {"residual": "pre", "ffn": "none"}
     model = built({"before": [1]}, depth=2, model={"position": "alibi"}, block=block)
     text = ids(6)
     first, second = model.stack.blocks.values()
@@ -207,7 +207,7 @@ def test_pairs_by_position_are_pairs_by_index_where_nothing_was_shortened(name: 
     ids=["a decoder", "distilling"],
 )
 def test_flops_are_those_of_shorter_sequences(pooling: Any) -> None:
-    block = {"placement": "no_norm", "ffn": {"kind": "dense", "hidden": HIDDEN}}
+    block = {"residual": "no_norm", "ffn": {"kind": "dense", "hidden": HIDDEN}}
     model = built(pooling, mixer={"core": "entmax", "bias": False}, block=block)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(Tokens.from_ids(ids(16)[:1]))
@@ -224,9 +224,7 @@ def test_what_cannot_be_shortened_is_refused_with_what_would_work() -> None:
     assert "only distill has a norm" in built({**one, "norm": "batch"}, problems=1)
     assert "core 'informer' has as many queries as keys" in built(one, problems=1, mixer={"core": "informer"})
     assert "queries_only: the first block of a stage begins" in built(one, problems=1, block={"mixer": "fourier"})
-    assert "block.residual=sequential" in built(
-        {**one, "queries_only": False}, problems=1, block={"residual": "reversible", "placement": "pre"}
-    )
+    assert "block.residual=pre" in built({**one, "queries_only": False}, problems=1, block={"residual": "reversible"})
     assert "stack.halting=null" in built(one, problems=1, halting={})
     assert "global_tokens: would be pooled" in built(one, problems=1, model={"global_tokens": 1})
     counts = {"mixer": {"core": "block_sparse"}, "model": {"position": "relative"}}

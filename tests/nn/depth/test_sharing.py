@@ -104,7 +104,7 @@ def test_what_cannot_be_shared_is_refused() -> None:
     rule = {"every": 2, "ffn": {"kind": "gated"}}
     assert "model.stack.rules: share=all gives all blocks the same sublayers" in problems("all", rules=[rule])
     assert problems("mixer", rules=[rule]) == ""
-    stack = {"depth": DEPTH, "block": {**BLOCK, "placement": "no_norm"}, "share": "all"}
+    stack = {"depth": DEPTH, "block": {**BLOCK, "residual": "no_norm"}, "share": "all"}
     fixup = decode(EncoderDecoder.Config, {"width": 12, "init": "t_fixup", "encoder": stack, "decoder": stack})
     found = map(str, EncoderDecoder.check(fixup, (VOCABULARY, LENGTH), "model"))
     assert sum("t_fixup scales the weights of each block" in problem for problem in found) == 2

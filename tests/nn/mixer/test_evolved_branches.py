@@ -99,8 +99,8 @@ def test_what_cannot_be_is_refused_with_what_would_work() -> None:
     assert str(problem) == "block.sublayers.0.parallel: the first sublayer has none before it. Take false."
     second: list[dict[str, Any]] = [{"part": "mixer"}, {"part": "ffn", "parallel": True}]
     assert Block.check(*block(second), "block") == []
-    (problem,) = Block.check(*block(second, placement="post"), "block")
-    assert "placement 'post' leaves no sum that both sublayers could be added to" in str(problem)
-    assert "Take false, or placement pre" in str(problem)
+    (problem,) = Block.check(*block(second, residual="post"), "block")
+    assert "residual 'post' leaves no sum that both sublayers could be added to" in str(problem)
+    assert "Take false, or residual pre" in str(problem)
     (problem,) = EvolvedBranches.check(EvolvedBranches.Config(), dims(width=33), "mixer")
     assert "a branch has half of the channels, and width=33 is odd. Take an even width, such as 34." in str(problem)

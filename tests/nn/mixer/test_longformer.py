@@ -138,7 +138,7 @@ def test_an_encoder_is_transformers_longformer() -> None:
         },
         "ffn": {"kind": "dense", "hidden": 48, "activation": "gelu", "bias": True},
         "norm": {"kind": "layer", "eps": 1e-12},
-        "placement": "post",
+        "residual": "post",
     }
     config = decode(
         Encoder.Config,

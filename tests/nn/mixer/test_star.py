@@ -68,7 +68,7 @@ def test_it_is_the_papers_algorithm(length: int, steps: int) -> None:
 
 
 def encoder() -> Encoder:
-    block = {"mixer": {"kind": "star", "heads": HEADS, "steps": 3}, "ffn": "none", "placement": "none"}
+    block = {"mixer": {"kind": "star", "heads": HEADS, "steps": 3}, "ffn": "none", "residual": "none"}
     config = decode(Encoder.Config, {"width": WIDTH, "position": "learned", "stack": {"depth": 1, "block": block}})
     assert Encoder.check(config, (9, 20), "model") == []
     return ready(Encoder(config, 9, 20))

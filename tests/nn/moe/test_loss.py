@@ -7,6 +7,7 @@ import torch
 
 from tests.nn.moe.mixture import mixture, router, sample
 from xscale.nn.ffn.moe.router.balance import cv_squared, load_balancing_loss, z_loss
+from xscale.nn.ffn.moe.segments import Segments
 from xscale.nn.post_step import update_non_gradient_state
 from xscale.nn.tokens import Stats
 
@@ -64,7 +65,9 @@ def test_segments_that_do_not_divide() -> None:
     probabilities = torch.rand(7, 3, dtype=torch.float64).softmax(1)
     expert = torch.tensor([0, 1, 2, 0, 0, 1, 2])
     wanted = (by_hand(probabilities[:4], expert[:4]) + by_hand(probabilities[4:], expert[4:])) / 2
-    assert load_balancing_loss(probabilities, torch.arange(7), expert, 2).item() == pytest.approx(wanted)
+    assert load_balancing_loss(probabilities, torch.arange(7), expert, Segments.even(7, 2)).item() == pytest.approx(
+        wanted
+    )
 
 
 def test_small_formulas() -> None:

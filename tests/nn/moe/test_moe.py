@@ -162,7 +162,9 @@ def test_evaluation_has_its_own_capacity_and_generation_none() -> None:
     assert not torch.equal(dropped, free(x, tokens))
     assert torch.equal(moe.eval()(x, tokens), free(x, tokens))
     moe = mixture(capacity_factor=0.5).eval()
-    assert torch.equal(moe(x, tokens), dropped)
+    assert torch.equal(moe(x, tokens), free(x, tokens))
+    moe = mixture(capacity_factor=1.0, eval_capacity_factor=0.5).eval()
+    assert not torch.equal(moe(x, tokens), free(x, tokens))
     assert torch.equal(moe(x, tokens.with_forward(cache={})), free(x, tokens))
 
 

@@ -7,6 +7,7 @@ from tests.nn.moe.mixture import mixture, sample
 from xscale.nn.ffn.moe.moe import Moe
 from xscale.nn.ffn.moe.permutation import DropPolicy, experts_of_rows, plan_dispatch
 from xscale.nn.ffn.moe.routing import Routing
+from xscale.nn.ffn.moe.segments import Segments
 from xscale.nn.tokens import Stats
 
 E, N, K = 4, 24, 2
@@ -57,7 +58,7 @@ def by_hand(routing: Routing, capacity: int, drop_policy: DropPolicy, groups: in
 def test_every_policy(drop_policy: DropPolicy, groups: int, choices: int) -> None:
     routing = routing_of(choices=choices)
     capacity = {1: 5, 2: 3, 5: 1}[groups]
-    got = plan_dispatch(routing, E, capacity, drop_policy, groups)
+    got = plan_dispatch(routing, E, capacity, drop_policy, Segments.even(N, groups))
     kept = by_hand(routing, capacity, drop_policy, groups)
     assert 0 < len(kept) < int(routing.kept.sum()), "nothing was dropped, so nothing was tested"
     experts = torch.arange(E).repeat_interleave(got.tokens_per_expert).tolist()
@@ -113,8 +114,8 @@ def test_position_never_drops_for_the_sake_of_what_comes_later() -> None:
 @pytest.mark.parametrize("capacity", [None, 4])
 def test_with_fixed_shapes_dropped_rows_come_last(capacity: int | None, groups: int) -> None:
     routing = routing_of()
-    exact = plan_dispatch(routing, E, capacity, "position", groups)
-    fixed = plan_dispatch(routing, E, capacity, "position", groups, fixed_shapes=True)
+    exact = plan_dispatch(routing, E, capacity, "position", Segments.even(N, groups))
+    fixed = plan_dispatch(routing, E, capacity, "position", Segments.even(N, groups), fixed_shapes=True)
     assert fixed.token_rows is not None
     assert torch.equal(
         fixed.tokens[fixed.token_rows], torch.arange(len(fixed.token_rows))[:, None].expand(-1, routing.k)

@@ -296,7 +296,7 @@ def require_torch_format(folder: Path) -> None:
         stored = decode_json(read_regular(path))
         formats = (stored["sharded_backend"], stored.get("common_backend", "torch"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"the folder cannot be read: {getattr(error, 'strerror', None) or error}"
+        what = f"the folder cannot be read: {reason(error)}"
         raise ConfigError(str(path), what, FORMAT_FIX) from None
     if formats != ("torch_dist", "torch"):
         raise ConfigError(str(path), f"its format is {formats[0]}, {formats[1]}", fix)
@@ -359,7 +359,7 @@ def _agree(source: Path, entries: dict[str, Any], arguments: GPTModelArguments) 
             stored = decode_json(read_regular(source / ARGUMENTS))
             saved = {**stored["transformer_config"], **stored["gpt_model"]}
         except (OSError, ValueError, KeyError, TypeError) as error:
-            what = f"the file is not the arguments of a GPTModel ({error})"
+            what = f"the file is not the arguments of a GPTModel ({reason(error)})"
             raise ConfigError(str(source / ARGUMENTS), what, "Copy it again, or remove it.") from None
         # It is the size of a table, whose shape is compared, or has no effect.
         saved.pop("max_sequence_length", None)

@@ -18,6 +18,7 @@ from xscale.core.config_keys.override_path import path_text
 from xscale.core.config_keys.overrides import find_present
 from xscale.core.config_keys.present_keys import PresentKey, below, kind_of, root_of, walk
 from xscale.core.errors import ConfigError
+from xscale.core.others_words import way_of
 
 SECTION = "its keys' defaults"
 FULL = 2
@@ -29,11 +30,13 @@ def config_keys() -> ConfigKeys:
     return read_keys(configs_folder() / SCHEMA)
 
 
-def explain(query: str | None, recipe: Composed | None = None, name: str = "", *, as_json: bool = False) -> None:
+def explain(
+    query: str | None, recipe: Composed | None = None, name: str = "", *, what_else: str = "", as_json: bool = False
+) -> None:
     """Print what `query` names: a key, a section, a part's kind; all sections if it is None.
 
-    With a recipe, called `name`, also where it has the key, and its value there. ConfigError with the nearest keys for
-    an unknown one.
+    With a recipe, called `name`, also where it has the key, and its value there. ConfigError for an unknown one, with
+    the sentence `what_else` on what the word is if it is no key, else with the nearest keys.
     """
     keys = config_keys()
     if query is None:
@@ -44,7 +47,7 @@ def explain(query: str | None, recipe: Composed | None = None, name: str = "", *
     if not groups and not parts:
         close = keys.suggest(query)
         fix = f"Did you mean {' or '.join(close)}?" if close else "`xscale explain` lists the sections of a config."
-        raise ConfigError(query, "there is no such config key", fix)
+        raise ConfigError(query, "there is no such config key", what_else or way_of(query) or fix)
     if as_json:
         parts_json = [{"slot": key.path, "kind": kind, **_part_entry(keys, key, kind)} for key, kind in parts]
         entries = [_entry(keys, group) for group in groups] or parts_json

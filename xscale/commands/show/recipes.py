@@ -40,22 +40,41 @@ def recipe_names() -> list[str]:
 def config_file(config: str | Path, folder: str = RUNS) -> Path:
     """Return the file that a user means by `config`: a path, or the name of a file of configs/`folder` without .yaml.
 
-    Of configs/run the name is a recipe's, or the id of a variant. ConfigError with what is near for a missing one.
-    Imports no torch.
+    Of configs/run the name is a recipe's, or the id of a variant. Where there is no folder `configs`, a path in it
+    is that of a file that comes with xscale. ConfigError with what is near for a missing one. Imports no torch.
     """
     path = Path(config)
+    names = recipe_names() if folder == RUNS else list(_shipped(folder))
+    if path.is_dir() and str(config) not in names:
+        raise ConfigError(str(path), "this is a folder, and no config", _in_folder(path))
     if path.suffix not in YAML and path.name == str(config) and not path.is_file():
         return recipe_named(str(config)) if folder == RUNS else _named(str(config), folder)
     if os.path.lexists(path):
         return path
+    if (shipped := _shipped_file(path)) is not None:
+        return shipped
     files = [file.name for file in path.parent.glob("*.y*ml")]
-    names = recipe_names() if folder == RUNS else list(_shipped(folder))
     near = [str(path.with_name(name)) for name in get_close_matches(path.name, files, n=2)]
     near += [f"'{name}' (without .yaml)" for name in get_close_matches(path.stem, names, n=2)]
     fix = f"Did you mean {' or '.join(near)}? " if near else f"{_listed(path.parent, files)} "
     raise ConfigError(
         str(path), "there is no such file", fix + SHOWN_BY.get(folder, f"By name there are: {', '.join(names)}.")
     )
+
+
+def _in_folder(folder: Path) -> str:
+    """A sentence on the config that a folder has: that of its run, or its YAML files."""
+    if (folder / "config.yaml").is_file():
+        return f"It has a run, whose config is {folder / 'config.yaml'}: with it, `train` resumes the run."
+    return _listed(folder, [file.name for file in folder.glob("*.y*ml")])
+
+
+def _shipped_file(path: Path) -> Path | None:
+    """The file that comes with xscale under a path such as configs/run/quickstart.yaml; None in a checkout."""
+    if path.parts[:1] != ("configs",) or ".." in path.parts or os.path.lexists("configs"):
+        return None
+    file = configs_folder().joinpath(*path.parts[1:])
+    return file if file.is_file() else None
 
 
 def _listed(folder: Path, files: list[str]) -> str:
@@ -82,12 +101,27 @@ def _named(word: str, folder: str) -> Path:
     return shipped[word]
 
 
+def what_else(word: str) -> str:
+    """A sentence on a word that was taken for a config key and is a recipe, a config file or a run; else empty."""
+    if word in recipe_names() or Path(word).suffix in YAML:
+        return f"It is a recipe: `xscale explain KEY {word}` says where it has a key, and its value there."
+    if (config := Path(word, "config.yaml")).is_file():
+        return f"It is a run: `xscale explain KEY {config}` says where its config has a key."
+    return ""
+
+
 FAMOUS = {
     "llama": ("dense_7b", "has LLaMA 2's 7B shape"),
     "mixtral": ("mixtral_8x7b", "has the shape of Mixtral 8x7B"),
     "gptoss": ("gpt_oss_20b", "has the shape of gpt-oss-20b"),
-    "switch": ("switch_1.6t", "has the shape of Switch-C"),
     "nanogpt": ("small", "is a decoder of a million parameters for one machine"),
+    "switch": ("switch_1.6t", "has the shape of Switch-C"),
+    "bert": ("bert_masked", "is a small masked language model"),
+    "roberta": ("bert_masked", "is a small masked language model"),
+    "t5": ("t5_span", "is a small encoder-decoder with T5's objective"),
+    **dict.fromkeys(("mistral", "qwen", "gemma", "olmo", "phi"), ("dense_7b", "has LLaMA 2's 7B shape, which is near")),
+    "deepseek": ("mixtral_8x7b", "is a large mixture, and configs/model/moe_deepseek.yaml is DeepSeek's layer"),
+    **dict.fromkeys(("moe", "nano", "tiny"), ("quickstart", "is a small mixture of experts, in minutes on a CPU")),
 }
 """Beginning of a famous model's name, without signs -> the recipe of configs/run that is nearest, and why."""
 

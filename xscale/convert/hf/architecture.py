@@ -164,7 +164,6 @@ FEATURES: dict[str, Any] = {
             ("pooling", None),
         )
     },
-    "block.residual": "sequential",
     "block.sublayers": None,
     "block.position": None,
     "block.mixer.scale": None,
@@ -228,14 +227,14 @@ def uniform_block(stack: Any, require: Requirements, path: str) -> Any:
 
 def classic_block(
     config: Any,
-    placement: str,
+    residual: str,
     require: Requirements,
     stack: str = "stack",
     *,
     position: str = "learned",
     mixer_bias: bool = True,
 ) -> Any:
-    """Return the block of GPT-2, BERT and similar models, which differ in `placement`; None if a part differs.
+    """Return the block of GPT-2, BERT and similar models, which differ in `residual`; None if a part differs.
 
     They have positions of that kind, layer norm, dense softmax attention and a dense ffn, with biases everywhere,
     unless `mixer_bias` is false.
@@ -243,7 +242,7 @@ def classic_block(
     at = f"model.{stack}.block"
     block = uniform_block(getattr(config, stack), require, f"model.{stack}")
     require.one_of("model.position", config.position.kind, position)
-    require.one_of(f"{at}.placement", block.placement, placement)
+    require.one_of(f"{at}.residual", block.residual.kind, residual)
     require.one_of(f"{at}.norm", block.norm.kind, "layer")
     require.one_of(f"{at}.mixer", block.mixer.kind, "attention")
     require.one_of(f"{at}.ffn", block.ffn.kind, "dense")

@@ -93,7 +93,7 @@ def from_hf(data: Data, require: Requirements) -> Data:
             "dropout": float(data["attention_dropout"]),
         }
         ffn = {"kind": "dense", "hidden": data[f"{stack}_ffn_dim"], "activation": activation, "bias": True}
-        block = {"mixer": mixer, "ffn": ffn, "norm": norm, "placement": "post", "dropout": dropout}
+        block = {"mixer": mixer, "ffn": ffn, "norm": norm, "residual": "post", "dropout": dropout}
         section[stack] = {"depth": data[f"{stack}_layers"], "block": block}
     return section
 

@@ -91,7 +91,7 @@ class BertFamily:
         norm = {"kind": "layer", "eps": data["layer_norm_eps"]}
         ffn = {"kind": "dense", "hidden": data["intermediate_size"], "activation": act, "bias": True}
         length = data["max_position_embeddings"] - self._before(data["pad_token_id"] or 0)
-        block = {"mixer": {"kind": "attention", "bias": True}, "ffn": ffn, "norm": norm, "placement": "post"}
+        block = {"mixer": {"kind": "attention", "bias": True}, "ffn": ffn, "norm": norm, "residual": "post"}
         section = {
             "kind": "encoder",
             "position": {"kind": "learned", "length": length},

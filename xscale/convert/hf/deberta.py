@@ -80,7 +80,7 @@ def from_hf(data: Data, require: Requirements) -> Data:
         "shared": True,
     }
     ffn = {"kind": "dense", "hidden": data["intermediate_size"], "activation": act, "bias": True}
-    block = {"mixer": {"kind": "attention", "bias": True}, "ffn": ffn, "norm": norm, "placement": "post"}
+    block = {"mixer": {"kind": "attention", "bias": True}, "ffn": ffn, "norm": norm, "residual": "post"}
     section = {
         "kind": "encoder",
         "position": position,

@@ -31,7 +31,7 @@ def to_hf(config: Any, sizes: ModelSizes, require: Requirements, version: Versio
     blocks = layer_blocks(config.stack, require, "model.stack", ("ffn",))
     block = blocks[0]
     require.one_of("model.position", config.position.kind, "rope")
-    require.one_of(f"{BLOCK}.placement", block.placement, "pre")
+    require.one_of(f"{BLOCK}.residual", block.residual.kind, "pre")
     require.one_of(f"{BLOCK}.norm", block.norm.kind, "rms")
     require.one_of(f"{BLOCK}.mixer", block.mixer.kind, "mla")
     require.one_of(f"{BLOCK}.ffn", blocks[-1].ffn.kind, "moe")

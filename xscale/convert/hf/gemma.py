@@ -108,7 +108,7 @@ FEATURES = ("scale_embeddings", "logit_soft_cap", "block.mixer.scale")
 _gemma = partial(
     GemmaFamily,
     bias="optional",
-    placement="sandwich",
+    residual="sandwich",
     windows="layers",
     gate="geglu_tanh",
     activations=("gelu_pytorch_tanh",),

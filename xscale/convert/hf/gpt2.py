@@ -63,7 +63,7 @@ def from_hf(data: Data, require: Requirements) -> Data:
         "mixer": {"kind": "attention", "bias": True},
         "ffn": ffn,
         "norm": {"kind": "layer"},
-        "placement": "pre",
+        "residual": "pre",
     }
     section = {
         "kind": "decoder",

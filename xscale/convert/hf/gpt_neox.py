@@ -33,7 +33,7 @@ KEYS = {
 def to_hf(config: Any, sizes: ModelSizes, require: Requirements) -> Data:
     block = uniform_block(config.stack, require, "model.stack")
     require.one_of("model.position", config.position.kind, "rope")
-    require.one_of(f"{BLOCK}.placement", block.placement, "pre")
+    require.one_of(f"{BLOCK}.residual", block.residual.kind, "pre", "parallel")
     require.one_of(f"{BLOCK}.norm", block.norm.kind, "layer")
     require.one_of(f"{BLOCK}.mixer", block.mixer.kind, "attention")
     require.one_of(f"{BLOCK}.ffn", block.ffn.kind, "dense")
@@ -55,13 +55,13 @@ def to_hf(config: Any, sizes: ModelSizes, require: Requirements) -> Data:
     if int(config.width // mixer.heads * config.position.fraction) % 2:
         what = f"{config.position.fraction} of {config.width // mixer.heads} channels is an odd number"
         require.reject("model.position.fraction", what, "A fraction with an even number of channels would map.")
-    require.one_of("model.stack.block.residual", block.residual, "sequential", "parallel")
+    require.one_of(f"{BLOCK}.residual.placement", getattr(block.residual, "placement", "pre"), "pre")
     return keys_to_hf(KEYS, config) | {
         "vocab_size": sizes.vocabulary,
         "intermediate_size": ffn.hidden or 4 * config.width,
         "hidden_act": ACTIVATIONS.get(ffn.activation),
         "max_position_embeddings": sizes.length,
-        "use_parallel_residual": block.residual == "parallel",
+        "use_parallel_residual": block.residual.kind == "parallel",
         "rope_parameters": rope_to_hf(config.position) | {"partial_rotary_factor": config.position.fraction},
         **dynamic_length(config.position),
     }
@@ -78,7 +78,7 @@ def from_hf(data: Data, require: Requirements) -> Data:
         "mixer": {"kind": "attention"},
         "ffn": ffn,
         "norm": {"kind": "layer"},
-        "residual": "parallel" if data["use_parallel_residual"] else "sequential",
+        "residual": "parallel" if data["use_parallel_residual"] else "pre",
     }
     section = {
         "kind": "decoder",
@@ -122,5 +122,5 @@ GPT_NEOX = Architecture(
     weights=weights,
     prefix="gpt_neox.",
     ignored=(r".*\.attention\.(bias|masked_bias)", r".*rotary_emb\.inv_freq"),
-    features=frozenset({"position.scaling", "block.residual"}),
+    features=frozenset({"position.scaling"}),
 )

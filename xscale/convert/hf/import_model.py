@@ -20,7 +20,7 @@ from xscale.convert.hf.registry import model_from_hf_config, model_of
 from xscale.convert.mapping import WeightMapping
 from xscale.core.errors import ConfigError
 from xscale.core.files.file_safety import check_name, check_relative, decode_json, read_regular
-from xscale.core.foreign import foreign_errors
+from xscale.core.foreign import foreign_errors, reason
 from xscale.nn.model.model import MODELS
 
 INDEX = "model.safetensors.index.json"
@@ -124,7 +124,7 @@ def _weight_files(folder: Path) -> list[str]:
                 stored = decode_json(read_regular(folder / index))["weight_map"]
                 return sorted({check_relative(name) for name in stored.values()})
             except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-                what = f"the file is not an index of tensors ({error})"
+                what = f"the file is not an index of tensors ({reason(error)})"
                 raise ConfigError(str(folder / index), what, "Copy it again.") from None
         if (folder / single).exists():
             return [single]

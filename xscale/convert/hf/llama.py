@@ -68,7 +68,7 @@ class LlamaFamily:
     ffn_bias: bool = False
     qk_norm: Literal["", "head", "heads"] = ""
     """Norm of queries and keys: none, over each head, over all heads."""
-    placement: Literal["pre", "res_post", "sandwich"] = "pre"
+    residual: Literal["pre", "res_post", "sandwich"] = "pre"
     windows: Literal["", "all", "layers"] = ""
     """Sliding windows: none, of all layers, of the layers that `layer_types` names."""
     experts: str = ""
@@ -101,7 +101,7 @@ class LlamaFamily:
         blocks = layer_blocks(config.stack, require, "model.stack", self.varying)
         block = blocks[0]
         require.one_of("model.position", config.position.kind, "rope")
-        require.one_of(f"{BLOCK}.placement", block.placement, self.placement)
+        require.one_of(f"{BLOCK}.residual", block.residual.kind, self.residual)
         require.one_of(f"{BLOCK}.norm", block.norm.kind, "rms")
         require.one_of(f"{BLOCK}.mixer", block.mixer.kind, "attention")
         kinds = {layer.ffn.kind for layer in blocks}
@@ -243,7 +243,7 @@ class LlamaFamily:
         windows = hf_windows(data, require) if self.windows else [None] * depth
         mixers = [self._our_mixer(data, norm, window, layer, require) for layer, window in enumerate(windows)]
         ffns = [self._our_ffn(data, layer) for layer in range(depth)]
-        block: Data = {"mixer": mixers[0], "ffn": ffns[0], "norm": norm, "placement": self.placement}
+        block: Data = {"mixer": mixers[0], "ffn": ffns[0], "norm": norm, "residual": self.residual}
         if self.fused:
             block["dropout"] = float(data["resid_pdrop"])
         return {
@@ -323,7 +323,7 @@ class LlamaFamily:
         attention = f"{LAYER}.self_attn"
         layer = [
             weight(f"{xscale_name}.weight", f"{LAYER}.{hf_name}.weight", self.gain)
-            for xscale_name, hf_name in NORMS[self.placement].items()
+            for xscale_name, hf_name in NORMS[self.residual].items()
         ]
         if self.fused:
             head_width = mixer.head_width or config.width // mixer.heads
@@ -393,7 +393,7 @@ QWEN3_MOE = LlamaFamily(
 ).architecture()
 PHI3 = LlamaFamily("phi3", "Phi3ForCausalLM", windows="all", fused=True, divides=True).architecture()
 OLMO2 = LlamaFamily(
-    "olmo2", "Olmo2ForCausalLM", bias="optional", qk_norm="heads", placement="res_post", divides=True
+    "olmo2", "Olmo2ForCausalLM", bias="optional", qk_norm="heads", residual="res_post", divides=True
 ).architecture()
 OLMOE = LlamaFamily(
     "olmoe", "OlmoeForCausalLM", bias="optional", qk_norm="heads", experts="mlp", divides=True

@@ -105,7 +105,7 @@ class T5Family:
     def _block(self, stack: Any, require: Requirements, path: str) -> Any:
         block = stack.block if self.sparse else uniform_block(stack, require, path)
         path = f"{path}.block"
-        require.one_of(f"{path}.placement", block.placement, "pre")
+        require.one_of(f"{path}.residual", block.residual.kind, "pre")
         require.one_of(f"{path}.norm", block.norm.kind, "rms")
         require.one_of(f"{path}.cross", block.cross, None, block.mixer)
         require.one_of(f"{path}.ffn", block.ffn.kind, "dense", *([] if self.sparse else ["gated"]))
@@ -181,7 +181,7 @@ class T5Family:
         dropout = float(data["dropout_rate"])
         # T5 does not divide scores by sqrt(head width).
         mixer = {"kind": "attention", "heads": heads, "head_width": data["d_kv"], "scale": 1.0, "dropout": dropout}
-        block = {"mixer": mixer, "norm": norm, "placement": "pre", "dropout": dropout}
+        block = {"mixer": mixer, "norm": norm, "residual": "pre", "dropout": dropout}
         if self.sparse:
             require.one_of("tie_word_embeddings", data["tie_word_embeddings"], True)
             require.one_of("router_bias", data["router_bias"], False)

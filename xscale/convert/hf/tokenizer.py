@@ -13,8 +13,8 @@ from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
 from xscale.core.files.atomic_write import write_atomically
 from xscale.core.files.file_safety import check_name, decode_json, read_regular, remove_file, remove_folder
-from xscale.core.files.run_files import kind_of, read_run_file
-from xscale.core.foreign import foreign_errors, quiet_panics
+from xscale.core.files.run_files import kind_of, make_run_folder, read_nested_run_file
+from xscale.core.foreign import foreign_errors, quiet_panics, reason
 from xscale.data.config import DataConfig
 from xscale.data.corpus.prepared import open_tokenizer
 from xscale.data.corpus.stored_tokenizer import FOLDER, open_stored_tokenizer, require_fingerprint
@@ -152,15 +152,14 @@ def keep_special_ids(source: Path, config: dict[str, Any], tokenizer: Tokenizer 
 
     `tokenizer` is the one that was imported with it. ConfigError when the generation settings cannot be read.
     """
-    folder = run / ORIGIN
-    folder.mkdir(parents=True, exist_ok=True)
+    run.mkdir(parents=True, exist_ok=True)
+    folder = make_run_folder(run, ORIGIN)
     ids = {key: config[key] for key in ID_KEYS if key in config and (key in NULLABLE or config[key] is not None)}
     fingerprint = None if tokenizer is None else tokenizer.fingerprint
     kept = {"ids": ids, "tokenizer_fingerprint": fingerprint}
-    (folder / IDS).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    write_atomically(folder / IDS, json.dumps(kept, indent=1) + "\n")
     if (source / GENERATION).is_file():
-        text = json.dumps(_read_json(source / GENERATION), indent=2) + "\n"
-        (folder / GENERATION).write_text(text, encoding="utf-8")
+        write_atomically(folder / GENERATION, json.dumps(_read_json(source / GENERATION), indent=2) + "\n")
 
 
 @dataclass(frozen=True)
@@ -181,7 +180,7 @@ def kept_special_ids(checkpoint: Path) -> SpecialIds | None:
     file = checkpoint.parent.parent / ORIGIN / IDS
     if kind_of(file) is None:
         return None
-    kept = _read_json(file, read_run_file)
+    kept = _read_json(file, read_nested_run_file)
     fingerprint = kept.get("tokenizer_fingerprint")
     if read_state(checkpoint).get("tokenizer_fingerprint") != fingerprint:
         return None
@@ -198,7 +197,7 @@ def export_generation_config(checkpoint: Path, folder: Path, *, same_tokenizer: 
         return []
     if not same_tokenizer:
         return [f"{GENERATION}: not exported, because the run was trained with another tokenizer than the imported one"]
-    text = json.dumps(_read_json(file, read_run_file), indent=2) + "\n"
+    text = json.dumps(_read_json(file, read_nested_run_file), indent=2) + "\n"
     (folder / GENERATION).write_text(text, encoding="utf-8")
     return []
 
@@ -207,7 +206,8 @@ def _read_json(file: Path, read: Callable[[Path], bytes] = read_regular) -> dict
     try:
         content = decode_json(read(file))
     except (OSError, ValueError) as error:
-        raise ConfigError(str(file), f"the file cannot be read: {error}", "Copy it again, or delete it.") from None
+        what = f"the file cannot be read: {reason(error)}"
+        raise ConfigError(str(file), what, "Copy it again, or delete it.") from None
     if not isinstance(content, dict):
         raise ConfigError(str(file), "the file contains no JSON object", "Copy it again, or delete it.")
     return content
@@ -238,11 +238,11 @@ def restore_tokenizer(source: Path, run: Path) -> dict[str, Any] | None:
         if file := section.get("file"):
             name = check_name(str(file))
             content = read_regular(source / name)
-            (run / FOLDER).mkdir(parents=True, exist_ok=True)
-            write_atomically(run / FOLDER / name, content)
+            run.mkdir(parents=True, exist_ok=True)
+            write_atomically(make_run_folder(run, FOLDER) / name, content)
             section["file"] = str(run / FOLDER / name)
     except (OSError, ValueError) as error:
-        what = f"this is not the description of a tokenizer: {getattr(error, 'strerror', None) or error}"
+        what = f"this is not the description of a tokenizer: {reason(error)}"
         raise ConfigError(str(description), what, "Export the run again, or remove the file.") from None
     return section
 

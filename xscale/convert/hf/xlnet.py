@@ -72,7 +72,7 @@ def from_hf(data: Data, require: Requirements) -> Data:
         "mixer": {"kind": "attention", "dropout": dropout},
         "ffn": {"kind": "dense", "hidden": data["d_inner"], "activation": act, "bias": True},
         "norm": {"kind": "layer"},
-        "placement": "post",
+        "residual": "post",
     }
     section = {
         "kind": "encoder",

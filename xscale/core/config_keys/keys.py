@@ -9,14 +9,18 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xscale.core.config import BOUND_SIGNS, OTHERS_WORDS, RENAMED_MARK
+from xscale.core.config import BOUND_SIGNS, RENAMED_MARK
 from xscale.core.files.file_safety import decode_json, read_regular
+from xscale.core.others_words import meant_by
 
 FAMILY = "#/$defs/family "
 TYPES = {"integer": "int", "number": "float", "string": "str", "boolean": "bool", "array": "list", "object": "mapping"}
 """JSON's word for a type -> Python's."""
 KEYWORDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
 """Name of a bound in pydantic -> in a JSON schema."""
+
+BEGINNING = 4
+"""Letters of the beginning of a word that say which is meant."""
 
 
 class Need(NamedTuple):
@@ -186,16 +190,20 @@ class ConfigKeys:
 
     def suggest(self, query: str) -> list[str]:
         """Paths of keys that a misspelt query may mean, the likeliest first."""
-        if (key := OTHERS_WORDS.get(query.rpartition(".")[2])) is not None:
+        if key := meant_by(query.rpartition(".")[2]):
             return [key]
-        known = self.words
-        spellings = [
-            [word] if word in known else get_close_matches(word, known, n=3, cutoff=0.6) for word in query.split(".")
-        ]
+        spellings = [self._spellings(word) for word in query.split(".")]
         candidates = [".".join(words) for words in islice(product(*spellings), 27)]
         paths = [group[0].path for candidate in candidates if candidate != query for group in self.find(candidate)]
         paths += get_close_matches(query, list(dict.fromkeys(key.path for key in self.all)), n=3, cutoff=0.7)
         return list(dict.fromkeys(paths))[:3]
+
+    def _spellings(self, word: str) -> list[str]:
+        """Known words that are near, or that begin so; a word that is far from all means none: `bytes` is no `bits`."""
+        if word in self.words:
+            return [word]
+        begun = sorted(known for known in self.words if len(word) >= BEGINNING and known.startswith(word))
+        return list(dict.fromkeys([*get_close_matches(word, self.words, n=3, cutoff=0.75), *begun]))[:3]
 
     def _sections(self, node: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for branch in _branches(node):

@@ -97,6 +97,19 @@ class FileLock:
         before.close()
         return in_place or self.is_in_place()
 
+    def folder_moved_to(self) -> Path | None:
+        """Return where the folder of the locked file is now; None: it is in place, gone, or not known where."""
+        if self._file is None or self._folder_in_place():
+            return None
+        try:
+            # The system knows the path of an open file. Where another lock lies there, another run has the folder.
+            path = Path(os.readlink(f"/proc/self/fd/{self._file.fileno()}"))
+            ours = (os.fstat(self._file.fileno()), path.lstat()), (self._folder, path.parent.stat())
+            is_ours = all(known is not None and os.path.samestat(known, there) for known, there in ours)
+        except OSError:
+            return None
+        return path.parent if is_ours else None
+
     def _folder_in_place(self) -> bool:
         try:
             return self._folder is not None and os.path.samestat(self._folder, self.path.parent.stat())

@@ -76,6 +76,23 @@ def read_run_file(path: Path, limit: int | None = FILE_BYTES) -> bytes:
         return file.readall()
 
 
+def read_nested_run_file(path: Path) -> bytes:
+    """Read a file in a folder of a run, neither of which may be a link. Errors as `read_run_file`."""
+    require_folder(path.parent)
+    return read_run_file(path)
+
+
+def require_own_files(folder: Path) -> None:
+    """Raise IrregularFileError where `folder` of a run, or an entry of it, is neither a file nor a folder. OSError.
+
+    What reads the files by a library, or as those that a user names, follows no link then.
+    """
+    require_folder(folder)
+    for path in sorted(folder.iterdir()):
+        if (kind := kind_of(path)) not in (None, "a file", "a folder"):
+            raise IrregularFileError(path, str(kind), "a file")
+
+
 def make_run_folder(run: Path, *names: str) -> Path:
     """Make the folder `names[0]/names[1]/...` of the run folder `run`, each unless it exists; return its path.
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from xscale.core.errors import ConfigError
 from xscale.core.files.atomic_write import write_atomically
 from xscale.core.files.file_safety import decode_json, read_regular
+from xscale.core.foreign import reason
 from xscale.data.config import DataConfig
 from xscale.data.corpus.labels import LABELS, NO_TAG, decode_labels
 from xscale.data.indexed import IndexedDataset, checked_windows, suffixed
@@ -82,7 +83,7 @@ class DatasetManifest:
             what = f"there is no prepared data here: {error.strerror}"
             raise ConfigError(str(file), what, "Run `xscale data prepare` with the same config.") from None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            what = f"the manifest is damaged ({error})"
+            what = f"the manifest is damaged ({reason(error)})"
             raise ConfigError(str(file), what, "Remove its folder and prepare the data again.") from None
 
 

@@ -8,7 +8,8 @@ from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
 from xscale.core.files.atomic_write import write_atomically
 from xscale.core.files.file_safety import decode_json
-from xscale.core.files.run_files import kind_of, make_run_folder, read_run_file
+from xscale.core.files.run_files import kind_of, make_run_folder, read_run_file, require_own_files
+from xscale.core.foreign import reason
 from xscale.data.config import DataConfig
 from xscale.data.corpus.prepared import begin_differs, open_tokenizer
 from xscale.data.tokenizer.tokenizer import TOKENIZERS, Tokenizer
@@ -43,6 +44,11 @@ def open_stored_tokenizer(run: Path) -> Tokenizer | None:
     folder = run / FOLDER
     if kind_of(folder / DESCRIPTION) is None:
         return None
+    try:
+        require_own_files(folder)
+    except OSError as error:
+        what = f"the run's tokenizer cannot be read: {reason(error)}"
+        raise ConfigError(str(error.filename or folder), what, "Copy the folder again.") from None
     description = _description(folder)
     fix = "Copy the folder again from where the run was trained."
     try:
@@ -112,6 +118,6 @@ def _description(folder: Path) -> dict[str, Any]:
     try:
         description = decode_json(read_run_file(folder / DESCRIPTION))
     except (OSError, ValueError) as error:
-        what = f"the description of the tokenizer cannot be read: {error}"
+        what = f"the description of the tokenizer cannot be read: {reason(error)}"
         raise ConfigError(str(folder / DESCRIPTION), what, "Copy the folder again.") from None
     return description if isinstance(description, dict) else {}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale.core.errors import ConfigError, Problem, nearest
+from xscale.core.foreign import reason
 from xscale.data.source.source import BadDocumentError, ByteRange
 
 COLUMNAR_SUFFIXES = (".parquet", ".arrow")
@@ -127,4 +128,4 @@ def _opened(file: str) -> Iterator[Any]:
                 yield stream
     except (pyarrow.ArrowException, OSError) as error:
         kind = "Parquet" if file.lower().endswith(".parquet") else "Arrow"
-        raise ConfigError(file, f"the file cannot be read as {kind}: {error}", "Copy it again.") from None
+        raise ConfigError(file, f"the file cannot be read as {kind}: {reason(error)}", "Copy it again.") from None

@@ -216,7 +216,8 @@ def decode_utf8(block: bytes, file: str, offset: int) -> str:
     zero = block.find(b"\0")
     if zero >= 0:
         what = f"this is binary, not text: byte {offset + zero} is NUL"
-        problem = Problem(file, what, "Leave the file out of the source's paths, or convert it to UTF-8 text.")
+        fix = "Leave it out of the source's paths, such as by docs/**/*.md, or convert it to UTF-8 text."
+        problem = Problem(file, what, fix)
         raise BadDocumentError("binary", file, offset, problem)
     try:
         return block.decode("utf-8-sig" if offset == 0 else "utf-8")

@@ -73,15 +73,14 @@ def lora_paths(model: nn.Module, pattern: str) -> list[str]:
 
 
 def add_lora(model: nn.Module, config: LoraConfig) -> None:
-    """Add LoRA to a model on meta and freeze its other parameters, except those of a head of classes."""
+    """Add LoRA to a model on meta and freeze its other parameters, except those of heads of classes."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for path in dict.fromkeys(path for pattern in config.match for path in lora_paths(model, pattern)):
         linear = model.get_submodule(path)
         assert isinstance(linear, Linear)
         linear.lora = Lora(linear, config)
-    head = getattr(model, "head", None)
-    if isinstance(head, ClassHead):
+    for head in [module for module in model.modules() if isinstance(module, ClassHead)]:
         head.requires_grad_(True)
     name_modules(model)
 

@@ -1,4 +1,4 @@
-"""A Transformer layer: sublayers on the residual stream, usually a mixer and a feed-forward part, with norms."""
+"""A Transformer layer: sublayers on the residual stream, usually a mixer and a feed-forward part."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,17 +9,9 @@ from torch import Tensor
 
 from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
-from xscale.nn.blocks.block_checks import (
-    ENDS_IN_NORM,
-    NORMLESS,
-    check_parallel,
-    check_parallel_sublayer,
-    check_sublayer,
-)
-from xscale.nn.blocks.residual_gain import ResidualGain, ResidualWeight
-from xscale.nn.blocks.reversible import Streams
+from xscale.nn.blocks.block_checks import check_parallel_sublayer, check_sublayer
 from xscale.nn.depth.depth_pass import Edges
-from xscale.nn.depth.edges import CONTENT, BlockEdges, Edge
+from xscale.nn.depth.edges import CONTENT, BlockEdges
 from xscale.nn.depth.gates import Gate, GatesConfig
 from xscale.nn.depth.gates import check as check_gates
 from xscale.nn.dims import Dims
@@ -30,6 +22,9 @@ from xscale.nn.module import Module
 from xscale.nn.neighbours import NeighbourReader
 from xscale.nn.norm.norm import NORMS, Norm, Rms
 from xscale.nn.position.position import POSITIONS, Position, check_block_position
+from xscale.nn.residual.norms import Pre
+from xscale.nn.residual.residual_stream import RESIDUALS, ResidualStream, fold_placement
+from xscale.nn.residual.sublayer import Sublayer
 from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
@@ -54,6 +49,8 @@ class SublayerConfig(Config):
 
 
 class BlockConfig(Config):
+    folded = {"placement": ("residual", fold_placement)}
+
     mixer: Annotated[Mixer.Config, Slot(MIXERS)] = Attention.Config()
     """The mixer: self-attention or another map that moves information between tokens."""
     cross: Annotated[Mixer.Config, Slot(MIXERS)] | None = None
@@ -69,18 +66,9 @@ class BlockConfig(Config):
     `model.position` says, alone."""
     norm: Annotated[Norm.Config, Slot(NORMS)] = Rms.Config()
     """The norm of each sublayer."""
-    placement: Literal["pre", "post", "admin", "sandwich", "res_post", "rezero", "no_norm", "none"] = "pre"
-    """pre: x + f(norm(x)) (Xiong et al. 2020); post: norm(x + f(x)) (Vaswani et al. 2017);
-    admin: norm(omega x + f(x)), learned gains omega [D] that a pass over the run's first batch initialises by the
-    variance of the sublayers before (Liu et al. 2020);
-    sandwich: x + norm(f(norm(x))) (Ding et al. 2021); res_post: x + norm(f(x)) (Liu et al. 2022, Swin v2);
-    no_norm: x + f(x) (Huang et al. 2020, T-Fixup);
-    rezero: x + alpha f(x), a learned scalar alpha that starts at 0 and no norm (Bachlechner et al. 2021);
-    none: f(x), for mixers that are whole layers (Guo et al. 2019, Star-Transformer)."""
-    residual: Literal["sequential", "parallel", "reversible"] = "sequential"
-    """sequential: the ffn reads what the mixer wrote; parallel: both read the block's input, and their outputs are
-    added to it (Wang and Komatsuzaki 2021, GPT-J); reversible: two residual streams, and a sublayer adds to one what it
-    makes of the other, so that no block's input is saved for backward (Kitaev et al. 2020, Reformer)."""
+    residual: Annotated[ResidualStream.Config, Slot(RESIDUALS)] = Pre.Config()
+    """The residual stream: how sublayers read from it and write to it, and where norms stand. All blocks of a stack
+    have the same."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability of each sublayer's output."""
     gates: GatesConfig | None = None
@@ -90,7 +78,8 @@ class BlockConfig(Config):
         """Return the sublayers in their order; `cross`: the block reads an encoder's output."""
         if self.sublayers is not None:
             return self.sublayers
-        ffn = (SublayerConfig(part="ffn", parallel=self.residual == "parallel"),) if self.ffn.kind != "none" else ()
+        parallel = RESIDUALS.of(self.residual).part.joins_sublayers
+        ffn = (SublayerConfig(part="ffn", parallel=parallel),) if self.ffn.kind != "none" else ()
         return (SublayerConfig(part="mixer"), *[SublayerConfig(part="cross")] * cross, *ffn)
 
     def named(self, *, cross: bool = False) -> dict[str, SublayerConfig]:
@@ -116,104 +105,10 @@ class BlockConfig(Config):
         return [self.config_of(sublayer) for sublayer in self.listed() if sublayer.part == "mixer"]
 
 
-class Sublayer(Module):
-    """A mixer or feed-forward part with its norm, dropout and residual connection."""
-
-    seams: ClassVar[Seams] = {
-        "random": Role.DRAWS_BETWEEN_REGIONS,
-        "norm": Role.BETWEEN_REGIONS,
-        "after": Role.BETWEEN_REGIONS,
-        "part": Role.REGION,
-        "mix": Role.SEQUENCE_MIXING,
-    }
-
-    def __init__(self, config: BlockConfig, dims: Dims, part: Mixer | Ffn, factor: float = 1.0) -> None:
-        super().__init__()
-        self.width = width = dims.width
-        self.factor = factor
-        self.placement = config.placement
-        self.dropout = config.dropout
-        normalises = config.placement not in NORMLESS
-        self.norm: Norm | None = NORMS.build(config.norm, width) if normalises else None
-        self.after: Norm | None = NORMS.build(config.norm, width) if config.placement == "sandwich" else None
-        self.alpha = ResidualWeight() if config.placement == "rezero" else None
-        self.omega = ResidualGain(width) if config.placement == "admin" else None
-        output_parts = config.output_parts(dims)
-        self.output_parts = tuple(output_parts)
-        """Names of the parts that change the output: (y, x, tokens, edges) -> y, all [B, T, D]."""
-        for name, changes in output_parts.items():
-            setattr(self, name, changes)
-        self.part = part
-
-    def forward(
-        self,
-        x: Tensor,
-        tokens: Tokens,
-        memory: Tensor | None = None,
-        source: Tokens | None = None,
-        residual: Tensor | None = None,
-        edge: Edge | None = None,
-        edges: BlockEdges | None = None,
-    ) -> Tensor:
-        """[B, T, D] -> [B, T, D]: the part's output for `x`, added to `residual` [B, T, D]; None: to `x`.
-
-        `edge` is that of the mixer among the block's `edges`.
-        """
-        if self.placement == "none":
-            return self.branch(x, tokens, memory, source, edge)
-        y = self._output(x, tokens, memory, source, edge)
-        for name in self.output_parts:
-            y = getattr(self, name)(y, x, tokens, edges)
-        kernel = self.kernel_choices.get("bias_dropout_residual")
-        residual = x if residual is None else residual
-        if self.omega is not None:
-            residual = self.omega(residual)
-        y = self.random.dropout_add(y, residual, self._drop_probability(tokens), tokens, kernel)
-        return y if self.placement not in ENDS_IN_NORM or self.norm is None else self.norm(y, tokens)
-
-    def branch(
-        self,
-        x: Tensor,
-        tokens: Tokens,
-        memory: Tensor | None = None,
-        source: Tokens | None = None,
-        edge: Edge | None = None,
-    ) -> Tensor:
-        """[B, T, D] -> [B, T, D]: the part's output for `x` in compute dtype, with norm and dropout."""
-        y = self._output(self.use(x), tokens, memory, source, edge)
-        return self.random.dropout(y, self._drop_probability(tokens), ("batch", "tokens", "width"), tokens)
-
-    def _drop_probability(self, tokens: Tokens) -> float:
-        return self.dropout if self.training and tokens.forward.rng_seed is not None else 0.0
-
-    def normalised_input(self, x: Tensor, tokens: Tokens | None) -> Tensor:
-        """Return what the part reads of x [B, T, D]: its norm, with placement pre or sandwich."""
-        return x if self.placement not in ("pre", "sandwich") or self.norm is None else self.norm(x, tokens)
-
-    def _output(
-        self, x: Tensor, tokens: Tokens, memory: Tensor | None, source: Tokens | None, edge: Edge | None
-    ) -> Tensor:
-        """Output of the part with its norm, before dropout, [B, T, D]."""
-        x, is_mixer = self.normalised_input(x, tokens), isinstance(self.part, Mixer)
-        y: Tensor = self.mix(x, tokens, memory, source, edge=edge) if is_mixer else self.part(x, tokens)
-        if self.after is not None:
-            y = self.after(y, tokens)
-        elif self.placement == "res_post" and self.norm is not None:
-            y = self.norm(y, tokens)
-        elif self.alpha is not None:
-            y = self.alpha(y)
-        return y if self.factor == 1 else self.factor * y
-
-    def mix(self, x: Tensor, tokens: Tokens, *memory_and_source: Any, edge: Edge | None) -> Tensor:
-        """Run the mixer, [B, T, D] -> [B, T, D]. A seam: context parallelism gathers the sequence."""
-        edges = {} if edge is None else {"edge": edge}
-        return self.part(x, tokens, *memory_and_source, **edges)  # type: ignore[no-any-return]
-
-
 class Block(Module):
     """[B, T, D] -> [B, T, D]. Sublayers have the names of `BlockConfig.named`."""
 
-    seams: ClassVar[Seams] = {"position": Role.BLOCK_POSITION, "add_branch": Role.RESIDUAL_SUM}
+    seams: ClassVar[Seams] = {"position": Role.BLOCK_POSITION}
     mixer: Sublayer
     cross: Sublayer | None
     ffn: Sublayer | None
@@ -226,7 +121,6 @@ class Block(Module):
         """Whether `memory` is the block's own input, without its position and earlier rounds."""
         self.has_own_cache = False
         """Whether its mixers are those of other blocks too, so that it keeps its own part of the cache."""
-        self.reversible = config.residual == "reversible"
         self.position: Position | None = None if config.position is None else POSITIONS.build(config.position, dims)
         self.cross = self.ffn = None
         named = config.named(cross=cross)
@@ -236,15 +130,19 @@ class Block(Module):
         """Names of those that read the input of the one before."""
         self.reads_memory = frozenset(name for name in named if name.startswith("cross"))
         """Names of the sublayers whose keys and values are of `memory`."""
-        for name, sublayer in named.items():
+        stream = RESIDUALS.of(config.residual).part
+        placement = stream.placement(config.residual)
+        for number, (name, sublayer) in enumerate(named.items(), dims.sublayers_before):
             inner = cross_dims(dims) if sublayer.part == "cross" else dims
             part = (FFNS if sublayer.part == "ffn" else MIXERS).build(config.config_of(sublayer), inner)
-            setattr(self, name, Sublayer(config, dims, part, sublayer.factor))
+            setattr(self, name, stream.sublayer(config, placement, dims, part, sublayer.factor, number))
 
     @staticmethod
     def check(config: BlockConfig, dims: Dims, path: str, *, cross: bool = False) -> list[Problem]:
         """List the problems of the block and its parts."""
-        problems = check_parallel(config, path, cross=cross) if config.residual == "parallel" else []
+        stream = RESIDUALS.of(config.residual).part
+        problems = stream.check(config.residual, dims, f"{path}.residual")
+        problems += stream.check_block(config, path, cross=cross)
         for index, sublayer in enumerate(config.listed(cross=cross)):
             slot, part = sublayer.slot, config.config_of(sublayer)
             entry = f"{path}.sublayers.{index}"
@@ -258,7 +156,7 @@ class Block(Module):
             elif sublayer.part == "mixer" or cross:
                 problems += check_mixer(part, cross_dims(dims) if sublayer.part == "cross" else dims, at)
         problems += NORMS.of(config.norm).part.check(config.norm, dims, f"{path}.norm")
-        problems += check_gates(config.gates, config.residual, config.placement, f"{path}.gates")
+        problems += check_gates(config.gates, config.residual, f"{path}.gates")
         return problems + check_block_position(config.position, dims, f"{path}.position")
 
     def sublayers(self) -> dict[str, Sublayer]:
@@ -278,12 +176,10 @@ class Block(Module):
         source: Tokens | None = None,
         received: Edges | None = None,
     ) -> Any:
-        """Return the hidden states; with edges `received` from the block before (hidden states, those of this one).
+        """Return the residual stream behind the block, for the one before it, x: hidden states [B, T, D] or others.
 
-        `x` are hidden states [B, T, D], or the `Streams` of a reversible block, which returns streams.
+        With edges `received` from the block before: return the stream, and those of this block.
         """
-        if self.reversible:
-            return self._next_streams(x, tokens, memory, source)
         if self.reads_own_input:
             memory, source = x, tokens
         if self.position is not None:
@@ -297,12 +193,12 @@ class Block(Module):
     def _through(
         self,
         names: Sequence[str],
-        x: Tensor,
+        x: Any,
         tokens: Tokens,
         memory: tuple[Tensor | None, Tokens | None] = (None, None),
         edges: BlockEdges | None = None,
-    ) -> Tensor:
-        """Output [B, T, D] of sublayers `names`; `memory`: what some read as keys and values, with its tokens."""
+    ) -> Any:
+        """Return the stream behind sublayers `names`; `memory`: what some read as keys and values, with its tokens."""
         before = x
         edges = edges or BlockEdges(None, {})
         for name in names:
@@ -320,19 +216,9 @@ class Block(Module):
             return ()
         return (getattr(self, name).normalised_input(memory, source) if is_mixer else memory), source
 
-    def _next_streams(self, streams: Streams, tokens: Tokens, memory: Tensor | None, source: Tokens | None) -> Streams:
-        first, second = streams
-        for name in self.order:
-            memory_and_source = (memory, source) if name.startswith("cross") else ()
-            y = self.add_branch(getattr(self, name), first, second, tokens, *memory_and_source)
-            first, second = second, y
-        return Streams(first, second)
-
-    def add_branch(self, sublayer: Sublayer, first: Tensor, second: Tensor, *inputs: Any) -> Tensor:
-        """first + f(second), all [B, T, D]. A seam: `first` is freed, and reconstructed in backward."""
-        return first + sublayer.branch(second, *inputs)
-
-    def fill_cache(self, x: Tensor, tokens: Tokens, received: Edges) -> Edges:
+    def fill_cache(
+        self, x: Any, tokens: Tokens, received: Edges, memory: tuple[Tensor | None, Tokens | None] = (None, None)
+    ) -> Edges:
         """Store in the cache what later tokens read of x [B, T, D], the states of tokens that have left the stack.
 
         The sublayers behind the last that keeps anything, which only this block's output would need, are not computed.
@@ -345,7 +231,7 @@ class Block(Module):
             parts = getattr(self, name).modules()
             if name.startswith("mixer") or any(isinstance(part, NeighbourReader) for part in parts):
                 last = index
-        self._through(self.order[: last + 1], x, tokens, edges=edges)
+        self._through(self.order[: last + 1], x, tokens, memory, edges)
         return edges.next()
 
 

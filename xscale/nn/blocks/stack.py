@@ -1,8 +1,6 @@
 """A stack of blocks, uniform or by rules: every second one a mixture of experts, sparse and dense attention in turn."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field
@@ -12,8 +10,6 @@ from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
 from xscale.nn.attention.core import share_layer_tables
 from xscale.nn.blocks.block import Block, BlockConfig, SublayerConfig
-from xscale.nn.blocks.block_checks import ENDS_IN_NORM, NORMLESS
-from xscale.nn.blocks.reversible import Streams, upcast_copy
 from xscale.nn.blocks.stack_checks import check_blocks_together
 from xscale.nn.depth import PASSES, DepthConfig
 from xscale.nn.depth.depth_pass import DepthPass, DepthState, Edges, Prediction, StackUse
@@ -24,6 +20,7 @@ from xscale.nn.module import Module
 from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.position.position import Position, share_position
 from xscale.nn.random import reseed
+from xscale.nn.residual.residual_stream import RESIDUALS, ResidualStream
 from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
@@ -93,17 +90,17 @@ class Stack(Module):
         "core_tables": Role.IN_REGION,
         "position_tables": Role.BETWEEN_REGIONS,
         "first_edges": Role.HANDED_ON,
-        "second_stream": Role.SECOND_STREAM,
         "output": Role.LAST_OUTPUT,
     }
 
     def __init__(self, config: StackConfig, dims: Dims, use: StackUse = ALONE) -> None:
         super().__init__()
         dims = replace(dims, depth=config.depth)
-        blocks = {
-            str(layer): Block(config.block_config(layer), replace(dims, layer=layer), cross=use.cross)
-            for layer in range(config.depth)
-        }
+        blocks: dict[str, Block] = {}
+        for layer in range(config.depth):
+            before = sum(len(block.order) for block in blocks.values())
+            inner = replace(dims, layer=layer, sublayers_before=before)
+            blocks[str(layer)] = Block(config.block_config(layer), inner, cross=use.cross)
         built = {part.key: part.build(config, dims, use, blocks) for part in PASSES}
         passes = {key: part for key, part in built.items() if part is not None}
         self.pass_names = tuple(passes)
@@ -120,10 +117,11 @@ class Stack(Module):
             self.add_module(name, part)
         self.has_edges = any(part.has_edges for part in self.passes())
         """Whether blocks pass on further tensors beside the hidden states."""
-        self.reversible = config.block.residual == "reversible"
-        """Whether blocks pass on two residual streams, and the output is their mean."""
-        ends_in_norm = config.block.placement not in (*ENDS_IN_NORM, *NORMLESS)
-        self.norm: Norm | None = NORMS.build(config.block.norm, dims.width) if ends_in_norm else None
+        residual = config.block.residual
+        self.stream: ResidualStream = RESIDUALS.build(residual, dims)
+        """The residual stream, which passes from block to block."""
+        needs_norm = self.stream.placement(residual).needs_final_norm
+        self.norm: Norm | None = NORMS.build(config.block.norm, dims.width) if needs_norm else None
 
     @staticmethod
     def check(config: StackConfig, dims: Dims, path: str, use: StackUse = ALONE) -> list[Problem]:
@@ -155,7 +153,7 @@ class Stack(Module):
         state = DepthState(x, tokens, memory, source, prediction, self.first_edges())
         for part in self.passes():
             part.start(state)
-        state.x = self.enter(state.x)
+        state.x = self.stream.begin(state.x)
         for layer, block in self.blocks.items():
             state.enter(int(layer))
             for part in self.passes():
@@ -198,7 +196,7 @@ class Stack(Module):
         if state.only_fills_cache:
             if tokens.forward.cache is None:
                 return
-            state.edges = block.fill_cache(state.x, tokens, state.edges)
+            state.edges = block.fill_cache(state.x, tokens, state.edges, (state.memory, state.source))
             return
         if state.tokens.forward.rng_seed is not None:
             # Each block's dropout is a function of (seed, step, micro-batch, block): the same on every layout, and a
@@ -229,35 +227,12 @@ class Stack(Module):
         """Edges of the first block: none. A seam: a pipeline stage receives those of the stage before."""
         return {}
 
-    def enter(self, x: Any) -> Any:
-        """Return what the first block reads, for x [B, T, D]."""
-        return Streams(upcast_copy(x), self.second_stream(x)) if self.reversible else x
-
-    def second_stream(self, x: Tensor) -> Tensor:
-        """Second residual stream of the first reversible block: a copy of the first, [B, T, D]. A seam: a pipeline
-        stage receives that of the stage before."""
-        return upcast_copy(x)
-
     def output(self, x: Any, edges: Edges, tokens: Tokens) -> Any:
-        """Output [B, T, D] of the stack, from that of the last block. A seam: a pipeline stage also sends what its last
-        block passes on, or both residual streams."""
-        if self.reversible:
-            x = self.use((x.first + x.second) / 2)
+        """Output [B, T, D] of the stack, for the stream x behind the last block. A seam: a pipeline stage sends the
+        stream, and what its last block passes on beside it."""
+        x = self.stream.end(x)
         return x if self.norm is None else self.norm(x, tokens)
 
     def run_block(self, block: Block, *inputs: Any) -> Any:
         """`block(*inputs)`. A seam: activation checkpointing."""
         return block(*inputs)
-
-
-def predict(stack: nn.Module, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
-    """Return what the model's head makes of the output x [B, T, D] of its stack: logits, or the summed loss."""
-
-    def of_head(x: Tensor) -> Tensor:
-        out: Tensor = prediction.head(x, prediction.targets, tokens)
-        return out
-
-    head: Callable[[Tensor], Tensor] = of_head
-    for part in stack.passes() if isinstance(stack, Stack) else ():
-        head = partial(part.predict, tokens=tokens, prediction=prediction, head=head)
-    return head(x)

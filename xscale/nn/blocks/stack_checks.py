@@ -3,10 +3,10 @@
 from typing import Any
 
 from xscale.core.errors import Problem
-from xscale.nn.blocks.reversible import check as check_reversible
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.position.position import POSITIONS
+from xscale.nn.residual.checks import check_stream
 
 
 def check_blocks_together(config: Any, dims: Dims, path: str, *, cross: bool) -> list[Problem]:
@@ -15,7 +15,7 @@ def check_blocks_together(config: Any, dims: Dims, path: str, *, cross: bool) ->
         *_check_parts(config, path, cross=cross),
         *_check_shared_position(config, dims, path),
         *_check_layer_tables(config, dims, path),
-        *check_reversible(config, path),
+        *check_stream(config, path, cross=cross),
     ]
 
 

@@ -6,7 +6,8 @@ A new pass is a file with a `DepthPass`, its key in `DepthConfig` and its line i
 from xscale.core.config import Config
 from xscale.nn.depth.depth_pass import DepthPass
 from xscale.nn.depth.edges import FirstValues, PreviousScores
-from xscale.nn.depth.exits import Exits, ExitsConfig
+from xscale.nn.depth.exits import Exits
+from xscale.nn.depth.exits_config import ExitsConfig
 from xscale.nn.depth.gates import GateBudget
 from xscale.nn.depth.halting import Halting, HaltingConfig
 from xscale.nn.depth.layer_mix import LayerMix, ReturnedStates

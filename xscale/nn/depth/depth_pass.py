@@ -30,6 +30,10 @@ class SentTensor:
     """Whether it is one number for each token, [B, T], in float32 at least."""
     values: bool = False
     """Whether it is the values [B, T, D / R] of the local heads."""
+    precise: bool = False
+    """Whether it is hidden states [B, T, D] in float32 at least."""
+    states: int | None = None
+    """N, if it is hidden states after several blocks, [N, B, T, D]; None: it is not."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +145,13 @@ class DepthPass(Module):
         return fractions
 
     def sends(self, before: Sequence[nn.Module], after: Sequence[nn.Module]) -> dict[str, SentTensor]:
-        """Return what of `Edges` passes from the blocks `before` a stage of a pipeline to those from it on, `after`."""
+        """Return what of `Edges` passes from the blocks `before` a stage of a pipeline to those from it on, `after`:
+        blocks of this stack, of which there are some before it and some after."""
         return {}
+
+    def output_states(self) -> int | None:
+        """Return N, if the output of the stack is hidden states after several blocks, [N, B, T, D]; None: of one."""
+        return None
 
     def keep_blocks(self, layers: Sequence[str]) -> None:
         """Drop the parameters of all blocks but these, which a stage of a pipeline has."""
@@ -150,6 +159,9 @@ class DepthPass(Module):
     def heads_after_blocks(self) -> dict[int, Any]:
         """Return what predicts after inner blocks, by the number of the block."""
         return {}
+
+    def replace_heads(self, make_head: Callable[[], Any]) -> None:
+        """Replace heads of the language model by what `make_head` builds: the heads of an objective on labels."""
 
     def reads_full_sequence(self) -> str | None:
         """Return the key below `stack` by which it reads all tokens between the blocks, of which sequence parallelism

@@ -4,17 +4,19 @@ p_l [V] is the distribution that the exit after block l predicts for a token, an
 
     entropy      H(p_l) < S                                       (Xin et al. 2020, DeeBERT)
     patience     cnt_l >= t                                       (Zhou et al. 2020, PABEE)
-                 cnt_l = cnt_{l-1} + 1 if argmax p_l = argmax p_{l-1}, else 0
+                 cnt_l = cnt_{l-1} + 1 if argmax p_l = argmax p_{l-1}, else 0;
+                 of scores y_l: if |y_l - y_{l-1}| < tolerance
     uncertainty  max(u_{n-k} ... u_{n+k}) < S, u = H(p_l) / log V   (Li et al. 2021, TOKEE; n is the token)
     vote         max_c |{i <= l: argmax p_i = c}| / l^power >= S  (Sun et al. 2021; l counts the exits)
 
 The hidden state of a token that has left is copied to all later blocks, where other tokens attend to it (Li et al.).
+An example whose class or score one of its tokens predicts leaves as a whole, when that token leaves.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +39,9 @@ class ExitPolicyConfig(Config):
     """uncertainty: the tokens on each side that must be certain too; in a causal model on the left alone."""
     power: float | None = Field(default=None, ge=0, le=1)
     """vote: the votes for the leading token are divided by this power of the number of votes."""
+    tolerance: float | None = Field(default=None, gt=0)
+    """patience of an objective on scores, such as regress: an exit agrees with the one before if their scores are
+    closer than this (Zhou et al. 2020)."""
 
     def check(self, exits: int, path: str) -> list[Problem]:
         """List what the policy cannot be in a stack of `exits` exits."""
@@ -48,6 +53,9 @@ class ExitPolicyConfig(Config):
             if not used and value is not None:
                 what = f"is not used by '{self.criterion}'"
                 problems.append(Problem(f"{path}.{key}", what, f"Take null, or criterion={criterion}."))
+        if self.tolerance is not None and self.criterion != "patience":
+            what = f"is not used by '{self.criterion}'"
+            problems.append(Problem(f"{path}.tolerance", what, "Take null, or criterion=patience."))
         return [*problems, *self.check_threshold(exits, f"{path}.threshold")]
 
     def check_threshold(self, exits: int, path: str) -> list[Problem]:
@@ -67,15 +75,43 @@ class ExitPolicyConfig(Config):
             return [Problem(path, what, f"Take above 0, up to {most:g}.")]
         return []
 
-    def thresholds(self, exits: int, vocabulary: int) -> list[float]:
-        """Return thresholds between all tokens leaving at the first exits and none, in the order of the computation."""
+    def thresholds(self, exits: int, outputs: int) -> list[float]:
+        """Return thresholds between all tokens leaving at the first exits and none, in the order of the computation.
+
+        `outputs`: tokens of the vocabulary, or classes.
+        """
         if self.criterion == "patience":
             return [float(count) for count in range(1, exits)]
         if self.criterion == "vote":
             power = self.power or 0.0
             return sorted({votes / cast**power for cast in range(1, exits + 1) for votes in range(1, cast + 1)})
-        most = 1.0 if self.criterion == "uncertainty" else math.log(vocabulary)
+        most = 1.0 if self.criterion == "uncertainty" else math.log(outputs)
         return [most * share for share in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)]
+
+
+class Shards(Protocol):
+    """Reads of a sequence what other ranks have of it; one process has all."""
+
+    def sum_over_sequence(self, sums: Tensor) -> Tensor:
+        """Sum over the shards of a sequence."""
+
+    def full_sequence(self, x: Tensor, tokens: Any) -> tuple[Tensor, Tensor]:
+        """x [B, P, D] of a shard -> [B, T, D], and the places [P] of its tokens."""
+
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """Values [B, T] of all tokens -> those of the tokens between the blocks."""
+
+
+def vote_name(number: int) -> str:
+    """Return the name of the votes of exit `number`, from 0, among the numbers that are handed on."""
+    return f"vote{number}"
+
+
+def numbers_handed_on(criterion: str, exits: int) -> tuple[str, ...]:
+    """Return the names of the numbers of each token that `exits` exits hand on to those of the next pipeline stage."""
+    if criterion == "patience":
+        return ("left", "predicted", "count")
+    return ("left", *[vote_name(number) for number in range(exits)]) if criterion == "vote" else ("left",)
 
 
 @dataclass
@@ -83,14 +119,37 @@ class EarlyExit:
     """The tokens of one forward at the exits: which have left, where, and with what prediction."""
 
     policy: ExitPolicyConfig
+    pooled: Tensor | None = None
+    """Bool [B, T], the token that predicts the class or score of its example, with which all others of the example
+    leave; None: each token leaves by itself."""
+    keeps_logits: bool = True
+    """Whether what the exits predict is kept for the model's output; in training the states alone are."""
     left: Tensor | None = None
     """Bool [B, T]; None before the first exit."""
     blocks: Tensor | None = None
     """[B, T] blocks that a token that has left was computed in."""
     logits: Tensor | None = None
-    """[B, T, V] logits of the exit at which a token left."""
-    _memory: dict[str, Any] = field(default_factory=dict)
-    """Predictions of the exits so far, as far as the criterion needs them."""
+    """[B, T, V] logits of the exit at which a token left; None: they are not kept."""
+    _memory: dict[str, Tensor] = field(default_factory=dict)
+    """Numbers [B, T] of the exits so far, as far as the criterion needs them, by name."""
+    _voters: list[Tensor] = field(default_factory=list)
+    """Logits [B, T, V] of the exits so far, where they vote and are kept."""
+
+    def handed_on(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the numbers [B, T] with these names that the exits of the next pipeline stage read, of those that
+        `numbers_handed_on` has."""
+        assert self.left is not None
+        known = {**self._memory, "left": self.left}
+        return {name: known[name] for name in names}
+
+    def receive(self, numbers: Mapping[str, Tensor]) -> None:
+        """Go on from what the exits of the previous pipeline stage have handed on."""
+        scores = {"predicted"} if self.policy.tolerance is not None else set()
+        self._memory = {name: value if name in scores else value.long() for name, value in numbers.items()}
+        del self._memory["left"]
+        self.left = numbers["left"] > 0
+        # Which blocks they were computed in is read of an output alone.
+        self.blocks = torch.zeros_like(self.left, dtype=torch.long)
 
     def all_left(self) -> bool:
         """Whether no token is computed any more."""
@@ -100,27 +159,33 @@ class EarlyExit:
         """Whether later tokens read what the exits predict for these, also for those that have left."""
         return bool(self.policy.window)
 
-    def keep(self, before: Tensor, after: Tensor) -> Tensor:
+    def keep(self, before: Tensor, after: Tensor, tokens: Any, shards: "Shards") -> Tensor:
         """Return the output `after` [B, M + T, D] of a block, with the input `before` of the tokens that have left.
 
         The first M tokens are global ones, which never leave.
         """
         if self.left is None:
             return after
-        left = F.pad(self.left, (after.shape[1] - self.left.shape[1], 0))
-        return torch.where(left[..., None], before, after)
+        return torch.where(shards.of_tokens(with_global_tokens(self.left, tokens))[..., None], before, after)
 
-    def observe(self, block: int, logits: Tensor, tokens: Any, *, causal: bool) -> None:
-        """Let tokens leave at the exit after `block`, counted from 1, by its logits [B, T, V]."""
+    def observe(self, block: int, logits: Tensor, tokens: Any, *, causal: bool, shards: "Shards") -> None:
+        """Let tokens leave at the exit after `block`, counted from 1, by its logits [B, T, V], or scores [B, T, 1].
+
+        `shards` read of the sequence what other ranks have of it.
+        """
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if self.left is None or self.blocks is None or self.logits is None:
+        if self.left is None or self.blocks is None:
             self.left = torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
             self.blocks = torch.zeros_like(self.left, dtype=torch.long)
-            self.logits = torch.zeros_like(logits)
-        leaves = getattr(self, f"_{self.policy.criterion}")(logits, tokens, block, causal) & ~self.left
-        if self.policy.criterion == "vote":
-            logits = self._majority()[1]
-        self.logits = torch.where(leaves[..., None], logits, self.logits)
+        leaves = getattr(self, f"_{self.policy.criterion}")(logits, tokens, block, causal, shards)
+        if self.pooled is not None:
+            leaves = (shards.sum_over_sequence((leaves & self.pooled).sum(1)) > 0)[:, None].expand_as(leaves)
+        text = tokens.text_of_shard()
+        leaves = leaves & ~self.left if text is None else leaves & ~self.left & text
+        if self.keeps_logits:
+            logits = self._vote_logits() if self.policy.criterion == "vote" else logits
+            kept = torch.zeros_like(logits) if self.logits is None else self.logits
+            self.logits = torch.where(leaves[..., None], logits, kept)
         self.blocks = torch.where(leaves, block, self.blocks)
         self.left = self.left | leaves
 
@@ -132,56 +197,79 @@ class EarlyExit:
         if self.left is None or self.blocks is None or self.logits is None:
             return logits
         if self.policy.criterion == "vote":
-            logits = self._vote_logits(logits)
+            self._cast(logits.to(self.logits.dtype))
+            logits = self._vote_logits()
         self.blocks = torch.where(self.left, self.blocks, depth)
         return torch.where(self.left[..., None], self.logits, logits.to(self.logits.dtype))
 
-    def _entropy(self, logits: Tensor, tokens: Any, block: int, causal: bool) -> Tensor:
+    def _entropy(self, logits: Tensor, tokens: Any, block: int, causal: bool, shards: "Shards") -> Tensor:
         return entropy(logits) < self.policy.threshold
 
-    def _patience(self, logits: Tensor, tokens: Any, block: int, causal: bool) -> Tensor:
-        predicted = logits.argmax(-1)
+    def _patience(self, logits: Tensor, tokens: Any, block: int, causal: bool, shards: "Shards") -> Tensor:
+        tolerance = self.policy.tolerance
+        predicted = logits.argmax(-1) if tolerance is None else logits[..., 0]
         previous = self._memory.get("predicted")
-        count = torch.zeros_like(predicted)
+        count = torch.zeros_like(predicted, dtype=torch.long)
         if previous is not None:
-            count = torch.where(predicted == previous, self._memory["count"] + 1, 0)
+            agrees = predicted == previous if tolerance is None else (predicted - previous).abs() < tolerance
+            count = torch.where(agrees, self._memory["count"] + 1, 0)
         self._memory |= {"predicted": predicted, "count": count}
         return count >= self.policy.threshold
 
-    def _uncertainty(self, logits: Tensor, tokens: Any, block: int, causal: bool) -> Tensor:
+    def _uncertainty(self, logits: Tensor, tokens: Any, block: int, causal: bool, shards: "Shards") -> Tensor:
         uncertainty = entropy(logits) / math.log(logits.shape[-1])
         reach, key = self.policy.window or 0, f"exits/{block}"
         before = uncertainty[:, :0]
         if tokens.forward.cache is not None and reach:
             before = tokens.forward.cache.get(key, before)
             tokens.forward.cache[key] = torch.cat((before, uncertainty), 1)[:, -reach:]
-        return window_max(before, uncertainty, reach, causal=causal, documents=tokens.documents) < self.policy.threshold
+        if not reach:
+            return uncertainty < self.policy.threshold
+        # Global tokens predict nothing, but are in a shard between the blocks.
+        after = tokens.global_tokens if uncertainty.shape[1] == tokens.ids.shape[1] else 0
+        full, places = shards.full_sequence(uncertainty[..., None], tokens)
+        documents = tokens.documents_of_sequence()
+        if documents is not None:
+            documents = documents[:, documents.shape[1] - full.shape[1] + after :]
+        greatest = window_max(before, full[:, after:, 0], reach, causal=causal, documents=documents)
+        # A shard may end in padding, of which nothing is read.
+        greatest = F.pad(greatest, (after, 0))[:, places.clamp(max=after + greatest.shape[1] - 1)]
+        return greatest < self.policy.threshold
 
-    def _vote(self, logits: Tensor, tokens: Any, block: int, causal: bool) -> Tensor:
-        self._memory.setdefault("votes", []).append(logits)
-        count, _ = self._majority()
-        cast = len(self._memory["votes"])
-        share: Tensor = count / cast ** (self.policy.power or 0.0)
+    def _vote(self, logits: Tensor, tokens: Any, block: int, causal: bool, shards: "Shards") -> Tensor:
+        self._cast(logits)
+        votes = self._votes()
+        share: Tensor = self._leading(votes)[0] / len(votes) ** (self.policy.power or 0.0)
         return share >= self.policy.threshold
 
-    def _vote_logits(self, logits: Tensor) -> Tensor:
-        self._memory["votes"].append(logits.to(self._memory["votes"][0].dtype))
-        return self._majority()[1]
+    def _cast(self, logits: Tensor) -> None:
+        """Add the votes of an exit, by its logits [B, T, V]."""
+        self._memory[vote_name(len(self._memory))] = logits.argmax(-1)
+        if self.keeps_logits:
+            self._voters.append(logits)
 
-    def _majority(self) -> tuple[Tensor, Tensor]:
-        """Return the votes [B, T] for the leading token, and the mean logits [B, T, V] of those who voted for it.
+    def _votes(self) -> Tensor:
+        """Return the tokens that the exits so far voted for, [N, B, T]."""
+        return torch.stack([self._memory[vote_name(number)] for number in range(len(self._memory))])
+
+    @staticmethod
+    def _leading(votes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the number of votes for the leading token, and that token, both [B, T], for all votes [N, B, T].
 
         Of tokens with equally many votes the one that the latest exit voted for leads.
         """
-        votes = torch.stack(self._memory["votes"])  # [N, B, T, V]
-        predicted = votes.argmax(-1)  # [N, B, T]
-        counts = (predicted[:, None] == predicted[None]).sum(0)  # [N, B, T]
+        counts = (votes[:, None] == votes[None]).sum(0)  # [N, B, T]
         most = counts.amax(0)
         order = torch.arange(len(votes), device=votes.device).view(-1, 1, 1)
         latest = torch.where(counts == most, order, -1).amax(0)  # [B, T]
-        leader = predicted.gather(0, latest[None])[0]
-        voted = (predicted == leader)[..., None]
-        return most, (votes * voted).sum(0) / most[..., None]
+        return most, votes.gather(0, latest[None])[0]
+
+    def _vote_logits(self) -> Tensor:
+        """Return the mean logits [B, T, V] of the exits that voted for the leading token."""
+        votes = self._votes()
+        most, leader = self._leading(votes)
+        voted = (votes == leader)[..., None]
+        return (torch.stack(self._voters) * voted).sum(0) / most[..., None]
 
 
 EARLY_EXIT = Signal[EarlyExit]("early_exit.state")
@@ -192,6 +280,11 @@ def entropy(logits: Tensor) -> Tensor:
     """Return the entropy [B, T], in nats, of the distributions with these logits [B, T, V]."""
     log = logits.log_softmax(-1)
     return -(log.exp() * log).sum(-1)
+
+
+def with_global_tokens(numbers: Tensor, tokens: Any) -> Tensor:
+    """Return numbers of the text [B, T] with zeros for the global tokens before it, [B, M + T]."""
+    return F.pad(numbers, (tokens.ids.shape[1] - numbers.shape[1], 0))
 
 
 def window_max(before: Tensor, values: Tensor, reach: int, *, causal: bool, documents: Tensor | None) -> Tensor:

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from xscale.core.errors import Choice, Problem
-from xscale.core.requirements import instead
+from xscale.core.errors import Problem
 from xscale.nn.attention.core import CORES
 from xscale.nn.attention.ops.mask import ScoreEdge
 from xscale.nn.depth.depth_pass import DepthPass, Edges, SentTensor, StackUse
@@ -130,15 +129,3 @@ class FirstValues(DepthPass):
     def sends(self, before: Sequence[nn.Module], after: Sequence[nn.Module]) -> dict[str, SentTensor]:
         reads = all(any(mixer.hands_on_values for mixer in mixers_of(blocks)) for blocks in (before, after))
         return {VALUES: SentTensor(values=True)} if reads else {}
-
-
-def hands_on_scores(config: Any) -> bool:
-    """Whether blocks of a stack of this `StackConfig` hand on attention scores."""
-    return any(MIXERS.of(mixer).part.score_heads(mixer) for mixer in config.mixers())
-
-
-def without_scores(config: Any) -> tuple[Choice, ...]:
-    """Return the choices of a stack of this `StackConfig` whose blocks hand on no attention scores."""
-    handing_on = [mixer for mixer in config.mixers() if MIXERS.of(mixer).part.score_heads(mixer)]
-    cores = dict.fromkeys(mixer.core.kind for mixer in handing_on if hasattr(mixer, "core"))
-    return tuple(choice for kind in cores for choice in instead("core", kind, ["softmax"]))

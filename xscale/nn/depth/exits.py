@@ -8,62 +8,25 @@ With diversity (Sun et al. 2021) alpha mean_{j<l} CE(p_l, p_j) is subtracted for
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
-from xscale.core.config import Config
 from xscale.core.errors import Problem
 from xscale.core.requirements import KeyNeed, kinds, take
 from xscale.nn.auxiliary import attach
-from xscale.nn.depth.depth_pass import DepthPass, DepthState, Prediction, StackUse
-from xscale.nn.depth.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
-from xscale.nn.depth.edges import hands_on_scores
+from xscale.nn.depth.depth_pass import DepthPass, DepthState, Prediction, SentTensor, StackUse
+from xscale.nn.depth.early_exit import EARLY_EXIT, EarlyExit, numbers_handed_on, with_global_tokens
+from xscale.nn.depth.exits_config import ExitsConfig, check_blocks, check_losses
 from xscale.nn.dims import Dims
 from xscale.nn.head.head import IGNORE_INDEX, ONLY_LAST_LOGITS, Head
+from xscale.nn.mixer.mixer import hands_on_scores
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
-
-
-class ExitsConfig(Config):
-    blocks: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(default=None, min_length=1)
-    """Numbers of the blocks, from 0, after which there is an exit; null: all but the last, which the model's own head
-    follows."""
-    head: Literal["own", "shared"] = "own"
-    """own: each exit has a head of its own; shared: all exits predict by the model's head."""
-    norm: bool = True
-    """Whether each exit has a norm of its own, of the blocks' kind, before its head."""
-    weights: Literal["equal", "linear"] = "equal"
-    """Weights of the losses. equal: 1 for each exit and for the model's head; linear: l / (sum of the l) for the loss
-    after block l, counted from 1 (Zhou et al. 2020)."""
-    stop: Literal["never", "by_depth"] = "never"
-    """by_depth: the loss after block l of L, from 1, ends after the fraction l / (2 L) of the run's steps (Al-Rfou et
-    al. 2019)."""
-    second_target: float = Field(default=0.0, ge=0)
-    """Weight of the loss of one more head, which predicts the token after the next from the output of the stack, as
-    Al-Rfou et al. 2019 have it; 0: there is none."""
-    two_stage: float | None = Field(default=None, gt=0, lt=1)
-    """Fraction of the run's steps in which the exits are not trained; in the rest they alone are (Xin et al. 2020), and
-    `optimizer.groups` freeze all other parameters. null: all are trained together."""
-    self_sampling: float | None = Field(default=None, gt=0, lt=1)
-    """Fraction of the run's steps after which tokens leave by the policy in training too, so that the losses of later
-    exits and of the model's head are those of copied hidden states (Li et al. 2021); null: never."""
-    diversity: float = Field(default=0.0, ge=0)
-    """Weight alpha of the diversity of the predictions (Sun et al. 2021): alpha times the cross-entropy of each exit's
-    and the last block's distribution against those of the exits before it, in their mean, is subtracted from the loss.
-    It needs the logits of all targets at once; 0: none."""
-    policy: ExitPolicyConfig | None = None
-    """When a token leaves at an exit in generation and in `xscale eval --exits`; null: never. Training and other
-    evaluations compute all blocks."""
-
-    def after(self, depth: int) -> tuple[int, ...]:
-        """Return the blocks with an exit, from 0, in a stack of `depth` blocks."""
-        return tuple(range(depth - 1)) if self.blocks is None else self.blocks
 
 
 class Exit(Module):
@@ -90,6 +53,9 @@ class Exits(DepthPass):
     key = "exits"
     seams: ClassVar[Seams] = {
         "sum_over_sequence": Role.SUM_OVER_TOKENS,
+        "full_sequence": Role.FULL_SEQUENCE,
+        "of_tokens": Role.SHARD_OF_TOKENS,
+        "replicated_input": Role.REPLICATED_INPUT,
         "second_targets": Role.TARGETS_AHEAD,
         "weigh_last": Role.ON_LAST_STAGE,
         "second": Role.ON_LAST_STAGE,
@@ -115,24 +81,20 @@ class Exits(DepthPass):
         """Predicts the token after the next; None: nothing does, or another pipeline stage."""
         total = sum(layer + 1 for layer in after) + depth
         linear = config.weights == "linear"
+        self.is_last = True
+        """Whether the last block is here, and not in a later stage of a pipeline."""
+        self.per_example = False
+        """Whether one token predicts for its example, which leaves as a whole."""
         self.weights = {layer: (layer + 1) / total if linear else 1.0 for layer in after}
         """Weight of the loss of each exit, by its block."""
         self.last_weight = depth / total if linear else 1.0
         """Weight of the loss of the model's own head."""
 
     def needs(self) -> list[KeyNeed]:
-        needs, sampling, policy = [], self.config.self_sampling, self.config.policy
-        without = ((".self_sampling", None),)
-        if sampling is not None:
-            left = "tokens leave in training, and stages do not pass on which have left"
-            needs.append(KeyNeed("parallel.mesh.pp", (1,), left, without))
-        if sampling is not None and policy is not None and policy.window:
-            window = "tokens leave in training by those of a window, which other ranks may have"
-            needs.append(KeyNeed("parallel.mesh.cp", (1,), window, without))
-        if self.config.diversity:
-            read = "the diversity of exits reads the predictions of earlier ones, and stages do not pass on logits"
-            needs.append(KeyNeed("parallel.mesh.pp", (1,), read, ((".diversity", 0.0),)))
-        return needs
+        if not self.config.diversity:
+            return []
+        read = "the diversity of exits reads the predictions of earlier ones, and stages do not pass on logits"
+        return [KeyNeed("parallel.mesh.pp", (1,), read, ((".diversity", 0.0),))]
 
     @classmethod
     def build(cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]) -> "Exits | None":
@@ -151,7 +113,7 @@ class Exits(DepthPass):
             return [Problem(where, refused, "Take null.")]
         if dims.depth == 1:
             return [Problem(where, "the model's head follows the only block", "Take null, or a deeper stack.")]
-        problems = [*_check_blocks(exits, dims.depth, where), *_check_losses(exits, dims.causal, where)]
+        problems = [*check_blocks(exits, dims.depth, where), *check_losses(exits, dims.causal, where)]
         norm = NORMS.of(config.block.norm)
         if exits.norm and norm.traits.batch_statistics:
             what = f"'{norm.name}' collects statistics in every step, and an exit does not see the tokens of every step"
@@ -160,18 +122,59 @@ class Exits(DepthPass):
         policy = exits.policy
         return problems + ([] if policy is None else policy.check(len(exits.after(dims.depth)), f"{where}.policy"))
 
+    def replace_heads(self, make_head: Callable[[], Any]) -> None:
+        self.per_example = make_head().per_example
+        for part in self.at.values():
+            if part.head is not None:
+                part.head = make_head()
+
     def heads_after_blocks(self) -> dict[int, Any]:
         return {int(layer): part for layer, part in self.at.items()}
 
     def keep_blocks(self, layers: Sequence[str]) -> None:
+        self.is_last = str(self.depth - 1) in layers
         for layer in [layer for layer in self.at if layer not in layers]:
             del self.at[layer]
 
-    def reads_full_sequence(self) -> str | None:
-        return None if self.config.self_sampling is None else "exits.self_sampling"
+    def sends(self, before: Sequence[nn.Module], after: Sequence[nn.Module]) -> dict[str, SentTensor]:
+        return {f"{self.key}.{name}": SentTensor(per_token=True) for name in self._numbers(len(before))}
+
+    def _numbers(self, blocks: int) -> tuple[str, ...]:
+        """Return the names of the numbers of each token that so many blocks hand on to the next pipeline stage."""
+        exits = sum(layer < blocks for layer in self.weights)
+        if self.config.self_sampling is None or self.config.policy is None or not exits:
+            return ()
+        return numbers_handed_on(self.config.policy.criterion, exits)
 
     def start(self, state: DepthState) -> None:
-        state.kept[self.key] = self.leaving(state.tokens)
+        """Begin with no token that has left; in a pipeline stage with those that have left before."""
+        leaving = self.leaving(state.tokens, state.prediction)
+        prefix = f"{self.key}."
+        received = {name[len(prefix) :]: edge for name, edge in state.edges.items() if name.startswith(prefix)}
+        state.edges = {name: edge for name, edge in state.edges.items() if not name.startswith(prefix)}
+        if leaving is not None and received:
+            assert state.prediction is not None
+            assert state.prediction.targets is not None, "tokens leave in training"
+            # Before the text there may be global tokens.
+            length = state.prediction.targets.shape[1]
+            full = {name: self.replicated_input(edge[..., None], state.tokens) for name, edge in received.items()}
+            leaving.receive({name: edge[:, -length:, 0] for name, edge in full.items()})
+        state.kept[self.key] = leaving
+
+    def finish(self, state: DepthState) -> None:
+        """Hand on to the next pipeline stage which tokens have left, and what lets others leave."""
+        if self.is_last:
+            return
+        leaving: EarlyExit | None = state.kept[self.key]
+        names = self._numbers(state.layer + 1)
+        dtype = torch.promote_types(state.x.dtype, torch.float32)
+        none = state.x.new_zeros(state.x.shape[:-1], dtype=dtype)
+        numbers = {} if leaving is None or leaving.left is None else leaving.handed_on(names)
+        for name in names:
+            value = none
+            if name in numbers:
+                value = self.of_tokens(with_global_tokens(numbers[name], state.tokens)).to(dtype)
+            state.edges[f"{self.key}.{name}"] = value
 
     def before_block(self, state: DepthState) -> None:
         leaving: EarlyExit | None = state.kept[self.key]
@@ -182,7 +185,7 @@ class Exits(DepthPass):
         """Keep the states of tokens that have left, attach the loss of the exit, and let further tokens leave."""
         leaving: EarlyExit | None = state.kept[self.key]
         if leaving is not None:
-            state.x = leaving.keep(state.before, state.x)
+            state.x = leaving.keep(state.before, state.x, state.tokens, self)
         if state.prediction is None:
             return
         state.x = self.attach_loss(state.layer, state.x, state.tokens, state.prediction)
@@ -213,19 +216,21 @@ class Exits(DepthPass):
         x = attach(x, loss, self.weights[layer] * tokens.forward.target_weight)
         return self._attach_diversity(self.at[str(layer)], x, tokens, prediction)
 
-    def leaving(self, tokens: Tokens) -> EarlyExit | None:
+    def leaving(self, tokens: Tokens, prediction: Prediction | None) -> EarlyExit | None:
         """Return the state of the tokens of a forward that may leave; None: all blocks are computed for every token."""
         since, policy = self.config.self_sampling, self.config.policy
         if since is None or policy is None or tokens.forward.target_weight is None or progress_of(tokens) < since:
             return tokens.get(EARLY_EXIT)
-        return EarlyExit(policy)
+        if prediction is None or prediction.targets is None:
+            return None
+        return EarlyExit(policy, self.pooled(prediction.targets), keeps_logits=False)
 
     @torch.no_grad()
     def leave(self, layer: int, x: Tensor, tokens: Tokens, prediction: Prediction, leaving: EarlyExit) -> None:
         """Let tokens leave after block `layer`, whose output is x [B, M + T, D]."""
         if str(layer) in self.at:
             logits = self.at[str(layer)](x, None, tokens.with_signals({ONLY_LAST_LOGITS: False}), prediction)
-            leaving.observe(layer + 1, logits, tokens, causal=self.causal)
+            leaving.observe(layer + 1, logits, tokens, causal=self.causal, shards=self)
 
     def logits(self, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
         """Return the logits [B, T, V] of tokens that may have left; x [B, M + T, D] is the output of the stack."""
@@ -233,6 +238,10 @@ class Exits(DepthPass):
         assert leaving is not None, "no token can leave"
         every = tokens.with_signals({ONLY_LAST_LOGITS: False})
         return leaving.finish(self.depth, lambda: prediction.head(x, None, every))
+
+    def pooled(self, targets: Tensor) -> Tensor | None:
+        """Return which tokens predict for their examples, by the targets [B, T]; None: each predicts for itself."""
+        return targets != IGNORE_INDEX if self.per_example else None
 
     def is_trained(self, layer: int, tokens: Tokens) -> bool:
         """Whether the exit after block `layer` has a loss at this step of the run."""
@@ -296,9 +305,21 @@ class Exits(DepthPass):
         total = self.sum_over_sequence(loss.detach())
         forward.stats.add(f"{part.path}/loss", total * (forward.target_weight / forward.aux_loss_weight))
 
-    def sum_over_sequence(self, nats: Tensor) -> Tensor:
-        """Sum a loss over the tokens of all sequences. A seam: a sequence may be sharded."""
-        return nats
+    def sum_over_sequence(self, sums: Tensor) -> Tensor:
+        """Sum over the tokens of all sequences what a shard of them has. A seam: a sequence may be sharded."""
+        return sums
+
+    def full_sequence(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Return x of all tokens [B, T, 1], and the places of those of x [T]. A seam: a sequence may be sharded."""
+        return x, torch.arange(x.shape[1], device=x.device)
+
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """Return values [B, T] of all tokens for those between the blocks. A seam: they may be sharded over tp."""
+        return values
+
+    def replicated_input(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """Return x [B, T, 1] of all tokens, for those between the blocks. A seam: they may be sharded over tp."""
+        return x
 
 
 def progress_of(tokens: Tokens) -> float:
@@ -309,47 +330,9 @@ def progress_of(tokens: Tokens) -> float:
 def _no_exits(stack: Any, use: StackUse) -> str | None:
     """Return why a stack of this `StackConfig` can have no exits; None: it can."""
     if not use.predicts:
-        return "exits are for a decoder or an encoder alone; an encoder-decoder predicts from its last block"
+        return "the model's head does not read the output of this stack alone, and an exit predicts as that head does"
     if stack.exits.policy is not None and hands_on_scores(stack):
         return "a token that has left has no attention scores to hand on to the next block"
     if stack.halting is not None:
         return "the output is a mean over the blocks in which a token was computed, and an exit would read one block's"
     return None
-
-
-def _check_blocks(config: ExitsConfig, depth: int, path: str) -> list[Problem]:
-    """List what the blocks with an exit cannot be in a stack of `depth` blocks."""
-    after = config.after(depth)
-    where, problems = f"{path}.blocks", []
-    beyond = [layer for layer in after if layer >= depth - 1]
-    if beyond:
-        what = f"a stack of {depth} has no inner block {beyond[0]}; the model's head follows its last block"
-        problems.append(Problem(where, what, f"Take blocks from 0 to {depth - 2}, or null."))
-    if list(after) != sorted(set(after)):
-        problems.append(Problem(where, "the blocks must ascend", f"Take {sorted(set(after))}."))
-    return problems
-
-
-def _check_losses(config: ExitsConfig, causal: bool, path: str) -> list[Problem]:
-    """List which losses and stages of training do not go together; `causal`: the model has a next token."""
-    problems, policy = [], config.policy
-    if config.two_stage is not None and config.head == "shared":
-        what = "the second stage trains the exits alone, and their head is the model's, which is frozen"
-        problems.append(Problem(f"{path}.head", what, "Take own, or two_stage=null."))
-    if config.two_stage is not None and config.stop != "never":
-        what = "in two stages the exits are trained last, and by_depth ends their losses before"
-        problems.append(Problem(f"{path}.stop", what, "Take never, or two_stage=null."))
-    if config.second_target and (config.two_stage is not None or not causal):
-        what = "two stages train nothing behind the exits" if causal else "an encoder has no next token"
-        problems.append(Problem(f"{path}.second_target", what, "Take 0."))
-    if config.two_stage is not None and config.weights == "linear":
-        what = "in two stages the model's head and the exits are never trained together"
-        problems.append(Problem(f"{path}.weights", what, "Take equal, or two_stage=null."))
-    if config.diversity and (config.two_stage is not None or config.stop != "never"):
-        what = "diversity is that of predictions which are trained together, and these end or begin apart"
-        problems.append(Problem(f"{path}.diversity", what, "Take 0, or two_stage=null and stop=never."))
-    if config.self_sampling is not None and (policy is None or config.two_stage is not None):
-        what = "tokens leave by a policy, and there is none" if policy is None else "all blocks are frozen then"
-        fix = "Set policy, or take self_sampling=null." if policy is None else "Take two_stage=null."
-        problems.append(Problem(f"{path}.self_sampling", what, fix))
-    return problems

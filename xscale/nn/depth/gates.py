@@ -26,6 +26,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.module import Module
 from xscale.nn.random import reseed
+from xscale.nn.residual.residual_stream import RESIDUALS
 from xscale.nn.roles import Role, Seams
 from xscale.nn.signals import BATCH, Signal, TokenAxes
 from xscale.nn.tokens import Tokens
@@ -180,8 +181,8 @@ class GateBudget(DepthPass):
         return sums
 
 
-def check(config: GatesConfig | None, residual: str, placement: str, path: str) -> list[Problem]:
-    """List what the gates of a block with this residual connection and placement of norms cannot be."""
+def check(config: GatesConfig | None, residual: Any, path: str) -> list[Problem]:
+    """List what the gates of a block with this residual stream, by its config, cannot be."""
     if config is None:
         return []
     problems = []
@@ -192,10 +193,7 @@ def check(config: GatesConfig | None, residual: str, placement: str, path: str) 
     elif config.evaluated not in budgets:
         what = f"the model is trained for the budgets {budgets}, and not for {config.evaluated:g}"
         problems.append(Problem(f"{path}.budget", what, "Take one of these, or null."))
-    if residual == "reversible":
-        what = "reversible blocks keep nothing for backward, and the gates' sum, which blocks hand on, would be kept"
-        problems.append(Problem(path, what, "Take null, or residual=sequential."))
-    if placement == "none":
-        what = "a sublayer that is not computed leaves the residual stream, and placement 'none' has none"
-        problems.append(Problem(path, what, "Take null, or another placement."))
+    if not RESIDUALS.of(residual).part.skippable:
+        what = f"a sublayer that is not computed leaves the residual stream as it is, which '{residual.kind}' does not"
+        problems.append(Problem(path, what, "Take null, or another residual."))
     return problems

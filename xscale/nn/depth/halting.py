@@ -9,9 +9,9 @@ s_t [B, T, D] are the hidden states after step t (Graves, section 2). The state 
 later steps, where others attend to it (Dehghani et al. 2019, section 2.2).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -20,12 +20,13 @@ from torch.nn import Parameter
 
 from xscale.core.config import Config
 from xscale.core.errors import Problem
-from xscale.core.requirements import KeyNeed, take
+from xscale.core.requirements import take
 from xscale.nn.auxiliary import attach, mean_over_text
-from xscale.nn.depth.depth_pass import DepthPass, DepthState, StackUse
-from xscale.nn.depth.edges import hands_on_scores, without_scores
+from xscale.nn.depth.depth_pass import DepthPass, DepthState, SentTensor, StackUse
 from xscale.nn.dims import Dims
 from xscale.nn.init import Init
+from xscale.nn.mixer.mixer import hands_on_scores, without_scores
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
@@ -54,6 +55,13 @@ class Pondered:
     """Bool [B, T]."""
 
 
+SENT = {
+    "output": SentTensor(precise=True),
+    **{name: SentTensor(per_token=True) for name in ("total", "steps", "remainder", "running")},
+}
+"""Fields of `Pondered` that the stages of a pipeline hand on."""
+
+
 class Halting(DepthPass):
     """The halting unit of a stack, of which each block is a step."""
 
@@ -61,6 +69,12 @@ class Halting(DepthPass):
     averages_tokens = True
     averages_text = True
     averages_packed_text = True
+    used_by_all_blocks = True
+    seams: ClassVar[Seams] = {
+        "param_hook": Role.PARAMETERS_BETWEEN_REGIONS,
+        "replicated_input": Role.REPLICATED_INPUT,
+        "sum_over_sequence": Role.SUM_OVER_TOKENS,
+    }
     weight: Parameter
     bias: Parameter
 
@@ -68,17 +82,10 @@ class Halting(DepthPass):
         super().__init__()
         self.config = config
         self.depth = dims.depth
+        self.is_last = True
+        """Whether the last step is here, and not in a later stage of a pipeline."""
         self.declare("weight", (1, dims.width), ("state", "width"), dims.init)
         self.declare("bias", (1,), ("state",), Init("constant", value=config.bias), decays=False)
-
-    def needs(self) -> list[KeyNeed]:
-        without = ((".", None),)
-        sent = "each step hands on which tokens have halted and their outputs so far, and stages only hidden states"
-        mean = "the ponder cost is a mean over all tokens, and a rank's shard of them may end in padding"
-        return [
-            KeyNeed("parallel.mesh.pp", (1,), sent, without),
-            KeyNeed("parallel.mesh.cp", (1,), mean, without),
-        ]
 
     @classmethod
     def check(cls, config: Any, dims: Dims, path: str, use: StackUse) -> list[Problem]:
@@ -91,18 +98,32 @@ class Halting(DepthPass):
     def build(cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]) -> "Halting | None":
         return None if config.halting is None else cls(config.halting, dims)
 
-    def reads_full_sequence(self) -> str | None:
-        return self.key
+    def sends(self, before: Sequence[nn.Module], after: Sequence[nn.Module]) -> dict[str, SentTensor]:
+        return {f"{self.key}.{name}": about for name, about in SENT.items()}
 
     def start(self, state: DepthState) -> None:
-        state.kept[self.key] = self.begin(state.x)
+        """Begin with tokens that are all computed; in a pipeline stage as the stage before has left them."""
+        received = {name: state.edges[f"{self.key}.{name}"] for name in SENT if f"{self.key}.{name}" in state.edges}
+        state.edges = {name: edge for name, edge in state.edges.items() if not name.startswith(f"{self.key}.")}
+        if not received:
+            state.kept[self.key] = self.begin(state.x)
+            return
+        state.kept[self.key] = Pondered(**{**received, "running": received["running"] > 0})
 
     def after_block(self, state: DepthState) -> None:
         pondered, last = state.kept[self.key], state.layer + 1 == self.depth
         state.x, state.kept[self.key] = self.take_step(pondered, state.before, state.x, last=last)
 
     def finish(self, state: DepthState) -> None:
-        state.x = self.combine(state.kept[self.key], state.tokens).to(state.x.dtype)
+        pondered: Pondered = state.kept[self.key]
+        if self.is_last:
+            state.x = self.combine(pondered, state.tokens).to(state.x.dtype)
+            return
+        for name in SENT:
+            state.edges[f"{self.key}.{name}"] = getattr(pondered, name).to(pondered.total.dtype)
+
+    def keep_blocks(self, layers: Sequence[str]) -> None:
+        self.is_last = str(self.depth - 1) in layers
 
     def begin(self, x: Tensor) -> Pondered:
         """Return the state before the first step on x [B, T, D]."""
@@ -130,7 +151,23 @@ class Halting(DepthPass):
 
     def combine(self, state: Pondered, tokens: Tokens) -> Tensor:
         """Return the outputs [B, T, D], with the ponder cost attached as an auxiliary loss."""
-        cost = mean_over_text(state.steps + state.remainder, tokens.real())
-        if tokens.forward.stats is not None:
-            tokens.forward.stats.add(f"{self.path}/steps", mean_over_text(state.steps, tokens.real()))
-        return attach(state.output, self.config.ponder_weight * cost, tokens.forward.aux_loss_weight)
+        forward, real = tokens.forward, tokens.real()
+        steps, remainder = (self._of_all(values, tokens) for values in (state.steps, state.remainder))
+        cost = mean_over_text(steps + remainder, real, self.sum_over_sequence)
+        if forward.stats is not None:
+            forward.stats.add(f"{self.path}/steps", mean_over_text(steps, real, self.sum_over_sequence))
+        # Each shard of a sequence has the whole loss, and the gradients of all shards are summed.
+        weight = None if forward.aux_loss_weight is None else forward.aux_loss_weight * tokens.fraction()
+        return attach(state.output, self.config.ponder_weight * cost, weight)
+
+    def _of_all(self, values: Tensor, tokens: Tokens) -> Tensor:
+        """Return values of all `tokens`, for those [B, T] between regions."""
+        return self.replicated_input(values[..., None], tokens)[..., 0]
+
+    def replicated_input(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """Return x [B, T, 1] of all tokens. A seam: those whose sequence is sharded over tp."""
+        return x
+
+    def sum_over_sequence(self, sums: Tensor) -> Tensor:
+        """Sum over the tokens of all sequences what a shard of them has. A seam: a sequence may be sharded."""
+        return sums

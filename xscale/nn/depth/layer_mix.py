@@ -5,15 +5,14 @@
 H_0 [B, S, D] are the encoder's embeddings and H_i the hidden states after its block i; W [M, N + 1] is learned.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from xscale.core.requirements import KeyNeed
-from xscale.nn.depth.depth_pass import DepthPass, DepthState, StackUse
+from xscale.nn.depth.depth_pass import DepthPass, DepthState, SentTensor, StackUse
 from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS
 from xscale.nn.random import reseed
@@ -26,24 +25,47 @@ class ReturnedStates(DepthPass):
 
     key = "returned_states"
 
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.depth = depth
+        self.is_last = True
+        """Whether the last block is here, and not in a later stage of a pipeline."""
+
     @classmethod
     def build(cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]) -> "ReturnedStates | None":
-        return cls() if use.returns_states else None
+        return cls(dims.depth) if use.returns_states else None
+
+    def sends(self, before: Sequence[nn.Module], after: Sequence[nn.Module]) -> dict[str, SentTensor]:
+        return {self.key: SentTensor(states=len(before))}
+
+    def output_states(self) -> int | None:
+        return self.depth + 1
 
     def start(self, state: DepthState) -> None:
-        state.kept[self.key] = [state.x]
+        """Begin with the states before the first block; in a pipeline stage with those of the stages before too."""
+        earlier = state.edges.get(self.key)
+        state.edges = {name: edge for name, edge in state.edges.items() if name != self.key}
+        state.kept[self.key] = [*(() if earlier is None else earlier), state.x]
 
     def after_block(self, state: DepthState) -> None:
         state.kept[self.key].append(state.x)
 
     def finish(self, state: DepthState) -> None:
-        state.x = torch.stack(state.kept[self.key])  # [depth + 1, B, T, D]
+        states = state.kept[self.key]
+        if self.is_last:
+            state.x = torch.stack(states)  # [depth + 1, B, T, D]
+        else:
+            state.edges = {**state.edges, self.key: torch.stack(states[:-1])}
+
+    def keep_blocks(self, layers: Sequence[str]) -> None:
+        self.is_last = str(self.depth - 1) in layers
 
 
 class LayerMix(DepthPass):
     """A mix of the encoder's layers for each block of a decoder."""
 
     key = "mix"
+    used_by_all_blocks = True
     seams: ClassVar[Seams] = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
     weight: Parameter
 
@@ -66,10 +88,6 @@ class LayerMix(DepthPass):
     def before_block(self, state: DepthState) -> None:
         if self.key in state.kept:
             state.memory = state.kept[self.key][state.layer]
-
-    def needs(self) -> list[KeyNeed]:
-        sent = "the decoder reads the outputs of all encoder blocks, and stages pass on that of the last one"
-        return [KeyNeed("parallel.mesh.pp", (1,), sent, (("model.transparent", False),))]
 
     def forward(self, states: Tensor, tokens: Tokens) -> Tensor:
         """States [N + 1, B, S, D] -> the memory of each block [M, B, S, D]; `tokens` are those of the decoder."""

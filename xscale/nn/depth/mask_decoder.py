@@ -19,9 +19,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.position.learned import Learned
 from xscale.nn.position.position import POSITIONS, Position
-
-READS_ITS_INPUT = ("post", "admin", "res_post", "rezero", "no_norm", "none")
-"""Placements whose sublayers read x as it is, without a norm before it."""
+from xscale.nn.residual.residual_stream import RESIDUALS
 
 
 class MaskDecoderConfig(Config):
@@ -63,12 +61,15 @@ def check(config: MaskDecoderConfig, block: Any, dims: Dims, path: str, stack: A
     reasons = []
     if dims.causal:
         reasons.append(("it predicts masked tokens of an encoder, and this model is causal", "Take null."))
-    if block.placement not in READS_ITS_INPUT:
-        what = f"its keys are the output of the block before, and placement '{block.placement}' reads a norm of it"
-        reasons.append((what, f"Take null, or block.placement among {', '.join(READS_ITS_INPUT)}."))
-    if block.residual != "sequential":
-        what = f"its queries have one residual stream, and the block's residual is '{block.residual}'"
-        reasons.append((what, "Take null, or block.residual=sequential."))
+    stream = RESIDUALS.of(block.residual).part
+    if stream.placement(block.residual).before is not None:
+        what = f"its keys are the output of the block before, and residual '{block.residual.kind}' reads a norm of it"
+        able = (entry for entry in RESIDUALS if entry.traits.hidden_states)
+        can = [entry.name for entry in able if entry.part.placement(entry.part.Config()).before is None]
+        reasons.append((what, f"Take null, or block.residual among {', '.join(can)}."))
+    if stream.joins_sublayers:
+        what = "its queries pass the sublayers in turn, and the block's residual is 'parallel'"
+        reasons.append((what, f"Take null, or block.residual={stream.instead(block.residual)}."))
     if block.position is not None:
         what = "absolute positions enter its queries alone, and block.position adds some to the input of every block"
         reasons.append((what, "Take null, or block.position=null."))

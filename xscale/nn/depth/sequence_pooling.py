@@ -27,12 +27,13 @@ from xscale.core.errors import Problem
 from xscale.core.requirements import KeyNeed
 from xscale.nn.attention.core import CORES
 from xscale.nn.depth.depth_pass import DepthPass, DepthState, StackUse
-from xscale.nn.depth.edges import hands_on_scores
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
+from xscale.nn.mixer.mixer import hands_on_scores
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.position.position import POSITIONS
+from xscale.nn.residual.residual_stream import RESIDUALS
 from xscale.nn.signals import KEYS, TOKENS
 from xscale.nn.tokens import SharedValues, Tokens
 
@@ -269,11 +270,6 @@ def check(config: SequencePoolingConfig, stack: Any, dims: Dims, path: str) -> l
         (stack.mask_decoder is not None, "its last block decodes tokens", "Take null, or stack.mask_decoder=null."),
         (hands_on_scores(stack), "scores that blocks hand on are of all tokens", "Take null, or the core softmax."),
         (
-            stack.block.residual == "reversible",
-            "reversible blocks keep two streams of one length",
-            "Take null, or block.residual=sequential.",
-        ),
-        (
             stack.block.gates is not None,
             "gates spend the budget of all tokens in every block",
             "Take null, or block.gates=null.",
@@ -326,8 +322,10 @@ def _unpoolable(block: Any) -> list[tuple[str, str]]:
         can = ", ".join(CORES.able(cross=True))
         what = f"core '{mixer.core.kind}' has as many queries as keys"
         reasons.append((what, f"Take false, or one of these cores: {can}."))
-    if block.residual != "sequential":
-        reasons.append((f"the block's residual is '{block.residual}'", "Take false, or block.residual=sequential."))
+    stream = RESIDUALS.of(block.residual)
+    if stream.part.joins_sublayers:
+        instead = f"Take false, or block.residual={stream.part.instead(block.residual)}."
+        reasons.append((f"the block's residual is '{stream.name}'", instead))
     if block.position is not None:
         what = "block.position is added to a block's input, and the keys of the first block of a stage are not of it"
         reasons.append((what, "Take false, or block.position=null."))

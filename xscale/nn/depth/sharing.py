@@ -80,9 +80,6 @@ def check(config: Any, path: str, *, cross: bool) -> list[Problem]:
     if any(sublayers != shared[0] for sublayers in shared):
         what = f"share={config.share} gives all blocks the same sublayers, and the rules give them different ones"
         problems.append(Problem(f"{path}.rules", what, "Leave these rules out, or take share=none."))
-    if config.block.placement == "admin":
-        what = "placement 'admin' gives each sublayer the gain of its depth, and shared ones have one for all depths"
-        problems.append(Problem(f"{path}.share", what, "Take none, or placement=post."))
     for name, (part, *_) in shared[0].items():
         if name.split("_")[0] != "ffn" and MIXERS.of(part).part.score_heads(part) is not None:
             what = f"the shared '{name}' hands on its scores, and is made for the first block, which reads none"

@@ -1,7 +1,7 @@
 """Dehghani et al. 2019 (Universal Transformer), section 2.1: sinusoids of the position and of the block's number."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.depth.depth_pass import DepthPass, DepthState, StackUse
 from xscale.nn.dims import Dims
+from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
@@ -17,6 +18,7 @@ class StepSignal(DepthPass):
     """Adds the signal of a step to what each block reads."""
 
     key = "step_signal"
+    seams: ClassVar[Seams] = {"of_tokens": Role.SHARD_OF_TOKENS}
 
     @classmethod
     def check(cls, config: Any, dims: Dims, path: str, use: StackUse) -> list[Problem]:
@@ -29,18 +31,19 @@ class StepSignal(DepthPass):
     def build(cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]) -> "StepSignal | None":
         return cls() if config.step_signal else None
 
-    def reads_full_sequence(self) -> str | None:
-        return self.key
-
     def before_block(self, state: DepthState) -> None:
         # Steps are counted from 1.
-        state.x = state.x + step_signal(state.x, state.tokens, state.layer + 1)
+        state.x = state.x + self.of_tokens(step_signal(state.x, state.tokens, state.layer + 1))
+
+    def of_tokens(self, signal: Tensor) -> Tensor:
+        """Return the signal [B, T, D] of the tokens of x. A seam: sequence parallelism shards x."""
+        return signal
 
 
 def step_signal(x: Tensor, tokens: Tokens, step: int) -> Tensor:
     """Sinusoids of each token's position plus those of the step, from 1 (Dehghani et al. 2019, equations 6 and 7).
 
-    The result has the shape and dtype of x [B, T, D].
+    The result [B, T, D] has the width and dtype of x [..., D].
     """
     half = x.shape[-1] // 2
     rates = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)  # [D/2]

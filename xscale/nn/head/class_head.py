@@ -66,11 +66,14 @@ class ClassHead(Head):
         scores: bool = False,
         dense: bool = False,
         activation: str = "tanh",
+        per_example: bool = False,
+        globals: int = 0,
     ) -> None:
         """`scores`: the one output is a score, whose loss is the squared error. `dense`: a linear map and an
-        activation, tanh or relu, come first: the pooler of BERT."""
+        activation, tanh or relu, come first: the pooler of BERT. `per_example`: one token predicts for its example.
+        `globals`: M."""
         Module.__init__(self)
-        self.scores, self.globals = scores, 0
+        self.scores, self.globals, self.per_example = scores, globals, per_example
         self.activate = {"tanh": torch.tanh, "relu": torch.relu}[activation]
         self.dense = Linear(width, width, ("state", "width"), init, bias=True) if dense else None
         self.classes = Linear(width, outputs, ("state", "width"), init, bias=True)

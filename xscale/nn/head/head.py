@@ -57,6 +57,8 @@ class Head(Module):
         "token_rows": Role.VOCABULARY_ROWS,
     }
     weight: Parameter
+    per_example = False
+    """Whether one token predicts for its example, at which the only target is."""
     unpadded_vocabulary: int | None = None
     """Rows that are tokens: the further ones are padding, and have no probability; None: all rows are tokens."""
 

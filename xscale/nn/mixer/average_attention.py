@@ -3,7 +3,7 @@
     g_j = FFN((1 / j) sum_{k <= j} y_k),  FFN(x) = W_2 ReLU(W_1 x + b_1) + b_2
     [i_j; f_j] = sigmoid(W [y_j; g_j] + b),  h~_j = i_j * y_j + f_j * g_j
 
-The block adds y_j and norms, h_j = LN(y_j + h~_j), with placement post as in the paper, whose decoder has it in the
+The block adds y_j and norms, h_j = LN(y_j + h~_j), with residual post as in the paper, whose decoder has it in the
 place of self-attention. Generation keeps one vector of a sequence, the sum of all y so far.
 """
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from xscale.core.config import Config
-from xscale.core.errors import Problem
+from xscale.core.errors import Choice, Problem
 from xscale.core.registry import Family
+from xscale.core.requirements import instead
 from xscale.nn.attention.core import CORES
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.without_padding import without_padding
@@ -174,3 +175,15 @@ class Fourier(Mixer):
         # Unnormalised, as in the paper: the weight of mixing against the residual depends on it.
         mixed: Tensor = torch.fft.fft2(upcast, dim=(-2, -1)).real
         return mixed.to(x.dtype)
+
+
+def hands_on_scores(config: Any) -> bool:
+    """Whether blocks of a stack of this `StackConfig` hand on attention scores."""
+    return any(MIXERS.of(mixer).part.score_heads(mixer) for mixer in config.mixers())
+
+
+def without_scores(config: Any) -> tuple[Choice, ...]:
+    """Return the choices of a stack of this `StackConfig` whose blocks hand on no attention scores."""
+    handing_on = [mixer for mixer in config.mixers() if MIXERS.of(mixer).part.score_heads(mixer)]
+    cores = dict.fromkeys(mixer.core.kind for mixer in handing_on if hasattr(mixer, "core"))
+    return tuple(choice for kind in cores for choice in instead("core", kind, ["softmax"]))

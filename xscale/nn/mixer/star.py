@@ -61,7 +61,7 @@ class StarAttention(Module):
 class StarTransformerLayers(Mixer):
     """Guo et al. 2019 (Star-Transformer): steps of a ring of satellites and a relay, with shared weights.
 
-    It is a whole encoder: take it in one block, with placement none and ffn none.
+    It is a whole encoder: take it in one block, with residual none and ffn none.
     """
 
     class Config(Mixer.Config):

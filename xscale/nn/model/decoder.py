@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from xscale.core.errors import Problem
-from xscale.nn.blocks.stack import Stack, StackConfig, predict
+from xscale.nn.blocks.stack import Stack, StackConfig
 from xscale.nn.depth.depth_pass import Prediction, StackUse
 from xscale.nn.head.head import Head
 from xscale.nn.model.embed import Embed
@@ -52,4 +52,4 @@ class Decoder(Model):
         x = self.stack(self.embed(tokens), tokens, prediction=prediction)
         if self.mtp is not None:
             x = self.mtp.attach_loss(x, tokens, targets, self.embed.table, self.head)
-        return predict(self.stack, x, tokens, prediction)
+        return self.predict(self.stack, x, tokens, prediction)

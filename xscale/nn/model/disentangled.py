@@ -26,6 +26,7 @@ from xscale.nn.module import Module, name_modules
 from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.position.learned import Sinusoidal
 from xscale.nn.position.position import POSITIONS, Position
+from xscale.nn.residual.residual_stream import RESIDUALS
 from xscale.nn.roles import Role, Seams
 from xscale.nn.signals import Signal
 from xscale.nn.tokens import Tokens
@@ -62,6 +63,7 @@ class Disentangled(EncoderDecoder):
         """Predicts the length of a target from its source, for decoding; null: nothing does."""
 
     causal: ClassVar[bool] = False
+    decoder_predicts: ClassVar[bool] = False
     signals_of_decoder: ClassVar[tuple[Signal[Tensor], ...]] = (CONTENT,)
     seams: ClassVar[Seams] = {"queries": Role.STACK_INPUT, "length": Role.ON_LAST_STAGE}
 
@@ -124,6 +126,8 @@ def _check_decoder(config: StackConfig, path: str) -> Iterator[Problem]:
             kind = "attention with shared_qk" if mixer.shared_qk else f"core '{core.kind}'"
         what = f"the queries of {kind} cannot each observe other tokens, whose keys are of embeddings"
         yield Problem(f"{path}.block.mixer", what, "Take the mixer attention with the core softmax.")
-    if config.block.residual != "sequential" or config.halting is not None or config.pooling is not None:
+    stream = RESIDUALS.of(config.block.residual)
+    is_usual = stream.traits.hidden_states and not stream.part.joins_sublayers
+    if not is_usual or config.halting is not None or config.pooling is not None:
         what = "every block reads the embeddings beside the one residual stream of all tokens"
-        yield Problem(path, what, "Take block.residual=sequential, halting=null and pooling=null.")
+        yield Problem(path, what, "Take block.residual=pre, halting=null and pooling=null.")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from xscale.core.config import Slot
 from xscale.core.errors import ConfigError, Problem
-from xscale.nn.blocks.stack import Stack, StackConfig, predict
+from xscale.nn.blocks.stack import Stack, StackConfig
 from xscale.nn.depth.depth_pass import Prediction, StackUse
 from xscale.nn.ffn.ffn import Activation
 from xscale.nn.head.boundary_head import BoundaryHead, BoundaryHeadConfig
@@ -131,7 +131,7 @@ class Encoder(Model):
         x = self.stack(self.embed(tokens), prefixed, prediction=prediction)
         if self.contrast is not None and tokens.get(SENTENCES) is not None and targets is not None:
             x = self._attach_contrast(self.contrast, x, prefixed)
-        return predict(self.stack, x, prefixed, prediction)
+        return self.predict(self.stack, x, prefixed, prediction)
 
     def _attach_contrast(self, contrast: SentenceContrast, x: Tensor, tokens: Tokens) -> Tensor:
         """Return x [B, M + T, D] with the loss of the masked sentences attached, each of which is encoded by itself.

@@ -1,5 +1,6 @@
 """Vaswani et al. 2017; Raffel et al. 2020: an encoder reads the source, a causal decoder writes the target."""
 
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -8,7 +9,7 @@ from torch import Tensor
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
 from xscale.nn.blocks.stack import Stack, StackConfig
-from xscale.nn.depth.depth_pass import StackUse
+from xscale.nn.depth.depth_pass import Prediction, StackUse
 from xscale.nn.depth.layer_mix import LayerMix
 from xscale.nn.head.head import Head
 from xscale.nn.model.embed import Embed
@@ -16,6 +17,7 @@ from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, mo
 from xscale.nn.model.t_fixup import check_mixers, init_by_t_fixup
 from xscale.nn.module import name_modules
 from xscale.nn.norm.norm import NORMS, Norm
+from xscale.nn.residual.residual_stream import RESIDUALS
 from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
@@ -39,7 +41,7 @@ class EncoderDecoder(Model):
         """Dropout probability of the weights of that mix."""
         init: Literal["normal", "t_fixup"] = "normal"
         """Initial weights: normal with `init_std`; t_fixup scales embeddings and linear maps by width and depth, for
-        placement no_norm without warm-up (Huang et al. 2020)."""
+        residual no_norm without warm-up (Huang et al. 2020)."""
 
     seams: ClassVar[Seams] = {
         "source": Role.STACK_INPUT,
@@ -50,6 +52,8 @@ class EncoderDecoder(Model):
     }
     causal: ClassVar[bool] = True
     """Whether the decoder is causal."""
+    decoder_predicts: ClassVar[bool] = True
+    """Whether the head reads the decoder's output alone, so that exits may predict as it does."""
 
     def __init__(self, config: Config, vocabulary: int, length: int) -> None:
         super().__init__()
@@ -63,14 +67,16 @@ class EncoderDecoder(Model):
         self.encoder = Stack(
             config.encoder, reading, StackUse(returns_states=config.transparent, repeats_windows=False)
         )
-        self.decoder = Stack(config.decoder, writing, StackUse(cross=True, mix=mix))
-        self.head = Head(
+        make_head = partial(
+            Head,
             writing,
-            self.source.table if config.tied else None,
             soft_cap=config.logit_soft_cap,
             fix_norm=config.fix_norm,
             scale=config.width**-0.5 if config.scale_head else None,
         )
+        use = StackUse(cross=True, predicts=self.decoder_predicts, make_head=lambda: make_head(None), mix=mix)
+        self.decoder = Stack(config.decoder, writing, use)
+        self.head = make_head(self.source.table if config.tied else None)
         if config.init == "t_fixup":
             init_by_t_fixup(self.source.table, self.encoder.blocks, self.decoder.blocks)
         name_modules(self)
@@ -83,11 +89,12 @@ class EncoderDecoder(Model):
         if config.transparent and config.encoder.halting is not None:
             what = "an encoder whose tokens halt has one output, not one of each block"
             problems.append(Problem(f"{path}.transparent", what, f"Take false, or {path}.encoder.halting=null."))
-        if config.transparent and config.encoder.block.residual == "reversible":
-            what = "the decoder reads the outputs of all encoder blocks, and reversible blocks free theirs"
-            problems.append(
-                Problem(f"{path}.transparent", what, f"Take false, or {path}.encoder.block.residual=sequential.")
-            )
+        stream = RESIDUALS.of(config.encoder.block.residual)
+        if config.transparent and not stream.traits.hidden_states:
+            what = f"the decoder reads the outputs of all encoder blocks, and {stream.part.form}"
+            usual = stream.part.instead(config.encoder.block.residual)
+            fix = f"Take false, or {path}.encoder.block.residual={usual}."
+            problems.append(Problem(f"{path}.transparent", what, fix))
         if config.transparent and config.encoder.pooling is not None:
             what = "the decoder reads the outputs of all encoder blocks, which have several lengths"
             problems.append(Problem(f"{path}.transparent", what, f"Take false, or {path}.encoder.pooling=null."))
@@ -100,7 +107,9 @@ class EncoderDecoder(Model):
             *problems,
             *dict.fromkeys(check_position(config, reading, path) + check_position(config, writing, path)),
             *Stack.check(config.encoder, reading, f"{path}.encoder"),
-            *Stack.check(config.decoder, writing, f"{path}.decoder", StackUse(cross=True)),
+            *Stack.check(
+                config.decoder, writing, f"{path}.decoder", StackUse(cross=True, predicts=cls.decoder_predicts)
+            ),
         ]
 
     def encode(self, source: Tokens) -> Tensor:
@@ -122,8 +131,9 @@ class EncoderDecoder(Model):
         memory = self.memory(tokens, source)
         # Where the encoder shortens the source, the memory has the documents of its windows.
         read = self.encoder.output_tokens(source)
-        out: Tensor = self.head(self.decoder(self.target(tokens), tokens, memory, read), targets, tokens)
-        return out
+        prediction = Prediction(self.head, targets)
+        x = self.decoder(self.target(tokens), tokens, memory, read, prediction)
+        return self.predict(self.decoder, x, tokens, prediction)
 
 
 def _check_t_fixup(config: EncoderDecoder.Config, path: str) -> list[Problem]:

@@ -1,15 +1,19 @@
 """Whole models: token ids to logits or to the loss."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, ClassVar
 
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from xscale.core import config as schema
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
+from xscale.nn.blocks.stack import Stack
+from xscale.nn.depth.depth_pass import Prediction
 from xscale.nn.dims import Dims
 from xscale.nn.module import Part
 from xscale.nn.position.position import POSITIONS, Position
@@ -68,6 +72,19 @@ class Model(Part):
     def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         """Logits [B, T, V]; with `targets` [B, T] their summed loss in nats, a scalar of float32 or wider."""
         raise NotImplementedError
+
+    @staticmethod
+    def predict(stack: nn.Module, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
+        """Return what the model's head makes of the output x [B, T, D] of its stack: logits, or the summed loss."""
+
+        def of_head(x: Tensor) -> Tensor:
+            out: Tensor = prediction.head(x, prediction.targets, tokens)
+            return out
+
+        head: Callable[[Tensor], Tensor] = of_head
+        for part in stack.passes() if isinstance(stack, Stack) else ():
+            head = partial(part.predict, tokens=tokens, prediction=prediction, head=head)
+        return head(x)
 
 
 def model_dims(config: Model.Config, vocabulary: int, length: int, *, causal: bool) -> Dims:

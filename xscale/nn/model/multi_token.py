@@ -26,6 +26,7 @@ from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import NORMS, Norm
+from xscale.nn.residual.residual_stream import RESIDUALS
 from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
@@ -81,15 +82,16 @@ class MultiToken(Module):
         if config is None:
             return []
         block = stack.block_config(stack.depth - 1)
+        stream = RESIDUALS.of(block.residual)
         refused = {
-            "block.residual=sequential": (
-                block.residual == "reversible",
-                "reversible blocks have two residual streams",
+            f"block.residual={stream.part.instead(block.residual)}": (
+                not stream.traits.hidden_states,
+                f"{stream.part.form}, and a module reads the stack's output",
             ),
             "block.gates=null": (block.gates is not None, "the budget of the gates is that of the stack's blocks"),
-            "block.placement=post": (
-                block.placement == "admin",
-                "placement 'admin' initialises the stack's blocks alone",
+            "block.residual=post": (
+                stream.part.set_by_data,
+                f"residual '{stream.name}' initialises the stack's blocks alone",
             ),
             "halting=null": (stack.halting is not None, "a module has one block, and halting repeats blocks"),
             "step_signal=false": (stack.step_signal, "the signal of a step numbers the stack's blocks"),

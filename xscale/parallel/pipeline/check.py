@@ -90,6 +90,8 @@ def _one_copy(name: str, *, looks_up: bool) -> tuple[tuple[Choice, ...], str]:
         return one_stage, "Or take a core without tables that layers share."
     if name.startswith("distillation."):
         return one_stage + take(None, key="distill.map_width"), ""
+    if not name.endswith(".table.weight"):
+        return one_stage, ""
     schedules = take(*[schedule.name for schedule in SCHEDULES.values() if not schedule.v_shaped])
     if "source" in name:
         return schedules, ""
@@ -101,9 +103,10 @@ def _check_streams(model: nn.Module, path: str) -> list[Problem]:
     """List what blocks hand on, or read of all blocks, that stages do not."""
     problems = []
     stacks = [module for module in model.modules() if isinstance(module, Stack)]
-    if len(stacks) > 1 and any(stack.reversible for stack in stacks):
-        what = "stages of an encoder-decoder pass on one residual stream, and reversible blocks have two"
-        fix = "Or take stacks with block.residual=sequential."
+    if len(stacks) > 1 and not all(stack.stream.is_hidden_states for stack in stacks):
+        form = next(stack.stream.form for stack in stacks if not stack.stream.is_hidden_states)
+        what = f"stages of an encoder-decoder pass on hidden states, and {form}"
+        fix = "Or take stacks with block.residual=pre."
         problems.append(Problem(f"{path}.mesh.pp", what, fix, choices=take(1)))
     return problems
 
@@ -152,9 +155,6 @@ def _check_two_stacks(model: nn.Module, stage_blocks: list[list[str]], path: str
     stages = range(len(stage_blocks))
     received = [tensor for stage in stages for tensor in edges_read(model, stage_blocks, stage).values()]
     problems = []
-    if any(tensor.per_token for tensor in received):
-        what = "stages of an encoder-decoder pass on hidden states, and the budget's loss reads the gates of all blocks"
-        problems.append(Problem(f"{path}.mesh.pp", what, "Or take stacks with block.gates=null.", choices=take(1)))
     if any(tensor.values for tensor in received):
         what = "blocks read the values of the first layer, and stages of an encoder-decoder pass on hidden states alone"
         fix = "Or take mixers with value_latent_width=null."
@@ -164,15 +164,16 @@ def _check_two_stacks(model: nn.Module, stage_blocks: list[list[str]], path: str
 
 def _check_exits(model: nn.Module, stage_blocks: list[list[str]], path: str) -> list[Problem]:
     """Check that each exit has its head on its stage."""
-    exits, blocks = exits_of(model), block_paths(model)
-    last = len(blocks) - len(stage_blocks[-1])
-    away = [layer for layer, part in exits.items() if part.head is None and layer < last]
+    exits = exits_of(model)
+    away = [block for block, part in exits.items() if part.head is None and block not in stage_blocks[-1]]
     if not away:
         return []
-    what = f"the exit after block {away[0]} predicts by the model's head, which is on the last stage, from block {last}"
-    later = [layer for layer in exits if layer >= last]
-    choices = take(1) + take("own", key="model.stack.exits.head")
-    choices += take(later, key="model.stack.exits.blocks") if later else ()
+    stack, first = away[0].split(".")[0], stage_blocks[-1][0].split(".")[-1]
+    number = away[0].split(".")[-1]
+    what = f"the exit after block {number} predicts by the model's head, which is on the last stage, from block {first}"
+    later = [int(block.split(".")[-1]) for block in exits if block in stage_blocks[-1]]
+    choices = take(1) + take("own", key=f"model.{stack}.exits.head")
+    choices += take(later, key=f"model.{stack}.exits.blocks") if later else ()
     return [Problem(f"{path}.mesh.pp", what, choices=choices)]
 
 

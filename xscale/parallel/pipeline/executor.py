@@ -26,7 +26,8 @@ from xscale.parallel.pipeline.microbatch_runner import MicrobatchRunner
 from xscale.parallel.pipeline.p2p import P2PChannel, TensorSpec
 from xscale.parallel.pipeline.schedule import Action, ActionTable, schedule_of
 from xscale.parallel.pipeline.split import split, stages_of_shared_params
-from xscale.parallel.pipeline.stage import PipelineStage, StageInput, make_stage
+from xscale.parallel.pipeline.stage import PipelineStage, make_stage
+from xscale.parallel.pipeline.stubs import StageInput
 from xscale.parallel.shard.sharded import StagedModel, sharded_parameters
 
 
@@ -97,7 +98,9 @@ class PipelineSpec:
                 continue
             if sent.score_heads is None:
                 shape: tuple[int, ...] = (batch, self.length_of(length), self.width)
-                specs.append(TensorSpec(shape, precise if sent.stream else dtype))
+                if sent.states is not None:
+                    shape = (sent.states, *shape)
+                specs.append(TensorSpec(shape, precise if sent.precise else dtype))
                 continue
             queries = length
             # With a cache the tokens are the last ones of the sequence.

@@ -78,7 +78,8 @@ def block_costs(model: nn.Module, length: int) -> tuple[list[float], float]:
     head = model.get_submodule("head")
     assert isinstance(head, Head)
     after = exits_of(model)
-    costs = [cost + float(head.weight.numel()) * (layer in after) for layer, cost in enumerate(costs)]
+    paths = block_paths(model)
+    costs = [cost + float(head.weight.numel()) * (path in after) for path, cost in zip(paths, costs, strict=True)]
     mtp: Any = getattr(model, "mtp", None)
     if mtp is None:
         return costs, float(head.weight.numel())
@@ -88,11 +89,13 @@ def block_costs(model: nn.Module, length: int) -> tuple[list[float], float]:
     return costs, heads + projections + sum(_cost(block, full_length) for block in ahead)
 
 
-def exits_of(model: nn.Module) -> dict[int, Any]:
-    """Return the exits of the model by the number of their block; only a model of one stack has any."""
-    stacks = [module for module in model.modules() if isinstance(module, Stack)]
-    passes = [part for stack in stacks for part in stack.passes()]
-    return {layer: head for part in passes for layer, head in part.heads_after_blocks().items()}
+def exits_of(model: nn.Module) -> dict[str, Any]:
+    """Return the exits of the model by the path of their block."""
+    stacks = [(path, module) for path, module in model.named_modules() if isinstance(module, Stack)]
+    passes = [(path, part) for path, stack in stacks for part in stack.passes()]
+    return {
+        f"{path}.blocks.{layer}": head for path, part in passes for layer, head in part.heads_after_blocks().items()
+    }
 
 
 def _cost(block: nn.Module, length: int) -> float:

@@ -1,157 +1,40 @@
 """A pipeline stage: a model with only its own blocks, under their own names, and stubs in place of the other modules.
 
-The stubs have the protocols of what they replace. Received* return a tensor of the previous stage, which is in a
-`ReceivedTensor`; Send* and PassThrough forward what the next stage needs; NoHidden stands where nothing is read. So the
-model's own forward is the stage's forward.
+The stubs have the protocols of what they replace, so that the model's own forward is the stage's forward.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any
 
 from torch import Tensor, nn
 
-from xscale.nn.blocks.reversible import upcast_copy
+from xscale.nn.blocks.block import Block
 from xscale.nn.blocks.stack import Stack
-from xscale.nn.head.sentence_contrast import SENTENCES
-from xscale.nn.linear import Embedding
 from xscale.nn.model.model import Model
-from xscale.nn.module import Module, substitute
+from xscale.nn.module import substitute
 from xscale.nn.roles import Role
-from xscale.nn.tokens import Tokens
 from xscale.parallel.pipeline.split import (
     StageLayout,
     params_shared_by_blocks,
     stage_layout,
     stages_of_shared_params,
 )
+from xscale.parallel.pipeline.stubs import (
+    NoHidden,
+    PassThrough,
+    ReceivedHandedOn,
+    ReceivedHidden,
+    ReceivedSentences,
+    ReceivedStream,
+    ReceivedTensor,
+    SendHidden,
+    SendSentences,
+    SendStream,
+    StageInput,
+)
 from xscale.parallel.roles import RoleTable, apply_table, seams_in
-
-
-@dataclass(frozen=True)
-class StageInput:
-    """A tensor that a stage receives: hidden states, or scores or values that a block hands to the next."""
-
-    from_source: bool = False
-    """Whether the tokens of the hidden states are the source's."""
-    score_heads: int | None = None
-    """Heads of the attention scores, over all ranks of tp; None: hidden states."""
-    stream: bool = False
-    """Whether the hidden states are one of the two residual streams of reversible blocks, in float32 at least."""
-    per_token: bool = False
-    """Whether it is one number for each token, the sum of its gates so far, in float32 at least."""
-    values: bool = False
-    """Whether it is the values of the first layer, of the local heads."""
-    sentences: bool = False
-    """Whether the tokens are those of the masked sentences by themselves, for a contrastive loss, if there is one."""
-
-
-@dataclass
-class ReceivedTensor:
-    """Where a stub reads a tensor of the previous stage: that of the next micro-batch."""
-
-    about: StageInput
-    value: Tensor | None = None
-    """None: it was not sent, as the states of sentences in an evaluation."""
-
-
-class ReceivedHidden(Module):
-    """Stub for an embedding: returns received hidden states [B, T, D]. Has the table if the stage's head is tied to it,
-    or its multi-token prediction reads it."""
-
-    def __init__(self, path: str, hidden: ReceivedTensor, table: Embedding | None = None) -> None:
-        super().__init__()
-        self.path = path
-        self.hidden = hidden
-        self.table = table
-
-    def forward(self, *_: Any) -> Tensor | None:
-        return self.hidden.value
-
-
-class ReceivedSentences(ReceivedHidden):
-    """Stub for the embedding of a model with a contrastive loss: also returns the states of the sentences by
-    themselves, [B * K, M + N, D]."""
-
-    def __init__(self, hidden: ReceivedHidden, sentences: ReceivedTensor) -> None:
-        super().__init__(hidden.path, hidden.hidden, hidden.table)
-        self.sentences = sentences
-
-    def forward(self, tokens: Tokens) -> Tensor | None:
-        alone = self.sentences.value
-        return self.hidden.value if alone is None or tokens.get(SENTENCES) is not None else alone
-
-
-class NoHidden(Module):
-    """Stub for an embedding whose output no block of the stage reads."""
-
-    def forward(self, *_: Any) -> None:
-        return None
-
-
-class SendSentences(Module):
-    """Stub for the contrastive loss: the states of the sentences by themselves follow those of the text."""
-
-    def attach_loss(self, x: Tensor, tokens: Tokens, alone: Tensor, sentences: Tokens) -> tuple[Tensor, Tensor]:
-        return x, alone
-
-
-@dataclass(frozen=True)
-class ReceivedHandedOn:
-    """Stub for what the previous stage's last block hands on: scores by sublayer, values, sums of gates."""
-
-    tensors: Mapping[str, ReceivedTensor]
-
-    def __call__(self) -> dict[str, Tensor]:
-        return {name: tensor.value for name, tensor in self.tensors.items() if tensor.value is not None}
-
-
-@dataclass(frozen=True)
-class ReceivedStream:
-    """Stub for the second residual stream of the previous stage's last block, [B, T, D]."""
-
-    stream: ReceivedTensor
-
-    def __call__(self, x: Tensor) -> Tensor:
-        assert self.stream.value is not None
-        return upcast_copy(self.stream.value)
-
-
-def send_streams(x: tuple[Tensor, Tensor], handed_on: dict[str, Tensor], tokens: Tokens) -> tuple[Tensor, ...]:
-    """Output of a stack whose next block is in another stage and has two residual streams: both."""
-    return tuple(x)
-
-
-@dataclass(frozen=True)
-class SendHandedOn:
-    """Output of a stack whose next block is in another stage and reads what this one's last block hands on, which
-    follows the hidden states."""
-
-    names: Sequence[str]
-
-    def __call__(self, x: Tensor, handed_on: dict[str, Tensor], tokens: Tokens) -> tuple[Tensor, ...]:
-        return x, *(handed_on[name] for name in self.names)
-
-
-class PassThrough(Module):
-    """Stub for a stack of another stage: an encoder returns its input, a decoder the memory."""
-
-    def forward(
-        self, x: Tensor | None, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None
-    ) -> Tensor | None:
-        return x if memory is None else memory
-
-    def output_tokens(self, tokens: Tokens) -> Tokens:
-        """Return the tokens of the memory: a pipeline's encoder does not shorten the source."""
-        return tokens
-
-
-class SendHidden(Module):
-    """Stub for the head: returns what the next stage needs."""
-
-    def forward(self, x: Any, *further_inputs: Any) -> Any:
-        return x
 
 
 def _leave_out(module: nn.Module, seam: str) -> None:
@@ -176,7 +59,8 @@ BEFORE_LAST: RoleTable = {
     Role.ON_LAST_STAGE: _leave_out,
     Role.SENTENCE_LOSS: _send_sentences,
 }
-"""Role -> what all stages but the last do at a seam with it, called as (module, seam)."""
+"""Role -> what all stages but the last do at a seam with it, called as (module, seam). For what is in a stack the last
+stage is that of its last block."""
 AFTER_FIRST: RoleTable = {Role.ON_FIRST_STAGE: _leave_out}
 """Role -> what all stages but the first do."""
 
@@ -227,34 +111,46 @@ def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> Pipelin
     # Multi-token prediction behind the last block looks tokens up.
     reads_table = is_tied or getattr(model, "mtp", None) is not None
     received = edges_read(model, blocks, index)
+    before = [model.get_submodule(path) for path in chain.from_iterable(blocks[:index])]
+    sublayers = sum(len(block.order) for block in before if isinstance(block, Block))
     sent = [] if last else list(edges_read(model, blocks, index + 1))
+    ended: set[nn.Module] = set()
+    """Modules of the stacks whose last block is in this stage."""
     for name in layout.stacks:
-        _keep_blocks(model.get_submodule(name), paths, name)
+        stack: Any = model.get_submodule(name)
+        if f"{name}.blocks.{list(stack.blocks)[-1]}" in paths:
+            ended.update(stack.modules())
+        _keep_blocks(stack, paths, name)
     if not last:
-        apply_table(BEFORE_LAST, model.modules())
+        apply_table(BEFORE_LAST, [module for module in model.modules() if module not in ended])
     if index:
         apply_table(AFTER_FIRST, model.modules())
     stage = PipelineStage(index, model, last)
     if len(layout.stacks) == 1:
-        _one_stack(stage, layout, received, sent, reads_table=reads_table)
+        _one_stack(stage, layout, received, sent, sublayers, reads_table=reads_table)
     else:
-        assert not received, "only a model of one stack sends attention scores or values"
-        _two_stacks(stage, layout, paths, tied=last and is_tied)
+        _two_stacks(stage, layout, paths, received, sent, tied=last and is_tied)
     return stage
 
 
 def _one_stack(
-    stage: PipelineStage, layout: StageLayout, received: dict[str, StageInput], sent: list[str], *, reads_table: bool
+    stage: PipelineStage,
+    layout: StageLayout,
+    received: dict[str, StageInput],
+    sent: list[str],
+    sublayers: int,
+    *,
+    reads_table: bool,
 ) -> None:
-    """Put stubs into a model of one stack. `received` and `sent`: what blocks hand on beside hidden states."""
+    """Put stubs into a model of one stack. `received` and `sent`: what blocks hand on beside the residual stream;
+    `sublayers`: how many the stages before have."""
     stack = stage.model.get_submodule(layout.stacks[0])
     assert isinstance(stack, Stack)
     if not stage.first:
-        about = StageInput(stream=stack.reversible)
-        _receive_hidden(stage, layout.inputs[0], about, has_table=stage.last and reads_table)
-    _hand_on_edges(stage, stack, received, sent)
-    if stack.reversible:
-        _hand_on_streams(stage, stack)
+        _receive_stream(stage, stack, layout.inputs[0], sublayers, has_table=stage.last and reads_table)
+    _receive_edges(stage, stack, received)
+    if not stage.last:
+        substitute(stack, "output", SendStream(stack.stream.to_tensors, sent))
     # The last input, which an evaluation lacks.
     if getattr(stage.model, "contrast", None) is not None:
         _hand_on_sentences(stage, layout.inputs[0])
@@ -296,19 +192,33 @@ def sent_between(model: nn.Module, before: Sequence[str], after: Sequence[str]) 
     """Return what the blocks `before` pass on to those `after` them beside hidden states, by name."""
     layout = stage_layout(model)
     assert layout is not None
-    stacks = [model.get_submodule(name) for name in layout.stacks]
-    blocks = [[model.get_submodule(path) for path in paths] for paths in (before, after)]
-    passes = [part for stack in stacks if isinstance(stack, Stack) for part in stack.passes()]
-    return {name: StageInput(**vars(tensor)) for part in passes for name, tensor in part.sends(*blocks).items()}
+    for name in layout.stacks:
+        own = [[path for path in paths if path.startswith(f"{name}.")] for paths in (before, after)]
+        if not all(own):
+            # Between two stacks only the output of the first passes on.
+            continue
+        stack: Any = model.get_submodule(name)
+        blocks = [[model.get_submodule(path) for path in paths] for paths in own]
+        sent = {name: tensor for part in stack.passes() for name, tensor in part.sends(*blocks).items()}
+        from_source = len(layout.stacks) > 1 and name == layout.stacks[0]
+        return {name: StageInput(from_source=from_source, **vars(tensor)) for name, tensor in sent.items()}
+    return {}
 
 
-def _hand_on_edges(stage: PipelineStage, stack: nn.Module, received: dict[str, StageInput], sent: list[str]) -> None:
-    """Receive what the stage's first block reads beside hidden states, and send what the next stage's reads."""
+def _receive_stream(stage: PipelineStage, stack: Stack, embed: str, sublayers: int, *, has_table: bool) -> None:
+    """Receive the residual stream of the previous stage, behind that many sublayers: the first of its tensors in the
+    place of the embedding `embed`."""
+    about = StageInput(precise=stack.stream.precise)
+    _receive_hidden(stage, embed, about, has_table=has_table)
+    further = [stage.receive(about) for _ in range(stack.stream.sent(sublayers) - 1)]
+    substitute(stack.stream, "begin", ReceivedStream(stack.stream.from_tensors, further))
+
+
+def _receive_edges(stage: PipelineStage, stack: nn.Module, received: dict[str, StageInput]) -> None:
+    """Receive what the stage's first block reads beside the residual stream."""
     if received:
         tensors = {name: stage.receive(about) for name, about in received.items()}
         substitute(stack, "first_edges", ReceivedHandedOn(tensors))
-    if sent:
-        substitute(stack, "output", SendHandedOn(sent))
 
 
 def _hand_on_sentences(stage: PipelineStage, name: str) -> None:
@@ -321,20 +231,22 @@ def _hand_on_sentences(stage: PipelineStage, name: str) -> None:
         substitute(stage.model, name, ReceivedSentences(hidden, sentences))
 
 
-def _hand_on_streams(stage: PipelineStage, stack: Stack) -> None:
-    """Receive the second residual stream of the previous stage, and send both to the next."""
-    if not stage.first:
-        substitute(stack, "second_stream", ReceivedStream(stage.receive(StageInput(stream=True))))
-    if not stage.last:
-        substitute(stack, "output", send_streams)
-
-
-def _two_stacks(stage: PipelineStage, layout: StageLayout, paths: list[str], *, tied: bool) -> None:
-    """Put stubs into an encoder-decoder. `tied`: the stage has a head with the table of the embeddings."""
+def _two_stacks(
+    stage: PipelineStage,
+    layout: StageLayout,
+    paths: list[str],
+    received: dict[str, StageInput],
+    sent: list[str],
+    *,
+    tied: bool,
+) -> None:
+    """Put stubs into an encoder-decoder. `tied`: the stage has a head with the table of the embeddings. `received` and
+    `sent`: what blocks hand on beside hidden states."""
     model = stage.model
     assert isinstance(model, Model)
     source, target = layout.inputs
     encoder, decoder = (seam for _, seam, _ in seams_in([model], Role.STACK))
+    memory_states = next(_output_states(model.get_submodule(encoder)), None)
     encodes, decodes = (any(path.startswith(f"{stack}.") for path in paths) for stack in (encoder, decoder))
     starts_encoder, starts_decoder = (f"{stack}.blocks.0" in paths for stack in (encoder, decoder))
     # A decoder may read further inputs before the embeddings of the target.
@@ -345,7 +257,15 @@ def _two_stacks(stage: PipelineStage, layout: StageLayout, paths: list[str], *, 
             _receive_hidden(stage, name, StageInput())
     if not starts_encoder:
         # Both embeddings use one table, whose name is the source's.
-        _receive_hidden(stage, source, StageInput(from_source=True), has_table=starts_decoder or tied)
+        about = StageInput(from_source=True, states=None if encodes else memory_states)
+        _receive_hidden(stage, source, about, has_table=starts_decoder or tied)
+    # What a stage sends is of its last block, and what it receives of its first.
+    for name, receives, sends in ((encoder, encodes, not decodes), (decoder, not encodes, decodes)):
+        stack = model.get_submodule(name)
+        assert isinstance(stack, Stack)
+        _receive_edges(stage, stack, received if receives else {})
+        if sends and sent:
+            substitute(stack, "output", SendStream(stack.stream.to_tensors, sent))
     if not encodes:
         substitute(model, encoder, PassThrough())
     if not decodes:
@@ -356,10 +276,21 @@ def _two_stacks(stage: PipelineStage, layout: StageLayout, paths: list[str], *, 
         model.get_submodule(decoder).register_forward_hook(_with_memory(model))
 
 
-def _with_memory(model: Model) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the hook by which a decoder sends its output, the signals that its blocks read, and its memory."""
+def _output_states(stack: nn.Module) -> Iterator[int]:
+    """Yield the number of the hidden states that a pass of the stack makes its output."""
+    assert isinstance(stack, Stack)
+    for part in stack.passes():
+        count = part.output_states()
+        if count is not None:
+            yield count
 
-    def send(_: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> tuple[Tensor, ...]:
-        return out, *(inputs[1].get(signal) for signal in model.signals_of_decoder), inputs[2]
+
+def _with_memory(model: Model) -> Callable[..., tuple[Tensor, ...]]:
+    """Return the hook by which a decoder sends its output, the signals that its blocks read, its memory, and what its
+    last block hands on."""
+
+    def send(_: nn.Module, inputs: tuple[Any, ...], out: Any) -> tuple[Tensor, ...]:
+        x, *handed_on = out if isinstance(out, tuple) else (out,)
+        return x, *(inputs[1].get(signal) for signal in model.signals_of_decoder), inputs[2], *handed_on
 
     return send

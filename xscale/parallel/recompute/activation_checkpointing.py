@@ -171,15 +171,12 @@ def check(parallel: ParallelConfig, path: str) -> list[Problem]:
 
 def check_model(model: nn.Module, parallel: ParallelConfig, path: str) -> list[Problem]:
     """Return what of a model on meta cannot be offloaded."""
-    blocks = [module for module in model.modules() if isinstance(module, Block) and module.reversible]
-    if not parallel.recompute.offload or not blocks:
+    stacks = [module for module in model.modules() if isinstance(module, Stack)]
+    several = [stack.stream for stack in stacks if not stack.stream.is_hidden_states]
+    if not parallel.recompute.offload or not several:
         return []
-    what = "reversible blocks have two residual streams, and one input of a block is offloaded"
-    return [
-        Problem(
-            f"{path}.recompute.offload", what, "Or take stacks with block.residual=sequential.", choices=take(False)
-        )
-    ]
+    what = f"{several[0].form}, and one input of a block is offloaded"
+    return [Problem(f"{path}.recompute.offload", what, "Or take stacks with block.residual=pre.", choices=take(False))]
 
 
 def _check_regather(parallel: ParallelConfig, where: str) -> list[Problem]:

@@ -69,6 +69,11 @@ def _block_position(block: nn.Module, seam: str, region: TensorRegion) -> None:
         all_reduce_replicated_grads(position, region)
 
 
+def _shard_of_tokens(module: nn.Module, seam: str, region: TensorRegion) -> None:
+    """Cuts this rank's shard out of values that all ranks have of all tokens."""
+    substitute(module, seam, region.shard)
+
+
 def _replicated_input(module: nn.Module, seam: str, region: TensorRegion) -> None:
     """Gathers the hidden states of all tokens, of which each rank has a shard."""
     substitute(module, seam, GatherSequence(region))
@@ -121,5 +126,6 @@ SEQUENCE: RoleTable = {
     Role.PARAMETERS_BETWEEN_REGIONS: _parameters_between_regions,
     Role.BLOCK_POSITION: _block_position,
     Role.REPLICATED_INPUT: _replicated_input,
+    Role.SHARD_OF_TOKENS: _shard_of_tokens,
 }
 """Role -> what is done at a seam with it beside `tensor.table.TENSOR`, called as (module, seam, region)."""

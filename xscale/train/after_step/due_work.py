@@ -1,7 +1,7 @@
 """Work that is due after a step, in one order: after every step, the last one, and one with a cause to stop.
 
 1. report: the row of the metrics, the kernels of the first step, the saves that are done.
-2. agree: all ranks learn of stop signals, of a lost run folder, and of the targets of the next step.
+2. agree: all ranks learn of stop signals, of a lost run folder, which ends the run, and of the next targets.
 3. garbage collection: on all ranks after the same step.
 4. rollback: restore the last good checkpoint, if the step's decision says so. Nothing below is due for such a step.
 5. limit: `train.stop_after` is a cause to stop from here on, as a signal is.
@@ -57,7 +57,7 @@ class DueWork:
         """Return what may be due after a step, in its order."""
         return (
             Due(("report",), _always, self._report),
-            Due(("agree",), _always, lambda step: self.facts.agree(step.gradients.sums)),
+            Due(("agree",), _always, self._agree),
             Due(("garbage collection",), _always, lambda _: self.garbage.after_step(self.state.step)),
             Due(("rollback",), _is_undone, self._roll_back),
             Due(("limit",), self._is_limit, lambda _: self.stop.request("train.stop_after")),
@@ -90,6 +90,9 @@ class DueWork:
         self.reporter.report(step)
         self.reporter.report_kernels()
         self.saver.report_finished()
+
+    def _agree(self, step: TakenStep) -> None:
+        self.facts.agree(step.gradients.sums, is_good=_is_kept(step))
 
     def _roll_back(self, step: TakenStep) -> None:
         with self.work.interruptible():

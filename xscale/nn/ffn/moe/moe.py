@@ -28,7 +28,9 @@ from xscale.nn.ffn.moe.permutation import (
 )
 from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims
 from xscale.nn.ffn.moe.router.topk import TopKRouter
+from xscale.nn.ffn.moe.segments import Segments, sequences_of
 from xscale.nn.ffn.moe.statistics import record_stats
+from xscale.nn.ffn.moe.text_tokens import text_of
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module
 from xscale.nn.random import hash63
@@ -58,7 +60,8 @@ class Moe(Ffn):
         """An expert takes at most this times the mean number of a group's assignments per expert; the rest is dropped
         and passes through the residual. Null: no tokens are dropped."""
         eval_capacity_factor: float | None = Field(default=None, gt=0, allow_inf_nan=True)
-        """Capacity factor outside training; null: as in training. Generation never drops tokens."""
+        """Capacity factor in evaluation, where each sequence has a capacity of its own, so that no result depends on
+        the other sequences of a micro-batch; null: evaluation drops no tokens, as generation never does."""
         drop_policy: DropPolicy = "position"
         """Tokens that an overfull expert keeps. position: the earliest; choice: first choices, then second ones, each
         by position (Lepikhin et al. 2020); probability: the highest weights; priority: first choices, then second
@@ -76,7 +79,8 @@ class Moe(Ffn):
         allow_noncausal_routing: bool = False
         """Let later tokens decide how a causal model's token is routed or whether it is dropped."""
 
-    averages_tokens = True
+    averages_text = True
+    averages_packed_text = True
     seams: ClassVar[Seams] = {
         "dispatch": Role.DISPATCH,
         "dispatch_plan": Role.ROUTING,
@@ -86,6 +90,8 @@ class Moe(Ffn):
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
         self.config = config
+        traits = ROUTERS.of(config.router).traits
+        self.averages_tokens = config.capacity_factor is not None or traits.balance != "none" or traits.scope == "batch"
         self.router: Router = ROUTERS.build(config.router, router_dims(config, dims))
         self.experts = Experts(config.expert, dims, config.experts, config.expert_dropout)
         self.dispatch: Dispatch = LocalDispatch()
@@ -113,15 +119,21 @@ class Moe(Ffn):
         router = ROUTERS.of(config.router).part
         return problems + list(router.check(config.router, router_dims(config, dims), f"{path}.router"))
 
-    def capacity(self, tokens: int) -> int | None:
-        """Tokens an expert takes from each capacity group of a micro-batch of N tokens; None: no limit."""
-        config = self.config
-        factor = config.capacity_factor
-        if not self.training and config.eval_capacity_factor is not None:
-            factor = config.eval_capacity_factor
-        if factor is None or math.isinf(factor):
+    def capacity_factor(self, tokens: Tokens) -> float | None:
+        """Return the capacity factor of this forward; None: an expert takes all that it is given."""
+        # Generation sees other micro-batches than training did, so a capacity would drop other tokens.
+        if tokens.forward.cache is not None:
             return None
-        return math.ceil(factor * self.experts_per_token() * -(-tokens // config.capacity_groups) / config.experts)
+        factor = self.config.capacity_factor if self.training else self.config.eval_capacity_factor
+        return None if factor is None or math.isinf(factor) else factor
+
+    def capacity_segments(self, count: int, tokens: Tokens) -> Segments:
+        """Return the segments of `count` tokens that each have a capacity: groups in training, else sequences."""
+        return Segments.even(count, self.config.capacity_groups) if self.training else sequences_of(tokens)
+
+    def capacity(self, factor: float, tokens: int) -> int:
+        """Return the tokens that an expert takes at most from a segment of N tokens."""
+        return math.ceil(factor * self.experts_per_token() * tokens / self.config.experts)
 
     @property
     def summed_parts(self) -> list[Module]:
@@ -188,14 +200,27 @@ class Moe(Ffn):
     def dispatch_plan(self, x: Tensor, tokens: Tokens) -> tuple[DispatchPlan, Tensor | None]:
         """Route x [B, T, D]: which of its flattened rows go to which experts, and the auxiliary loss.
 
-        A seam: context parallelism routes over the sharded sequence.
+        Padding goes to no expert. A seam: context parallelism routes over the sharded sequence.
         """
-        flat, config = x.flatten(0, 1), self.config
+        flat, text = x.flatten(0, 1), text_of(tokens)
+        if text is None:
+            return self._plan_of(flat, tokens)
+        rows, text_tokens = text
+        plan, aux_loss = self._plan_of(flat[rows], text_tokens)
+        return replace(plan, tokens=rows[plan.tokens], token_rows=None), aux_loss
+
+    def _plan_of(self, flat: Tensor, tokens: Tokens) -> tuple[DispatchPlan, Tensor | None]:
+        """Route x [N, D], all of it text: the plan of its rows, and the auxiliary loss."""
+        config = self.config
         routing = self.router(flat, tokens)
-        # Generation sees other micro-batches than training did, so a capacity would drop other tokens.
-        capacity = self.capacity(len(flat)) if tokens.forward.cache is None else None
+        segments, factor = self.capacity_segments(len(flat), tokens), self.capacity_factor(tokens)
+        capacity: int | list[int] | None = None
+        if factor is not None and segments.lengths is None:
+            capacity = self.capacity(factor, segments.length)
+        elif factor is not None and segments.lengths is not None:
+            capacity = [self.capacity(factor, length) for length in segments.lengths]
         plan = plan_dispatch(
-            *(routing, config.experts, capacity, config.drop_policy, config.capacity_groups),
+            *(routing, config.experts, capacity, config.drop_policy, segments),
             fixed_shapes=self.fixed_shapes(flat),
         )
         if tokens.forward.stats is not None:

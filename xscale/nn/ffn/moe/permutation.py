@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xscale.nn.ffn.moe.routing import Routing
+from xscale.nn.ffn.moe.segments import Segments
 from xscale_kernels.torch_private import calls_directly
 
 DropPolicy = Literal["position", "choice", "probability", "priority"]
@@ -43,20 +44,23 @@ class DispatchPlan:
 def plan_dispatch(
     routing: Routing,
     experts: int,
-    capacity: int | None,
+    capacity: int | list[int] | None,
     drop_policy: DropPolicy,
-    groups: int = 1,
+    segments: Segments | None = None,
     *,
     fixed_shapes: bool = False,
 ) -> DispatchPlan:
-    """Sort the assignments by expert; each expert keeps at most `capacity` of each group of consecutive tokens.
+    """Sort the assignments by expert; each expert keeps at most `capacity` of each segment of the tokens.
+
+    `capacity` is one number for all segments, or one for each; None: no limit. `segments` None: all tokens are one.
 
     Where nothing is dropped, or with `fixed_shapes`, the host does not wait for the device.
     """
     tokens = routing.probabilities.shape[0]
     order = None if capacity is None else _precedence(routing, drop_policy)
     expert, token = routing.expert, routing.token
-    key = expert if groups == 1 else expert * groups + token // -(-tokens // groups)  # [M]
+    groups = 1 if segments is None else segments.count
+    key = expert if segments is None or segments.is_one else expert * groups + segments.of(token)  # [M]
     bins = experts * groups
     if routing.kept is not None:
         key = torch.where(routing.kept, key, bins)
@@ -67,8 +71,13 @@ def plan_dispatch(
     kept = None
     if capacity is not None:
         slot = torch.arange(len(sorted_key), device=sorted_key.device) - starts[sorted_key]
-        kept = (slot < capacity) & (sorted_key < bins)
-        counts = load.clamp(max=capacity)
+        if isinstance(capacity, int):
+            kept = (slot < capacity) & (sorted_key < bins)
+            counts = load.clamp(max=capacity)
+        else:
+            limits = torch.tensor(capacity, device=slot.device)  # [segments]
+            kept = (slot < limits[sorted_key % groups]) & (sorted_key < bins)
+            counts = load.minimum(limits.repeat(experts))
     elif routing.kept is not None:
         kept = sorted_key < bins
     if kept is not None and not fixed_shapes:

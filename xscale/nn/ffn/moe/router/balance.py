@@ -11,20 +11,21 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.nn.ffn.moe.router.router import Router, RouterDims
+from xscale.nn.ffn.moe.segments import Segments, sequences_of
 from xscale.nn.init import ZEROS
 from xscale.nn.post_step import PostStepState, WeightWriter
 from xscale.nn.tokens import Tokens
 
 
-def load_fractions(token: Tensor, expert: Tensor, like: Tensor, segments: int) -> Tensor:
+def load_fractions(token: Tensor, expert: Tensor, like: Tensor, segments: Segments) -> Tensor:
     """Fraction of each segment's assignments that each expert gets, [segments, E], rows summing to 1.
 
-    `token` and `expert` are [M]; the N tokens of `like` [N, E] form `segments` segments of equal length.
+    `token` and `expert` are [M]; the segments are of the N tokens of `like` [N, E].
     """
-    tokens, experts = like.shape
-    bins = expert if segments == 1 else token // -(-tokens // segments) * experts + expert
-    counts = torch.zeros(segments * experts, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-    counts = counts.scatter_add_(0, bins, torch.ones_like(counts[:1]).expand(len(bins))).view(segments, experts)
+    experts, count = like.shape[1], segments.count
+    bins = expert if segments.is_one else segments.of(token) * experts + expert
+    counts = torch.zeros(count * experts, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    counts = counts.scatter_add_(0, bins, torch.ones_like(counts[:1]).expand(len(bins))).view(count, experts)
     return counts / counts.sum(1, keepdim=True)
 
 
@@ -32,21 +33,22 @@ def load_balancing_loss(
     probabilities: Tensor,
     token: Tensor,
     expert: Tensor,
-    segments: int = 1,
+    segments: Segments | None = None,
 ) -> Tensor:
     """E sum_e f_e P_e (Fedus et al. 2021, equation 4), mean over segments.
 
     f are the fractions of the assignments [M], P is the mean of `probabilities` [N, E]. With k choices f still sums to
-    1, so an even load gives 1 for every k.
+    1, so an even load gives 1 for every k. `segments` None: all tokens are one.
     """
     tokens, experts = probabilities.shape
+    segments = segments or Segments.even(tokens, 1)
     fraction = load_fractions(token, expert, probabilities, segments)
-    if segments == 1:
+    if segments.is_one:
         mean = probabilities.mean(0, keepdim=True)
-    elif tokens % segments == 0:
-        mean = probabilities.view(segments, -1, experts).mean(1)
+    elif segments.divides(tokens):
+        mean = probabilities.view(segments.count, -1, experts).mean(1)
     else:
-        chunks = torch.split(probabilities, -(-tokens // segments))
+        chunks = torch.split(probabilities, segments.sizes())
         fraction = fraction[: len(chunks)]
         mean = torch.stack([chunk.mean(0) for chunk in chunks])  # [segments, E]
     return experts * (fraction.to(mean.dtype) * mean).sum(1).mean()
@@ -131,9 +133,11 @@ class AuxLoss(PostStepState):
         if load is not None:
             stats["aux"] = load_balancing_loss_with(probabilities, self.router.use(load))
             # `update_state` gives it to the next step, once it is averaged over the whole batch.
-            stats["share"] = load_fractions(token, experts.reshape(-1), probabilities.double(), 1)[0]
+            micro_batch = Segments.even(len(experts), 1)
+            stats["share"] = load_fractions(token, experts.reshape(-1), probabilities.double(), micro_batch)[0]
         else:
-            segments = len(tokens.ids) if self.config.balance_over == "sequence" else self.groups
+            by_sequence = self.config.balance_over == "sequence"
+            segments = sequences_of(tokens) if by_sequence else Segments.even(len(experts), self.groups)
             stats["aux"] = load_balancing_loss(probabilities, token, experts.reshape(-1), segments)
         if weight:
             total = weight * stats["aux"] + (0 if total is None else total)

@@ -14,6 +14,7 @@ from xscale.nn.ffn.moe.router.balance import ZLoss
 from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits
 from xscale.nn.ffn.moe.router.select import LinearScore
 from xscale.nn.ffn.moe.routing import Routing
+from xscale.nn.ffn.moe.segments import Segments, sequences_of
 from xscale.nn.tokens import Tokens
 
 
@@ -51,24 +52,46 @@ class ExpertChoiceRouter(Router):
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
         logits = self.score.logits(x, tokens)
         scores = logits.softmax(1)
-        segments = len(tokens.ids) if self.config.input_batch == "sequence" else self.groups
+        by_sequence = self.config.input_batch == "sequence"
+        segments = sequences_of(tokens) if by_sequence else Segments.even(len(scores), self.groups)
         token, expert, weights = select_tokens(scores, self.config.capacity_factor, segments)
         loss, stats = self.z_loss.aux_losses(tokens, logits)
         return Routing(token=token, expert=expert, weight=weights, probabilities=scores, loss=loss, stats=stats)
 
 
-def select_tokens(scores: Tensor, capacity_factor: float, segments: int) -> tuple[Tensor, Tensor, Tensor]:
+def select_tokens(scores: Tensor, capacity_factor: float, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, experts and weights [M] of the assignments that experts make by their scores [N, E].
 
-    Each expert chooses from each of `segments` segments of consecutive tokens by itself, or from all tokens if the
-    segments do not divide N.
+    Each expert chooses from each segment by itself, or from all tokens if segments of one length do not divide N.
     """
+    count = len(scores)
+    if segments.lengths is not None:
+        return _select_from_each(scores, capacity_factor, segments.lengths)
+    groups = segments.count if segments.divides(count) else 1
+    return _select_from_equal(scores, capacity_factor, groups)
+
+
+def _select_from_equal(scores: Tensor, capacity_factor: float, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Assignments [M] of experts that choose from each of `groups` equal parts of the tokens."""
     count, experts = scores.shape
-    if count % segments:
-        segments = 1
-    length = count // segments
+    length = count // groups
     capacity = max(1, min(length, int(length * capacity_factor / experts)))
-    weights, index = scores.view(segments, length, experts).topk(capacity, dim=1)  # [segments, capacity, E]
-    token = index + torch.arange(segments, device=scores.device)[:, None, None] * length
+    weights, index = scores.view(groups, length, experts).topk(capacity, dim=1)  # [groups, capacity, E]
+    token = index + torch.arange(groups, device=scores.device)[:, None, None] * length
     expert = torch.arange(experts, device=scores.device).expand_as(token)
     return token.reshape(-1), expert.reshape(-1), weights.reshape(-1)
+
+
+def _select_from_each(
+    scores: Tensor, capacity_factor: float, lengths: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Assignments [M] of experts that choose from each sequence of these lengths."""
+    tokens, experts, weights = [], [], []
+    start = 0
+    for part in torch.split(scores, list(lengths)):
+        token, expert, weight = _select_from_equal(part, capacity_factor, 1)
+        tokens.append(token + start)
+        experts.append(expert)
+        weights.append(weight)
+        start += len(part)
+    return torch.cat(tokens), torch.cat(experts), torch.cat(weights)

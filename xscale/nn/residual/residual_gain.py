@@ -9,6 +9,7 @@ from xscale.core.requirements import KeyNeed
 from xscale.nn.init import ONES, ZEROS
 from xscale.nn.module import Module
 from xscale.nn.roles import Role, Seams
+from xscale.nn.tokens import Tokens
 
 
 class ResidualWeight(Module):
@@ -21,7 +22,7 @@ class ResidualWeight(Module):
         super().__init__()
         self.declare("weight", (1,), ("state",), ZEROS, decays=False)
 
-    def forward(self, y: Tensor) -> Tensor:
+    def forward(self, y: Tensor, tokens: Tokens | None = None) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
         return self.use(self.weight).to(y.dtype) * y
 
@@ -40,8 +41,8 @@ class ResidualGain(Module):
         self.declare("weight", (width,), ("width",), ONES, decays=False)
 
     def needs(self) -> list[KeyNeed]:
-        why = "placement 'admin' sets gains by a pass before the first step, and DeepSpeed keeps its own copy"
-        return [KeyNeed("parallel.zero.engine", ("torch",), why, (("model.stack.block.placement", "post"),))]
+        why = "residual 'admin' sets gains by a pass before the first step, and DeepSpeed keeps its own copy"
+        return [KeyNeed("parallel.zero.engine", ("torch",), why, (("model.stack.block.residual", "post"),))]
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""

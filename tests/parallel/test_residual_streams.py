@@ -1,0 +1,51 @@
+"""Residual streams of several tensors, or with parameters: every layout has the numbers of one process."""
+
+from typing import Any
+
+import pytest
+
+from tests.distributed import Pool
+from tests.parallel.against_one import alone, same
+
+ATTENTION: dict[str, Any] = {"kind": "attention", "heads": 4, "kv_heads": 2}
+FFN: dict[str, Any] = {"kind": "gated", "hidden": 48}
+STREAMS: dict[str, Any] = {
+    "hyper_connections": {"kind": "hyper_connections", "streams": 3, "initial_scale": 0.5},
+    "mhc": {"kind": "mhc", "streams": 3, "initial_scale": 0.5, "iterations": 4},
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "recompute": (1, {"recompute": {"every": 1}}),
+    "selective": (1, {"recompute": {"every": 1, "granularity": "selective"}}),
+    "tp": (2, {"mesh": {"tp": 2}}),
+    "tp-sequence": (2, {"mesh": {"tp": 2}, "tensor": {"sequence": True}}),
+    "cp": (2, {"mesh": {"cp": 2}}),
+    "pp": (2, {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}),
+    "pp-interleaved": (2, {"mesh": {"pp": 2}, "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2}}),
+    "pp-zero-bubble": (2, {"mesh": {"pp": 2}, "pipeline": {"schedule": "zero_bubble"}}),
+    "zero1": (2, {"zero": {"stage": 1}}),
+    "zero2": (2, {"zero": {"stage": 2}}),
+    "zero3": (2, {"zero": {"stage": 3}, "recompute": {"every": 2}}),
+}
+
+
+def decoder(stream: str, **block: Any) -> dict[str, Any]:
+    parts = {"mixer": ATTENTION, "ffn": FFN, "dropout": 0.1, "residual": STREAMS[stream], **block}
+    return {"kind": "decoder", "width": 32, "stack": {"depth": 4, "block": parts}}
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.sampled(5)
+def test_a_layout_has_the_numbers_of_one_process(layout: str, stream: str, pool: Pool) -> None:
+    """On packed documents, with dropout."""
+    ranks, parallel = LAYOUTS[layout]
+    same(pool, alone(pool, decoder(stream)), ranks, decoder(stream), parallel)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stream", STREAMS)
+def test_together(stream: str, pool: Pool) -> None:
+    ffn = {"kind": "moe", "experts": 4, "router": {"kind": "topk", "top_k": 2}, "expert": FFN}
+    model = decoder(stream, ffn=ffn)
+    together = {"mesh": {"tp": 2, "pp": 2}, "tensor": {"sequence": True}, "zero": {"stage": 1}}
+    same(pool, alone(pool, model), 4, model, together)

@@ -1,0 +1,106 @@
+"""Config of exits, and the checks of what in it goes together."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from xscale.core.config import Config
+from xscale.core.errors import Problem
+from xscale.core.requirements import change, take
+from xscale.nn.depth.early_exit import ExitPolicyConfig
+
+
+class ExitsConfig(Config):
+    blocks: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(default=None, min_length=1)
+    """Numbers of the blocks, from 0, after which there is an exit; null: all but the last, which the model's own head
+    follows."""
+    head: Literal["own", "shared"] = "own"
+    """own: each exit has a head of its own; shared: all exits predict by the model's head."""
+    norm: bool = True
+    """Whether each exit has a norm of its own, of the blocks' kind, before its head."""
+    weights: Literal["equal", "linear"] = "equal"
+    """Weights of the losses. equal: 1 for each exit and for the model's head; linear: l / (sum of the l) for the loss
+    after block l, counted from 1 (Zhou et al. 2020)."""
+    stop: Literal["never", "by_depth"] = "never"
+    """by_depth: the loss after block l of L, from 1, ends after the fraction l / (2 L) of the run's steps (Al-Rfou et
+    al. 2019)."""
+    second_target: float = Field(default=0.0, ge=0)
+    """Weight of the loss of one more head, which predicts the token after the next from the output of the stack, as
+    Al-Rfou et al. 2019 have it; 0: there is none."""
+    two_stage: float | None = Field(default=None, gt=0, lt=1)
+    """Fraction of the run's steps in which the exits are not trained; in the rest they alone are (Xin et al. 2020), and
+    `optimizer.groups` freeze all other parameters. null: all are trained together."""
+    self_sampling: float | None = Field(default=None, gt=0, lt=1)
+    """Fraction of the run's steps after which tokens leave by the policy in training too, so that the losses of later
+    exits and of the model's head are those of copied hidden states (Li et al. 2021); null: never."""
+    diversity: float = Field(default=0.0, ge=0)
+    """Weight alpha of the diversity of the predictions (Sun et al. 2021): alpha times the cross-entropy of each exit's
+    and the last block's distribution against those of the exits before it, in their mean, is subtracted from the loss.
+    It needs the logits of all targets at once; 0: none."""
+    policy: ExitPolicyConfig | None = None
+    """When a token leaves at an exit in generation and in `xscale eval --exits`; null: never. Training and other
+    evaluations compute all blocks."""
+
+    def check_outputs(self, path: str, *, scores: bool, per_example: bool) -> list[Problem]:
+        """List what exits that predict scores, or one class for each example, cannot have."""
+        problems, policy = [], self.policy
+        if scores and self.diversity:
+            what = "scores have no distribution, whose cross-entropy tells two exits apart"
+            problems.append(Problem(f"{path}.diversity", what, choices=take(0.0)))
+        if scores and policy is not None and policy.criterion != "patience":
+            what = f"'{policy.criterion}' reads a distribution or votes, and the objective's labels are scores"
+            keys = {"criterion": "patience", "threshold": 1, "tolerance": 0.1, "window": None, "power": None}
+            patience = change(*[(f"{path}.policy.{key}", value) for key, value in keys.items()])
+            problems.append(Problem(f"{path}.policy", what, choices=patience))
+        elif scores and policy is not None and policy.tolerance is None:
+            what = "patience counts the scores that agree, and nothing says how close these are"
+            problems.append(Problem(f"{path}.policy.tolerance", what, "Take such as 0.1."))
+        if not scores and policy is not None and policy.tolerance is not None:
+            what = "it is a distance of scores, and the exits predict tokens or classes"
+            problems.append(Problem(f"{path}.policy.tolerance", what, choices=take(None)))
+        if per_example and policy is not None and policy.window:
+            what = "an example leaves as a whole, by what one of its tokens predicts, and has no neighbours"
+            problems.append(Problem(f"{path}.policy.window", what, choices=take(0)))
+        return problems
+
+    def after(self, depth: int) -> tuple[int, ...]:
+        """Return the blocks with an exit, from 0, in a stack of `depth` blocks."""
+        return tuple(range(depth - 1)) if self.blocks is None else self.blocks
+
+
+def check_blocks(config: ExitsConfig, depth: int, path: str) -> list[Problem]:
+    """List what the blocks with an exit cannot be in a stack of `depth` blocks."""
+    after = config.after(depth)
+    where, problems = f"{path}.blocks", []
+    beyond = [layer for layer in after if layer >= depth - 1]
+    if beyond:
+        what = f"a stack of {depth} has no inner block {beyond[0]}; the model's head follows its last block"
+        problems.append(Problem(where, what, f"Take blocks from 0 to {depth - 2}, or null."))
+    if list(after) != sorted(set(after)):
+        problems.append(Problem(where, "the blocks must ascend", f"Take {sorted(set(after))}."))
+    return problems
+
+
+def check_losses(config: ExitsConfig, causal: bool, path: str) -> list[Problem]:
+    """List which losses and stages of training do not go together; `causal`: the model has a next token."""
+    problems, policy = [], config.policy
+    if config.two_stage is not None and config.head == "shared":
+        what = "the second stage trains the exits alone, and their head is the model's, which is frozen"
+        problems.append(Problem(f"{path}.head", what, "Take own, or two_stage=null."))
+    if config.two_stage is not None and config.stop != "never":
+        what = "in two stages the exits are trained last, and by_depth ends their losses before"
+        problems.append(Problem(f"{path}.stop", what, "Take never, or two_stage=null."))
+    if config.second_target and (config.two_stage is not None or not causal):
+        what = "two stages train nothing behind the exits" if causal else "an encoder has no next token"
+        problems.append(Problem(f"{path}.second_target", what, "Take 0."))
+    if config.two_stage is not None and config.weights == "linear":
+        what = "in two stages the model's head and the exits are never trained together"
+        problems.append(Problem(f"{path}.weights", what, "Take equal, or two_stage=null."))
+    if config.diversity and (config.two_stage is not None or config.stop != "never"):
+        what = "diversity is that of predictions which are trained together, and these end or begin apart"
+        problems.append(Problem(f"{path}.diversity", what, "Take 0, or two_stage=null and stop=never."))
+    if config.self_sampling is not None and (policy is None or config.two_stage is not None):
+        what = "tokens leave by a policy, and there is none" if policy is None else "all blocks are frozen then"
+        fix = "Set policy, or take self_sampling=null." if policy is None else "Take two_stage=null."
+        problems.append(Problem(f"{path}.self_sampling", what, fix))
+    return problems
