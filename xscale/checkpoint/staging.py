@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -96,8 +96,8 @@ class CudaCopyStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
-        self.event = torch.cuda.Event()
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -123,7 +123,8 @@ def stream_of(device: torch.device) -> CopyStream | None:
 
 def pin_memory(memory: Tensor) -> None:
     """Page-lock memory that is there; RuntimeError where CUDA refuses. It stays locked until the process ends."""
-    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), PORTABLE)
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), PORTABLE)
     torch.cuda.check_error(int(error))
 
 

@@ -174,7 +174,7 @@ def library_refusals(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[str, str], 
     return tuple(refused)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _capability() -> tuple[int, int]:
     """Compute capability of the current GPU; (0, 0) without one."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
