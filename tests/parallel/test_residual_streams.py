@@ -5,11 +5,14 @@ from typing import Any
 import pytest
 
 from tests.distributed import Pool
-from tests.parallel.against_one import alone, same
+from tests.parallel.against_one import alone, compare, same
+from tests.parallel.test_compiled import traced
 
 ATTENTION: dict[str, Any] = {"kind": "attention", "heads": 4, "kv_heads": 2}
 FFN: dict[str, Any] = {"kind": "gated", "hidden": 48}
 STREAMS: dict[str, Any] = {
+    "attention_residuals": {"kind": "attention_residuals", "sublayers": 3},
+    "gru_gate": {"kind": "gru_gate", "bias": 0.5},
     "hyper_connections": {"kind": "hyper_connections", "streams": 3, "initial_scale": 0.5},
     "mhc": {"kind": "mhc", "streams": 3, "initial_scale": 0.5, "iterations": 4},
 }
@@ -49,3 +52,10 @@ def test_together(stream: str, pool: Pool) -> None:
     model = decoder(stream, ffn=ffn)
     together = {"mesh": {"tp": 2, "pp": 2}, "tensor": {"sequence": True}, "zero": {"stage": 1}}
     same(pool, alone(pool, model), 4, model, together)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stream", STREAMS)
+def test_a_compiled_block_has_the_numbers_of_an_eager_one(stream: str, pool: Pool) -> None:
+    model = decoder(stream)
+    compare(alone(pool, model), pool.run(traced, 1, model, {"compile": True}, timeout_seconds=1800.0))

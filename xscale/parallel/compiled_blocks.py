@@ -25,10 +25,14 @@ class TrainedInputs:
     kinds: set[tuple[Any, ...]] = field(default_factory=set)
 
     def runs_compiled(self, block: nn.Module, x: Any, tokens: Tokens, memory: Tensor | None) -> bool:
-        """Return whether `block` runs compiled on these inputs; those of training are remembered."""
+        """Return whether `block` runs compiled on these inputs; those of training are remembered.
+
+        x is the residual stream: one tensor, or several.
+        """
         if tokens.forward.cache is not None:
             return False
-        shapes = tuple(None if tensor is None else tensor.shape for tensor in (x, memory))
+        stream = x if isinstance(x, tuple) else (x,)
+        shapes = tuple(None if tensor is None else tensor.shape for tensor in (*stream, memory))
         kind = (*shapes, tokens.documents is None, tokens.padding is None, tokens.prefix is None)
         if block.training:
             self.kinds.add(kind)

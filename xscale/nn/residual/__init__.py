@@ -2,6 +2,8 @@
 
 from xscale.nn.residual import (
     admin,
+    attention_residuals,
+    gru_gate,
     hyper_connections,
     normless,
     norms,
@@ -11,6 +13,8 @@ from xscale.nn.residual import (
 
 __all__ = [
     "admin",
+    "attention_residuals",
+    "gru_gate",
     "hyper_connections",
     "normless",
     "norms",
