@@ -67,7 +67,7 @@ def rows() -> dict[str, tuple[Section, str]]:
 def _cell(parallel: Section, model: str, column: Section, reasons: dict[str, int]) -> str:
     rejections = problems(parallel, model, column)
     schedule = column.get("pipeline", {}).get("schedule")
-    texts = sorted({f"{problem.what}. {problem.fix}".replace(f"'{schedule}'", "it") for problem in rejections})
+    texts = sorted({f"{problem.what}. {problem.advice}".replace(f"'{schedule}'", "it") for problem in rejections})
     return " ".join(f"({reasons.setdefault(text, len(reasons) + 1)})" for text in texts) or "yes"
 
 

@@ -4,14 +4,17 @@ These blocks are marked `text`, since no test can run them. Their commands are p
 with the overrides are checked on as many ranks as they start.
 """
 
+import json
 import re
 import shlex
 import tomllib
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+import yaml
 
 from tests.test_docs import PAGES, ROOT, titled_blocks
 from xscale.cli.main import app
@@ -105,8 +108,6 @@ def test_a_printed_command_is_accepted(page: str, line: str, reader: Path) -> No
         assert extra in EXTRAS, f"pip finds no extra {extra}"
     if line.startswith(OTHERS) or "xscale_tinybert" in line:
         return
-    if "configs/run/mine.yaml" in line:
-        line = line.replace("configs/run/mine.yaml", "configs/run/quickstart.yaml")
     accept(line)
 
 
@@ -119,12 +120,41 @@ def test_there_are_commands_and_a_refused_one_is_seen(reader: Path) -> None:
         accept("xscale generate runs/mine --promt text")
 
 
+PLACES = {"ffn": "model.stack.block.ffn"}
+"""First key of a part of a config -> its place in a recipe; sections have theirs."""
+
+
+def parts_of_configs(page: Path) -> list[dict[str, Any]]:
+    """The page's YAML blocks that are no files."""
+    return [
+        yaml.safe_load(block)
+        for block in re.findall(r"^```yaml\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    ]
+
+
+PARTS = [(page.name, part) for page in PAGES for part in parts_of_configs(page)]
+
+
+@pytest.mark.parametrize(("page", "part"), PARTS, ids=[f"{page}-{'-'.join(part)}" for page, part in PARTS])
+def test_a_part_of_a_config_is_accepted(page: str, part: dict[str, Any], reader: Path) -> None:
+    """Laid over the quickstart, as `key=value` would."""
+    check("quickstart", [f"{PLACES.get(key, key)}={json.dumps(value)}" for key, value in part.items()], 1)
+
+
+def test_parts_of_configs_are_found_and_a_refused_one_is_seen(reader: Path) -> None:
+    """Negative controls."""
+    assert {page for page, _ in PARTS} >= {"mixture-of-experts.md", "evaluate.md", "distillation.md"}
+    with pytest.raises(ConfigError, match="unknown key"):
+        check("quickstart", ["model.stack.block.ffn={kind: moe, exprets: 8}"], 1)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_whole_config_of_a_page_is_accepted(page: Path, reader: Path) -> None:
     """Those that the page calls a file; parts of a config are not."""
     for name, text in titled_blocks(page).items():
         (reader / Path(name).name).write_text(text, encoding="utf-8")
     for name in titled_blocks(page):
-        if name.endswith(".yaml") and "plugins" not in titled_blocks(page)[name]:
+        # A ladder is no run: its command is typed, and its page shows the file.
+        if name.endswith(".yaml") and "/ladder/" not in name and "plugins" not in titled_blocks(page)[name]:
             file = ROOT / name if name.startswith("configs/") else reader / name
             read_and_check(compose(file, []))

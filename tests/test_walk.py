@@ -15,7 +15,7 @@ from tests.test_docs import PAGES, commands, shortened, start, titled_blocks
 from tests.wheel import ROOT, build_wheel, install_wheel
 
 OWN_TEXT = ["README.md", "docs"]
-"""What the reader has in the folder where he begins: some text, and nothing of xscale."""
+"""Text that the reader has in the folder where he begins, and nothing of xscale."""
 MAKE = ("make ", "source ")
 """Commands of a checkout; the wheel is installed in their place."""
 TUTORIAL = ROOT / "docs/tutorial.md"

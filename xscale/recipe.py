@@ -10,14 +10,14 @@ from xscale.core.config import decode, encode
 from xscale.core.config_keys.override_path import is_index
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.plugins import import_plugins, plugin_names
-from xscale.core.unchosen import name_unchosen
-from xscale.core.yaml_reader import flow_text
+from xscale.core.yaml_writer import flow_text
 from xscale.mesh import axes
 from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.position.position import POSITIONS
 from xscale.optim.schedule import fitting_warmup
 from xscale.requirements.check import check
 from xscale.requirements.model import model_fits_itself
+from xscale.requirements.unchosen import name_unchosen
 from xscale.settings.settings import Settings
 
 LISTED = 8

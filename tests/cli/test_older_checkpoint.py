@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from xscale.cli.main import main
 from xscale.core.compose import dump
 from xscale.core.config import encode
 
+MIXTURE = "model.stack.block.ffn={kind: moe, experts: 2, expert: {kind: gated, hidden: 16}}"
 COMMANDS = {
     "eval": ["eval", "RUN", "--sequences", "2"],
     "eval with a sliding window": ["eval", "RUN", "--sequences", "2", "--window", "16"],
@@ -19,6 +21,16 @@ COMMANDS = {
     "checkpoint show --json": ["checkpoint", "show", "RUN", "--json"],
     "checkpoint consolidate": ["checkpoint", "consolidate", "RUN", "OUT"],
     "checkpoint export": ["checkpoint", "export", "RUN", "OUT", "--to", "deepspeed-universal"],
+    "checkpoint upcycle": ["checkpoint", "upcycle", "DENSE", "OUT", MIXTURE],
+    "checkpoint merge-lora": ["checkpoint", "merge-lora", "LORA", "OUT"],
+}
+DENSE = {
+    "kind": "decoder",
+    "width": 16,
+    "stack": {
+        "depth": 1,
+        "block": {"mixer": {"kind": "attention", "heads": 2}, "ffn": {"kind": "gated", "hidden": 16}},
+    },
 }
 READ_BY_RUNS = {"initial weights": ("init", "from"), "a teacher": ("distill", "teacher")}
 """Keys of a run's config that name another run, whose newest checkpoint it reads."""
@@ -27,15 +39,18 @@ READ_BY_RUNS = {"initial weights": ("init", "from"), "a teacher": ("distill", "t
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("older")
-    settings = recipe(folder, train={"steps": 4}, checkpoint={"every_steps": 2})
-    assert run(settings) == 0
-    (folder / "run" / "checkpoints" / "step-00000004" / "state.json").unlink()
+    others: dict[str, Any] = {"run": {}, "dense": {"model": DENSE}, "lora": {"model": DENSE, "lora": {"rank": 2}}}
+    for name, sections in others.items():
+        settings = recipe(folder, name, train={"steps": 4}, checkpoint={"every_steps": 2}, **sections)
+        assert run(settings) == 0
+        (folder / name / "checkpoints" / "step-00000004" / "state.json").unlink()
     return folder / "run"
 
 
 @pytest.fixture(params=COMMANDS)
 def words(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> list[str]:
-    places = {"RUN": str(folder), "OUT": str(tmp_path / "out")}
+    places = {name.upper(): str(folder.parent / name) for name in ("run", "dense", "lora")}
+    places["OUT"] = str(tmp_path / "out")
     return [places.get(word, word) for word in COMMANDS[request.param]]
 
 

@@ -98,7 +98,7 @@ def test_a_run_refuses_a_cheat_in_a_sentence(name: str, folder: Path) -> None:
         read_and_check(compose(ROOT / "configs/run/quickstart.yaml", [f"plugins=[{module}]"]))
     (problem,) = refused.value.problems
     assert problem.what.startswith(f"core 'uniform' breaks a promise, {sentence}")
-    assert f"xscale check-part {module}" in problem.fix
+    assert f"xscale check-part {module}" in problem.advice
 
 
 def test_a_module_beside_the_config_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ import pytest
 from xscale.core.compose import COMMAND_LINE, FILES, compose
 from xscale.core.config import Config, decode
 from xscale.core.errors import ConfigError
-from xscale.core.yaml_reader import DEPTH, LARGEST, NODES, SMALLEST, TEXT_BYTES, flow_text, parse, read_text
+from xscale.core.yaml_reader import DEPTH, LARGEST, NODES, SMALLEST, TEXT_BYTES, parse, read_text
+from xscale.core.yaml_writer import flow_text
 
 CORE_SCHEMA: dict[str, Any] = {
     # YAML 1.2.2, section 10.3.2; what YAML 1.1 reads otherwise is text.

@@ -48,7 +48,7 @@ def test_the_users_fault_keeps_its_problems(processes: int) -> None:
     with pytest.raises(ConfigError) as caught:
         list(parallel_map(fault, JOBS, processes))
     (problem,) = caught.value.problems
-    assert (problem.path, problem.what, problem.fix) == ("a.txt", "is bad", "Mend it.")
+    assert (problem.path, problem.what, problem.advice) == ("a.txt", "is bad", "Mend it.")
 
 
 def test_our_fault_keeps_its_traceback() -> None:

@@ -35,7 +35,10 @@ from xscale.core.files.run_files import IrregularFileError, make_run_folder, ope
 from xscale.run.run_entries import FILES, FOLDERS, LINKABLE, check_entries
 from xscale.run.run_folder import open_folder
 
-NESTED = ("checkpoints/step-00000004", "checkpoints/.step-00000006.writing", "checkpoints/.step-00000006.replaced")
+NESTED = tuple(
+    f"checkpoints/{name}"
+    for name in ("step-00000004", ".step-00000006.writing", ".step-00000006.replaced", ".step-00000002.deleting")
+)
 """Entries of folders of the run that another save would rename or make."""
 
 
@@ -159,16 +162,27 @@ READERS: dict[str, Callable[[Path, Path], list[str]]] = {
     "consolidate": lambda run, top: ["checkpoint", "consolidate", str(run), str(top / "weights.safetensors")],
     "prune": lambda run, top: ["checkpoint", "prune", str(run), "--keep-last", "1"],
 }
-IN_CHECKPOINT = tuple(
-    f"checkpoints/step-00000004/{name}"
-    for name in ("manifest.json", "manifest.sha256", "state.json", "config.json", "tensors/.metadata")
+FILES_OF_CHECKPOINTS = ("manifest.json", "manifest.sha256", "state.json", "config.json")
+TENSORS = ("tensors", "tensors/.metadata", "tensors/__0_0.distcp")
+IN_CHECKPOINT = tuple(f"checkpoints/step-00000004/{name}" for name in (*FILES_OF_CHECKPOINTS, *TENSORS))
+IN_FOLDERS = (
+    "tokenizer/fingerprint.json",
+    "tokenizer/tokenizer_config.json",
+    "transformers/special_ids.json",
+    "transformers/generation_config.json",
+    "tensorboard/events.out.tfevents.1.1.1",
+    "profile/step-00000002",
+    "profile/step-00000002/rank-0.json.gz",
+    "profile/step-00000002/rank-0.txt",
 )
+NAMES = (*FILES, "config.step-2.yaml", *FOLDERS, *NESTED, *IN_CHECKPOINT, *IN_FOLDERS)
+"""Entries of a run folder in whose place something else is planted; digits stand for any."""
 
 
 @pytest.mark.long
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not file], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("name", [*FILES, *FOLDERS, *NESTED, *IN_CHECKPOINT, "tokenizer/fingerprint.json"])
+@pytest.mark.parametrize("name", NAMES)
 def test_no_command_writes_outside_waits_or_ends_in_a_traceback(
     name: str,
     kind: Callable[[Path, Path], None],
@@ -187,12 +201,13 @@ def test_no_command_writes_outside_waits_or_ends_in_a_traceback(
         config_file(top, top / "run", data={"folder": str(tmp_path / "data")})
         for old in (top / "run" / name,):
             shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+        (top / "run" / name).parent.mkdir(exist_ok=True)
         kind(top / "run" / name, outside)
         before = contents(outside)
         status, lines = command(words(top / "run", top), monkeypatch, capsys)
         assert contents(outside) == before, (reader, status, lines)
         assert status in (0, 1, 2), (reader, status, lines)
-        assert "Traceback" not in " ".join(lines), (reader, lines)
+        assert not any(word in " ".join(lines) for word in ("Traceback", "Errno")), (reader, lines)
         # A checkpoint that is none is set aside, or bad: status 1 is that of `verify`.
         assert status != 1 or reader in ("verify", "prune"), (reader, lines)
 

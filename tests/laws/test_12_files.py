@@ -15,8 +15,9 @@ REMOVAL = ("xscale/core/files/file_safety.py", "launch/xscale_launch/files.py")
 """xscale's removal, and that of the launcher, which runs without xscale."""
 DECODER = ("xscale/core/files/file_safety.py", "launch/xscale_launch/typed_json.py")
 """xscale's decoder of JSON, and the launcher's: json itself raises RecursionError for nesting, which few catch."""
-YAML_READER = ("xscale/core/yaml_reader.py",)
-"""The reader of YAML: PyYAML's own loaders recurse, expand aliases without end, and read the types of YAML 1.1."""
+YAML_FILES = ("xscale/core/yaml_reader.py", "xscale/core/yaml_writer.py")
+"""The reader of YAML and the writer of what it reads: PyYAML's own loaders recurse, expand aliases without end, and
+read the types of YAML 1.1."""
 YAML_WRITERS = {"yaml.safe_dump"}
 UNPICKLES = {
     "pickle.load",
@@ -54,10 +55,42 @@ RUN_PACKAGES = (
 """Code that reads and writes run folders: by `xscale.core.files.run_files`.
 
 It follows no link and waits for no FIFO."""
-LAUNCHER_OPENER = ("launch/xscale_launch/files.py",)
+OPENERS = ("launch/xscale_launch/files.py", "xscale/core/files/run_files.py", "xscale/core/files/file_safety.py")
 """The launcher runs without xscale, and opens files of a run by its own functions of the same kind."""
-OPENS = {"open", "io.open", "io.FileIO", "os.open", "os.fdopen", "os.mkfifo", "gzip.open", "codecs.open"}
-OPENING_METHODS = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "touch"}
+OPENS = {
+    "open",
+    "io.open",
+    "io.FileIO",
+    "os.open",
+    "os.fdopen",
+    "os.mkfifo",
+    "os.mknod",
+    "os.symlink",
+    "os.link",
+    "gzip.open",
+    "gzip.GzipFile",
+    "bz2.open",
+    "lzma.open",
+    "codecs.open",
+    "tarfile.open",
+    "zipfile.ZipFile",
+    "shutil.copy",
+    "shutil.copy2",
+    "shutil.copyfile",
+    "shutil.copytree",
+    "shutil.move",
+    "sqlite3.connect",
+    "numpy.memmap",
+    "numpy.save",
+    "numpy.savez",
+    "numpy.savetxt",
+    "torch.save",
+    "safetensors.torch.save_file",
+    "safetensors.safe_open",
+}
+OPENING_METHODS = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "touch", "symlink_to", "hardlink_to"}
+LIBRARIES_METHODS = {"save_pretrained", "from_pretrained", "export_chrome_trace", "tofile"}
+"""Methods of libraries that open a file by its name."""
 FOLLOWING = {"open_regular", "read_regular"}
 """Functions for the files that a user names, which may be links."""
 REMOVES = {"shutil.rmtree", "os.remove", "os.unlink", "os.rmdir", "os.removedirs"}
@@ -126,9 +159,7 @@ def decoders_of(file: File) -> Iterator[tuple[ast.AST, str]]:
 
 
 def yaml_readers(root: Path) -> dict[str, str]:
-    others = [
-        file for file in files(root, ("xscale", "launch")) if file.path not in YAML_READER and "yaml" in file.text
-    ]
+    others = [file for file in files(root, ("xscale", "launch")) if file.path not in YAML_FILES and "yaml" in file.text]
     return {file.at(node, what): what for file in others for node, what in yaml_readers_of(file)}
 
 
@@ -141,9 +172,17 @@ def yaml_readers_of(file: File) -> Iterator[tuple[ast.AST, str]]:
 
 
 def openers(root: Path) -> dict[str, str]:
-    """Ways to open a file, in the packages of run folders, other than by `core.files.run_files` or the launcher's."""
-    runs = [file for file in files(root) if file.path.startswith(RUN_PACKAGES) and file.path not in LAUNCHER_OPENER]
-    return {file.at(node, what): what for file in runs for node, what in openers_of(file)}
+    """Ways to open a file other than by `core.files.run_files` or the launcher's.
+
+    Outside of the packages of run folders the functions for files that a user names are free.
+    """
+    others = [file for file in files(root) if file.path not in OPENERS]
+    return {
+        file.at(node, what): what
+        for file in others
+        for node, what in openers_of(file)
+        if what not in FOLLOWING or file.path.startswith(RUN_PACKAGES)
+    }
 
 
 def openers_of(file: File) -> Iterator[tuple[ast.AST, str]]:
@@ -155,7 +194,7 @@ def openers_of(file: File) -> Iterator[tuple[ast.AST, str]]:
         method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         if name in OPENS:
             yield node, name
-        elif method in OPENING_METHODS:
+        elif method in OPENING_METHODS | LIBRARIES_METHODS:
             yield node, f".{method}"
         elif name.rpartition(".")[2] in FOLLOWING:
             yield node, name.rpartition(".")[2]
@@ -211,11 +250,28 @@ def test_files_of_a_run_are_opened_in_one_way() -> None:
         "path.touch()",
         "import os\nos.open('a', 0)",
         "from io import FileIO\nFileIO('a')",
+        "import shutil\nshutil.copyfile('a', 'b')",
+        "import torch\ntorch.save(x, 'a')",
+        "model.save_pretrained('a')",
+        "import numpy as np\nnp.memmap('a')",
+    ],
+)
+def test_an_opener_is_found(tmp_path: Path, text: str) -> None:
+    """Wherever it is planted."""
+    for number, place in enumerate(("xscale__observe__bad", "xscale__nn__bad", "launch__xscale_launch__bad")):
+        assert openers(plant(tmp_path / str(number), **{place: text}))
+    assert openers(plant(tmp_path / "kernels", kernels__xscale_kernels__bad=text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
         "from xscale.core.files.file_safety import read_regular\nread_regular(path)",
         "from xscale.core import file_safety\nfile_safety.open_regular(path)",
     ],
 )
-def test_an_opener_is_found(tmp_path: Path, text: str) -> None:
+def test_an_opener_that_follows_links_is_found(tmp_path: Path, text: str) -> None:
+    """In code that reads run folders; elsewhere it is for files that a user names."""
     assert openers(plant(tmp_path, xscale__observe__bad=text))
     assert openers(plant(tmp_path / "launcher", launch__xscale_launch__bad=text))
     assert not openers(plant(tmp_path / "elsewhere", xscale__convert__bad=text))

@@ -70,4 +70,4 @@ def test_what_is_no_order_is_refused() -> None:
     for order in (("pp", "tp"), (*DENSE_AXES, "tp")):
         (problem,) = check(MeshConfig(order=order), 4)
         assert "order" in problem.path
-        assert ", ".join(DENSE_AXES) in problem.fix
+        assert ", ".join(DENSE_AXES) in problem.advice

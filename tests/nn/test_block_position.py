@@ -59,8 +59,8 @@ def test_without_it_nothing_changes() -> None:
 def test_positions_within_attention_are_refused() -> None:
     (problem,) = Decoder.check(config("rope"), (VOCABULARY, LENGTH), "model")
     assert str(problem).startswith("model.stack.block.position: 'rope' acts within attention")
-    can = "floater, learnable_sinusoidal, learned, sinusoidal"
-    assert f"These can: {can}. Or take it as mixer.position." in str(problem)
+    can = "floater, learnable_sinusoidal, learned or sinusoidal"
+    assert f"position.kind={can}. Or take it as mixer.position." in str(problem)
     odd = config("sinusoidal", width=15)
     problems = [str(problem) for problem in Decoder.check(odd, (VOCABULARY, LENGTH), "model")]
-    assert "model.stack.block.position: needs an even width, got width=15. Take an even width." in problems
+    assert "model.stack.block.position: needs an even width, got width=15. Take model.width=16." in problems

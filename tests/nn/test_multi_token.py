@@ -141,8 +141,8 @@ def test_flops_count_the_modules() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"stack": {"halting": {}}}, "halting repeats blocks. Take null, or stack.halting=null."),
-        ({"stack": {"exits": {}}}, "Take null, or stack.exits=null."),
+        ({"stack": {"halting": {}}}, "halting repeats blocks. Take null, or model.stack.halting=null."),
+        ({"stack": {"exits": {}}}, "Take null, or model.stack.exits=null."),
         ({"stack": {"block": {**BLOCK, "residual": "reversible"}}}, "two residual streams"),
         ({"stack": {"block": {**BLOCK, "norm": "batch"}}}, "norm 'batch' would count tokens without a target ahead"),
         (

@@ -141,7 +141,7 @@ def test_what_cannot_be_is_refused_with_what_would_work() -> None:
     narrow = {"kind": "attention", "heads": 16, "core": "hamilton"}
     (problem,) = problems(linear_maps="real", block={**BLOCK, "mixer": narrow})
     assert "model.stack.block.mixer.core: a head's 2 channels have no four quarters." in problem
-    assert "Take heads with a multiple of 4 channels, or the core softmax." in problem
+    assert "core.kind=softmax. Or take heads with a multiple of 4 channels." in problem
 
 
 def test_a_rank_has_no_part_of_a_quaternion() -> None:

@@ -65,4 +65,4 @@ def test_a_mixer_without_projections_is_refused() -> None:
     config = CONFIG.model_copy(update={"encoder": StackConfig(depth=3, block=block)})
     (problem,) = EncoderDecoder.check(config, (100, 16), "model")
     assert str(problem).startswith("model.encoder.block.mixer: t_fixup scales the value and output projections")
-    assert "Take the mixer attention, or init=normal." in str(problem)
+    assert "Take model.encoder.block.mixer.kind=attention, or model.init=normal." in str(problem)

@@ -195,5 +195,5 @@ def test_what_has_no_global_tokens_for_its_sentences_is_refused(tmp_path: Path) 
     assert what.startswith("with model.stack.block.residual=reversible stages send more than hidden states")
     [problem] = asked(tmp_path, parallel={"mesh": {"cp": 2}}).check(2)
     assert "mixer 'etc' mixes the full sequence" in problem.what
-    assert "parallel.context.gather=true" in problem.fix
+    assert "parallel.context.gather=true" in problem.advice
     assert problems(2, parallel={"mesh": {"cp": 2}, **GATHER}) == [], "the advice works"

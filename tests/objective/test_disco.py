@@ -272,4 +272,4 @@ def test_what_does_not_fit_is_refused(
     given = {**MODEL, **changes} if "kind" not in changes else changes
     made = asked(tmp_path, model=given, objective={"kind": "disco", **objective}, parallel=parallel)
     problems = made.check(2 if parallel else 1)
-    assert any(words in problem.what and problem.fix for problem in problems), problems
+    assert any(words in problem.what and problem.advice for problem in problems), problems

@@ -138,8 +138,8 @@ def test_sentinels_are_those_of_the_tokenizer() -> None:
     assert FillInMiddle.check(FillInMiddle.Config(), SPECIALS, LENGTH, "objective") == []
     (problem,) = FillInMiddle.check(FillInMiddle.Config(), lacking, LENGTH, "objective")
     assert "needs three sentinels, and the tokenizer has 2" in problem.what
-    assert "data.tokenizer.sentinels to 3" in problem.fix
-    assert "<fim_prefix>" in problem.fix
+    assert "data.tokenizer.sentinels to 3" in problem.advice
+    assert "<fim_prefix>" in problem.advice
     other = FillInMiddle(FillInMiddle.Config(), made_for_it, LENGTH, 1)
     assert other.prompt_for_middle([20, 21], [30]) == [90, 20, 21, 92, 30, 91]
     assert objective(spm_rate=0.6).prompt_for_middle([20, 21], [30]) == [PRE, SUF, 30, MID, 20, 21]

@@ -235,4 +235,4 @@ def test_what_the_tokenizer_lacks_is_named() -> None:
         "the tokenizer has no t",
         "mask_probability 0.15 ",
     ]
-    assert "data.tokenizer.bos" in problems[1].fix
+    assert "data.tokenizer.bos" in problems[1].advice

@@ -163,4 +163,4 @@ def test_what_does_not_fit_is_refused(sections: dict[str, Any], parallel: dict[s
     made = recipe(Path("nowhere"), **{"model": MODEL, "objective": OBJECTIVE, **sections}, parallel=parallel)
     (problem,) = made.check(2 if parallel else 1)
     assert words in problem.what
-    assert problem.fix
+    assert problem.advice

@@ -118,8 +118,8 @@ def test_a_prompt_is_the_beginning_of_a_text_whose_end_is_corrupted() -> None:
 @pytest.mark.parametrize("length", [5, 6])
 def test_short_samples_are_refused(length: int) -> None:
     problems = Ul2Decoder.check(Ul2Decoder.Config(), None, length, "objective")
-    assert [(problem.path, problem.fix) for problem in problems] == (
-        [] if length == 6 else [("data.sequence_length", "Take at least 6.")]
+    assert [(problem.path, problem.advice) for problem in problems] == (
+        [] if length == 6 else [("data.sequence_length", "Take 6. Higher values work too.")]
     )
 
 

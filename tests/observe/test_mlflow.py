@@ -131,6 +131,6 @@ def test_a_missing_package_is_refused_with_what_would_work(tmp_path: Path, monke
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (problem,) = check(ObserveConfig(mlflow=True), "observe")
     assert problem.path == "observe.mlflow"
-    assert "pip install 'mlflow-skinny>=3.0'" in problem.fix
+    assert "pip install 'mlflow-skinny>=3.0'" in problem.advice
     with pytest.raises(ConfigError, match="mlflow is not installed"):
         make_observers(ObserveConfig(mlflow=True), tmp_path)

@@ -155,7 +155,7 @@ def test_a_missing_package_is_refused_with_what_would_work(tmp_path, monkeypatch
     config = ObserveConfig(wandb=True)
     (problem,) = check(config, "observe")
     assert problem.path == "observe.wandb"
-    assert "observe.wandb=false" in problem.fix
+    assert "Take false." in problem.advice
     with pytest.raises(ConfigError, match="wandb is not installed"):
         make_observers(config, tmp_path)
     assert not list(tmp_path.iterdir())

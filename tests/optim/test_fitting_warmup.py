@@ -7,7 +7,7 @@ import pytest
 
 from xscale.core.compose import compose, compose_mapping, dump
 from xscale.core.config import encode
-from xscale.core.yaml_reader import flow_text
+from xscale.core.yaml_writer import flow_text
 from xscale.optim.schedule import SCHEDULES
 from xscale.recipe import decode_recipe, read_and_check
 

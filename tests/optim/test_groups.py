@@ -46,7 +46,7 @@ def test_deepspeed_refuses_groups() -> None:
         problems = asked(SHALLOW["mixture"], parallel, optimizer=optimizer).check(2)
         found = [problem for problem in problems if problem.path.startswith("optimizer")]
         assert len(found) == 1
-        assert "parallel.zero.engine=torch" in found[0].fix
+        assert "parallel.zero.engine=torch" in found[0].advice
 
 
 def test_the_log_counts_each_group() -> None:

@@ -79,4 +79,4 @@ def test_two_copies_of_a_table_on_one_rank_are_refused() -> None:
     made = recipe(Path("nowhere"), model={**decoder, "stack": {"depth": 4, "block": BLOCK}}, parallel=parallel)
     (problem,) = made.check(2)
     assert "stack.position.weight" in problem.what
-    assert "model.position.shared=false" in problem.fix
+    assert "model.position.shared=false" in problem.advice

@@ -123,6 +123,6 @@ def test_cluster_formers_memory(ranks: int, parallel: dict[str, Any], pool: Pool
 def test_a_rank_without_heads_of_both_cores_is_refused() -> None:
     (problem,) = asked(SPLIT, {"mesh": {"tp": 8}}, **SECTIONS).check(8)
     assert problem.path == "parallel.mesh.tp"
-    assert "Take 1, 2 or 4." in problem.fix
+    assert "Take 1, 2 or 4." in problem.advice
     (problem,) = asked(SPLIT, {"mesh": {"cp": 8}}, **SECTIONS).check(8)
     assert "a rank needs a multiple of 2 heads" in problem.what

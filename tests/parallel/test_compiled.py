@@ -127,4 +127,4 @@ def test_reversible_blocks_are_refused() -> None:
     network, sections = row("reversible-layers")
     (problem,) = asked(network, {"compile": True}, **sections).check(1)
     assert problem.path == "parallel.compile"
-    assert "recompute.reversible=false" in problem.fix
+    assert "recompute.reversible=false" in problem.advice

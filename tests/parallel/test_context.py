@@ -240,7 +240,7 @@ def test_what_cannot_be_sharded_is_refused(changes: dict[str, Any], parallel: di
     block = {"mixer": {"kind": "attention", "heads": 4}, "ffn": {"kind": "dense"}, **changes}
     model = {"kind": "decoder", "width": 32, "stack": {"depth": 1, "block": block}}
     problems = recipe(Path("nowhere"), model=model, parallel=parallel).check(2)
-    assert any(says in problem.what and problem.fix for problem in problems), problems
+    assert any(says in problem.what and problem.advice for problem in problems), problems
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_a_refused_style_says_what_would_work(mixer: dict[str, Any], style: str,
     [problem] = recipe(Path("nowhere"), model=model, parallel=layout(style)).check(2)
     assert what in problem.what
     assert ("halo: " in problem.what) == (style == "auto"), "the reason of every style that was tried, and no other"
-    assert problem.fix == fix
+    assert problem.advice == fix
 
 
 @distributed(ranks=2)

@@ -5,6 +5,7 @@ import torch
 
 from tests.distributed import Pool
 from tests.parallel.against_one import BATCH, alone, asked, built, same
+from tests.parallel.exit_features import EXITS
 from tests.parallel.features import (
     CP,
     FEATURES,
@@ -23,16 +24,17 @@ from xscale.generate.generate import generate, incremental
 from xscale.parallel import context
 from xscale.settings.settings import build_on_meta
 
+EVERY = {**FEATURES, **EXITS}
 CASES = [
     pytest.param(name, layout, marks=[] if layout in feature.quick else pytest.mark.long, id=f"{name} on {layout}")
-    for name, feature in FEATURES.items()
+    for name, feature in EVERY.items()
     for layout in feature.layouts
 ]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_a_layout_has_the_numbers_of_one_process(name: str, layout: str, pool: Pool) -> None:
-    feature = FEATURES[name]
+    feature = EVERY[name]
     parallel = feature.layouts[layout]
     expected = alone(pool, feature.model, **feature.sections)
     for part, count in feature.parameters.items():

@@ -238,7 +238,7 @@ def test_hardware_without_it_is_refused(tmp_path: Path) -> None:
                 config = partial(PrecisionConfig, compute="bfloat16", float8=scaling)
                 problem = float8.unsupported_device(config(float8_kernel="torchao"), device)
                 assert (problem is not None) == (scaling in scalings), (capability, scaling)
-                assert problem is None or all(f"={other}" not in problem.fix for other in scalings)
+                assert problem is None or all(f"={other}" not in problem.advice for other in scalings)
                 assert float8.unsupported_device(config(float8_kernel="emulated"), device) is None
 
 
@@ -256,8 +256,8 @@ def test_a_missing_torchao_is_named_with_the_command_that_installs_it(scaling: F
         problem = float8.unsupported_device(config, torch.device("cuda", 0))
     assert problem is not None
     assert "torchao is not installed" in problem.what
-    assert "pip install 'torchao>=0.18,<0.19'" in problem.fix
-    assert instead in problem.fix
+    assert "pip install 'torchao>=0.18,<0.19'" in problem.advice
+    assert instead in problem.advice
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "mx"])

@@ -104,7 +104,7 @@ def test_deepspeed_refuses_them() -> None:
     (problem,) = [problem for problem in problems if problem.path.startswith("optimizer")]
     assert problem.path == "optimizer.groups"
     assert "clipped" in problem.what
-    assert "parallel.zero.engine=torch" in problem.fix
+    assert "parallel.zero.engine=torch" in problem.advice
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0])

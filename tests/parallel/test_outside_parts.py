@@ -111,7 +111,7 @@ def test_a_degree_that_does_not_divide_the_heads_is_refused() -> None:
     with plugin():
         model = {**MODEL, "stack": {"depth": 1, "block": {"mixer": {"kind": "normed_mean"}, "ffn": {"kind": "none"}}}}
         (problem,) = asked(model, {"mesh": {"tp": 3}}).check(3)
-    assert (problem.what, problem.fix) == ("tp=3 does not divide heads=4", "Take 1, 2 or 4.")
+    assert (problem.what, problem.advice) == ("tp=3 does not divide heads=4", "Take 1, 2 or 4.")
 
 
 @pytest.mark.long

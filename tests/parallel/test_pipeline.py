@@ -143,7 +143,7 @@ def test_a_report_shows_the_blocks_of_every_stage(tmp_path: Path, pool: Pool) ->
 def problems(parallel: dict[str, Any], model: dict[str, Any] = DENSE, ranks: int = 2, batch: int = 8) -> list[str]:
     """Problems that `check` returns, as text."""
     made = recipe(Path("nowhere"), model=model, parallel=parallel, train={"batch_size": batch})
-    return [f"{one.path}: {one.what} {one.fix}" for one in made.check(ranks)]
+    return [f"{one.path}: {one.what} {one.advice}" for one in made.check(ranks)]
 
 
 @pytest.mark.parametrize(

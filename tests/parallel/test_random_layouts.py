@@ -341,7 +341,7 @@ def hold(run: RandomRun, pool: Pool) -> str:
     problems = run.check()
     for problem in problems:
         assert problem.path.split(".")[0].split(" ")[0] in Recipe.model_fields, problem
-        assert problem.fix, problem
+        assert problem.advice, problem
     if problems or run.ranks > MOST_RANKS:
         return "refused"
     options = {**run.sections, "steps": STEPS, "timeout_seconds": TIMEOUT_SECONDS}

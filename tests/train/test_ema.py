@@ -168,7 +168,7 @@ def test_a_run_keeps_its_average_or_its_lack_of_one(before: Any, now: Any, text:
 def test_deepspeed_is_refused(tmp_path: Path) -> None:
     settings = recipe(tmp_path, train={"ema_decay": DECAY}, parallel={"zero": {"engine": "deepspeed", "stage": 2}})
     problems = [problem for problem in settings.check(2) if problem.path == "train.ema_decay"]
-    assert [problem.fix for problem in problems] == ["Take null, or parallel.zero.engine=torch."]
+    assert [problem.advice for problem in problems] == ["Take null, or parallel.zero.engine=torch."]
 
 
 def test_a_plan_counts_the_average(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_what_cannot_be_is_refused_with_what_would_work() -> None:
     stack: dict[str, Any] = {"depth": 2, "block": BLOCK}
     (problem,) = refused({**MODEL, "stack": {**stack, "share": "all"}}, 1)
     assert "residual 'admin' gives each sublayer the gain of its depth" in problem
-    assert "Take none, or residual=post." in problem
+    assert "Take none, or model.stack.block.residual=post." in problem
     parallel = {name: value for name, value in BLOCK.items() if name != "sublayers"} | {"residual": "parallel"}
     with pytest.raises(ConfigError, match=r"residual\.placement: must be 'pre', .* got 'admin'"):
         refused({**MODEL, "stack": {**stack, "block": {**parallel, "placement": "admin"}}}, 1)

@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, sections: dict[str, Any], 
     problems = made.check()
     assert [problem.path for problem in problems] == paths, problems
     assert words in problems[0].what
-    assert all(problem.fix for problem in problems)
+    assert all(problem.advice for problem in problems)
 
 
 def test_one_sentence_documents_and_a_tokenizer_without_cls_are_refused(tmp_path: Path) -> None:

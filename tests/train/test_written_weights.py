@@ -72,7 +72,7 @@ PLACES: dict[str, Section] = {
     "a teacher's weights": {"model": model(), "distill": {"teacher": "first", "init_from_teacher": True}},
     "rollback": {"model": model(), "train": {"spike": {"policy": "rollback"}}, "checkpoint": {"every_steps": 2}},
 }
-"""What writes weights outside of the optimizer -> a recipe in which it does."""
+"""Writer of weights other than the optimizer -> a recipe in which it writes."""
 
 
 def merge(folder: Path) -> None:

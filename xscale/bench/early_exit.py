@@ -31,19 +31,19 @@ MAX_POINTS = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class MeasuredRow:
     """A row of the catalogue on a task that its paper is about, or one like it."""
 
     recipe: str
     task: str
-    """What is predicted."""
+    """Targets of the row's predictions."""
     use: tuple[str, ...]
     """Configs that are laid over the row's."""
     overrides: tuple[str, ...] = ()
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Sections of the recipe."""
     curve: str = "exits"
-    """What is varied: exits, budgets, or nothing with halting, where it is learned."""
+    """Cost that is varied: exits, budgets, or nothing with halting, where it is learned."""
     stacks: tuple[str, ...] = ("stack",)
 
     def sections(self, folder: Path, steps: int) -> dict[str, Any]:
@@ -63,12 +63,12 @@ CLASSES: dict[str, Any] = {
 }
 LABELLED = ("data/stdlib_labelled", "objective/classify")
 ROWS = (
-    Row("deebert", "packages of functions", LABELLED, changes=CLASSES),
-    Row("pabee", "packages of functions", LABELLED, changes=CLASSES),
-    Row("sun-2021-ensemble-exit", "packages of functions", LABELLED, changes=CLASSES),
-    Row("li-2021-token-early-exit", "kinds of words", ("objective/tag",)),
-    Row("act", "packages of functions", LABELLED, ("objective.pool=last",), CLASSES, curve="halting"),
-    Row(
+    MeasuredRow("deebert", "packages of functions", LABELLED, changes=CLASSES),
+    MeasuredRow("pabee", "packages of functions", LABELLED, changes=CLASSES),
+    MeasuredRow("sun-2021-ensemble-exit", "packages of functions", LABELLED, changes=CLASSES),
+    MeasuredRow("li-2021-token-early-exit", "kinds of words", ("objective/tag",)),
+    MeasuredRow("act", "packages of functions", LABELLED, ("objective.pool=last",), CLASSES, curve="halting"),
+    MeasuredRow(
         "cct",
         "summaries of functions",
         ("data/stdlib_pairs", "objective/seq2seq"),
@@ -86,7 +86,7 @@ ROWS = (
 )
 
 
-def recipe_of(row: Row, folder: Path, steps: int) -> Any:
+def recipe_of(row: MeasuredRow, folder: Path, steps: int) -> Any:
     """Return the recipe of a row, whose data and run lie in `folder`."""
     import xscale
 
@@ -143,7 +143,7 @@ def write_tags(file: Path, modules: int = 40) -> Path:
     return file
 
 
-def points_of(row: Row, folder: Path, steps: int = STEPS) -> list[dict[str, Any]]:
+def points_of(row: MeasuredRow, folder: Path, steps: int = STEPS) -> list[dict[str, Any]]:
     """Train a row and evaluate it: points with `setting`, `blocks` and `accuracy`, from few blocks to all."""
     import xscale
     from xscale.evaluate.evaluate_run import budget_curve_of_run, evaluate_run, exit_curve_of_run
@@ -172,7 +172,7 @@ def spaced(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [*{id(point): point for point in chosen}.values(), points[-1]]
 
 
-def table(rows: Mapping[Row, Sequence[Mapping[str, Any]]]) -> str:
+def table(rows: Mapping[MeasuredRow, Sequence[Mapping[str, Any]]]) -> str:
     """Return the points of all rows as a table in Markdown."""
     lines = ["| row | predicts | threshold or budget | blocks | accuracy |", "|---|---|--:|--:|--:|"]
     for row, points in rows.items():
@@ -186,8 +186,8 @@ def table(rows: Mapping[Row, Sequence[Mapping[str, Any]]]) -> str:
 
 def write(text: str, page: Path = PAGE) -> None:
     """Put the table between its marks in the page."""
-    before, rest = page.read_text(encoding="utf-8").split(FIRST)
-    page.write_text(f"{before}{FIRST}\n{text}\n{LAST}{rest.split(LAST)[1]}", encoding="utf-8")
+    before, after = page.read_text(encoding="utf-8").split(FIRST)
+    page.write_text(f"{before}{FIRST}\n{text}\n{LAST}{after.split(LAST)[1]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

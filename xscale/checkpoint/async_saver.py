@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,15 +19,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
 
 from xscale.checkpoint.disk import Disk
 from xscale.checkpoint.errors import CheckpointError, consensus
 from xscale.checkpoint.files import step_folder
 from xscale.checkpoint.in_memory import InMemoryCheckpoint
-from xscale.checkpoint.planner import Box, CheckpointPlan, copy_box, local_shards, outline, plan_save, view_of_item
+from xscale.checkpoint.planner import Box, CheckpointPlan, local_shards, outline, plan_save
 from xscale.checkpoint.save import Snapshot, encode, write
+from xscale.checkpoint.staging import Staging
 from xscale.mesh.collectives import sum_scalars
 from xscale.mesh.consensus import Result, attempt
 from xscale.mesh.flat_shard import FlatShard
@@ -150,6 +149,11 @@ class AsyncSaver:
         self._start_thread(partial(self._write, step, snapshot), in_memory=False)
         return SaveStarted(step, False, copy_start - start, time.perf_counter() - copy_start)
 
+    def prepare(self, tensors: Mapping[str, Tensor | Box | FlatShard]) -> None:
+        """Plan the saves of these tensors and get their memory, so that the first save does not wait for either."""
+        shards = local_shards(tensors)
+        self._staging.prepare(self._plan_for(shards, self._folder).items, shards)
+
     def save_in_memory(
         self,
         memory: InMemoryCheckpoint,
@@ -169,6 +173,7 @@ class AsyncSaver:
         """Wait until the tensors of the last save may change again; return the seconds waited. Not collective."""
         start = time.perf_counter()
         self._copy_done.wait()
+        self._staging.hold_update()
         return time.perf_counter() - start
 
     def wait(self) -> None:
@@ -300,39 +305,3 @@ class AsyncSaver:
 
 def _constant(snapshot: Snapshot) -> Callable[[], Snapshot]:
     return lambda: snapshot
-
-
-class Staging:
-    """Copies of one save's boxes in CPU memory, pinned beside a GPU; the memory is reused by the next save."""
-
-    def __init__(self) -> None:
-        self._boxes: dict[MetadataIndex, Tensor] = {}
-        self._copy_events: list[torch.cuda.Event] = []
-
-    def copy(self, items: Sequence[WriteItem], shards: Mapping[str, Box | FlatShard]) -> Callable[[WriteItem], Tensor]:
-        """Copy each item's box and return a function that looks up the copies.
-
-        Copies from a GPU are queued on the current stream, behind the step that computed the numbers and before the
-        step that changes them; call `wait` before reading the copies.
-        """
-        previous, self._boxes = self._boxes, {}
-        devices = set()
-        for item in items:
-            source = view_of_item(shards[item.index.fqn], item)
-            target = previous.get(item.index)
-            if target is None or target.shape != source.shape or target.dtype != source.dtype:
-                target = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-            if source.is_cuda:
-                target.copy_(source, non_blocking=True)
-                devices.add(source.device)
-            else:
-                copy_box(target, source)
-            self._boxes[item.index] = target
-        self._copy_events = [torch.cuda.current_stream(device).record_event() for device in devices]
-        boxes = self._boxes
-        return lambda item: boxes[item.index]
-
-    def wait(self) -> None:
-        """Wait for queued copies."""
-        for event in self._copy_events:
-            event.synchronize()

@@ -157,11 +157,15 @@ def checkpoint_upcycle(
     overrides: Overrides = None,
     sequences: Annotated[int, typer.Option(min=1, help="Validation sequences for the loss before and after.")] = 64,
     plugins: Plugins = False,
+    step: Step = None,
+    strict: Strict = False,
 ) -> None:
     """Upcycle a dense run to a mixture-of-experts run; the overrides say which ffns become mixtures."""
     from xscale.commands.checkpoints.upcycle import upcycle_run
 
-    raise typer.Exit(upcycle_run(dense, run, overrides or [], sequences, plugins=plugins))
+    raise typer.Exit(
+        upcycle_run(checkpoint_to_read(dense, step, strict), run, overrides or [], sequences, plugins=plugins)
+    )
 
 
 @checkpoint_app.command("merge-lora")
@@ -171,8 +175,10 @@ def checkpoint_merge_lora(
     ],
     run: Annotated[Path, typer.Argument(help="The run folder to create.", parser=path)],
     plugins: Plugins = False,
+    step: Step = None,
+    strict: Strict = False,
 ) -> None:
     """Merge the LoRA of a run's newest checkpoint into its linear maps, as a new run at step 0."""
     from xscale.commands.checkpoints.merge_lora import merge_run
 
-    raise typer.Exit(merge_run(source, run, plugins=plugins))
+    raise typer.Exit(merge_run(checkpoint_to_read(source, step, strict), run, plugins=plugins))

@@ -171,7 +171,7 @@ def data_config(config: Path, overrides: list[str] | None) -> "DataConfig":
 
 
 def rank_0_alone() -> None:
-    """Go on as one process, in rank 0 of several that srun, mpirun or torchrun started; end the others, which are done.
+    """Go on as one process in rank 0 of several that srun, mpirun or torchrun started; end the others, which are done.
 
     For a command of one process: several would write the same files.
     """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from xscale.commands.show.override_notes import say_at_start
 from xscale.core.compose import Composed, compose_leniently, dump
 from xscale.core.config import encode
-from xscale.core.errors import EXIT_DONE, EXIT_TOO_LARGE, ConfigError, Problem
+from xscale.core.errors import EXIT_DONE, EXIT_TOO_LARGE, ConfigError, Problem, counted
 from xscale.core.files.file_safety import decode_json
 from xscale.mesh import axes
 from xscale.recipe import Recipe, read, read_and_check
@@ -140,7 +140,7 @@ def check(config: Path, overrides: list[str], world: int | None, *, as_json: boo
     if as_json:
         print(json.dumps(_answer(recipe, composed, world, None), indent=2))
     else:
-        print(f"{config} is valid on {world} processes; memory and time were not checked")
+        print(f"{config} is valid on {counted(world, 'process')}; memory and time were not checked")
 
 
 def _checked(config: Path, overrides: list[str], world: int | None) -> tuple[Recipe, Composed, int]:

@@ -21,7 +21,8 @@ from xscale.core.config_keys.override_path import (
     set_absent,
 )
 from xscale.core.errors import ConfigError, Problem, nearest
-from xscale.core.yaml_reader import DEPTH, block_text, flow_text, parse, read_text
+from xscale.core.yaml_reader import DEPTH, parse, read_text
+from xscale.core.yaml_writer import block_text, flow_text
 
 FILES = 500
 """Most files of a config; files that each use the next one twice would else take for ever."""

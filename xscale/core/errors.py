@@ -3,7 +3,8 @@
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+
+from xscale.core.choices import Choice, untried
 
 EXIT_DONE = 0
 EXIT_FAULT = 1
@@ -26,6 +27,11 @@ PATH_CHARACTERS = 500
 """Longest path in a message: an override from anyone may be one."""
 
 
+def counted(count: int, noun: str) -> str:
+    """Return `1 process`, `2 processes`: a count with its noun, which is given in the singular."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
 def plain(text: str, limit: int = SENTENCE_CHARACTERS) -> str:
     """Return `text` on one line, cut after `limit` characters, and control characters escaped.
 
@@ -35,20 +41,6 @@ def plain(text: str, limit: int = SENTENCE_CHARACTERS) -> str:
     if not cut.isprintable():
         cut = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in " ".join(cut.splitlines()))
     return cut if len(text) <= limit else f"{cut[:limit]}..."
-
-
-Edit = tuple[str, Any]
-"""Dotted key of a recipe, and a value for it."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A change of a recipe that may end a problem."""
-
-    edits: tuple[Edit, ...]
-    """Keys with their values; an empty key is the one at fault."""
-    further: tuple[Edit, ...] = ()
-    """Edits that must go with them, which the solver has found."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +59,19 @@ class Problem:
     """The key that no section has: a part may have it."""
     choices: tuple[Choice, ...] = field(default=(), compare=False, repr=False)
     """Changes that may end it, of which the solver keeps those that do, and says them in `fix`."""
+    is_solved: bool = field(default=False, compare=False, repr=False)
+    """Whether the solver has tried the choices: `fix` says those that work, or that none does."""
+
+    @property
+    def advice(self) -> str:
+        """The sentences on how to end it; choices that no solver has tried are said as they are."""
+        said = "" if self.is_solved else untried(self.choices, self.path)
+        return " ".join(text for text in (said, self.fix) if text)
 
     def __str__(self) -> str:
         path = plain(self.path, PATH_CHARACTERS)
         what = plain(self.what)
-        fix = plain(self.fix)
+        fix = plain(self.advice)
         text = f"{path}: {what}" if path else what
         return f"{text}. {fix}" if fix else text
 

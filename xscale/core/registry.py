@@ -3,21 +3,24 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
+
+from typing_extensions import TypeVar
 
 from xscale.core.config import Config
 from xscale.core.errors import ConfigError, nearest
 
 TraitsT = TypeVar("TraitsT")
-PartT = TypeVar("PartT", bound=type)
+PartT = TypeVar("PartT", default=Any)
+ClassT = TypeVar("ClassT", bound=type)
 
 
 @dataclass(frozen=True)
-class Entry(Generic[TraitsT]):
+class Entry(Generic[TraitsT, PartT]):
     """One registered part."""
 
     name: str
-    part: Any
+    part: type[PartT]
     """The class; its `Config` is `part.Config`."""
     traits: TraitsT
     summary: str
@@ -26,26 +29,27 @@ class Entry(Generic[TraitsT]):
     """Sentences on where the part differs from its paper, for `xscale list` and the documentation."""
 
 
-class Family(Generic[TraitsT]):
+class Family(Generic[TraitsT, PartT]):
     """A named set of parts that fill the same slot; each declares an instance of the family's traits class."""
 
-    def __init__(self, name: str, traits: type[TraitsT]) -> None:
+    def __init__(self, name: str, traits: type[TraitsT], part: type[PartT] | None = None) -> None:
+        """`part` is the base class of the parts, by which a type checker knows what `get`, `of` and `build` return."""
         self.name = name
         self.traits = traits
-        self._entries: dict[str, Entry[TraitsT]] = {}
+        self._entries: dict[str, Entry[TraitsT, PartT]] = {}
         self.aliases: dict[str, str] = {}
         """Old name of a part -> its name now."""
 
     def register(
         self, name: str, *, traits: TraitsT, aliases: tuple[str, ...] = (), deviations: tuple[str, ...] = ()
-    ) -> Callable[[PartT], PartT]:
+    ) -> Callable[[ClassT], ClassT]:
         """Class decorator: register the part under `name`: its file's, or one that its file's docstring mentions.
 
         `aliases` are old names of the part, which a config may still use; `deviations` say, a sentence each, what the
         part does otherwise than its paper.
         """
 
-        def add(part: PartT) -> PartT:
+        def add(part: ClassT) -> ClassT:
             assert name not in self._entries, f"{self.name} '{name}' is registered twice"
             assert isinstance(traits, self.traits), f"{self.name} '{name}' declares traits of another family"
             if "Config" not in vars(part):
@@ -76,9 +80,12 @@ class Family(Generic[TraitsT]):
         assert config.kind is not None, f"{type(config).__qualname__} belongs to no registered part"
         return self._entries[config.kind]
 
-    def build(self, config: Config, *args: Any, **kwargs: Any) -> Any:
+    def build(self, config: Config, *args: Any, **kwargs: Any) -> PartT:
         """Construct the part that `config` configures: `Part(config, *args, **kwargs)`."""
-        return self.of(config).part(config, *args, **kwargs)
+        # Parts of one family differ in what they are built from.
+        part: Any = self.of(config).part
+        built: PartT = part(config, *args, **kwargs)
+        return built
 
     def names(self) -> list[str]:
         return sorted(self._entries)

@@ -2,7 +2,8 @@
 
 A *fact* is a function: its name is the fact's, its parameters name the facts that it is computed from. A *requirement*
 is one too, and returns a `Problem` for each contradiction, with the changes that would end it (`choices`). The facts
-that are given, the *roots*, are the sections of a recipe. `xscale.core.solver` tries the changes before it names them.
+that are given, the *roots*, are the sections of a recipe. `xscale.requirements.solver` tries the changes before it
+names them.
 """
 
 import inspect
@@ -10,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
+from xscale.core.choices import Choice, Edit
 from xscale.core.config import Config
-from xscale.core.errors import Choice, Edit, Problem
+from xscale.core.errors import Problem
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 Function = Callable[..., Any]
@@ -19,6 +21,8 @@ UNKNOWN: Final = object()
 """Value of a fact that cannot be known, because values of its section were refused."""
 USUAL = frozenset({"attention", "softmax", "dense", "gated", "layer", "rms", "rope", "adamw"})
 """Kinds of parts that are advised before others."""
+NEAR = 4
+"""At most so many divisors are named."""
 SETTINGS = "settings"
 """The root that is the whole recipe; refused sections have their defaults in it, so that it is always known."""
 
@@ -31,6 +35,39 @@ def take(*values: Any, key: str = "") -> tuple[Choice, ...]:
 def divisors(count: int) -> tuple[Choice, ...]:
     """Return the choice of each degree that divides `count`, at the key at fault."""
     return take(*[degree for degree in range(1, count + 1) if count % degree == 0])
+
+
+def at_most(path: str, what: str, value: Any, *alternatives: Choice) -> Problem:
+    """Return the problem of a value at `path` that is too large; `value` is the largest that works."""
+    return Problem(path, what, "Lower values work too.", choices=take(value) + alternatives)
+
+
+def at_least(path: str, what: str, value: Any, *alternatives: Choice) -> Problem:
+    """Return the problem of a value at `path` that is too small; `value` is the smallest that works."""
+    return Problem(path, what, "Higher values work too.", choices=take(value) + alternatives)
+
+
+def must_divide(
+    path: str, key: str, value: int, total: str, count: int, *alternatives: Choice, least: int = 1
+) -> list[Problem]:
+    """List why `key`, which is `value` at `path`, does not divide `count`.
+
+    `total` is the key of the count, or a phrase with `{}` in its place. The choices are the divisors from `least` on,
+    the nearest first, and `alternatives`.
+    """
+    if count % value == 0:
+        return []
+    fitting = [number for number in range(least, count + 1) if count % number == 0]
+    near = sorted(fitting, key=lambda number: abs(number - value))[:NEAR]
+    named = total.format(count) if "{}" in total else f"{total}={count}"
+    what = f"{key}={value} does not divide {named}"
+    return [Problem(f"{path}.{key}", what, choices=take(*sorted(near)) + alternatives)]
+
+
+def multiples_near(value: int, factor: int) -> list[int]:
+    """Return the multiples of `factor` that are next to a value, without 0."""
+    below = value // factor * factor
+    return [multiple for multiple in (below, below + factor) if multiple]
 
 
 def change(*edits: Edit) -> tuple[Choice, ...]:

@@ -2,8 +2,9 @@
 
 from torch import nn
 
-from xscale.core.errors import ConfigError, Edit, Problem
-from xscale.core.requirements import change, take
+from xscale.core.choices import Choice, Edit
+from xscale.core.errors import ConfigError, Problem
+from xscale.core.requirements import change, kinds, take
 from xscale.distill.teacher_source import BLOCKS, TeacherSource, find_teacher, teacher_degrees, teacher_folder
 from xscale.mesh import axes
 from xscale.nn.adapt.observed_states import attentions_of
@@ -155,8 +156,8 @@ def _check_attention(stack: Stack, depth: int, which: str) -> list[Problem]:
     if len(attentions) == depth and all(_has_scores(attention) for attention in attentions.values()):
         return []
     what = f"{which} has blocks without one attention of core softmax, whose scores could be compared"
-    fix = "Take 0, or the mixer attention with the core softmax, without soft_cap and sinks."
-    return [Problem(f"{PATH}.attention_weight", what, fix)]
+    fix = "Or take the mixer attention with the core softmax, without soft_cap and sinks."
+    return [Problem(f"{PATH}.attention_weight", what, fix, choices=take(0.0))]
 
 
 def _has_scores(attention: Attention) -> bool:
@@ -171,12 +172,14 @@ def check_teacher(settings: Settings, source: TeacherSource) -> list[Problem]:
     if (student.traits.causal, student.traits.source) != (teacher.traits.causal, teacher.traits.source):
         what = f"the teacher is of kind '{teacher.name}', and the student of kind '{student.name}'"
         same = MODELS.able(causal=student.traits.causal, source=student.traits.source)
-        return [Problem(where, what, f"Take a teacher of {', '.join(same)}.")]
+        alike = MODELS.able(causal=teacher.traits.causal, source=teacher.traits.source)
+        fix = f"Or take a teacher of {', '.join(same)}."
+        return [Problem(where, what, fix, choices=kinds(alike, "model"))]
     problems = _check_heads(settings, source.settings)
     longest, length = source.settings.data.sequence_length, settings.data.sequence_length
     if length > longest:
         what = f"the teacher reads at most {longest} tokens, and data.sequence_length is {length}"
-        problems.append(Problem(where, what, f"Take data.sequence_length={longest}."))
+        problems.append(Problem(where, what, choices=take(longest, key="data.sequence_length")))
     student_model, teacher_model = build_on_meta(settings, 64), build_on_meta(source.settings, 64)
     problems += _check_documents(settings, teacher_model)
     needs_layers = config.inner_weight or config.init_from_teacher
@@ -190,12 +193,15 @@ def _check_documents(settings: Settings, teacher: nn.Module) -> list[Problem]:
     pads = OBJECTIVES.of(settings.objective).traits.padded
     if settings.data.cross_documents and not pads:
         return []
-    fix = "Take another teacher." if pads else "Take another teacher, or data.cross_documents=true."
+    choices = () if pads else take(True, key="data.cross_documents")
+    fix = "Take another teacher." if pads else "Or take another teacher."
     hidden = "padding" if settings.data.cross_documents else "documents"
     reasons = [f"{family} '{kind}' cannot mask them" for family, kind in parts_without_documents(teacher)]
     reasons += ["its global tokens are shared by them"] * bool(global_tokens_of(teacher))
     return [
-        Problem(f"{PATH}.teacher", f"the teacher cannot tell the {hidden} of a sample apart: {reason}", fix)
+        Problem(
+            f"{PATH}.teacher", f"the teacher cannot tell the {hidden} of a sample apart: {reason}", fix, choices=choices
+        )
         for reason in reasons
     ]
 
@@ -214,30 +220,34 @@ def _check_heads(settings: Settings, teacher: Settings) -> list[Problem]:
     if kinds[0] == kinds[1]:
         return []
     what = f"the teacher predicts {kinds[1]}, and the student {kinds[0]}"
-    return [Problem(path, what, f"Take a teacher that was trained on the student's labels, or {PATH}.soft_weight=0.")]
+    fix = "Or take a teacher that was trained on the student's labels."
+    return [Problem(path, what, fix, choices=take(0.0, key=f"{PATH}.soft_weight"))]
 
 
 def _check_blocks(config: DistillConfig, student: nn.Module, teacher: nn.Module) -> list[Problem]:
     """Check that the blocks of two models on meta map to each other."""
     stack, teacher_stack = (getattr(model, "stack", None) for model in (student, teacher))
     if not isinstance(stack, Stack) or not isinstance(teacher_stack, Stack):
-        return [Problem(f"{PATH}.teacher", "it has no single stack of blocks", "Take the soft loss alone.")]
+        choices = change(*_soft_alone(config))
+        return [Problem(f"{PATH}.teacher", "it has no single stack of blocks", choices=choices)]
     depth = len(teacher_stack.blocks)
     layers = layers_of(config, student, teacher)
     problems = []
     if layers is None or len(layers) != len(stack.blocks) or any(not 0 <= layer < depth for layer in layers):
         what = f"the {len(stack.blocks)} blocks of the student do not map to the {depth} of the teacher"
-        fix = f"Give {len(stack.blocks)} numbers from 0 to {depth - 1}."
-        return [Problem(f"{PATH}.layers", what, fix)]
+        fix = f"They are {len(stack.blocks)} numbers from 0 to {depth - 1}."
+        return [Problem(f"{PATH}.layers", what, fix, choices=_evenly(len(stack.blocks), depth))]
     heads = [model.get_submodule("head") for model in (student, teacher)]
     widths = [head.width for head in heads if isinstance(head, Head)]
     mapped = widths[0] if config.map_width is None else config.map_width
     if config.embedding_weight + config.hidden_weight and mapped != widths[1]:
         what = f"states of width {mapped} are compared with the teacher's of width {widths[1]}"
-        problems.append(Problem(f"{PATH}.map_width", what, f"Take {widths[1]}, for learned maps from {widths[0]}."))
+        fix = f"Learned maps then lead from {widths[0]} to it."
+        problems.append(Problem(f"{PATH}.map_width", what, fix, choices=take(widths[1])))
     if config.cosine_weight and widths[0] != widths[1]:
         what = f"the outputs have the widths {widths[0]} and {widths[1]}"
-        problems.append(Problem(f"{PATH}.cosine_weight", what, f"Take 0, or model.width={widths[1]}."))
+        choices = take(0.0) + take(widths[1], key="model.width")
+        problems.append(Problem(f"{PATH}.cosine_weight", what, choices=choices))
     if config.attention_weight:
         problems += _check_attention(teacher_stack, depth, "the teacher")
         pairs = zip(layers, attentions_of(stack).values(), strict=False) if not problems else ()
@@ -245,8 +255,14 @@ def _check_blocks(config: DistillConfig, student: nn.Module, teacher: nn.Module)
         for heads_of_student, taught in sorted(counts):
             if heads_of_student != taught:
                 what = f"attention scores of {heads_of_student} heads are compared with the teacher's of {taught}"
-                problems.append(Problem(f"{PATH}.attention_weight", what, f"Take 0, or heads={taught}."))
+                fix = f"Or take heads={taught}."
+                problems.append(Problem(f"{PATH}.attention_weight", what, fix, choices=take(0.0)))
     return problems + (_check_shapes(student, teacher, layers) if config.init_from_teacher else [])
+
+
+def _evenly(depth: int, taught: int) -> tuple[Choice, ...]:
+    """Return the choice of layers of a teacher of `taught` blocks that are equally far apart, the last one included."""
+    return take([(layer + 1) * taught // depth - 1 for layer in range(depth)]) if depth <= taught else ()
 
 
 def _heads(stack: Stack, layer: int) -> int:
@@ -266,7 +282,8 @@ def _check_shapes(student: nn.Module, teacher: nn.Module, layers: tuple[int, ...
             continue
         other = "has no such parameter" if taught is None else f"has {list(taught.shape)}"
         what = f"{name} of the student has the shape {list(parameter.shape)}, and the teacher {other}"
-        return [Problem(f"{PATH}.init_from_teacher", what, "Take false, or a student that differs in depth alone.")]
+        fix = "Or take a student that differs in depth alone."
+        return [Problem(f"{PATH}.init_from_teacher", what, fix, choices=take(False))]
     return []
 
 

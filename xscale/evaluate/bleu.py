@@ -125,7 +125,7 @@ def bleu_at_end(parts: RunParts, on_token: Callable[[], None]) -> str | None:
     except ConfigError as error:
         # A run that has trained to its end does not fail because a package is missing.
         (problem,) = error.problems
-        return f"no BLEU: {problem.what}. {problem.fix}"
+        return f"no BLEU: {problem.what}. {problem.advice}"
     of_sources, _ = corpus_bleu([decode(ids) for ids, _ in pairs], references)
     return f"BLEU {score:.2f} on {len(pairs)} validation pairs; of copying the source: {of_sources:.2f} ({signature})"
 

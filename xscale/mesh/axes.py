@@ -8,8 +8,10 @@ from typing import Literal
 
 import pydantic
 
+from xscale.core.choices import Choice
 from xscale.core.config import Config
-from xscale.core.errors import Problem
+from xscale.core.errors import Problem, counted
+from xscale.core.requirements import divisors, take
 
 Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
 DENSE_AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -148,9 +150,10 @@ def check(mesh: MeshConfig, world: int, path: str = "parallel.mesh") -> list[Pro
     problems = []
     if sorted(mesh.order) != sorted(DENSE_AXES):
         what = f"must name each axis once, got {', '.join(mesh.order) or 'none'}"
-        problems.append(Problem(f"{path}.order", what, f"For example: {', '.join(DENSE_AXES)}."))
+        problems.append(Problem(f"{path}.order", what, choices=take(list(DENSE_AXES))))
     if mesh.dp_shard < 1 and mesh.dp_shard != -1:
-        problems.append(Problem(f"{path}.dp_shard", f"must be -1 or at least 1, got {mesh.dp_shard}"))
+        what = f"must be -1 or at least 1, got {mesh.dp_shard}"
+        problems.append(Problem(f"{path}.dp_shard", what, choices=take(-1, 1)))
     if problems:
         return problems
     unsharded = mesh.pp * mesh.dp_replicate * mesh.cp * mesh.tp
@@ -158,20 +161,34 @@ def check(mesh: MeshConfig, world: int, path: str = "parallel.mesh") -> list[Pro
         " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in DENSE_AXES if getattr(mesh, axis) not in (1, -1)) or "1"
     )
     if mesh.dp_shard == -1 and world % unsharded:
-        what = f"{words} = {unsharded} does not divide the {world} ranks"
-        problems.append(Problem(path, what, f"Start a multiple of {unsharded} processes, or lower a degree."))
+        what = f"{words} = {unsharded} does not divide the {counted(world, 'rank')}"
+        fix = f"Start a multiple of {unsharded} processes, or lower a degree."
+        problems.append(Problem(path, what, fix, choices=_lower_degrees(mesh, world, path)))
     elif mesh.dp_shard != -1 and unsharded * mesh.dp_shard != world:
-        what = f"{words} gives {unsharded * mesh.dp_shard} ranks, but the world size is {world}"
-        problems.append(Problem(path, what, f"Start {unsharded * mesh.dp_shard} processes, or let dp_shard be -1."))
+        what = f"{words} gives {counted(unsharded * mesh.dp_shard, 'rank')}, but the world size is {world}"
+        fix = f"Or start {counted(unsharded * mesh.dp_shard, 'process')}."
+        problems.append(Problem(path, what, fix, choices=take(-1, key=f"{path}.dp_shard")))
     else:
         degrees = resolve(with_dp_shard(mesh, world // unsharded), world)
         folded = degrees.folded
         if folded % mesh.ep:
-            fits = ", ".join(str(ep) for ep in range(1, folded + 1) if folded % ep == 0)
             over = "dp_shard x cp" if mesh.tp_in_experts else "dp_shard x cp x tp"
             what = f"ep={mesh.ep} does not divide {over} = {folded}, over which it is folded"
-            problems.append(Problem(f"{path}.ep", what, f"With {world} ranks ep may be {fits}."))
+            problems.append(Problem(f"{path}.ep", what, choices=divisors(folded)))
     return problems
+
+
+def _lower_degrees(mesh: MeshConfig, world: int, path: str) -> tuple[Choice, ...]:
+    """Return the choices of one lower degree with which those that do not shard parameters divide the ranks."""
+    degrees = {axis: getattr(mesh, axis) for axis in ("pp", "dp_replicate", "cp", "tp")}
+    unsharded = math.prod(degrees.values())
+    return tuple(
+        choice
+        for axis, degree in degrees.items()
+        for lower in range(degree - 1, 0, -1)
+        if world % (unsharded // degree * lower) == 0
+        for choice in take(lower, key=f"{path}.{axis}")
+    )
 
 
 def with_dp_shard(mesh: MeshConfig, shard: int) -> MeshConfig:

@@ -147,7 +147,8 @@ CompiledCallWrapper = Callable[[Callable[..., Any], Callable[..., Any]], Callabl
 
 def wrap_compiled_call(module: nn.Module, wrap: CompiledCallWrapper) -> None:
     """Replace the call of a module on which `compile` was called."""
-    module._compiled_call_impl = wrap(module._compiled_call_impl, module._call_impl)
+    compiled: Any = module._compiled_call_impl
+    module._compiled_call_impl = wrap(compiled, module._call_impl)
 
 
 def is_compiler_imported() -> bool:

@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
-from xscale.core.requirements import KeyNeed
+from xscale.core.requirements import KeyNeed, at_most
 from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.head.sentence_contrast import SENTENCE_GLOBALS, SENTENCE_WEIGHT, SENTENCES
 from xscale.nn.init import seed_of
@@ -39,12 +39,12 @@ class Cpc(Masked):
         """Weight of the loss of sentences beside that of tokens; the paper weighs them 0.2 to 0.8."""
 
     @classmethod
-    def sentences(cls, config: Any, length: int) -> int:
+    def sentences(cls, config: Config, length: int) -> int:
         """Return the number of sentences of a sample of `length` tokens."""
         return length // int(config.sentence_length)
 
     @classmethod
-    def needs(cls, config: Any) -> list[KeyNeed]:
+    def needs(cls, config: Config) -> list[KeyNeed]:
         twice = f"'{config.kind}' runs the model twice in a forward, "
         return [
             *super().needs(config),
@@ -58,11 +58,11 @@ class Cpc(Masked):
         ]
 
     @classmethod
-    def check(cls, config: Any, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
+    def check(cls, config: Config, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
         problems = super().check(config, specials, length, path)
         if cls.sentences(config, length) < 2:
             what = f"a sample of {length} tokens has fewer than two sentences of {config.sentence_length}"
-            problems.append(Problem(f"{path}.sentence_length", what, f"Take at most {length // 2}."))
+            problems.append(at_most(f"{path}.sentence_length", what, length // 2))
         return problems
 
     def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:

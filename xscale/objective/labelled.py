@@ -28,7 +28,7 @@ class LabelledObjective(Objective):
         """Activation of that layer: tanh, as in BERT and RoBERTa; relu, as in DistilBERT."""
 
     @classmethod
-    def check(cls, config: Any, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
+    def check(cls, config: Config, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
         problems = []
         if config.z_loss_weight:
             what = "keeps the logits of a vocabulary small, and labels have none"
@@ -74,7 +74,7 @@ class _Pooled(LabelledObjective):
         of BERT; the model needs token_types of 2."""
 
     @classmethod
-    def check_model(cls, config: Any, *, causal: bool, path: str) -> list[Problem]:
+    def check_model(cls, config: Config, *, causal: bool, path: str) -> list[Problem]:
         if causal and config.pool == "first":
             what = "the first token of a causal model has read no other"
             return [Problem(f"{path}.pool", what, "Take last, or a bidirectional model.")]
@@ -107,7 +107,7 @@ class Classify(_Pooled):
         """Number of classes, which is that of the data."""
 
     @classmethod
-    def head_sizes(cls, config: Any) -> HeadSizes:
+    def head_sizes(cls, config: Config) -> HeadSizes:
         return HeadSizes(config.classes, dense=config.dense, activation=config.dense_activation, per_example=True)
 
     def metrics(self, predicted: Tensor, targets: Tensor) -> dict[str, float]:
@@ -154,7 +154,7 @@ class Tag(LabelledObjective):
         """Number of tags, which is that of the data."""
 
     @classmethod
-    def head_sizes(cls, config: Any) -> HeadSizes:
+    def head_sizes(cls, config: Config) -> HeadSizes:
         return HeadSizes(config.classes, dense=config.dense, activation=config.dense_activation)
 
     def targets(self, documents: Tensor, labels: Tensor) -> Tensor:

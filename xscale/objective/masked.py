@@ -29,7 +29,7 @@ class Masked(Objective):
         """Fraction of the predicted tokens that a random token replaces; the rest stay as they are."""
 
     @classmethod
-    def check(cls, config: Config, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
+    def check(cls, config: Any, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
         problems = []
         if config.mask_fraction + config.random_fraction > 1:
             what = f"mask_fraction {config.mask_fraction} + random_fraction {config.random_fraction} exceeds 1"

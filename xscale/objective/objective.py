@@ -225,7 +225,7 @@ class Objective:
         return loss
 
 
-OBJECTIVES = Family("objective", ObjectiveTraits)
+OBJECTIVES = Family("objective", ObjectiveTraits, Objective)
 
 
 @OBJECTIVES.register("causal", traits=ObjectiveTraits(causal=True, source=False, random=False))

@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import at_least
 from xscale.nn.head.boundary_head import BOUNDARIES
 from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.init import seed_of
@@ -33,15 +34,15 @@ class SpanBoundary(Masked):
         """Longest span, in tokens; the model's boundary head has as many positions."""
 
     @classmethod
-    def max_span(cls, config: Any) -> int:
+    def max_span(cls, config: Config) -> int:
         return int(config.max_span)
 
     @classmethod
-    def check(cls, config: Any, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
+    def check(cls, config: Config, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
         problems = super().check(config, specials, length, path)
         if length < 3:
             what = f"a span and its two boundaries are three tokens, and a sample has {length}"
-            problems.append(Problem(path, what, "Take a data.sequence_length of at least 3."))
+            problems.append(at_least("data.sequence_length", what, 3))
         return problems
 
     def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import at_least
 from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.init import seed_of
 from xscale.nn.tokens import PACKED_PADDING, Tokens
@@ -41,7 +42,7 @@ class Ul2Decoder(Ul2):
                 what = (
                     f"two tokens of text, their mode, sentinels and ends have {needed + 1}, and a sample {length + 1}"
                 )
-                return [Problem("data.sequence_length", what, f"Take at least {needed}.")]
+                return [at_least("data.sequence_length", what, needed)]
             spans = denoiser.counts(text_tokens(denoiser, length + 1, length + 1))[1]
             problems += check_sentinels(spans, specials, f"{path}.denoisers.{number}")
         return problems

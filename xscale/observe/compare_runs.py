@@ -13,7 +13,7 @@ from typing import Any
 from xscale.core.compose import leaves
 from xscale.core.errors import ConfigError
 from xscale.core.files.atomic_write import write_atomically
-from xscale.core.yaml_reader import flow_text
+from xscale.core.yaml_writer import flow_text
 from xscale.observe.format import duration, printable, quantity
 from xscale.observe.record import RECORD_NAME, History, Record, load_history, read_record, value_at
 from xscale.observe.report.chart import Curve, SeedRange, chart, smooth

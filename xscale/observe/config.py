@@ -7,6 +7,7 @@ from pydantic import Field
 
 from xscale.core.config import Config
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 
 
 class ProfileConfig(Config):
@@ -54,8 +55,8 @@ def check(config: ObserveConfig, path: str = "observe") -> list[Problem]:
     )
     for name, wanted, command in trackers:
         if wanted and importlib.util.find_spec(name) is None:
-            fix = f"Install it with: {command}, or set {path}.{name}=false."
-            problems.append(Problem(f"{path}.{name}", f"the package {name} is not installed", fix))
+            fix = f"Or install it with: {command}."
+            problems.append(Problem(f"{path}.{name}", f"the package {name} is not installed", fix, choices=take(False)))
     return problems
 
 
@@ -64,4 +65,6 @@ def check_profile(config: ProfileConfig | None, steps: int, path: str = "observe
     if config is None or (last := config.at + config.steps - 1) <= steps:
         return []
     what = f"profiles steps {config.at} to {last}, and the run ends at train.steps={steps}"
-    return [Problem(path, what, f"Take {path}.at of at most {max(1, steps - config.steps + 1)}, or fewer steps.")]
+    return [
+        Problem(path, what, "Or profile fewer steps.", choices=take(max(1, steps - config.steps + 1), key=f"{path}.at"))
+    ]

@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 
+from xscale.core.errors import counted
 from xscale.core.robust_threshold import spike_threshold
 from xscale.observe.events import EndReport, StepReport
 from xscale.observe.observer import Observer
@@ -47,7 +48,9 @@ class Health(Observer):
     def finish(self, report: EndReport) -> None:
         # The loop reports each when it happens; this is for a reader of the last lines.
         if skipped := self._skipped - (self._skipped_before or 0):
-            self._message(f"warning: {_steps(skipped)} of this process had a loss or gradient that was not finite")
+            self._message(
+                f"warning: {counted(skipped, 'step')} of this process had a loss or gradient that was not finite"
+            )
 
     def _look_at_loss(self, report: StepReport) -> None:
         if self._skipped_before is None:
@@ -65,7 +68,7 @@ class Health(Observer):
         if report.loss > threshold.limit and not self._spiking:
             self._message(
                 f"warning: step {report.step}: the loss jumped to {report.loss:.4f}; "
-                f"the median of the {_steps(len(self._losses))} before is {threshold.median:.4f}"
+                f"the median of the {counted(len(self._losses), 'step')} before is {threshold.median:.4f}"
             )
         self._spiking = report.loss > threshold.limit
 
@@ -117,10 +120,6 @@ def _describe(starving: tuple[int, ...], experts: int) -> str:
     names = ", ".join(str(expert) for expert in starving)
     few = "expert" if len(starving) == 1 else "experts"
     return f"starves {few} {names} of {experts}: less than a tenth of the mean load"
-
-
-def _steps(count: int) -> str:
-    return f"{count} step" if count == 1 else f"{count} steps"
 
 
 def _layers(count: int) -> str:

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from xscale.core.config import Config
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 
 NEAREST = 3
 """How many names a problem lists."""
@@ -84,7 +85,7 @@ def check_groups(groups: Sequence[ParameterGroup], names: Sequence[str], path: s
     for index, group in enumerate(groups):
         if group.since >= group.until:
             what = f"is {group.since:g}, and until={group.until:g}: the parameters would never be trained"
-            problems.append(Problem(f"{path}.{index}.since", what, "Take less than until, or lr_factor=0."))
+            problems.append(Problem(f"{path}.{index}.since", what, "Or a value below until.", choices=take(0.0)))
         if index in chosen:
             continue
         matched = [name for name in names if fnmatchcase(name, group.match)]

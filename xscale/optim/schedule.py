@@ -9,6 +9,7 @@ from pydantic import Field
 from xscale.core import config as schema
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
+from xscale.core.requirements import at_most
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def fitting_warmup(warmup_steps: int, steps: int) -> int:
     return warmup_steps if warmup_steps < steps or steps <= 1 else max(1, steps // 10)
 
 
-SCHEDULES = Family("schedule", ScheduleTraits)
+SCHEDULES = Family("schedule", ScheduleTraits, Schedule)
 
 
 @SCHEDULES.register("constant", traits=ScheduleTraits(bounded=False))
@@ -103,8 +104,8 @@ class Wsd(Schedule):
         problems = super().check(config, steps, path)
         if config.warmup_steps + config.decay_steps > steps:
             what = f"warmup_steps={config.warmup_steps} + decay_steps={config.decay_steps} exceeds train.steps={steps}"
-            fix = f"Take decay_steps of at most {max(0, steps - config.warmup_steps)}."
-            problems.append(Problem(f"{path}.decay_steps", what, fix))
+            longest = max(0, steps - config.warmup_steps)
+            problems.append(at_most(f"{path}.decay_steps", what, longest))
         return problems
 
     def after_warmup(self, step: int) -> float:

@@ -25,7 +25,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xscale.core.errors import Choice, Problem
+from xscale.core.choices import Choice
+from xscale.core.errors import Problem
 from xscale.core.requirements import instead, take
 from xscale.nn.ffn.moe.permutation import DispatchPlan, experts_of_rows
 from xscale.nn.ffn.moe.router.router import ROUTERS

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from xscale.core.errors import counted
+
 GIGABYTE = 1e9
 NEGLIGIBLE = 1000
 """Bytes of a step below which traffic is not printed, such as all-reduces of scalars."""
@@ -16,7 +18,7 @@ def format_plan(plan: Mapping[str, Any]) -> list[str]:
     text = [
         f"model      {plan['parameters']:,} parameters, {active:,} active (vocabulary {plan['vocabulary']})",
         f"compute    {plan['flops_per_token'] / 1e6:,.1f} MFLOP per token, forward and backward",
-        f"layout     {plan['world']} ranks: {degrees or 'one process'}",
+        f"layout     {counted(plan['world'], 'rank')}: {degrees or 'one process'}",
         f"step       {plan['tokens_per_step']:,} tokens, {plan['micro_batches_per_rank']} micro-batches per rank",
     ]
     if plan["pipeline"] is not None:

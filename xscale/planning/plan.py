@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from xscale.core.config import encode
-from xscale.core.errors import ConfigError
+from xscale.core.errors import ConfigError, counted
 from xscale.data.tokenizer.tokenizer import TOKENIZERS
 from xscale.measure.device import DEVICES, GIVEN, Device, device_named, device_of_memory
 from xscale.measure.flops import size, training_flops
@@ -208,5 +208,5 @@ def _too_large(largest_rank: RankMemory, device: Device | None, settings: Settin
         f"{largest_rank.kinds[largest_kind] / 1e9:.2f} GB of it), and {where} has {device.memory / 1e9:.1f} GB"
     )
     if device.name == "cpu":
-        what += f" for {degrees.world} processes"
+        what += f" for {counted(degrees.world, 'process')}"
     return {"path": "parallel", "what": what, "fix": f"Take {', or '.join(options)}."}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from xscale.core.errors import ConfigError
+from xscale.core.errors import ConfigError, counted
 from xscale.mesh import axes
 from xscale.mesh.axes import Degrees
 from xscale.planning.cost_model import CostModel, Estimate, LayoutChoice, bubble, estimate
@@ -57,7 +57,7 @@ def search(
     tried = list(candidates(cost_model, fixed, world))
     room = device.memory if device.name != "cpu" else device.memory / world
     fitting = sorted((entry for entry in tried if entry[1].memory <= room), key=lambda entry: entry[1].seconds)
-    say(f"{len(tried)} layouts of {world} ranks, {len(fitting)} estimated to fit")
+    say(f"{len(tried)} layouts of {counted(world, 'rank')}, {len(fitting)} estimated to fit")
     ranked: list[RankedLayout] = []
     seen: list[Any] = []
     # The recipe's own layout first, so that a slower layout is not listed as the fastest.
@@ -176,9 +176,10 @@ def _nothing(tried: Sequence[tuple[Values, Estimate]], rehearsed: int, world: in
     if rehearsed:
         return f"none of the {rehearsed} simulated layouts fits into {room / 1e9:.1f} GB of a rank"
     if not tried:
-        return f"no layout of {world} ranks divides this batch and these blocks"
+        return f"no layout of {counted(world, 'rank')} divides this batch and these blocks"
     least = min(estimate.memory for _, estimate in tried)
-    return f"of {len(tried)} layouts of {world} ranks the smallest needs about {least / 1e9:.1f} GB of {room / 1e9:.1f}"
+    layouts = f"{len(tried)} layouts of {counted(world, 'rank')}"
+    return f"of {layouts} the smallest needs about {least / 1e9:.1f} GB of {room / 1e9:.1f}"
 
 
 def format_ranked(ranked: Sequence[RankedLayout]) -> list[str]:

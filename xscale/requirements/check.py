@@ -3,14 +3,15 @@
 from collections.abc import Collection
 from typing import TypeVar
 
+from xscale.core.choices import Edit
 from xscale.core.compose import compose_mapping
 from xscale.core.config import decode, encode
-from xscale.core.errors import ConfigError, Edit, Problem
+from xscale.core.errors import ConfigError, Problem
 from xscale.core.requirements import SETTINGS, UNKNOWN, Facts, RequirementSet
-from xscale.core.solver import solve
-from xscale.core.yaml_reader import flow_text
+from xscale.core.yaml_writer import flow_text
 from xscale.mesh import axes
 from xscale.requirements import facts, frozen, layout, model, objective, optimizer, samples, training
+from xscale.requirements.solver import solve
 from xscale.settings.settings import Settings
 
 SettingsT = TypeVar("SettingsT", bound=Settings)

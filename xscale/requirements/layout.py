@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from xscale.core.errors import Choice, ConfigError, Problem
+from xscale.core.choices import Choice
+from xscale.core.errors import ConfigError, Problem
 from xscale.core.requirements import reads, with_paths
 from xscale.distill.distill_check import check_distillation, check_student
 from xscale.distill.teacher_source import in_train_teacher, teacher_run

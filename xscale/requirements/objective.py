@@ -5,7 +5,7 @@ from typing import Any
 
 from xscale.core.errors import Problem
 from xscale.core.registry import Entry
-from xscale.core.requirements import UNKNOWN, change, kinds, reads, take
+from xscale.core.requirements import UNKNOWN, at_least, change, kinds, reads, take
 from xscale.data.config import DataConfig
 from xscale.data.source.source import SOURCES, Labels, SourceTraits
 from xscale.nn.mixer.mixer import MIXERS
@@ -131,13 +131,13 @@ def samples_have_their_tokens(data: DataConfig, objective_entry: ObjectiveEntry)
     samples, path = objective_entry.traits.samples, "data.sequence_length"
     if samples == "sentences" and data.sequence_length < 5:
         what = "two texts of a token each, [CLS] and two [SEP] are five tokens"
-        yield Problem(path, what, "Or more.", choices=take(5))
+        yield at_least(path, what, 5)
     elif samples in ("pairs", "labels") and data.source_length < 2:
         what = "a source needs two tokens, one of text and one that ends it"
-        yield Problem(path, what, "Or more.", choices=take(2))
+        yield at_least(path, what, 2)
     elif samples == "labels" and data.sequence_length < 5:
         what = "two texts need five tokens: one that begins them, and each one of text and one that ends it"
-        yield Problem(path, what, "Or more.", choices=take(5))
+        yield at_least(path, what, 5)
 
 
 def only_packed_text_is_split_anew(run: RunConfig, objective_entry: ObjectiveEntry) -> Iterator[Problem]:

@@ -5,7 +5,8 @@ from importlib.util import find_spec
 
 from torch import nn
 
-from xscale.core.errors import Choice, Problem
+from xscale.core.choices import Choice
+from xscale.core.errors import Problem
 from xscale.core.requirements import kinds, take
 from xscale.nn.adapt.mup import check_mup
 from xscale.nn.depth.exits import Exits

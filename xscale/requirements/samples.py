@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from xscale.core.errors import Choice, Problem
+from xscale.core.choices import Choice
+from xscale.core.errors import Problem
 from xscale.core.registry import Entry
 from xscale.core.requirements import kinds, part_paths, take
 from xscale.data.config import DataConfig

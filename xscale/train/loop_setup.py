@@ -56,6 +56,8 @@ def make_loop(parts: RunParts, state: State, context: LoopContext) -> Loop:
     batches = StepBatches(parts.training, train.batch_size, last_step)
     facts = RankFacts(parts, state, batches, stop, context.lock, context.saves)
     saver = RunSaver(parts, state, context.saves, context.memory, facts, stop, watchdog, observer)
+    if parts.mesh.device.type == "cuda" and parts.settings.checkpoint.every_steps:
+        context.saves.prepare(parts.stepper.engine.state_tensors())
     spikes = LossSpikes(train, state, observer)
     scaling = LossScaling(parts.settings.precision, state, observer)
     step = OptimizerStep(

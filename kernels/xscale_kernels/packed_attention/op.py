@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from xscale_kernels import refusals
-from xscale_kernels.packed_attention import varlen
 from xscale_kernels.packed_attention.spans import DocumentSpans, find_document_spans
+from xscale_kernels.packed_attention.varlen import attend as attend_in_graph
 from xscale_kernels.rows import wide
 from xscale_kernels.select import Implementation, UnusableError, choose, use_reference
 
@@ -174,7 +174,7 @@ def library_refusals(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[str, str], 
     return tuple(refused)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _capability() -> tuple[int, int]:
     """Compute capability of the current GPU; (0, 0) without one."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
@@ -219,7 +219,7 @@ def packed_attention(
         if implementation != COMPILED or spans is None:
             reason = f"torch.compile keeps '{COMPILED}' in its graphs, where the spans of the documents are given"
             raise UnusableError(f"packed_attention: implementation '{implementation}' cannot run this call: {reason}")
-        return varlen.attend(q, k, v, spans, causal)
+        return attend_in_graph(q, k, v, spans, causal)
     if is_library or (q.is_cuda and not implementation):
         choice = choose("packed_attention", IMPLEMENTATIONS, implementation, q, k, v)
         if choice.implementation.name in LIBRARIES:

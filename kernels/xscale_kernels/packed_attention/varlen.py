@@ -33,8 +33,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, sizes: Tensor, ca
         return torch_private.flash_varlen(q, k, v, cut, longest, window)
     out, lse = q.new_empty(q.shape), q.new_empty(q.shape[1], len(q), dtype=wide(q.dtype))
     for rows in _documents(offsets, count):
-        parts = (_as_sequence(x[rows]) for x in (q, k, v))
-        attended, normaliser = torch_private.cpu_flash_attention(*parts, _future(q, rows) if causal else None)
+        queries, keys, values = (_as_sequence(x[rows]) for x in (q, k, v))
+        mask = _future(q, rows) if causal else None
+        attended, normaliser = torch_private.cpu_flash_attention(queries, keys, values, mask)
         out[rows], lse[:, rows] = attended[0].transpose(0, 1), normaliser[0]
     return out, lse
 
@@ -63,9 +64,9 @@ def _back(
         return torch_private.flash_varlen_backward(dout.contiguous(), q, k, v, out, lse, cut, longest, window)
     gradients = tuple(x.new_empty(x.shape) for x in (q, k, v))
     for rows in _documents(offsets, count):
-        above, *parts = (_as_sequence(x[rows]) for x in (dout, q, k, v, out))
-        mask = _future(q, rows) if causal else None
-        found = torch_private.cpu_flash_attention_backward(above, *parts, lse[None, :, rows].contiguous(), mask)
+        above, queries, keys, values, attended = (_as_sequence(x[rows]) for x in (dout, q, k, v, out))
+        mask, normaliser = _future(q, rows) if causal else None, lse[None, :, rows].contiguous()
+        found = torch_private.cpu_flash_attention_backward(above, queries, keys, values, attended, normaliser, mask)
         for gradient, part in zip(gradients, found, strict=True):
             gradient[rows] = part[0].transpose(0, 1)
     return gradients[0], gradients[1], gradients[2]

@@ -304,5 +304,5 @@ def test_odd_models(name: str, tmp_path: Path) -> None:
             torch.testing.assert_close(logits(again, ids), expected, rtol=0, atol=max(1e-5, 4 * rounding))
         converted += 1
     print(f"{name}: {converted} models equal, {len(refusals)} refused", *refusals, sep="\n  ")
-    assert all(problem.fix for error in refusals for problem in error.problems), refusals
+    assert all(problem.advice for error in refusals for problem in error.problems), refusals
     assert converted >= 2, refusals

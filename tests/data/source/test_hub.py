@@ -123,8 +123,8 @@ def test_offline_the_name_is_refused_with_what_works(monkeypatch: pytest.MonkeyP
     (problem,) = missing_files(decode(DataConfig, {"source": {"kind": "hub", "dataset": "lab/corpus"}}))
     assert problem.path == "data.source.dataset"
     assert problem.what == "'lab/corpus' cannot be read: Cannot reach the hub: offline mode is enabled"
-    assert "hf download lab/corpus --repo-type dataset" in problem.fix
-    assert "kind: parquet" in problem.fix
+    assert "hf download lab/corpus --repo-type dataset" in problem.advice
+    assert "kind: parquet" in problem.advice
 
 
 def test_a_dataset_of_the_hub_is_read_at_the_commit_that_was_looked_up(

@@ -105,5 +105,5 @@ def test_bad_spans_are_refused() -> None:
     dims = Dims(width=32, depth=2, vocabulary=11, length=16, causal=True)
     (problem,) = AdaptiveSpan.check(AdaptiveSpan.Config(initial_span=17.0), dims, "core")
     assert str(problem).startswith("core.initial_span: initial_span=17.0 is longer than max_span=16")
-    assert "Take 16 or less" in str(problem)
+    assert "Take 16. Lower" in str(problem)
     assert AdaptiveSpan.check(AdaptiveSpan.Config(initial_span=16.0), dims, "core") == []

@@ -302,6 +302,6 @@ def test_a_named_flex_is_refused_before_the_run(core: str, instead: str) -> None
     (problem,) = problems(kind="shaw")
     assert problem.path == "mixer.core.implementation"
     assert "position 'shaw' adds others" in problem.what
-    assert problem.fix == f"Take auto or {instead}."
+    assert problem.advice == f"Take auto or {instead}."
     for position in ({"kind": "shaw", "values": False}, {"kind": "transformer_xl"}, {"kind": "relative"}):
         assert problems(**position) == []

@@ -118,7 +118,7 @@ def test_what_has_no_prior_is_refused_with_what_would_work() -> None:
 
     said = problem(dims(position=Rope.Config()))
     assert said.startswith("mixer.core: has no generator of a prior: position 'rope' adds nothing to scores")
-    assert "Take previous=1, for the scores of the layer before, or one of these positions: alibi, " in said
+    assert "Take mixer.core.previous=1.0, or model.position.kind=alibi, " in said
     assert "prior is 0" in problem(dims(position=Alibi.Config()), prior=0.0)
     assert "cross-attention has no position" in problem(dims(cross=True, position=Alibi.Config()))
     (refused,) = PriorOnly.check(decode(PriorOnly.Config, {"generator": "shaw"}), dims(), "mixer")

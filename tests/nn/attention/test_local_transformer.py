@@ -61,7 +61,7 @@ def test_a_window_that_is_given_is_not_predicted() -> None:
     config = LocalTransformer.Config(window_from="layer", fixed_window=10.0)
     (problem,) = LocalTransformer.check(config, dims(), "core")
     assert str(problem).startswith("core.window_from: the window is given, fixed_window=10.0, so it is not predicted")
-    assert "Take query, or fixed_window=null." in str(problem)
+    assert "Take query, or core.fixed_window=null." in str(problem)
 
 
 def test_cross_attention_looks_around_a_place_of_the_other_sequence() -> None:

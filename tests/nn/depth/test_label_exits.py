@@ -231,3 +231,15 @@ def test_a_curve_counts_the_blocks_of_predictions(per_example: bool) -> None:
     assert plain.blocks == 1.0
     of_all = float(early.blocks.double().mean()) / DEPTH
     assert per_example or found.blocks != pytest.approx(of_all), "not of the tokens that predict nothing"
+
+
+@pytest.mark.parametrize("exits", range(2, 9))
+@pytest.mark.parametrize("power", [0.0, 0.3, 0.5, 1.0])
+def test_the_usual_thresholds_of_a_vote_are_accepted(exits: int, power: float) -> None:
+    policy = decode(ExitPolicyConfig, {"criterion": "vote", "threshold": 1.0, "power": power})
+    refused = [
+        value
+        for value in policy.thresholds(exits, CLASSES)
+        if policy.model_copy(update={"threshold": value}).check_threshold(exits, "")
+    ]
+    assert refused == []

@@ -174,4 +174,4 @@ def test_the_controller_is_as_wide_as_in_the_paper() -> None:
 def test_a_block_that_does_not_divide_is_refused() -> None:
     (problem,) = SparseFfn.check(SparseFfn.Config(hidden=30, block_size=8), dims(), "ffn")
     assert str(problem).startswith("ffn.block_size: block_size=8 does not divide the 30 hidden units")
-    assert "Take hidden=32, or a block_size that divides 30." in str(problem)
+    assert "ffn.hidden=32." in str(problem)

@@ -110,9 +110,9 @@ def test_bad_settings_are_refused_with_what_would_work() -> None:
     config = Collaborative.Config(heads=4, position=Deberta.Config())
     (problem,) = Collaborative.check(config, dims(), "mixer")
     assert str(problem).startswith("mixer.position: position 'deberta' projects its table")
-    assert "Take the mixer attention, or one of these positions: music_transformer, shaw, " in str(problem)
-    assert "deberta" not in str(problem).split("positions: ")[1]
+    assert "Take mixer.position.kind=rope, alibi, " in str(problem)
+    assert "deberta" not in str(problem).split("Take")[1]
     config = Collaborative.Config(heads=4, position=Shaw.Config())
     (problem,) = Collaborative.check(config, dims(), "mixer")
-    assert str(problem).startswith("mixer.position.values: position 'shaw' adds to values")
-    assert "Take false, or the mixer attention." in str(problem)
+    assert str(problem).startswith("mixer.position: position 'shaw' adds to values")
+    assert "Take mixer.position.kind=rope, " in str(problem)

@@ -81,12 +81,14 @@ def test_bad_settings_are_refused_with_what_would_work() -> None:
         return [str(problem) for problem in Delight.check(Delight.Config(**changes), dims(), "mixer")]
 
     (problem,) = problems(min_layers=6, max_layers=4)
-    assert problem.startswith("mixer.max_layers: max_layers=4 is below min_layers=6. Take 6 or more")
+    assert problem.startswith("mixer.max_layers: max_layers=4 is below min_layers=6. Take 6. Or more")
     (problem,) = problems(max_groups=6)
     assert problem == "mixer.max_groups: max_groups=6 is no power of two. Take 4."
     (problem,) = problems(max_groups=32)
-    assert problem.startswith("mixer.max_groups: width=32 is no multiple of twice the 32 groups. Take model.width=64")
+    assert problem.startswith(
+        "mixer.max_groups: width=32 is no multiple of twice the 32 groups. Take 1, 2, 4, 8 or 16, or"
+    )
     (problem,) = problems(core=Reformer.Config())
     assert problem.startswith(
-        "mixer.core: mixer 'delight' cannot hold the core 'reformer'. Take softmax or block_sparse"
+        "mixer.core: mixer 'delight' cannot hold the core 'reformer'. Take mixer.core.kind=softmax or block_sparse"
     )

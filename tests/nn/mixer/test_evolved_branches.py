@@ -101,6 +101,6 @@ def test_what_cannot_be_is_refused_with_what_would_work() -> None:
     assert Block.check(*block(second), "block") == []
     (problem,) = Block.check(*block(second, residual="post"), "block")
     assert "residual 'post' leaves no sum that both sublayers could be added to" in str(problem)
-    assert "Take false, or residual pre" in str(problem)
+    assert "Take false, or block.residual.kind=pre" in str(problem)
     (problem,) = EvolvedBranches.check(EvolvedBranches.Config(), dims(width=33), "mixer")
-    assert "a branch has half of the channels, and width=33 is odd. Take an even width, such as 34." in str(problem)
+    assert "a branch has half of the channels, and width=33 is odd. Take 34." in str(problem)

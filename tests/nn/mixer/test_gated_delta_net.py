@@ -117,7 +117,7 @@ def test_it_starts_as_the_authors() -> None:
 @pytest.mark.parametrize(
     ("config", "key", "says"),
     [
-        ({"heads": 4, "key_heads": 3}, "key_heads", "divisor of heads"),
+        ({"heads": 4, "key_heads": 3}, "key_heads", "Take 1, 2, 4 or null."),
         ({"min_step": 0.2}, "min_step", "max_step=0.1"),
     ],
 )

@@ -118,7 +118,7 @@ def refused(*patterns: str, causal: bool = True, **settings: Any) -> list[str]:
 def test_bad_patterns_are_refused_with_what_would_work() -> None:
     (problem,) = refused("previous", "next")
     assert "'next' guides to later tokens, which a causal model hides" in problem
-    assert "Take previous, first, delimiter or period" in problem
+    assert "Take [previous]" in problem
     assert refused("previous", "next", causal=False) == []
     (problem,) = refused(*["first"] * 5)
     assert "5 patterns are more than heads=4" in problem

@@ -154,7 +154,7 @@ def test_what_does_not_fit_is_refused(config: dict[str, Any], causal: bool, path
     chosen = decode(HardCodedGaussian.Config, {"heads": HEADS, **config})
     (problem,) = HardCodedGaussian.check(chosen, dims(width=WIDTH, causal=causal), "m")
     assert problem.path == path
-    assert problem.fix
+    assert problem.advice
 
 
 def test_layouts_that_cannot_be_are_refused() -> None:

@@ -127,7 +127,7 @@ def test_it_starts_as_the_paper() -> None:
     ("config", "key", "says"),
     [
         ({"heads": 3}, "heads", "does not divide 2 * width=64"),
-        ({"heads": 4, "groups": 3}, "groups", "divisor of heads"),
+        ({"heads": 4, "groups": 3}, "groups", "Take 1, 2 or 4."),
         ({"min_step": 0.2}, "min_step", "max_step=0.1"),
         ({"min_rate": 17}, "min_rate", "max_rate=16"),
     ],

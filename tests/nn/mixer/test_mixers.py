@@ -111,7 +111,7 @@ def test_positions_act_inside_but_not_across_sequences(position: Any) -> None:
 @pytest.mark.parametrize(
     ("config", "about", "said"),
     [
-        ({"heads": 3}, {"width": 16}, "heads: heads=3 does not divide width=16. Take heads among 1, 2, 4, 8"),
+        ({"heads": 3}, {"width": 16}, "heads: heads=3 does not divide width=16. Take 1, 2, 4 or 8"),
         ({"heads": 4, "kv_heads": 3}, {"width": 16}, "kv_heads: kv_heads=3 does not divide heads=4"),
         ({"heads": 5, "kv_heads": 2}, {"width": 16}, "heads=5 does not divide"),
     ],

@@ -102,7 +102,7 @@ def test_no_tensor_of_three_lengths_is_formed(causal: bool) -> None:
 def test_another_length_is_refused() -> None:
     (problem,) = MultiLinear.check(decode(MultiLinear.Config, {"length": N + 1}), dims(length=N), "mixer")
     assert str(problem) == (
-        f"mixer.length: the weights belong to {N + 1} positions, and a sequence has {N} tokens. Take {N}, or null."
+        f"mixer.length: the weights belong to {N + 1} positions, and a sequence has {N} tokens. Take {N} or null."
     )
     for causal in (True, False):
         with pytest.raises(ConfigError, match=f"weights for {N} positions, and the sequence has {N + 1}"):

@@ -87,7 +87,7 @@ def test_bad_settings_are_refused_with_what_would_work() -> None:
 
     assert problem(heads=6).startswith("mixer.heads: heads=6 does not divide width=32")
     assert "mixer.narrow_width: narrow_width=8 is not low" in problem(narrow_width=8)
-    assert "Take a narrow_width from 1 to 7" in problem(narrow_width=8)
+    assert "Take 7, or mixer.kind=attention. Lower values work too" in problem(narrow_width=8)
     assert problem(shares=[1, 2]).startswith("mixer.shares: heads=4 cannot be shared as 1 to 2")
     assert problem(local={"kind": "linformer"}).startswith("mixer.local: 'linformer' is not causal")
     assert problem(local={"kind": "prior_scores"}).startswith("mixer.local: 'prior_scores' hands its scores")

@@ -89,7 +89,7 @@ def test_another_length_is_refused(kind: type[Gmlp] | type[MlpMixer]) -> None:
     for length in (LENGTH - 1, LENGTH + 1):
         (problem,) = kind.check(decode(kind.Config, {"length": length}), around, "mixer")
         assert problem.path == "mixer.length"
-        assert f"Take {LENGTH}, or null" in str(problem)
+        assert f"Take {LENGTH} or null" in str(problem)
     assert kind.check(decode(kind.Config, {"length": LENGTH}), around, "mixer") == []
     part = ready(kind(decode(kind.Config, {}), around))
     with pytest.raises(ConfigError, match=f"weights for {LENGTH} positions, and the sequence has {LENGTH + 1}"):

@@ -115,4 +115,4 @@ def test_equal_heads_and_zeros_have_finite_gradients(routing: str) -> None:
 def test_capsules_divide_the_channels() -> None:
     (problem,) = RoutingAggregation.check(RoutingAggregation.Config(heads=4, capsules=5), dims(), "mixer")
     assert str(problem).startswith("mixer.capsules: capsules=5 does not divide the 32 channels of the heads")
-    assert "Take one of 1, 2, 4, 8" in str(problem)
+    assert "Take 1, 2, 4 or 8" in str(problem)

@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_refused(config: dict[str, Any], path: str) -> None
     chosen = decode(Synthesizer.Config, {"heads": HEADS, **config})
     (problem,) = Synthesizer.check(chosen, dims(width=WIDTH, length=POSITIONS), "m")
     assert problem.path == path
-    assert problem.fix
+    assert problem.advice
 
 
 @pytest.mark.parametrize("generator", GENERATORS)

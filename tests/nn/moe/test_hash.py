@@ -117,5 +117,5 @@ def test_what_is_refused() -> None:
     ]
     for config in refused:
         (problem,) = part.check(config, sizes, "router")
-        assert problem.fix
+        assert problem.advice
     assert not part.check(part.Config(function="balanced", frequencies=(1.0,) * V), sizes, "router")

@@ -66,7 +66,7 @@ def test_only_what_was_read_gets_a_gradient() -> None:
 def test_what_is_refused() -> None:
     config = config_of("product_key_memory", subkeys=6, top_k=7)
     (problem,) = ProductKeyMemory.check(config, dims(), "ffn")
-    assert str(problem) == "ffn.top_k: top_k=7 exceeds subkeys=6. Take 1 to 6, or more subkeys."
+    assert str(problem) == "ffn.top_k: top_k=7 exceeds subkeys=6. Take 6, or ffn.subkeys=7. Lower values work too."
     for key, value in {"query_width": 7, "dropout": 1.0, "heads": 0}.items():
         with pytest.raises(ConfigError, match=key):
             config_of("product_key_memory", **{"subkeys": 6, "top_k": 3, key: value})

@@ -243,7 +243,7 @@ class TestFamily:
         sizes = RouterDims(D, 1, V, 1, None)
         if "top_k" in entry.part.Config.model_fields:
             problems = entry.part.check(entry.part.Config(top_k=3), sizes, "router")
-            assert any("top_k" in problem.path and problem.fix for problem in problems)
+            assert any("top_k" in problem.path and problem.advice for problem in problems)
             assert not entry.part.check(entry.part.Config(top_k=1), RouterDims(D, 8, V, 1, None), "router")
 
 

@@ -57,7 +57,7 @@ def test_sinusoidal_is_its_formula() -> None:
         assert added[0, 1, 2 * pair].item() == pytest.approx(math.sin(9 * rate), abs=1e-6)
         assert added[0, 1, 2 * pair + 1].item() == pytest.approx(math.cos(9 * rate), abs=1e-6)
     assert added[0, 0].tolist() == pytest.approx([0, 1, 0, 1, 0, 1])
-    assert "Take an even width" in str(Sinusoidal.check(Sinusoidal.Config(), dims(width=7), "position")[0])
+    assert "Take model.width=8" in str(Sinusoidal.check(Sinusoidal.Config(), dims(width=7), "position")[0])
 
 
 def test_learnable_frequencies_begin_as_sinusoidal_and_turn_pairs() -> None:
@@ -117,7 +117,8 @@ def test_a_table_shorter_than_the_sequence_is_refused(kind: str) -> None:
     entry = POSITIONS.get(kind)
     (problem,) = entry.part.check(decode(entry.part.Config, {"length": 16}), dims(length=24), "model.position")
     assert str(problem) == (
-        "model.position.length: the table has 16 positions, and a sequence has 24 tokens. Take 24 or more, or null."
+        "model.position.length: the table has 16 positions, and a sequence has 24 tokens. Take 24 or null. "
+        "Higher values work too."
     )
     for length in (24, 30, None):
         assert entry.part.check(decode(entry.part.Config, {"length": length}), dims(length=24), "model.position") == []

@@ -86,7 +86,7 @@ def test_mixers_with_other_heads_cannot_share_a_table() -> None:
     config, sizes = stack_of([rule], shared=True)
     (problem,) = Stack.check(config, sizes, "model.stack")
     assert problem.path == "model.stack.rules"
-    assert "position.shared=false" in problem.fix
+    assert "position.shared=false" in problem.advice
     assert Stack.check(*stack_of([rule]), "model.stack") == []
 
 

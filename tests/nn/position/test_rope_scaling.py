@@ -89,7 +89,7 @@ def test_dynamic_changes_nothing_within_the_original_length() -> None:
     [
         ({"method": "yarn"}, "original_length: 'yarn' needs the longest text"),
         ({"method": "linear", "original_length": 64}, "original_length: 'linear' does not read it"),
-        ({"method": "llama3", "original_length": 64, "beta_fast": 9.0}, "take the method yarn"),
+        ({"method": "llama3", "original_length": 64, "beta_fast": 9.0}, "method=yarn"),
         ({"method": "dynamic", "original_length": 64}, "texts of 128 tokens are trained on"),
         ({"method": "llama3", "original_length": 64, "low_frequency": 4.0}, "must be < high_frequency=4.0"),
         ({"method": "yarn", "original_length": 64, "beta_slow": 32.0}, "must be < beta_fast=32.0"),
@@ -99,4 +99,4 @@ def test_what_no_method_can_do_is_refused(scaling: dict[str, Any], refusal: str)
     config = Rope.Config(scaling=RopeScaling(factor=2.0, **scaling))
     (problem,) = Rope.check(config, dims(length=128), "position")
     assert refusal in str(problem)
-    assert problem.fix
+    assert problem.advice

@@ -58,5 +58,5 @@ def test_mixers_of_other_heads_cannot_share_them() -> None:
         rules = [{"every": 2, "at": 1, "mixer": mixer}]
         (problem,) = Stack.check(*stack_of(rules, shared_biases=True), "model.stack")
         assert problem.path == "model.stack.rules"
-        assert "position.shared_biases=false" in problem.fix
+        assert "position.shared_biases=false" in problem.advice
         assert Stack.check(*stack_of(rules), "model.stack") == []

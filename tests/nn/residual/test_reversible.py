@@ -94,7 +94,7 @@ def test_token_by_token_gives_the_same() -> None:
 )
 def test_what_needs_one_stream_is_refused(block: dict[str, Any], stack: dict[str, Any], says: str) -> None:
     problems = Decoder.check(config(block, **stack), (VOCABULARY, LENGTH), "model")
-    assert [problem for problem in problems if str(problem).startswith(says) and (problem.fix or problem.choices)], (
+    assert [problem for problem in problems if str(problem).startswith(says) and (problem.advice or problem.choices)], (
         problems
     )
 
@@ -111,4 +111,4 @@ def test_a_transparent_encoder_is_refused() -> None:
     plain = {"depth": 2, "block": {**BLOCK, "residual": "pre"}}
     chosen = decode(EncoderDecoder.Config, {"width": 12, "encoder": stack, "decoder": plain, "transparent": True})
     (problem,) = EncoderDecoder.check(chosen, (VOCABULARY, LENGTH), "model")
-    assert problem.fix == "Take false, or model.encoder.block.residual=pre."
+    assert problem.advice == "Take false, or model.encoder.block.residual=pre."

@@ -363,7 +363,7 @@ def test_what_it_cannot_do_is_refused_with_what_would_work(
     world, parallel, sections, path = REFUSED[what]
     found = recipe(tmp_path, parallel=parallel, **{**SINGLE, **sections}).check(world)
     assert [problem.path for problem in found] == [path]
-    assert found[0].fix
+    assert found[0].advice
 
 
 def test_an_optimizer_of_whole_matrices_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -373,7 +373,7 @@ def test_an_optimizer_of_whole_matrices_is_refused(monkeypatch: pytest.MonkeyPat
     assert recipe(tmp_path, **SINGLE).check(2) == []
     (problem,) = recipe(tmp_path, parallel=zero(2), **SINGLE).check(2)
     assert problem.path == "optimizer.kind"
-    assert "lion" in problem.fix
+    assert "lion" in problem.advice
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from xscale.run.load_run import load_run
 
 
 def merge_run(source: Path, run: Path, say: Callable[[str], None] = print, *, plugins: bool = False) -> int:
-    """Create the run folder `run` at step 0, without LoRA, from the newest checkpoint of the run `source`.
+    """Create the run folder `run` at step 0, without LoRA, from the newest checkpoint of the run `source`, or it.
 
     Returns the exit status. ConfigError when the run has no LoRA, or `run` already exists.
     """

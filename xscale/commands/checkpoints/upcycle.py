@@ -30,7 +30,7 @@ def upcycle_run(
     *,
     plugins: bool = False,
 ) -> int:
-    """Create the run folder `run` at step 0 from the run folder `dense`; returns the exit status.
+    """Create the run folder `run` at step 0 from the run folder `dense` or a checkpoint; returns the status.
 
     The config is the dense run's with `overrides`, which replace ffns by mixtures; its layout and its plugins (unless
     `plugins`) do not bind this process. Reports both models' losses on the first validation sequences. Raises
@@ -38,7 +38,9 @@ def upcycle_run(
     """
     require_no_run(run)
     loaded = load_run(dense, plugins=plugins)
-    composed = compose(dense / CONFIG, overrides)
+    # `dense` may be one of its checkpoints.
+    folder = dense if (dense / CONFIG).exists() else dense.parent.parent
+    composed = compose(folder / CONFIG, overrides)
     settings = decode(Recipe, composed.data, composed.origin)
     settings = settings.model_copy(update={"run": settings.run.model_copy(update={"dir": str(run)})})
     if problems := single_process(settings).check():
@@ -63,7 +65,7 @@ def upcycle_run(
             say(f"{path}: its output changes, because {reason}")
     path = create_run(settings, model, run, tokenizer=loaded.tokenizer, unpadded_vocabulary=unpadded)
     _compare(loaded, model, settings, sequences, changed, say)
-    say(f"{path}: written; train it with `xscale train {run}/config.yaml`")
+    say(f"{path}: written from step {loaded.step}; train it with `xscale train {run}/config.yaml`")
     return EXIT_DONE
 
 

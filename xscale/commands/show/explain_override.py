@@ -8,7 +8,7 @@ from xscale.core.config_keys.keys import ConfigKeys, Key
 from xscale.core.config_keys.override_path import parse_path, path_text
 from xscale.core.config_keys.overrides import matching
 from xscale.core.config_keys.present_keys import PresentKey, kind_of, root_of, walk
-from xscale.core.yaml_reader import flow_text
+from xscale.core.yaml_writer import flow_text
 
 
 def override_of(keys: ConfigKeys, key: Key) -> str:

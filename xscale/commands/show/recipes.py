@@ -14,7 +14,7 @@ from xscale.core.compose import SCHEMA, compose, configs_folder
 from xscale.core.config_keys.keys import ConfigKeys, Key, first_sentence, wrapped
 from xscale.core.errors import ConfigError, nearest
 from xscale.core.files.file_safety import remove_file
-from xscale.core.yaml_reader import flow_text
+from xscale.core.yaml_writer import flow_text
 
 RUNS = "run"
 """Folder of the configs that a user starts by their name."""

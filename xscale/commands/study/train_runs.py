@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from xscale.core.config import encode
@@ -45,7 +45,7 @@ def read_named(name: str, config: Path, overrides: Sequence[str]) -> Recipe:
 
 
 def _named(name: str, problems: Sequence[Problem]) -> list[Problem]:
-    return [Problem(f"{name}: {problem.path}", problem.what, problem.fix) for problem in problems]
+    return [replace(problem, path=f"{name}: {problem.path}") for problem in problems]
 
 
 def check_unchanged(run: NamedRun, fix: str) -> None:

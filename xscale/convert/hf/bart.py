@@ -14,12 +14,25 @@ from xscale.convert.hf.architecture import (
     activation_of,
     classic_block,
 )
+from xscale.convert.hf.keys import Keys, keys_from_hf, keys_to_hf
 from xscale.convert.mapping import WeightMapping, per_block, rows_before, weight, with_biases
 from xscale.core.errors import ConfigError
 
 STACKS = ("encoder", "decoder")
 UNUSED_POSITIONS = 2
 """Rows of each table of positions before position 0."""
+KEYS: Keys = {
+    "d_model": "width",
+    "dropout": ("encoder.block.dropout", "decoder.block.dropout", "dropout"),
+    "attention_dropout": ("encoder.block.mixer.dropout", "decoder.block.mixer.dropout"),
+    "encoder_layers": "encoder.depth",
+    "decoder_layers": "decoder.depth",
+    "encoder_attention_heads": "encoder.block.mixer.heads",
+    "decoder_attention_heads": "decoder.block.mixer.heads",
+    "init_std": "init_std",
+    "scale_embedding": "scale_embeddings",
+}
+"""Keys with the same value, in both directions."""
 EPS = 1e-5
 """That of every norm; config.json has no key for it."""
 LOGITS_BIAS = "final_logits_bias"
@@ -46,27 +59,18 @@ def to_hf(config: Any, sizes: ModelSizes, require: Requirements) -> Data:
         ("ffn.activation", decoder.ffn.activation, encoder.ffn.activation),
     ):
         require.one_of(f"model.decoder.block.{key}", of_decoder, of_encoder)
-    data: Data = {
+    data: Data = keys_to_hf(KEYS, config) | {
         "vocab_size": sizes.vocabulary,
-        "d_model": config.width,
         "max_position_embeddings": config.position.length or sizes.length,
         "activation_function": ACTIVATIONS.get(encoder.ffn.activation),
-        "dropout": encoder.dropout,
-        "attention_dropout": encoder.mixer.dropout,
         "activation_dropout": 0.0,
-        "init_std": config.init_std,
-        "scale_embedding": config.scale_embeddings,
         "tie_word_embeddings": True,
         "is_encoder_decoder": True,
         "decoder_start_token_id": sizes.eos,
         "forced_eos_token_id": None,
     }
     for stack, block in blocks.items():
-        data |= {
-            f"{stack}_layers": getattr(config, stack).depth,
-            f"{stack}_attention_heads": block.mixer.heads,
-            f"{stack}_ffn_dim": block.ffn.hidden or 4 * config.width,
-        }
+        data[f"{stack}_ffn_dim"] = block.ffn.hidden or 4 * config.width
     return data
 
 
@@ -74,28 +78,18 @@ def from_hf(data: Data, require: Requirements) -> Data:
     require.one_of("tie_word_embeddings", data["tie_word_embeddings"], True)
     activation = activation_of(data["activation_function"], require, "activation_function")
     norm = {"kind": "layer", "eps": EPS}
-    dropout = float(data["dropout"])
     section: Data = {
         "kind": "encoder_decoder",
-        "width": data["d_model"],
         "position": {"kind": "learned", "length": data["max_position_embeddings"]},
         "tied": True,
-        "dropout": dropout,
-        "init_std": data["init_std"],
-        "scale_embeddings": bool(data["scale_embedding"]),
         "embedding_norm": norm,
     }
     for stack in STACKS:
-        mixer = {
-            "kind": "attention",
-            "heads": data[f"{stack}_attention_heads"],
-            "bias": True,
-            "dropout": float(data["attention_dropout"]),
-        }
+        mixer = {"kind": "attention", "bias": True}
         ffn = {"kind": "dense", "hidden": data[f"{stack}_ffn_dim"], "activation": activation, "bias": True}
-        block = {"mixer": mixer, "ffn": ffn, "norm": norm, "residual": "post", "dropout": dropout}
-        section[stack] = {"depth": data[f"{stack}_layers"], "block": block}
-    return section
+        block = {"mixer": mixer, "ffn": ffn, "norm": norm, "residual": "post"}
+        section[stack] = {"block": block}
+    return keys_from_hf(KEYS, data, section)
 
 
 def weights(config: Any, sizes: ModelSizes) -> list[WeightMapping]:

@@ -6,7 +6,7 @@ or a size that is no axis of a tensor, up to constants that are cheap.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ def read_config_json(folder: Path, headers: Headers) -> dict[str, Any]:
     if (folder / GENERATION_JSON).exists():
         _read_object(folder / GENERATION_JSON)
     if problems := size_problems(stored, headers):
-        raise ConfigError([Problem(f"{file}: {problem.path}", problem.what, problem.fix) for problem in problems])
+        raise ConfigError([replace(problem, path=f"{file}: {problem.path}") for problem in problems])
     from transformers import AutoConfig
 
     with foreign_errors(file, "the file is not a config that transformers reads", FIX):

@@ -12,7 +12,9 @@ from typing import Any, Literal
 import torch
 
 from xscale.convert.hf.architecture import Architecture, Data, ModelSizes, Requirements
+from xscale.convert.hf.keys import keys_from_hf, keys_to_hf
 from xscale.convert.hf.layers import layer_blocks, layer_rules, rope_from_hf, rope_to_hf
+from xscale.convert.hf.llama import KEYS
 from xscale.convert.mapping import UNSTACKED, Tensors, Transform, WeightMapping, per_block, weight, zeros
 from xscale.nn.ffn.ffn import gated_hidden
 
@@ -24,6 +26,22 @@ EPS = 1e-6
 """Epsilon of the latents' norms in the library, whatever the other norms have."""
 BIAS_UPDATE_RATE = 0.001
 """Rate of an imported selection bias, as in DeepSeek-V3: config.json does not have it."""
+MIXER_KEYS = {
+    "num_attention_heads": "heads",
+    "kv_lora_rank": "kv_latent_width",
+    "q_lora_rank": "query_latent_width",
+    "qk_rope_head_dim": "rope_width",
+    "attention_dropout": "dropout",
+}
+"""Keys of a mixer with the same value, in both directions."""
+ROUTER_KEYS = {
+    "num_experts_per_tok": "top_k",
+    "norm_topk_prob": "normalise",
+    "routed_scaling_factor": "scale",
+    "n_group": "expert_groups",
+    "topk_group": "topk_groups",
+}
+"""Those of a router."""
 Version = Literal[2, 3]
 
 
@@ -40,14 +58,9 @@ def to_hf(config: Any, sizes: ModelSizes, require: Requirements, version: Versio
     if require.problems:
         return {}
     require.one_of("model.position.fraction", config.position.fraction, 1.0)
-    data: Data = {
+    data: Data = keys_to_hf(KEYS, config) | {
         "vocab_size": sizes.vocabulary,
-        "hidden_size": config.width,
-        "num_hidden_layers": config.stack.depth,
         "max_position_embeddings": sizes.length,
-        "initializer_range": config.init_std,
-        "tie_word_embeddings": config.tied,
-        "rms_norm_eps": block.norm.eps,
         "hidden_act": "silu",
     }
     if version == 2 and config.width % block.mixer.heads:
@@ -79,17 +92,12 @@ def _attention(config: Any, mixer: Any, require: Requirements) -> Data:
             rope["mscale_all_dim"] = (gain - 1) / (0.1 * math.log(scaling.factor))
     if scaling is not None and scaling.method == "yarn":
         rope["attention_factor"] = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
-    return {
+    return keys_to_hf(MIXER_KEYS, mixer) | {
         "rope_parameters": rope,
-        "num_attention_heads": mixer.heads,
         "num_key_value_heads": mixer.heads,
-        "kv_lora_rank": mixer.kv_latent_width,
-        "q_lora_rank": mixer.query_latent_width,
         "qk_nope_head_dim": plain,
-        "qk_rope_head_dim": mixer.rope_width,
         "v_head_dim": mixer.value_width or plain,
         "attention_bias": False,
-        "attention_dropout": mixer.dropout,
     }
 
 
@@ -136,12 +144,7 @@ def _router(router: Any, require: Requirements, version: Version) -> Data:
     if version == 2:
         require.one_of(f"{path}.normalise", router.normalise, False)
         require.one_of(f"{path}.bias_update_rate", router.bias_update_rate, 0.0)
-    data: Data = {
-        "n_group": router.expert_groups,
-        "topk_group": router.topk_groups,
-        "num_experts_per_tok": router.top_k,
-        "norm_topk_prob": router.normalise,
-        "routed_scaling_factor": router.scale,
+    data: Data = keys_to_hf(ROUTER_KEYS, router) | {
         "aux_loss_alpha": router.aux_loss_weight,
         "seq_aux": router.balance_over == "sequence",
     }
@@ -157,17 +160,11 @@ def from_hf(data: Data, require: Requirements, version: Version) -> Data:
         require.one_of("mlp_bias", data["mlp_bias"], False)
     rope = dict(data["rope_parameters"])
     plain, turned = data["qk_nope_head_dim"], data["qk_rope_head_dim"]
-    mixer: Data = {
-        "kind": "mla",
-        "heads": data["num_attention_heads"],
-        "kv_latent_width": data["kv_lora_rank"],
-        "query_latent_width": data["q_lora_rank"],
-        "head_width": plain,
-        "rope_width": turned,
-        "value_width": data["v_head_dim"],
-        "norm": {"kind": "rms", "eps": EPS},
-        "dropout": float(data["attention_dropout"] or 0),
-    }
+    mixer = keys_from_hf(
+        MIXER_KEYS,
+        data,
+        {"kind": "mla", "head_width": plain, "value_width": data["v_head_dim"], "norm": {"kind": "rms", "eps": EPS}},
+    )
     if rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim") and rope["factor"] > 1:
         gain = 0.1 * rope["mscale_all_dim"] * math.log(rope["factor"]) + 1
         mixer["scale"] = gain**2 * (plain + turned) ** -0.5
@@ -182,32 +179,24 @@ def from_hf(data: Data, require: Requirements, version: Version) -> Data:
         "shared": expert | {"hidden": hidden * data["n_shared_experts"]},
     }
     ffns = [{**expert, "hidden": data["intermediate_size"]} if layer < dense else moe for layer in range(depth)]
-    norm = {"kind": "rms", "eps": data["rms_norm_eps"]}
-    return {
+    section = {
         "kind": "decoder",
-        "width": data["hidden_size"],
         "position": rope_from_hf(rope, data, require, methods=("yarn",)),
-        "tied": data["tie_word_embeddings"],
-        "init_std": data["initializer_range"],
         "stack": {
-            "depth": depth,
-            "block": {"mixer": mixer, "ffn": ffns[0], "norm": norm},
+            "block": {"mixer": mixer, "ffn": ffns[0], "norm": {"kind": "rms"}},
             "rules": layer_rules(ffns, "ffn"),
         },
     }
+    return keys_from_hf(KEYS, data, section)
 
 
 def _router_from_hf(data: Data, require: Requirements, version: Version) -> Data:
-    router: Data = {
+    fixed = {
         "kind": "group_limited",
-        "top_k": data["num_experts_per_tok"],
         "score": "sigmoid" if version == 3 else "softmax",
-        "normalise": bool(data["norm_topk_prob"]),
-        "scale": float(data["routed_scaling_factor"]),
-        "expert_groups": data["n_group"],
-        "topk_groups": data["topk_group"],
         "group_score": "top2" if version == 3 else "max",
     }
+    router = keys_from_hf(ROUTER_KEYS, data, fixed)
     if data.get("aux_loss_alpha") is not None:
         router["aux_loss_weight"] = float(data["aux_loss_alpha"])
         router["balance_over"] = "sequence" if data.get("seq_aux") else "micro_batch"

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from xscale.convert.hf.architecture import Data, ModelSizes, Requirements
+from xscale.convert.hf.keys import Keys
 from xscale.convert.hf.layers import core_of, rope_from_hf, rope_to_hf
 from xscale.convert.hf.llama import BLOCK, LlamaFamily
 from xscale.convert.mapping import shifted
@@ -25,6 +26,10 @@ class GemmaFamily(LlamaFamily):
     """Whether layers with a window have a position encoding of their own."""
 
     @property
+    def keys(self) -> Keys:
+        return {**super().keys, "final_logit_softcapping": "logit_soft_cap"}
+
+    @property
     def varying(self) -> tuple[str, ...]:
         return (*super().varying, *(["mixer.position"] if self.two_bases else []))
 
@@ -38,8 +43,7 @@ class GemmaFamily(LlamaFamily):
         if abs(scalar - round(scalar)) > 1e-6 * scalar:
             what = f"{mixer.scale} is 1 / sqrt({scalar:.6g})"
             require.reject(f"{BLOCK}.mixer.scale", what, "1 / sqrt of a whole number would map.")
-        data |= {"query_pre_attn_scalar": round(scalar), "final_logit_softcapping": config.logit_soft_cap}
-        return data | {"use_bidirectional_attention": False}
+        return data | {"query_pre_attn_scalar": round(scalar), "use_bidirectional_attention": False}
 
     def _position(self, config: Any, blocks: Sequence[Any], require: Requirements) -> Data:
         data = super()._position(config, blocks, require)
@@ -80,8 +84,7 @@ class GemmaFamily(LlamaFamily):
         require.one_of("use_bidirectional_attention", bool(data.get("use_bidirectional_attention")), False)
         if not self.caps:
             require.one_of("attn_logit_softcapping", data.get("attn_logit_softcapping"), None)
-        section = super().from_hf(data, require)
-        return section | {"scale_embeddings": True, "logit_soft_cap": data.get("final_logit_softcapping")}
+        return super().from_hf(data, require) | {"scale_embeddings": True}
 
     def _our_position(self, data: Data, require: Requirements) -> Data:
         rope = data["rope_parameters"]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from xscale.convert.hf.architecture import Data, Requirements
+from xscale.convert.hf.keys import keys_from_hf, keys_to_hf
 from xscale.convert.hf.layers import core_of, layer_types, window_of_some, windows_of
 from xscale.convert.hf.llama import BLOCK, FFN, LAYER, MIXER, LlamaFamily
 from xscale.convert.hf.mxfp4 import METHOD
@@ -32,6 +33,13 @@ INTERLEAVED_TRANSPOSED = Transform(
     lambda tensors: [tensors[0][..., ::2].mT, tensors[0][..., 1::2].mT],
 )
 """The experts' gate and up projection [E, F, D] -> one [E, D, 2 * F], columns in turns."""
+
+MOE_KEYS = {
+    "num_local_experts": "experts",
+    "num_experts_per_tok": "router.top_k",
+    "swiglu_limit": "expert.clamp_value",
+}
+"""Keys of a mixture with the same value, in both directions."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +73,10 @@ class GptOssFamily(LlamaFamily):
         require.one_of(f"{path}.router.normalise", router.normalise, True)
         require.one_of(f"{path}.router.scale", router.scale, 1.0)
         require.one_of(f"{path}.router.bias_update_rate", router.bias_update_rate, 0.0)
-        return {
-            "num_local_experts": ffn.experts,
-            "num_experts_per_tok": router.top_k,
+        return keys_to_hf(MOE_KEYS, ffn) | {
             "intermediate_size": gated_hidden(expert.hidden, config.width),
             "router_aux_loss_coef": router.aux_loss_weight * len(ffns) / router.top_k,
             "swiglu_alpha": ALPHAS.get(expert.gate),
-            "swiglu_limit": expert.clamp_value,
         }
 
     def _our_mixer(self, data: Data, norm: Data, window: int | None, layer: int, require: Requirements) -> Data:
@@ -85,12 +90,10 @@ class GptOssFamily(LlamaFamily):
     def _our_mixture(self, data: Data) -> Data:
         gates = {alpha: gate for gate, alpha in ALPHAS.items()}
         chosen = data["num_experts_per_tok"]
-        return {
+        section = {
             "kind": "moe",
-            "experts": data["num_local_experts"],
             "router": {
                 "kind": "topk",
-                "top_k": chosen,
                 "logit_bias": True,
                 "aux_loss_weight": float(data["router_aux_loss_coef"]) * chosen / data["num_hidden_layers"],
             },
@@ -99,10 +102,10 @@ class GptOssFamily(LlamaFamily):
                 "gate": gates.get(data["swiglu_alpha"], "quick_geglu"),
                 "hidden": data["intermediate_size"],
                 "bias": True,
-                "clamp_value": float(data["swiglu_limit"]),
                 "linear_offset": 1.0,
             },
         }
+        return keys_from_hf(MOE_KEYS, data, section)
 
     def _mixer_weights(self, config: Any, mixer: Any) -> list[WeightMapping]:
         return [

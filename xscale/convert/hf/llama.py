@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from xscale.convert.hf.architecture import Architecture, Data, ModelSizes, Requirements
+from xscale.convert.hf.keys import Keys, keys_from_hf, keys_to_hf
 from xscale.convert.hf.layers import (
     core_of,
     dynamic_length,
@@ -50,6 +51,14 @@ NORMS = {
 }
 """Placement -> name of each norm in xscale and in transformers."""
 
+KEYS = {
+    "hidden_size": "width",
+    "num_hidden_layers": "stack.depth",
+    "rms_norm_eps": "stack.block.norm.eps",
+    "initializer_range": "init_std",
+    "tie_word_embeddings": "tied",
+}
+"""Keys of a model with the same value, in both directions."""
 AUX_LOSS = (
     "router_aux_loss_coef: xscale's weight is the coefficient times top_k / layers, for the same pull on an even load; "
     "transformers' loss pools the layers and counts each of the top_k choices, and xscale's is the sum of the layers' "
@@ -93,6 +102,22 @@ class LlamaFamily:
     """Keys of `FEATURES` that the architecture has, besides those that follow from the other fields."""
 
     @property
+    def keys(self) -> Keys:
+        """Keys of a model with the same value, in both directions."""
+        return KEYS | ({"resid_pdrop": "stack.block.dropout", "embd_pdrop": "dropout"} if self.fused else {})
+
+    @property
+    def mixer_keys(self) -> Keys:
+        """Keys of a mixer with the same value, in both directions."""
+        keys = {"num_attention_heads": "heads", "attention_dropout": "dropout"}
+        return keys | ({"attention_bias": "bias"} if self.bias == "optional" else {})
+
+    @property
+    def router_keys(self) -> Keys:
+        """Keys of a router with the same value, in both directions."""
+        return {"num_experts_per_tok": "top_k"} | ({} if self.name == "mixtral" else {"norm_topk_prob": "normalise"})
+
+    @property
     def varying(self) -> tuple[str, ...]:
         """Keys of a block in which layers may differ."""
         return (*(["mixer.core"] if self.windows else []), *(["ffn"] if self.dense_layers else []))
@@ -109,14 +134,9 @@ class LlamaFamily:
             require.one_of(f"{BLOCK}.ffn", kind, "moe" if self.experts else "gated")
         if require.problems:
             return {}
-        data: Data = {
+        data: Data = keys_to_hf(self.keys, config) | {
             "vocab_size": sizes.vocabulary,
-            "hidden_size": config.width,
-            "num_hidden_layers": config.stack.depth,
             "max_position_embeddings": sizes.length,
-            "initializer_range": config.init_std,
-            "tie_word_embeddings": config.tied,
-            "rms_norm_eps": block.norm.eps,
             self.activation_key: self.activations[0],
         }
         if self.fused:
@@ -139,8 +159,7 @@ class LlamaFamily:
         if int(head_width * position.fraction) % 2:
             what = f"{position.fraction} of {head_width} channels is an odd number"
             require.reject("model.position.fraction", what, "A fraction with an even number of channels would map.")
-        data["rope_parameters"] = rope | {"partial_rotary_factor": position.fraction}
-        return data | {"resid_pdrop": block.dropout, "embd_pdrop": config.dropout}
+        return data | {"rope_parameters": rope | {"partial_rotary_factor": position.fraction}}
 
     def _attention(self, config: Any, block: Any, require: Requirements) -> Data:
         mixer = block.mixer
@@ -158,18 +177,17 @@ class LlamaFamily:
         if mixer.head_width is None and config.width % mixer.heads:
             require.reject(f"{BLOCK}.mixer.heads", "they do not divide the width", "Give head_width.")
         head_width = mixer.head_width or config.width // mixer.heads
-        data: Data = {
-            "num_attention_heads": mixer.heads,
+        data: Data = keys_to_hf(self.mixer_keys, mixer) | {
             "num_key_value_heads": mixer.kv_heads or mixer.heads,
             "head_dim": head_width,
-            "attention_dropout": mixer.dropout,
         }
         if self.divides or self.name in ("llama", "mistral", "gemma2", "gemma3_text"):
             # The library reads or checks the head width as width / heads.
-            require.one_of(f"{BLOCK}.mixer.heads", mixer.heads, *_divisors(config.width, mixer.heads))
+            fitting = [heads for heads in range(1, config.width + 1) if config.width % heads == 0]
+            require.one_of(f"{BLOCK}.mixer.heads", mixer.heads, *fitting)
         if self.divides:
             require.one_of(f"{BLOCK}.mixer.head_width", head_width, config.width // mixer.heads)
-        return data | ({"attention_bias": mixer.bias} if self.bias == "optional" else {})
+        return data
 
     def _windows(self, blocks: Sequence[Any], require: Requirements) -> Data:
         if not self.windows:
@@ -218,11 +236,11 @@ class LlamaFamily:
         require.one_of(f"{path}.router.bias_update_rate", ffn.router.bias_update_rate, 0.0)
         hidden = gated_hidden(ffn.expert.hidden, config.width)
         coefficient = ffn.router.aux_loss_weight * len(sparse) / ffn.router.top_k
-        data: Data = {"num_experts_per_tok": ffn.router.top_k, "router_aux_loss_coef": coefficient}
+        data: Data = keys_to_hf(self.router_keys, ffn.router) | {"router_aux_loss_coef": coefficient}
         if self.name == "mixtral":
             require.one_of(f"{path}.router.normalise", ffn.router.normalise, True)
             return data | {"num_local_experts": ffn.experts, "intermediate_size": hidden}
-        data |= {"norm_topk_prob": ffn.router.normalise, "num_experts": ffn.experts, "intermediate_size": hidden}
+        data |= {"num_experts": ffn.experts, "intermediate_size": hidden}
         if self.dense_layers:
             layers = [layer for layer, layer_ffn in enumerate(ffns) if layer_ffn.kind != "moe"]
             data |= {"moe_intermediate_size": hidden, "decoder_sparse_step": 1, "mlp_only_layers": layers}
@@ -244,21 +262,13 @@ class LlamaFamily:
         mixers = [self._our_mixer(data, norm, window, layer, require) for layer, window in enumerate(windows)]
         ffns = [self._our_ffn(data, layer) for layer in range(depth)]
         block: Data = {"mixer": mixers[0], "ffn": ffns[0], "norm": norm, "residual": self.residual}
-        if self.fused:
-            block["dropout"] = float(data["resid_pdrop"])
-        return {
+        section = {
             "kind": "decoder",
-            "width": data["hidden_size"],
             "position": self._our_position(data, require),
-            "tied": data["tie_word_embeddings"],
-            "init_std": data["initializer_range"],
-            "dropout": float(data["embd_pdrop"]) if self.fused else 0.0,
-            "stack": {
-                "depth": depth,
-                "block": block,
-                "rules": [*layer_rules(mixers, "mixer"), *layer_rules(ffns, "ffn")],
-            },
+            "dropout": 0.0,
+            "stack": {"block": block, "rules": [*layer_rules(mixers, "mixer"), *layer_rules(ffns, "ffn")]},
         }
+        return keys_from_hf(self.keys, data, section)
 
     def _our_position(self, data: Data, require: Requirements) -> Data:
         rope = data.get("rope_parameters") or {"rope_theta": data.get("rope_theta", 10000.0)}
@@ -267,19 +277,17 @@ class LlamaFamily:
         return rope_from_hf(rope, data, require)
 
     def _our_mixer(self, data: Data, norm: Data, window: int | None, layer: int, require: Requirements) -> Data:
-        bias = self.bias == "inputs" or (self.bias == "optional" and bool(data.get("attention_bias")))
-        return {
+        section = {
             "kind": "attention",
-            "heads": data["num_attention_heads"],
             "kv_heads": data["num_key_value_heads"] or data["num_attention_heads"],
             "head_width": data.get("head_dim"),
             "core": core_of(window),
-            "bias": bias,
+            "bias": self.bias == "inputs",
             "output_bias": False if self.bias == "inputs" else None,
             "qk_norm": norm if self.qk_norm else None,
             "qk_norm_over": self.qk_norm or "head",
-            "dropout": float(data.get("attention_dropout") or 0),
         }
+        return keys_from_hf(self.mixer_keys, data, section)
 
     def _our_ffn(self, data: Data, layer: int) -> Data:
         if self.experts and (not self.dense_layers or is_sparse(data, layer)):
@@ -288,17 +296,13 @@ class LlamaFamily:
         return {"kind": "gated", "gate": self.gate, "hidden": data["intermediate_size"], "bias": bias}
 
     def _our_mixture(self, data: Data) -> Data:
-        mixtral = self.name == "mixtral"
         layers = sum(not self.dense_layers or is_sparse(data, layer) for layer in range(data["num_hidden_layers"]))
+        weight = float(data["router_aux_loss_coef"]) * data["num_experts_per_tok"] / layers
+        router = {"kind": "topk", "normalise": True, "aux_loss_weight": weight}
         return {
             "kind": "moe",
             "experts": expert_count(data),
-            "router": {
-                "kind": "topk",
-                "top_k": data["num_experts_per_tok"],
-                "normalise": True if mixtral else data["norm_topk_prob"],
-                "aux_loss_weight": float(data["router_aux_loss_coef"]) * data["num_experts_per_tok"] / layers,
-            },
+            "router": keys_from_hf(self.router_keys, data, router),
             "expert": {
                 "kind": "gated",
                 "gate": "swiglu",
@@ -369,10 +373,6 @@ class LlamaFamily:
             attention_span=longest_window,
             features=frozenset(read | (set() if self.fused else {"position.scaling"})),
         )
-
-
-def _divisors(width: int, heads: int) -> list[int]:
-    return [heads] if width % heads == 0 else [divisor for divisor in range(1, width + 1) if width % divisor == 0]
 
 
 LLAMA = LlamaFamily("llama", "LlamaForCausalLM", bias="optional", ffn_bias=True).architecture()

@@ -1,5 +1,6 @@
 """The architectures of transformers that can be converted, and the choice among them."""
 
+from dataclasses import replace
 from typing import Any
 
 from xscale.convert.hf.albert import ALBERT
@@ -109,9 +110,7 @@ def model_from_hf_config(data: dict[str, Any]) -> tuple[Architecture, Data, Mode
     with foreign_errors("config.json", f"its values do not describe a model of type {architecture.name}"):
         section = architecture.from_hf(data, require)
     if require.problems:
-        raise ConfigError(
-            [Problem(f"config.json: {problem.path}", problem.what, problem.fix) for problem in require.problems]
-        )
+        raise ConfigError([replace(problem, path=f"config.json: {problem.path}") for problem in require.problems])
     with foreign_errors("config.json", f"its values do not describe a model of type {architecture.name}"):
         length = section["position"].get("length") or data.get("max_position_embeddings") or LENGTH
         sizes = ModelSizes(data["vocab_size"], int(length), data.get("pad_token_id") or 0)
@@ -129,6 +128,4 @@ def model_of(section: dict[str, Any]) -> Model.Config:
 
 
 def _unique(problems: list[Problem], hint: str) -> list[Problem]:
-    return [
-        Problem(problem.path, f"{problem.what} {hint}".rstrip(), problem.fix) for problem in dict.fromkeys(problems)
-    ]
+    return [replace(problem, what=f"{problem.what} {hint}".rstrip()) for problem in dict.fromkeys(problems)]

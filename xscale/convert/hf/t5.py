@@ -17,6 +17,7 @@ from xscale.convert.hf.architecture import (
     activation_of,
     uniform_block,
 )
+from xscale.convert.hf.keys import Keys, keys_from_hf, keys_to_hf
 from xscale.convert.mapping import (
     DUPLICATED,
     IDENTITY,
@@ -32,6 +33,15 @@ from xscale.core.errors import ConfigError
 from xscale.nn.ffn.ffn import GATES, gated_hidden
 
 STACKS = ("encoder", "decoder")
+KEYS: Keys = {
+    "d_model": "width",
+    "num_layers": "encoder.depth",
+    "num_decoder_layers": "decoder.depth",
+    "num_heads": ("encoder.block.mixer.heads", "decoder.block.mixer.heads"),
+    "layer_norm_epsilon": ("encoder.block.norm.eps", "decoder.block.norm.eps"),
+    "dropout_rate": (*[f"{stack}.block.{key}" for stack in STACKS for key in ("dropout", "mixer.dropout")], "dropout"),
+}
+"""Keys with the same value, in both directions."""
 CAPACITY = 1 << 30
 """Expert capacity in config.json: unlimited."""
 GATED = {
@@ -84,17 +94,11 @@ class T5Family:
             return {}
         mixer, ffn = encoder.mixer, encoder.ffn
         none = config.position.kind == "none"
-        data: Data = {
+        data: Data = keys_to_hf(KEYS, config) | {
             "vocab_size": sizes.vocabulary,
-            "d_model": config.width,
             "d_kv": mixer.head_width or config.width // mixer.heads,
-            "num_layers": config.encoder.depth,
-            "num_decoder_layers": config.decoder.depth,
-            "num_heads": mixer.heads,
             "relative_attention_num_buckets": 32 if none else config.position.buckets,
             "relative_attention_max_distance": 128 if none else config.position.distance,
-            "dropout_rate": encoder.dropout,
-            "layer_norm_epsilon": encoder.norm.eps,
             "tie_word_embeddings": self._scales_head(config),
             "is_encoder_decoder": True,
             "decoder_start_token_id": sizes.pad,
@@ -176,12 +180,9 @@ class T5Family:
         }
 
     def from_hf(self, data: Data, require: Requirements) -> Data:
-        norm = {"kind": "rms", "eps": data["layer_norm_epsilon"]}
-        heads, width = data["num_heads"], data["d_model"]
-        dropout = float(data["dropout_rate"])
         # T5 does not divide scores by sqrt(head width).
-        mixer = {"kind": "attention", "heads": heads, "head_width": data["d_kv"], "scale": 1.0, "dropout": dropout}
-        block = {"mixer": mixer, "norm": norm, "residual": "pre", "dropout": dropout}
+        mixer = {"kind": "attention", "head_width": data["d_kv"], "scale": 1.0}
+        block = {"mixer": mixer, "norm": {"kind": "rms"}, "residual": "pre"}
         if self.sparse:
             require.one_of("tie_word_embeddings", data["tie_word_embeddings"], True)
             require.one_of("router_bias", data["router_bias"], False)
@@ -199,17 +200,15 @@ class T5Family:
         tied = bool(data.get("scale_decoder_outputs", data.get("tie_word_embeddings", True)))
         section: Data = {
             "kind": "encoder_decoder",
-            "width": width,
             "position": position,
             "tied": tied,
             "scale_head": tied,
-            "dropout": dropout,
         }
         for stack, depth in depths.items():
-            section[stack] = {"depth": depth, "block": {**block, "ffn": ffn}}
+            section[stack] = {"block": {**block, "ffn": ffn}}
             if self.sparse:
                 section[stack]["rules"] = (_sparse_rule(data, depth, data[f"num_sparse_{stack}_layers"], ffn),)
-        return section
+        return keys_from_hf(KEYS, data, section)
 
     def weights(self, config: Any, sizes: ModelSizes) -> list[WeightMapping]:
         width = config.width

@@ -99,11 +99,11 @@ def _copy_huggingface(tokenizer: HuggingFace, section: dict[str, Any], folder: P
     Its template is the one of training, where the config's `add_bos` is not that of the file.
     """
     companions = [tokenizer.file.with_name(name) for name in HuggingFace.COMPANIONS]
-    files = {path.name: path.read_bytes() for path in companions if path.is_file()}
+    files = {path.name: read_regular(path) for path in companions if path.is_file()}
     own_section = json.dumps(section | {"file": JSON}, indent=2).encode() + b"\n"
-    files |= {JSON: tokenizer.file.read_bytes(), XSCALE_TOKENIZER_FILE: own_section}
+    files |= {JSON: read_regular(tokenizer.file), XSCALE_TOKENIZER_FILE: own_section}
     if template_of_file(tokenizer.file).prefix != tokenizer.prefix:
-        files[JSON] = file_with_prefix(tokenizer.file.read_text(encoding="utf-8"), _begin(tokenizer)).encode()
+        files[JSON] = file_with_prefix(files[JSON].decode(), _begin(tokenizer)).encode()
         if CONFIG in files:
             settings = decode_json(files[CONFIG]) | {"add_bos_token": bool(tokenizer.prefix)}
             files[CONFIG] = json.dumps(settings, indent=2).encode() + b"\n"

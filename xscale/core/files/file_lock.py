@@ -104,8 +104,8 @@ class FileLock:
         try:
             # The system knows the path of an open file. Where another lock lies there, another run has the folder.
             path = Path(os.readlink(f"/proc/self/fd/{self._file.fileno()}"))
-            ours = (os.fstat(self._file.fileno()), path.lstat()), (self._folder, path.parent.stat())
-            is_ours = all(known is not None and os.path.samestat(known, there) for known, there in ours)
+            pairs = (os.fstat(self._file.fileno()), path.lstat()), (self._folder, path.parent.stat())
+            is_ours = all(known is not None and os.path.samestat(known, there) for known, there in pairs)
         except OSError:
             return None
         return path.parent if is_ours else None

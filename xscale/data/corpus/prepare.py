@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from xscale.core.errors import ConfigError, Problem
+from xscale.core.errors import ConfigError, Problem, counted
 from xscale.core.files.atomic_write import TEMPORARY_SUFFIX, reporting_full_disk
 from xscale.core.files.file_lock import FileLock, LockedError
 from xscale.core.files.file_safety import remove_empty_folder, remove_file, remove_folder
@@ -89,7 +89,7 @@ def _tokenise(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = processes or config.workers or cores
     total = sum(byte_range.size for ranges in shards for byte_range in ranges)
-    with ProgressBar(f"tokenising with {processes} processes", total, shown=progress) as bar:
+    with ProgressBar(f"tokenising with {counted(processes, 'process')}", total, shown=progress) as bar:
         for size in parallel_map(
             prepare_shard, [(config, number, ranges) for number, ranges in enumerate(shards)], processes
         ):
@@ -147,7 +147,7 @@ def missing_files(config: DataConfig) -> list[Problem]:
     elif not config.blend and not (folder / MANIFEST).exists():
         needed.append(SOURCES.build(config.source).byte_ranges)
         if not part.missing(config.tokenizer, folder):
-            needed.append(partial(part, config.tokenizer, folder))
+            needed.append(partial(TOKENIZERS.build, config.tokenizer, folder))
     problems: list[Problem] = []
     for look in needed:
         try:

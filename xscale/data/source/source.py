@@ -200,4 +200,4 @@ class FileSource(Source):
         self.skipped.add(error.reason, error.file, error.offset)
 
 
-SOURCES = Family("source", SourceTraits)
+SOURCES = Family("source", SourceTraits, Source)

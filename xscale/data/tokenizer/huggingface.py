@@ -82,7 +82,7 @@ class HuggingFace(FileTokenizer):
     def example(cls) -> Tokenizer.Config:
         return cls.Config(vocabulary=400, sentinels=10)
 
-    def __init__(self, config: Any, folder: Path) -> None:
+    def __init__(self, config: Config, folder: Path) -> None:
         super().__init__(config, folder)
         self.processor, text = _open(self.file)
         self.vocabulary = max(self.processor.get_vocab().values(), default=-1) + 1
@@ -113,12 +113,12 @@ class HuggingFace(FileTokenizer):
         self.set_template(hashlib.blake2b(f"{eos} {text}".encode(), digest_size=16).hexdigest(), template.prefix)
 
     @classmethod
-    def identity(cls, config: Any) -> dict[str, Any]:
+    def identity(cls, config: Config) -> dict[str, Any]:
         # Padding changes no document; data of before there was a null has the number that was the default.
         return super().identity(config) | {"vocabulary": config.vocabulary or DEFAULT_VOCABULARY}
 
     @classmethod
-    def adds_bos(cls, config: Any) -> bool:
+    def adds_bos(cls, config: Config) -> bool:
         if config.add_bos is None and config.file:
             return bool(template_of_file(Path(config.file)).prefix)
         return bool(config.add_bos)

@@ -63,7 +63,7 @@ class SentencePiece(FileTokenizer):
     def example(cls) -> Tokenizer.Config:
         return cls.Config(vocabulary=400, sentinels=10)
 
-    def __init__(self, config: Any, folder: Path) -> None:
+    def __init__(self, config: Config, folder: Path) -> None:
         super().__init__(config, folder)
         import sentencepiece
 
@@ -94,13 +94,13 @@ class SentencePiece(FileTokenizer):
         self.set_template(hashlib.blake2b(proto, digest_size=16).hexdigest(), template)
 
     @classmethod
-    def identity(cls, config: Any) -> dict[str, Any]:
+    def identity(cls, config: Config) -> dict[str, Any]:
         # Data that was prepared before other models could be used has no such keys.
         data = super().identity(config)
         return {key: value for key, value in data.items() if key not in NAMED or value is not None}
 
     @classmethod
-    def adds_bos(cls, config: Any) -> bool:
+    def adds_bos(cls, config: Config) -> bool:
         if config.add_bos is None and config.file:
             return _companion_adds_bos(Path(config.file))
         return bool(config.add_bos)
@@ -192,7 +192,7 @@ class SentencePiece(FileTokenizer):
         return str(self.processor.IdToPiece(token))
 
     @classmethod
-    def train(cls, config: Any, texts: Iterable[str], folder: Path) -> None:
+    def train(cls, config: Config, texts: Iterable[str], folder: Path) -> None:
         import sentencepiece
 
         if config.file:

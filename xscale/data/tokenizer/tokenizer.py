@@ -14,6 +14,7 @@ import pydantic
 from xscale.core import config as schema
 from xscale.core.errors import ConfigError
 from xscale.core.files.atomic_write import write_atomically
+from xscale.core.files.file_safety import read_regular
 from xscale.core.registry import Family
 
 if TYPE_CHECKING:
@@ -257,7 +258,7 @@ class FileTokenizer(Tokenizer):
         pairs += [(self.file.with_name(name), folder / name) for name in self.COMPANIONS]
         for source, copy in pairs:
             if (source == self.file or source.is_file()) and not (copy.exists() and copy.samefile(source)):
-                write_atomically(copy, source.read_bytes())
+                write_atomically(copy, read_regular(source))
 
     @classmethod
     def in_folder(cls, config: Any, folder: Path) -> Any:
@@ -288,4 +289,4 @@ def special_tokens(sentinels: int) -> list[str]:
     return [*SPECIAL_TOKENS, *(f"<extra_{index}>" for index in range(sentinels))]
 
 
-TOKENIZERS = Family("tokenizer", TokenizerTraits)
+TOKENIZERS = Family("tokenizer", TokenizerTraits, Tokenizer)

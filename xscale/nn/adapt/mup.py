@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.blocks.stack import Stack
 from xscale.nn.ffn.moe.router.router import Router
 from xscale.nn.head.class_head import ClassHead
@@ -97,21 +98,22 @@ def _is_vector_like(module: Module, axes: tuple[str, ...]) -> bool:
 
 def check_mup(model: nn.Module, config: Any, path: str) -> list[Problem]:
     """List what of a model on meta, to which `apply_mup` was applied, has no rule; `config` is that of the model."""
+    without = take(None, key=f"{path}.mup")
     problems = [
-        Problem(f"{path}.{key}", what, "Take false, or leave out model.mup.")
+        Problem(f"{path}.{key}", what, choices=take(False) + without)
         for key, what in _SCALINGS.items()
         if getattr(config, key, False)
     ]
     mixers = [module for module in model.modules() if isinstance(module, Mixer) and type(module) is not Attention]
     if mixers:
         what = f"has no rule for the mixer {mixers[0].path} ({type(mixers[0]).__name__})"
-        problems.append(Problem(f"{path}.mup", what, "Take the mixer attention, or leave out model.mup."))
+        problems.append(Problem(f"{path}.mup", what, "Or take the mixer attention.", choices=without))
     unruled = list(_without_rule(model))
     if unruled and not mixers:
         more = f" and {len(unruled) - LISTED} more" if len(unruled) > LISTED else ""
         what = f"has no rule for {', '.join(unruled[:LISTED])}{more}"
-        fix = "Take parts without such parameters (attention, dense, gated, moe), or leave out model.mup."
-        problems.append(Problem(f"{path}.mup", what, fix))
+        fix = "Or take parts without such parameters (attention, dense, gated, moe)."
+        problems.append(Problem(f"{path}.mup", what, fix, choices=without))
     return problems
 
 

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from xscale.core.config import Config
 from xscale.core.errors import Problem
+from xscale.core.requirements import at_most
 from xscale.nn.attention.core import CORES, SCORES
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.softmax import Softmax
@@ -64,12 +65,12 @@ class AdaptiveSpan(Softmax):
         self.declare("span", (heads,), ("heads",), start, decays=False)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         longest = config.max_span or dims.length
         if config.initial_span > longest:
             what = f"initial_span={config.initial_span} is longer than max_span={longest}"
-            problems.append(Problem(f"{path}.initial_span", what, f"Take {longest} or less."))
+            problems.append(at_most(f"{path}.initial_span", what, longest))
         return problems
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:

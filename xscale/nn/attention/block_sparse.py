@@ -97,7 +97,7 @@ class BlockSparse(Core):
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = check_pattern(config.pattern, dims, f"{path}.pattern")
         if config.implementation == "flex":
-            problems += FlexAttention.check_position(dims, path, "auto or gather")
+            problems += FlexAttention.check_position(dims, path, "auto", "gather")
         return problems
 
     @property

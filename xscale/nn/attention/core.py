@@ -120,7 +120,8 @@ class Core(Part, PostStepState):
             if getattr(config, key) == value:
                 what = f"'{value}' is what the mixer {mixer} sets, with which alone the core can have it"
                 default = type(config).model_fields[key].default
-                problems.append(Problem(f"{path}.{key}", what, f"Take {default}, or mixer.kind={mixer}."))
+                choices = take(default) + take(mixer, key=f"{path.removesuffix('.core')}.kind")
+                problems.append(Problem(f"{path}.{key}", what, choices=choices))
         return problems
 
     @property
@@ -256,4 +257,4 @@ def share_layer_tables(blocks: Iterable[nn.Module], parts: type[Module] = Core) 
     return owner
 
 
-CORES = Family("core", CoreTraits)
+CORES = Family("core", CoreTraits, Core)

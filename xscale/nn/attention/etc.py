@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunks import split_chunks, with_neighbour_chunks
 from xscale.nn.attention.ops.dense import masked_softmax, repeat_kv, upcast
@@ -80,11 +81,17 @@ class Etc(Core):
         return cls.Config(global_tokens=6, radius=15, max_distance=4)
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         linked = {"labels": config.labels == "structure", "hard_g2l": config.hard_g2l, "hard_l2g": config.hard_l2g}
-        fix = "Give segment_length, or take the mixer etc with sentence_end."
-        return [
-            Problem(f"{path}.{key}", "needs long tokens that are linked to global tokens", fix)
+        fix = "Or give segment_length, or take the mixer etc with sentence_end."
+        problems = super().check(config, dims, path)
+        return problems + [
+            Problem(
+                f"{path}.{key}",
+                "needs long tokens that are linked to global tokens",
+                fix,
+                choices=take("position" if key == "labels" else False),
+            )
             for key, needed in linked.items()
             if needed and config.segment_length is None
         ]

@@ -12,13 +12,14 @@ that is the mixer `prior_only`. Without a generator (in the first block, where w
 
 import math
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import kinds, take
 from xscale.nn.attention.core import CORES, SCORES, CoreTraits
 from xscale.nn.attention.ops.dense import grouped_matmul, masked_softmax, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
@@ -65,7 +66,7 @@ class GeneralPrior(ScoreCore):
         return cls.Config(previous=0.5)
 
     @classmethod
-    def reads_scores(cls, config: Any) -> bool:
+    def reads_scores(cls, config: Config) -> bool:
         return bool(config.previous)
 
     @property
@@ -73,13 +74,13 @@ class GeneralPrior(ScoreCore):
         return self.traits_of(self.config)
 
     @classmethod
-    def traits_of(cls, config: Any) -> CoreTraits:
+    def traits_of(cls, config: Config) -> CoreTraits:
         declared = CORES.get("general_prior").traits
         exact = config.merge == "add" and config.own == config.prior == 1 and not config.learned
         return replace(declared, exact=exact, previous_scores=bool(config.previous))
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         position = None if dims.cross else dims.position
         where = "none" if position is None else POSITIONS.of(position).traits.where
@@ -87,11 +88,11 @@ class GeneralPrior(ScoreCore):
         if not has_bias and not config.previous:
             kind = "none" if position is None else position.kind
             reason = f"position '{kind}' adds nothing to scores" if config.prior else "prior is 0"
-            can = ", ".join([*POSITIONS.able(where="bias"), *POSITIONS.able(where="scores")])
-            fix = "Take previous=1, for the scores of the layer before"
             what = f"has no generator of a prior: {'cross-attention has no position' if dims.cross else reason}"
-            fix += "." if dims.cross else f", or one of these positions: {can}."
-            problems.append(Problem(path, f"{what}, and previous is 0", fix))
+            choices = take(1.0, key=f"{path}.previous")
+            if not dims.cross and config.prior:
+                choices += kinds(POSITIONS.able(where="bias") + POSITIONS.able(where="scores"), "model.position")
+            problems.append(Problem(path, f"{what}, and previous is 0", choices=choices))
         return problems
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import kinds
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.dense import repeat_kv
 from xscale.nn.attention.ops.mask import AttentionMask
@@ -47,7 +48,8 @@ class Hamilton(Core):
         if head_width % COMPONENTS == 0:
             return []
         what = f"a head's {head_width} channels have no four quarters"
-        return [Problem(path, what, "Take heads with a multiple of 4 channels, or the core softmax.")]
+        fix = "Or take heads with a multiple of 4 channels."
+        return [Problem(path, what, fix, choices=kinds(["softmax"], path))]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         heads = q.shape[1]

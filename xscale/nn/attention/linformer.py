@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunks import split_chunks
 from xscale.nn.attention.ops.dense import repeat_kv
@@ -76,15 +77,17 @@ class Linformer(Core):
             self.declare("f", shape, axes, start)
 
     @classmethod
-    def shares_layer_tables(cls, config: Any) -> bool:
+    def shares_layer_tables(cls, config: Config) -> bool:
         return bool(config.sharing == "layers")
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
+        problems = super().check(config, dims, path)
         if config.projection in ("mean", "max") and config.sharing != "heads":
             what = f"{config.projection} pooling has no weights to share, and sharing is '{config.sharing}'"
-            return [Problem(f"{path}.sharing", what, "Leave it out, or take projection=linear or convolution.")]
-        return []
+            choices = take("heads") + take("linear", "convolution", key=f"{path}.projection")
+            problems.append(Problem(f"{path}.sharing", what, choices=choices))
+        return problems
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         check_trained_length(self.path, k.shape[2], self.length)

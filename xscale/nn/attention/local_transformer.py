@@ -9,7 +9,7 @@ given or predicted from the mean of the keys, D = I sigmoid(U_d^T tanh(W_d mean(
 """
 
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.attention.core import CORES, SCORES
 from xscale.nn.attention.ops.dense import repeat_kv, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
@@ -60,11 +61,13 @@ class LocalTransformer(Softmax):
                 self.declare("window_hidden", shape, ("heads", "state", "state"), dims.init)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         if config.fixed_window is not None and config.window_from == "layer":
             what = f"the window is given, fixed_window={config.fixed_window}, so it is not predicted"
-            problems.append(Problem(f"{path}.window_from", what, "Take query, or fixed_window=null."))
+            problems.append(
+                Problem(f"{path}.window_from", what, choices=take("query") + take(None, key=f"{path}.fixed_window"))
+            )
         return problems
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:

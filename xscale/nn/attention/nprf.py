@@ -6,7 +6,6 @@ causal form transforms only blocks of earlier tokens, each for the block of the 
 """
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +55,7 @@ class Nprf(Core):
         owner.declare("distance", (heads, 2 * dims.length - 1), ("heads", "tokens"), ZEROS, decays=False)
 
     @classmethod
-    def shares_layer_tables(cls, config: Any) -> bool:
+    def shares_layer_tables(cls, config: Config) -> bool:
         return bool(config.shared)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:

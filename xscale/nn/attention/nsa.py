@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import multiples_near, take
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.moba import top_past_blocks
@@ -85,13 +86,14 @@ class Nsa(Core):
         self.near = BlockSparse(BlockSparse.Config(pattern=band, block=config.selection_block), dims, heads, head_width)
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
-        if config.selection_block % config.compression_stride == 0:
-            return []
-        what = (
-            f"compression_stride={config.compression_stride} does not divide selection_block={config.selection_block}"
-        )
-        return [Problem(f"{path}.selection_block", what, f"Take a multiple of {config.compression_stride}.")]
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
+        problems = super().check(config, dims, path)
+        stride, block = config.compression_stride, config.selection_block
+        if block % stride:
+            what = f"compression_stride={stride} does not divide selection_block={block}"
+            choices = take(*multiples_near(block, stride))
+            problems.append(Problem(f"{path}.selection_block", what, choices=choices))
+        return problems
 
     @classmethod
     def example(cls) -> "Nsa.Config":

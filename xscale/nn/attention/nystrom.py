@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.dense import repeat_kv, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
@@ -54,16 +55,16 @@ class Nystrom(Core):
             self.declare("kernel", (heads, config.conv_kernel_size), ("heads", "state"), start)
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
+        problems = super().check(config, dims, path)
         if not config.conv_kernel_size:
-            return []
-        problems = []
+            return problems
         if config.conv_kernel_size % 2 == 0:
             what = f"must be odd, got {config.conv_kernel_size}"
-            problems.append(Problem(f"{path}.conv_kernel_size", what, "Take an odd width, or 0 for no convolution."))
+            problems.append(Problem(f"{path}.conv_kernel_size", what, choices=take(config.conv_kernel_size + 1, 0)))
         if dims.cross:
             what = "values of another sequence cannot be added to this one"
-            problems.append(Problem(f"{path}.conv_kernel_size", what, "Take 0."))
+            problems.append(Problem(f"{path}.conv_kernel_size", what, choices=take(0)))
         return problems
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:

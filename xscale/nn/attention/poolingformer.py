@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import at_most, multiples_near, take
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunks import split_chunks
@@ -83,14 +84,18 @@ class Poolingformer(Core):
             self.declare("pool_weights", shape, ("heads", "state", "state", "state"), start)
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
-        problems = []
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
+        problems = super().check(config, dims, path)
         if config.pooled_window % config.stride:
             what = f"stride={config.stride} does not divide pooled_window={config.pooled_window}"
-            problems.append(Problem(f"{path}.pooled_window", what, f"Take a multiple of {config.stride}."))
+            problems.append(
+                Problem(
+                    f"{path}.pooled_window", what, choices=take(*multiples_near(config.pooled_window, config.stride))
+                )
+            )
         if config.stride > config.pool_size:
             what = f"stride={config.stride} skips tokens between pools of pool_size={config.pool_size}"
-            problems.append(Problem(f"{path}.stride", what, f"Take at most {config.pool_size}."))
+            problems.append(at_most(f"{path}.stride", what, config.pool_size))
         return problems
 
     @classmethod

@@ -71,7 +71,7 @@ class PriorScores(ScoreCore):
                 self.declare("previous_weight", (1,), ("state",), Init("constant", value=config.previous), decays=False)
 
     @classmethod
-    def reads_scores(cls, config: Any) -> bool:
+    def reads_scores(cls, config: Config) -> bool:
         return bool(config.learned or config.previous)
 
     def combine(self, scores: Tensor, previous: Tensor | None, mask: AttentionMask) -> Tensor:

@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.bucketed import bucketed_attention, chunked_hash_attention
 from xscale.nn.attention.ops.chunks import pad_queries_to_keys
@@ -67,15 +68,15 @@ class Reformer(Core):
         self.seed = config.seed + dims.layer
 
     @classmethod
-    def shares_qk(cls, config: Any) -> bool:
+    def shares_qk(cls, config: Config) -> bool:
         return True
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         if config.scope != "chunk" or dims is None or not dims.causal or dims.cross:
             return []
         what = "chunk boundaries depend on later tokens, so scope 'chunk' is not causal"
-        return [Problem(f"{path}.scope", what, "Take bucket.")]
+        return [Problem(f"{path}.scope", what, choices=take("bucket"))]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         q, k = pad_queries_to_keys(upcast(q), mask), upcast(k)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunked_scan import decayed_sums, scan_multiply_adds, trigonometric_attention
 from xscale.nn.attention.ops.dense import upcast
@@ -70,10 +71,10 @@ class Rfa(Core):
         return "gated states decay and cannot be summed; take gated=false" if self.config.gated else None
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         if not config.gated or (dims.causal and not dims.cross):
             return []
-        return [Problem(f"{path}.gated", "the gate needs a causal model", "Take false.")]
+        return [Problem(f"{path}.gated", "the gate needs a causal model", choices=take(False))]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         directions = self.projection(upcast(q), self.random if self.training else None)

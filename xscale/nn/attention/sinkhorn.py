@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunks import pad_queries_to_keys, split_chunks
 from xscale.nn.attention.ops.dense import repeat_kv, upcast
@@ -65,11 +66,11 @@ class SinkhornCore(Core):
         self.declare("second", (heads, head_width, blocks), ("heads", "state", "tokens"), start)
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         if config.sortcut_blocks is None or not dims.causal:
             return []
         what = "SortCut would show a causal model later blocks"
-        return [Problem(f"{path}.sortcut_blocks", what, "Take null.")]
+        return [Problem(f"{path}.sortcut_blocks", what, choices=take(None))]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         size, length = self.config.block, k.shape[2]

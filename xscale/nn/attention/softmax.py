@@ -78,7 +78,7 @@ class Softmax(Core):
     def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         if getattr(config, "implementation", None) == "flex":
-            problems += FlexAttention.check_position(dims, path, "auto or dense")
+            problems += FlexAttention.check_position(dims, path, "auto", "dense")
         return problems
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
+from xscale.core.requirements import kinds, multiples_near, take
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.core import CORES, SCORES, Core, CoreTraits
 from xscale.nn.attention.ops.dense import repeat_kv
@@ -64,7 +65,7 @@ class SplitHeads(Core):
         return cls.Config(cores=(BlockSparse.Config(pattern=Window.Config(), block=16), Softmax.Config()))
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         problems = [
             problem
             for index, core in enumerate(config.cores)
@@ -73,20 +74,23 @@ class SplitHeads(Core):
         for index, core in enumerate(config.cores):
             if CORES.of(core).part.traits_of(core).previous_scores:
                 what = f"'{core.kind}' hands its scores to the same heads of the next block, and has some heads only"
-                problems.append(Problem(f"{path}.cores.{index}", what, "Take it alone, for all heads, or softmax."))
+                problems.append(
+                    Problem(f"{path}.cores.{index}", what, choices=kinds(["softmax"], f"{path}.cores.{index}"))
+                )
         if config.shares is not None and len(config.shares) != len(config.cores):
             what = f"{len(config.shares)} shares for {len(config.cores)} cores"
-            problems.append(Problem(f"{path}.shares", what, "Give one for each core, or null."))
+            problems.append(Problem(f"{path}.shares", what, choices=take(None)))
         return problems
 
     @classmethod
-    def check_heads(cls, config: Any, heads: int, path: str) -> list[Problem]:
+    def check_heads(cls, config: Config, heads: int, path: str) -> list[Problem]:
         if config.shares is not None and len(config.shares) != len(config.cores):
             return []
         period = sum(_shares(config))
         if heads % period:
             what = f"heads={heads} cannot be shared as {' to '.join(map(str, _shares(config)))}"
-            return [Problem(f"{path}.shares", what, f"Take a number of heads that {period} divides.")]
+            fitting = take(*multiples_near(heads, period), key=f"{path.removesuffix('.core')}.heads")
+            return [Problem(f"{path}.shares", what, choices=take(None) + fitting)]
         return [
             problem
             for index, (core, share) in enumerate(zip(config.cores, _shares(config), strict=True))
@@ -94,7 +98,7 @@ class SplitHeads(Core):
         ]
 
     @classmethod
-    def parts(cls, config: Any, path: str) -> list[tuple[Any, str]]:
+    def parts(cls, config: Config, path: str) -> list[tuple[Any, str]]:
         return [
             part
             for index, core in enumerate(config.cores)
@@ -102,7 +106,7 @@ class SplitHeads(Core):
         ]
 
     @classmethod
-    def shares_qk(cls, config: Any) -> bool:
+    def shares_qk(cls, config: Config) -> bool:
         return any(CORES.of(core).part.shares_qk(core) for core in config.cores)
 
     @property
@@ -114,7 +118,7 @@ class SplitHeads(Core):
         return self.traits_of(self.config)
 
     @classmethod
-    def traits_of(cls, config: Any) -> CoreTraits:
+    def traits_of(cls, config: Config) -> CoreTraits:
         traits: list[CoreTraits] = [CORES.of(core).part.traits_of(core) for core in config.cores]
         flags = {
             field.name: (any if field.name in ANY_CORE else all)(

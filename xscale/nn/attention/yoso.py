@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.dense import grouped_matmul, repeat_kv, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
@@ -70,20 +71,22 @@ class Yoso(Core):
             self.declare("convolution", (heads, config.convolution), ("heads", "state"), start)
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
-        problems = []
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
+        problems = super().check(config, dims, path)
         if config.hashes and dims.causal and not dims.cross:
             what = "hash tables sum all keys of a bucket, also later ones, and this model is causal"
-            problems.append(Problem(f"{path}.hashes", what, "Take 0 or null: the expectation."))
+            problems.append(Problem(f"{path}.hashes", what, "That is the expectation.", choices=take(0, None)))
         elif config.gradient == "exact" and (config.hashes or (config.hashes is None and not dims.causal)):
             what = "an estimate by hashes has no exact gradient"
-            problems.append(Problem(f"{path}.gradient", what, "Take lower_bound, or hashes=0."))
+            problems.append(
+                Problem(f"{path}.gradient", what, choices=take("lower_bound") + take(0, key=f"{path}.hashes"))
+            )
         if config.convolution is not None and dims.cross:
             what = "positions of two sequences are not comparable, so their values cannot be convolved"
-            problems.append(Problem(f"{path}.convolution", what, "Take null in cross attention."))
+            problems.append(Problem(f"{path}.convolution", what, choices=take(None)))
         elif config.convolution is not None and config.convolution % 2 == 0:
             what = f"must be odd, got {config.convolution}"
-            problems.append(Problem(f"{path}.convolution", what, f"Take {config.convolution + 1}."))
+            problems.append(Problem(f"{path}.convolution", what, choices=take(config.convolution + 1)))
         return problems
 
     @classmethod

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.attention.core import share_layer_tables
 from xscale.nn.blocks.block import Block, BlockConfig, SublayerConfig
-from xscale.nn.blocks.stack_checks import check_blocks_together
+from xscale.nn.blocks.stack_checks import check_blocks_together, with_keys
 from xscale.nn.depth import PASSES, DepthConfig
 from xscale.nn.depth.depth_pass import DepthPass, DepthState, Edges, Prediction, StackUse
 from xscale.nn.dims import Dims
@@ -131,13 +132,15 @@ class Stack(Module):
         for index, rule in enumerate(config.rules):
             if rule.at >= rule.every:
                 what = f"at={rule.at} is outside the period every={rule.every}"
-                problem = Problem(f"{path}.rules.{index}", what, f"Take at from 0 to {rule.every - 1}.")
+                choices = take(rule.every - 1, 0, key=f"{path}.rules.{index}.at")
+                problem = Problem(f"{path}.rules.{index}", what, choices=choices)
                 problems[str(problem)] = problem
         for layer in range(config.depth):
             block = config.block_config(layer)
             where = f"{path}.block" if block == config.block else f"{path} (block {layer})"
             for problem in Block.check(block, replace(dims, layer=layer), where, cross=use.cross):
-                problems.setdefault(f"{problem.what}{problem.path.split(')')[-1]}", problem)
+                key = f"{problem.what}{problem.path.split(')')[-1]}"
+                problems.setdefault(key, with_keys(problem, config, layer, path))
         of_passes = [problem for part in PASSES for problem in part.check(config, dims, path, use)]
         return [*problems.values(), *check_blocks_together(config, dims, path, cross=use.cross), *of_passes]
 

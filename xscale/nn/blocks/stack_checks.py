@@ -1,8 +1,11 @@
 """Checks of a stack's config: what its blocks must have in common."""
 
+from dataclasses import replace
 from typing import Any
 
+from xscale.core.choices import Choice
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.position.position import POSITIONS
@@ -19,6 +22,25 @@ def check_blocks_together(config: Any, dims: Dims, path: str, *, cross: bool) ->
     ]
 
 
+def with_keys(problem: Problem, config: Any, layer: int, path: str) -> Problem:
+    """Return the problem of one block of the stack at `path`, with the keys of the rule that gives the part."""
+    where = f"{path} (block {layer})."
+
+    def key_of(key: str) -> str:
+        if not (key or problem.path).startswith(where):
+            return key
+        inner = (key or problem.path).removeprefix(where)
+        rules = [
+            index
+            for index, rule in enumerate(config.rules)
+            if rule.applies_to(layer, config.depth) and getattr(rule, inner.partition(".")[0], None) is not None
+        ]
+        return f"{path}.rules.{rules[-1]}.{inner}" if rules else f"{path}.block.{inner}"
+
+    choices = [Choice(tuple((key_of(key), value) for key, value in choice.edits)) for choice in problem.choices]
+    return replace(problem, choices=tuple(choices))
+
+
 def _check_parts(config: Any, path: str, *, cross: bool) -> list[Problem]:
     """Check that some block moves information between tokens, and in a decoder with a source some reads it."""
     parts = {entry.part for layer in range(config.depth) for entry in config.block_config(layer).listed(cross=cross)}
@@ -26,7 +48,9 @@ def _check_parts(config: Any, path: str, *, cross: bool) -> list[Problem]:
     what = "no block has a sublayer '{}', without which {}"
     lost = {"mixer": "no token sees another", "cross": "the decoder does not read the source"}
     return [
-        Problem(f"{path}.block.sublayers", what.format(part, lost[part]), f"Add {{part: {part}}} to the sublayers.")
+        Problem(
+            f"{path}.block.sublayers", what.format(part, lost[part]), f"Or add {{part: {part}}}.", choices=take(None)
+        )
         for part in sorted(missing)
     ]
 
@@ -41,7 +65,7 @@ def _check_layer_tables(config: Any, dims: Dims, path: str) -> list[Problem]:
     if len(tables) < 2:
         return []
     what = f"the blocks share tables of their cores ({', '.join(tables.values())}), which differ in heads or config"
-    return [Problem(f"{path}.rules", what, "Take cores with the same heads and config, or without shared tables.")]
+    return [Problem(f"{path}.rules", what, "Or take cores with the same heads and config.", choices=take([]))]
 
 
 def _check_shared_position(config: Any, dims: Dims, path: str) -> list[Problem]:
@@ -64,5 +88,6 @@ def _check_shared_position(config: Any, dims: Dims, path: str) -> list[Problem]:
     heads = ", ".join(str(count) for count in sorted({count for count, *_ in tables if count is not None}))
     differ = f"heads or position (heads: {heads})" if heads else "position"
     what = f"the blocks share parameters of their position, and their mixers differ in {differ}"
-    fix = f"Take mixers with the same heads and position, or position.{key}=false."
-    return [Problem(f"{path}.rules", what, fix)]
+    fix = f"Or take mixers with the same heads and position, or position.{key}=false."
+    choices = take([]) + take(False, key=f"model.position.{key}")
+    return [Problem(f"{path}.rules", what, fix, choices=choices)]

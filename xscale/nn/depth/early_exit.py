@@ -70,7 +70,8 @@ class ExitPolicyConfig(Config):
         if self.criterion == "uncertainty" and value > 1:
             return [Problem(path, f"uncertainty is at most 1, got {value:g}", "Take 0 to 1.")]
         most = exits ** (1 - (self.power or 0.0))
-        if self.criterion == "vote" and not 0 < value <= most:
+        # Thresholds are shares of votes, which round otherwise.
+        if self.criterion == "vote" and not 0 < value <= most * (1 + 1e-9):
             what = f"the votes of {exits} exits reach at most {most:g}, got {value:g}"
             return [Problem(path, what, f"Take above 0, up to {most:g}.")]
         return []

@@ -85,7 +85,8 @@ def check(config: MaskDecoderConfig, block: Any, dims: Dims, path: str, stack: A
             reasons.append((what, "Take null, or the core softmax."))
     where = POSITIONS.of(config.position)
     if where.traits.where not in ("input", "none"):
-        can = ", ".join(POSITIONS.able(where="input"))
-        reasons.append((f"position '{where.name}' acts within attention", f"Take a position among {can}, or none."))
+        positions = ", ".join(POSITIONS.able(where="input"))
+        fix = f"Take a position among {positions}, or none."
+        reasons.append((f"position '{where.name}' acts within attention", fix))
     problems = [Problem(path, what, fix) for what, fix in reasons]
     return problems + list(where.part.check(config.position, dims, f"{path}.position"))

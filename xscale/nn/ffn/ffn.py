@@ -66,7 +66,7 @@ def activation(name: Activation) -> Callable[[Tensor], Tensor]:
     return functions[name]
 
 
-FFNS = Family("ffn", FfnTraits)
+FFNS = Family("ffn", FfnTraits, Ffn)
 
 
 @FFNS.register("dense", traits=FfnTraits(per_token=True, sparse=False))

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import at_most, take
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn, FfnTraits
 from xscale.nn.init import Init
@@ -66,7 +67,7 @@ class ProductKeyMemory(Ffn):
         if config.top_k <= config.subkeys:
             return []
         what = f"top_k={config.top_k} exceeds subkeys={config.subkeys}"
-        return [Problem(f"{path}.top_k", what, f"Take 1 to {config.subkeys}, or more subkeys.")]
+        return [at_most(f"{path}.top_k", what, config.subkeys, *take(config.top_k, key=f"{path}.subkeys"))]
 
     def active_fraction(self) -> float:
         """Largest fraction of the values that a token reads."""

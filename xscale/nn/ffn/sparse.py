@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
-from xscale.core.requirements import divisors
+from xscale.core.requirements import divisors, must_divide, take
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn, FfnTraits
@@ -73,11 +73,8 @@ class SparseFfn(Ffn):
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         hidden, block = config.hidden or 4 * dims.width, config.block_size
-        if hidden % block == 0:
-            return []
-        what = f"block_size={block} does not divide the {hidden} hidden units"
-        fix = f"Take hidden={-(-hidden // block) * block}, or a block_size that divides {hidden}."
-        return [Problem(f"{path}.block_size", what, fix)]
+        wider = take(-(-hidden // block) * block, key=f"{path}.hidden")
+        return must_divide(path, "block_size", block, "the {} hidden units", hidden, *wider)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         logits = self.control(self.reduce(x)).unflatten(-1, (-1, self.block_size))  # [B, T, F / N, N]

@@ -7,8 +7,10 @@ import pydantic
 from pydantic import Field
 from torch import Tensor
 
+from xscale.core.choices import Choice
 from xscale.core.config import Slot
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.requirements import kinds, must_divide, take
 from xscale.nn.attention.core import CORES, Core
 from xscale.nn.attention.ops.mask import OBSERVED, AttentionMask, ScoreEdge
 from xscale.nn.attention.ops.without_padding import attend_text
@@ -70,6 +72,7 @@ class Attention(AttentionHeads):
         "make_mask": Role.ATTENTION_MASK,
         "norm_all_heads": Role.NORM_OVER_HEADS,
     }
+    holds_core: ClassVar[bool] = True
     cores: ClassVar[tuple[str, ...] | None] = None
     """Kinds of the cores that the mixer can hold; None: any."""
     shards_sequence: ClassVar[bool] = True
@@ -117,26 +120,18 @@ class Attention(AttentionHeads):
             )
 
     @classmethod
-    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
-        problems = []
-        if config.head_width is None and dims.width % config.heads:
-            fits = [heads for heads in range(1, dims.width + 1) if dims.width % heads == 0]
-            near = sorted(sorted(fits, key=lambda heads: abs(heads - config.heads))[:4])
-            fix = f"Take heads among {', '.join(map(str, near))}, or give head_width."
-            problems.append(Problem(f"{path}.heads", f"heads={config.heads} does not divide width={dims.width}", fix))
-        if config.kv_heads and config.heads % config.kv_heads:
-            fix = "Take a divisor of heads: " + ", ".join(
-                str(groups) for groups in range(1, config.heads + 1) if config.heads % groups == 0
-            )
-            what = f"kv_heads={config.kv_heads} does not divide heads={config.heads}"
-            problems.append(Problem(f"{path}.kv_heads", what, f"{fix}."))
-        if cls._shares_qk(config, dims) and (dims.cross or (config.kv_heads or config.heads) != config.heads):
+    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+        problems = super().check(config, dims, path) + cls.check_heads(config, dims, path)
+        groups = getattr(config, "kv_heads", None) or config.heads
+        problems += must_divide(path, "kv_heads", groups, "heads", config.heads)
+        if cls._shares_qk(config, dims) and (dims.cross or groups != config.heads):
             what = "cross attention has separate queries and keys" if dims.cross else "needs kv_heads equal to heads"
-            fix = "Take false." if dims.cross else f"Take kv_heads={config.heads}, or null."
+            kv_heads = () if dims.cross else take(config.heads, None, key=f"{path}.kv_heads")
+            fix = ""
             if config.shared_qk is None:
                 what = f"core '{config.core.kind}' shares queries and keys, which {what}"
-                fix += " With shared_qk=false queries and keys are separate, unlike in its paper."
-            problems.append(Problem(f"{path}.shared_qk", what, fix))
+                fix = "With shared_qk=false queries and keys are separate, unlike in its paper."
+            problems.append(Problem(f"{path}.shared_qk", what, fix, choices=kv_heads + take(False)))
         return problems + cls.check_position(config, dims, path) + cls._check_core(config, dims, path)
 
     @classmethod
@@ -156,22 +151,34 @@ class Attention(AttentionHeads):
         problems = list(entry.part.check(config.position, dims, f"{path}.position"))
         if entry.traits.where == "input":
             what = f"'{entry.name}' acts on the embeddings, and a mixer has none"
-            can = ", ".join(other.name for other in POSITIONS if other.traits.where != "input")
-            problems.append(Problem(f"{path}.position", what, f"These can: {can}."))
+            able = [other.name for other in POSITIONS if other.traits.where != "input"]
+            choices = kinds(able, f"{path}.position") + take(None)
+            problems.append(Problem(f"{path}.position", what, choices=choices))
         return problems
 
     @classmethod
-    def _shares_qk(cls, config: Config, dims: Dims) -> bool:
+    def check_projections(cls, config: Any, path: str, why: str, alternatives: tuple[Choice, ...]) -> list[Problem]:
+        """List the keys that a mixer with further projections of its own, or of global tokens, cannot have."""
+        settings = (("kv_heads", (None, config.heads)), ("shared_qk", (None, False)), ("qk_norm", (None,)))
+        return [
+            Problem(f"{path}.{key}", why, choices=take(None) + alternatives)
+            for key, allowed in settings
+            if getattr(config, key) not in allowed
+        ]
+
+    @classmethod
+    def _shares_qk(cls, config: Any, dims: Dims) -> bool:
         if config.shared_qk is not None:
-            return config.shared_qk
+            return bool(config.shared_qk)
         return not dims.cross and CORES.of(config.core).part.shares_qk(config.core)
 
     @classmethod
-    def _check_core(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
+    def _check_core(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
         entry = CORES.of(config.core)
         if cls.cores is not None and entry.name not in cls.cores:
-            fix = f"Take {' or '.join(cls.cores)}, or the mixer attention."
-            return [Problem(f"{path}.core", f"mixer '{cls.Config.kind}' cannot hold the core '{entry.name}'", fix)]
+            what = f"mixer '{cls.Config.kind}' cannot hold the core '{entry.name}'"
+            choices = kinds(cls.cores, f"{path}.core") + take("attention", key=f"{path}.kind")
+            return [Problem(f"{path}.core", what, choices=choices)]
         core = config.core
         if entry.part.set_by_mixer is not None and entry.part.set_by_mixer[2] == cls.Config.kind:
             key = entry.part.set_by_mixer[0]
@@ -207,8 +214,10 @@ class Attention(AttentionHeads):
             wanted.append(("dropout", f"has no attention weights to drop, and {path}.dropout is {config.dropout}"))
         problems = []
         for trait, what in wanted:
-            can = ", ".join(CORES.able(**{trait: True}))
-            problems.append(Problem(core_path, f"'{entry.name}' {what}", f"These can: {can}."))
+            choices = kinds(CORES.able(**{trait: True}), core_path)
+            if trait == "dropout":
+                choices += take(0.0, key=f"{path}.dropout")
+            problems.append(Problem(core_path, f"'{entry.name}' {what}", choices=choices))
         return problems
 
     def forward(

@@ -20,7 +20,7 @@ from torch import Tensor
 from xscale.core.errors import Problem
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits, RefusedPositions
 from xscale.nn.mixer.without_padding import require_one_document
 from xscale.nn.module import Module
 from xscale.nn.position.position import POSITIONS, Position
@@ -44,6 +44,10 @@ class AxialMixer(Mixer):
         width: int = Field(default=64, ge=1)
         """Tokens in a row of the grid."""
 
+    refused_positions = RefusedPositions(
+        ("bias", "scores"), "biases scores by distance in the sequence, and rows have another"
+    )
+
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
         self.config, self.head_width = config, dims.width // config.heads
@@ -58,15 +62,8 @@ class AxialMixer(Mixer):
 
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
-        problems = []
-        if dims.width % config.heads:
-            what = f"heads={config.heads} does not divide width={dims.width}"
-            divisors = ", ".join(str(heads) for heads in range(1, dims.width + 1) if dims.width % heads == 0)
-            problems.append(Problem(f"{path}.heads", what, f"Take one of {divisors}."))
-        if dims.position is not None and POSITIONS.of(dims.position).traits.where in ("bias", "scores"):
-            what = f"position '{dims.position.kind}' biases scores by distance in the sequence, and rows have another"
-            problems.append(Problem("model.position", what, "Take learned, rope or none."))
-        return problems
+        problems = super().check(config, dims, path)
+        return problems + cls.check_heads(config, dims, path)
 
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         require_one_document(self.path, tokens)

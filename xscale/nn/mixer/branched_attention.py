@@ -6,13 +6,12 @@ FFN_i(x) = max(0, x W_1,i + b_1,i) W_2,i + b_2,i. The block has no further feed-
 optimizer step kappa and alpha are projected onto the simplex.
 """
 
-from typing import Any
-
 from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import Activation, activation
 from xscale.nn.init import ZEROS, Init
@@ -96,11 +95,12 @@ class BranchedAttention(Attention):
         self.branches = BranchFfns(config, dims)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         if config.output_bias:
             what = "a head's output enters its branch without a bias"
-            problems.append(Problem(f"{path}.output_bias", what, "Take false or null, or the mixer attention."))
+            choices = take(False, None) + take("attention", key=f"{path}.kind")
+            problems.append(Problem(f"{path}.output_bias", what, choices=choices))
         return problems
 
     def project_output(self, o: Tensor) -> Tensor:

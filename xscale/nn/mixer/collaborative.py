@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.config import Slot
-from xscale.core.errors import Problem
 from xscale.nn.attention.core import CORES, Core
 from xscale.nn.attention.ops.mask import ScoreEdge
 from xscale.nn.attention.softmax import Softmax
@@ -84,25 +83,13 @@ class Collaborative(Attention):
             self.build_position(config.position or dims.position, dims, heads, self.core_width)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
-        problems = []
-        if config.head_width is None and dims.width % config.heads:
-            what = f"heads={config.heads} does not divide width={dims.width}"
-            problems.append(Problem(f"{path}.heads", what, "Take a divisor of the width, or give head_width."))
-        position = config.position or dims.position
-        if position is not None and not dims.cross:
-            where = "model.position" if config.position is None else f"{path}.position"
-            part = POSITIONS.of(position).part
-            if part.projects:
-                what = f"position '{position.kind}' projects its table to queries and keys of each head"
-                can = [*POSITIONS.able(where="scores"), *POSITIONS.able(where="bias")]
-                can = [name for name in can if not POSITIONS.get(name).part.projects]
-                fix = f"Take the mixer attention, or one of these positions: {', '.join(can)}."
-                problems.append(Problem(where, what, fix))
-            elif part.adds_values_of(position):
-                what = f"position '{position.kind}' adds to values, and those of a head are not as wide as its keys"
-                problems.append(Problem(f"{where}.values", what, "Take false, or the mixer attention."))
-        return problems + cls.check_position(config, dims, path) + cls._check_core(config, dims, path)
+    def why_not_position(cls, position: Any) -> str | None:
+        part = POSITIONS.of(position).part
+        if part.projects:
+            return "projects its table to queries and keys of each head"
+        if part.adds_values_of(position):
+            return "adds to values, and those of a head are not as wide as its keys"
+        return None
 
     @property
     def q(self) -> Linear:  # type: ignore[override]

@@ -23,6 +23,7 @@ from torch.nn import Parameter
 
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.attention.core import CORES, Core
 from xscale.nn.attention.ops.mask import ScoreEdge
 from xscale.nn.attention.softmax import Softmax
@@ -158,20 +159,21 @@ class Delight(Attention):
         self.o = Linear(self.head_width, dims.width, ("width", "heads"), dims.residual_init, bias=config.bias)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = []
         if config.max_layers < config.min_layers:
             what = f"max_layers={config.max_layers} is below min_layers={config.min_layers}"
-            fix = f"Take {config.min_layers} or more: blocks near the output are deeper."
-            problems.append(Problem(f"{path}.max_layers", what, fix))
+            fix = "Or more: blocks near the output are deeper."
+            problems.append(Problem(f"{path}.max_layers", what, fix, choices=take(config.min_layers)))
         groups = largest_groups(config, dims.width)
         if groups & (groups - 1):
             what = f"max_groups={groups} is no power of two"
-            problems.append(Problem(f"{path}.max_groups", what, f"Take {1 << (groups.bit_length() - 1)}."))
+            problems.append(Problem(f"{path}.max_groups", what, choices=take(1 << (groups.bit_length() - 1))))
         elif dims.width % (2 * groups):
             what = f"width={dims.width} is no multiple of twice the {groups} groups"
-            fix = f"Take model.width={-(-dims.width // (2 * groups)) * 2 * groups}, or another max_groups."
-            problems.append(Problem(f"{path}.max_groups", what, fix))
+            fewer = [1 << power for power in range(groups.bit_length()) if dims.width % (2 << power) == 0]
+            wider = take(-(-dims.width // (2 * groups)) * 2 * groups, key="model.width")
+            problems.append(Problem(f"{path}.max_groups", what, choices=take(*fewer) + wider))
         return problems + super().check(config.attention, half_width(dims), path)
 
     def forward(

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.attention.core import CORES, Core
 from xscale.nn.attention.etc import Etc
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import ACTS_INSIDE, MIXERS, MixerTraits, RefusedPositions
 from xscale.nn.mixer.without_padding import without_padding
-from xscale.nn.position.position import POSITIONS
 from xscale.nn.tokens import Tokens
 
 
@@ -51,6 +51,8 @@ class EtcAttention(Attention):
     shards_sequence: ClassVar[bool] = False
     core: Etc
 
+    refused_positions = RefusedPositions(ACTS_INSIDE, "acts inside attention, where ETC has labels for distances")
+
     def __init__(self, config: Config, dims: Dims) -> None:
         assert isinstance(config.core, Etc.Config)
         super().__init__(config, dims)
@@ -79,24 +81,16 @@ class EtcAttention(Attention):
         return cls.Config(core=core, projections="pieces")
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         changes: dict[str, Any] = {"position": None}
         if config.sentence_end is not None and isinstance(config.core, Etc.Config):
             changes["core"] = config.core.model_copy(update={"segment_length": 1})
         problems = super().check(config.model_copy(update=changes), replace(dims, position=None), path)
-        position = config.position or dims.position
-        if position is not None and POSITIONS.of(position).traits.where in ("qk", "bias", "scores"):
-            where = "model.position" if config.position is None else f"{path}.position"
-            what = f"position '{position.kind}' acts inside attention, where ETC has labels for distances"
-            problems.append(Problem(where, what, "Take none."))
+        problems += cls._check_position_acts(config, dims, path)
         if config.projections == "shared":
             return problems
-        settings = (("kv_heads", (None, config.heads)), ("shared_qk", (None, False)), ("qk_norm", (None,)))
-        for key, allowed in settings:
-            if getattr(config, key) not in allowed:
-                what = f"is not defined for the separate projections of '{config.projections}'"
-                problems.append(Problem(f"{path}.{key}", what, "Take null, or projections=shared."))
-        return problems
+        why = f"is not defined for the separate projections of '{config.projections}'"
+        return problems + cls.check_projections(config, path, why, take("shared", key=f"{path}.projections"))
 
     forward = without_padding(Attention.forward)
 

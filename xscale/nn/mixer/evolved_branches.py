@@ -8,7 +8,7 @@ The encoder's branches have 4D and D/2 channels and its separable convolution D/
 linear map. The windows of a causal model end at the token, others are centred.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
+from xscale.core.requirements import kinds, take
 from xscale.nn.dims import Dims
 from xscale.nn.init import Init
 from xscale.nn.linear import Linear
@@ -187,15 +188,15 @@ class EvolvedBranches(Mixer):
         self.separable = Separable(config, dims)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
-        problems = []
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
+        problems = super().check(config, dims, path)
         if dims.width % 2:
             what = f"a branch has half of the channels, and width={dims.width} is odd"
-            problems.append(Problem("model.width", what, f"Take an even width, such as {dims.width + 1}."))
+            problems.append(Problem("model.width", what, choices=take(dims.width + 1)))
         if not NORMS.of(config.norm).traits.per_token:
-            can = ", ".join(NORMS.able(per_token=True, batch_statistics=False))
             what = f"norm '{config.norm.kind}' mixes tokens, between two convolutions that see near ones alone"
-            problems.append(Problem(f"{path}.norm", what, f"Take one of these norms: {can}."))
+            choices = kinds(NORMS.able(per_token=True, batch_statistics=False), f"{path}.norm")
+            problems.append(Problem(f"{path}.norm", what, choices=choices))
         return problems
 
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:

@@ -8,7 +8,7 @@ The decay clears the state of a head; the delta rule replaces what is stored at 
 value heads. The state of a value head is K x V. Training computes it by chunks (the operator `delta_rule`).
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch.nn.functional as F
 from pydantic import Field
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
+from xscale.core.requirements import must_divide, take
 from xscale.nn.attention.ops.delta_rule import CHUNK, DeltaRule
 from xscale.nn.attention.ops.dense import repeat_kv, upcast
 from xscale.nn.dims import Dims
@@ -75,12 +76,10 @@ class GatedDeltaNet(RecurrentMixer):
         self.o = Linear(values, dims.width, ("width", "heads"), dims.residual_init)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
-        problems = check_steps(config, path)
-        if config.heads % (config.key_heads or config.heads):
-            what = f"key_heads={config.key_heads} does not divide heads={config.heads}"
-            problems.append(Problem(f"{path}.key_heads", what, "Take a divisor of heads, or null."))
-        return problems
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
+        problems = super().check(config, dims, path) + check_steps(config, path)
+        key_heads = config.key_heads or config.heads
+        return problems + must_divide(path, "key_heads", key_heads, "heads", config.heads, *take(None))
 
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         q = self.split_heads(self.q_convolution(self.q(x), tokens), self.head_width)

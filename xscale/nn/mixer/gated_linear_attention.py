@@ -8,7 +8,7 @@ Queries and keys are half as wide as values, as in the paper's layer. The state 
 by chunks whose pairs are split where no exponential overflows (`attention.ops.decayed_sums`).
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch.nn.functional as F
 from pydantic import Field
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
+from xscale.core.requirements import divisors, must_divide, take
 from xscale.nn.attention.ops.decayed_sums import CHUNK, ChannelDecayedSums
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
@@ -64,15 +65,16 @@ class GatedLinearAttention(RecurrentMixer):
         self.o = Linear(values, dims.width, ("width", "heads"), dims.residual_init)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
-        problems = []
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
+        problems = super().check(config, dims, path)
         if config.head_width is None and dims.width % (2 * config.heads):
             what = f"2 * heads={2 * config.heads} does not divide width={dims.width}"
-            fix = "Take heads whose double divides the width, or give head_width."
-            problems.append(Problem(f"{path}.heads", what, fix))
-        if config.value_width is None and dims.width % config.heads:
-            what = f"heads={config.heads} does not divide width={dims.width}"
-            problems.append(Problem(f"{path}.heads", what, "Take a divisor of the width, or give value_width."))
+            widths = take(max(dims.width // (2 * config.heads), 1), key=f"{path}.head_width")
+            choices = divisors(dims.width // 2) if dims.width % 2 == 0 else ()
+            problems.append(Problem(f"{path}.heads", what, choices=choices + widths))
+        if config.value_width is None:
+            widths = take(max(dims.width // config.heads, 1), key=f"{path}.value_width")
+            problems += must_divide(path, "heads", config.heads, "width", dims.width, *widths)
         return problems
 
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:

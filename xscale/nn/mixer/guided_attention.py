@@ -7,13 +7,14 @@ token, weight 1 on the next token, the previous one or the first of the document
 all periods that the token sees. Rows for which there is no such token are left out.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.auxiliary import attach
@@ -66,14 +67,16 @@ class GuidedAttention(Attention):
         self.ids = {"delimiter": config.delimiter_ids, "period": config.period_ids}
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         if len(config.patterns) > config.heads:
             what = f"{len(config.patterns)} patterns are more than heads={config.heads}"
-            problems.append(Problem(f"{path}.patterns", what, f"Give {config.heads} or fewer."))
+            fewer = take(list(config.patterns[: config.heads]))
+            problems.append(Problem(f"{path}.patterns", what, choices=fewer))
         if "next" in config.patterns and dims.causal:
             what = "'next' guides to later tokens, which a causal model hides"
-            problems.append(Problem(f"{path}.patterns", what, "Take previous, first, delimiter or period."))
+            earlier = [pattern for pattern in config.patterns if pattern != "next"]
+            problems.append(Problem(f"{path}.patterns", what, choices=take(earlier)))
         for pattern in ("delimiter", "period"):
             ids = getattr(config, f"{pattern}_ids")
             if pattern in config.patterns and not ids:

@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.mixer import MIXERS, MixerTraits
 from xscale.nn.mixer.value_mixer import ValueMixer
@@ -56,17 +57,18 @@ class HardCodedGaussian(ValueMixer):
             self.right = 0
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         for key, values in (("offsets", config.offsets or ()), ("sigmas", config.sigmas)):
             if len(values) > config.heads:
                 what = f"{len(values)} values are more than heads={config.heads}"
-                problems.append(Problem(f"{path}.{key}", what, f"Give {config.heads} or fewer."))
+                problems.append(Problem(f"{path}.{key}", what, choices=take(list(values[: config.heads]))))
         for offset in offsets_of(config, dims):
             reach = math.ceil(REACH * max(config.sigmas))
             if dims.causal and offset - reach > 0:
                 what = f"the Gaussian at offset {offset} lies on later tokens, which a causal model hides"
-                problems.append(Problem(f"{path}.offsets", what, "Take offsets of 0 and less, as the paper's decoder."))
+                fix = "The paper's decoder has offsets of 0 and less."
+                problems.append(Problem(f"{path}.offsets", what, fix, choices=take([-1, 0])))
         return problems
 
     def mix(self, x: Tensor, v: Tensor, tokens: Tokens) -> Tensor:

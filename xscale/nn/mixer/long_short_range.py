@@ -15,6 +15,7 @@ from torch import Tensor
 
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
+from xscale.core.requirements import kinds, take
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.lightweight_conv import LightweightConv
@@ -49,24 +50,24 @@ class LongShortRange(Mixer):
         self.short_range: Mixer = MIXERS.build(config.short_range, half)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
-        problems = []
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
+        problems = super().check(config, dims, path)
         if dims.width % 2:
             what = f"width={dims.width} has no two halves"
-            problems.append(Problem("model.width", what, f"Take an even width, such as {dims.width + 1}."))
+            problems.append(Problem("model.width", what, choices=take(dims.width + 1)))
         half = replace(dims, width=dims.width // 2)
         for name, kind in (("long_range", Attention), ("short_range", LocalMixer)):
             part = MIXERS.of(getattr(config, name)).part
             if issubclass(part, kind):
                 problems += part.check(getattr(config, name), half, f"{path}.{name}")
                 continue
-            can = ", ".join(entry.name for entry in MIXERS if issubclass(entry.part, kind))
+            able = [entry.name for entry in MIXERS if issubclass(entry.part, kind)]
             what = f"'{getattr(config, name).kind}' is no mixer of this range"
-            problems.append(Problem(f"{path}.{name}", what, f"These are: {can}."))
+            problems.append(Problem(f"{path}.{name}", what, choices=kinds(able, f"{path}.{name}")))
         return problems
 
     @classmethod
-    def layer_tables(cls, config: Any, dims: Dims) -> list[tuple[Any, ...]]:
+    def layer_tables(cls, config: Config, dims: Dims) -> list[tuple[Any, ...]]:
         half = replace(dims, width=dims.width // 2)
         tables: list[tuple[Any, ...]] = MIXERS.of(config.long_range).part.layer_tables(config.long_range, half)
         return tables

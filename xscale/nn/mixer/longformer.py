@@ -5,7 +5,7 @@ and to the global tokens with Q, K, V. Q_g, K_g and V_g begin as copies of Q, K 
 """
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.core import CORES, Core
 from xscale.nn.attention.ops.dense import dense_attention
@@ -20,12 +21,11 @@ from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import ACTS_INSIDE, MIXERS, MixerTraits, RefusedPositions
 from xscale.nn.pattern.global_blocks import GlobalBlocks
 from xscale.nn.pattern.pattern import TokenIndex
 from xscale.nn.pattern.union import UnionPattern
 from xscale.nn.pattern.window import Band
-from xscale.nn.position.position import POSITIONS
 from xscale.nn.tokens import Tokens
 
 
@@ -47,6 +47,8 @@ class LongformerAttention(Attention):
     cores: ClassVar[tuple[str, ...] | None] = ("block_sparse",)
     shards_sequence: ClassVar[bool] = False
 
+    refused_positions = RefusedPositions(ACTS_INSIDE, "acts inside attention, and global tokens attend without one")
+
     def __init__(self, config: Config, dims: Dims) -> None:
         assert isinstance(config.core, BlockSparse.Config)
         # The rows of the global tokens are replaced, so the pattern needs their columns only.
@@ -64,24 +66,18 @@ class LongformerAttention(Attention):
         )
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config.model_copy(update={"position": None}), replace(dims, position=None), path)
-        position = config.position or dims.position
-        if position is not None and POSITIONS.of(position).traits.where in ("qk", "bias", "scores"):
-            where = "model.position" if config.position is None else f"{path}.position"
-            what = f"position '{position.kind}' acts inside attention, and global tokens attend without one"
-            problems.append(Problem(where, what, "Take one that acts on the embeddings: learned or sinusoidal."))
-        settings = (("kv_heads", (None, config.heads)), ("shared_qk", (None, False)), ("qk_norm", (None,)))
-        for key, allowed in settings:
-            if getattr(config, key) not in allowed:
-                what = "is not defined for the projections of global tokens"
-                problems.append(Problem(f"{path}.{key}", what, "Take null, or the mixer attention."))
+        problems += cls._check_position_acts(config, dims, path)
+        plain = take("attention", key=f"{path}.kind")
+        why = "is not defined for the projections of global tokens"
+        problems += cls.check_projections(config, path, why, plain)
         if getattr(config.core, "sinks", False):
             what = "is not defined for the softmax of global tokens"
-            problems.append(Problem(f"{path}.core.sinks", what, "Take false, or the mixer attention."))
+            problems.append(Problem(f"{path}.core.sinks", what, choices=take(False) + plain))
         if getattr(config.core, "soft_cap", None) is not None:
             what = "does not apply to the scores of global tokens"
-            problems.append(Problem(f"{path}.core.soft_cap", what, "Take null, or the mixer attention."))
+            problems.append(Problem(f"{path}.core.soft_cap", what, choices=take(None) + plain))
         return problems
 
     def attend_input(self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:

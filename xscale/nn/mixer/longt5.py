@@ -18,7 +18,7 @@ from xscale.nn.attention.longt5 import LongT5
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import ACTS_INSIDE, MIXERS, MixerTraits
 from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import Rms
@@ -61,17 +61,18 @@ class TransientGlobalAttention(Attention):
         return cls.Config(core=LongT5.example())
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config.model_copy(update={"position": None}), replace(dims, position=None), path)
-        position = config.position or dims.position
-        if position is None or position.kind in ("relative", "none"):
-            return problems
-        where = "model.position" if config.position is None else f"{path}.position"
-        what = f"position '{position.kind}' acts on keys or their scores, and a block's key has no position of its own"
-        return [*problems, Problem(where, what, "Take relative (T5's), or one that acts on the embeddings: learned.")]
+        return problems + cls._check_position_acts(config, dims, path)
 
     @classmethod
-    def layer_tables(cls, config: Any, dims: Dims) -> list[tuple[Any, ...]]:
+    def why_not_position(cls, position: Any) -> str | None:
+        if position.kind == "relative" or POSITIONS.of(position).traits.where not in ACTS_INSIDE:
+            return None
+        return "acts on keys or their scores, and a block's key has no position of its own"
+
+    @classmethod
+    def layer_tables(cls, config: Config, dims: Dims) -> list[tuple[Any, ...]]:
         position = config.position or dims.position
         return [("longt5", config.heads, position)] if getattr(position, "shared", False) else []
 

@@ -5,8 +5,6 @@ The packed sequence P stands before the text X: the model's `global_tokens`, whi
 and the block adds P to Y_P, X to Y_X, and norms them. The core `luna` has the causal form, with slots in each layer.
 """
 
-from typing import Any
-
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -15,7 +13,7 @@ from xscale.core.errors import Problem
 from xscale.nn.attention.ops.dense import dense_attention
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import ACTS_INSIDE, MIXERS, Mixer, MixerTraits, RefusedPositions
 from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.module import Module
 from xscale.nn.tokens import Tokens
@@ -62,6 +60,8 @@ class LunaAttention(Mixer):
         bias: bool = False
         """Whether the projections have biases."""
 
+    refused_positions = RefusedPositions(ACTS_INSIDE, "acts inside attention, and a packed sequence has no positions")
+
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
         self.slots = config.slots
@@ -69,14 +69,9 @@ class LunaAttention(Mixer):
         self.pack, self.unpack = (NestedAttention(dims, config.heads, head_width, config.bias) for _ in range(2))
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
-        problems = []
-        if config.head_width is None and dims.width % config.heads:
-            what = f"heads={config.heads} does not divide width={dims.width}"
-            problems.append(Problem(f"{path}.heads", what, "Take a divisor of width, or give head_width."))
-        if dims.position is not None:
-            what = f"position '{dims.position.kind}' acts inside attention, and a packed sequence has no positions"
-            problems.append(Problem("model.position", what, "Take one that acts on the embeddings: learned."))
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
+        problems = super().check(config, dims, path)
+        problems += cls.check_heads(config, dims, path)
         return problems
 
     @without_padding

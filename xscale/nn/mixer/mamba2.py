@@ -8,14 +8,13 @@ Heads are of x; B and C are shared by the heads of a group, as keys and queries 
 (section 7.2). The state of a head is N x P. Training computes it by chunks, as linear attention with decay does.
 """
 
-from typing import Any
-
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import at_most, must_divide, take
 from xscale.nn.attention.ops.chunked_scan import CHUNK
 from xscale.nn.attention.ops.decayed_sums import DecayedSums
 from xscale.nn.attention.ops.dense import upcast
@@ -89,17 +88,15 @@ class Mamba2(RecurrentMixer):
         self.o = Linear(inner, dims.width, ("width", "heads"), dims.residual_init, bias=bias)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
-        problems = check_steps(config, path)
-        if config.head_width is None and 2 * dims.width % config.heads:
-            what = f"heads={config.heads} does not divide 2 * width={2 * dims.width}"
-            problems.append(Problem(f"{path}.heads", what, "Take a divisor of twice the width, or give head_width."))
-        if config.heads % config.groups:
-            what = f"groups={config.groups} does not divide heads={config.heads}"
-            problems.append(Problem(f"{path}.groups", what, "Take a divisor of heads."))
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
+        problems = super().check(config, dims, path) + check_steps(config, path)
+        if config.head_width is None:
+            widths = take(max(2 * dims.width // config.heads, 1), key=f"{path}.head_width")
+            problems += must_divide(path, "heads", config.heads, "2 * width", 2 * dims.width, *widths)
+        problems += must_divide(path, "groups", config.groups, "heads", config.heads)
         if config.min_rate > config.max_rate:
             what = f"{config.min_rate} is more than max_rate={config.max_rate}"
-            problems.append(Problem(f"{path}.min_rate", what, f"Take {config.max_rate} or less."))
+            problems.append(at_most(f"{path}.min_rate", what, config.max_rate))
         return problems
 
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:

@@ -6,14 +6,16 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from xscale.core.choices import Choice
 from xscale.core.config import Config
-from xscale.core.errors import Choice, Problem
+from xscale.core.errors import Problem
 from xscale.core.registry import Family
-from xscale.core.requirements import instead
+from xscale.core.requirements import instead, kinds, must_divide, take
 from xscale.nn.attention.core import CORES
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.module import Module, Part
+from xscale.nn.position.position import POSITIONS
 from xscale.nn.tokens import Tokens
 
 
@@ -37,19 +39,75 @@ class MixerTraits:
     """In a causal model, lets all tokens of a document see its prefix (`Tokens.prefix`), where its core can."""
 
 
+@dataclass(frozen=True)
+class RefusedPositions:
+    """The requirement of a mixer that no position encoding of some kinds acts in it."""
+
+    where: tuple[str, ...]
+    """Traits `where` of the encodings that it refuses."""
+    why: str
+    """A clause after "position 'KIND'"."""
+
+
+ACTS_INSIDE = ("qk", "bias", "scores")
+"""Traits `where` of the position encodings that act in a mixer."""
+
+
 class Mixer(Part):
     """Built as `Mixer(config, dims)`."""
+
+    refused_positions: ClassVar[RefusedPositions | None] = None
+    """Position encodings, of the model or its own, that cannot act in it."""
 
     uses_position: ClassVar[bool] = True
     """Whether the model's position encoding acts in it, if that acts on queries and keys or on scores."""
     needs_previous_scores: ClassVar[bool] = False
     """Whether it has no scores of its own, so that it cannot be in the first block."""
+    holds_core: ClassVar[bool] = False
+    """Whether it has an attention core, so that the mixer `attention` can stand in its place."""
     shards_sequence: ClassVar[bool] = False
     """Whether it works on a sequence that is sharded over cp."""
     reads_padding: bool = False
     """Whether it reads the padding at the end of samples as text."""
     reads_bias: ClassVar[bool] = False
     """Whether it reads the mask's bias on the scores, or attention weights, so that it needs the bias by pair."""
+
+    @classmethod
+    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+        """List the problems of the config; a mixer that overrides it begins with these."""
+        return [*super().check(config, dims, path), *cls._check_position_acts(config, dims, path)]
+
+    @classmethod
+    def check_heads(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+        """List why the heads do not make up the width, where their own width is not given."""
+        if getattr(config, "head_width", None) is not None:
+            return []
+        widths = take(max(dims.width // config.heads, 1), key=f"{path}.head_width")
+        alternatives = widths if hasattr(config, "head_width") else ()
+        return must_divide(path, "heads", config.heads, "width", dims.width, *alternatives)
+
+    @classmethod
+    def why_not_position(cls, position: Any) -> str | None:
+        """Return why a position encoding with this config cannot act in it, a clause after its kind; None: it can."""
+        refused = cls.refused_positions
+        is_refused = refused is not None and POSITIONS.of(position).traits.where in refused.where
+        return refused.why if refused is not None and is_refused else None
+
+    @classmethod
+    def _check_position_acts(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+        own_position = getattr(config, "position", None)
+        position = own_position or dims.position
+        # Positions of two sequences are not comparable, so cross attention has no position encoding.
+        if position is None or dims.cross or (why := cls.why_not_position(position)) is None:
+            return []
+        where = "model.position" if own_position is None else f"{path}.position"
+        able = [entry.name for entry in POSITIONS if cls.why_not_position(entry.part.Config()) is None]
+        if own_position is not None:
+            able = [name for name in able if POSITIONS.get(name).traits.where != "input"]
+        choices = kinds(able, where)
+        if cls.holds_core:
+            choices += take("attention", key=f"{path}.kind")
+        return [Problem(where, f"position '{position.kind}' {why}", choices=choices)]
 
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         """[B, T, D] -> [B, T, D]; cross attention also reads `memory` [B, S, D], the hidden states of `source`."""
@@ -122,7 +180,7 @@ class Mixer(Part):
         return 0.0
 
 
-MIXERS = Family("mixer", MixerTraits)
+MIXERS = Family("mixer", MixerTraits, Mixer)
 
 
 @dataclass
@@ -144,8 +202,8 @@ def check_mixer(config: Config, dims: Dims, path: str) -> list[Problem]:
             "causal": "is not causal, and this model is",
             "bidirectional": "is not bidirectional, and this model is",
         }[needed]
-        can = ", ".join(MIXERS.able(**{needed: True}))
-        problems.append(Problem(path, f"'{entry.name}' {what}", f"These can: {can}."))
+        choices = kinds(MIXERS.able(**{needed: True}), path)
+        problems.append(Problem(path, f"'{entry.name}' {what}", choices=choices))
     return problems
 
 

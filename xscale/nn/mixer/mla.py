@@ -6,7 +6,7 @@
 The rotated part of the keys is the same for all heads. Generation caches c and rope(W_kr h), of all heads together.
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
+from xscale.core.requirements import at_most
 from xscale.nn.attention.core import CORES, Core
 from xscale.nn.attention.ops.mask import ScoreEdge
 from xscale.nn.attention.softmax import Softmax
@@ -22,7 +23,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.kv_cache import KvCache
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits, RefusedPositions
 from xscale.nn.norm.norm import NORMS, Norm, Rms
 from xscale.nn.position.position import POSITIONS, Position
 from xscale.nn.tokens import Tokens
@@ -66,7 +67,11 @@ class Mla(Attention):
             """Queries and keys have projections of their own, whatever the core's paper has."""
             return False
 
-    def __init__(self, config: Any, dims: Dims) -> None:
+    refused_positions = RefusedPositions(
+        ("scores",), "reads whole queries, of which `mla` gives a position rope_width channels"
+    )
+
+    def __init__(self, config: Config, dims: Dims) -> None:
         super(Attention, self).__init__()
         heads, latent_width = config.heads, config.kv_latent_width
         self.plain_width = config.head_width or dims.width // heads
@@ -95,23 +100,13 @@ class Mla(Attention):
         self.build_position(config.position or dims.position, dims, heads, config.rope_width)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
-        problems = []
-        if config.head_width is None and dims.width % config.heads:
-            what = f"heads={config.heads} does not divide width={dims.width}"
-            problems.append(Problem(f"{path}.heads", what, "Take a divisor of the width, or give head_width."))
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
+        problems = super().check(config, dims, path)
         widest = (config.head_width or dims.width // config.heads) + config.rope_width
         if config.value_width is not None and config.value_width > widest:
             what = f"must be <= head_width + rope_width = {widest}, got {config.value_width}"
-            problems.append(Problem(f"{path}.value_width", what, f"Take {widest} or fewer."))
-        position = config.position or dims.position
-        if position is not None and POSITIONS.of(position).traits.where == "scores":
-            where = "model.position" if config.position is None else f"{path}.position"
-            what = (
-                f"position '{position.kind}' reads whole queries, of which `mla` gives a position rope_width channels"
-            )
-            problems.append(Problem(where, what, "Take rope, or the mixer attention."))
-        return problems + cls.check_position(config, dims, path) + cls._check_core(config, dims, path)
+            problems.append(at_most(f"{path}.value_width", what, widest))
+        return problems
 
     @property
     def key_projection(self) -> Linear:

@@ -8,15 +8,18 @@ both groups take turns, and the rows of the projections of queries and keys go t
 parallelism has whole turns, and so heads of both groups.
 """
 
-from typing import Annotated, Any, ClassVar
+from dataclasses import replace
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from xscale.core.choices import Choice
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
+from xscale.core.requirements import at_most, take
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.core import CORES, Core
 from xscale.nn.attention.softmax import Softmax
@@ -24,7 +27,7 @@ from xscale.nn.attention.split_heads import SplitHeads
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits, RefusedPositions
 from xscale.nn.norm.norm import Norm
 from xscale.nn.pattern.window import Band
 from xscale.nn.position.position import POSITIONS, Position
@@ -68,6 +71,10 @@ class NarrowAndLocal(Attention):
     core: SplitHeads
     cores: ClassVar[tuple[str, ...] | None] = None
 
+    refused_positions = RefusedPositions(
+        ("qk", "scores"), "acts on queries or keys of one width, and these heads have two"
+    )
+
     def __init__(self, config: Config, dims: Dims) -> None:
         super(Attention, self).__init__()
         heads = config.heads
@@ -93,37 +100,43 @@ class NarrowAndLocal(Attention):
         return cls.Config(heads=4, narrow_width=3)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
-        problems = []
-        if config.head_width is None and dims.width % config.heads:
-            what = f"heads={config.heads} does not divide width={dims.width}"
-            problems.append(Problem(f"{path}.heads", what, "Take a divisor of the width, or give head_width."))
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
+        problems = super().check(config, dims, path)
         width = config.head_width or dims.width // config.heads
         if config.narrow_width >= width:
             what = (
                 f"narrow_width={config.narrow_width} is not low: the local heads have queries and keys of width {width}"
             )
-            fix = (
-                f"Take a narrow_width from 1 to {width - 1}, or the mixer attention."
-                if width > 1
-                else "Take fewer heads."
-            )
-            problems.append(Problem(f"{path}.narrow_width", what, fix))
-        position = config.position or dims.position
-        if position is not None and POSITIONS.of(position).traits.where in ("qk", "scores"):
-            where = "model.position" if config.position is None else f"{path}.position"
-            what = f"position '{position.kind}' acts on queries or keys of one width, and these heads have two"
-            can = ", ".join(POSITIONS.able(where="bias"))
-            fix = f"Take one that adds a bias ({can}), or one at the input of each block (stack.block.position)."
-            problems.append(Problem(where, what, fix))
-            return problems + cls.check_position(config, dims, path)
-        problems += cls.check_position(config, dims, path)
-        names = {f"{path}.core.cores.1": f"{path}.local", f"{path}.core.shares": f"{path}.shares"}
-        for problem in cls._check_core(config, dims, path):
-            old = next((name for name in names if problem.path.startswith(name)), "")
-            renamed = names.get(old, old) + problem.path[len(old) :]
-            problems.append(Problem(renamed, problem.what, problem.fix))
+            plain = take("attention", key=f"{path}.kind")
+            if width > 1:
+                problems.append(at_most(f"{path}.narrow_width", what, width - 1, *plain))
+            else:
+                wider = take(config.narrow_width + 1, key=f"{path}.head_width")
+                problems.append(Problem(f"{path}.narrow_width", what, choices=wider + plain))
         return problems
+
+    @classmethod
+    def _check_core(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
+        position = config.position or dims.position
+        if position is not None and cls.why_not_position(position) is not None:
+            # It is refused by itself, whatever the cores can do.
+            return []
+        names = {f"{path}.core.cores.1": f"{path}.local", f"{path}.core.shares": f"{path}.shares"}
+
+        def renamed(key: str) -> str:
+            old = next((name for name in names if key.startswith(name)), "")
+            return names.get(old, "") + key[len(old) :]
+
+        return [
+            replace(
+                problem,
+                path=renamed(problem.path),
+                choices=tuple(
+                    Choice(tuple((renamed(key), value) for key, value in choice.edits)) for choice in problem.choices
+                ),
+            )
+            for problem in super()._check_core(config, dims, path)
+        ]
 
     @property
     def turn_rows(self) -> int:

@@ -14,7 +14,7 @@ and b at 1, so that the block starts as a feed-forward network. It is a whole la
 Shorter sequences than N use the first rows and columns; longer ones fail.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.dims import Dims, check_trained_length
 from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.linear import Linear
@@ -45,11 +46,12 @@ class PositionalMixer(Mixer):
     length: int
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
+        problems = super().check(config, dims, path)
         if config.length in (None, dims.length):
-            return []
+            return problems
         what = f"the weights belong to {config.length} positions, and a sequence has {dims.length} tokens"
-        return [Problem(f"{path}.length", what, f"Take {dims.length}, or null.")]
+        return [*problems, Problem(f"{path}.length", what, choices=take(dims.length, None))]
 
 
 @MIXERS.register(

@@ -5,7 +5,7 @@
 B [H, T, S] is the bias that a position would add to the scores, by distance or by positions.
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
+from xscale.core.requirements import kinds
 from xscale.nn.attention.ops.dense import masked_softmax, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
@@ -40,13 +41,13 @@ class PriorOnly(ValueMixer):
         self.generator: Position = POSITIONS.build(config.generator, dims, config.heads, self.head_width)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         entry = POSITIONS.of(config.generator)
         if entry.traits.where != "bias":
             what = f"position '{entry.name}' adds no bias that positions alone determine"
-            can = ", ".join(POSITIONS.able(where="bias"))
-            problems.append(Problem(f"{path}.generator", what, f"These can: {can}."))
+            choices = kinds(POSITIONS.able(where="bias"), f"{path}.generator")
+            problems.append(Problem(f"{path}.generator", what, choices=choices))
         return problems + list(entry.part.check(config.generator, dims, f"{path}.generator"))
 
     def mix(self, x: Tensor, v: Tensor, tokens: Tokens) -> Tensor:

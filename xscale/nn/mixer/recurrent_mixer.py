@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import at_most
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.attention.ops.recurrence import Recurrence
 from xscale.nn.init import Init
@@ -69,7 +70,7 @@ def check_steps(config: Any, path: str) -> list[Problem]:
     if config.min_step <= config.max_step:
         return []
     what = f"{config.min_step} is more than max_step={config.max_step}"
-    return [Problem(f"{path}.min_step", what, f"Take {config.max_step} or less.")]
+    return [at_most(f"{path}.min_step", what, config.max_step)]
 
 
 class StepDecay(Module):

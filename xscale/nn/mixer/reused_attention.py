@@ -6,7 +6,7 @@ A lazy block is a block with the core `prior_scores` (previous: 0), which comput
 which hand the scores on as they got them.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 from torch import Tensor
@@ -53,11 +53,11 @@ class ReusedAttention(ValueMixer):
         return self.heads
 
     @classmethod
-    def score_heads(cls, config: Any) -> int | None:
+    def score_heads(cls, config: Config) -> int | None:
         return int(config.heads)
 
     @classmethod
-    def reads_scores(cls, config: Any) -> bool:
+    def reads_scores(cls, config: Config) -> bool:
         return True
 
     def forward(

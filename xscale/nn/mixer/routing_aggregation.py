@@ -11,7 +11,7 @@ squash(s) = |s|^2 / (1 + |s|^2) s / |s|. Both repeat their steps a few times, fo
 """
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import must_divide
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS
@@ -65,14 +66,11 @@ class RoutingAggregation(Attention):
             self.declare("beta_u", (capsules,), ("state",), ZEROS, decays=False)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         inner = config.heads * (config.head_width or dims.width // config.heads)
-        if config.capsules is not None and inner % config.capsules:
-            what = f"capsules={config.capsules} does not divide the {inner} channels of the heads"
-            near = [count for count in range(1, inner + 1) if inner % count == 0]
-            near = sorted(sorted(near, key=lambda count: abs(count - config.capsules))[:4])
-            problems.append(Problem(f"{path}.capsules", what, f"Take one of {', '.join(map(str, near))}."))
+        if config.capsules is not None:
+            problems += must_divide(path, "capsules", config.capsules, "the {} channels of the heads", inner)
         return problems
 
     def project_output(self, o: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ computes it by chunks (`attention.ops.generalized_delta_rule`).
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -100,18 +99,15 @@ class Rwkv7(RecurrentMixer):
         self.o = Linear(width, width, ("width", "heads"), ZEROS)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
-        if dims.width % config.heads == 0:
-            return []
-        what = f"heads={config.heads} does not divide width={dims.width}"
-        return [Problem(f"{path}.heads", what, "Take a divisor of the width.")]
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
+        return super().check(config, dims, path) + cls.check_heads(config, dims, path)
 
     @property
     def hands_on_values(self) -> bool:
         return self.value_latent_width is not None
 
     @classmethod
-    def values_key(cls, config: Any) -> str | None:
+    def values_key(cls, config: Config) -> str | None:
         return None if config.value_latent_width is None else "value_latent_width"
 
     def mix_first_values(self) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.requirements import at_least, at_most, take
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.compiling.traceable_property import TraceableProperty
 from xscale.nn.dims import Dims
@@ -321,14 +322,14 @@ class S4(Mixer):
         self.o = Linear(dims.width, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
-        problems = []
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
+        problems = super().check(config, dims, path)
         if config.length is not None and config.length < dims.length:
             what = f"the kernel has {config.length} tokens, and a sequence has {dims.length}"
-            problems.append(Problem(f"{path}.length", what, f"Take {dims.length} or more, or null."))
+            problems.append(at_least(f"{path}.length", what, dims.length, *take(None)))
         if config.min_step > config.max_step:
             what = f"{config.min_step} is more than max_step={config.max_step}"
-            problems.append(Problem(f"{path}.min_step", what, f"Take {config.max_step} or less."))
+            problems.append(at_most(f"{path}.min_step", what, config.max_step))
         return problems
 
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:

@@ -18,13 +18,14 @@ from torch.nn import Parameter
 
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
+from xscale.core.requirements import must_divide, take
 from xscale.nn.attention.core import CORES, Core
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits, RefusedPositions
 from xscale.nn.module import Module
 from xscale.nn.neighbours import NeighbourReader, same_document
 from xscale.nn.position.position import POSITIONS, Position
@@ -160,6 +161,10 @@ class SparseQkv(Attention):
 
     mixes_heads: ClassVar[bool] = True
 
+    refused_positions = RefusedPositions(
+        ("scores",), "projects its embeddings as tokens, which have no neighbours here"
+    )
+
     def __init__(self, config: Config, dims: Dims) -> None:
         super(Attention, self).__init__()
         heads, width = config.heads, dims.width
@@ -180,21 +185,16 @@ class SparseQkv(Attention):
         self.build_position(config.position or dims.position, dims, heads, self.head_width)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
-        problems = []
-        for key, count in (("heads", config.heads), ("modules", config.modules or config.heads)):
-            if dims.width % count and (key == "heads" or config.modules is not None):
-                what = f"{key}={count} does not divide width={dims.width}"
-                problems.append(Problem(f"{path}.{key}", what, "Take a divisor of the width."))
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
+        problems = super().check(config, dims, path)
+        if config.modules is not None:
+            problems += must_divide(path, "modules", config.modules, "width", dims.width)
         if config.module_kernel % 2 == 0:
             what = f"module_kernel={config.module_kernel} has no middle"
-            problems.append(Problem(f"{path}.module_kernel", what, f"Take {config.module_kernel + 1}."))
-        position = config.position or dims.position
-        if position is not None and POSITIONS.of(position).traits.where == "scores":
-            where = "model.position" if config.position is None else f"{path}.position"
-            what = f"position '{position.kind}' projects its embeddings as tokens, which have no neighbours here"
-            problems.append(Problem(where, what, "Take one that rotates or adds a bias, or the mixer attention."))
-        return problems + cls.check_position(config, dims, path) + cls._check_core(config, dims, path)
+            problems.append(
+                Problem(f"{path}.module_kernel", what, choices=take(config.module_kernel - 1, config.module_kernel + 1))
+            )
+        return problems
 
     @property
     def query_channels(self) -> int:

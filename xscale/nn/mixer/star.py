@@ -5,8 +5,6 @@ With the input e, h = e and s = mean(e) at first, each step computes, with the s
     s <- LN(ReLU(MultiAtt(s, [s; h]))), with the new h.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -16,7 +14,7 @@ from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import ACTS_INSIDE, MIXERS, Mixer, MixerTraits, RefusedPositions
 from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import Layer
@@ -72,6 +70,8 @@ class StarTransformerLayers(Mixer):
         steps: int = Field(default=2, ge=1)
         """T, updates of the satellites and the relay, all with the same weights."""
 
+    refused_positions = RefusedPositions(ACTS_INSIDE, "acts inside the attention of another mixer")
+
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
         head_width = config.head_width or dims.width // config.heads
@@ -84,15 +84,9 @@ class StarTransformerLayers(Mixer):
             self.relay = StarAttention(dims, config.heads, head_width)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
-        problems = []
-        if config.head_width is None and dims.width % config.heads:
-            what = f"heads={config.heads} does not divide width={dims.width}"
-            problems.append(Problem(f"{path}.heads", what, "Take a divisor of width, or give head_width."))
-        if dims.position is not None:
-            what = f"position '{dims.position.kind}' acts inside the attention of another mixer"
-            fix = "Take one that acts on the embeddings, as the paper: learned or sinusoidal."
-            problems.append(Problem("model.position", what, fix))
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
+        problems = super().check(config, dims, path)
+        problems += cls.check_heads(config, dims, path)
         return problems
 
     @without_padding

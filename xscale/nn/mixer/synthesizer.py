@@ -10,7 +10,7 @@ W_1 has the hidden width K in each head, so that all heads together have the pap
 D (a + b) when factorised. Rows and columns of S are positions in the document, from 0. Longer sequences than N fail.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch.nn.functional as F
 from pydantic import Field
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.requirements import at_least, at_most, take
 from xscale.nn.attention.ops.dense import masked_softmax, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
@@ -123,19 +124,19 @@ class Synthesizer(ValueMixer):
                 self.get_parameter(name).requires_grad_(False)
 
     @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         if config.length is not None and config.length < dims.length:
             what = f"{config.length} positions have scores, and a sequence has {dims.length} tokens"
-            problems.append(Problem(f"{path}.length", what, f"Take {dims.length} or more, or null."))
+            problems.append(at_least(f"{path}.length", what, dims.length, *take(None)))
         if config.factor_width is not None and config.factor_width > (config.length or dims.length):
             what = f"{config.factor_width} entries are more than the {config.length or dims.length} positions"
-            problems.append(Problem(f"{path}.factor_width", what, "Take fewer, or null."))
+            problems.append(at_most(f"{path}.factor_width", what, config.length or dims.length, *take(None)))
         for key, generators in USED_BY.items():
             if getattr(config, key) is not None and config.generator not in generators:
                 what = f"the generator '{config.generator}' has none"
-                fix = f"Leave it out, or take generator={' or '.join(generators)}."
-                problems.append(Problem(f"{path}.{key}", what, fix))
+                choices = take(None) + take(*generators, key=f"{path}.generator")
+                problems.append(Problem(f"{path}.{key}", what, choices=choices))
         return problems
 
     def mix(self, x: Tensor, v: Tensor, tokens: Tokens) -> Tensor:

@@ -42,10 +42,7 @@ class ValueMixer(Mixer):
 
     @classmethod
     def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
-        if config.head_width is not None or dims.width % config.heads == 0:
-            return []
-        what = f"heads={config.heads} does not divide width={dims.width}"
-        return [Problem(f"{path}.heads", what, "Take a divisor of width, or give head_width.")]
+        return super().check(config, dims, path) + cls.check_heads(config, dims, path)
 
     def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
         return self.project_output(self.mix(x, self.values(x), tokens))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
-from xscale.core.requirements import kinds, take
+from xscale.core.requirements import change, kinds, take
 from xscale.nn.blocks.stack import StackConfig
 from xscale.nn.depth.edges import CONTENT
 from xscale.nn.head.length_head import LengthHead, LengthHeadConfig
@@ -85,11 +85,11 @@ class Disentangled(EncoderDecoder):
         problems = super().check(config, dims, path)
         if POSITIONS.of(config.position).traits.where != "input":
             what = f"'{config.position.kind}' acts within attention, and the first queries are positions alone"
-            fix = f"These can: {', '.join(POSITIONS.able(where='input'))}."
-            problems.append(Problem(f"{path}.position", what, fix))
+            choices = kinds(POSITIONS.able(where="input"), f"{path}.position")
+            problems.append(Problem(f"{path}.position", what, choices=choices))
         if config.transparent:
             what = "the length of a target is predicted from one output of the encoder, not from those of all blocks"
-            problems += [Problem(f"{path}.transparent", what, "Take false.")] * (config.length_head is not None)
+            problems += [Problem(f"{path}.transparent", what, choices=take(False))] * (config.length_head is not None)
         return problems + list(_check_decoder(config.decoder, f"{path}.decoder"))
 
     def sp_problems(self, path: str) -> list[Problem]:
@@ -125,9 +125,10 @@ def _check_decoder(config: StackConfig, path: str) -> Iterator[Problem]:
         if mixer.kind == "attention":
             kind = "attention with shared_qk" if mixer.shared_qk else f"core '{core.kind}'"
         what = f"the queries of {kind} cannot each observe other tokens, whose keys are of embeddings"
-        yield Problem(f"{path}.block.mixer", what, "Take the mixer attention with the core softmax.")
+        yield Problem(f"{path}.block.mixer", what, choices=take({"kind": "attention"}))
     stream = RESIDUALS.of(config.block.residual)
     is_usual = stream.traits.hidden_states and not stream.part.joins_sublayers
     if not is_usual or config.halting is not None or config.pooling is not None:
         what = "every block reads the embeddings beside the one residual stream of all tokens"
-        yield Problem(path, what, "Take block.residual=pre, halting=null and pooling=null.")
+        wanted = (("block.residual", "pre"), ("halting", None), ("pooling", None))
+        yield Problem(path, what, choices=change(*[(f"{path}.{key}", value) for key, value in wanted]))

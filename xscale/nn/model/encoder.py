@@ -8,6 +8,7 @@ from torch import Tensor
 
 from xscale.core.config import Slot
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.requirements import change, take
 from xscale.nn.blocks.stack import Stack, StackConfig
 from xscale.nn.depth.depth_pass import Prediction, StackUse
 from xscale.nn.ffn.ffn import Activation
@@ -107,19 +108,23 @@ class Encoder(Model):
         problems += Stack.check(config.stack, inner, f"{path}.stack", StackUse(predicts=True))
         if config.embedding_width is not None:
             missing = config.transform is None
+            transforms = take("gelu", key=f"{path}.transform") + take(None)
             what = "narrows the embeddings, and the head has no map from the width of the blocks"
-            problems += [Problem(f"{path}.embedding_width", what, "Set model.transform, such as gelu.")] * missing
+            problems += [Problem(f"{path}.embedding_width", what, choices=transforms)] * missing
             what = "multiplies by sqrt(width) embeddings of another width"
-            problems += [Problem(f"{path}.scale_embeddings", what, "Take false.")] * config.scale_embeddings
+            problems += [Problem(f"{path}.scale_embeddings", what, choices=take(False))] * config.scale_embeddings
         if config.boundary_head is not None and (config.embedding_width is not None or config.fix_norm):
             what = "predicts by the table of embeddings as it is, with its full width"
-            fix = "Take null, or embedding_width=null and fix_norm=false."
-            problems.append(Problem(f"{path}.boundary_head", what, fix))
+            full = change((f"{path}.embedding_width", None), (f"{path}.fix_norm", False))
+            problems.append(Problem(f"{path}.boundary_head", what, choices=take(None) + full))
         if config.global_tokens and config.stack.pooling is not None:
             what = "would be pooled as the text is, and the head leaves as many out as there are"
-            problems.append(Problem(f"{path}.global_tokens", what, "Take 0, or stack.pooling=null."))
+            problems.append(
+                Problem(f"{path}.global_tokens", what, choices=take(0) + take(None, key=f"{path}.stack.pooling"))
+            )
         if config.global_mean and not config.global_tokens:
-            problems.append(Problem(f"{path}.global_mean", "needs global tokens", "Take false, or global_tokens >= 1."))
+            choices = take(False) + take(1, key=f"{path}.global_tokens")
+            problems.append(Problem(f"{path}.global_mean", "needs global tokens", choices=choices))
         return problems
 
     def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:

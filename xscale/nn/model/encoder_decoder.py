@@ -8,6 +8,7 @@ from torch import Tensor
 
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.blocks.stack import Stack, StackConfig
 from xscale.nn.depth.depth_pass import Prediction, StackUse
 from xscale.nn.depth.layer_mix import LayerMix
@@ -86,21 +87,28 @@ class EncoderDecoder(Model):
         reading = model_dims(config, *dims, causal=False)
         writing = model_dims(config, *dims, causal=cls.causal)
         problems = []
-        if config.transparent and config.encoder.halting is not None:
-            what = "an encoder whose tokens halt has one output, not one of each block"
-            problems.append(Problem(f"{path}.transparent", what, f"Take false, or {path}.encoder.halting=null."))
-        stream = RESIDUALS.of(config.encoder.block.residual)
-        if config.transparent and not stream.traits.hidden_states:
-            what = f"the decoder reads the outputs of all encoder blocks, and {stream.part.form}"
-            usual = stream.part.instead(config.encoder.block.residual)
-            fix = f"Take false, or {path}.encoder.block.residual={usual}."
-            problems.append(Problem(f"{path}.transparent", what, fix))
-        if config.transparent and config.encoder.pooling is not None:
-            what = "the decoder reads the outputs of all encoder blocks, which have several lengths"
-            problems.append(Problem(f"{path}.transparent", what, f"Take false, or {path}.encoder.pooling=null."))
+        encoder = config.encoder
+        stream = RESIDUALS.of(encoder.block.residual)
+        reads = "the decoder reads the outputs of all encoder blocks"
+        refused = (
+            (encoder.halting, "halting", None, "an encoder whose tokens halt has one output, not one of each block"),
+            (
+                not stream.traits.hidden_states,
+                "block.residual",
+                stream.part.instead(encoder.block.residual),
+                f"{reads}, and {stream.part.form}",
+            ),
+            (encoder.pooling, "pooling", None, f"{reads}, which have several lengths"),
+        )
+        for is_set, key, value, what in refused if config.transparent else ():
+            if is_set:
+                choices = take(False) + take(value, key=f"{path}.encoder.{key}")
+                problems.append(Problem(f"{path}.transparent", what, choices=choices))
         if config.transparent_dropout and not config.transparent:
             what = "there are no weights of layers to drop"
-            problems.append(Problem(f"{path}.transparent_dropout", what, "Take 0, or transparent=true."))
+            problems.append(
+                Problem(f"{path}.transparent_dropout", what, choices=take(0.0) + take(True, key=f"{path}.transparent"))
+            )
         if config.init == "t_fixup":
             problems += _check_t_fixup(config, path)
         return [
@@ -143,9 +151,13 @@ def _check_t_fixup(config: EncoderDecoder.Config, path: str) -> list[Problem]:
         stack: StackConfig = getattr(config, name)
         if stack.share != "none":
             what = "t_fixup scales the weights of each block by the depth, and the blocks share theirs"
-            problems.append(Problem(f"{path}.{name}.share", what, "Take none, or init=normal."))
+            problems.append(
+                Problem(f"{path}.{name}.share", what, choices=take("none") + take("normal", key=f"{path}.init"))
+            )
         if stack.linear_maps != "real":
             what = "t_fixup scales real matrices by their sizes, and quaternion maps have none"
-            problems.append(Problem(f"{path}.{name}.linear_maps", what, "Take real, or init=normal."))
+            problems.append(
+                Problem(f"{path}.{name}.linear_maps", what, choices=take("real") + take("normal", key=f"{path}.init"))
+            )
         problems += check_mixers(stack, f"{path}.{name}")
     return problems

@@ -106,4 +106,4 @@ def check_position(config: Model.Config, dims: Dims, path: str) -> list[Problem]
     return list(POSITIONS.of(config.position).part.check(config.position, dims, f"{path}.position"))
 
 
-MODELS = Family("model", ModelTraits)
+MODELS = Family("model", ModelTraits, Model)

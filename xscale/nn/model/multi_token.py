@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from xscale.core.config import Config
 from xscale.core.errors import Problem
+from xscale.core.requirements import kinds, take
 from xscale.nn.auxiliary import attach
 from xscale.nn.blocks.stack import Stack, StackConfig
 from xscale.nn.dims import Dims
@@ -81,35 +82,41 @@ class MultiToken(Module):
         """List why a model with this stack has no such modules."""
         if config is None:
             return []
+        stack_path = f"{path.removesuffix('.mtp')}.stack"
         block = stack.block_config(stack.depth - 1)
         stream = RESIDUALS.of(block.residual)
         refused = {
-            f"block.residual={stream.part.instead(block.residual)}": (
+            ("block.residual", stream.part.instead(block.residual)): (
                 not stream.traits.hidden_states,
                 f"{stream.part.form}, and a module reads the stack's output",
             ),
-            "block.gates=null": (block.gates is not None, "the budget of the gates is that of the stack's blocks"),
-            "block.residual=post": (
+            ("block.gates", None): (block.gates is not None, "the budget of the gates is that of the stack's blocks"),
+            ("block.residual", "post"): (
                 stream.part.set_by_data,
                 f"residual '{stream.name}' initialises the stack's blocks alone",
             ),
-            "halting=null": (stack.halting is not None, "a module has one block, and halting repeats blocks"),
-            "step_signal=false": (stack.step_signal, "the signal of a step numbers the stack's blocks"),
-            "linear_maps=real": (stack.linear_maps != "real", "the projection of two vectors is no quaternion map"),
-            "exits=null": (stack.exits is not None, "exits weigh the losses of the stack's own depths"),
+            ("halting", None): (stack.halting is not None, "a module has one block, and halting repeats blocks"),
+            ("step_signal", False): (stack.step_signal, "the signal of a step numbers the stack's blocks"),
+            ("linear_maps", "real"): (
+                stack.linear_maps != "real",
+                "the projection of two vectors is no quaternion map",
+            ),
+            ("exits", None): (stack.exits is not None, "exits weigh the losses of the stack's own depths"),
         }
         problems = [
-            Problem(path, what, f"Take null, or stack.{instead}.")
-            for instead, (holds, what) in refused.items()
+            Problem(path, what, choices=take(None) + take(value, key=f"{stack_path}.{key}"))
+            for (key, value), (holds, what) in refused.items()
             if holds
         ]
         if any(MIXERS.of(mixer).part.score_heads(mixer) is not None for mixer in block.mixers()):
             what = "the block of a module follows a projection, which hands on no attention scores"
-            problems.append(Problem(path, what, "Take null, or the core softmax."))
+            problems.append(
+                Problem(path, what, choices=take(None) + kinds(["softmax"], f"{stack_path}.block.mixer.core"))
+            )
         if NORMS.of(block.norm).traits.batch_statistics:
             what = f"norm '{block.norm.kind}' would count tokens without a target ahead"
-            can = ", ".join(NORMS.able(batch_statistics=False))
-            problems.append(Problem(path, what, f"Take null, or one of these norms: {can}."))
+            norms = kinds(NORMS.able(batch_statistics=False), f"{stack_path}.block.norm")
+            problems.append(Problem(path, what, choices=take(None) + norms))
         return problems
 
     def attach_loss(

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import kinds, take
 from xscale.nn.ffn.ffn import Ffn
 from xscale.nn.linear import Embedding
 from xscale.nn.mixer.attention import Attention
@@ -38,7 +39,13 @@ def check_mixers(stack: Any, path: str) -> list[Problem]:
     if not any(issubclass(MIXERS.of(mixer).part, SparseQkv) for mixer in mixers):
         return []
     what = "t_fixup scales the value and output projections of attention, and mixer 'sparse_qkv' has none"
-    return [Problem(f"{path}.block.mixer", what, "Take the mixer attention, or init=normal.")]
+    return [
+        Problem(
+            f"{path}.block.mixer",
+            what,
+            choices=kinds(["attention"], f"{path}.block.mixer") + take("normal", key="model.init"),
+        )
+    ]
 
 
 def _scaled(module: nn.Module) -> list[nn.Module]:

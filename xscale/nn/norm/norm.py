@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from xscale.core.config import Config
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
+from xscale.core.requirements import kinds, must_divide, take
 from xscale.nn.compiling.eager import eager
 from xscale.nn.forward import Stats
 from xscale.nn.init import ONES, ZEROS, Init
@@ -51,7 +52,7 @@ class Norm(Part, PostStepState):
         raise NotImplementedError
 
 
-NORMS = Family("norm", NormTraits)
+NORMS = Family("norm", NormTraits, Norm)
 
 
 @NORMS.register("layer", traits=NormTraits(per_token=True, centred=True))
@@ -166,8 +167,8 @@ def check_places(config: Any, path: str) -> list[Problem]:
             ):
                 entry = NORMS.of(member)
                 what = f"'{entry.name}' has statistics of the tokens between sublayers, and this norm stands elsewhere"
-                can = ", ".join(NORMS.able(batch_statistics=False))
-                problems += [Problem(member_path, what, f"These can: {can}.")] * entry.traits.batch_statistics
+                choices = kinds(NORMS.able(batch_statistics=False), member_path)
+                problems += [Problem(member_path, what, choices=choices)] * entry.traits.batch_statistics
             problems += check_places(member, member_path)
     return problems
 
@@ -225,12 +226,12 @@ class BatchNorm(BatchStatisticsNorm):
         self.declare_running("variance", width, ones=True)
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         if not dims.causal:
             return []
         what = "'batch' normalises by all tokens of the batch in training, later ones too, and this model is causal"
-        can = ", ".join(entry.name for entry in NORMS if entry.traits.per_token)
-        return [Problem(path, what, f"These can: {can}. Or take an encoder.")]
+        choices = kinds([entry.name for entry in NORMS if entry.traits.per_token], path)
+        return [Problem(path, what, "Or take an encoder.", choices=choices)]
 
     def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         precise = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -325,11 +326,10 @@ class PowerNorm(BatchStatisticsNorm):
         self.declare_running("steps", width, ones=False)
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
-        if config.groups == 0 or dims.width % config.groups == 0:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
+        if config.groups == 0:
             return []
-        what = f"groups={config.groups} does not divide width={dims.width}"
-        return [Problem(f"{path}.groups", what, "Take a divisor of the width, or 0.")]
+        return must_divide(path, "groups", config.groups, "width", dims.width, *take(0))
 
     def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         precise = x.to(torch.promote_types(x.dtype, torch.float32))

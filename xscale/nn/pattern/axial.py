@@ -112,7 +112,7 @@ class Local2d(Pattern):
         """k, side of the square with the query in its middle; an odd number."""
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         return check_window(config.kernel_size, f"{path}.kernel_size")
 
     def make_layout(self, grid: Grid) -> Layout:

@@ -6,6 +6,7 @@ import numpy as np
 from pydantic import Field
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.pattern.grid import Grid
 from xscale.nn.pattern.pattern import PATTERNS, Layout, Pattern, PatternTraits
 from xscale.nn.pattern.random import columns_to_layout, random_columns
@@ -40,11 +41,11 @@ class BigBirdPattern(Pattern):
         """Seed of the random blocks."""
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         problems = check_window(config.window, f"{path}.window")
         if config.global_blocks_at_end and dims is not None and dims.causal and not dims.cross:
             what = "a causal model cannot attend to blocks at the end of the sequence"
-            problems.append(Problem(f"{path}.global_blocks_at_end", what, "Take 0."))
+            problems.append(Problem(f"{path}.global_blocks_at_end", what, choices=take(0)))
         return problems
 
     @property

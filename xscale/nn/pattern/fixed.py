@@ -6,6 +6,7 @@ import numpy as np
 from pydantic import Field
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import change, take
 from xscale.nn.pattern.grid import Grid, Index
 from xscale.nn.pattern.pattern import PATTERNS, Layout, Pattern, PatternTraits
 
@@ -42,17 +43,19 @@ class Fixed(Pattern):
         """merged: each head sees spans and global blocks; split: even heads the spans, odd ones the global blocks."""
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         problems = []
         if config.global_blocks * config.global_patterns > config.local_blocks:
             what = (
                 f"global_blocks={config.global_blocks} times global_patterns={config.global_patterns} "
                 f"exceeds local_blocks={config.local_blocks}"
             )
-            problems.append(Problem(f"{path}.global_blocks", what, f"Their product is at most {config.local_blocks}."))
+            problems.append(
+                Problem(f"{path}.global_blocks", what, choices=change(("", 1), (f"{path}.global_patterns", 1)))
+            )
         if config.horizontal_global and dims is not None and dims.causal and not dims.cross:
             what = "global blocks of a causal model cannot attend to later blocks"
-            problems.append(Problem(f"{path}.horizontal_global", what, "Take false."))
+            problems.append(Problem(f"{path}.horizontal_global", what, choices=take(False)))
         return problems
 
     @property

@@ -102,7 +102,7 @@ class Star(Pattern):
         """Blocks of the ring that a block sees, its own in the middle; an odd number."""
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         return check_window(config.window, f"{path}.window")
 
     def make_layout(self, grid: Grid) -> Layout:

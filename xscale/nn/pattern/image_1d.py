@@ -6,6 +6,7 @@ import numpy as np
 from pydantic import Field
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import must_divide
 from xscale.nn.pattern.grid import Grid, TokenMask, region_layout
 from xscale.nn.pattern.pattern import PATTERNS, Layout, Pattern, PatternTraits
 
@@ -79,11 +80,8 @@ class Image2d(Pattern):
         """Rows of memory above it."""
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
-        if config.width % config.query_width == 0:
-            return []
-        what = f"query_width={config.query_width} does not divide width={config.width}"
-        return [Problem(f"{path}.query_width", what, "Take a divisor.")]
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
+        return must_divide(path, "query_width", config.query_width, "width", config.width)
 
     def make_layout(self, grid: Grid) -> Layout:
         config = self.config

@@ -48,7 +48,7 @@ class LongformerPattern(Pattern):
         """Indices of single global tokens, whose neighbours in the block are not global."""
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         return check_window(config.window, f"{path}.window")
 
     def make_layout(self, grid: Grid) -> Layout:

@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.pattern.grid import Grid, Index, TokenMask
 from xscale.nn.pattern.pattern import PATTERNS, Layout, MaskedLayout, Pattern, PatternTraits
 
@@ -41,12 +42,12 @@ class MultiScale(Pattern):
         """How much lower layers prefer small scales; with 0 all layers have as many heads of each scale."""
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         ascending = sorted(set(config.scales))
         if list(config.scales) == ascending:
             return []
         what = f"must ascend, from the scale of which low layers have most heads, got {list(config.scales)}"
-        return [Problem(f"{path}.scales", what, f"Take {ascending}.")]
+        return [Problem(f"{path}.scales", what, choices=take(ascending))]
 
     @property
     def differs_by_head(self) -> bool:

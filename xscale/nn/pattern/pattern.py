@@ -10,6 +10,7 @@ from pydantic import Field
 from xscale.core import config as schema
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
+from xscale.core.requirements import kinds
 from xscale.nn.pattern.grid import Grid, TokenMask
 
 BlockIndex = Annotated[int, Field(ge=0)]
@@ -91,7 +92,7 @@ class Pattern:
         return False
 
 
-PATTERNS = Family("pattern", PatternTraits)
+PATTERNS = Family("pattern", PatternTraits, Pattern)
 
 
 def check_pattern(config: schema.Config, dims: Any, path: str) -> list[Problem]:
@@ -100,11 +101,11 @@ def check_pattern(config: schema.Config, dims: Any, path: str) -> list[Problem]:
     problems = list(entry.part.check(config, dims, path))
     wanted = "causal" if dims is None or (dims.causal and not dims.cross) else "bidirectional"
     if dims is not None and not getattr(entry.traits, wanted):
-        fix = f"These have: {', '.join(PATTERNS.able(**{wanted: True}))}."
-        if wanted == "causal" and entry.part.causal_alternative:
-            fix = f"Take {entry.part.causal_alternative}, or another pattern. {fix}"
+        able = PATTERNS.able(**{wanted: True})
+        alternative = entry.part.causal_alternative if wanted == "causal" else None
+        choices = kinds(sorted(able, key=lambda name: name != alternative), path)
         what = f"pattern '{entry.name}' has no {wanted} layout, and this model is {wanted}"
-        problems.append(Problem(path, what, fix))
+        problems.append(Problem(path, what, choices=choices))
     return problems
 
 

@@ -13,11 +13,35 @@ from xscale.nn.pattern.pattern import PATTERNS, Layout, MaskedLayout, Pattern, P
 from xscale.nn.pattern.window import Window
 
 
+class PatternOfPatterns(Pattern):
+    """A pattern whose layout is computed from those of its `patterns`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.patterns: list[Pattern] = [PATTERNS.build(pattern) for pattern in config.patterns]
+
+    @classmethod
+    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+        return [
+            problem
+            for index, pattern in enumerate(config.patterns)
+            for problem in check_pattern(pattern, dims, f"{path}.patterns.{index}")
+        ]
+
+    @property
+    def counts_blocks(self) -> bool:
+        return any(pattern.counts_blocks for pattern in self.patterns)
+
+    @property
+    def differs_by_head(self) -> bool:
+        return any(pattern.differs_by_head for pattern in self.patterns)
+
+
 @PATTERNS.register(
     "union",
     traits=PatternTraits(causal=True, bidirectional=True, per_head_layout=True, density="min(1, 5 / N)"),
 )
-class UnionPattern(Pattern):
+class UnionPattern(PatternOfPatterns):
     """Union of patterns: a key is seen where any pattern shows it (compound patterns, Lin et al. 2022, section 4.1)."""
 
     class Config(Pattern.Config):
@@ -27,22 +51,6 @@ class UnionPattern(Pattern):
             default=(Window.Config(), GlobalBlocks.Config()), min_length=1
         )
         """Patterns of which any may show a key."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.patterns: list[Pattern] = [PATTERNS.build(pattern) for pattern in config.patterns]
-
-    @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
-        return check_patterns(config.patterns, dims, path)
-
-    @property
-    def counts_blocks(self) -> bool:
-        return any(pattern.counts_blocks for pattern in self.patterns)
-
-    @property
-    def differs_by_head(self) -> bool:
-        return any(pattern.differs_by_head for pattern in self.patterns)
 
     def make_layout(self, grid: Grid) -> Layout:
         seen = self.patterns[0].layout(grid)
@@ -58,20 +66,11 @@ class UnionPattern(Pattern):
         )
 
 
-def check_patterns(patterns: tuple[Any, ...], dims: Any, path: str) -> list[Problem]:
-    """Return every problem of the `patterns` of a union or intersection at `path`."""
-    return [
-        problem
-        for index, pattern in enumerate(patterns)
-        for problem in check_pattern(pattern, dims, f"{path}.patterns.{index}")
-    ]
-
-
 @PATTERNS.register(
     "intersection",
     traits=PatternTraits(causal=True, bidirectional=True, per_head_layout=True, density="min(1, 11 / N)"),
 )
-class IntersectionPattern(Pattern):
+class IntersectionPattern(PatternOfPatterns):
     """Intersection of patterns: a key is seen where all patterns show it, such as random blocks within a wide
     window."""
 
@@ -82,22 +81,6 @@ class IntersectionPattern(Pattern):
             default=(Window.Config(window=17), Strided.Config()), min_length=1
         )
         """Patterns that must all show a key."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.patterns: list[Pattern] = [PATTERNS.build(pattern) for pattern in config.patterns]
-
-    @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
-        return check_patterns(config.patterns, dims, path)
-
-    @property
-    def counts_blocks(self) -> bool:
-        return any(pattern.counts_blocks for pattern in self.patterns)
-
-    @property
-    def differs_by_head(self) -> bool:
-        return any(pattern.differs_by_head for pattern in self.patterns)
 
     def make_layout(self, grid: Grid) -> Layout:
         seen = self.patterns[0].layout(grid)

@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.pattern.grid import Grid
 from xscale.nn.pattern.pattern import PATTERNS, BlockIndex, Layout, Pattern, PatternTraits
 
@@ -41,7 +42,7 @@ class Variable(Pattern):
         """Whether global blocks also see all blocks; bidirectional models only."""
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         problems = []
         ends = config.global_block_end_indices
         if ends is not None and (
@@ -49,10 +50,12 @@ class Variable(Pattern):
             or any(end <= first for first, end in zip(config.global_block_indices, ends, strict=True))
         ):
             what = f"must have one end after each of the {len(config.global_block_indices)} global_block_indices"
-            problems.append(Problem(f"{path}.global_block_end_indices", what, "Take null for ranges of one block."))
+            problems.append(
+                Problem(f"{path}.global_block_end_indices", what, "Ranges are then of one block.", choices=take(None))
+            )
         if config.horizontal_global and dims is not None and dims.causal and not dims.cross:
             what = "global blocks of a causal model cannot attend to later blocks"
-            problems.append(Problem(f"{path}.horizontal_global", what, "Take false."))
+            problems.append(Problem(f"{path}.horizontal_global", what, choices=take(False)))
         return problems
 
     def make_layout(self, grid: Grid) -> Layout:

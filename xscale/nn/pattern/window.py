@@ -6,6 +6,7 @@ import numpy as np
 from pydantic import Field
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.pattern.grid import Grid, Index, TokenMask
 from xscale.nn.pattern.pattern import PATTERNS, Layout, Pattern, PatternTraits
 
@@ -22,7 +23,7 @@ class Window(Pattern):
         """Blocks in the window, an odd number with the query's own in the middle; causal models see the left half."""
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         return check_window(config.window, f"{path}.window")
 
     def make_layout(self, grid: Grid) -> Layout:
@@ -39,7 +40,7 @@ def check_window(window: int, path: str) -> list[Problem]:
     """Return a problem if `window` is not a positive odd number: the query's own block is in its middle."""
     if window >= 1 and window % 2:
         return []
-    return [Problem(path, f"must be odd and positive, got {window}", f"Take {max(1, window + 1 - window % 2)}.")]
+    return [Problem(path, f"must be odd and positive, got {window}", choices=take(max(1, window + 1 - window % 2)))]
 
 
 @PATTERNS.register(
@@ -104,7 +105,7 @@ class Dilated(Pattern):
         """Number of dilated heads, counted from the first; the others have a plain window. null: all heads."""
 
     @classmethod
-    def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
         return check_window(config.window, f"{path}.window")
 
     @property

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.dims import Dims
 from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.position.distance_tables import DistanceTables
@@ -61,7 +62,14 @@ class Deberta(Position):
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         if config.buckets is not None and config.distance <= config.buckets // 2 + 1:
             what = f"must be > {config.buckets // 2 + 1}, got {config.distance}: near distances have their own buckets"
-            return [Problem(f"{path}.distance", what, f"Take more than {config.buckets}, or buckets=null.")]
+            return [
+                Problem(
+                    f"{path}.distance",
+                    what,
+                    "Or more.",
+                    choices=take(config.buckets + 1) + take(None, key=f"{path}.buckets"),
+                )
+            ]
         return []
 
     def scores(self, q: Tensor, k: Tensor, pairs: Pairs) -> Tensor:

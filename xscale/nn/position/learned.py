@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.dims import Dims
 from xscale.nn.init import ONES
 from xscale.nn.position.position import POSITIONS, Position, PositionTraits, check_table_length
@@ -50,7 +51,13 @@ class Sinusoidal(Position):
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         if dims.width % 2:
-            return [Problem(path, f"needs an even width, got width={dims.width}", "Take an even width.")]
+            return [
+                Problem(
+                    path,
+                    f"needs an even width, got width={dims.width}",
+                    choices=take(dims.width + 1, key="model.width"),
+                )
+            ]
         return []
 
     def embed(self, x: Tensor, tokens: Tokens) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
+from xscale.core.requirements import at_least, kinds, take
 from xscale.nn.dims import Dims
 from xscale.nn.module import Part
 from xscale.nn.position.distance_tables import DistanceTables
@@ -169,10 +170,10 @@ def check_table_length(length: int | None, dims: Dims, path: str) -> list[Proble
     if length is None or length >= dims.length:
         return []
     what = f"the table has {length} positions, and a sequence has {dims.length} tokens"
-    return [Problem(f"{path}.length", what, f"Take {dims.length} or more, or null.")]
+    return [at_least(f"{path}.length", what, dims.length, *take(None))]
 
 
-POSITIONS = Family("position", PositionTraits)
+POSITIONS = Family("position", PositionTraits, Position)
 
 
 @POSITIONS.register("none", traits=PositionTraits(where="none", relative=True, extrapolates=True, cost="0"))
@@ -192,5 +193,5 @@ def check_block_position(config: Any, dims: Dims, path: str) -> list[Problem]:
     if entry.traits.where == "input":
         return list(entry.part.check(config, dims, path))
     what = f"'{entry.name}' acts within attention, and a block's position is added to its input"
-    can = ", ".join(POSITIONS.able(where="input"))
-    return [Problem(path, what, f"These can: {can}. Or take it as mixer.position.")]
+    choices = kinds(POSITIONS.able(where="input"), path) + take(None)
+    return [Problem(path, what, "Or take it as mixer.position.", choices=choices)]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import at_least
 from xscale.nn.dims import Dims
 from xscale.nn.position.position import POSITIONS, Position, PositionTraits
 
@@ -43,7 +44,7 @@ class Relative(Position):
         least = (config.buckets if dims.causal else config.buckets // 2) // 2
         if config.distance <= least:
             what = f"must be > {least}, the distances that have their own bucket, got {config.distance}"
-            return [Problem(f"{path}.distance", what, f"Take more than {config.buckets // 2}.")]
+            return [at_least(f"{path}.distance", what, config.buckets // 2 + 1)]
         return []
 
     def bias(self, queries: Tensor, keys: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from xscale.core.config import Config as Schema
 from xscale.core.errors import Problem
+from xscale.core.requirements import change, take
 from xscale.nn.dims import Dims
 from xscale.nn.position.position import POSITIONS, Position, PositionTraits
 from xscale.nn.tokens import Tokens
@@ -184,20 +185,26 @@ def _check_scaling(scaling: RopeScaling, dims: Dims, path: str) -> list[Problem]
     keys = SCALING_KEYS[scaling.method]
     for name, field in RopeScaling.model_fields.items():
         if name not in ("method", "factor", *keys) and getattr(scaling, name) != field.default:
-            readers = ", ".join(method for method, read in SCALING_KEYS.items() if name in read)
+            readers = [method for method, read in SCALING_KEYS.items() if name in read]
             what = f"'{scaling.method}' does not read it"
-            problems.append(Problem(f"{path}.{name}", what, f"Delete it, or take the method {readers}."))
+            problems.append(
+                Problem(f"{path}.{name}", what, choices=take(field.default) + take(*readers, key=f"{path}.method"))
+            )
     if "original_length" in keys and scaling.original_length is None:
         what = f"'{scaling.method}' needs the longest text before scaling, in tokens"
-        problems.append(Problem(f"{path}.original_length", what, "Give it, or take the method linear."))
+        problems.append(
+            Problem(f"{path}.original_length", what, "Or give it.", choices=take("linear", key=f"{path}.method"))
+        )
     if scaling.method == "dynamic" and scaling.original_length is not None and dims.length > scaling.original_length:
         what = f"the base would depend on each text's length, and texts of {dims.length} tokens are trained on"
-        fix = f"Take {dims.length} or more, or the method linear, llama3 or yarn."
-        problems.append(Problem(f"{path}.original_length", what, fix))
+        choices = take(dims.length) + take("linear", "llama3", "yarn", key=f"{path}.method")
+        problems.append(Problem(f"{path}.original_length", what, choices=choices))
     if scaling.method == "llama3" and scaling.low_frequency >= scaling.high_frequency:
         what = f"must be < high_frequency={scaling.high_frequency}, got {scaling.low_frequency}"
-        problems.append(Problem(f"{path}.low_frequency", what, "Take 1, and 4 for high_frequency."))
+        problems.append(
+            Problem(f"{path}.low_frequency", what, choices=change(("", 1.0), (f"{path}.high_frequency", 4.0)))
+        )
     if scaling.method == "yarn" and scaling.beta_slow >= scaling.beta_fast:
         what = f"must be < beta_fast={scaling.beta_fast}, got {scaling.beta_slow}"
-        problems.append(Problem(f"{path}.beta_slow", what, "Take 1, and 32 for beta_fast."))
+        problems.append(Problem(f"{path}.beta_slow", what, choices=change(("", 1.0), (f"{path}.beta_fast", 32.0))))
     return problems

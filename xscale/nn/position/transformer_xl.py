@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.dims import Dims
 from xscale.nn.module import Module
 from xscale.nn.position.distance_tables import DistanceTables
@@ -81,7 +82,13 @@ class TransformerXl(Position):
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         if dims.width % 2:
-            return [Problem(path, f"needs an even width, got width={dims.width}", "Take an even width.")]
+            return [
+                Problem(
+                    path,
+                    f"needs an even width, got width={dims.width}",
+                    choices=take(dims.width + 1, key="model.width"),
+                )
+            ]
         return []
 
     def scores(self, q: Tensor, k: Tensor, pairs: Pairs) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.dims import Dims
 from xscale.nn.residual.placement import NORM, Placement
 from xscale.nn.residual.residual_gain import ResidualGain
@@ -39,4 +40,4 @@ class Admin(ResidualStream):
         if stack.share == "none":
             return []
         what = "residual 'admin' gives each sublayer the gain of its depth, and shared ones have one for all depths"
-        return [Problem(f"{path}.share", what, "Take none, or residual=post.")]
+        return [Problem(f"{path}.share", what, choices=take("none") + take("post", key=f"{path}.block.residual"))]

@@ -3,10 +3,15 @@
 from typing import Any
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.residual.residual_stream import RESIDUALS
 
 READERS = {
-    "block.position": (None, "a block's position is added to one", "model.position is added before the first block"),
+    "block.position": (
+        None,
+        "a block's position is added to one",
+        "The position of the model is added before the first block.",
+    ),
     "block.gates": (None, "the gates, and the gates' sum, which blocks hand on, are of the hidden states", ""),
     "step_signal": (False, "the signal of a step is added to one", ""),
     "exits": (None, "an exit reads one", ""),
@@ -25,13 +30,12 @@ def check_stream(stack: Any, path: str, *, cross: bool) -> list[Problem]:
     problems: list[Problem] = entry.part.check_stack(stack, path, cross=cross)
     if entry.traits.hidden_states:
         return problems
-    instead = f"block.residual={entry.part.instead(config)}"
+    usual = take(entry.part.instead(config), key=f"{path}.block.residual")
     for key, (absent, why, fix) in READERS.items():
         value = stack
         for name in key.split("."):
             value = getattr(value, name)
         if value != absent:
-            word = "false" if absent is False else "null"
-            advice = f"Take {word}: {fix}." if fix else f"Take {word}, or {instead}."
-            problems.append(Problem(f"{path}.{key}", f"{entry.part.form}, and {why}", advice))
+            what = f"{entry.part.form}, and {why}"
+            problems.append(Problem(f"{path}.{key}", what, fix, choices=take(absent) + usual))
     return problems

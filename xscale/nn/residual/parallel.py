@@ -3,6 +3,7 @@
 from typing import Any
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.residual.residual_stream import RESIDUALS, AddingPlacement, ResidualStream, ResidualTraits
 
 
@@ -16,13 +17,13 @@ class Parallel(ResidualStream):
 
     @classmethod
     def check_block(cls, block: Any, path: str, *, cross: bool) -> list[Problem]:
-        sequential = f"Take {block.residual.placement}."
+        sequential = take(block.residual.placement)
         problems = []
         if cross:
             problems.append(("cross attention is a third sublayer", sequential))
         if block.ffn.kind == "none":
             problems.append(("this block has no sum of the two", sequential))
         if block.sublayers is not None:
-            problems.append(("`sublayers` says an order", f"{sequential[:-1]}, or leave `sublayers` out."))
+            problems.append(("`sublayers` says an order", sequential + take(None, key=f"{path}.sublayers")))
         what = "'parallel' adds a mixer and an ffn to one input; {}"
-        return [Problem(f"{path}.residual", what.format(reason), fix) for reason, fix in problems]
+        return [Problem(f"{path}.residual", what.format(reason), choices=choices) for reason, choices in problems]

@@ -110,7 +110,7 @@ class ResidualStream(Part):
         return x
 
 
-RESIDUALS = Family("residual", ResidualTraits)
+RESIDUALS = Family("residual", ResidualTraits, ResidualStream)
 AddingPlacement = Literal["pre", "sandwich", "res_post", "rezero", "no_norm"]
 """Kinds whose sublayers add to the stream and leave the sum as it is, so that others can have their norms."""
 

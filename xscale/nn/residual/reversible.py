@@ -77,8 +77,8 @@ class Reversible(ResidualStream):
         blocks = [stack.block_config(layer) for layer in range(stack.depth)]
         if any(sublayer.parallel for block in blocks for sublayer in block.listed()):
             what = f"{cls.form}, and parallel sublayers add to one"
-            fix = f"Take parallel=false, or block.residual={cls.instead(stack.block.residual)}."
-            problems.append(Problem(f"{path}.block.sublayers", what, fix))
+            choices = take(cls.instead(stack.block.residual), key=f"{path}.block.residual")
+            problems.append(Problem(f"{path}.block.sublayers", what, "Or take parallel=false.", choices=choices))
         kept = "reversible blocks keep nothing for backward, and {} that blocks hand on would be kept"
         if hands_on_scores(stack):
             choices = single + without_scores(stack)

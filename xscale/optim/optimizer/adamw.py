@@ -1,7 +1,5 @@
 """Loshchilov and Hutter 2019: Adam with decoupled weight decay, fused over all tensors where a kernel can."""
 
-from typing import Any
-
 from pydantic import Field
 from torch import Tensor
 
@@ -29,7 +27,7 @@ class AdamW(Optimizer):
         self.regroup()
 
     @classmethod
-    def mup_exponent(cls, config: Any, *, linear_map: bool) -> float | None:
+    def mup_exponent(cls, config: Config, *, linear_map: bool) -> float | None:
         return 1.0
 
     def regroup(self) -> None:

@@ -53,11 +53,11 @@ class AdamW8bit(Optimizer):
                 self.scales[moment][index] = value.new_zeros(blocks, dtype=torch.float32)
 
     @classmethod
-    def mup_exponent(cls, config: Any, *, linear_map: bool) -> float | None:
+    def mup_exponent(cls, config: Config, *, linear_map: bool) -> float | None:
         return 1.0
 
     @classmethod
-    def describe(cls, config: Any, weights: list[LocalParameter]) -> list[str]:
+    def describe(cls, config: Config, weights: list[LocalParameter]) -> list[str]:
         sizes = [(_has_blocks(weight, config.block_size), weight.value.numel()) for weight in weights]
         quantized, full = ([size for blocked, size in sizes if blocked == wanted] for wanted in (True, False))
         line = (

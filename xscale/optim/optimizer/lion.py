@@ -1,7 +1,5 @@
 """Chen et al. 2023, algorithm 2 (Lion): the sign of an interpolated momentum, with decoupled weight decay."""
 
-from typing import Any
-
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -23,7 +21,7 @@ class Lion(Optimizer):
         self.momentum = zeros_like_values(weights)
 
     @classmethod
-    def mup_exponent(cls, config: Any, *, linear_map: bool) -> float | None:
+    def mup_exponent(cls, config: Config, *, linear_map: bool) -> float | None:
         return 1.0
 
     @torch.no_grad()

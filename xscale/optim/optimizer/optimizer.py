@@ -160,7 +160,7 @@ class Optimizer:
         """Restore the counters of a checkpoint."""
 
 
-OPTIMIZERS = Family("optimizer", OptimizerTraits)
+OPTIMIZERS = Family("optimizer", OptimizerTraits, Optimizer)
 
 
 def zeros_like_values(weights: list[LocalParameter]) -> list[Tensor]:

@@ -9,7 +9,7 @@ The model holds y while it trains; x is evaluated and saved. gamma_t is the lear
 """
 
 import struct
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -49,7 +49,7 @@ class ScheduleFreeAdamW(Optimizer):
         self.highest_lr, self.weight_sum = 0.0, 0.0
 
     @classmethod
-    def mup_exponent(cls, config: Any, *, linear_map: bool) -> float | None:
+    def mup_exponent(cls, config: Config, *, linear_map: bool) -> float | None:
         return 1.0
 
     @torch.no_grad()

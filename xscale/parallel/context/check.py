@@ -5,7 +5,8 @@ from typing import Any, cast
 from torch import nn
 
 import xscale.parallel.context.ulysses as ulysses
-from xscale.core.errors import Choice, Problem
+from xscale.core.choices import Choice
+from xscale.core.errors import Problem
 from xscale.core.requirements import instead, take
 from xscale.nn.attention.core import CORES
 from xscale.nn.ffn.ffn import FFNS

@@ -4,7 +4,8 @@ from itertools import pairwise
 
 from torch import nn
 
-from xscale.core.errors import Choice, Problem
+from xscale.core.choices import Choice
+from xscale.core.errors import Problem
 from xscale.core.requirements import change, kinds, take
 from xscale.nn.blocks.stack import Stack
 from xscale.parallel.config import ParallelConfig

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from xscale.core.errors import Problem
-from xscale.core.requirements import take
+from xscale.core.requirements import at_least, take
 from xscale.parallel.config import LossScaleConfig, PrecisionConfig
 
 LARGEST = 2.0**40
@@ -54,5 +54,5 @@ def check(config: PrecisionConfig, path: str) -> list[Problem]:
             problems.append(Problem(f"{where}.{key}", what, choices=take(nearest)))
     if scaling.minimum > scaling.initial:
         what = f"the scale begins at {scaling.initial:g}, below its minimum of {scaling.minimum:g}"
-        problems.append(Problem(f"{where}.initial", what, "Or more.", choices=take(scaling.minimum)))
+        problems.append(at_least(f"{where}.initial", what, scaling.minimum))
     return problems

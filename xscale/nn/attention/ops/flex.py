@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.requirements import take
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.ops.score_terms import ScoreTerms
 from xscale.nn.dims import Dims
@@ -129,7 +130,7 @@ class FlexAttention:
         return "it takes terms of the scores by distance, and no others"
 
     @staticmethod
-    def check_position(dims: Dims, path: str, instead: str) -> list[Problem]:
+    def check_position(dims: Dims, path: str, *instead: str) -> list[Problem]:
         """List what the position of `dims` adds that FlexAttention, which the user names at `path`, does not take.
 
         `instead` has the implementations that do.
@@ -141,7 +142,7 @@ class FlexAttention:
         if part.has_tables and not part.adds_values_of(position):
             return []
         what = f"flex takes terms of the scores by distance and no others, and position '{position.kind}' adds others"
-        return [Problem(f"{path}.implementation", what, f"Take {instead}.")]
+        return [Problem(f"{path}.implementation", what, choices=take(*instead))]
 
     def attend(
         self,

@@ -38,10 +38,6 @@ class RelativeSpan:
         return slice(self.begin, self.end)
 
     @property
-    def near_keys(self) -> slice:
-        return slice(self.near, self.far)
-
-    @property
     def rows(self) -> int:
         """n, queries."""
         return self.stop - self.start

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from xscale.core.config import Slot
 from xscale.core.errors import Problem
+from xscale.core.requirements import kinds, must_divide, take
 from xscale.nn.auxiliary import attach
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn, FfnTraits, Gated
@@ -105,17 +106,15 @@ class Moe(Ffn):
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = _check_capacity(config, path) + _check_causal(config, dims, path)
-        if dims.length % config.capacity_groups:
-            what = f"capacity_groups={config.capacity_groups} does not divide sequence_length={dims.length}"
-            problems.append(Problem(f"{path}.capacity_groups", what, f"Take one of {_divisors(dims.length)}."))
+        problems += must_divide(path, "capacity_groups", config.capacity_groups, "sequence_length", dims.length)
         if config.expert.kind not in ("dense", "gated"):
             what = f"an expert cannot be '{config.expert.kind}'"
-            problems.append(Problem(f"{path}.expert", what, "It can be dense or gated."))
+            problems.append(Problem(f"{path}.expert", what, choices=kinds(["dense", "gated"], f"{path}.expert")))
         if config.shared is not None:
             problems += FFNS.of(config.shared).part.check(config.shared, dims, f"{path}.shared")
         elif config.shared_combine != "sum":
             what = f"shared_combine={config.shared_combine} without a shared expert"
-            problems.append(Problem(f"{path}.shared_combine", what, "Give `shared`."))
+            problems.append(Problem(f"{path}.shared_combine", what, "Or give `shared`.", choices=take("sum")))
         router = ROUTERS.of(config.router).part
         return problems + list(router.check(config.router, router_dims(config, dims), f"{path}.router"))
 
@@ -265,10 +264,16 @@ def _check_capacity(config: Moe.Config, path: str) -> list[Problem]:
         factor = getattr(config, name)
         if factor is not None and not factor >= 0.5:
             what = f"{name}={factor} drops more than half of the assignments even under a balanced load"
-            problems.append(Problem(f"{path}.{name}", what, "Take 1.0 to 2.0, or null, which drops nothing."))
+            problems.append(Problem(f"{path}.{name}", what, "With null none is dropped.", choices=take(1.0, 2.0, None)))
     if config.capacity_factor is None and config.eval_capacity_factor is not None:
         what = "eval_capacity_factor without capacity_factor"
-        problems.append(Problem(f"{path}.eval_capacity_factor", what, "Give capacity_factor too, or neither."))
+        problems.append(
+            Problem(
+                f"{path}.eval_capacity_factor",
+                what,
+                choices=take(None) + take(config.eval_capacity_factor, key=f"{path}.capacity_factor"),
+            )
+        )
     return problems
 
 
@@ -282,20 +287,15 @@ def _check_causal(config: Moe.Config, dims: Dims, path: str) -> list[Problem]:
 def noncausal_routing(config: Moe.Config, path: str) -> list[Problem]:
     """List the router and the drop policy of a mixture by which a token's output depends on later tokens."""
     problems = []
+    allowed = take(True, key=f"{path}.allow_noncausal_routing")
     entry = ROUTERS.of(config.router)
     if not entry.traits.causal:
         what = f"the router '{entry.name}' routes a token by later tokens, and this model is causal"
-        causal = ", ".join(ROUTERS.able(causal=True))
-        fix = f"These routers are causal: {causal}. Or set allow_noncausal_routing: true."
-        problems.append(Problem(f"{path}.router", what, fix))
+        routers = kinds(ROUTERS.able(causal=True), f"{path}.router")
+        problems.append(Problem(f"{path}.router", what, choices=routers + allowed))
     several = entry.part.experts_per_token(config.router, config.experts) > 1
     policy = config.drop_policy
     if config.capacity_factor is not None and policy != "position" and (several or policy != "choice"):
         what = f"drop_policy={policy} drops a token in favour of a later one, and this model is causal"
-        fix = "Take drop_policy: position, or set allow_noncausal_routing: true."
-        problems.append(Problem(f"{path}.drop_policy", what, fix))
+        problems.append(Problem(f"{path}.drop_policy", what, choices=take("position") + allowed))
     return problems
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)

@@ -75,15 +75,27 @@ def _offload(config: ParallelConfig, zero: str) -> list[Problem]:
     if offload.parameters != "none" and offload.optimizer == "none":
         what = "DeepSpeed cannot keep states on the device when it offloads the parameters"
         problems.append(Problem(f"{zero}.offload.optimizer", what, choices=take("cpu", "nvme")))
+    nvme = "optimizer" if offload.optimizer == "nvme" else "parameters"
     if "nvme" in places and offload.folder is None:
-        problems.append(Problem(f"{zero}.offload.folder", "nvme offload needs a folder", "Give one on a local disk."))
+        problems.append(
+            Problem(
+                f"{zero}.offload.folder",
+                "nvme offload needs a folder",
+                "Or give one on a local disk.",
+                choices=take("cpu", key=f"{zero}.offload.{nvme}"),
+            )
+        )
     if "nvme" not in places and offload.folder is not None:
         what = "a folder is given, and nothing is offloaded to nvme"
-        problems.append(Problem(f"{zero}.offload.folder", what, "Leave it out, or offload something to nvme."))
-    if "nvme" in places and (reason := missing_async_io()):
         problems.append(
-            Problem(f"{zero}.offload", reason, "Install it (on Debian: apt-get install libaio-dev), or use cpu.")
+            Problem(f"{zero}.offload.folder", what, choices=take(None) + take("nvme", key=f"{zero}.offload.optimizer"))
         )
+    if "nvme" in places and (reason := missing_async_io()):
+        fix, choices = (
+            "Or install it (on Debian: apt-get install libaio-dev).",
+            take("cpu", key=f"{zero}.offload.{nvme}"),
+        )
+        problems.append(Problem(f"{zero}.offload", reason, fix, choices=choices))
     return problems
 
 

@@ -5,7 +5,7 @@ evaluation. The assignment is computed on the CPU. The paper also shuffles token
 loader's shuffle takes its place.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -33,13 +33,13 @@ class BalancedAssignmentRouter(Router):
 
     seams: ClassVar[Seams] = {"assign": Role.ASSIGNMENT}
 
-    def __init__(self, config: Any, dims: RouterDims) -> None:
+    def __init__(self, config: Config, dims: RouterDims) -> None:
         super().__init__()
         self.score = LinearScore(self, config, dims)
         self.z_loss = ZLoss(config)
 
     @classmethod
-    def experts_per_token(cls, config: Any, experts: int) -> float:
+    def experts_per_token(cls, config: Config, experts: int) -> float:
         return 1.0
 
     def assign(self, logits: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import at_most
 from xscale.nn.ffn.moe.router.balance import ZLoss
 from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits
 from xscale.nn.ffn.moe.router.select import LinearScore
@@ -31,7 +32,7 @@ class ExpertChoiceRouter(Router):
         input_batch: Literal["micro_batch", "sequence"] = "micro_batch"
         """The n tokens that an expert chooses from: each capacity group of the micro-batch, or each sequence."""
 
-    def __init__(self, config: Any, dims: RouterDims) -> None:
+    def __init__(self, config: Config, dims: RouterDims) -> None:
         super().__init__()
         self.config: Any = config
         self.groups = dims.groups
@@ -39,14 +40,14 @@ class ExpertChoiceRouter(Router):
         self.z_loss = ZLoss(config)
 
     @classmethod
-    def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: RouterDims, path: str) -> list[Problem]:
         if config.capacity_factor <= dims.experts:
             return []
         what = f"capacity_factor={config.capacity_factor} exceeds experts={dims.experts}"
-        return [Problem(f"{path}.capacity_factor", what, f"Take more than 0, at most {dims.experts}.")]
+        return [at_most(f"{path}.capacity_factor", what, float(dims.experts))]
 
     @classmethod
-    def experts_per_token(cls, config: Any, experts: int) -> float:
+    def experts_per_token(cls, config: Config, experts: int) -> float:
         return float(config.capacity_factor)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:

@@ -7,8 +7,9 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import at_most, must_divide, take
 from xscale.nn.ffn.moe.router.balance import AuxLoss, BiasUpdate
-from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits, check_divides, check_top_k
+from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits, check_top_k
 from xscale.nn.ffn.moe.router.select import LinearScore, TopKConfig, combine_weights, gates_of, probabilities_of
 from xscale.nn.ffn.moe.routing import Routing
 from xscale.nn.tokens import Tokens
@@ -29,7 +30,7 @@ class GroupLimitedRouter(Router):
         group_score: Literal["max", "top2"] = "max"
         """Score of a group: its best gate (DeepSeek-V2), or the sum of its two best (DeepSeek-V3)."""
 
-    def __init__(self, config: Any, dims: RouterDims) -> None:
+    def __init__(self, config: Config, dims: RouterDims) -> None:
         super().__init__()
         self.config: Any = config
         self.score = LinearScore(self, config, dims)
@@ -37,24 +38,24 @@ class GroupLimitedRouter(Router):
         self.bias_update = BiasUpdate(self, config, dims)
 
     @classmethod
-    def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: RouterDims, path: str) -> list[Problem]:
         problems = check_top_k(config.top_k, dims.experts, path)
         groups, limit = config.expert_groups, config.topk_groups
-        if uneven := check_divides("expert_groups", groups, dims.experts, path):
+        if uneven := must_divide(path, "expert_groups", groups, "experts", dims.experts):
             return [*problems, *uneven]
         if limit > groups:
             what = f"topk_groups={limit} exceeds expert_groups={groups}"
-            problems.append(Problem(f"{path}.topk_groups", what, f"Take 1 to {groups}."))
+            problems.append(at_most(f"{path}.topk_groups", what, groups))
         elif config.top_k > (most := limit * (dims.experts // groups)):
             what = f"top_k={config.top_k} exceeds the {most} experts of topk_groups={limit}"
-            problems.append(Problem(f"{path}.top_k", what, f"Take at most {most}, or larger topk_groups."))
+            problems.append(at_most(f"{path}.top_k", what, most, *take(groups, key=f"{path}.topk_groups")))
         if config.group_score == "top2" and dims.experts // groups < 2:
             what = "top2 needs two experts in each group, and there is one"
-            problems.append(Problem(f"{path}.group_score", what, "Take max, or fewer expert_groups."))
+            problems.append(Problem(f"{path}.group_score", what, "Or take fewer expert_groups.", choices=take("max")))
         return problems
 
     @classmethod
-    def experts_per_token(cls, config: Any, experts: int) -> float:
+    def experts_per_token(cls, config: Config, experts: int) -> float:
         return float(config.top_k)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:

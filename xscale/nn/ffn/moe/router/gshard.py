@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import kinds, take
 from xscale.nn.ffn.moe.router.balance import AuxLoss
 from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits
 from xscale.nn.ffn.moe.router.select import LinearScore, select_topk
@@ -29,21 +30,25 @@ class GShardRouter(Router):
         second_expert_policy: Literal["random", "all"] = "random"
         """random: training uses the second expert with probability min(1, 2 g2); all: always, as evaluation does."""
 
-    def __init__(self, config: Any, dims: RouterDims) -> None:
+    def __init__(self, config: Config, dims: RouterDims) -> None:
         super().__init__()
         self.config: Any = config
         self.score = LinearScore(self, config, dims)
         self.balance = AuxLoss(self, config, dims)
 
     @classmethod
-    def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: RouterDims, path: str) -> list[Problem]:
         if dims.experts >= 2:
             return []
         what = f"gshard sends a token to two experts, and experts={dims.experts}"
-        return [Problem(path, what, "Take 2 experts or more, or the router switch.")]
+        return [
+            Problem(
+                path, what, choices=take(2, key=f"{path.removesuffix('.router')}.experts") + kinds(["switch"], path)
+            )
+        ]
 
     @classmethod
-    def experts_per_token(cls, config: Any, experts: int) -> float:
+    def experts_per_token(cls, config: Config, experts: int) -> float:
         return 2.0
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.requirements import must_divide, take
 from xscale.nn.ffn.moe.assignment import balanced_hash
-from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits, check_divides
+from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits
 from xscale.nn.ffn.moe.routing import Routing
 from xscale.nn.init import Init
 from xscale.nn.post_step import WeightWriter
@@ -50,7 +51,7 @@ class HashRouter(Router):
         """Frequency of each id in the data, for function = balanced; null: the run counts the ids of its training data
         before its first step."""
 
-    def __init__(self, config: Any, dims: RouterDims) -> None:
+    def __init__(self, config: Config, dims: RouterDims) -> None:
         super().__init__()
         self.config: Any = config
         self.experts = dims.experts
@@ -63,7 +64,7 @@ class HashRouter(Router):
             shape = (config.hashes, dims.vocabulary)
             self.declare("table", shape, ("state", "state"), Init("constant", value=-1.0), decays=False)
             self.table.requires_grad_(False)
-        elif config.function == "balanced":
+        elif config.function == "balanced" and config.frequencies is not None:
             self.fixed_table = self._table(config.frequencies)
 
     def _table(self, frequencies: Sequence[float]) -> Tensor:
@@ -75,19 +76,21 @@ class HashRouter(Router):
         weights.write(self.table, self._table(counts))
 
     @classmethod
-    def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
-        problems = check_divides("hashes", config.hashes, dims.experts, path)
+    def check(cls, config: Config, dims: RouterDims, path: str) -> list[Problem]:
+        problems = must_divide(path, "hashes", config.hashes, "experts", dims.experts)
         frequencies = config.frequencies
         if frequencies is not None and config.function != "balanced":
             what = f"function={config.function} uses no frequencies"
-            problems.append(Problem(f"{path}.frequencies", what, "Take function: balanced, or leave them out."))
+            problems.append(
+                Problem(f"{path}.frequencies", what, choices=take(None) + take("balanced", key=f"{path}.function"))
+            )
         elif frequencies is not None and (len(frequencies) != dims.vocabulary or min(frequencies) < 0):
             what = f"{len(frequencies)} frequencies for a vocabulary of {dims.vocabulary}"
             problems.append(Problem(f"{path}.frequencies", what, "Give one number of 0 or more for each id."))
         return problems
 
     @classmethod
-    def experts_per_token(cls, config: Any, experts: int) -> float:
+    def experts_per_token(cls, config: Config, experts: int) -> float:
         return float(config.hashes)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:

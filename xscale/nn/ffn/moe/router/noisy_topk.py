@@ -42,7 +42,7 @@ class NoisyTopKRouter(Router):
         load_loss_weight: float = Field(default=0.1, ge=0)
         """Weight of the load loss (w_load); 0: none."""
 
-    def __init__(self, config: Any, dims: RouterDims) -> None:
+    def __init__(self, config: Config, dims: RouterDims) -> None:
         super().__init__()
         self.config: Any = config
         self.score = LinearScore(self, config, dims)
@@ -50,11 +50,11 @@ class NoisyTopKRouter(Router):
         self.declare("noise", (dims.experts, dims.width), ("state", "width"), ZEROS)
 
     @classmethod
-    def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: RouterDims, path: str) -> list[Problem]:
         return check_top_k(config.top_k, dims.experts, path)
 
     @classmethod
-    def experts_per_token(cls, config: Any, experts: int) -> float:
+    def experts_per_token(cls, config: Config, experts: int) -> float:
         return float(config.top_k)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:

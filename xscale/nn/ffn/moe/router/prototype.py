@@ -10,8 +10,9 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import must_divide
 from xscale.nn.ffn.moe.router.balance import AuxLoss
-from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits, check_divides
+from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits
 from xscale.nn.ffn.moe.router.select import LinearScore, select_topk
 from xscale.nn.ffn.moe.routing import Routing
 from xscale.nn.tokens import Tokens
@@ -28,18 +29,18 @@ class PrototypeRouter(Router):
         aux_loss_weight: float = Field(default=0.0, ge=0)
         """Weight of the load-balancing loss; the paper has none."""
 
-    def __init__(self, config: Any, dims: RouterDims) -> None:
+    def __init__(self, config: Config, dims: RouterDims) -> None:
         super().__init__()
         self.config: Any = config
         self.score = LinearScore(self, config, dims)
         self.balance = AuxLoss(self, config, dims)
 
     @classmethod
-    def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
-        return check_divides("prototypes", config.prototypes, dims.experts, path)
+    def check(cls, config: Config, dims: RouterDims, path: str) -> list[Problem]:
+        return must_divide(path, "prototypes", config.prototypes, "experts", dims.experts)
 
     @classmethod
-    def experts_per_token(cls, config: Any, experts: int) -> float:
+    def experts_per_token(cls, config: Config, experts: int) -> float:
         return float(config.prototypes)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:

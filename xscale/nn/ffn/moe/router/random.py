@@ -7,6 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.ffn.moe.router.balance import AuxLoss, BiasUpdate
 from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits, check_top_k
 from xscale.nn.ffn.moe.router.select import LinearScore, TopKConfig, combine_weights, probabilities_of, select_topk
@@ -38,17 +39,17 @@ class RandomRouter(Router):
         top_k: int = Field(default=2, ge=1)
         """Experts of each token."""
 
-    def __init__(self, config: Any, dims: RouterDims) -> None:
+    def __init__(self, config: Config, dims: RouterDims) -> None:
         super().__init__()
         self.top_k = config.top_k
         self.experts = dims.experts
 
     @classmethod
-    def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: RouterDims, path: str) -> list[Problem]:
         return check_top_k(config.top_k, dims.experts, path)
 
     @classmethod
-    def experts_per_token(cls, config: Any, experts: int) -> float:
+    def experts_per_token(cls, config: Config, experts: int) -> float:
         return float(config.top_k)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
@@ -83,7 +84,7 @@ class RoundRobinRouter(Router):
         aux_loss_weight: float = Field(default=0.0, ge=0)
         """Weight of the load-balancing loss."""
 
-    def __init__(self, config: Any, dims: RouterDims) -> None:
+    def __init__(self, config: Config, dims: RouterDims) -> None:
         super().__init__()
         self.config: Any = config
         self.score = LinearScore(self, config, dims)
@@ -91,16 +92,16 @@ class RoundRobinRouter(Router):
         self.bias_update = BiasUpdate(self, config, dims)
 
     @classmethod
-    def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: RouterDims, path: str) -> list[Problem]:
         problems = check_top_k(config.top_k, dims.experts, path)
         active = config.active_experts
         if active is not None and not config.top_k <= active <= dims.experts:
             what = f"active_experts={active} is not between top_k={config.top_k} and experts={dims.experts}"
-            problems.append(Problem(f"{path}.active_experts", what, f"Take {config.top_k} to {dims.experts}."))
+            problems.append(Problem(f"{path}.active_experts", what, choices=take(config.top_k, dims.experts, None)))
         return problems
 
     @classmethod
-    def experts_per_token(cls, config: Any, experts: int) -> float:
+    def experts_per_token(cls, config: Config, experts: int) -> float:
         return float(config.top_k)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
+from xscale.core.requirements import at_most
 from xscale.nn.ffn.moe.routing import Routing
 from xscale.nn.init import Init
 from xscale.nn.module import Part
@@ -99,15 +100,7 @@ def check_top_k(top_k: int, experts: int, path: str) -> list[Problem]:
     """A problem if a token cannot have `top_k` different experts."""
     if top_k <= experts:
         return []
-    return [Problem(f"{path}.top_k", f"top_k={top_k} exceeds experts={experts}", f"Take 1 to {experts}.")]
+    return [at_most(f"{path}.top_k", f"top_k={top_k} exceeds experts={experts}", experts)]
 
 
-def check_divides(key: str, value: int, experts: int, path: str) -> list[Problem]:
-    """A problem if the config's `key` does not divide the number of experts."""
-    if experts % value == 0:
-        return []
-    fits = ", ".join(str(divisor) for divisor in range(1, experts + 1) if experts % divisor == 0)
-    return [Problem(f"{path}.{key}", f"{key}={value} does not divide experts={experts}", f"Take one of {fits}.")]
-
-
-ROUTERS = Family("router", RouterTraits)
+ROUTERS = Family("router", RouterTraits, Router)

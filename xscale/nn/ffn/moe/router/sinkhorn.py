@@ -31,18 +31,18 @@ class SinkhornRouter(Router):
         score: ScoreFunction = "softmax"
         """Function from logits to gates."""
 
-    def __init__(self, config: Any, dims: RouterDims) -> None:
+    def __init__(self, config: Config, dims: RouterDims) -> None:
         super().__init__()
         self.config: Any = config
         self.score = LinearScore(self, config, dims)
         self.z_loss = ZLoss(config)
 
     @classmethod
-    def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: RouterDims, path: str) -> list[Problem]:
         return check_top_k(config.top_k, dims.experts, path)
 
     @classmethod
-    def experts_per_token(cls, config: Any, experts: int) -> float:
+    def experts_per_token(cls, config: Config, experts: int) -> float:
         return float(config.top_k)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:

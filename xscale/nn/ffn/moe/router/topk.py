@@ -23,7 +23,7 @@ class TopKRouter(Router):
     class Config(LinearScore.Config, AuxLoss.Config, TopKConfig, BiasUpdate.Config):
         renamed = {**AuxLoss.Config.renamed, **BiasUpdate.Config.renamed}
 
-    def __init__(self, config: Any, dims: RouterDims) -> None:
+    def __init__(self, config: Config, dims: RouterDims) -> None:
         super().__init__()
         self.config: Any = config
         self.score = LinearScore(self, config, dims)
@@ -31,11 +31,11 @@ class TopKRouter(Router):
         self.bias_update = BiasUpdate(self, config, dims)
 
     @classmethod
-    def check(cls, config: Any, dims: RouterDims, path: str) -> list[Problem]:
+    def check(cls, config: Config, dims: RouterDims, path: str) -> list[Problem]:
         return check_top_k(config.top_k, dims.experts, path)
 
     @classmethod
-    def experts_per_token(cls, config: Any, experts: int) -> float:
+    def experts_per_token(cls, config: Config, experts: int) -> float:
         return float(config.top_k)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
@@ -63,13 +63,13 @@ class SwitchRouter(Router):
         jitter: float = Field(default=0.01, ge=0, lt=1)
         """Training multiplies the router's input by uniform noise in [1 - jitter, 1 + jitter]."""
 
-    def __init__(self, config: Any, dims: RouterDims) -> None:
+    def __init__(self, config: Config, dims: RouterDims) -> None:
         super().__init__()
         self.score = LinearScore(self, config, dims)
         self.balance = AuxLoss(self, config, dims)
 
     @classmethod
-    def experts_per_token(cls, config: Any, experts: int) -> float:
+    def experts_per_token(cls, config: Config, experts: int) -> float:
         return 1.0
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:

@@ -7,7 +7,7 @@ import pytest
 
 from xscale.core.errors import Problem
 from xscale.core.requirements import UNKNOWN, Facts, KeyNeed, RequirementSet, change, reads, take
-from xscale.core.solver import NOTHING, solve
+from xscale.requirements.solver import NOTHING, solve
 
 ROOTS = ("settings", "order", "mask", "width", "heads")
 GIVEN: dict[str, Any] = {"order": "causal", "mask": True, "width": 6, "heads": 4, "settings": None}
@@ -42,16 +42,16 @@ def solved(*requirements: Callable[..., Any], **values: Any) -> list[Problem]:
 
 def test_a_value_that_is_refused_is_not_advised() -> None:
     (problem,) = solved(heads_divide)
-    assert problem.fix == "Take 1, 2, 3 or 6, or width=8."
+    assert problem.advice == "Take 1, 2, 3 or 6, or width=8."
     assert problem.choices[0].edits == (("heads", 1),)
 
 
 def test_a_change_is_named_with_what_else_it_takes() -> None:
     """Two heads may have no mask, and a causal order without one is refused: both orders go with it."""
     (problem,) = solved(heads_divide, few_heads_have_no_mask, order_has_a_mask, width=2)
-    assert problem.fix == "Take 1, or width=8."
+    assert problem.advice == "Take 1, or width=8."
     (problem,) = solved(few_heads_have_no_mask, order_has_a_mask, heads=2)
-    assert problem.fix == "Take false with order=both, or heads=4."
+    assert problem.advice == "Take false with order=both, or heads=4."
 
 
 def test_a_circle_is_not_advised() -> None:
@@ -65,7 +65,7 @@ def test_a_circle_is_not_advised() -> None:
 
     for mask in (True, False):
         (problem,) = solved(needs_a, needs_b, mask=mask)
-        assert (problem.choices, problem.fix) == ((), NOTHING)
+        assert (problem.choices, problem.advice) == ((), NOTHING)
 
 
 def test_a_value_that_the_schema_refuses_is_not_advised() -> None:
@@ -110,7 +110,7 @@ def test_a_choice_of_several_keys_is_said_with_all_of_them() -> None:
             yield Problem("heads", "is tall", choices=choices)
 
     (problem,) = solved(tall)
-    assert problem.fix == "Take heads=1 and width=4, or heads=2 and width=8."
+    assert problem.advice == "Take heads=1 and width=4, or heads=2 and width=8."
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,20 @@ A change may meet one requirement and break another. Then the solver looks for f
 names them together; a change for which there are none is not named, so that no two messages send a user in a circle.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from xscale.core.errors import Choice, Edit, Problem
+from xscale.core.choices import LISTED, Choice, Edit, sentence
+from xscale.core.errors import Problem
 from xscale.core.requirements import Facts
-from xscale.core.yaml_reader import flow_text
 
 Edits = tuple[Edit, ...]
 Change = Callable[[Edits], Facts | None]
 """Makes the facts of the recipe with these edits; None: a value of them is refused by itself."""
 
-LISTED = 6
-"""At most so many values of one key are tried until they work, and named."""
+INDEX = re.compile(r"\.([0-9]+)(?=\.|$)")
+"""An index in the path of a problem: `cores.0.kind`, which an override writes `cores[0].kind`."""
 TOGETHER = 2
 """At most so many further choices are made together with one."""
 TRIALS = 120
@@ -50,8 +51,8 @@ class _Advice:
         if not self.problem.choices:
             return self.problem
         choices = tuple(self._working())
-        texts = [_sentence(choices, self.problem.path) if choices else NOTHING, self.problem.fix]
-        return replace(self.problem, choices=choices, fix=" ".join(text for text in texts if text))
+        texts = [sentence(choices, self.problem.path) if choices else NOTHING, self.problem.fix]
+        return replace(self.problem, is_solved=True, choices=choices, fix=" ".join(text for text in texts if text))
 
     def _working(self) -> list[Choice]:
         """Return the choices that work; of those that set the same keys, the ones that need no other edit, if any."""
@@ -110,42 +111,4 @@ def _overlaps(key: str, other: str) -> bool:
 
 
 def _edits_at(choice: Choice, path: str) -> Edits:
-    return tuple((key or path, value) for key, value in choice.edits)
-
-
-def _sentence(choices: tuple[Choice, ...], path: str) -> str:
-    """Say choices: those that set the same keys together, those of the key at fault first."""
-    groups: dict[tuple[str, ...], list[Choice]] = {}
-    for choice in choices:
-        keys = tuple(key for key, _ in choice.edits)
-        distinct = {flow_text(value) for _, value in choice.edits}
-        # Different values of several keys are one choice; one value for all of them is listed with others.
-        groups.setdefault(keys if len(distinct) == 1 else (*keys, *distinct), []).append(choice)
-    ordered = sorted(groups.values(), key=lambda group: group[0].edits[0][0] != path)
-    return f"Take {', or '.join(_phrase(group, path) for group in ordered)}."
-
-
-def _phrase(group: list[Choice], path: str) -> str:
-    """Say choices that set the same keys."""
-    first = group[0]
-    if len({flow_text(value) for _, value in first.edits}) > 1:
-        return _with("", (*first.edits, *first.further))
-    (key, _), *further_keys = first.edits
-    start = "" if key == path else f"{key}="
-    shared = first.further if all(choice.further == first.further for choice in group) else ()
-    values = [
-        flow_text(choice.edits[0][1]) + ("" if shared or not choice.further else _with(" with ", choice.further))
-        for choice in group
-    ]
-    also = f", and so {_with('', tuple(further_keys), '')}" if further_keys else ""
-    apiece = ", each" if len(group) > 1 and shared else ""
-    return f"{start}{_listed(values)}{also}{apiece}{_with(' with ', shared) if shared else ''}"
-
-
-def _with(start: str, edits: Edits, value: str | None = None) -> str:
-    texts = [key if value is not None else f"{key}={flow_text(edit)}" for key, edit in edits]
-    return start + " and ".join(texts)
-
-
-def _listed(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+    return tuple((INDEX.sub(r"[\1]", key or path), value) for key, value in choice.edits)
