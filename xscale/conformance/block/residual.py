@@ -10,8 +10,6 @@ from xscale.conformance.small_parts import VOCABULARY, WIDTH, close, dims, drawn
 from xscale.core.registry import Entry
 from xscale.nn.blocks.block import BlockConfig, SublayerConfig
 from xscale.nn.blocks.stack import Stack, StackConfig
-from xscale.nn.ffn.ffn import Dense
-from xscale.nn.norm.norm import Rms
 from xscale.nn.tokens import Tokens
 
 LENGTH = 7
@@ -21,7 +19,7 @@ def built(entry: Entry[Any]) -> Stack:
     """A stack of two blocks with two feed-forward parts each."""
     config = fitting(entry, dims(causal=False))
     ffn = SublayerConfig(part="ffn")
-    block = BlockConfig(residual=config, ffn=Dense.Config(hidden=8), norm=Rms.Config(), sublayers=(ffn, ffn))
+    block = BlockConfig(residual=config, sublayers=(ffn, ffn))
     return ready(Stack(StackConfig(depth=2, block=block), dims(causal=False)))
 
 

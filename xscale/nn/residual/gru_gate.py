@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -71,7 +72,7 @@ class GatedSublayer(Sublayer):
 )
 class GruGated(ResidualStream):
     class Config(ResidualStream.Config):
-        bias: float = 2.0
+        bias: float = Field(default=2.0, ge=0)
         """Initial b_g; above 0 the stream mostly stays as it is at first."""
 
     sublayer = GatedSublayer

@@ -181,7 +181,7 @@ class SeveralStreams(ResidualStream):
         """n, the residual streams: the expansion rate."""
         placement: AddingPlacement = "pre"
         """The residual stream whose norms the sublayers have."""
-        initial_scale: float = 0.01
+        initial_scale: float = Field(default=0.01, ge=0)
         """Initial factor of what depends on the token in the weights of the streams."""
 
     sublayer = HyperConnected
