@@ -8,7 +8,6 @@ home of this user alone has signed it.
 
 import hashlib
 import hmac
-import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 
 from xscale.core.files.atomic_write import write_atomically
-from xscale.core.files.file_safety import make_private_folder
+from xscale.core.files.file_safety import make_private_file, make_private_folder
 from xscale.core.files.run_files import make_run_folder, read_run_file
 from xscale.mesh import torch_private
 from xscale.mesh.environment import settings_folder
@@ -89,9 +88,7 @@ class CompileArtifacts:
         with suppress(OSError):
             make_private_folder(self._key_file.parent)
             # The first of several processes makes it.
-            descriptor = os.open(self._key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(descriptor, "wb") as stream:
-                stream.write(secrets.token_bytes(32))
+            make_private_file(self._key_file, secrets.token_bytes(32))
         with suppress(OSError, ValueError):
             return read_run_file(self._key_file)
         return None
