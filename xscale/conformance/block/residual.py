@@ -67,7 +67,7 @@ def each_token_by_itself(entry: Entry[Any]) -> None:
     """Sequence and context parallelism give each rank some of the tokens."""
     stack, x = built(entry), states()
     expected = stack(x, about())
-    parts = [stack(part, about(part.shape[1])) for part in x.split((3, 4), 1)]
+    parts = [stack(part, about(part.shape[1])) for part in torch.split(x, [3, 4], 1)]
     assert close(torch.cat(parts, 1), expected)
 
 
@@ -83,7 +83,7 @@ def a_pipeline_sends_the_stream_whole(entry: Entry[Any]) -> None:
         for layer in range(blocks, 2):
             stream = stack.blocks[str(layer)](stream, about())
         assert close(stack.output(stream, {}, about()), expected)
-        sublayers += len(stack.blocks[str(blocks)].order)
+        sublayers += 2
 
 
 @check("residual")

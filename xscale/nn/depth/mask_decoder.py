@@ -65,8 +65,8 @@ def check(config: MaskDecoderConfig, block: Any, dims: Dims, path: str, stack: A
     if stream.placement(block.residual).before is not None:
         what = f"its keys are the output of the block before, and residual '{block.residual.kind}' reads a norm of it"
         able = (entry for entry in RESIDUALS if entry.traits.hidden_states)
-        can = [entry.name for entry in able if entry.part.placement(entry.part.Config()).before is None]
-        reasons.append((what, f"Take null, or block.residual among {', '.join(can)}."))
+        kinds = [entry.name for entry in able if entry.part.placement(entry.part.Config()).before is None]
+        reasons.append((what, f"Take null, or block.residual among {', '.join(kinds)}."))
     if stream.joins_sublayers:
         what = "its queries pass the sublayers in turn, and the block's residual is 'parallel'"
         reasons.append((what, f"Take null, or block.residual={stream.instead(block.residual)}."))

@@ -66,7 +66,7 @@ class MixingSublayer(Sublayer):
         return mixture
 
     def write(self, y: Tensor, stream: Written, tokens: Tokens) -> Written:
-        y = self.random.dropout(y, self.drop_probability(tokens), ("batch", "tokens", "width"), tokens)
+        y = self.drop(y, tokens)
         return (*stream, y) if self.begins_block else (*stream[:-1], stream[-1] + y)
 
 
@@ -93,7 +93,7 @@ class AttentionResiduals(ResidualStream):
 
     def __init__(self, config: Any, dims: Dims) -> None:
         super().__init__(config, dims)
-        self.sublayers = config.sublayers
+        self.sublayers: int = config.sublayers
         self.output_mixture = DepthMixture(dims.width)
 
     @classmethod

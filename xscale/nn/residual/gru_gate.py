@@ -60,8 +60,7 @@ class GatedSublayer(Sublayer):
         self.gru = GruGate(dims, config.residual.bias)
 
     def write(self, y: Tensor, stream: Tensor, tokens: Tokens) -> Tensor:
-        probability, dims = self.drop_probability(tokens), ("batch", "tokens", "width")
-        gated: Tensor = self.gru(stream, self.random.dropout(torch.relu(y), probability, dims, tokens))
+        gated: Tensor = self.gru(stream, self.drop(torch.relu(y), tokens))
         return gated
 
 

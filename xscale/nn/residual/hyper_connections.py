@@ -85,7 +85,7 @@ class FreeWeights(ConnectionWeights):
             for weight in (self.read_map, self.write_map, self.mix_map)
         )  # [B, T, n, 1], [B, T, n, 1], [B, T, n, n]
         of_alpha, of_beta = self.upcast(self.scale, normed)
-        mix = self.upcast(self.mix, normed).unflatten(0, mix.shape[-2:]) + of_alpha * mix
+        mix = self.upcast(self.mix, normed).view(mix.shape[-2:]) + of_alpha * mix
         return (
             self.upcast(self.read, normed) + of_alpha * read[..., 0],
             self.upcast(self.write, normed) + of_beta * write[..., 0],
@@ -114,9 +114,9 @@ class ManifoldWeights(ConnectionWeights):
 
     def forward(self, streams: Tensor) -> Weights:
         count, normed = self.count, normalise(streams.flatten(-2))
-        sizes = (count, count, count * count)
-        logits = F.linear(normed, self.upcast(self.map, normed)).split(sizes, -1)
-        scales, biases = self.upcast(self.scale, normed), self.upcast(self.bias, normed).split(sizes)
+        sizes = [count, count, count * count]
+        logits = torch.split(F.linear(normed, self.upcast(self.map, normed)), sizes, -1)
+        scales, biases = self.upcast(self.scale, normed), torch.split(self.upcast(self.bias, normed), sizes)
         read, write, mix = (scale * x + bias for scale, x, bias in zip(scales, logits, biases, strict=True))
         return (
             read.sigmoid(),
@@ -164,7 +164,9 @@ class HyperConnected(Sublayer):
         read, write, mix = (weight.to(stream.dtype) for weight in self.connection(stream))
         x = (read[..., None] * stream).sum(-2)  # [B, T, D]
         y = self.branch(x, tokens, memory, source, edge, edges)
-        return mix @ (stream if residual is None else residual) + write[..., None] * y[..., None, :]  # [B, T, n, D]
+        mixed = mix @ (stream if residual is None else residual)
+        after: Tensor = mixed + write[..., None] * y[..., None, :]  # [B, T, n, D]
+        return after
 
 
 class ManifoldConnected(HyperConnected):
@@ -188,7 +190,7 @@ class SeveralStreams(ResidualStream):
 
     def __init__(self, config: Any, dims: Dims) -> None:
         super().__init__(config, dims)
-        self.streams = config.streams
+        self.streams: int = config.streams
 
     def begin(self, x: Tensor) -> Tensor:
         """Return n copies of the embeddings."""

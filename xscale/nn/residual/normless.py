@@ -29,7 +29,7 @@ class ReplacingSublayer(Sublayer):
         return self.use(stream)
 
     def write(self, y: Tensor, stream: Any, tokens: Tokens) -> Tensor:
-        return self.random.dropout(y, self.drop_probability(tokens), ("batch", "tokens", "width"), tokens)
+        return self.drop(y, tokens)
 
 
 @RESIDUALS.register("none", traits=ResidualTraits(hidden_states=True))

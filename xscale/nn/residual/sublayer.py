@@ -108,7 +108,10 @@ class Sublayer(Module):
 
     def branch(self, x: Tensor, tokens: Tokens, *inputs: Any) -> Tensor:
         """Return the part's output for x in compute dtype, with dropout, [B, T, D] -> [B, T, D]."""
-        y = self.output(self.use(x), tokens, *inputs)
+        return self.drop(self.output(self.use(x), tokens, *inputs), tokens)
+
+    def drop(self, y: Tensor, tokens: Tokens) -> Tensor:
+        """Return the output y [B, T, D] with dropout."""
         return self.random.dropout(y, self.drop_probability(tokens), ("batch", "tokens", "width"), tokens)
 
     def normalised_input(self, x: Tensor, tokens: Tokens | None) -> Tensor:
