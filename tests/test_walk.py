@@ -61,7 +61,11 @@ def test_a_page_is_walked(page: Path, reader: Path, programs: Path) -> None:
         if not name.startswith("configs/"):
             (reader / name).write_text(text, encoding="utf-8")
     for command in commands(page):
-        if not command.startswith(MAKE):
+        if command.startswith("xscale bench "):
+            # Some benchmarks run their operators' tests first, which a checkout alone has, and say so.
+            done = start(in_few_steps(command, Path(where)), reader, programs)
+            assert done.returncode == 0 or "Run it in a checkout of the repository" in done.stderr, done.stderr
+        elif not command.startswith(MAKE):
             typed(in_few_steps(command, Path(where)), reader, programs)
 
 

@@ -42,9 +42,9 @@ def attention_backends(device: torch.device) -> Iterator[None]:
         yield
 
 
-def sentence(device: torch.device) -> str | None:
-    """Return what a run's log says of the order; None: it is torch's."""
+def sentences(device: torch.device) -> list[str]:
+    """Return what a run's log says of the order; empty: it is torch's."""
     order = fastest_order(device)
-    return (
-        None if order is None else f"Attention without packed documents: {order[0]} first, then {', '.join(order[1:])}"
-    )
+    if order is None:
+        return []
+    return [f"Attention without packed documents: {order[0]} first, then {', '.join(order[1:])}"]

@@ -13,9 +13,8 @@ import pytest
 import typer
 
 from xscale.cli.main import app
-from xscale.cli.paths import path, path_or_pattern
 from xscale.core.errors import ConfigError
-from xscale.core.paths import expand_path
+from xscale.core.paths import expand_path, path, path_or_pattern
 from xscale_launch import doctor
 from xscale_launch.main import verbs
 from xscale_launch.paths import expand, path_argument

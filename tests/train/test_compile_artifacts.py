@@ -39,9 +39,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def artifacts(folder: Path, home: str = "home", enabled: bool = True, **axes: int) -> CompileArtifacts:
     dense = SimpleNamespace(mesh_dim_names=[*axes], get_coordinate=lambda: [*axes.values()]) if axes else None
     mesh: Any = SimpleNamespace(dense=dense)
-    variables = {"XDG_CONFIG_HOME": str(folder / home)}
     (folder / "run").mkdir(exist_ok=True)
-    return CompileArtifacts(folder / "run", mesh, enabled=enabled, variables=variables)
+    return CompileArtifacts(folder / "run", mesh, enabled=enabled, settings=folder / home / "xscale")
 
 
 def test_they_are_found_by_the_next_start(graphs: dict[str, int], tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import typer
 from xscale.cli.complete import complete_recipe, one_of
 from xscale.cli.group import Group
 from xscale.cli.options import CommandWithSettings, ConfigFile, Json, Overrides, Record, read_config, readable
-from xscale.cli.paths import path
 from xscale.core.errors import ConfigError
+from xscale.core.paths import path
 
 
 class BenchGroup(Group):

@@ -22,7 +22,7 @@ from xscale.cli.options import (
     rank_0_alone,
     readable,
 )
-from xscale.cli.paths import path
+from xscale.core.paths import path
 
 checkpoint_app = typer.Typer(
     cls=Group, help="Inspect, verify, compare, prune, export and import checkpoints.", no_args_is_help=True

@@ -18,9 +18,9 @@ from xscale.cli.options import (
     read_config,
     readable,
 )
-from xscale.cli.paths import path
 from xscale.commands.show.recipes import recipe_names
 from xscale.core.errors import ConfigError
+from xscale.core.paths import path
 
 data_app = typer.Typer(cls=Group, help="Train tokenizers; prepare and inspect tokenised data.", no_args_is_help=True)
 

@@ -20,8 +20,8 @@ from xscale.cli.options import (
     checkpoint_to_read,
     rank_from_launcher,
 )
-from xscale.cli.paths import path, path_or_pattern
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.paths import path, path_or_pattern
 
 Sequences = Annotated[int, typer.Option(help="Number of validation sequences, or of windows; 0: all.")]
 Data = Annotated[

@@ -8,8 +8,8 @@ import typer
 
 from xscale.cli.complete import one_of
 from xscale.cli.options import ConfigFile, Json, Overrides
-from xscale.cli.paths import path
 from xscale.core.errors import ConfigError
+from xscale.core.paths import path
 
 
 def plan(

@@ -7,7 +7,7 @@ import typer
 
 from xscale.cli.complete import complete_key, complete_part_or_recipe, complete_recipe
 from xscale.cli.options import Json, Overrides
-from xscale.cli.paths import path, path_or_pattern
+from xscale.core.paths import path, path_or_pattern
 
 
 def list_parts(

@@ -7,7 +7,7 @@ import typer
 
 from xscale.cli.complete import complete_run
 from xscale.cli.options import ComparisonFile, Json, LadderFile, Overrides
-from xscale.cli.paths import path, path_or_pattern
+from xscale.core.paths import path, path_or_pattern
 
 
 def compare(

@@ -2,9 +2,12 @@
 
 import os.path
 import re
+from pathlib import Path
 from typing import Annotated
 
 import pydantic
+
+from xscale.core.errors import ConfigError
 
 VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
 """A variable of the environment, as `os.path.expandvars` reads it."""
@@ -27,3 +30,20 @@ def expand_path(path: str) -> str:
 
 PathText = Annotated[str, pydantic.AfterValidator(expand_path)]
 """A path in a config, also one with `*` in it."""
+
+
+def path(text: str | Path) -> Path:
+    """Return the path that an argument is: `parser` of typer. ConfigError for a user or variable that is not there."""
+    try:
+        return Path(expand_path(str(text)))
+    except ValueError as error:
+        refused = ConfigError(str(text), str(error))
+        refused.same_on_all_ranks = True
+        raise refused from None
+
+
+def path_or_pattern(text: str) -> str:
+    """Return a text that may be a path, a pattern or a name, expanded as a path is; a mapping stays as it is."""
+    if text.startswith("{"):
+        return text
+    return f"{path(text)}/" if text.endswith("/") else str(path(text))

@@ -196,3 +196,8 @@ def join_split_options() -> None:
 def waiting_policy() -> str:
     """Return the variables that say how OpenMP's threads wait, `OMP_WAIT_POLICY=PASSIVE`; empty: they spin."""
     return " ".join(f"{name}={os.environ[name]}" for name in WAITING if name in os.environ)
+
+
+def settings_folder() -> Path:
+    """Return the folder of this user's settings, below XDG_CONFIG_HOME or ~/.config."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "xscale"

@@ -8,18 +8,17 @@ home of this user alone has signed it.
 
 import hashlib
 import hmac
-import os
 import secrets
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from xscale.core.files.atomic_write import write_atomically
-from xscale.core.files.file_safety import make_private_folder, read_regular
+from xscale.core.files.file_safety import make_private_file, make_private_folder
 from xscale.core.files.run_files import make_run_folder, read_run_file
 from xscale.mesh import torch_private
+from xscale.mesh.environment import settings_folder
 from xscale.mesh.mesh import Mesh
 
 FOLDER = "compile_cache"
@@ -32,10 +31,10 @@ MOST_BYTES = 4 << 30
 class CompileArtifacts:
     """The artifacts of this rank in a run folder. All it does is to save time: what it cannot do, it says."""
 
-    def __init__(self, run: Path, mesh: Mesh, *, enabled: bool, variables: Mapping[str, str] = os.environ) -> None:
-        """`enabled`: whether the run compiles."""
+    def __init__(self, run: Path, mesh: Mesh, *, enabled: bool, settings: Path | None = None) -> None:
+        """`enabled`: whether the run compiles. `settings`: the folder of this user's key; None: that in the home."""
         self.run, self.enabled = run, enabled
-        self._key_file = Path(variables.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "xscale" / "compile.key"
+        self._key_file = (settings_folder() if settings is None else settings) / "compile.key"
         here = _coordinates(mesh)
         self._name = f"pp{here.pop('pp', 0)}-tp{here.pop('tp', 0)}"
         # Ranks that differ in their samples or their shards of a sequence alone compile the same.
@@ -83,17 +82,15 @@ class CompileArtifacts:
     def _key(self, *, make: bool = False) -> bytes | None:
         """Return this user's key; None: there is none, and none can be made."""
         with suppress(OSError, ValueError):
-            return read_regular(self._key_file)
+            return read_run_file(self._key_file)
         if not make:
             return None
         with suppress(OSError):
             make_private_folder(self._key_file.parent)
             # The first of several processes makes it.
-            descriptor = os.open(self._key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(descriptor, "wb") as stream:
-                stream.write(secrets.token_bytes(32))
+            make_private_file(self._key_file, secrets.token_bytes(32))
         with suppress(OSError, ValueError):
-            return read_regular(self._key_file)
+            return read_run_file(self._key_file)
         return None
 
 

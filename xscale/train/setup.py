@@ -94,15 +94,13 @@ def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False, sa
         raise ConfigError(problems)
     counted, flops = size(model), training_flops(model, settings.data.target_length, source_length)
     sharding = context.sequence_sharding_of(model, mesh, settings.parallel)
-    applied = padding_note(tokenizer)
+    applied = padding_note(tokenizer) + attention_backends.sentences(device)
     draw_weights = not resumes or not _has_checkpoint(settings, mesh)
     model = plan.apply(model, mesh, settings.run.seed, applied.append, draw_weights=draw_weights)
     parameters = sharded_parameters(model)
     objective: Objective = OBJECTIVES.build(settings.objective, specials, source_length, settings.run.seed)
     objective, lines = distil(settings, objective, model, tokenizer, mesh, fresh=draw_weights)
     applied += lines
-    if (order := attention_backends.sentence(device)) is not None:
-        applied.append(order)
     engine = make_engine(settings, model, parameters, mesh)
     held_out = corpus.validation
     return RunParts(

@@ -135,6 +135,13 @@ def make_private_folder(path: Path) -> None:
     check_private_folder(path)
 
 
+def make_private_file(path: Path, content: bytes) -> None:
+    """Create a file that this user alone may read. FileExistsError where it is there, else OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(content)
+
+
 def check_private_folder(path: Path) -> None:
     """Raise OSError where `path` is a symbolic link, of another user, or writable by others; it need not exist."""
     try:

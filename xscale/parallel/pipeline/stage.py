@@ -193,12 +193,12 @@ def sent_between(model: nn.Module, before: Sequence[str], after: Sequence[str]) 
     layout = stage_layout(model)
     assert layout is not None
     for name in layout.stacks:
-        own = [[path for path in paths if path.startswith(f"{name}.")] for paths in (before, after)]
-        if not all(own):
+        paths_in_stack = [[path for path in paths if path.startswith(f"{name}.")] for paths in (before, after)]
+        if not all(paths_in_stack):
             # Between two stacks only the output of the first passes on.
             continue
         stack: Any = model.get_submodule(name)
-        blocks = [[model.get_submodule(path) for path in paths] for paths in own]
+        blocks = [[model.get_submodule(path) for path in paths] for paths in paths_in_stack]
         sent = {name: tensor for part in stack.passes() for name, tensor in part.sends(*blocks).items()}
         from_source = len(layout.stacks) > 1 and name == layout.stacks[0]
         return {name: StageInput(from_source=from_source, **vars(tensor)) for name, tensor in sent.items()}
