@@ -106,7 +106,7 @@ def warps(D: int) -> int:
 
 
 def _options(D: int, scales: torch.dtype, *, centred: bool, weighted: bool, biased: bool) -> dict[str, Any]:
-    """What the backward kernel is compiled for."""
+    """Return the constants that the backward kernel is compiled for."""
     return {
         "CENTRED": centred,
         "WEIGHTED": weighted,

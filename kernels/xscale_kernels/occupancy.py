@@ -24,8 +24,8 @@ def resident_programs(registers: int, warps: int, most_threads: int, shared: int
 
     `registers` of a thread; `most_threads` of an SM; `shared` bytes of a program, of `shared_of_sm`.
     """
-    given = -(-max(registers, 1) // UNIT) * UNIT
-    by_registers = PARTITIONS * (REGISTERS // (given * WARP)) // warps
+    allocated = -(-max(registers, 1) // UNIT) * UNIT
+    by_registers = PARTITIONS * (REGISTERS // (allocated * WARP)) // warps
     by_threads = most_threads // (warps * WARP)
     by_memory = shared_of_sm // shared if shared else by_threads
     return max(1, min(by_registers, by_threads, by_memory))

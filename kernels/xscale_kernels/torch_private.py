@@ -5,6 +5,9 @@ Triton is used through its documented names only, `triton.knobs` among them (see
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -13,6 +16,7 @@ __all__ = [
     "accumulate_product_",
     "allow_graphs",
     "calls_directly",
+    "constant_in_graphs",
     "cpu_flash_attention",
     "cpu_flash_attention_backward",
     "flash_varlen",
@@ -32,9 +36,21 @@ __all__ = [
 ]
 
 
+T = TypeVar("T")
+
+
 def accumulate_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, beta: float) -> None:
     """total = beta * total + left @ right within the product, left and right in half precision (CUDA only)."""
     torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
+
+
+def constant_in_graphs(function: Callable[[], T]) -> Callable[[], T]:
+    """Mark a function whose result a graph takes for a constant, as `torch.compiler.assume_constant_result` does.
+
+    That imports the compiler, which a module that is imported to check a config must not.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def allow_graphs(count: int) -> None:

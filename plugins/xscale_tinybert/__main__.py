@@ -8,8 +8,8 @@ import typer
 from xscale.cli.complete import complete_run
 from xscale.cli.main import main
 from xscale.cli.options import CommandWithSettings, ConfigFile, Overrides, Plugins, data_config
-from xscale.cli.paths import path
 from xscale.core.errors import ConfigError
+from xscale.core.paths import path
 
 app = typer.Typer(
     add_completion=False,

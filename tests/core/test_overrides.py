@@ -9,8 +9,8 @@ from xscale.api import load_recipe
 from xscale.core.compose import COMMAND_LINE, SCHEMA, Composed, compose_mapping, configs_folder, dump
 from xscale.core.config import decode, encode
 from xscale.core.config_keys.keys import read_keys
-from xscale.core.config_keys.others_words import NAMES_ELSEWHERE, OTHERS_WAYS, OTHERS_WORDS
 from xscale.core.errors import ConfigError
+from xscale.core.key_words.others_words import NAMES_ELSEWHERE, OTHERS_WAYS, OTHERS_WORDS
 from xscale.recipe import Recipe
 
 MIXTURE = {"kind": "moe", "experts": 8, "shared": "gated", "capacity_factor": 1.25, "router": {"kind": "switch"}}

@@ -13,8 +13,8 @@ from xscale.core import config as schema
 from xscale.core.compose import compose
 from xscale.core.config import Config, Slot, decode, encode
 from xscale.core.errors import ConfigError
+from xscale.core.key_words.renamed import RenamedWarning
 from xscale.core.registry import Family
-from xscale.core.renamed import RenamedWarning
 
 CORES: Family[Any] = Family("core", dict)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from xscale.core.config import encode
-from xscale.core.renamed import RenamedWarning
+from xscale.core.key_words.renamed import RenamedWarning
 from xscale.recipe import read
 
 OLD = Path(__file__).parent / "old_run"

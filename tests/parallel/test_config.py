@@ -6,7 +6,7 @@ import pytest
 
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
-from xscale.core.renamed import RenamedWarning
+from xscale.core.key_words.renamed import RenamedWarning
 from xscale.parallel.config import ParallelConfig
 
 

@@ -16,7 +16,7 @@ from xscale.mesh import torch_private
 from xscale.train.compile_artifacts import FOLDER, CompileArtifacts
 
 GIVEN: list[bytes] = []
-"""What torch was given to load."""
+"""Artifacts that torch was given to load."""
 
 
 @pytest.fixture

@@ -146,6 +146,8 @@ def write_tags(file: Path, modules: int = 40) -> Path:
 def points_of(row: MeasuredRow, folder: Path, steps: int = STEPS) -> list[dict[str, Any]]:
     """Train a row and evaluate it: points with `setting`, `blocks` and `accuracy`, from few blocks to all."""
     import xscale
+    from xscale.core.files.file_safety import decode_json
+    from xscale.core.files.run_files import read_run_file
     from xscale.evaluate.evaluate_run import budget_curve_of_run, evaluate_run, exit_curve_of_run
 
     recipe = recipe_of(row, folder, steps)
@@ -159,7 +161,7 @@ def points_of(row: MeasuredRow, folder: Path, steps: int = STEPS) -> list[dict[s
             {"setting": point["budget"], "blocks": point["computed"], **point}
             for point in budget_curve_of_run(run, SEQUENCES)
         ]
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [decode_json(line) for line in read_run_file(run / "metrics.jsonl").splitlines()]
     halted = next(line["stack.halting/steps"] for line in reversed(lines) if "stack.halting/steps" in line)
     depth = recipe.model.stack.depth
     return [{"setting": "learned", "blocks": halted / depth, "accuracy": evaluate_run(run, SEQUENCES)["accuracy"]}]

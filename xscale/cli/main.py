@@ -25,7 +25,7 @@ from xscale.cli.runs import compare, ladder, report
 from xscale.cli.streams import check_arguments, open_closed_streams
 from xscale.cli.train import train
 from xscale.core.errors import EXIT_FAULT, EXIT_USER, ConfigError, FaultError, NoticeWarning, Problem
-from xscale.core.renamed import RenamedWarning
+from xscale.core.key_words.renamed import RenamedWarning
 from xscale.core.version import __version__
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typer.core import TyperCommand
 from xscale.cli.complete import complete_override, complete_recipe, complete_run
 from xscale.commands.show.recipes import RUNS, config_file
 from xscale.core.compose import Composed, compose, parse_file
-from xscale.core.config_keys.others_words import way_of
 from xscale.core.errors import ConfigError, near_name
+from xscale.core.key_words.others_words import way_of
 from xscale.core.paths import path
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ import pydantic
 from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from xscale.core.config_keys.others_words import OTHERS_VALUES, meant_by, way_of
 from xscale.core.errors import ConfigError, Problem, is_near, nearest, plain
-from xscale.core.renamed import rename_old_keys
+from xscale.core.key_words.others_words import OTHERS_VALUES, meant_by, way_of
+from xscale.core.key_words.renamed import rename_old_keys
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 

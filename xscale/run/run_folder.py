@@ -22,7 +22,7 @@ from xscale.core.files.file_lock import FileLock, LockedError
 from xscale.core.files.file_safety import check_name, remove_empty_folder, remove_file, remove_folder
 from xscale.core.files.run_files import IrregularFileError, kind_of, read_run_file
 from xscale.core.foreign import reason
-from xscale.core.renamed import RenamedWarning, rename_old_keys
+from xscale.core.key_words.renamed import RenamedWarning, rename_old_keys
 from xscale.core.yaml_reader import parse
 from xscale.data.corpus.stored_tokenizer import FOLDER as TOKENIZER
 from xscale.mesh.consensus import Consensus

@@ -1,4 +1,4 @@
-"""What torch.compile made, kept with the run: a run that is started again, on whatever nodes, compiles nothing anew.
+"""Compiled code, kept with the run: a run that is started again, on whatever nodes, compiles nothing anew.
 
 `compile_cache/` in the run folder has a file for each pipeline stage and tensor-parallel rank: the artifacts of
 Inductor, AOTAutograd, Triton and autotuning, by `torch.compiler.save_cache_artifacts`. torch takes those whose code and
@@ -35,10 +35,10 @@ class CompileArtifacts:
         """`enabled`: whether the run compiles. `settings`: the folder of this user's key; None: that in the home."""
         self.run, self.enabled = run, enabled
         self._key_file = (settings_folder() if settings is None else settings) / "compile.key"
-        here = _coordinates(mesh)
-        self._name = f"pp{here.pop('pp', 0)}-tp{here.pop('tp', 0)}"
+        coordinates = _coordinates(mesh)
+        self._name = f"pp{coordinates.pop('pp', 0)}-tp{coordinates.pop('tp', 0)}"
         # Ranks that differ in their samples or their shards of a sequence alone compile the same.
-        self._writes = not any(here.values())
+        self._writes = not any(coordinates.values())
         self._saved_graphs = 0
 
     def load(self) -> list[str]:
@@ -70,10 +70,10 @@ class CompileArtifacts:
         if graphs == self._saved_graphs:
             return
         self._saved_graphs = graphs
-        made, key = torch.compiler.save_cache_artifacts(), self._key(make=True)
-        if made is None or key is None:
+        artifacts, key = torch.compiler.save_cache_artifacts(), self._key(make=True)
+        if artifacts is None or key is None:
             return
-        content, _ = made
+        content, _ = artifacts
         # A full disk or a folder that is gone ends a run elsewhere; here it costs the next start a minute.
         with suppress(OSError):
             folder = make_run_folder(self.run, FOLDER)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from xscale_kernels import refusals
+from xscale_kernels import refusals, torch_private
 from xscale_kernels.packed_attention.spans import DocumentSpans, find_document_spans
 from xscale_kernels.packed_attention.varlen import attend as attend_in_graph
 from xscale_kernels.rows import wide
@@ -174,7 +174,7 @@ def library_refusals(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[str, str], 
     return tuple(refused)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch_private.constant_in_graphs
 def _capability() -> tuple[int, int]:
     """Compute capability of the current GPU; (0, 0) without one."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)

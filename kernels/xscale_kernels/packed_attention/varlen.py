@@ -66,8 +66,10 @@ def _back(
     for rows in _documents(offsets, count):
         above, queries, keys, values, attended = (_as_sequence(x[rows]) for x in (dout, q, k, v, out))
         mask, normaliser = _future(q, rows) if causal else None, lse[None, :, rows].contiguous()
-        found = torch_private.cpu_flash_attention_backward(above, queries, keys, values, attended, normaliser, mask)
-        for gradient, part in zip(gradients, found, strict=True):
+        of_document = torch_private.cpu_flash_attention_backward(
+            above, queries, keys, values, attended, normaliser, mask
+        )
+        for gradient, part in zip(gradients, of_document, strict=True):
             gradient[rows] = part[0].transpose(0, 1)
     return gradients[0], gradients[1], gradients[2]
 
@@ -87,7 +89,7 @@ def _as_sequence(rows: Tensor) -> Tensor:
 
 
 def _future(q: Tensor, rows: slice) -> Tensor:
-    """What is added to the scores [n, n] of a document: -inf for later keys."""
+    """Return the mask [n, n] that is added to the scores of a document: -inf for later keys."""
     length = rows.stop - rows.start
     return q.new_full((length, length), float("-inf")).triu_(1)
 

@@ -7,8 +7,8 @@ import pytest
 from tests.families import each
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
+from xscale.core.key_words.renamed import RenamedWarning
 from xscale.core.registry import Entry
-from xscale.core.renamed import RenamedWarning
 from xscale.nn.attention.core import CORES
 from xscale.nn.attention.moba import Moba
 from xscale.nn.attention.nsa import Nsa

@@ -7,7 +7,7 @@ from torch import Tensor
 from tests.nn.moe import literal
 from tests.nn.moe.mixture import LENGTH, D, V, config_of, dims, mixture, sample
 from xscale.core.errors import ConfigError
-from xscale.core.renamed import RenamedWarning
+from xscale.core.key_words.renamed import RenamedWarning
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Dense, Gated
 from xscale.nn.ffn.moe.moe import Moe

@@ -7,7 +7,7 @@ import pytest
 
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
-from xscale.core.renamed import RenamedWarning
+from xscale.core.key_words.renamed import RenamedWarning
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.dims import Dims
 from xscale.nn.pattern.axial import Local2d

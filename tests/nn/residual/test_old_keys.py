@@ -7,7 +7,7 @@ import pytest
 
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
-from xscale.core.renamed import RenamedWarning
+from xscale.core.key_words.renamed import RenamedWarning
 from xscale.nn.blocks.block import BlockConfig
 
 NEXT = "the old name will be refused in the next version"

@@ -14,11 +14,11 @@ from xscale.commands.show.explain_override import (
 )
 from xscale.core.compose import SCHEMA, Composed, configs_folder
 from xscale.core.config_keys.keys import ConfigKeys, Key, first_sentence, read_keys, value_text, wrapped
-from xscale.core.config_keys.others_words import way_of
 from xscale.core.config_keys.override_path import path_text
 from xscale.core.config_keys.overrides import find_present
 from xscale.core.config_keys.present_keys import PresentKey, below, kind_of, root_of, walk
 from xscale.core.errors import ConfigError
+from xscale.core.key_words.others_words import way_of
 
 SECTION = "its keys' defaults"
 FULL = 2

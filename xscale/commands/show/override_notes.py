@@ -8,7 +8,7 @@ from typing import Any
 from xscale.core.compose import Composed
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
-from xscale.core.renamed import RenamedWarning
+from xscale.core.key_words.renamed import RenamedWarning
 from xscale.measure.flops import size
 from xscale.observe.format import quantity
 from xscale.planning import vocabulary_of

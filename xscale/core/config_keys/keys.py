@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from xscale.core.config import BOUND_SIGNS, RENAMED_MARK
-from xscale.core.config_keys.others_words import meant_by
 from xscale.core.files.file_safety import decode_json, read_regular
+from xscale.core.key_words.others_words import meant_by
 
 FAMILY = "#/$defs/family "
 TYPES = {"integer": "int", "number": "float", "string": "str", "boolean": "bool", "array": "list", "object": "mapping"}

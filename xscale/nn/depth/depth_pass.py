@@ -149,7 +149,7 @@ class DepthPass(Module):
         blocks of this stack, of which there are some before it and some after."""
         return {}
 
-    def output_states(self) -> int | None:
+    def states_of_output(self) -> int | None:
         """Return N, if the output of the stack is hidden states after several blocks, [N, B, T, D]; None: of one."""
         return None
 

@@ -38,7 +38,7 @@ class ReturnedStates(DepthPass):
     def sends(self, before: Sequence[nn.Module], after: Sequence[nn.Module]) -> dict[str, SentTensor]:
         return {self.key: SentTensor(states=len(before))}
 
-    def output_states(self) -> int | None:
+    def states_of_output(self) -> int | None:
         return self.depth + 1
 
     def start(self, state: DepthState) -> None:

@@ -280,7 +280,7 @@ def _output_states(stack: nn.Module) -> Iterator[int]:
     """Yield the number of the hidden states that a pass of the stack makes its output."""
     assert isinstance(stack, Stack)
     for part in stack.passes():
-        count = part.output_states()
+        count = part.states_of_output()
         if count is not None:
             yield count
 

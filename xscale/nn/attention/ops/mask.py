@@ -96,8 +96,8 @@ class AttentionMask:
     device: torch.device | None = None
     """Device of `allowed`; None: that of the documents or the bias, or the CPU without either."""
     derived: dict[str, tuple[Tensor | None, Any]] = field(default_factory=dict, compare=False, repr=False)
-    """What attention derived from causal order and the documents, with those documents; copies that add a bias share
-    it. See `derive`."""
+    """Values that attention derived from causal order and the documents, with those documents; copies that add a bias
+    share them. See `derive`."""
 
     def derive(self, key: str, compute: Callable[[], Any]) -> Any:
         """Return what `compute` derives from causal order and documents, computed once for all blocks by this key."""
