@@ -172,9 +172,9 @@ def check_teacher(settings: Settings, source: TeacherSource) -> list[Problem]:
     if (student.traits.causal, student.traits.source) != (teacher.traits.causal, teacher.traits.source):
         what = f"the teacher is of kind '{teacher.name}', and the student of kind '{student.name}'"
         same = MODELS.able(causal=student.traits.causal, source=student.traits.source)
-        alike = MODELS.able(causal=teacher.traits.causal, source=teacher.traits.source)
+        fitting = MODELS.able(causal=teacher.traits.causal, source=teacher.traits.source)
         fix = f"Or take a teacher of {', '.join(same)}."
-        return [Problem(where, what, fix, choices=kinds(alike, "model"))]
+        return [Problem(where, what, fix, choices=kinds(fitting, "model"))]
     problems = _check_heads(settings, source.settings)
     longest, length = source.settings.data.sequence_length, settings.data.sequence_length
     if length > longest:
