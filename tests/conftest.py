@@ -36,6 +36,23 @@ hypothesis.settings.register_profile("fresh", deadline=None)
 hypothesis.settings.load_profile("house")
 
 
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def rank_variables() -> Iterator[None]:
+    """Fail the test that leaves the variables of a rank behind: a later one would take itself for a rank."""
+    before = {name: os.environ.get(name) for name in RANK_VARIABLES}
+    yield
+    after = {name: os.environ.get(name) for name in RANK_VARIABLES}
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    assert after == before
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=8, help="how often the trainer is killed at random (default: 8)")
     parser.addoption("--layouts", type=int, default=60, help="how many random layouts are trained or refused")

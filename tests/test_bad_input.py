@@ -36,12 +36,12 @@ MISTAKES = {
     "a causal model with a mixer that is not": (
         ["model.stack.block.mixer=fourier"],
         "'fourier' is not causal, and this model is",
-        "These can: attention",
+        "Take model.stack.block.mixer.kind=attention",
     ),
     "a causal model with a core that is not": (
         ["model.stack.block.mixer.core=linformer"],
         "'linformer' is not causal, and this model is",
-        "These can:",
+        "Take model.stack.block.mixer.core.kind=softmax",
     ),
     "documents that a mixer cannot mask": (
         ["model={kind: encoder, stack: {block: {mixer: fourier}}}", "objective=masked"],
@@ -52,13 +52,13 @@ MISTAKES = {
     "kv_heads that do not divide": (
         ["model.stack.block.mixer.kv_heads=3"],
         "kv_heads=3 does not divide heads=4",
-        "1, 2, 4",
+        "Take 1, 2 or 4.",
     ),
-    "ep that does not divide": (["parallel.mesh.ep=2"], "parallel.mesh.ep: ep=2 does not divide", "ep may be 1"),
+    "ep that does not divide": (["parallel.mesh.ep=2"], "parallel.mesh.ep: ep=2 does not divide", "Take 1."),
     "ranks that are not there": (
         ["parallel.mesh.dp_shard=4"],
         "gives 4 ranks, but the world size is 1",
-        "Start 4 processes",
+        "Or start 4 processes.",
     ),
     "a batch that micro-batches do not divide": (
         ["train.micro_batch_size=3"],
@@ -68,7 +68,7 @@ MISTAKES = {
     "a schedule longer than the run": (
         ["schedule={kind: wsd, warmup_steps: 200, decay_steps: 200}"],
         "exceeds train.steps=260",
-        "at most 60",
+        "Take 60. Lower values work too.",
     ),
     "a GPU that is not there": (["run.device=cuda"], "no GPU that torch can use", "run.device=cpu"),
     "files that are not there": (["data.source={kind: text, paths: [nowhere]}"], "nowhere", ""),
@@ -127,7 +127,7 @@ FAULTS = {
     "modle.a=1": "unknown key. Did you mean 'model'?",
     "model.stack.block.mixer.heads=7": "heads=7 does not divide width=256",
     "schedule={kind: wsd, warmup_steps: 200, decay_steps: 200}": "exceeds train.steps=260",
-    "parallel.mesh.cp=3": "cp 3 = 3 does not divide the 1 ranks",
+    "parallel.mesh.cp=3": "cp 3 = 3 does not divide the 1 rank",
     "parallel.zero.offload.optimizer=cpu": "the torch engine does not offload",
     "train.micro_batch_size=3": "micro_batch_size=3 x dp=1 does not divide",
     "run.device=cuda": "no GPU that torch can use",

@@ -81,7 +81,7 @@ def test_batch_norm_in_a_causal_model_is_refused() -> None:
     decoder = {**encoder("batch"), "kind": "decoder"}
     (problem,) = refused(decoder, 1)
     assert problem.startswith("model.stack.block.norm: 'batch' normalises by all tokens of the batch in training")
-    assert "These can: ada, layer, power, rms, scale. Or take an encoder." in problem
+    assert "Take model.stack.block.norm.kind=layer, rms, ada, power or scale. Or take an encoder." in problem
     assert refused({**encoder("power"), "kind": "decoder"}, 1) == []
 
 

@@ -75,7 +75,7 @@ def test_what_ep_cannot_do_is_refused(kind: str) -> None:
     moe = built(kind, None)
     assert not expert.check(moe, 4, "parallel.mesh")
     (problem,) = expert.check(moe, 3, "parallel.mesh")
-    assert str(problem) == "parallel.mesh.ep: ep=3 does not divide experts=8"
+    assert str(problem) == "parallel.mesh.ep: ep=3 does not divide experts=8. Take 1, 2, 4 or 8."
     assert [choice.edits for choice in problem.choices] == [(("", degree),) for degree in (1, 2, 4, 8)]
 
 

@@ -243,9 +243,6 @@ def test_what_does_not_fit_labels_is_refused(tmp_path: Path) -> None:
     assert "freezes all parameters" in problems_of(tmp_path, train={"freeze": ["*"]})
     refused = problems_of(tmp_path, data={"cross_documents": True})
     assert "data.cross_documents: 'classify' hides padding" in refused
-    exits = {**decoder, "stack": {**MODEL["stack"], "exits": {}}}
-    refused = problems_of(tmp_path, model=exits, objective={"pool": "last"})
-    assert "model.stack.exits: the heads of exits predict tokens" in refused
 
 
 @pytest.mark.parametrize("pair_types", [False, True])

@@ -71,8 +71,8 @@ def test_flash_attn_is_refused_under_torch_compile(tmp_path: Path) -> None:
     assert named.check() == []
     compiled = decode(Recipe, encode(tiny.recipe(tmp_path)) | kernels | {"parallel": {"compile": True}})
     assert [str(problem) for problem in compiled.check()] == [
-        "kernels.packed_attention: torch.compile would compile 'flash_attn' anew for each number of documents. "
-        "Take parallel.compile=false. Or leave it out, which takes FlexAttention."
+        "kernels.packed_attention: torch.compile cannot keep 'flash_attn' in its graphs. "
+        "Take torch, or parallel.compile=false. Or leave it out."
     ]
 
 

@@ -74,7 +74,7 @@ def test_steps_behind_the_end_are_refused(tmp_path: Path, at: int, steps: int) -
     asked = recipe(tmp_path, train=TRAIN, observe={"profile": {"at": at, "steps": steps}})
     (problem,) = asked.check(1)
     assert str(problem).startswith(f"observe.profile: profiles steps {at} to {at + steps - 1}, and the run ends at")
-    assert f"at most {6 - steps}" in str(problem)
+    assert f"Take observe.profile.at={6 - steps}." in str(problem)
 
 
 def profile_of(*events: tuple[str, str, bool, float, float]) -> profile:

@@ -90,5 +90,5 @@ def test_bad_settings_are_refused_with_what_would_work() -> None:
     )
     (problem,) = problems(core=Reformer.Config())
     assert problem.startswith(
-        "mixer.core: mixer 'delight' cannot hold the core 'reformer'. Take mixer.core.kind=softmax or block_sparse"
+        "mixer.core: mixer 'delight' cannot hold the core 'reformer'. Take mixer.core.kind=softmax, block_sparse"
     )

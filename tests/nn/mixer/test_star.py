@@ -92,7 +92,7 @@ def test_what_it_cannot_do_is_refused() -> None:
     config = StarTransformerLayers.Config(heads=5)
     dims = Dims(width=WIDTH, depth=1, vocabulary=9, length=20, causal=False, position=Rope.Config())
     problems = StarTransformerLayers.check(config, dims, "mixer")
-    assert [problem.path for problem in problems] == ["mixer.heads", "model.position"]
+    assert [problem.path for problem in problems] == ["model.position", "mixer.heads"]
     with pytest.raises(ConfigError, match="cross_documents"):
         encoder()(Tokens.from_ids(torch.zeros(2, 20, dtype=torch.long), numbered(8, 12)))
     two = {mesh: decode(ParallelConfig, {"mesh": {mesh: 2}}) for mesh in ("tp", "cp")}

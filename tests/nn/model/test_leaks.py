@@ -134,7 +134,8 @@ def test_routing_by_later_tokens_is_seen() -> None:
     """The negative control: capacity by the order of choices, in evaluation and in training."""
     data = encode(config_of(CONFIGS / "model/moe_glam.yaml"))
     rule = data["stack"]["rules"][0]
-    rule["ffn"] |= {"drop_policy": "choice", "capacity_factor": 0.5, "allow_noncausal_routing": True}
+    rule["ffn"] |= {"drop_policy": "choice", "allow_noncausal_routing": True}
+    rule["ffn"] |= {"capacity_factor": 0.5, "eval_capacity_factor": 0.5}
     model = built(decoded(data))
     for training in (False, True):
         assert depends_on_later_tokens(model.train(training), None)

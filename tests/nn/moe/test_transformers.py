@@ -24,13 +24,13 @@ def test_switch(capacity: int) -> None:
     )
     torch.manual_seed(0)
     layer = theirs.SwitchTransformersSparseMLP(config).eval()
-    # Their capacity is for each sequence: here as many groups, and the factor that gives the same number.
+    # Their capacity is for each sequence, as ours in evaluation, with the factor that gives the same number.
     ours = mixture(
         experts=E,
         router="switch",
         expert={"kind": "dense", "hidden": F, "activation": "relu"},
         capacity_factor=capacity * E / T,
-        groups=B,
+        eval_capacity_factor=capacity * E / T,
         width=D,
         dtype=torch.float32,
     ).eval()

@@ -102,10 +102,10 @@ def check_pattern(config: schema.Config, dims: Any, path: str) -> list[Problem]:
     wanted = "causal" if dims is None or (dims.causal and not dims.cross) else "bidirectional"
     if dims is not None and not getattr(entry.traits, wanted):
         able = PATTERNS.able(**{wanted: True})
-        alternative = entry.part.causal_alternative if wanted == "causal" else None
-        choices = kinds(sorted(able, key=lambda name: name != alternative), path)
+        alternative = entry.part.causal_alternative if wanted == "causal" else ""
+        fix = f"Or take {alternative}." if alternative else ""
         what = f"pattern '{entry.name}' has no {wanted} layout, and this model is {wanted}"
-        problems.append(Problem(path, what, choices=choices))
+        problems.append(Problem(path, what, fix, choices=kinds(able, path)))
     return problems
 
 
