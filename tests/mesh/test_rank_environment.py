@@ -42,7 +42,9 @@ def variables(given: dict[str, str]) -> Iterator[None]:
     names = {*RANK, *MEETING, "TORCHELASTIC_RUN_ID", "SLURM_PTY_PORT", *STEP}
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
-            patch.delenv(name, raising=False)
+            # Set first, so that what is set in between is taken away behind it.
+            patch.setenv(name, "")
+            patch.delenv(name)
         for name, value in given.items():
             patch.setenv(name, value)
         yield

@@ -107,7 +107,7 @@ def test_a_decoder_reads_the_source_where_the_list_says() -> None:
         ),
         (
             {"sublayers": (MIX, SublayerConfig(part="ffn", factor=0))},
-            "x.sublayers.1.factor: 0 leaves nothing of the sublayer's output. Or leave the entry out of the list",
+            "x.sublayers.1.factor: 0 leaves nothing of the sublayer's output. Take 1.0. Or leave the entry out",
         ),
         (
             {"sublayers": (MIX, HALF), "residual": Parallel.Config()},

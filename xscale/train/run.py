@@ -32,7 +32,7 @@ from xscale.mesh.mesh import leaving_process_group
 from xscale.observe import EndReport, Observer
 from xscale.observe.make_observers import make_observers
 from xscale.run.init_weights import load_initial_weights
-from xscale.run.parts import RunParts, device_of
+from xscale.run.parts import RunParts
 from xscale.run.run_facts import peak_memory, run_facts
 from xscale.run.run_folder import (
     CHECKPOINTS,
@@ -87,8 +87,7 @@ def train(settings: Settings, samples: Any = None) -> int:
                 status = _train_teacher(teacher, rank_info, stop, began)
                 if status != EXIT_DONE:
                     return status
-            with attention_backends(device_of(settings, rank_info)):
-                return _train(settings, rank_info, stop, began, samples)
+            return _train(settings, rank_info, stop, began, samples)
         except UnusableError as error:
             raise ConfigError("kernels", str(error), "Choose a usable implementation, or none.") from error
         except (KeyboardInterrupt, RuntimeError):
@@ -140,7 +139,7 @@ def _train(settings: Settings, rank_info: RankInfo, stop: StopSignal, began: flo
         # A prompt or a task that cannot be used must not end the run after many steps.
         encode_prompts(settings, parts.corpus.tokenizer)
         require_tasks(settings.train.tasks, Consensus(parts.mesh.background))
-        with RunLock(folder) as lock, make_saver(parts, folder) as saves:
+        with attention_backends(parts.mesh.device), RunLock(folder) as lock, make_saver(parts, folder) as saves:
             return _run(parts, folder, saves, lock, stop, began)
 
 
