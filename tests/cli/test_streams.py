@@ -38,6 +38,13 @@ def test_a_closed_stream_is_no_traceback(name: str, tmp_path: Path) -> None:
     assert b"Exception ignored" not in done.stderr
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_leaves_is_no_fault_with_and_without_a_buffer(unbuffered: str) -> None:
+    command = f"{sys.executable} -m xscale explain optimizer.lr | true; exit ${{PIPESTATUS[0]}}"
+    done = shell(command, PYTHONUNBUFFERED=unbuffered)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
 def test_a_file_never_gets_the_number_of_a_closed_stream() -> None:
     program = (
         "import os, sys\nfrom xscale.cli.streams import open_closed_streams\nopen_closed_streams()\n"

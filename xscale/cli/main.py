@@ -22,7 +22,7 @@ from xscale.cli.plan import plan
 from xscale.cli.plot import plot_app
 from xscale.cli.recipes import check_part, explain, init, list_parts
 from xscale.cli.runs import compare, ladder, report
-from xscale.cli.streams import check_arguments, open_closed_streams
+from xscale.cli.streams import check_arguments, flush_output, open_closed_streams
 from xscale.cli.train import train
 from xscale.core.errors import EXIT_FAULT, EXIT_USER, ConfigError, FaultError, NoticeWarning, Problem
 from xscale.core.key_words.renamed import RenamedWarning
@@ -121,7 +121,10 @@ def main(command: Callable[[], object] = app) -> None:
             warnings.showwarning = show_renamed_once(warnings.showwarning)
             if COMPLETION & set(sys.argv[1:2]):
                 _check_shell(sys.argv[1])
-            command()
+            try:
+                command()
+            finally:
+                flush_output()
     except ConfigError as error:
         _print_errors([_sentence(problem) for problem in error.problems], same_on_all_ranks=error.same_on_all_ranks)
         sys.exit(EXIT_USER)

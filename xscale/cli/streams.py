@@ -27,6 +27,18 @@ def open_closed_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def flush_output() -> None:
+    """Write what is left in the buffer of standard output; exit status 1 where its reader has left.
+
+    Python would write it when it ends, and say that it could not, with status 120.
+    """
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1)
+
+
 def check_arguments(arguments: list[str]) -> None:
     """Raise ConfigError for an argument that is not UTF-8: no config, message or file of a run could hold it."""
     for argument in arguments:
