@@ -41,7 +41,7 @@ SMALL = [
     "train.baseline=false",
     "data.sequence_length=64",
     "data.workers=1",
-    f"data.source={{kind: text, paths: [{ROOT / 'xscale/core'}]}}",
+    f"data.source={{kind: text, paths: [{ROOT / 'xscale/core/*.py'}]}}",
 ]
 """Overrides that make a run of `bytes` take seconds."""
 WITH_OVERRIDES = {

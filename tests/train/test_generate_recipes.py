@@ -86,7 +86,7 @@ def test_a_recipe_generates(file: Path, tmp_path: Path, monkeypatch: pytest.Monk
     if file.stem in ALL_AT_ONCE:
         return
     # A token at a time never fills an expert, so generation drops nothing.
-    monkeypatch.setattr(Moe, "capacity", lambda module, tokens: None)
+    monkeypatch.setattr(Moe, "capacity_factor", lambda module, tokens: None)
     cached = logits_of(settings, model, tokenizer)
     monkeypatch.setattr(generation, "incremental", lambda model: False)
     full = logits_of(settings, model, tokenizer)
